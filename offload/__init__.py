@@ -17,9 +17,9 @@ from .formats.safetensors_header import (
     file_version,
     read_header,
 )
-from .host_memory.host_slots import HostSlots
 from .host_memory.page_lock import CudaPageLock, PageLockError
 from .host_memory.pages import map_memory
+from .host_memory.ram_slots import HostPages
 from .host_memory.shared_segment import SharedSegment, sweep
 from .patches import BlockPatch, WeightPatch
 from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
@@ -41,7 +41,7 @@ __all__ = [
     "FileTensor",
     "FileVersion",
     "GatherBrokenError",
-    "HostSlots",
+    "HostPages",
     "NoRamError",
     "OffloadEngine",
     "PageLockError",

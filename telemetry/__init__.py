@@ -5,7 +5,7 @@ from __future__ import annotations
 from .options import TelemetryOptions
 from .phases import PhaseRegistry, QueueItemPhases
 from .recorder import Recorder
-from .step_events import BlockArrival, ReadSpan, ReadTimer
+from .step_events import BlockArrival, ReadSpan
 from .trace import Ranges, ranged
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "QueueItemPhases",
     "Ranges",
     "ReadSpan",
-    "ReadTimer",
     "Recorder",
     "TelemetryOptions",
     "ranged",

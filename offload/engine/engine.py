@@ -83,7 +83,7 @@ class OffloadEngine:
         self._patches = StagedPatches(self.formats, lock=lock)
         self._route = Route(source, self.formats, self._patches, device=device, sharded=sharded)
         self.ram = self._route.ram_slots(lock, shared)
-        self.ram.check_room(self._ram_residency, self.staging)
+        self.ram.check_available(self._ram_residency, self.staging)
         self.ram.resize(self._ram_residency, self.staging)
         self.buffers = tuple(BlockBuffer(index) for index in range(buffers))
         self.backend = self._route.transfer_backend()
@@ -105,6 +105,11 @@ class OffloadEngine:
     def staging(self) -> int:
         """Number of staging slots in RAM; 0 if blocks can be read directly into a buffer."""
         return self._route.staging
+
+    @property
+    def block_source(self) -> BlockSource:
+        """Source of the bytes that this rank stores: whole blocks, or its shards of them."""
+        return self._route.block_source
 
     @property
     def gathering(self) -> Gathering | None:
@@ -265,7 +270,7 @@ class OffloadEngine:
             # On a CPU the buffers that are about to be freed are RAM too.
             freed = sum(self.buffers[index].nbytes for index in evicted) if self.device.type == "cpu" else 0
             # Before anything is freed, so that a refusal leaves the former policy usable.
-            self.ram.check_room(ram_residency, self.staging, freed=freed)
+            self.ram.check_available(ram_residency, self.staging, freed=freed)
             self.backend.settle()
             for index in evicted:
                 _free_buffer(self.buffers[index])

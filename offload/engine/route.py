@@ -66,6 +66,11 @@ class Route:
         direct = self._device.type == "cpu" and all(fmt.is_raw for fmt in self._formats.values())
         return 0 if direct and self.gathering is None else STAGING_SLOTS
 
+    @property
+    def block_source(self) -> BlockSource:
+        """Source of the bytes that this rank stores: whole blocks, or its shards of them."""
+        return self._source if self.gathering is None else self._shards
+
     def meet(self, sharded: Sharded) -> None:
         """Gather with the ranks of `sharded` from now on; rank and size must not change."""
         self._shards = ShardSource(cast(RangeSource, self._source), sharded.gather)
@@ -75,10 +80,10 @@ class Route:
     def ram_slots(self, lock: PageLock | None, shared: SharedSegment | None) -> RamSlots:
         """Create the slots for the bytes that this rank stores."""
         if self.gathering is None:
-            return RamSlots(self._source, self.sizes, lock=lock, shared=shared)
+            return RamSlots(self.sizes, lock=lock, shared=shared)
         assert shared is None, "ranks with different shards cannot share RAM"
         device_slots = DeviceSlots(self._device, lock=lock) if self.gathering.sharded.on_device else None
-        return RamSlots(self._shards, self.sizes, lock=lock, on_device=device_slots)
+        return RamSlots(self.sizes, lock=lock, on_device=device_slots)
 
     def transfer_backend(self) -> TransferBackend:
         """Create the transfer backend for this device and group."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ...devices import Clock, DeviceEvent, clock_for
 from ...plan import AT_ONCE, KEPT, Fetch, RunPrograms, Visit
 from ...schema import StateError
-from ...telemetry import BlockArrival, Ranges, ReadTimer, Recorder, ranged
+from ...telemetry import BlockArrival, Ranges, Recorder, ranged
 from ..host_memory.ram_run import RamRun
 from ..sharding.group import GATHERS_AHEAD, GatheringState, StoppedTogether
 from ..transfers.base import PendingBlock
@@ -45,8 +45,7 @@ class EngineRun:
         self._engine = engine
         self._ranges: Ranges | None = None if recorder is None else recorder.ranges
         self._range: int | None = None  # profiler range of the current visit
-        timer = None if recorder is None else ReadTimer(self._ranges)
-        self._ram = RamRun(engine.ram, programs.ram, timer)
+        self._ram = RamRun(engine.ram, programs.ram, engine.block_source, recorder)
         self._recorder = recorder
         self._clock: Clock = recorder.clock if recorder is not None else clock_for(engine.device)
         self._sync = ThreadSync()

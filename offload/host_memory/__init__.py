@@ -1,1 +1,1 @@
-"""Host memory: slots of RAM, page-locking, memory shared between processes."""
+"""Host memory: RAM slots, page-locking, memory shared between processes."""

@@ -1,4 +1,4 @@
-"""Host memory in whole pages, because pages are what gets locked for a device and filled by a disk."""
+"""Host memory in whole pages, the unit in which memory is page-locked and read from disk."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 HUGE_PAGE = 2 * 1024**2
 
-# Parameters of glibc's mallopt, and what they are set to.
-M_TRIM_THRESHOLD, KEPT_BYTES = -1, 256 * 1024**2
-M_MMAP_THRESHOLD, LARGEST_KEPT = -3, 32 * 1024**2  # the most it takes
+# Parameters of glibc's mallopt and their values.
+M_TRIM_THRESHOLD, TRIM_BYTES = -1, 256 * 1024**2
+M_MMAP_THRESHOLD, MMAP_BYTES = -3, 32 * 1024**2  # the largest value that glibc accepts
 
 
 def in_pages(nbytes: int) -> int:
@@ -23,23 +23,25 @@ def in_pages(nbytes: int) -> int:
 
 
 def map_memory(nbytes: int) -> torch.Tensor:
-    """Map untouched memory as 1-D uint8. It goes when its last view is dropped, never under somebody who still reads.
-
-    The mapping is of the shared kind (Python's default), so that a fork cannot move locked pages away from the device.
+    """Map untouched memory as a 1-D uint8 tensor; it is unmapped when the last view of it is deleted.
 
     Raises:
-        OSError: the system does not give that much memory.
+        OSError: the system refuses that much memory.
     """
+    # A shared mapping (Python's default): after a fork, copy-on-write would move private pages, and the device would
+    # go on to copy from the old ones.
     mapping = mmap.mmap(-1, max(nbytes, 1))
+    # The memory outlives the run that allocates it, and inference tensors cannot be changed outside inference mode.
     with torch.inference_mode(False):
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def map_huge(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Map memory of this thread's own that starts at a multiple of 2 MB, in huge pages where Linux gives them.
+    """Map private memory that starts at a multiple of 2 MB, in huge pages if Linux provides them.
 
-    What follows the last byte in its page is not to be used. Untouched pages around it take no memory.
+    Do not use the bytes between the end of the array and the end of its page.
     """
+    # One huge page more than requested, to align the start; pages that are never touched use no RAM.
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -49,15 +51,15 @@ def map_huge(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 256 MB of what is freed, in blocks of up to 32 MB, for what is allocated next.
+    """Let glibc keep up to 256 MB of freed memory, in allocations of up to 32 MB, for later allocations.
 
-    By itself it gives the memory of one block's activations back to the system and takes it again page by page for the
-    next block, unless it has seen large blocks freed before. A process that has loaded a model has, and ours loads
-    nothing: with two 1.4 B experts, 980 tokens and two cores that was up to 70 MB for each block, and some 5 % of a
-    step (one run of each). Other C libraries are left as they are.
+    By default, glibc returns the activations of one block to the system and faults them in again page by page for the
+    next block, unless large allocations were freed before. A process that has loaded a model has freed some, but
+    WanStream never loads one. This cost up to 70 MB of page faults per block and about 5 % of a step (two 1.4B experts,
+    980 tokens, 2 cores, one run each). Does nothing with other C libraries.
     """
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+    libc.mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
+    libc.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)

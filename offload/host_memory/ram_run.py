@@ -1,4 +1,4 @@
-"""One execution of one RAM program: a thread that reads, and the slots that the fetch thread takes blocks out of."""
+"""Execution of a RAM program: the read thread fills RAM slots, and the fetch thread copies from them."""
 
 from __future__ import annotations
 
@@ -7,56 +7,67 @@ from collections.abc import Callable
 import torch
 
 from ...plan import AT_ONCE, DIRECT, KEPT, BlockKey, Fetch, RamProgram
-from ...telemetry import ReadSpan, ReadTimer
+from ...telemetry import ReadSpan, Recorder
 from ..engine.threads import RunStopped, RunThread, ThreadSync
+from ..sources.base import BlockSource
+from ..sources.timed import TimedSource
 from .ram_slots import RamSlot, RamSlots
 
 
 class RamRun:
-    """The read thread goes through the program's reads in their order; the fetch thread takes and leaves.
+    """Executes the reads of a RAM program in their order on the read thread; the fetch thread takes and releases slots.
 
-    `meter` measures all reads.
+    Attributes:
+        reads: fetches of the RAM program that were read so far.
+
+    Args:
+        slots: slots to read into.
+        ram: program to execute.
+        source: source of the stored bytes.
+        recorder: recorder of the run; the reads are measured for it.
     """
 
-    def __init__(self, slots: RamSlots, ram: RamProgram, meter: ReadTimer | None = None) -> None:
+    def __init__(self, slots: RamSlots, ram: RamProgram, source: BlockSource, recorder: Recorder | None) -> None:
         self.reads: list[Fetch] = []
         self._slots = slots
         self._ram = ram
-        self._meter = meter
-        self._spans: dict[int, ReadSpan] = {}  # by number of the read
-        self._straight: dict[int, ReadSpan] = {}  # by number of the fetch
-        self._progress = ThreadSync()
-        self._thread = RunThread("wanstream-ram", self._read_all, failed=self._progress.no_more)
+        self._timed = None if recorder is None else TimedSource(source, recorder.ranges)
+        self._source: BlockSource = self._timed or source
+        self._spans: dict[int, ReadSpan] = {}  # by read
+        self._straight: dict[int, ReadSpan] = {}  # by fetch of the device program
+        self._sync = ThreadSync()
+        self._thread = RunThread("wanstream-ram", self._read_all, failed=self._sync.no_more)
         self._last_taken: dict[int, int] = {}  # slot -> visit
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything was read that the program has."""
+        """True if all reads of the program have ended."""
         return tuple(self.reads) == self._ram.program.fetches
 
     def start(self) -> None:
-        """Take over what the slots hold, and begin to read."""
+        """Keep the blocks that the program expects in the slots, and start the read thread."""
         for index, key in self._ram.program.initial.items():
             self._slots[index].keep(key)
         if self._ram.program.fetches:
             self._thread.start()
 
     def stop(self) -> None:
-        """Wake every thread that waits here."""
-        self._progress.stop()
+        """Wake all threads that wait here; they raise `RunStopped`."""
+        self._sync.stop()
 
     def join(self) -> None:
-        """Return when the read thread has ended: a read that is under way is waited for."""
+        """Wait until the read thread has ended; a read in progress is not interrupted."""
         self._thread.join()
 
     def end(self) -> None:
-        """Nobody uses a slot any more."""
+        """End the run of all slots. No thread may use one any more."""
         self._slots.end_run()
 
     def read_for(self, fetch: int) -> ReadSpan | None:
-        """How a file was read for this fetch of the device program; None if it was read for one before, or by others.
+        """Return the read that was made for this fetch of the device program, and forget it.
 
-        The fetch must have been issued, by a run that has a meter. It is told once, so that a long run keeps nothing.
+        The fetch must have been issued. Returns None if the block was in RAM already, if another rank has read it, or
+        if the run has no recorder.
         """
         visit = self._ram.visit_of_fetch[fetch]
         if visit == DIRECT:
@@ -67,61 +78,62 @@ class RamRun:
         return self._spans.pop(read, None)
 
     def read_straight(self, fetch: int, key: BlockKey, into: torch.Tensor) -> None:
-        """Read the block of a fetch that has no slot into its buffer (fetch thread).
+        """Read the block of a fetch without a slot into its buffer (fetch thread).
 
         Raises:
             SourceError: the bytes could not be read.
         """
-        span = self._slots.read(key, into, self._meter, straight=True)
-        if span is not None:
+        self._source.read_block(key, into)
+        if self._timed is not None and (span := self._timed.take_span(key, straight=True)) is not None:
             self._straight[fetch] = span
 
     def take(self, fetch: int) -> RamSlot | None:
-        """The slot that holds the block of a fetch, once it was read; None where it is to be read straight.
+        """Wait until the block of a fetch was read, and return its slot; None if it is to be read into its buffer.
 
         Raises:
-            RunStopped: the run is over.
-            SourceError: what the read thread raised before it came to this block.
+            RunStopped: the run has ended.
+            SourceError: the read thread failed before it had read this block.
         """
         visit = self._ram.visit_of_fetch[fetch]
         if visit == DIRECT:
             return None
         program = self._ram.program
         slot = self._slots[program.visit_buffer[visit]]
-        # A CPU decodes out of the slot when it computes: the fetch before may not have left it yet.
-        self._progress.await_released(self._last_taken.get(slot.index, AT_ONCE))
+        # A CPU decodes from the slot when the visit computes, so the last fetch may not have left the slot yet.
+        self._sync.await_released(self._last_taken.get(slot.index, AT_ONCE))
         self._await_read(program.visit_fetch[visit])
         slot.acquire(program.visits[visit].key)
         self._last_taken[slot.index] = visit
         return slot
 
     def leave(self, fetch: int, drained: Callable[[], object] | None = None) -> None:
-        """The bytes of a fetch were taken; `drained` waits for the copy of them that is under way.
+        """Release the slot of a fetch (fetch thread, or compute thread if that decodes from the slot).
 
-        Called by the fetch thread, or by the computing thread where that decodes out of the slot.
+        Args:
+            drained: waits until the copy from the slot has ended; None if it has.
         """
         visit = self._ram.visit_of_fetch[fetch]
         slot = self._slots[self._ram.program.visit_buffer[visit]]
+        # The read thread waits for the copy before it reads into the slot again; this thread need not.
         slot.drained = drained
         slot.release(last=visit in self._ram.program.last_use)
-        self._progress.note_released(visit)
+        self._sync.note_released(visit)
 
     def _await_read(self, read: int) -> None:
         if read == KEPT:
             return
         try:
-            self._progress.await_issued(read)
+            self._sync.await_issued(read)
         except RunStopped:
             if self._thread.error is not None:
-                self._thread.result()
+                self._thread.result()  # raises it
             raise
 
     def _read_all(self) -> None:
         for number, fetch in enumerate(self._ram.program.fetches):
-            self._progress.await_released(fetch.start_after)
-            slot = self._slots[fetch.buffer]
-            span = self._slots.fill(slot, fetch.block, self._meter)
-            if span is not None:
+            self._sync.await_released(fetch.start_after)
+            self._slots.read(self._slots[fetch.buffer], fetch.block, self._source)
+            if self._timed is not None and (span := self._timed.take_span(fetch.block)) is not None:
                 self._spans[number] = span
             self.reads.append(fetch)
-            self._progress.note_issued(number)
+            self._sync.note_issued(number)

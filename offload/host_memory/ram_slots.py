@@ -1,77 +1,169 @@
-"""Slots of RAM: homes of blocks, and places through which blocks pass on their way from a file to a buffer."""
+"""RAM slots: RAM-resident blocks, and staging slots through which other blocks pass from a file to a buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from itertools import count
+import mmap
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from ...devices import available_bytes
 from ...plan import BlockKey, RamResidency
 from ...schema import Residency
-from ...telemetry import ReadSpan, ReadTimer
 from ..engine.buffers import BlockPlace, BufferState
-from ..sharding.device_slots import DeviceSlots
-from ..sources.base import BlockSource
-from .host_slots import HostSlots, SlotMemory
-from .page_lock import PageLock
-from .pages import in_pages
+from ..formats.layout import host_bytes
+from ..sources.base import BlockSource, NoRamError
+from .base import Reservation, SlotMemory
+from .page_lock import LockedBlocks, PageLock
+from .pages import in_pages, map_memory
 from .shared_segment import SharedSegment
+
+REMEDY = "keep fewer blocks in RAM, stream from the file instead, or close other programs that use RAM"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pages:
+    memory: torch.Tensor
+    shared: bool
+
+
+class HostPages:
+    """Slot memory in RAM, page-locked in place: pages of this process, or places in a shared segment.
+
+    A slot has exactly the memory that its block needs, from the first `reserve` until `drop` or `close`.
+
+    Args:
+        lock: driver that page-locks slots, so that devices copy from them asynchronously; None for ordinary memory.
+        shared: memory shared by the ranks of one machine. One rank reads a block that has a place there, and the other
+            ranks find it filled. Blocks without a place get pages of this process.
+    """
+
+    device_bytes = 0
+
+    def __init__(self, *, lock: PageLock | None, shared: SharedSegment | None = None) -> None:
+        self._pages: dict[Hashable, _Pages] = {}
+        self._locked = LockedBlocks(lock) if lock is not None else None
+        self._shared = shared
+
+    @property
+    def nbytes(self) -> int:
+        # A copy of the values, because other threads read this while the read thread reserves.
+        return sum(in_pages(pages.memory.numel()) for pages in list(self._pages.values()))
+
+    @property
+    def locked_bytes(self) -> int:
+        return 0 if self._locked is None else self._locked.nbytes
+
+    def check_available(self, blocks: int, nbytes: int, *, available: int | None = None) -> None:
+        in_use = self.nbytes if self._shared is None else max(self.nbytes, self._shared.filled_bytes)
+        usable = (available_bytes() if available is None else available) + in_use
+        if nbytes > usable:
+            raise NoRamError(
+                f"{nbytes / 1e9:.1f} GB of RAM for {blocks} blocks, {usable / 1e9:.1f} GB are available: {REMEDY}"
+            )
+
+    @contextmanager
+    def reserve(self, slot: Hashable, key: BlockKey, nbytes: int, *, capacity: int = 0) -> Iterator[Reservation]:
+        if self._shared is not None and key in self._shared:
+            with self._shared.reserve(key) as reservation:
+                memory = reservation.memory
+                assert memory.numel() == nbytes, f"{key} has {memory.numel()} shared bytes, not {nbytes}"
+                yield reservation
+            self._replace(slot, _Pages(memory=memory, shared=True))
+        else:
+            memory = self._private(slot, max(nbytes, capacity))
+            yield Reservation(memory=memory[:nbytes], view=memory[:nbytes], needs_fill=True)
+        if self._locked is not None:
+            # After the read: the driver would fault in untouched pages one by one.
+            _touch(memory, nbytes)
+            self._locked.add(memory)
+
+    def drop(self, slot: Hashable) -> int:
+        pages = self._pages.pop(slot, None)
+        if pages is None:
+            return 0
+        if self._locked is not None:
+            self._locked.remove(pages.memory)
+        return 0 if pages.shared else in_pages(pages.memory.numel())
+
+    def release_shared(self) -> None:
+        if self._shared is not None and not self._pages:
+            self._shared.release()
+
+    def close(self) -> None:
+        """Unlock and unmap every slot. Slots can be reserved again; the shared segment belongs to the caller."""
+        for slot in list(self._pages):
+            self.drop(slot)
+
+    def _replace(self, slot: Hashable, new: _Pages) -> None:
+        old = self._pages.get(slot)
+        if old is None or old.memory.data_ptr() != new.memory.data_ptr():
+            self.drop(slot)
+            self._pages[slot] = new
+
+    def _private(self, slot: Hashable, nbytes: int) -> torch.Tensor:
+        old = self._pages.get(slot)
+        if old is None or old.shared or old.memory.numel() < nbytes:
+            self.drop(slot)  # before the new memory is mapped: there may not be enough RAM for both
+            del old
+            self._pages[slot] = _Pages(memory=_map(nbytes), shared=False)
+        return self._pages[slot].memory
 
 
 class RamSlot(BlockPlace):
-    """One slot. `begin_fill`: a read begins; `issued`: its bytes are there; `acquire`: a fetch takes them.
+    """One slot. `begin_fill`: a read starts; `issued`: the read has ended; `acquire`: a fetch copies from the slot.
 
-    `number` is that of its memory, and stays when slots are numbered anew. `drained` waits for the last copy out of it.
+    Attributes:
+        memory: stored bytes of the block; None before the first read.
+        capacity: bytes that were allocated for it.
+        drained: waits for the last copy from the slot; None if no copy is in progress.
     """
 
     word = "slot"
 
-    def __init__(self, index: int, number: int) -> None:
-        super().__init__(index)
-        self.number = number
+    def __init__(self) -> None:
+        super().__init__(0)
         self.memory: torch.Tensor | None = None
-        self.room = 0
+        self.capacity = 0
         self.drained: Callable[[], object] | None = None
 
     def end_run(self) -> None:
-        """The run is over. A read that has ended left the block whole, whether anybody asked for it or not."""
+        """End the run. A read that has ended left a complete block, even if no fetch has taken it."""
         if self.state is BufferState.ISSUED:
             self.state = BufferState.DONE
         super().end_run()
 
 
 class RamSlots:
-    """The slots of one engine. Memory is taken when a slot is first read into.
+    """Slots of one engine. The first ones belong to RAM-resident blocks, the others are staging slots.
+
+    Memory is allocated when a slot is first read into: the exact size for a RAM-resident block, the size of the largest
+    block for a staging slot.
 
     Args:
-        source: where blocks are read from.
-        sizes: bytes of every block there is, as the source gives it.
-        lock: locks the pages of slots, so that a device copies out of them by itself; None for a CPU.
-        shared: memory that the ranks of one machine hold together; it takes the homes that are kept for later runs.
-        on_device: memory of the device itself; it takes them instead.
+        sizes: stored bytes of every block.
+        lock: driver that page-locks slots, so that a device can copy from them asynchronously; None for a CPU.
+        shared: memory of RAM-resident blocks that the ranks of one machine share.
+        on_device: memory of RAM-resident blocks on the device itself, instead.
     """
 
     def __init__(
         self,
-        source: BlockSource,
         sizes: Mapping[BlockKey, int],
         *,
         lock: PageLock | None,
         shared: SharedSegment | None = None,
-        on_device: DeviceSlots | None = None,
+        on_device: SlotMemory | None = None,
     ) -> None:
-        self._source = source
         self._sizes = sizes
         self._largest = max(sizes.values())
-        self._passing = HostSlots(lock=lock)
-        self._homes_memory: SlotMemory = self._passing if shared is None else HostSlots(lock=lock, shared=shared)
+        self._staging: SlotMemory = HostPages(lock=lock)
+        self._resident: SlotMemory = self._staging if shared is None else HostPages(lock=lock, shared=shared)
         if on_device is not None:
-            self._homes_memory = on_device
-        self._numbers = count()
-        self._homes = RamResidency(residency=Residency(residents={}, permanent=True), slots=0)
+            self._resident = on_device
+        self._residents = RamResidency(residency=Residency(residents={}, permanent=True), slots=0)
         self._slots: tuple[RamSlot, ...] = ()
 
     def __getitem__(self, index: int) -> RamSlot:
@@ -82,140 +174,134 @@ class RamSlots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM that the slots take now, blocks that ranks share included."""
+        """Bytes of RAM in use, blocks that are shared with other ranks included."""
         return sum(memory.nbytes for memory in self._memories())
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory that homes take there."""
-        return self._homes_memory.device_bytes
+        """Bytes of device memory in use."""
+        return self._resident.device_bytes
 
     @property
     def locked_bytes(self) -> int:
-        """Those of them that are page-locked."""
+        """Bytes of page-locked RAM."""
         return sum(memory.locked_bytes for memory in self._memories())
 
     def contents(self) -> dict[int, BlockKey]:
-        """What the slots still hold from the run before; a new program may keep it."""
+        """Return the blocks that the slots still contain from the last run; a new program may keep them."""
         return {s.index: s.key for s in self._slots if s.state is BufferState.DONE and s.key is not None}
 
-    def bytes_for(self, homes: RamResidency, staging: int) -> int:
-        """Bytes of RAM that these slots take when all of them are in use."""
+    def bytes_for(self, residents: RamResidency, staging: int) -> int:
+        """Return the bytes of RAM that these slots need when all of them are in use."""
         sizes = {key: in_pages(nbytes) for key, nbytes in self._sizes.items()}
-        at_home = sum(nbytes for key, nbytes in sizes.items() if homes.residency.keeps(*key))
-        return at_home + self._passing_slots(homes, staging) * in_pages(self._largest)
+        resident_bytes = sum(nbytes for key, nbytes in sizes.items() if residents.residency.keeps(*key))
+        return resident_bytes + self._staging_slots(residents, staging) * in_pages(self._largest)
 
-    def check_room(self, homes: RamResidency, staging: int, *, freed: int = 0) -> None:
-        """Raise NoRamError, with numbers, unless there is RAM for these slots; `freed` bytes come on top."""
-        if wanted := self.bytes_for(homes, staging):
-            if self._homes_memory is not self._passing:
-                freed += self._passing.nbytes
-            slots = homes.slots + self._passing_slots(homes, staging)
-            self._homes_memory.check_room(slots, wanted, available=available_bytes() + freed)
+    def check_available(self, residents: RamResidency, staging: int, *, freed: int = 0) -> None:
+        """Raise NoRamError, with figures, if RAM for these slots is not available.
 
-    def resize(self, homes: RamResidency, staging: int) -> None:
-        """Have `homes.slots + staging` slots, of which homes that were there before keep theirs.
-
-        No run may go on, and no copy out of a slot may be under way.
+        Args:
+            freed: bytes of RAM that will be released before the slots are filled.
         """
-        slots = [slot or RamSlot(0, next(self._numbers)) for slot in self._kept(homes, staging)]
-        stay = {slot.number for slot in slots}
+        if needed := self.bytes_for(residents, staging):
+            if self._resident is not self._staging:
+                freed += self._staging.nbytes
+            slots = residents.slots + self._staging_slots(residents, staging)
+            self._resident.check_available(slots, needed, available=available_bytes() + freed)
+
+    def resize(self, residents: RamResidency, staging: int) -> None:
+        """Have `residents.slots + staging` slots; blocks that are resident before and after keep theirs.
+
+        No run may be active and no copy from a slot may be in progress.
+        """
+        slots = [slot or RamSlot() for slot in self._kept(residents, staging)]
         for slot in self._slots:
-            if slot.number not in stay:
+            if slot not in slots:
                 self._drop(slot)
         for index, slot in enumerate(slots):
             slot.index = index
-        self._slots, self._homes = tuple(slots), homes
-        if not homes.slots:
-            self._homes_memory.rest()
+        self._slots, self._residents = tuple(slots), residents
+        if not residents.slots:
+            self._resident.release_shared()
 
-    def fill(self, slot: RamSlot, key: BlockKey, meter: ReadTimer | None = None) -> ReadSpan | None:
-        """Read a block into a slot that nobody uses (read thread); waits for the copy that is still to leave it.
+    def read(self, slot: RamSlot, key: BlockKey, source: BlockSource) -> None:
+        """Read a block into a free slot, unless another rank has read it into shared memory (read thread).
 
-        Returns what `meter` measured; None without one, and where another rank has read the block.
+        Waits until the last copy from the slot has ended.
 
         Raises:
-            SourceError: the bytes could not be read, or there is no memory for them.
+            SourceError: the bytes could not be read, or there is not enough memory for them.
         """
         if slot.drained is not None:
             slot.drained()
             slot.drained = None
         slot.begin_fill(key)
-        at_home = slot.index < self._homes.slots
+        resident = slot.index < self._residents.slots
         nbytes = self._sizes[key]
-        slot.room = nbytes if at_home else self._largest
-        if self._homes_memory is not self._passing:
-            (self._passing if at_home else self._homes_memory).drop(slot.number)
-        memory = self._homes_memory if at_home else self._passing
-        measured: list[ReadSpan | None] = []
-
-        def read(into: torch.Tensor) -> None:
-            measured.append(self.read(key, into, meter))
-
-        slot.memory = memory.fill(slot.number, key, nbytes, read, room=slot.room)
-        self._source.scales(key)  # here, so that the fetch thread finds them
+        slot.capacity = nbytes if resident else self._largest
+        memory, unused = (self._resident, self._staging) if resident else (self._staging, self._resident)
+        if unused is not memory:
+            unused.drop(slot)  # the slot may have been of the other kind before `resize`
+        with memory.reserve(slot, key, nbytes, capacity=slot.capacity) as reservation:
+            if reservation.needs_fill:
+                source.read_block(key, reservation.view)
+        slot.memory = reservation.memory
+        source.scales(key)  # read here, so that the fetch thread finds them in memory
         slot.issued()
-        return measured[0] if measured else None
-
-    def read(
-        self,
-        key: BlockKey,
-        into: torch.Tensor,
-        meter: ReadTimer | None = None,
-        *,
-        straight: bool = False,
-    ) -> ReadSpan | None:
-        """Read a block into `into`, 1-D uint8 CPU memory of its stored bytes; returns what `meter` measured.
-
-        Raises:
-            SourceError: the bytes could not be read.
-        """
-        read = partial(self._source.read_block, key, into)
-        if meter is not None:
-            name = f"read {key.expert} {key.block}"
-            return meter.measure(read, self._source.file_bytes(key), name=name, straight=straight)
-        read()
-        return None
 
     def end_run(self) -> None:
-        """No thread of a run uses a slot any more."""
+        """End the run: none of its threads uses a slot any more."""
         for slot in self._slots:
             slot.end_run()
 
     def close(self) -> None:
-        """Give all memory back. No copy out of a slot may be under way."""
+        """Free all memory. No copy from a slot may be in progress."""
         for slot in self._slots:
             self._drop(slot)
         self._slots = ()
         for memory in self._memories():
             memory.close()
 
-    def _kept(self, homes: RamResidency, staging: int) -> list[RamSlot | None]:
-        """Per slot to be: the one that takes its place, or None. Homes come first, each with a slot of its own."""
-        at_home: dict[BlockKey, RamSlot] = {}
+    def _kept(self, residents: RamResidency, staging: int) -> list[RamSlot | None]:
+        """Return the present slot for each future one, or None: first those of resident blocks, then staging slots."""
+        resident: dict[BlockKey, RamSlot] = {}
         for index, key in self.contents().items():
-            if homes.residency.keeps(*key):
-                at_home.setdefault(key, self._slots[index])
-        theirs: list[RamSlot | None] = list(at_home.values())
-        taken = {slot.number for slot in at_home.values()}
-        passing: list[RamSlot | None] = [s for s in self._slots if s.number not in taken and s.room == self._largest]
-        passing = passing[: self._passing_slots(homes, staging)]
-        return _padded(theirs, homes.slots) + _padded(passing, staging)
+            if residents.residency.keeps(*key):
+                resident.setdefault(key, self._slots[index])
+        kept: list[RamSlot | None] = list(resident.values())
+        reusable: list[RamSlot | None] = [s for s in self._slots if s not in kept and s.capacity == self._largest]
+        reusable = reusable[: self._staging_slots(residents, staging)]
+        return _padded(kept, residents.slots) + _padded(reusable, staging)
 
-    def _passing_slots(self, homes: RamResidency, staging: int) -> int:
-        """How many of the staging slots are ever used."""
-        return 0 if all(homes.residency.keeps(*key) for key in self._sizes) else staging
+    def _staging_slots(self, residents: RamResidency, staging: int) -> int:
+        """Return the number of staging slots that are ever used: none if every block is resident."""
+        return 0 if all(residents.residency.keeps(*key) for key in self._sizes) else staging
 
     def _drop(self, slot: RamSlot) -> None:
         slot.memory = slot.drained = None
         for memory in self._memories():
-            memory.drop(slot.number)
+            memory.drop(slot)
 
     def _memories(self) -> tuple[SlotMemory, ...]:
-        if self._homes_memory is self._passing:
-            return (self._passing,)
-        return (self._passing, self._homes_memory)
+        return (self._staging,) if self._resident is self._staging else (self._staging, self._resident)
 
 
 def _padded(slots: list[RamSlot | None], length: int) -> list[RamSlot | None]:
     return slots[:length] + [None] * (length - len(slots))
+
+
+def _map(nbytes: int) -> torch.Tensor:
+    available = available_bytes()
+    if nbytes > available:
+        raise NoRamError(
+            f"{nbytes / 1e9:.1f} GB of RAM for one more block, {available / 1e9:.1f} GB are available: {REMEDY}"
+        )
+    try:
+        return map_memory(nbytes)[:nbytes]
+    except OSError as err:
+        raise NoRamError(f"{nbytes / 1e9:.1f} GB of RAM for a block were refused ({err.strerror}): {REMEDY}") from err
+
+
+def _touch(memory: torch.Tensor, filled: int) -> None:
+    # The pages behind a block that is smaller than its slot.
+    host_bytes(memory)[in_pages(filled) :: mmap.PAGESIZE] = 0

@@ -1,4 +1,4 @@
-"""Shared memory segments: a block is in RAM once for all ranks of a machine, guarded by file locks."""
+"""Shared memory segments: the ranks of one machine keep one copy of a block in RAM, guarded by file locks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import stat
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -21,6 +21,7 @@ import torch
 from ...plan import BlockKey
 from ..formats.layout import host_bytes
 from ..sources.base import SourceError
+from .base import Reservation
 from .pages import in_pages
 
 if sys.platform != "win32":
@@ -28,45 +29,45 @@ if sys.platform != "win32":
 
 
 class FileLock:
-    """One opened file and its lock. Two of the same path exclude each other also inside one process.
+    """An open file and its lock. Two locks of one path exclude each other, even in one process.
 
     Args:
-        path: the file; made if it is missing, readable by this user only.
-        create: False: raise where it is missing.
+        path: lock file, readable by this user only.
+        create: create the file if it is missing; otherwise raise.
 
     Raises:
-        OSError: the file cannot be opened, is none of this user's, or the system has no such locks.
+        OSError: the file cannot be opened, belongs to another user, or the system has no such locks.
     """
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
         if sys.platform == "win32":
-            raise OSError("this system has no file locks of the kind that is needed")
+            raise OSError("this system has no flock()")
         self._path = path
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         self.descriptor = os.open(path, flags, 0o600)
         status = os.fstat(self.descriptor)
         if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
             self.close()
-            raise PermissionError(1, "it belongs to another user", str(path))
+            raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
 
     def share(self) -> None:
-        """Wait until nobody excludes others, and be one of those who share; an exclusive lock is turned into this."""
+        """Wait for a shared lock; an exclusive lock becomes a shared one."""
         self._lock(shared=True, wait=True)
 
     def exclude(self) -> None:
-        """Wait until nobody else holds the lock, and exclude others."""
+        """Wait for an exclusive lock."""
         self._lock(shared=False, wait=True)
 
     def try_exclude(self) -> bool:
-        """Exclude others, unless somebody else holds the lock; then this one holds nothing any more."""
+        """Try to get an exclusive lock. If another lock is held on the file, return False and hold none."""
         try:
             self._lock(shared=False, wait=False)
         except BlockingIOError:
             return False
         return True
 
-    def is_at_its_path(self) -> bool:
-        """Whether the file is still there under its name."""
+    def exists(self) -> bool:
+        """Return True if the path still names this file."""
         try:
             named = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
@@ -74,7 +75,7 @@ class FileLock:
         return os.path.samestat(named, os.fstat(self.descriptor))
 
     def close(self) -> None:
-        """Let go of the lock and the file."""
+        """Release the lock and close the file."""
         os.close(self.descriptor)
 
     def _lock(self, *, shared: bool, wait: bool) -> None:
@@ -97,13 +98,16 @@ MEMORY = "memory"
 
 
 class SharedSegment:
-    """Room for blocks, in memory that is shared by name; a page that was not touched takes no memory.
+    """Memory for blocks, shared by name between the processes of one user. Pages that are never touched use no RAM.
+
+    A segment is a folder with one memory file and one lock file per block. Every process that uses it holds a shared
+    lock on the memory file, and the last one to leave removes the folder.
 
     Args:
-        identity: what is stored: files, their versions and the format, as `FileSource.identity` says. Segments of
-            another identity, or of other blocks, never meet.
+        identity: digest of the stored tensors (`FileSource.identity`). Segments of another identity, or of other
+            `sizes`, have other names.
         sizes: bytes of every block that may be stored.
-        folder: where the segment lies, as a folder of its own.
+        folder: parent folder of the segment; default `/dev/shm`, or the temporary folder.
 
     Raises:
         SourceError: the system has no such locks (Windows), or the folder cannot be used.
@@ -111,84 +115,90 @@ class SharedSegment:
 
     def __init__(self, identity: str, sizes: Mapping[BlockKey, int], *, folder: Path | None = None) -> None:
         self._places: dict[BlockKey, range] = {}
-        end = in_pages(len(sizes))  # a mark for each block comes first
+        end = in_pages(len(sizes))  # one byte per block comes first: 1 if it is filled
         for key, nbytes in sizes.items():
             self._places[key] = range(end, end + nbytes)
             end += in_pages(nbytes)
         self._indexes = {key: index for index, key in enumerate(sizes)}
-        folder = folder or _usual_folder()
+        folder = folder or _default_folder()
         self.path = folder / f"{_prefix()}{_digest(identity, sizes)}"
         self._nbytes = end
         self._closed = False
         self._filled_here: set[BlockKey] = set()
-        self._leave: weakref.finalize[..., SharedSegment] | None = None
+        self._finalizer: weakref.finalize[..., SharedSegment] | None = None
         self._memory: torch.Tensor
         self._open()
 
     def __contains__(self, key: object) -> bool:
-        """Whether the block has a place here."""
+        """Return True if the block has a place here."""
         return key in self._places
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes of the blocks that some rank has filled so far."""
+        """Bytes of the blocks that any rank has filled so far."""
         if self._closed:
             return 0
         self._open()
         marks = host_bytes(self._memory)[: len(self._places)]
         return sum(len(place) for place, mark in zip(self._places.values(), marks, strict=True) if mark)
 
-    def fill(self, key: BlockKey, read: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """Return the block, 1-D uint8, shared by all ranks: filled by `read` here, or by another rank before.
+    @contextmanager
+    def reserve(self, key: BlockKey) -> Iterator[Reservation]:
+        """Reserve the place of a block; wait while another rank fills it.
 
-        Waits while another rank fills it. Nobody may write to it afterwards.
+        If the reservation `needs_fill`, fill its `view` inside the `with` block: leaving it without an error makes the
+        block valid for all ranks, and read-only. After an error the next caller fills it.
 
         Raises:
-            SourceError: there is no room, the segment was closed, or `read` raised it; the next caller tries again.
+            SourceError: the segment is full, was closed, or cannot be used.
         """
         if self._closed:
             raise SourceError(f"{self.path}: block {key.block} of {key.expert!r}: the segment was closed")
         self._open()
         place = self._places[key]
         memory = self._memory[place.start : place.stop]
-        if key not in self._filled_here:
-            mark = host_bytes(self._memory)[self._indexes[key] : self._indexes[key] + 1]
-            # The lock is taken also where the mark is set: only then it is sure that its bytes were written before.
-            with self._lock_of(key) as lock:
-                lock.exclude()
-                if not mark[0]:
-                    self._reserve(key)
-                    read(memory)
-                    mark[0] = 1
-            self._filled_here.add(key)
-        return memory
+        if key in self._filled_here:
+            yield Reservation(memory=memory, view=memory, needs_fill=False)
+            return
+        filled = host_bytes(self._memory)[self._indexes[key] : self._indexes[key] + 1]
+        # Lock before checking the flag, even if it may be set: only the lock orders the bytes of the block, written by
+        # another process, before the flag. A rank that is killed while it fills releases its lock with the flag unset.
+        with self._lock_of(key) as lock:
+            lock.exclude()
+            needs_fill = not filled[0]
+            if needs_fill:
+                self._allocate(key)
+            yield Reservation(memory=memory, view=memory, needs_fill=needs_fill)
+            filled[0] = 1  # after the read, and not after an error
+        self._filled_here.add(key)
 
-    def rest(self) -> None:
-        """Let go until the next `fill`; as with `close`, the last one to do so removes the segment."""
-        assert self._leave is not None, "it was opened when it was made"
-        self._leave()
+    def release(self) -> None:
+        """Leave the segment until the next `reserve`; the last process to leave removes it."""
+        assert self._finalizer is not None, "the constructor opens the segment"
+        self._finalizer()
         self._memory = self._memory[:0].clone()
         self._filled_here.clear()
 
     def close(self) -> None:
-        """Let go; the last one to do so removes the segment. Blocks stay readable for who still holds one."""
-        self.rest()
+        """Leave the segment for good; the last process to leave removes it. Reserved blocks remain readable."""
+        self.release()
         self._closed = True
 
     def _open(self) -> None:
-        """Be a user of the segment, if this one is not already."""
-        if self._leave is not None and self._leave.alive:
+        """Join the segment, unless this object has joined it already."""
+        if self._finalizer is not None and self._finalizer.alive:
             return
         try:
-            sweep(self.path.parent, but=self.path)
-            lock = _opened(self.path, self._nbytes)
-            mapping = _mapped(self.path, lock, self._nbytes)
+            sweep(self.path.parent, keep=self.path)
+            lock = _join(self.path, self._nbytes)
+            mapping = _map(self.path, lock, self._nbytes)
         except OSError as err:
             raise SourceError(f"{self.path}: cannot be shared by the ranks: {err.strerror or err}; {UNSHARED}") from err
+        # The memory outlives the run that opens it.
         with torch.inference_mode(False):
             self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
         self._lock = lock
-        self._leave = weakref.finalize(self, _leave, self.path, lock, os.getpid())
+        self._finalizer = weakref.finalize(self, _leave, self.path, lock, os.getpid())
 
     def _lock_of(self, key: BlockKey) -> FileLock:
         try:
@@ -199,41 +209,42 @@ class SharedSegment:
                 f"{err.strerror or err}; {UNSHARED}"
             ) from err
 
-    def _reserve(self, key: BlockKey) -> None:
-        # A write to a page that the file system has no room for would end the process.
+    def _allocate(self, key: BlockKey) -> None:
+        # Without space in the file system, a write to an unallocated page would kill the process (SIGBUS).
         nbytes = len(self._places[key])
         if hasattr(os, "posix_fallocate"):
             try:
                 os.posix_fallocate(self._lock.descriptor, self._places[key].start, nbytes)
             except OSError as err:
-                room = shutil.disk_usage(self.path.parent)
+                disk = shutil.disk_usage(self.path.parent)
                 raise SourceError(
-                    f"{self.path}: {nbytes / 1e9:.2f} GB for block {key.block} of {key.expert!r} are "
-                    f"refused ({err.strerror}): {self.filled_bytes / 1e9:.1f} GB are filled, {room.free / 1e9:.1f} of "
-                    f"{room.total / 1e9:.1f} GB are free there; a container gets more by --shm-size, or {UNSHARED}"
+                    f"{self.path}: {nbytes / 1e9:.2f} GB for block {key.block} of {key.expert!r} were "
+                    f"refused ({err.strerror}): {self.filled_bytes / 1e9:.1f} GB are filled, {disk.free / 1e9:.1f} of "
+                    f"{disk.total / 1e9:.1f} GB are free there; a container gets more by --shm-size, or {UNSHARED}"
                 ) from err
 
 
 UNSHARED = "without a shared segment every rank keeps its own blocks"
 
 
-def _opened(place: Path, nbytes: int) -> FileLock:
-    """Open or make the memory file of a segment, and stay its user."""
+def _join(place: Path, nbytes: int) -> FileLock:
+    """Open or create the memory file of a segment, and return with a shared lock on it."""
+    # The last process to leave may remove the folder at any point before the lock is held; then try again.
     while True:
-        # Not `exist_ok`, which raises where the folder is removed between its two looks. A missing parent raises here.
+        # Not `exist_ok`: it raises if the folder is removed between its two checks. A missing parent raises here.
         with suppress(FileExistsError):
             place.mkdir(mode=0o700)
         try:
-            _check_own(place)
+            _check_owner(place)
             lock = FileLock(place / MEMORY)
-        except FileNotFoundError:  # its last user has removed the folder just now
+        except FileNotFoundError:
             continue
         try:
-            if lock.try_exclude():
+            if lock.try_exclude():  # the first process: contents that killed ones left behind are not valid
                 os.ftruncate(lock.descriptor, 0)
                 os.ftruncate(lock.descriptor, nbytes)
             lock.share()
-            if lock.is_at_its_path() and os.fstat(lock.descriptor).st_size == nbytes:
+            if lock.exists() and os.fstat(lock.descriptor).st_size == nbytes:
                 return lock
         except OSError:
             _leave(place, lock, os.getpid())
@@ -241,21 +252,24 @@ def _opened(place: Path, nbytes: int) -> FileLock:
         lock.close()
 
 
-def _check_own(place: Path) -> None:
-    """Raise OSError for what another user, who can predict the name, may have put there to hand in weights."""
-    about = place.lstat()
-    if not stat.S_ISDIR(about.st_mode):
+def _check_owner(place: Path) -> None:
+    """Raise OSError unless `place` is a folder that only this user can write to.
+
+    The name of a segment can be predicted, so another user could create it first and supply other weights.
+    """
+    status = place.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise OSError(errno.ENOTDIR, "it is not a folder; remove it")
-    # Permissions alone: a folder inherits the setgid bit of the one that it is made in.
-    if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o777 != 0o700):
+    # Permission bits only: a folder inherits the setgid bit of its parent.
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o777 != 0o700):
         raise OSError(
             errno.EPERM,
-            f"it belongs to user {about.st_uid} and has the mode {stat.S_IMODE(about.st_mode):o}, not to user "
+            f"it belongs to user {status.st_uid} and has the mode {stat.S_IMODE(status.st_mode):o}, not to user "
             f"{os.getuid()} with 700; remove it",
         )
 
 
-def _mapped(place: Path, lock: FileLock, nbytes: int) -> mmap.mmap:
+def _map(place: Path, lock: FileLock, nbytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(lock.descriptor, nbytes)
     except OSError:
@@ -264,29 +278,34 @@ def _mapped(place: Path, lock: FileLock, nbytes: int) -> mmap.mmap:
 
 
 def _leave(place: Path, lock: FileLock, user: int) -> None:
-    if os.getpid() == user:  # a forked child has the lock of its parent
+    if os.getpid() == user:  # a forked child shares the lock of its parent and must not release it
         if lock.try_exclude():
             shutil.rmtree(place, ignore_errors=True)
         lock.close()
 
 
-def sweep(folder: Path | None = None, *, but: Path | None = None) -> None:
-    """Remove the segments of this user that nobody uses, as those of ranks that were all killed at once."""
-    folder = folder or _usual_folder()
+def sweep(folder: Path | None = None, *, keep: Path | None = None) -> None:
+    """Remove unused segments of this user, left behind by ranks that were killed.
+
+    Args:
+        folder: parent folder of the segments; default as for `SharedSegment`.
+        keep: segment not to remove.
+    """
+    folder = folder or _default_folder()
     for place in folder.glob(f"{_prefix()}*"):
-        if place == but:
+        if place == keep:
             continue
         try:
-            _check_own(place)
+            _check_owner(place)
             lock = FileLock(place / MEMORY, create=False)
-        except OSError:  # gone meanwhile, not made yet, or another user's
+        except OSError:  # just removed, not created yet, or owned by another user
             continue
         if lock.try_exclude():
             shutil.rmtree(place, ignore_errors=True)
         lock.close()
 
 
-def _usual_folder() -> Path:
+def _default_folder() -> Path:
     return SHM if SHM.is_dir() else Path(tempfile.gettempdir())
 
 

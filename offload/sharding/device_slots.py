@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from ...plan import BlockKey
 from ..formats.layout import allocate_flat
+from ..host_memory.base import Reservation
 from ..host_memory.page_lock import LockedBlocks, PageLock
 from ..host_memory.pages import in_pages, map_memory
 
 
 class DeviceSlots:
-    """Slots by number, each exactly as large as its shard, allocated from its first `fill` until `drop` or `close`.
+    """Slot memory on a device, each slot exactly as large as its shard.
 
-    On a GPU every `fill` passes through one host memory buffer, which is kept. Only one thread may call `fill`, and no
-    thread may read a slot while it is filled or dropped.
+    On a GPU every shard passes through one host memory buffer, which is kept.
 
     Args:
         device: the device of the slots.
@@ -25,7 +26,7 @@ class DeviceSlots:
 
     def __init__(self, device: torch.device, *, lock: PageLock | None) -> None:
         self._device = device
-        self._slots: dict[int, torch.Tensor] = {}
+        self._slots: dict[Hashable, torch.Tensor] = {}
         self._host_buffer: torch.Tensor | None = None
         self._locked = LockedBlocks(lock) if lock is not None else None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -45,43 +46,33 @@ class DeviceSlots:
         """Bytes of page-locked host memory."""
         return 0 if self._locked is None else self._locked.nbytes
 
-    def check_room(self, blocks: int, nbytes: int, *, available: int | None = None) -> None:
-        """Accept everything: `fill` raises if the device is out of memory."""
+    def check_available(self, blocks: int, nbytes: int, *, available: int | None = None) -> None:
+        """Accept everything: `reserve` raises if the device is out of memory."""
 
-    def fill(
-        self,
-        slot: int,
-        key: BlockKey,
-        nbytes: int,
-        read: Callable[[torch.Tensor], None],
-        *,
-        room: int | None = None,
-    ) -> torch.Tensor:
-        """Return the `nbytes` of `slot`, 1-D uint8 on the device, filled by `read`; its former contents are lost.
-
-        Raises:
-            OutOfMemoryError: the device is out of memory.
-            OSError: `read` raised it, or there is not enough host memory; the slot can be filled again.
-        """
+    @contextmanager
+    def reserve(self, slot: Hashable, key: BlockKey, nbytes: int, *, capacity: int = 0) -> Iterator[Reservation]:
+        """See `SlotMemory.reserve`. Allocates exactly `nbytes`."""
         if self._copies is None:
-            read(self._memory(slot, nbytes))
-            return self._slots[slot]
+            memory = self._memory(slot, nbytes)
+            yield Reservation(memory=memory, view=memory, needs_fill=True)
+            return
         host_buffer = self._host_memory(nbytes)
-        read(host_buffer)
         # Allocated on the copy stream too: memory freed by another stream may still be in use by earlier work there.
         with torch.cuda.stream(self._copies):
-            self._memory(slot, nbytes).copy_(host_buffer, non_blocking=True)
+            memory = self._memory(slot, nbytes)
+        yield Reservation(memory=memory, view=host_buffer, needs_fill=True)
+        with torch.cuda.stream(self._copies):
+            memory.copy_(host_buffer, non_blocking=True)
         # The read thread waits here before it overwrites the host buffer. It reads each shard once, so no later pass
         # waits for it.
         self._copies.synchronize()
-        return self._slots[slot]
 
-    def drop(self, slot: int) -> int:
+    def drop(self, slot: Hashable) -> int:
         """Free a slot and return the bytes of RAM that this frees: none."""
         self._slots.pop(slot, None)
         return 0
 
-    def rest(self) -> None:
+    def release_shared(self) -> None:
         """Do nothing: these slots are not shared between ranks."""
 
     def close(self) -> None:
@@ -91,7 +82,7 @@ class DeviceSlots:
             self._locked.release()
         self._host_buffer = None
 
-    def _memory(self, slot: int, nbytes: int) -> torch.Tensor:
+    def _memory(self, slot: Hashable, nbytes: int) -> torch.Tensor:
         if slot not in self._slots or self._slots[slot].numel() != nbytes:
             self._slots.pop(slot, None)
             self._slots[slot] = allocate_flat(nbytes, self._device)

@@ -1,4 +1,4 @@
-"""What the engine asks of a place where blocks are kept: a checkpoint, RAM, or a module's own weights."""
+"""Interface of block sources, and their errors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..formats.layout import BlockFormat
 
 
 class SourceError(OSError):
-    """A block could not be read. Says which file or block, and what to do about it."""
+    """A block could not be read. The message names the file or block, and the remedy."""
 
 
 class NoRamError(SourceError):
-    """There is too little RAM for blocks. Says how much is needed and how much there is; no file is at fault."""
+    """There is not enough RAM for blocks. The message has both figures."""
 
 
 class BlockSource(Protocol):
-    """Gives blocks as flat bytes in their stored dtype.
+    """Source of blocks as flat bytes in their stored dtype: a checkpoint, or the weights of modules.
 
-    Methods may be called from any thread; blocks are read by at most two threads at once. An error leaves the source
-    usable: the next call tries again.
+    Methods may be called from any thread; at most two threads read blocks at once. After an error the source remains
+    usable, and the next call tries again.
     """
 
     def keys(self) -> Iterable[BlockKey]:
@@ -31,25 +31,25 @@ class BlockSource(Protocol):
         ...
 
     def block_format(self, key: BlockKey) -> BlockFormat:
-        """Return how the block is stored and how it is computed with. Reads nothing."""
+        """Return the stored and the computed layout of a block, without reading the block."""
         ...
 
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         """Return the fp32 CPU scales by parameter name, each 0-d or [rows, 1]; empty if there are none.
 
-        They are read on the first call and kept.
+        The first call reads them; later calls return the same tensors.
         """
         ...
 
     def file_bytes(self, key: BlockKey) -> int:
-        """Return the bytes that one `read_block` takes from where the block is kept."""
+        """Return the bytes that one `read_block` reads from files."""
         ...
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-        """Fill `into`, 1-D uint8 CPU memory of `stored.nbytes`, and return when it is filled.
+        """Read a block into `into`, 1-D uint8 CPU memory of `stored.nbytes` bytes.
 
         Raises:
-            SourceError: the bytes could not be read; `into` then holds anything.
+            SourceError: the bytes could not be read; the contents of `into` are then undefined.
         """
         ...
 
@@ -59,16 +59,16 @@ class BlockSource(Protocol):
 
 
 class RangeSource(BlockSource, Protocol):
-    """A source that can give a part of a block."""
+    """Source that can read a part of a block."""
 
     def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
-        """Return the bytes that `read_range` takes from where the block is kept, about."""
+        """Return the approximate bytes that `read_range` reads from files."""
         ...
 
     def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
-        """Fill `into`, 1-D uint8 CPU memory of at least that size, with the bytes `wanted` of the stored form.
+        """Read the bytes `wanted` of the stored block into `into`, 1-D uint8 CPU memory of at least that size.
 
         Raises:
-            SourceError: the bytes could not be read; `into` then holds anything.
+            SourceError: the bytes could not be read; the contents of `into` are then undefined.
         """
         ...

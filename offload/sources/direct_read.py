@@ -1,9 +1,9 @@
-"""Which parts of files are read past the page cache (O_DIRECT), and when that pays. Decides; reads nothing.
+"""Direct reads (O_DIRECT), which bypass the page cache: when to use them, and aligned extents to read.
 
-Such a read starts at a multiple of `ALIGNMENT` in the file and in memory. The tensors of a safetensors file start where
-its header happens to end, at a multiple of 8, and a block's views at multiples of 256 (layout.py): file and memory are
-congruent by chance only. So every read goes through an aligned bounce buffer of the thread that reads, and the wanted
-bytes are copied out of it.
+A direct read has to start at a multiple of `ALIGNMENT` in the file and in memory. The tensors of a safetensors file
+start where its header ends, at a multiple of 8, and the views of a block at multiples of 256 (`formats/layout.py`), so
+file and memory are rarely aligned alike. Every read therefore goes into an aligned bounce buffer of the reading thread,
+from which the wanted bytes are copied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ..host_memory.pages import HUGE_PAGE
 from .pieces import ReadPiece
 
-# A piece and the memory it is a piece of.
+# A piece, and the memory that contains its target.
 Read = tuple[ReadPiece, memoryview]
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
@@ -23,46 +23,45 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
 # The page size, a multiple of every sector size that disks have.
 ALIGNMENT = 4096
 
-# The bounce buffer of one thread: one huge page, which a disk fills in few pieces. Four threads read a file of 0.95 GB
-# past the page cache at 2.5 to 2.9 GB/s into such pages and at 1.0 to 1.1 GB/s into ordinary ones (a few runs in turns
-# on a virtual disk, whose host may have held the file); with 1 and 4 MB they were slower.
+# Size of a thread's bounce buffer: one huge page, which a disk fills in few segments. Four threads read a file of
+# 0.95 GB directly at 2.5 to 2.9 GB/s into huge pages and at 1.0 to 1.1 GB/s into ordinary ones (a few alternating runs
+# on a virtual disk; its host may have cached the file). 1 and 4 MB were slower.
 EXTENT_BYTES = HUGE_PAGE
 
-# Bytes that nobody wants are read along where that saves a read: biases between the matrices of a block.
+# A gap up to this size is read along, because that is faster than two reads: biases between the matrices of a block.
 GAP_BYTES = 32 * 1024
 
-# Of the RAM that is available: as much as the page cache is trusted to keep from one pass to the next.
+# Share of the available RAM that the page cache is trusted to keep from one pass to the next.
 CACHED_SHARE = 1 / 8
 
 
 def reads_directly(file_bytes: int, available_bytes: int) -> bool:
-    """Whether to read past the page cache what streams from files, pass after pass.
+    """Return True if files that stream in every pass should be read directly, past the page cache.
 
-    A direct read with its copy out of the bounce buffer costs as much CPU time as a read from a warm cache, 0.11 to
-    0.19 s per GB (2 cores, benchmarks/file_reading.py). A cold read through the cache gives no more GB/s, but
-    costs 2 to 6 times that on the cores that compute: pages are taken, and given up again. So the cache pays with what
-    it still holds in the next pass, and of a pass that does not fit it holds nothing. RAM that could hold one is better
-    given to blocks as homes: those are chosen, page-locked and not pushed out by other files. What is left for the
-    cache is whatever is small beside the RAM that is free.
+    A direct read and the copy from its bounce buffer cost as much CPU time as a read from a warm cache: 0.11 to 0.19 s
+    per GB (2 cores, benchmarks/file_reading.py). A cold read through the cache is not faster, but takes 2 to 6 times
+    the CPU time, on cores that compute, because pages are allocated and evicted. So the cache only pays if the next
+    pass finds the blocks in it, and of a pass that does not fit it keeps nothing. RAM that could hold a whole pass is
+    better used for RAM-resident blocks: they are chosen, page-locked and not evicted by other files. The cache is
+    therefore only used for files that are small compared to the available RAM.
 
     Args:
-        file_bytes: bytes of all blocks that are streamed, of both experts.
-        available_bytes: RAM that can still be taken.
+        file_bytes: bytes of all streamed blocks, of both experts.
+        available_bytes: bytes of RAM that can still be allocated.
     """
     return file_bytes > available_bytes * CACHED_SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
 class DirectExtent:
-    """One aligned read, and the wanted `parts` inside it with the memory they belong to.
-
-    `span` is the aligned part of the file, with the names of all its parts. `wanted` bytes of it are needed: a file may
-    end inside its last extent.
-    """
+    """One aligned read and the wanted parts inside it."""
 
     span: ReadPiece
+    """Aligned range of the file, with the names of all parts."""
     wanted: int
+    """Bytes of `span` up to the end of the last part; the file may end before `span` does."""
     parts: tuple[Read, ...]
+    """Wanted pieces, and the memory of each."""
 
 
 def direct_extents(reads: Iterable[Read], *, extent_bytes: int = EXTENT_BYTES) -> tuple[DirectExtent, ...]:
@@ -71,20 +70,20 @@ def direct_extents(reads: Iterable[Read], *, extent_bytes: int = EXTENT_BYTES) -
     No page is read twice, unless a byte is wanted in two places.
     """
     assert extent_bytes % ALIGNMENT == 0, f"an extent of {extent_bytes} bytes"
-    return tuple(_extent(start, parts) for start, parts in _grouped(reads, extent_bytes))
+    return tuple(_extent(start, parts) for start, parts in _group(reads, extent_bytes))
 
 
-def _grouped(reads: Iterable[Read], extent_bytes: int) -> Iterator[tuple[int, list[Read]]]:
-    """The start of every extent and its parts."""
+def _group(reads: Iterable[Read], extent_bytes: int) -> Iterator[tuple[int, list[Read]]]:
+    """Yield the start of every extent and its parts."""
     start, end, parts = 0, 0, list[Read]()
     for piece, memory in sorted(reads, key=lambda read: (read[0].path, read[0].offset)):
         at, stop = piece.offset, piece.offset + piece.nbytes
         while at < stop:
-            joins = start <= at < start + extent_bytes and _down(at) <= _up(end) + GAP_BYTES
+            joins = start <= at < start + extent_bytes and _round_down(at) <= _round_up(end) + GAP_BYTES
             if not parts or not joins or not _same_file(parts[-1][0], piece):
                 if parts:
                     yield start, parts
-                start, parts = _down(at), []
+                start, parts = _round_down(at), []
             end = min(stop, start + extent_bytes)
             parts.append((_part(piece, at, end), memory))
             at = end
@@ -95,7 +94,7 @@ def _grouped(reads: Iterable[Read], extent_bytes: int) -> Iterator[tuple[int, li
 def _extent(start: int, parts: list[Read]) -> DirectExtent:
     end = max(piece.offset + piece.nbytes for piece, _ in parts)
     names = dict.fromkeys(name for piece, _ in parts for name in piece.names)
-    span = replace(parts[0][0], offset=start, nbytes=_up(end) - start, target=0, names=tuple(names))
+    span = replace(parts[0][0], offset=start, nbytes=_round_up(end) - start, target=0, names=tuple(names))
     return DirectExtent(span=span, wanted=end - start, parts=tuple(parts))
 
 
@@ -107,9 +106,9 @@ def _same_file(first: ReadPiece, second: ReadPiece) -> bool:
     return (first.path, first.version) == (second.path, second.version)
 
 
-def _down(position: int) -> int:
+def _round_down(position: int) -> int:
     return position // ALIGNMENT * ALIGNMENT
 
 
-def _up(position: int) -> int:
+def _round_up(position: int) -> int:
     return -(-position // ALIGNMENT) * ALIGNMENT

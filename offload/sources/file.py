@@ -1,4 +1,4 @@
-"""Blocks read from files of weights at the moment they are needed, and nothing before."""
+"""Block source that reads safetensors and GGUF files when a block is needed."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ SCALAR_SHAPES = ((), (1,), (1, 1))
 
 
 class FileSource:
-    """Streams blocks from the files they are stored in.
+    """Source of blocks that are stored in files. Reads nothing until a block or its scales are requested.
 
     Args:
-        blocks: where each parameter of each block lies; a block's tensors keep the order of its mapping.
-        computed_dtypes: what the model computes with: one dtype, or one for each parameter name.
-        scales: where the scales of stored fp8 values lie, under the name of the parameter they belong to. A scale has
-            one value, or one for each row.
-        readers: threads that read one block side by side.
-        portable: use seek and read in place of `preadv`.
-        direct: read past the page cache (O_DIRECT); where the file system refuses that, the log says so. None: where it
-            pays, as `reads_directly` says.
+        blocks: tensors of each block by parameter name; the layout keeps their order.
+        computed_dtypes: dtype to compute with: one for all parameters, or one for each parameter name.
+        scales: scales of stored fp8 tensors by parameter name, with one value per tensor or one per row.
+        readers: threads that read one block together.
+        portable: use seek and read instead of `preadv`.
+        direct: read past the page cache (O_DIRECT); if the file system refuses, log it and read through the cache.
+            None: decide by `reads_directly`.
 
     Raises:
-        CheckpointFileError: a scale fits neither the whole tensor nor its rows.
+        CheckpointFileError: the shape of a scale fits neither the whole tensor nor its rows.
     """
 
     def __init__(
@@ -62,17 +61,17 @@ class FileSource:
 
     @property
     def direct(self) -> bool:
-        """Whether files are read past the page cache, unless their file system refuses it."""
+        """True if files are read past the page cache, unless their file system refuses."""
         return self._reader.direct
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that files have given so far, those that were only read along included."""
+        """Bytes read from files so far, including bytes between wanted ones that direct reads cover."""
         return self._reader.bytes_read
 
     @property
     def identity(self) -> str:
-        """Says what is stored, for those who share it: the same for sources of the same tensors of the same files."""
+        """Digest of the stored tensors: equal for sources of the same tensors in the same files."""
         digest = hashlib.sha256()
         for key, tensors in self._blocks.items():
             for name, tensor in tensors.items():
@@ -107,15 +106,15 @@ class FileSource:
         self._reader.read([(piece, memory) for piece in self._pieces(key, wanted)])
 
     def read_rows(self, key: BlockKey, name: str, rows: range, into: torch.Tensor) -> None:
-        """Fill `into`, 1-D uint8 CPU memory, with those rows of one parameter as they are stored. Any thread may call.
+        """Read stored rows of one parameter into `into`, 1-D uint8 CPU memory. Any thread may call this.
 
         Raises:
-            SourceError: they could not be read; `into` then holds anything.
+            SourceError: the rows could not be read; the contents of `into` are then undefined.
         """
         self._reader.read([(row_piece(name, self._blocks[key][name], rows), host_bytes(into).data)])
 
     def path(self, key: BlockKey, name: str) -> Path:
-        """Return the file that holds a parameter."""
+        """Return the file that contains a parameter."""
         return self._blocks[key][name].path
 
     def close(self) -> None:
@@ -126,7 +125,7 @@ class FileSource:
 
 
 def read_tensors(tensors: TensorsOfBlock, *, readers: int = 4) -> dict[str, torch.Tensor]:
-    """Read tensors into fresh CPU memory, in the shape and dtype they are stored in; packed ones as [packs, bytes].
+    """Read tensors into new CPU memory in their stored shape and dtype; packed tensors as [packs, bytes].
 
     Raises:
         SourceError: a file could not be read.
@@ -139,16 +138,16 @@ def read_tensors(tensors: TensorsOfBlock, *, readers: int = 4) -> dict[str, torc
 
 
 def _read(tensors: TensorsOfBlock, reader: FileReader) -> dict[str, torch.Tensor]:
-    fresh: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     reads: list[Read] = []
     for name, tensor in tensors.items():
         layout = flat_layout([(name, tensor.shape, tensor.dtype)], _packings({name: tensor}))
-        with torch.inference_mode(False):
-            fresh[name] = torch.empty(layout.tensors[0].view_shape, dtype=tensor.dtype)
-        memory = host_bytes(fresh[name]).data
+        with torch.inference_mode(False):  # the tensors outlive the run that reads them
+            result[name] = torch.empty(layout.tensors[0].view_shape, dtype=tensor.dtype)
+        memory = host_bytes(result[name]).data
         reads += [(piece, memory) for piece in read_pieces({name: tensor}, layout)]
     reader.read(reads)
-    return fresh
+    return result
 
 
 def _format(
@@ -159,7 +158,7 @@ def _format(
         if scale.shape not in SCALAR_SHAPES and scale.shape not in ((rows,), (rows, 1)):
             raise CheckpointFileError(
                 scale.path,
-                f"the scale of {name} has shape {list(scale.shape)}; it must be one value or {rows}, one for each row",
+                f"the scale of {name} has shape {list(scale.shape)}; it must have one value or {rows}, one per row",
             )
     stored = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     return block_format(stored, computed_dtypes, scaled=scales, packings=_packings(tensors))
@@ -170,5 +169,5 @@ def _packings(tensors: TensorsOfBlock) -> dict[str, QuantFormat]:
 
 
 def _as_factor(scale: torch.Tensor) -> torch.Tensor:
-    """Return fp32, 0-d for one value and [rows, 1] for one value for each row."""
+    """Return the scale as fp32: 0-d if it has one value, [rows, 1] if it has one per row."""
     return scale.float().reshape(()) if scale.numel() == 1 else scale.float().reshape(-1, 1)

@@ -1,4 +1,4 @@
-"""Blocks taken from the weights that modules already hold in memory."""
+"""Block source of modules whose weights are in memory already."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..formats.layout import BlockFormat, block_format, host_bytes, streamed_nam
 
 
 class ModuleSource:
-    """Streams the Linear weights of modules that were loaded the ordinary way.
+    """Source of the Linear weights of modules that were loaded in the usual way.
 
-    The weights are taken when the source is made, so it keeps working while others stand in for them in the modules.
-    It saves no RAM: it keeps the originals alive.
+    Keeps references to the weights from its creation on, so that it still has them when the engine has replaced them in
+    the modules. It therefore saves no RAM.
 
     Args:
-        blocks: the blocks of each expert, in the order they run.
+        blocks: blocks of each expert, in the order they run.
 
     Raises:
         ValueError: a weight has no data (it is on `meta`).
@@ -31,7 +31,7 @@ class ModuleSource:
             for expert, stack in blocks.items()
             for index, block in enumerate(stack)
         }
-        self._formats = {key: _own_format(weights) for key, weights in self._weights.items()}
+        self._formats = {key: _format_of(weights) for key, weights in self._weights.items()}
 
     def keys(self) -> Iterable[BlockKey]:
         return self._weights.keys()
@@ -46,6 +46,7 @@ class ModuleSource:
         return self._formats[key].stored.nbytes
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+        # numpy copies, because torch would start a second thread pool on the reading thread.
         views = tensor_views(into, self._formats[key].stored)
         for name, weight in self._weights[key].items():
             np.copyto(host_bytes(views[name]), host_bytes(weight.cpu().contiguous()))
@@ -63,7 +64,7 @@ class ModuleSource:
                 np.copyto(target[start - wanted.start : stop - wanted.start], part)
 
     def close(self) -> None:
-        """Let go of the weights; the formats stay known."""
+        """Release the weights; the formats remain available."""
         self._weights.clear()
 
 
@@ -71,10 +72,10 @@ def _linear_weights(block: nn.Module, label: str) -> dict[str, torch.Tensor]:
     weights = {name: block.get_parameter(name).detach() for name in streamed_names(block)}
     for name, weight in weights.items():
         if weight.is_meta:
-            raise ValueError(f"{label}: {name} has a shape but no data; give the source that holds its bytes")
+            raise ValueError(f"{label}: {name} has a shape but no data; pass a source that has its bytes")
     return weights
 
 
-def _own_format(weights: Mapping[str, torch.Tensor]) -> BlockFormat:
+def _format_of(weights: Mapping[str, torch.Tensor]) -> BlockFormat:
     dtypes = {name: weight.dtype for name, weight in weights.items()}
     return block_format({name: (tuple(weight.shape), weight.dtype) for name, weight in weights.items()}, dtypes)

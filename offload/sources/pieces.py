@@ -1,4 +1,4 @@
-"""Which bytes of which files go where, cut into pieces that threads can read side by side. Decides; reads nothing."""
+"""Read pieces: ranges of files and their targets in memory, small enough for several threads to share a block."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from pathlib import Path
 from ..formats.layout import FlatLayout
 from ..formats.safetensors_header import FileTensor, FileVersion
 
-# Large enough that the cost of a call does not count, small enough that four threads share one matrix evenly. From the
+# Large enough for the cost of a call not to matter, small enough for four threads to share one matrix evenly. From the
 # page cache (2 cores, 512 MB) one thread reads 7.0 GB/s, two 13.2 and four 13.2; pieces of 1 to 32 MB differ by 3 %.
 PIECE_BYTES = 8 * 1024**2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPiece:
-    """`nbytes` bytes from byte `offset` of a file on, to byte `target` of the memory that is filled.
-
-    `names` are the tensors that the piece holds at least a part of; `version` is the file's, None for any.
-    """
+    """Range of a file, and its target in memory."""
 
     path: Path
     offset: int
+    """First byte in the file."""
     nbytes: int
     target: int
+    """First byte in the memory to fill."""
     names: tuple[str, ...]
+    """Tensors that the piece contains at least a part of, for error messages."""
     version: FileVersion | None = None
+    """Version that the file must have; None for any."""
 
 
 def read_pieces(
@@ -34,20 +35,19 @@ def read_pieces(
 ) -> tuple[ReadPiece, ...]:
     """Cut the reads that fill `layout` into pieces of at most `piece_bytes`.
 
-    Pieces that follow each other in the file as well as in memory become one, so that a block of many small tensors is
-    not read in many small calls.
+    Pieces that are contiguous both in the file and in memory are merged, so that small tensors do not cost a read each.
     """
     pieces: list[ReadPiece] = []
     for piece in _cut(tensors, layout, piece_bytes):
-        if pieces and _continues(pieces[-1], piece) and pieces[-1].nbytes + piece.nbytes <= piece_bytes:
-            pieces[-1] = _joined(pieces[-1], piece)
+        if pieces and _is_contiguous(pieces[-1], piece) and pieces[-1].nbytes + piece.nbytes <= piece_bytes:
+            pieces[-1] = _merge(pieces[-1], piece)
         else:
             pieces.append(piece)
     return tuple(pieces)
 
 
 def within(pieces: Iterable[ReadPiece], wanted: range) -> tuple[ReadPiece, ...]:
-    """Return what of `pieces` fills the bytes `wanted` of their memory; targets count from the first of them."""
+    """Return the parts of `pieces` whose targets lie in `wanted`; their targets count from `wanted.start`."""
     parts: list[ReadPiece] = []
     for piece in pieces:
         start = max(piece.target, wanted.start)
@@ -59,7 +59,7 @@ def within(pieces: Iterable[ReadPiece], wanted: range) -> tuple[ReadPiece, ...]:
 
 
 def row_piece(name: str, tensor: FileTensor, rows: range) -> ReadPiece:
-    """Return the piece of a file that holds consecutive rows of a tensor, packed or not; it fills memory of its own."""
+    """Return the piece for consecutive rows of a tensor, packed or not; its target is byte 0."""
     row_bytes = tensor.nbytes // tensor.shape[0]
     return ReadPiece(
         path=tensor.path,
@@ -86,7 +86,7 @@ def _cut(tensors: Mapping[str, FileTensor], layout: FlatLayout, piece_bytes: int
             )
 
 
-def _continues(first: ReadPiece, second: ReadPiece) -> bool:
+def _is_contiguous(first: ReadPiece, second: ReadPiece) -> bool:
     return (
         (first.path, first.version) == (second.path, second.version)
         and first.offset + first.nbytes == second.offset
@@ -94,5 +94,5 @@ def _continues(first: ReadPiece, second: ReadPiece) -> bool:
     )
 
 
-def _joined(first: ReadPiece, second: ReadPiece) -> ReadPiece:
+def _merge(first: ReadPiece, second: ReadPiece) -> ReadPiece:
     return replace(first, nbytes=first.nbytes + second.nbytes, names=(*first.names, *second.names))

@@ -1,4 +1,4 @@
-"""Source that quantises blocks to fp8, one scale per row, while they are read."""
+"""Block source that quantises blocks to fp8, with one scale per row, while it reads them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..formats.layout import BlockFormat, FlatLayout, FlatTensor, allocate_flat,
 from .base import RangeSource, SourceError
 from .direct_read import ALIGNMENT, EXTENT_BYTES
 
-# Stored bytes that a thread reads and quantises at once: enough for a disk to be fast, and still in the cache when they
-# are quantised. Two extents of a direct read hold them, whatever byte they begin at.
+# Stored bytes that a thread reads and quantises at once: enough for a disk to be fast, and few enough that they are in
+# the CPU cache when they are quantised. Two extents of a direct read cover them, wherever they start.
 PIECE_BYTES = 2 * EXTENT_BYTES - ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPiece:
-    """Consecutive rows of one tensor, and whether they are quantised or kept as they are stored."""
+    """Consecutive rows of one tensor, to be quantised or copied as they are stored."""
 
     tensor: FlatTensor
     rows: range
@@ -36,13 +36,13 @@ class RowPiece:
 
     @property
     def bytes_of_tensor(self) -> slice:
-        """Where the rows lie among the tensor's stored bytes."""
+        """Range of the rows in the tensor's stored bytes."""
         row_bytes = self.tensor.nbytes // self.tensor.shape[0]
         return slice(self.rows.start * row_bytes, self.rows.stop * row_bytes)
 
 
 def quantised_names(stored: BlockFormat) -> frozenset[str]:
-    """Return the matrices that quantising changes: all but those that are fp8 already, or packed."""
+    """Return the names of matrices that are quantised: all except those that are fp8 or packed already."""
     return frozenset(
         tensor.name
         for tensor in stored.stored.tensors
@@ -51,7 +51,7 @@ def quantised_names(stored: BlockFormat) -> frozenset[str]:
 
 
 def quantised_format(stored: BlockFormat) -> BlockFormat:
-    """Return the format of a block after quantising; `stored` itself if there is nothing to quantise."""
+    """Return the format of a block after quantisation; `stored` itself if nothing is quantised."""
     changed = quantised_names(stored)
     if not changed:
         return stored
@@ -65,13 +65,17 @@ def quantised_format(stored: BlockFormat) -> BlockFormat:
 
 
 def scale_bytes(stored: BlockFormat) -> int:
-    """Bytes of the scales that quantising adds to a block, one fp32 number for each row."""
+    """Return the bytes of scales that quantisation adds to a block: one fp32 value per row."""
     changed = quantised_names(stored)
     return sum(4 * tensor.shape[0] for tensor in stored.stored.tensors if tensor.name in changed)
 
 
 def pieces_within(pieces: Iterable[RowPiece], kept: FlatLayout, wanted: range) -> Iterator[RowPiece]:
-    """What of `pieces` holds a byte of `wanted`, in whole rows; `kept` says where the rows lie after quantising."""
+    """Yield the rows of `pieces` that contain a byte of `wanted`.
+
+    Args:
+        kept: layout of the block after quantisation, to which `wanted` refers.
+    """
     places = {tensor.name: tensor for tensor in kept.tensors}
     for piece in pieces:
         place = places[piece.tensor.name]
@@ -83,7 +87,7 @@ def pieces_within(pieces: Iterable[RowPiece], kept: FlatLayout, wanted: range) -
 
 
 def row_pieces(stored: BlockFormat, *, piece_bytes: int = PIECE_BYTES) -> Iterator[RowPiece]:
-    """Cut a block into pieces of whole rows, of at most `piece_bytes` where a row is not larger than that."""
+    """Cut a block into pieces of whole rows, of at most `piece_bytes` unless a single row is larger."""
     changed = quantised_names(stored)
     for tensor in stored.stored.tensors:
         count = tensor.shape[0]
@@ -93,45 +97,48 @@ def row_pieces(stored: BlockFormat, *, piece_bytes: int = PIECE_BYTES) -> Iterat
             yield RowPiece(tensor=tensor, rows=rows, quantised=tensor.name in changed)
 
 
-# One quantises 2.2 GB of bf16 per second (2 cores), and few disks give more than four of them take.
+# One thread quantises 2.2 GB of bf16 per second (2 cores), and few disks are faster than four threads.
 MOST_THREADS = 4
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class RowSource(RangeSource, Protocol):
-    """A source that can read a few rows of one parameter."""
+    """Source that can read rows of one parameter."""
 
     @property
     def identity(self) -> str:
-        """Says what is stored, for those who share it."""
+        """Digest of the stored tensors."""
         ...
 
     def read_rows(self, key: BlockKey, name: str, rows: range, into: torch.Tensor) -> None:
-        """Fill `into`, 1-D uint8 CPU memory, with those rows as they are stored. Any thread may call.
+        """Read stored rows of one parameter into `into`, 1-D uint8 CPU memory. Any thread may call this.
 
         Raises:
-            SourceError: they could not be read; `into` then holds anything.
+            SourceError: the rows could not be read; the contents of `into` are then undefined.
         """
         ...
 
     def path(self, key: BlockKey, name: str) -> Path:
-        """Return the file that holds a parameter."""
+        """Return the file that contains a parameter."""
         ...
 
 
 class QuantisedSource:
-    """Gives the blocks of another source in fp8 (e4m3fn) with one fp32 scale for each row.
+    """Source of the blocks of another source in fp8 (e4m3fn), with one fp32 scale per row.
 
-    That halves what a bf16 or fp16 block takes in RAM and on the bus, and quarters an fp32 one. Matrices that are fp8
-    already or packed stay as they are. Threads of its own read and quantise side by side, a few rows at a time, through
-    6 MB of memory each: no block is ever in RAM in the form in which its file has it. What a block holds depends on its
-    file alone, so it is the same however often and wherever it is read.
+    Halves the bytes of a bf16 or fp16 block in RAM and on the bus, and quarters those of an fp32 block. Matrices that
+    are fp8 or packed already are not changed. Several threads read and quantise a few rows at a time, with 6 MB of
+    memory each, so that no block is ever in RAM in the precision of its file. The result depends on the file alone: it
+    is the same for every read, on every rank.
 
     Args:
-        inner: where the blocks are read from; closed together with this source.
-        threads: how many threads read and quantise: one for each core but at most 4, unless told otherwise.
+        inner: source to read from; `close` closes it too.
+        threads: threads that read and quantise; default one per core, at most 4.
         piece_bytes: stored bytes that a thread reads at once.
+
+    Raises:
+        ValueError: `threads` is less than 1.
     """
 
     def __init__(self, inner: RowSource, *, threads: int | None = None, piece_bytes: int = PIECE_BYTES) -> None:
@@ -142,7 +149,7 @@ class QuantisedSource:
         self._piece_bytes = piece_bytes
         self._formats = {key: quantised_format(inner.block_format(key)) for key in inner.keys()}
         self._scales: dict[BlockKey, Tensors] = {}
-        self._own_scales: dict[BlockKey, Tensors] = {}
+        self._range_scales: dict[BlockKey, Tensors] = {}
         self._memory = threading.local()
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -150,7 +157,7 @@ class QuantisedSource:
 
     @property
     def identity(self) -> str:
-        """Says what is stored, for those who share it."""
+        """Digest of the stored tensors and their precision."""
         return f"{self._inner.identity} in fp8, a scale for each row"
 
     def keys(self) -> Iterable[BlockKey]:
@@ -160,9 +167,9 @@ class QuantisedSource:
         return self._formats[key]
 
     def scales(self, key: BlockKey) -> Tensors:
-        """Return the scales by parameter name, and keep them: 0.24 MB for an A14B block.
+        """Return the scales by parameter name and keep them: 0.24 MB for an A14B block.
 
-        They come with the first `read_block` of the block. Asked for before that, they cost a reading of it.
+        The first `read_block` of a block computes them. Before that, this method reads the block to compute them.
         """
         if key not in self._scales:
             self._keep(key, self._read(key, None))
@@ -178,24 +185,24 @@ class QuantisedSource:
         return self.file_bytes(key) * len(wanted) // self._formats[key].stored.nbytes
 
     def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
-        """See `RangeSource`. The rows at both ends are read whole; `own_scales` has those of all rows read."""
-        whole = allocate_flat(self._formats[key].stored.nbytes, "cpu")  # pages that are not touched take no memory
-        fresh = self._read(key, tensor_views(whole, self._formats[key].stored), wanted)
-        known = self._own_scales.setdefault(key, fresh)
-        if not all(torch.equal(scale, known[name]) for name, scale in fresh.items()):
+        """See `RangeSource.read_range`. Reads whole rows at both ends; `own_scales` has the scales of all rows read."""
+        whole = allocate_flat(self._formats[key].stored.nbytes, "cpu")  # pages that are never touched use no RAM
+        scales = self._read(key, tensor_views(whole, self._formats[key].stored), wanted)
+        first = self._range_scales.setdefault(key, scales)
+        if not all(torch.equal(scale, first[name]) for name, scale in scales.items()):
             raise self._changed(key)
         np.copyto(host_bytes(into[: len(wanted)]), host_bytes(whole[wanted.start : wanted.stop]))
 
     def own_scales(self, key: BlockKey) -> Tensors:
-        """The scales by parameter name that the `read_range` of a block came by, [rows, 1]; 0 for all other rows."""
-        return self._own_scales[key]
+        """Return the scales that `read_range` computed, [rows, 1] by parameter name; 0 for all other rows."""
+        return self._range_scales[key]
 
     def put_scales(self, key: BlockKey, scales: Tensors) -> None:
-        """Those who have read the other rows say what all scales are."""
+        """Set all scales of a block, gathered from the ranks that have read its rows."""
         self._scales[key] = {**self._inner.scales(key), **scales}
 
     def close(self) -> None:
-        """Let reads that are under way end, then stop the threads and close the inner source."""
+        """Wait for reads in progress, then stop the threads and close the inner source."""
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None
@@ -204,31 +211,37 @@ class QuantisedSource:
         self._inner.close()
 
     def _read(self, key: BlockKey, into: Tensors | None, wanted: range | None = None) -> Tensors:
-        """Read a block, only what holds the bytes `wanted` of it, or its scales alone if `into` is None; its scales."""
+        """Read a block and return its scales.
+
+        Args:
+            into: memory of the block by parameter name; None: compute the scales only.
+            wanted: bytes of the quantised block to read, widened to whole rows; None: all of them.
+        """
         stored = self._inner.block_format(key)
-        fresh = _room_for_scales(stored)
+        scales = _allocate_scales(stored)
         rows = row_pieces(stored, piece_bytes=self._piece_bytes)
         if wanted is not None:
             rows = pieces_within(rows, self._formats[key].stored, wanted)
         pieces = deque(piece for piece in rows if into is not None or piece.quantised)
-        pool = self._started_pool()
-        jobs = [pool.submit(self._drain, key, pieces, into, fresh) for _ in range(min(self._threads, len(pieces)))]
-        wait(jobs)
-        for job in jobs:
-            job.result()
-        return fresh
+        pool = self._get_pool()
+        futures = [pool.submit(self._drain, key, pieces, into, scales) for _ in range(min(self._threads, len(pieces)))]
+        # Wait for all before raising: no thread may write into the memory after this method has returned.
+        wait(futures)
+        for future in futures:
+            future.result()
+        return scales
 
-    def _keep(self, key: BlockKey, fresh: Tensors) -> None:
-        # Kept by the first one that read the block: whoever copied scales to a device copied these.
-        known = self._scales.get(key)
-        if known is None:
-            self._scales[key] = {**self._inner.scales(key), **fresh}
-        elif not all(torch.equal(scale, known[name]) for name, scale in fresh.items()):
+    def _keep(self, key: BlockKey, scales: Tensors) -> None:
+        # The first scales of a block are kept and never replaced: copies of them may be on a device.
+        first = self._scales.get(key)
+        if first is None:
+            self._scales[key] = {**self._inner.scales(key), **scales}
+        elif not all(torch.equal(scale, first[name]) for name, scale in scales.items()):
             raise self._changed(key)
 
     def _changed(self, key: BlockKey) -> SourceError:
         return SourceError(
-            f"block {key.block} of {key.expert!r} is not what it was when it was first read: open its file again"
+            f"block {key.block} of {key.expert!r} has changed since it was first read: open its file again"
         )
 
     def _drain(self, key: BlockKey, pieces: deque[RowPiece], into: Tensors | None, scales: Tensors) -> None:
@@ -244,7 +257,7 @@ class QuantisedSource:
                     assert into is not None
                     self._copy(key, piece, into[piece.tensor.name])
             except SourceError:
-                pieces.clear()  # nobody wants the rest
+                pieces.clear()  # the block is incomplete anyway, so the other threads can stop
                 raise
 
     def _copy(self, key: BlockKey, piece: RowPiece, into: torch.Tensor) -> None:
@@ -253,7 +266,7 @@ class QuantisedSource:
 
     def _quantise(self, key: BlockKey, piece: RowPiece, into: Tensors | None, scales: Tensors) -> None:
         name, part = piece.tensor.name, slice(piece.rows.start, piece.rows.stop)
-        stored, work = self._own_memory(piece)
+        stored, work = self._thread_memory(piece)
         self._inner.read_rows(key, name, piece.rows, stored)
         values = stored.view(piece.tensor.dtype).view(len(piece.rows), -1)
         try:
@@ -267,27 +280,28 @@ class QuantisedSource:
                 f'{part.start + err.row}, so it cannot be quantised: load it with storage "as stored", or another file'
             ) from err
 
-    def _own_memory(self, piece: RowPiece) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return memory of this thread for the bytes of `piece` and to quantise in, the same for every piece."""
+    def _thread_memory(self, piece: RowPiece) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this thread's memory for the stored bytes of `piece` and for quantising, reused by all pieces."""
         part = piece.bytes_of_tensor
         nbytes, columns = part.stop - part.start, piece.tensor.shape[1]
-        held: tuple[torch.Tensor, torch.Tensor] | None = getattr(self._memory, "held", None)
-        if held is None or held[0].numel() < nbytes or held[1].numel() < columns:
-            held = self._memory.held = (allocate_flat(max(nbytes, self._piece_bytes), "cpu"), work_memory(columns))
-        return held[0][:nbytes], held[1]
+        memory: tuple[torch.Tensor, torch.Tensor] | None = getattr(self._memory, "reused", None)
+        if memory is None or memory[0].numel() < nbytes or memory[1].numel() < columns:
+            memory = self._memory.reused = (allocate_flat(max(nbytes, self._piece_bytes), "cpu"), work_memory(columns))
+        return memory[0][:nbytes], memory[1]
 
-    def _started_pool(self) -> ThreadPoolExecutor:
+    def _get_pool(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._closed:
                 raise SourceError("the source was closed; open it again to read from it")
             if self._pool is None:
+                # torch computes with one thread in each: its own pool of threads would compete with the compute thread.
                 self._pool = one_thread_pool(self._threads, "wanstream-quantise")
             return self._pool
 
 
-def _room_for_scales(stored: BlockFormat) -> dict[str, torch.Tensor]:
+def _allocate_scales(stored: BlockFormat) -> dict[str, torch.Tensor]:
     changed = quantised_names(stored)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # the scales outlive the run that first reads the block
         return {
             t.name: torch.zeros(t.shape[0], 1, dtype=torch.float32) for t in stored.stored.tensors if t.name in changed
         }

@@ -1,4 +1,4 @@
-"""File reader: pieces of files into memory with a few threads, past the page cache where that pays."""
+"""File reader: several threads read pieces of files into memory, directly or through the page cache."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ HAS_PREADV = hasattr(os, "preadv")
 
 
 class Files(Protocol):
-    """Files by path; the methods may be called from any thread."""
+    """Open files by path. Methods may be called from any thread."""
 
     def read_at(self, path: Path, position: int, into: memoryview) -> int:
-        """Read up to `len(into)` bytes and return how many; 0 at the end of the file."""
+        """Read up to `len(into)` bytes and return their number; 0 at the end of the file."""
         ...
 
     def version(self, path: Path) -> FileVersion:
-        """Return the present version of a file that this thread has read."""
+        """Return the current version of a file that this thread has read."""
         ...
 
     def close(self) -> None:
-        """Close what was opened. No read may be under way."""
+        """Close all files. No read may be in progress."""
         ...
 
 
 class PositionalFiles:
-    """One descriptor per file, shared by all threads: `preadv` takes the position with the call.
+    """One descriptor per file, shared by all threads, because `preadv` takes the position as an argument.
 
     Args:
-        flags: for `os.open`, beside those for reading.
+        flags: additional flags for `os.open`.
     """
 
     def __init__(self, flags: int = 0) -> None:
@@ -73,7 +73,7 @@ class PositionalFiles:
 
 
 class SeekingFiles:
-    """One handle per file and thread, because a handle has one position: for systems without `preadv`."""
+    """One handle per file and thread, because a handle has one position. For systems without `preadv`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,11 +94,11 @@ class SeekingFiles:
             self._handles.clear()
 
     def _handle(self, path: Path) -> FileIO:
-        owned = (path, threading.get_ident())
+        key = (path, threading.get_ident())
         with self._lock:
-            if owned not in self._handles:
-                self._handles[owned] = FileIO(path)
-            return self._handles[owned]
+            if key not in self._handles:
+                self._handles[key] = FileIO(path)
+            return self._handles[key]
 
 
 logger = logging.getLogger(__name__)
@@ -107,16 +107,19 @@ HAS_DIRECT = HAS_PREADV and O_DIRECT != 0
 
 
 class FileReader:
-    """A few reader threads and the files they have open; both start with the first read and end with `close`.
+    """Reader threads and their open files; the first read starts them, `close` ends them.
 
     Args:
-        readers: threads that read side by side.
-        portable: seek and read with a file handle of each thread's own, as on systems without `preadv`.
-        direct: read past the page cache, where the system and the file system let us; each thread then has a bounce
+        readers: number of threads.
+        portable: use one file handle per thread with seek and read, as on systems without `preadv`.
+        direct: read past the page cache if the system and the file system support it; each thread then has a bounce
             buffer of `extent_bytes`.
-        files: what reads through the page cache; chosen by `portable` if None.
-        direct_files: what reads past it.
-        extent_bytes: the most that one direct read asks for.
+        files: files for reads through the page cache; chosen by `portable` if None.
+        direct_files: files for direct reads.
+        extent_bytes: largest direct read.
+
+    Raises:
+        ValueError: `readers` is less than 1.
     """
 
     def __init__(
@@ -145,35 +148,36 @@ class FileReader:
 
     @property
     def direct(self) -> bool:
-        """Whether files are read past the page cache, unless their file system refuses it."""
+        """True if files are read past the page cache, unless their file system refuses."""
         return self._direct
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that files have given so far, those that were only read along included."""
+        """Bytes read from files so far, including bytes between wanted ones that direct reads cover."""
         return self._bytes_read
 
     @property
     def bounce_bytes(self) -> int:
-        """Bytes of RAM that bounce buffers take now."""
+        """Bytes of RAM that the bounce buffers use now."""
         return sum(bounce.nbytes for bounce in list(self._bounces.values()))
 
     def read(self, reads: Iterable[Read]) -> None:
-        """Fill every piece's part of its memory, and return when no thread touches that memory any more.
+        """Read all pieces into their memory.
 
         Raises:
-            SourceError: a piece could not be read, or the file is not the version that the piece belongs to; the
-                memory then holds anything, and the reader can be used again.
+            SourceError: a piece could not be read, or its file has another version than the piece. The contents of the
+                memory are then undefined; the reader can be used again.
         """
-        waiting = deque(self._jobs(list(reads)))
-        pool = self._started_pool()
-        jobs = [pool.submit(self._drain, waiting) for _ in range(min(self._readers, len(waiting)))]
-        wait(jobs)
-        for job in jobs:
-            job.result()
+        queue = deque(self._jobs(list(reads)))
+        pool = self._get_pool()
+        futures = [pool.submit(self._drain, queue) for _ in range(min(self._readers, len(queue)))]
+        # Wait for all before raising: no thread may write into the memory after this method has returned.
+        wait(futures)
+        for future in futures:
+            future.result()
 
     def close(self) -> None:
-        """Let reads that are under way end, then stop the threads, close the files and free the bounce buffers."""
+        """Wait for reads in progress, then stop the threads, close the files and free the bounce buffers."""
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None
@@ -183,7 +187,7 @@ class FileReader:
         self._direct_files.close()
         self._bounces.clear()
 
-    def _started_pool(self) -> ThreadPoolExecutor:
+    def _get_pool(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._closed:
                 raise SourceError("the source was closed; open it again to read from it")
@@ -192,19 +196,19 @@ class FileReader:
             return self._pool
 
     def _jobs(self, reads: list[Read]) -> list[Read | DirectExtent]:
-        past = [read for read in reads if self._direct and read[0].path not in self._not_directly]
-        through = [read for read in reads if not self._direct or read[0].path in self._not_directly]
-        return [*direct_extents(past, extent_bytes=self._extent_bytes), *through]
+        direct = [read for read in reads if self._direct and read[0].path not in self._not_directly]
+        cached = [read for read in reads if not self._direct or read[0].path in self._not_directly]
+        return [*direct_extents(direct, extent_bytes=self._extent_bytes), *cached]
 
-    def _drain(self, waiting: deque[Read | DirectExtent]) -> None:
+    def _drain(self, queue: deque[Read | DirectExtent]) -> None:
         try:
-            for job in _taken_from(waiting):
+            for job in _pop_all(queue):
                 if isinstance(job, DirectExtent):
                     self._read_extent(job)
                 else:
                     self._read_piece(*job)
         except SourceError:
-            waiting.clear()  # nobody wants the rest
+            queue.clear()  # the block is incomplete anyway, so the other threads can stop
             raise
 
     def _read_piece(self, piece: ReadPiece, memory: memoryview) -> None:
@@ -217,17 +221,17 @@ class FileReader:
                 self._direct_files, extent.span, bounce.data[: extent.span.nbytes], wanted=extent.wanted, step=ALIGNMENT
             )
         except _RefusedDirectlyError as err:
-            self._give_up(extent.span.path, err)
+            self._disable_direct(extent.span.path, err)
             for piece, memory in extent.parts:
                 self._read_piece(piece, memory)
             return
         for piece, memory in extent.parts:
             start = piece.offset - extent.span.offset
-            # By numpy: it lets other threads run meanwhile.
+            # numpy releases the GIL while it copies, and copies on this thread only.
             np.copyto(np.frombuffer(memory, np.uint8, piece.nbytes, piece.target), bounce[start : start + piece.nbytes])
 
     def _fill(self, files: Files, piece: ReadPiece, into: memoryview, *, wanted: int, step: int = 1) -> None:
-        """Read on until `wanted` bytes are there; every read starts at a multiple of `step`."""
+        """Read until `wanted` bytes have arrived; every read starts at a multiple of `step`."""
         done = 0
         while done < wanted:
             position = piece.offset + done
@@ -239,13 +243,14 @@ class FileReader:
                 raise SourceError(_message(piece, position, err.strerror or str(err))) from err
             with self._lock:
                 self._bytes_read += count
+            # A direct read may end early at any byte, but the next one has to start at a multiple of `step` again.
             reached = done + count if done + count >= wanted else (done + count) // step * step
             if reached == done:
                 raise SourceError(
                     _message(piece, position + count, "the file ends here, it was changed after it was opened")
                 )
             done = reached
-        # Asked afterwards: a file that changed while it was read has changed too.
+        # Checked after the read, to notice a file that changes while it is read.
         if piece.version not in (None, files.version(piece.path)):
             raise SourceError(_message(piece, piece.offset, "the file was changed after it was opened; open it again"))
 
@@ -255,22 +260,22 @@ class FileReader:
             self._bounces[thread] = map_huge(self._extent_bytes)
         return self._bounces[thread]
 
-    def _give_up(self, path: Path, err: OSError) -> None:
+    def _disable_direct(self, path: Path, err: OSError) -> None:
         with self._lock:
-            told = bool(self._not_directly)
+            first = not self._not_directly
             self._not_directly.add(path)
-        if not told:
-            logger.info("%s: its file system does not read past the page cache (%s); read through it", path, err)
+        if first:
+            logger.info("%s: the file system refuses direct reads (%s); reading through the page cache", path, err)
 
 
 class _RefusedDirectlyError(OSError):
-    """The file system does not read past the page cache."""
+    """The file system refuses to read past the page cache."""
 
 
-def _taken_from(waiting: deque[Read | DirectExtent]) -> Iterator[Read | DirectExtent]:
-    while waiting:
+def _pop_all(queue: deque[Read | DirectExtent]) -> Iterator[Read | DirectExtent]:
+    while queue:
         try:
-            yield waiting.popleft()
+            yield queue.popleft()
         except IndexError:  # another thread took the last one
             return
 

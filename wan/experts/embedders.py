@@ -16,7 +16,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTimeTextImageEmbedding
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...offload import CudaPageLock, FileSource, FileTensor, HostSlots, WeightPatch, host_bytes, tensor_views
+from ...offload import CudaPageLock, FileSource, FileTensor, HostPages, WeightPatch, host_bytes, tensor_views
 from ...plan import BlockKey
 from ..checkpoint.meta_model import materialise, parameter_dtype, set_parameters
 from ..checkpoint.open import Expert
@@ -222,7 +222,6 @@ class EmbedderWeights:
         self._models, self._device, self._reader = models, device, reader
         names = {name: {part: _names(expert, part) for part in PARTS} for name, expert in experts.items()}
         self._keys = {(name, part): BlockKey(name, index) for name in experts for index, part in enumerate(PARTS)}
-        self._slot = {key: index for index, key in enumerate(self._keys.values())}
         blocks: dict[BlockKey, dict[str, FileTensor]] = {}
         scales: dict[BlockKey, dict[str, FileTensor]] = {}
         for (name, part), key in self._keys.items():
@@ -231,7 +230,7 @@ class EmbedderWeights:
             scales[key] = {full: expert.scales[full] for full in blocks[key] if full in expert.scales}
         dtypes = {full: parameter_dtype(full, compute_dtype) for tensors in blocks.values() for full in tensors}
         self._source = FileSource(blocks, computed_dtypes=dtypes, scales=scales, direct=False)
-        self._slots = HostSlots(lock=CudaPageLock(device) if device.type == "cuda" else None)
+        self._slots = HostPages(lock=CudaPageLock(device) if device.type == "cuda" else None)
         self._pending: dict[BlockKey, Future[torch.Tensor]] = {}
         self._patches: Mapping[str, Mapping[str, WeightPatch]] = {}
         self.bytes_read = 0
@@ -260,7 +259,7 @@ class EmbedderWeights:
         if pending is not None and not pending.cancel():
             # Wait, because the read still writes into the slot. Its error is irrelevant: the part is not needed.
             pending.exception()
-        self._slots.drop(self._slot[key])
+        self._slots.drop(key)
 
     def set_patches(self, patches: Mapping[str, Mapping[str, WeightPatch]]) -> None:
         """Replace the patches that are added to loaded weights, by expert and parameter name."""
@@ -290,7 +289,7 @@ class EmbedderWeights:
             finally:
                 set_parameters(model, meta_parameters)
         finally:
-            self._slots.drop(self._slot[key])
+            self._slots.drop(key)
 
     def close(self) -> None:
         """Free all memory and close the files, after the reader has shut down. Closing twice is allowed."""
@@ -308,7 +307,9 @@ class EmbedderWeights:
     def _read(self, key: BlockKey) -> torch.Tensor:
         stored = self._source.block_format(key).stored
         self._source.scales(key)  # read on this thread and cached by the source
-        return self._slots.fill(self._slot[key], key, stored.nbytes, lambda into: self._source.read_block(key, into))
+        with self._slots.reserve(key, key, stored.nbytes) as reservation:
+            self._source.read_block(key, reservation.view)
+        return reservation.memory
 
     def _on_device(self, key: BlockKey, stored: torch.Tensor) -> dict[str, torch.Tensor]:
         """Copy and decode the tensors one by one, so that the device has both forms of only one tensor at a time."""

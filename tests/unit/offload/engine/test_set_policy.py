@@ -171,18 +171,18 @@ def test_the_rest_of_a_run_under_a_smaller_policy(stacks, source, stop_at):
 
 
 def test_buffers_that_go_on_a_cpu_make_room_for_homes(stacks, source):
-    class Told(RamSlots):
+    class RecordingSlots(RamSlots):
         freed = -1
 
-        def check_room(self, homes: RamResidency, staging: int, *, freed: int = 0) -> None:
+        def check_available(self, residents: RamResidency, staging: int, *, freed: int = 0) -> None:
             self.freed = freed
-            super().check_room(homes, staging, freed=freed)
+            super().check_available(residents, staging, freed=freed)
 
     expected = plainly(stacks)
     with attach(stacks, OffloadPolicy.resident(), source) as handle:
         run(handle, stacks)
         sizes = {key: fmt.stored.nbytes for key, fmt in handle.formats.items()}
-        handle.ram = Told(source, sizes, lock=None)
+        handle.ram = RecordingSlots(sizes, lock=None)
         handle.set_policy(OffloadPolicy.layerwise(1, source="pinned"))
         assert handle.ram.freed == (2 * BLOCKS - 2) * BLOCK_BYTES
         value, _ = run(handle, stacks)

@@ -17,7 +17,7 @@ from wanstream.offload.host_memory.pages import keep_freed_memory
 count, megabytes = map(int, sys.argv[1:])
 keep_freed_memory()
 def block():
-    held = [torch.ones(megabytes * 2**20, dtype=torch.uint8) for _ in range(count)]
+    tensors = [torch.ones(megabytes * 2**20, dtype=torch.uint8) for _ in range(count)]
 torch.set_num_threads(1)
 for _ in range(2):  # the first tensors of a process leave small things between them
     block()
@@ -54,13 +54,13 @@ def test_huge_memory_goes_with_its_last_view():
     process = psutil.Process()
     memory = map_huge(64 * HUGE_PAGE)
     memory[:] = 1
-    held, view = process.memory_info().rss, memory[:10]
+    rss, view = process.memory_info().rss, memory[:10]
     del memory
     gc.collect()
-    assert process.memory_info().rss > held - 32 * HUGE_PAGE, "a view keeps it"
+    assert process.memory_info().rss > rss - 32 * HUGE_PAGE, "a view keeps it"
     del view
     gc.collect()
-    assert process.memory_info().rss < held - 32 * HUGE_PAGE
+    assert process.memory_info().rss < rss - 32 * HUGE_PAGE
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")

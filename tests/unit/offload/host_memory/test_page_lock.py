@@ -30,7 +30,10 @@ def test_a_refusal_is_told_once_and_not_tried_again(limited_page_lock, caplog):
             blocks.add(allocate_flat(100_000_000, "cpu"))
     assert driver.asked == 2
     assert len(caplog.records) == 1
-    assert "0.10 GB of RAM are page-locked for the device, the next 0.10 GB were refused (no more pages)" in caplog.text
+    assert (
+        "0.10 GB of RAM are page-locked for the device, but the next 0.10 GB were refused (no more pages)"
+        in caplog.text
+    )
     assert "slower" in caplog.text
     blocks.release()
     assert driver.locked == []
@@ -55,7 +58,7 @@ def test_one_block_is_unlocked_by_itself_and_makes_room_for_another(limited_page
 
 
 def test_memory_that_nobody_releases_is_unlocked_before_it_goes(limited_page_lock):
-    """Pages that stay locked after their memory went would be copied from, whatever lies at that address later."""
+    """If pages remained locked after their memory was unmapped, the device would copy from them at the same address."""
     driver = limited_page_lock()
     blocks = LockedBlocks(driver)
     blocks.add(allocate_flat(4096, "cpu"))

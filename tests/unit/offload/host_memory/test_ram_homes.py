@@ -1,4 +1,4 @@
-"""Blocks with a home in RAM are read as rarely as the policy says, whatever happens between and inside runs."""
+"""RAM-resident blocks: the policy determines the number of reads, also after errors, interrupts and changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wanstream.telemetry import Recorder
 CPU = torch.device("cpu")
 BLOCKS, WIDTH = 6, 32
 BLOCK_BYTES = 2 * 3 * WIDTH * WIDTH * 4
-ALL_AT_HOME = OffloadPolicy.layerwise(1, source="pinned")
+ALL_IN_RAM = OffloadPolicy.layerwise(1, source="pinned")
 
 Stacks = dict[str, nn.ModuleList]
 
@@ -70,12 +70,12 @@ def test_a_home_that_is_kept_is_read_once_and_never_again(stacks, source):
     steps = ["high", "high", "low"]
     expected = plainly(stacks, steps)
     other = BlockPatch(identity=1, weights={"up.weight": WeightPatch(full=torch.zeros(3 * WIDTH, WIDTH))})
-    with attach(stacks, ALL_AT_HOME, source) as handle:
+    with attach(stacks, ALL_IN_RAM, source) as handle:
         for change in range(3):
             assert torch.equal(run_through(handle, stacks, steps)[0], expected)
             handle.set_patches({BlockKey("high", change): other})
             handle.give_back(1 << 60)
-            handle.set_policy(replace(ALL_AT_HOME, prefetch_blocks=change))
+            handle.set_policy(replace(ALL_IN_RAM, prefetch_blocks=change))
         assert sorted(source.reads) == sorted(source.keys())
         assert handle.host_bytes == 2 * BLOCKS * in_pages(BLOCK_BYTES) + in_pages(3 * WIDTH * WIDTH * 4)
 
@@ -99,16 +99,16 @@ def test_reads_of_two_runs(stacks, source, policy, reads):
             source.reads.clear()
             assert torch.equal(run_through(handle, stacks, steps)[0], expected)
             assert len(source.reads) == count
-        homes = policy.ram_blocks or 0
-        assert handle.host_bytes == homes * in_pages(BLOCK_BYTES)
+        resident = policy.ram_blocks or 0
+        assert handle.host_bytes == resident * in_pages(BLOCK_BYTES)
         assert handle.pinned_bytes == 0
     assert handle.host_bytes == 0
 
 
 @pytest.mark.parametrize("fail_at", [0, 3, 7])
-@pytest.mark.parametrize("policy", [ALL_AT_HOME, some(5)], ids=str)
+@pytest.mark.parametrize("policy", [ALL_IN_RAM, some(5)], ids=str)
 def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, source, policy, fail_at):
-    """What was read before it is there: every visit before the one that needs the block is done."""
+    """Every visit before the one that needs the block succeeds, because its blocks were read before."""
     steps = ["high", "low"]
     expected = plainly(stacks, steps)
     with attach(stacks, policy, source) as handle:
@@ -119,17 +119,17 @@ def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, source, policy, 
                 for visit in run.program.visits:
                     with run.visit(*visit):
                         reached.append(visit)
-        if policy == ALL_AT_HOME:
+        if policy == ALL_IN_RAM:
             assert len(reached) == fail_at
-        held = set(handle.ram.contents().values())
-        assert held <= set(source.reads)
+        contents = set(handle.ram.contents().values())
+        assert contents <= set(source.reads)
         source.fail_at = None
         source.reads.clear()
         assert torch.equal(run_through(handle, stacks, steps)[0], expected)
-        assert not (held if policy == ALL_AT_HOME else set()) & set(source.reads)
+        assert not (contents if policy == ALL_IN_RAM else set()) & set(source.reads)
 
 
-@pytest.mark.parametrize("policy", [ALL_AT_HOME, some(5)], ids=str)
+@pytest.mark.parametrize("policy", [ALL_IN_RAM, some(5)], ids=str)
 @pytest.mark.parametrize("stop_at", [0, 1, 5, 8])
 def test_what_had_not_arrived_in_an_interrupted_run_is_forgotten(stacks, source, policy, stop_at):
     steps = ["high", "low"]
@@ -140,9 +140,9 @@ def test_what_had_not_arrived_in_an_interrupted_run_is_forgotten(stacks, source,
                 with run.visit(*visit):
                     if number == stop_at:
                         raise KeyboardInterrupt
-        held = handle.ram.contents()
+        contents = handle.ram.contents()
         last = {fetch.buffer: fetch.block for fetch in run.reads}
-        assert {index: held.get(index) for index in last} == last, "every read that ended left its block whole"
+        assert {index: contents.get(index) for index in last} == last, "every read that ended left its block whole"
         assert torch.equal(run_through(handle, stacks, steps)[0], expected)
     assert [
         t.name
@@ -152,7 +152,7 @@ def test_what_had_not_arrived_in_an_interrupted_run_is_forgotten(stacks, source,
 
 
 def test_an_early_end_wakes_every_wait(stacks):
-    """The read thread waits for a slot, the fetch thread for a visit; nobody waits for ever."""
+    """The read thread waits for a slot and the fetch thread for a visit; both are woken."""
     gate = threading.Event()
 
     class Gate(ModuleSource):
@@ -222,5 +222,5 @@ def test_more_ram_than_there_is_is_refused_before_anything_changes(stacks):
 
     before = stacks["high"][0].up.weight
     with pytest.raises(SourceError, match=r"GB of RAM for 12 blocks, .* GB are available"):
-        attach(stacks, ALL_AT_HOME, Huge(stacks))
+        attach(stacks, ALL_IN_RAM, Huge(stacks))
     assert stacks["high"][0].up.weight is before

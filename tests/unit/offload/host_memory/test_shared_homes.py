@@ -1,4 +1,4 @@
-"""Engines of several ranks whose blocks have their homes in one shared segment."""
+"""Engines of several ranks whose RAM-resident blocks are in one shared segment."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def path(stack: nn.ModuleList, tmp_path: Path) -> Path:
 
 
 class Rank:
-    """A copy of the blocks, streamed from the file through homes in the segment of that file."""
+    """Copy of the blocks, streamed from the file through a shared segment."""
 
-    def __init__(self, stack: nn.ModuleList, path: Path, folder: Path, *, homes: int = BLOCKS) -> None:
+    def __init__(self, stack: nn.ModuleList, path: Path, folder: Path, *, shared_blocks: int = BLOCKS) -> None:
         tensors = read_header(path).tensors
         places = {BlockKey("blocks", i): {w: tensors[f"{i}.{w}"] for w in WEIGHTS} for i in range(BLOCKS)}
         self.source = FileSource(places, computed_dtypes=torch.float32)
-        sizes = {key: self.source.block_format(key).stored.nbytes for key in list(places)[:homes]}
+        sizes = {key: self.source.block_format(key).stored.nbytes for key in list(places)[:shared_blocks]}
         self.segment = SharedSegment(self.source.identity, sizes, folder=folder)
         self.blocks = copy.deepcopy(stack)
         self.handle = attach_offload(self.blocks, policy=POLICY, device="cpu", source=self.source, shared=self.segment)
@@ -79,15 +79,15 @@ def test_the_second_rank_reads_nothing_and_computes_the_same_bits(stack, path, f
         assert torch.equal(first.run(hidden), expected)
     assert (first.source.bytes_read, second.source.bytes_read) == (read, 0)
     first.close()
-    assert torch.equal(second.run(hidden), expected), "the homes stay with who still uses them"
+    assert torch.equal(second.run(hidden), expected), "the blocks remain for the ranks that still use them"
     second.close()
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("homes", [BLOCKS, 2])
-def test_ranks_that_start_together_share_the_reading(stack, path, folder, run_plain, homes):
+@pytest.mark.parametrize("shared_blocks", [BLOCKS, 2])
+def test_ranks_that_start_together_share_the_reading(stack, path, folder, run_plain, shared_blocks):
     hidden = torch.randn(3, 32)
-    ranks = [Rank(stack, path, folder, homes=homes) for _ in range(3)]
+    ranks = [Rank(stack, path, folder, shared_blocks=shared_blocks) for _ in range(3)]
     results: list[torch.Tensor] = []
     threads = [threading.Thread(target=lambda rank=rank: results.append(rank.run(hidden))) for rank in ranks]
     for thread in threads:
@@ -98,8 +98,8 @@ def test_ranks_that_start_together_share_the_reading(stack, path, folder, run_pl
     assert len(results) == 3
     assert all(torch.equal(result, expected) for result in results)
     block_bytes = 2 * 3 * 32 * 32 * 4
-    alone = 3 * (BLOCKS - homes)  # a block without a place in the segment is read by every rank
-    assert sum(rank.source.bytes_read for rank in ranks) == (homes + alone) * block_bytes
+    alone = 3 * (BLOCKS - shared_blocks)  # a block without a place in the segment is read by every rank
+    assert sum(rank.source.bytes_read for rank in ranks) == (shared_blocks + alone) * block_bytes
     for rank in ranks:
         rank.close()
     assert list(folder.iterdir()) == []

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.offload.host_memory.host_slots import HostSlots
+from wanstream.offload.host_memory.ram_slots import HostPages
 from wanstream.offload.host_memory.shared_segment import SHM, SharedSegment, sweep
 from wanstream.offload.sources.base import SourceError
 from wanstream.plan import BlockKey
@@ -29,7 +29,23 @@ def content(index: int, nbytes: int = NBYTES) -> torch.Tensor:
     return ((torch.arange(nbytes) * 7 + index) % 251).to(torch.uint8)
 
 
-# A rank: does what it is told line by line, and answers each line. A reader that hangs writes a half first.
+def fill(segment: SharedSegment, key: BlockKey, read: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    """Read a block into the segment, unless another rank has."""
+    with segment.reserve(key) as reservation:
+        if reservation.needs_fill:
+            read(reservation.view)
+    return reservation.memory
+
+
+def fill_slot(slots: HostPages, slot: int, key: BlockKey, read: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    """Read a block into a slot, unless another rank has."""
+    with slots.reserve(slot, key, NBYTES) as reservation:
+        if reservation.needs_fill:
+            read(reservation.view)
+    return reservation.memory
+
+
+# A rank: executes one command per line and prints one line for each. `hang` blocks after it has read half of a block.
 RANK = """
 import sys, time, hashlib
 from pathlib import Path
@@ -53,8 +69,10 @@ def fill(index, hang):
             time.sleep(1000)
         time.sleep(0.02)
         memory[:] = whole
-    memory = segment.fill(keys[index], read)
-    return len(reads), hashlib.sha256(memory.numpy()).hexdigest()
+    with segment.reserve(keys[index]) as reservation:
+        if reservation.needs_fill:
+            read(reservation.view)
+    return len(reads), hashlib.sha256(reservation.memory.numpy()).hexdigest()
 
 for line in sys.stdin:
     what, *rest = line.split()
@@ -101,7 +119,7 @@ class Rank:
         self._end()
 
     def leave(self) -> None:
-        """The process ends by itself, without closing anything."""
+        """End the process without closing the segment."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         assert self._process.wait(60) == 0
@@ -123,7 +141,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., list[Rank]]]:
-    """Starts ranks of one segment side by side."""
+    """Start ranks that share one segment."""
     started: list[Rank] = []
 
     def ranks(number: int, identity: str = "model", count: int = COUNT, nbytes: int = NBYTES) -> list[Rank]:
@@ -188,7 +206,7 @@ def test_what_killed_ranks_left_is_recognised_and_not_believed(start, folder):
     second.kill()
     (left,) = folder.iterdir()
     (memory,) = left.glob("memory")
-    with memory.open("r+b") as file:  # what nobody guards may hold anything
+    with memory.open("r+b") as file:  # memory without a user may have any contents
         file.seek(-NBYTES, os.SEEK_END)
         file.write(bytes(NBYTES))
     (third,) = start(1)
@@ -237,7 +255,7 @@ def test_threads_with_segments_of_their_own_exclude_each_other_too(folder):
                 reads.append(index)
                 memory.copy_(content(index))
 
-            if not segment.fill(key, read).equal(content(index)):
+            if not fill(segment, key, read).equal(content(index)):
                 wrong.append(index)
         segment.close()
 
@@ -254,13 +272,13 @@ def test_threads_with_segments_of_their_own_exclude_each_other_too(folder):
 
 
 def test_many_come_and_go_at_once(folder):
-    """Opening and removing race with each other; nobody may end up in memory that was removed."""
+    """Opening and removing race with each other; no thread may join a segment that was removed."""
     failures: list[str] = []
 
     def visit(number: int) -> None:
         for _ in range(25):
             segment = SharedSegment("model", {KEYS[0]: 1000}, folder=folder)
-            memory = segment.fill(KEYS[0], lambda memory: memory.fill_(7))
+            memory = fill(segment, KEYS[0], lambda memory: memory.fill_(7))
             if not segment.path.exists() or not memory.eq(7).all():
                 failures.append(f"visitor {number}")
             segment.close()
@@ -298,7 +316,7 @@ def test_a_folder_that_its_last_user_removes_while_it_is_opened_is_made_again(fo
     remove_before("lstat")
     segment = SharedSegment("model", SIZES, folder=folder)
     assert removed
-    assert segment.fill(KEYS[0], lambda memory: memory.fill_(7)).eq(7).all()
+    assert fill(segment, KEYS[0], lambda memory: memory.fill_(7)).eq(7).all()
     assert place.is_dir()
     segment.close()
     assert list(folder.iterdir()) == []
@@ -333,10 +351,10 @@ def fail(memory: torch.Tensor) -> None:
 def test_a_read_that_fails_leaves_the_block_to_the_next_try(folder):
     segment = SharedSegment("model", SIZES, folder=folder)
     with pytest.raises(SourceError, match="the disk went away"):
-        segment.fill(KEYS[2], fail)
+        fill(segment, KEYS[2], fail)
     assert segment.filled_bytes == 0
-    assert segment.fill(KEYS[2], lambda memory: memory.copy_(content(2))).equal(content(2))
-    assert segment.fill(KEYS[2], fail).equal(content(2))
+    assert fill(segment, KEYS[2], lambda memory: memory.copy_(content(2))).equal(content(2))
+    assert fill(segment, KEYS[2], fail).equal(content(2))
     segment.close()
 
 
@@ -358,23 +376,23 @@ def test_models_blocks_and_sizes_have_segments_of_their_own(folder):
 
 def test_after_close_nothing_can_be_asked_for_and_blocks_stay_readable(folder):
     segment = SharedSegment("model", SIZES, folder=folder)
-    memory = segment.fill(KEYS[1], lambda memory: memory.copy_(content(1)))
+    memory = fill(segment, KEYS[1], lambda memory: memory.copy_(content(1)))
     segment.close()
     segment.close()
     assert memory.equal(content(1))
     assert segment.filled_bytes == 0
     with pytest.raises(SourceError, match="block 0 of 'high': the segment was closed"):
-        segment.fill(KEYS[0], fail)
+        fill(segment, KEYS[0], fail)
 
 
 @pytest.mark.skipif(not SHM.is_dir(), reason="this system has no /dev/shm")
 def test_more_than_there_is_room_for_is_refused_and_not_a_crash(folder):
     size = shutil.disk_usage(folder).total + 1_000_000_000
     segment = SharedSegment("model", {KEYS[0]: size, KEYS[1]: 1000}, folder=folder)
-    told = rf"{size / 1e9:.2f} GB for block 0 of 'high' are refused \(No space left.*0\.0 GB are filled, .*--shm-size"
-    with pytest.raises(SourceError, match=told):
-        segment.fill(KEYS[0], fail)
-    assert segment.fill(KEYS[1], lambda memory: memory.fill_(3)).eq(3).all()
+    error = rf"{size / 1e9:.2f} GB for block 0 of 'high' were refused \(No space left.*0\.0 GB are filled, .*--shm-size"
+    with pytest.raises(SourceError, match=error):
+        fill(segment, KEYS[0], fail)
+    assert fill(segment, KEYS[1], lambda memory: memory.fill_(3)).eq(3).all()
     segment.close()
 
 
@@ -391,7 +409,7 @@ def test_a_segment_that_was_taken_away_is_an_error_with_a_remedy(folder):
     segment = SharedSegment("model", SIZES, folder=folder)
     shutil.rmtree(segment.path)
     with pytest.raises(SourceError, match=r"block 1 of 'high' cannot be shared .*No such file.*; without a"):
-        segment.fill(KEYS[1], fail)
+        fill(segment, KEYS[1], fail)
     segment.close()
 
 
@@ -426,16 +444,16 @@ def test_slots_hold_shared_blocks_and_their_own_side_by_side(folder, limited_pag
 
     segment = SharedSegment("model", {KEYS[0]: NBYTES, KEYS[1]: NBYTES}, folder=folder)
     other = SharedSegment("model", {KEYS[0]: NBYTES, KEYS[1]: NBYTES}, folder=folder)
-    slots, others = HostSlots(lock=driver, shared=segment), HostSlots(lock=None, shared=other)
+    slots, others = HostPages(lock=driver, shared=segment), HostPages(lock=None, shared=other)
     for index in range(3):
-        assert slots.fill(index, KEYS[index], NBYTES, read_of(index)).equal(content(index))
-        assert others.fill(index, KEYS[index], NBYTES, read_of(index)).equal(content(index))
+        assert fill_slot(slots, index, KEYS[index], read_of(index)).equal(content(index))
+        assert fill_slot(others, index, KEYS[index], read_of(index)).equal(content(index))
     assert reads == [0, 1, 2, 2], "the third has no place in the segment"
     assert (slots.locked_bytes, slots.nbytes) == (3 * NBYTES, others.nbytes)
-    # What is filled already needs no room; a slot that held a shared block is not written into.
-    HostSlots(lock=None, shared=other).check_room(2, 2 * NBYTES, available=0)
-    assert slots.fill(0, KEYS[3], NBYTES, read_of(3)).equal(content(3))
-    assert others.fill(0, KEYS[0], NBYTES, read_of(0)).equal(content(0))
+    # Blocks that are filled need no more RAM. A slot of a shared block gets other memory for a private one.
+    HostPages(lock=None, shared=other).check_available(2, 2 * NBYTES, available=0)
+    assert fill_slot(slots, 0, KEYS[3], read_of(3)).equal(content(3))
+    assert fill_slot(others, 0, KEYS[0], read_of(0)).equal(content(0))
     assert slots.drop(1) == 0, "other ranks have it still"
     assert slots.drop(2) > 0
     slots.close()
@@ -463,14 +481,14 @@ def test_a_forked_child_does_not_take_the_segment_away(folder):
         "os.waitpid(child, 0)\n"
         "print(segment.path.exists(), flush=True)\n"
     )
-    told = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "True"
+    result = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "True"
     assert [place for place in folder.iterdir() if place != segment.path] == []
     segment.close()
 
 
 def expected_path(folder: Path) -> Path:
-    """A path that anybody can predict; nothing is there."""
+    """Return the predictable path of the segment, which does not exist."""
     segment = SharedSegment("model", SIZES, folder=folder)
     segment.close()
     return segment.path

@@ -49,7 +49,7 @@ def reader(request: pytest.FixtureRequest, route: str):
 
 
 class Layer:
-    """Files of which the read number `at` ends otherwise: with an error, or short, with that many bytes."""
+    """Files whose read number `at` fails, or returns only that many bytes."""
 
     def __init__(self, inner: Files, *, at: int | None = None, error: int | None = None, short: int = 0) -> None:
         self.inner, self.at, self.error, self.short = inner, at, error, short
@@ -258,7 +258,7 @@ def test_a_file_system_that_refuses_is_read_through_the_cache_and_told_once(larg
             assert memory == LARGE
     assert len(layer.asked) == 4, "what was planned by then is tried, no more"
     assert [record.getMessage() for record in caplog.records] == [
-        f"{large}: its file system does not read past the page cache (Invalid argument); read through it"
+        f"{large}: the file system refuses direct reads (Invalid argument); reading through the page cache"
     ]
     assert reader.bytes_read == 2 * len(LARGE)
     reader.close()

@@ -236,7 +236,7 @@ def test_a_file_cut_short_while_blocks_stream_is_an_error_until_it_is_whole_agai
         memory = flat[: source.block_format(key).stored.nbytes]
         source.read_block(key, memory)
         os.truncate(path, len(content) // 3)
-        # Where the bytes themselves are still there, the version tells.
+        # The bytes can still be read, but the version differs.
         with pytest.raises(
             SourceError, match=r"model\.safetensors: reading \S+\.weight.* at byte \d+ failed: the file "
         ):

@@ -214,7 +214,7 @@ def test_a_block_that_changed_is_an_error_and_not_noise(make_stack):
     source = QuantisedSource(Rows({"high": stack}))
     read(source, KEYS[0])
     stack[0].up.weight.data[0] *= 3
-    with pytest.raises(SourceError, match="block 0 of 'high' is not what it was"):
+    with pytest.raises(SourceError, match="block 0 of 'high' has changed since it was first read"):
         read(source, KEYS[0])
     source.close()
 

@@ -5,14 +5,15 @@ import logging
 import mmap
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from wanstream.offload.host_memory.host_slots import HostSlots
 from wanstream.offload.host_memory.page_lock import CudaPageLock
 from wanstream.offload.host_memory.pages import in_pages
+from wanstream.offload.host_memory.ram_slots import HostPages
 from wanstream.offload.host_memory.shared_segment import SharedSegment
 from wanstream.offload.sources.base import NoRamError, SourceError
 from wanstream.plan import BlockKey
@@ -28,6 +29,16 @@ def filled_with(value: int):
     return read
 
 
+def fill(
+    slots: HostPages, slot: int, key: BlockKey, nbytes: int, read: Callable[[torch.Tensor], None], *, capacity: int = 0
+) -> torch.Tensor:
+    """Reserve a slot and read into it, unless another rank has."""
+    with slots.reserve(slot, key, nbytes, capacity=capacity) as reservation:
+        if reservation.needs_fill:
+            read(reservation.view)
+    return reservation.memory
+
+
 def failing(memory: torch.Tensor) -> None:
     raise SourceError("the disk went away")
 
@@ -40,10 +51,10 @@ def mapped_bytes() -> int:
 
 def test_a_slot_takes_the_pages_of_its_block_and_gives_them_back(limited_page_lock):
     driver = limited_page_lock()
-    slots = HostSlots(lock=driver)
+    slots = HostPages(lock=driver)
     assert (slots.nbytes, slots.locked_bytes) == (0, 0)
-    first = slots.fill(0, KEY, PAGE + 1, filled_with(3))
-    second = slots.fill(1, KEY, 10, filled_with(4))
+    first = fill(slots, 0, KEY, PAGE + 1, filled_with(3))
+    second = fill(slots, 1, KEY, 10, filled_with(4))
     assert (first.shape, first.dtype) == ((PAGE + 1,), torch.uint8)
     assert first.eq(3).all()
     assert second.eq(4).all()
@@ -55,16 +66,16 @@ def test_a_slot_takes_the_pages_of_its_block_and_gives_them_back(limited_page_lo
     slots.close()
     slots.close()
     assert (slots.nbytes, slots.locked_bytes, driver.locked) == (0, 0, [])
-    assert slots.fill(1, KEY, 10, filled_with(5)).eq(5).all(), "a closed slot can be filled again"
+    assert fill(slots, 1, KEY, 10, filled_with(5)).eq(5).all(), "a closed slot can be filled again"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
 def test_memory_is_mapped_by_the_first_fill_and_unmapped_by_drop():
-    gc.collect()  # what earlier tests left goes now, not in between
+    gc.collect()  # free the memory of earlier tests now, not during this test
     before = mapped_bytes()
-    slots = HostSlots(lock=None)
+    slots = HostPages(lock=None)
     assert mapped_bytes() == before
-    slots.fill(0, KEY, 10 * PAGE - 5, filled_with(1))
+    fill(slots, 0, KEY, 10 * PAGE - 5, filled_with(1))
     assert mapped_bytes() == before + 10 * PAGE
     assert slots.drop(0) == 10 * PAGE
     assert mapped_bytes() == before
@@ -72,17 +83,17 @@ def test_memory_is_mapped_by_the_first_fill_and_unmapped_by_drop():
 
 def test_memory_stays_for_smaller_blocks_and_grows_for_larger_ones(limited_page_lock):
     driver = limited_page_lock()
-    slots = HostSlots(lock=driver)
-    first = slots.fill(0, KEY, 3 * PAGE, filled_with(1))
-    smaller = slots.fill(0, KEY, PAGE, filled_with(2))
+    slots = HostPages(lock=driver)
+    first = fill(slots, 0, KEY, 3 * PAGE, filled_with(1))
+    smaller = fill(slots, 0, KEY, PAGE, filled_with(2))
     assert (smaller.data_ptr(), smaller.numel()) == (first.data_ptr(), PAGE)
     assert (slots.nbytes, driver.asked) == (3 * PAGE, 1)
     del first, smaller
-    larger = slots.fill(0, KEY, 4 * PAGE, filled_with(3))
+    larger = fill(slots, 0, KEY, 4 * PAGE, filled_with(3))
     assert (slots.nbytes, driver.locked) == (4 * PAGE, [(larger.data_ptr(), 4 * PAGE)])
-    roomy = slots.fill(1, KEY, PAGE, filled_with(4), room=2 * PAGE + 1)
+    roomy = fill(slots, 1, KEY, PAGE, filled_with(4), capacity=2 * PAGE + 1)
     assert (roomy.numel(), slots.nbytes) == (PAGE, 7 * PAGE)
-    assert slots.fill(1, KEY, 2 * PAGE + 1, filled_with(5)).data_ptr() == roomy.data_ptr()
+    assert fill(slots, 1, KEY, 2 * PAGE + 1, filled_with(5)).data_ptr() == roomy.data_ptr()
     slots.close()
 
 
@@ -98,8 +109,8 @@ def test_pages_are_touched_before_they_are_locked():
         def unlock(self, memory: torch.Tensor) -> None: ...
 
     resident: list[int] = []
-    slots = HostSlots(lock=Looking())
-    slots.fill(0, KEY, PAGE, filled_with(9), room=8 * PAGE)
+    slots = HostPages(lock=Looking())
+    fill(slots, 0, KEY, PAGE, filled_with(9), capacity=8 * PAGE)
     assert seen[0][:PAGE].eq(9).all()
     assert resident in ([8 * PAGE], [])
     slots.close()
@@ -114,13 +125,13 @@ def resident_bytes(address: int) -> int:
 
 def test_a_refusal_to_lock_is_one_warning_and_the_block_is_there(limited_page_lock, caplog):
     driver = limited_page_lock(limit=1)
-    slots = HostSlots(lock=driver)
+    slots = HostPages(lock=driver)
     with caplog.at_level(logging.WARNING):
         for index in range(4):
-            assert slots.fill(index, KEY, PAGE, filled_with(index)).eq(index).all()
+            assert fill(slots, index, KEY, PAGE, filled_with(index)).eq(index).all()
         slots.drop(0)
         for index in range(4, 8):
-            assert slots.fill(index, KEY, PAGE, filled_with(index)).eq(index).all()
+            assert fill(slots, index, KEY, PAGE, filled_with(index)).eq(index).all()
     assert len(caplog.records) == 1
     assert "slower (often 6 GB/s instead of 25), and the host waits" in caplog.text
     assert slots.locked_bytes == PAGE, "what was given back may be locked again"
@@ -129,32 +140,32 @@ def test_a_refusal_to_lock_is_one_warning_and_the_block_is_there(limited_page_lo
 
 
 def test_a_slot_that_could_not_be_locked_is_tried_again_when_there_is_room(limited_page_lock):
-    slots = HostSlots(lock=limited_page_lock(limit=1))
-    slots.fill(0, KEY, PAGE, filled_with(1))
-    slots.fill(1, KEY, PAGE, filled_with(1))
+    slots = HostPages(lock=limited_page_lock(limit=1))
+    fill(slots, 0, KEY, PAGE, filled_with(1))
+    fill(slots, 1, KEY, PAGE, filled_with(1))
     slots.drop(0)
-    slots.fill(1, KEY, PAGE, filled_with(2))
+    fill(slots, 1, KEY, PAGE, filled_with(2))
     assert slots.locked_bytes == PAGE
     slots.close()
 
 
 def test_a_read_that_fails_leaves_a_slot_that_can_be_filled_again(limited_page_lock):
     driver = limited_page_lock()
-    slots = HostSlots(lock=driver)
+    slots = HostPages(lock=driver)
     with pytest.raises(SourceError, match="the disk went away"):
-        slots.fill(0, KEY, PAGE, failing)
+        fill(slots, 0, KEY, PAGE, failing)
     assert driver.locked == [], "what holds anything is not locked"
-    assert slots.fill(0, KEY, PAGE, filled_with(1)).eq(1).all()
+    assert fill(slots, 0, KEY, PAGE, filled_with(1)).eq(1).all()
     with pytest.raises(SourceError, match="the disk went away"):
-        slots.fill(0, KEY, PAGE, failing)
+        fill(slots, 0, KEY, PAGE, failing)
     assert slots.nbytes == slots.locked_bytes == PAGE
     slots.close()
     assert driver.locked == []
 
 
 def test_more_memory_than_there_is_is_refused_with_numbers():
-    with pytest.raises(NoRamError, match=r"140737\.5 GB of RAM for one block more, \d+\.\d GB are available: keep few"):
-        HostSlots(lock=None).fill(0, KEY, 1 << 47, failing)
+    with pytest.raises(NoRamError, match=r"140737\.5 GB of RAM for one more block, \d+\.\d GB are available: keep few"):
+        fill(HostPages(lock=None), 0, KEY, 1 << 47, failing)
 
 
 @pytest.mark.parametrize(
@@ -171,21 +182,21 @@ def test_more_memory_than_there_is_is_refused_with_numbers():
     ],
 )
 def test_homes_that_do_not_fit_are_refused_before_they_are_filled(nbytes, available, refused):
-    slots = HostSlots(lock=None)
+    slots = HostPages(lock=None)
     if nbytes < 1_000_000_000:
-        slots.fill(0, KEY, 10 * PAGE, filled_with(1))  # what is there already needs no more room
+        fill(slots, 0, KEY, 10 * PAGE, filled_with(1))  # memory in use needs no more RAM
     if refused is None:
-        slots.check_room(40, nbytes, available=available)
+        slots.check_available(40, nbytes, available=available)
     else:
         with pytest.raises(NoRamError, match=re.escape(refused)):
-            slots.check_room(40, nbytes, available=available)
+            slots.check_available(40, nbytes, available=available)
     slots.close()
 
 
 def test_what_the_system_has_is_asked_for():
     with pytest.raises(NoRamError, match=r"140737\.5 GB of RAM for 40 blocks, \d+\.\d GB are available"):
-        HostSlots(lock=None).check_room(40, 1 << 47)
-    HostSlots(lock=None).check_room(1, in_pages(1))
+        HostPages(lock=None).check_available(40, 1 << 47)
+    HostPages(lock=None).check_available(1, in_pages(1))
 
 
 @pytest.mark.gpu
@@ -194,9 +205,9 @@ def test_cuda_locks_slots_and_shared_blocks_where_they_lie(tmp_path):
     torch.ones(1, device="cuda")
     nbytes = 5 * PAGE + 100
     segment = SharedSegment(str(tmp_path), {KEY: nbytes})  # in /dev/shm: pages of a disk's file cannot be locked
-    slots = HostSlots(lock=CudaPageLock(), shared=segment)
-    shared = slots.fill(0, KEY, nbytes, filled_with(7))
-    own = slots.fill(1, BlockKey("high", 1), nbytes, filled_with(8), room=9 * PAGE)
+    slots = HostPages(lock=CudaPageLock(), shared=segment)
+    shared = fill(slots, 0, KEY, nbytes, filled_with(7))
+    own = fill(slots, 1, BlockKey("high", 1), nbytes, filled_with(8), capacity=9 * PAGE)
     for memory, value in ((shared, 7), (own, 8)):
         assert memory.is_pinned()
         assert memory.to("cuda", non_blocking=True).eq(value).all()

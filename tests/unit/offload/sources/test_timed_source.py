@@ -1,0 +1,58 @@
+"""Measured reads of a block source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from wanstream.offload.formats.layout import allocate_flat
+from wanstream.offload.sources.base import SourceError
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.offload.sources.timed import TimedSource
+from wanstream.plan import BlockKey
+
+KEYS = [BlockKey("high", 0), BlockKey("high", 1)]
+
+
+@pytest.fixture
+def inner(make_stack: Callable[..., nn.ModuleList], slow_source):
+    return slow_source(ModuleSource({"high": make_stack(2)}), seed=0)
+
+
+def test_every_read_is_passed_on_once_and_timed(inner) -> None:
+    timed, plain = TimedSource(inner), inner.inner
+    nbytes = plain.block_format(KEYS[0]).stored.nbytes
+    read, expected = allocate_flat(nbytes, "cpu").zero_(), allocate_flat(nbytes, "cpu").zero_()
+    spans = []
+    for key, straight in zip(KEYS, (False, True), strict=True):
+        timed.read_block(key, read)
+        plain.read_block(key, expected)
+        assert torch.equal(read, expected)
+        spans.append(timed.take_span(key, straight=straight))
+        assert timed.take_span(key) is None, "a span is taken once"
+    assert inner.reads == KEYS
+    assert [span.nbytes for span in spans] == [nbytes, nbytes]
+    assert [span.straight for span in spans] == [False, True]
+    for first, second in pairwise([spans[0].start, spans[0].end, spans[1].start, spans[1].end]):
+        assert first <= second
+
+
+def test_everything_else_is_that_of_the_inner_source(inner) -> None:
+    timed = TimedSource(inner)
+    assert list(timed.keys()) == KEYS
+    assert timed.block_format(KEYS[0]) is inner.block_format(KEYS[0])
+    assert timed.scales(KEYS[0]) == {}
+    assert timed.file_bytes(KEYS[0]) == inner.file_bytes(KEYS[0])
+    timed.close()
+    timed.read_block(KEYS[0], allocate_flat(timed.block_format(KEYS[0]).stored.nbytes, "cpu"))
+
+
+def test_a_read_that_fails_raises_and_leaves_no_span(inner) -> None:
+    timed, inner.fail_at = TimedSource(inner), 0
+    with pytest.raises(SourceError, match="went away"):
+        timed.read_block(KEYS[0], allocate_flat(timed.block_format(KEYS[0]).stored.nbytes, "cpu"))
+    assert timed.take_span(KEYS[0]) is None
