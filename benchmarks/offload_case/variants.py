@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from wanstream.offload.host_memory.pages import KEPT_BYTES, LARGEST_KEPT
+from wanstream.offload.host_memory.pages import MMAP_BYTES, TRIM_BYTES
 from wanstream.schema import OffloadPolicy
 
 Kind = Literal["wanstream", "resident", "mmap", "swap", "group", "accelerate"]
@@ -16,7 +16,7 @@ CHUNK_TOKENS = 8192
 HEAP_ON_DEMAND = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """Without it glibc keeps diffusers' placeholders on the heap, where activations touch all of their pages."""
 
-KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES), "MALLOC_MMAP_THRESHOLD_": str(LARGEST_KEPT)}
+KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(TRIM_BYTES), "MALLOC_MMAP_THRESHOLD_": str(MMAP_BYTES)}
 """What WanStream asks of glibc in its own process, so that nothing it gains by that counts as streaming."""
 
 
