@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from the newest result of each case; the words around them stay.
+"""Write the tables of docs/performance.md from the newest result of each case; the text around them is not changed.
 
 python benchmarks/performance_page.py
 """

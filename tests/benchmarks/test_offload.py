@@ -170,8 +170,8 @@ def test_every_variant_has_a_name_and_a_title_of_its_own() -> None:
 def test_a_task_travels_as_json(tmp_path: Path) -> None:
     task = Task(variant="half", shape="tiny", work=str(tmp_path), report=str(tmp_path / "r.json"))
     assert Task.from_json(task.to_json()) == task
-    assert task.way.policy is not None
-    assert task.way.policy.blocks_to_swap == 2
+    assert task.case_variant.policy is not None
+    assert task.case_variant.policy.blocks_to_swap == 2
 
 
 @pytest.mark.slow
