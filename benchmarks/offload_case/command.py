@@ -33,9 +33,7 @@ def _parser() -> argparse.ArgumentParser:
         case.add_argument("--retries", type=int, default=2, help="how often a disturbed run is repeated")
         case.add_argument("--minutes", type=float, default=None, help="begin no run after this time")
         case.add_argument("--threads", type=int, default=2)
-        case.add_argument(
-            "--fresh", action="store_true", help="begin a new session instead of resuming"
-        )
+        case.add_argument("--fresh", action="store_true", help="begin a new session instead of resuming")
         case.add_argument("--results", type=Path, default=RESULTS)
         case.add_argument("--no-result", action="store_true", help="write nothing into benchmarks/results")
     gpu = commands.add_parser("gpu", help="A14B block shapes on a GPU, part by part")
