@@ -97,7 +97,7 @@ def apart() -> list[str]:
 def test_a_cluster_is_joined_and_left_as_it_was(address: str, tmp_path: Path, token_file: str) -> None:
     found = guest(tmp_path, address, token_file)
     assert "3 workers on CPUs, but Ray has slots for 2" in found["too many"]
-    assert f"this process has workers at {address}, and can have others at local only when" in found["other Ray"]
+    assert f"this process has workers at {address}: close those before starting others at local" in found["other Ray"]
     assert found["left"] is True
     assert f"this process is connected to the Ray at {address} already" in found["foreign"]
     assert f"add {address} to the list of clusters" in found["foreign"]
@@ -107,7 +107,7 @@ def test_a_cluster_is_joined_and_left_as_it_was(address: str, tmp_path: Path, to
 
 def test_without_its_token_a_cluster_refuses_in_words(address: str, tmp_path: Path) -> None:
     found = guest(tmp_path, address, **TOKEN)
-    assert f"the Ray cluster at {address} does not take this process in" in found["refused"], "a token was sent"
+    assert f"the Ray cluster at {address} does not accept this process" in found["refused"], "a token was sent"
     assert "token_file of its entry" in found["refused"]
 
 
@@ -121,7 +121,7 @@ def test_a_cluster_that_other_machines_reach_is_refused_unless_asked_for_and_gua
     assert "started Ray with RAY_AUTH_MODE=token and the same token" in said
     said = found["by way of loopback"]
     assert "workers of this cluster listen on 198.18.9.1, which other machines reach" in said
-    assert "set remote_machines to true in its entry if that is meant" in said
+    assert "set remote_machines to true in its entry to allow it" in said
 
 
 def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path) -> None:
@@ -130,16 +130,16 @@ def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path) ->
     for case, reason in why.items():
         assert "does not start on this machine: " in found[case]
         assert reason in found[case]
-        assert "See that disk, RAM and shared memory have room" in found[case]
+        assert "Check that disk, RAM and shared memory have free space" in found[case]
     assert (found["left"], found["left at the end"], found["folders"]) == ([], [], [])
 
 
 SURVIVOR = """
 import os, sys, time
-from wanstream.distributed.pool import WorkerLostError
-from wanstream.distributed.ray_errors import RaySetupError
-from wanstream.distributed.ray_pool import RayPool
-from wanstream.plan import WorkersRef
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.ray.pool import RayPool
+from wanstream.schema import WorkersRef
 pool = RayPool(WorkersRef(count=1, threads=1, address=sys.argv[1], token_file=sys.argv[2]))
 print("joined", pool.usable, flush=True)
 input()

@@ -75,7 +75,7 @@ def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
     assert len({each.pid for each in facts} | {os.getpid()}) == 3
     assert [(each.address, each.device) for each in facts] == [("127.0.0.1", "cpu")] * 2
     assert {each.machine for each in facts} == {worker.started.node_id for worker in pool.workers}
-    assert [worker.started.token for worker in pool.workers] == [True, True]
+    assert [worker.started.requires_token for worker in pool.workers] == [True, True]
     assert [worker.rank for worker in pool.workers] == [0, 1]
     assert [each.missing for each in facts] == [(), ()]
     asked = pool.workers[0].ask("facts", ["/", "/not there"]).result(LIMIT_S)
