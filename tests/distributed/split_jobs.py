@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanstream import schema
 from wanstream.distributed.messages import RendezvousSpec
-from wanstream.distributed.worker.groups import meet
+from wanstream.distributed.worker.groups import join
 from wanstream.sampling import DenoiseRequest, RunSlice, SamplingCancelled, denoise_part
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.mesh import Mesh
@@ -49,18 +49,18 @@ def rendezvous(mesh: Mesh, *, timeout_s: float = TIMEOUT_S, port: int | None = N
 
 
 def job_meet(here: SimpleNamespace, every: list[RendezvousSpec]) -> int:
-    here.groups = meet(every[here.number], "cpu")
+    here.groups = join(every[here.number], "cpu")
     return os.getpid()
 
 
 def job_meet_on_gpu(here: SimpleNamespace, every: list[RendezvousSpec]) -> int:
-    here.groups = meet(every[here.number], f"cuda:{here.number}")
+    here.groups = join(every[here.number], f"cuda:{here.number}")
     return os.getpid()
 
 
 def job_leave_while_it_waits(here: SimpleNamespace, name: str) -> None:
     threading.Timer(0.5, here.groups.leave).start()
-    with here.groups.watched("waited in vain"):
+    with here.groups.translate_errors("waited in vain"):
         given = torch.zeros(1, device=here.groups.device)
         torch.distributed.all_reduce(given, group=here.groups.group(name))
         given.item()
@@ -163,7 +163,7 @@ def job_run_until(
 
     part = RunSlice(split=here.groups.split())
     try:
-        compute(here, experts, request, policy, part, should_stop=here.groups.voting(wish))
+        compute(here, experts, request, policy, part, should_stop=here.groups.consensus(wish))
     except SamplingCancelled as stopped:
         return stopped.step, stopped.block
     raise AssertionError("the run was not stopped")

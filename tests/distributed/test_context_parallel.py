@@ -224,9 +224,9 @@ def test_the_models_are_as_they_were(
 @pytest.mark.parametrize(
     ("mesh", "shape", "heads", "said"),
     [
-        (Mesh(ulysses=2), (1, 16, 1, 6, 6), 4, "ulysses 2 cannot share out 9 tokens evenly"),
-        (Mesh(ulysses=2), (1, 16, 2, 8, 12), 1, "ulysses 2 cannot share out 1 heads evenly"),
-        (Mesh(ring=2), (1, 16, 2, 8, 12), 4, "'native' gives no log-sum-exp on cpu in float32"),
+        (Mesh(ulysses=2), (1, 16, 1, 6, 6), 4, "ulysses 2 cannot split 9 tokens evenly"),
+        (Mesh(ulysses=2), (1, 16, 2, 8, 12), 1, "ulysses 2 cannot split 1 heads evenly"),
+        (Mesh(ring=2), (1, 16, 2, 8, 12), 4, "'native' returns no log-sum-exp on cpu in float32"),
     ],
     ids=["tokens", "heads", "ring"],
 )
@@ -259,7 +259,7 @@ def test_a_backend_is_chosen_for_the_mesh_or_refused() -> None:
     assert backend_for("_native_cudnn", ring=2, ulysses=1, device=cuda, dtype=half) == "_native_cudnn"
     with pytest.raises(MeshError, match="use ulysses 4 instead, or bf16 on a GPU"):
         backend_for(None, ring=2, ulysses=2, device=cuda, dtype=torch.float32)
-    with pytest.raises(MeshError, match="'xformers' cannot be shared by workers; choose one of"):
+    with pytest.raises(MeshError, match="'xformers' does not support several workers; choose one of"):
         backend_for("xformers", ring=1, ulysses=2, device=cuda, dtype=half)
 
 

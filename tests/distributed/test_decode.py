@@ -202,7 +202,7 @@ def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
             assert torch.equal(_decode(workers, one, timeout_s=0.04, max_restarts=1), alone[:1])
             assert len(workers.all) == 3
         else:
-            with pytest.raises(WorkerLostError, match=r"worker 1 began no frame for 0\.08 s and was ended"):
+            with pytest.raises(WorkerLostError, match=r"worker 1 began no frame for 0\.08 s and was killed"):
                 _decode(workers, one, timeout_s=0.04, max_restarts=0)
         assert hung.killed
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.worker.lane_split import own_lanes
+from wanstream.distributed.worker.lane_split import lanes_of_rank
 from wanstream.sampling import DenoiseRequest
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
@@ -45,7 +45,7 @@ def ask(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]:
     ("count", "sides"), [(1, ([0], [0])), (2, ([0], [1])), (3, ([0, 1], [1, 2])), (4, ([0, 1], [2, 3]))]
 )
 def test_lanes_are_shared_out_evenly(count: int, sides: tuple[list[int], list[int]]) -> None:
-    assert tuple(list(range(count))[own_lanes(count, side)] for side in range(2)) == sides
+    assert tuple(list(range(count))[lanes_of_rank(count, side)] for side in range(2)) == sides
 
 
 @pytest.mark.parametrize(

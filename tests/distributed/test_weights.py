@@ -19,7 +19,7 @@ from wanstream.distributed.weights.gather import GroupGather
 from wanstream.distributed.weights.placement import WeightFigures, choose_placement
 from wanstream.distributed.weights.weights import measure, taken_bytes
 from wanstream.distributed.worker.errors import PeerLostError
-from wanstream.distributed.worker.groups import meet
+from wanstream.distributed.worker.groups import join as join_groups
 from wanstream.distributed.worker.worker import Worker
 from wanstream.offload.sharding.group import GatherBrokenError
 from wanstream.sampling import SamplingCancelled, Share, working_bytes
@@ -197,10 +197,10 @@ def test_a_rank_that_fails_alone_holds_nobody_up(
 
 def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> str:
     """The first process leaves a gather that the second one never comes to, and the rendezvous with it."""
-    groups, said = meet(every[here.number], "cpu"), list[str]()
+    groups, said = join_groups(every[here.number], "cpu"), list[str]()
     if here.number == 1:
         with pytest.raises(PeerLostError) as lost:
-            groups.voting(lambda: False)()
+            groups.consensus(lambda: False)()
         groups.leave()
         return type(lost.value).__name__
     gather = GroupGather(groups)
@@ -242,7 +242,7 @@ def test_a_rank_that_is_killed_is_missed_at_once(
 
 
 def job_measure(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]) -> WeightFigures:
-    with meet(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
+    with join_groups(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
         return measure(groups, pair, task.request, task.policy)
 
 
@@ -260,7 +260,7 @@ def test_the_figures_of_a_cell_are_the_same_for_all_of_it(processes: Any, split_
 
 
 def job_taken(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]) -> int:
-    with meet(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
+    with join_groups(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
         return taken_bytes(groups, pair, task.request, task.policy)
 
 

@@ -205,7 +205,7 @@ def test_a_task_for_a_meeting_that_was_left_is_not_computed_alone(worker: Worker
 
 
 def test_one_run_at_a_time(worker: Worker, make_task: MakeTask) -> None:
-    with pytest.raises(AssertionError, match="was given to a worker that computes run"):
+    with pytest.raises(AssertionError, match="was assigned to a worker that computes run"):
         worker.run(make_task(), lambda told: worker.run(make_task(), ignore))
 
 
