@@ -77,7 +77,7 @@ NO_P2P = replace(OWN_PORTS, workers=2, shard_h2d_s=31.0 * MS, gather_s=45.0 * MS
         "one worker",
     ],
 )
-def test_the_placement_with_the_shortest_stall_is_chosen(figures: WeightFigures, placement: str, block_s: float) -> None:
+def test_the_shortest_stall_is_chosen(figures: WeightFigures, placement: str, block_s: float) -> None:
     choice = choose_placement(figures)
     assert choice.placement == placement
     assert choice.block_s == pytest.approx(block_s * MS)

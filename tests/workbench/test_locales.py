@@ -159,7 +159,7 @@ def test_a_new_a_dropped_and_a_changed_text_are_noticed(tmp_path: Path) -> None:
     (tmp_path / "zh").mkdir()
     chinese = {"Node": {"display_name": "节点", "inputs": {"a": {"name": "甲"}, "b": {"name": "乙"}}}}
     (tmp_path / "zh" / "nodeDefs.json").write_text(json.dumps(chinese), encoding="utf-8")
-    left = ["lacks nodeDefs.Node.description: It is.", "nobody needs nodeDefs.Node.inputs.b.name"]
+    left = ["lacks nodeDefs.Node.description: It is.", "unused nodeDefs.Node.inputs.b.name"]
     assert refresh(tmp_path, english, translated=True) == left
     assert read(tmp_path / "en" / "nodeDefs.json") == english
     changed = {"Node": english["Node"] | {"display_name": "Another node"}}
