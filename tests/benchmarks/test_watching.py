@@ -1,4 +1,4 @@
-"""What a run is measured with: cold files, limits, and a look from outside."""
+"""Measurement of a run: cold files, memory limits, and sampling from outside."""
 
 from __future__ import annotations
 

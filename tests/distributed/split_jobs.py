@@ -1,4 +1,4 @@
-"""What processes do in the tests of splits: they meet, compute their share of runs, and part."""
+"""Jobs of the processes in the tests of splits: join a rendezvous, compute a share of runs, leave."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from wanstream.wan.transformer.kernels import Kernels
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 100.0
-"""Only catches what hangs."""
+"""Timeout that only a hanging process reaches."""
 
 generations = itertools.count()
 
@@ -248,7 +248,7 @@ def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
 def job_attach_and_detach(
     here: SimpleNamespace, experts: ExpertsRef, policy: OffloadPolicy
 ) -> tuple[list[str], list[str]]:
-    """What of the models is not as it was while their tokens are shared, and afterwards."""
+    """Return the attributes of the models that differ during context parallelism, and afterwards."""
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
     engine = here.experts.get(experts).engine(policy, torch.device("cpu"))
     before = everything_of(engine)
@@ -259,7 +259,7 @@ def job_attach_and_detach(
 
 
 def everything_of(engine: Any) -> dict[str, dict[str, Any]]:
-    """What every module and every processor has of its own."""
+    """Return the instance attributes of every module and every processor."""
     modules = {f"{e} {name}": m for e, model in engine.models.items() for name, m in model.named_modules()}
     processors = {f"{name} processor": m.processor for name, m in modules.items() if hasattr(m, "processor")}
     return {name: shallow(vars(each)) for name, each in {**modules, **processors}.items()}
@@ -280,7 +280,7 @@ def differing(one: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]) 
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether nothing was put there or taken away: the same things, however they compare."""
+    """Return True if both contain the same objects, compared by identity."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
     return one is other or (isinstance(one, int | str | float | tuple) and one == other)

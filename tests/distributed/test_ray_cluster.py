@@ -1,4 +1,4 @@
-"""Workers in a Ray that somebody else has started, and in none that starts."""
+"""Workers in a Ray that was started elsewhere, and errors of a Ray that does not start."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def token_file(tmp_path: Path) -> str:
 
 
 def guest(folder: Path, *words: str, **changes: str) -> dict[str, Any]:
-    return told([sys.executable, str(HERE / "ray_guest.py"), *words], folder, **changes)
+    return output_of([sys.executable, str(HERE / "ray_guest.py"), *words], folder, **changes)
 
 
-def told(program: list[str], folder: Path, **changes: str) -> dict[str, Any]:
-    """What a program prints last, as JSON."""
+def output_of(program: list[str], folder: Path, **changes: str) -> dict[str, Any]:
+    """Run a program, and return the JSON of its last line of output."""
     done = subprocess.run(
         program,
         stdout=subprocess.PIPE,
@@ -84,7 +84,7 @@ def told(program: list[str], folder: Path, **changes: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def apart() -> list[str]:
-    """What a program is started with so that it has a network of its own, and ends with all its processes."""
+    """Return a command prefix that gives a program its own network, and ends all its processes with it."""
     program = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if not all(shutil.which(name) for name in ("unshare", "ip")):
         pytest.skip("needs unshare and ip (Debian: util-linux, iproute2)")
@@ -115,7 +115,7 @@ def test_a_cluster_that_other_machines_reach_is_refused_unless_asked_for_and_gua
     apart: list[str], tmp_path: Path
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:  # of a short name, as Ray makes sockets there
-        found = told([*apart, sys.executable, str(HERE / "ray_exposed.py"), folder], tmp_path)
+        found = output_of([*apart, sys.executable, str(HERE / "ray_exposed.py"), folder], tmp_path)
     said = found["without a token"]
     assert "worker 0 does not start" in said
     assert "started Ray with RAY_AUTH_MODE=token and the same token" in said
@@ -125,7 +125,7 @@ def test_a_cluster_that_other_machines_reach_is_refused_unless_asked_for_and_gua
 
 
 def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path) -> None:
-    found = told([sys.executable, str(HERE / "ray_refused.py"), str(tmp_path)], tmp_path)
+    found = output_of([sys.executable, str(HERE / "ray_refused.py"), str(tmp_path)], tmp_path)
     why = {"no room": "the minimum allowed is", "long name": "AF_UNIX path", "no folder": "No such file or directory"}
     for case, reason in why.items():
         assert "does not start on this machine: " in found[case]
@@ -158,7 +158,7 @@ os._exit(7)
 
 
 def test_a_cluster_that_ends_takes_nobody_with_it(tmp_path_factory: pytest.TempPathFactory, token_file: str) -> None:
-    """By itself Ray ends every process that has lost its server, after the seconds that are set here to 3."""
+    """By default Ray ends every process that has lost its server, after a timeout that is set to 3 s here."""
     folder = tmp_path_factory.mktemp("ends")
     head, address = start_head(folder)
     children = psutil.Process(head.pid).children(recursive=True)
@@ -178,9 +178,9 @@ def test_a_cluster_that_ends_takes_nobody_with_it(tmp_path_factory: pytest.TempP
         for process in children:
             with suppress(psutil.NoSuchProcess):  # whose parent was that process too
                 process.kill()
-        told, _ = guest.communicate("\n", timeout=LIMIT_S)
+        output, _ = guest.communicate("\n", timeout=LIMIT_S)
         assert guest.returncode == 7
-        lost, refused, usable = told.splitlines()
+        lost, refused, usable = output.splitlines()
         assert (lost, usable) == ("lost", "usable False")
         assert refused.startswith(f"the Ray at {address} has ended or cannot be reached")
     finally:

@@ -53,7 +53,7 @@ ERRORS = SimpleNamespace(
 
 
 class FakeRay:
-    """As much of the module `ray` as a pool asks for. An answer is when it is there, or an error."""
+    """The part of the module `ray` that a pool uses. An answer is a delay in seconds, or an error."""
 
     __version__ = "0"
     exceptions = ERRORS
@@ -98,7 +98,7 @@ def started(**changes: Any) -> Started:
 
 
 class FakePlacement:
-    """Places that are always there."""
+    """Placement that always succeeds."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         return
@@ -126,7 +126,7 @@ def ray() -> FakeRay:
 
 @pytest.fixture
 def answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> list[float | Exception]:
-    """Answers of workers when they are started, in order: seconds until then, or an error."""
+    """Answers of starting workers, in order: a delay in seconds, or an error."""
     every: list[float | Exception] = []
 
     def start(*_: Any) -> float | Exception:

@@ -1,4 +1,4 @@
-"""What is said where workers cannot be had: without Ray, with another Ray, at an address where there is none."""
+"""Errors of Ray's setup: Ray is missing, another Ray is connected, no Ray at the address."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def test_ray_is_imported_when_it_is_needed_and_where_it_is_missing_the_error_say
         check=True,
         cwd=tmp_path,
     )
-    imported, told = done.stdout.splitlines()
+    imported, message = done.stdout.splitlines()
     assert imported == "False"
-    assert "which is not installed" in told
-    assert "wanstream[distributed]" in told
+    assert "which is not installed" in message
+    assert "wanstream[distributed]" in message
 
 
 def started(address: str, *, token: bool) -> Started:
@@ -110,7 +110,7 @@ def test_an_address_where_nobody_listens_is_told_at_once() -> None:
 def test_the_processes_beside_ray_start_wherever_python_looks_for_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: str
 ) -> None:
-    """With PYTHONSAFEPATH there is no folder to leave out; without it, files of that folder are not imported."""
+    """Files of the current folder are not imported, with and without PYTHONSAFEPATH."""
     monkeypatch.setenv("PYTHONSAFEPATH", safe)
     real, planted = tmp_path / "real", tmp_path / "planted"
     for folder, does in (
@@ -263,12 +263,12 @@ def test_an_entry_without_a_token_gets_none_of_this_process(tmp_path: Path, monk
 
 
 def test_how_a_worker_ended_is_said_without_remarks() -> None:
-    told = (
+    message = (
         "The actor died unexpectedly before finishing this task.\n\tclass_name: X\nThe actor is dead because its "
         "worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a "
         "connection error code 2.\nEnd of file. Some common causes include: (1) the process was killed"
     )
-    assert describe_exit(told) == "Worker unexpectedly exits with a connection error code 2. End of file."
+    assert describe_exit(message) == "Worker unexpectedly exits with a connection error code 2. End of file."
     assert describe_exit("The actor is\n unavailable") == "The actor is unavailable"
     assert describe_exit("") == "nobody knows why"
 

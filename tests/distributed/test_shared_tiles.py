@@ -1,4 +1,4 @@
-"""Tiles of workers by their memory, and smaller ones where a worker runs out of it."""
+"""Tile size by the memory of the workers, and smaller tiles after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def decode(vae: Path, needs: DecodeNeeds) -> Callable[..., torch.Tensor]:
 
 
 def no_room_above(size: int) -> Callable[[Any, DecodeTask], None]:
-    """Of two workers the second has no memory for tiles that are wider than `size` latent pixels."""
+    """Two workers, of which the second has no memory for tiles wider than `size` latent pixels."""
 
     def before(worker: Any, task: DecodeTask) -> None:
         if worker.rank == 1 and task.latents.shape[4] > size:
@@ -96,7 +96,7 @@ def test_a_lost_worker_is_no_shortage_whatever_its_log_says(
 
 
 class Telling:
-    """Workers that tell facts, or fail to."""
+    """Worker that returns facts, raises, or does not respond."""
 
     def __init__(self, *told: WorkerFacts | Exception) -> None:
         self.workers = [_Telling(each) for each in told]

@@ -1,4 +1,4 @@
-"""What ComfyUI's menus say is what the schemas say, and the Chinese is a translation of just that."""
+"""The English locale equals the schemas, and the Chinese locale is a translation of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MADE_FROM = read(LOCALES / "zh" / "made_from.json")
 PAGE = (LOCALES.parent / "web" / "overlay" / "page.mjs").read_text(encoding="utf-8")
 WORDS = (LOCALES.parent / "web" / "overlay" / "words.mjs").read_text(encoding="utf-8")
 
-# What is called the same in Chinese, or only by letters.
+# Terms that are the same in Chinese, or written in Latin letters.
 SAME = {"VAE", "Latent", "Sigmas"}
 IDEOGRAPH = re.compile(r"[\u4e00-\u9fff]")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
