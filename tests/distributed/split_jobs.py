@@ -187,15 +187,15 @@ def job_hold(
         forward_lanes(model, inputs, torch.tensor([900.0]), lambda block: nullcontext())
     if chunks is not None:
         chunks.detach()
-    group = here.groups.group
+    mesh = here.groups.mesh
     shape = schema.ExpertShape(width=width, ffn_width=ffn_dim)
     estimate = shape.working_bytes(
         5 * 20 * 28,
         lanes=lanes,
         value_bytes=dtype.itemsize,
         chunk_tokens=chunk_tokens,
-        ring=group.ring,
-        ulysses=group.ulysses,
+        ring=mesh.ring,
+        ulysses=mesh.ulysses,
     )
     # The estimate counts texts of 512 tokens, and those of the other expert too.
     return alive.peak, estimate - (2 * lanes + 2) * 512 * width * dtype.itemsize
