@@ -1,10 +1,10 @@
-"""How long a cancel takes: from the moment at which a user asks for it until every worker can compute something else.
+"""Latency of a cancel: from the request until every worker is ready for another run.
 
 python benchmarks/cancel.py [cancels]
 
-Runs on 1, 2 and 4 workers behind Ray on this machine are cancelled in the middle of some block, drawn from a seed. What
-counts is the time on the driver, from the request to stop until `Driver.denoise` raises Cancelled, which it does when
-all workers have ended their task. After each, a short run must make what it made before.
+Runs on 1, 2 and 4 workers behind Ray on this machine are cancelled at seeded random times, in the middle of some block.
+The time is measured on the driver, from the request until `Driver.denoise` raises Cancelled, which it does when all
+workers have ended their task. After each cancel, a short run must return the same latents as before.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ MESHES = (Mesh(), Mesh(cfg=2), Mesh(ulysses=2), Mesh(cfg=2, ulysses=2))
 VIDEO = VideoShape(width=64, height=64, frames=9)
 POLICY = OffloadPolicy.layerwise(1)
 SHORT, LONG = 2, 1000
-"""Steps of the run that follows, and of the run that is cancelled."""
+"""Steps of the run after a cancel, and of the cancelled run."""
 WITHIN = 2
-"""Steps after the first one in which the moment lies."""
+"""The cancel happens within this number of steps after the first one."""
 
 
 def cancel_once(driver: Driver, experts: ExpertsRef, request: DenoiseRequest, after_s: float) -> dict[str, Any]:
-    """Cancel a run so long after its first step; where it stopped, and what it took."""
-    stop, asked = threading.Event(), list[float]()
+    """Cancel a run `after_s` seconds after its first step; return the step and block it reached, and the latency."""
+    stop, requested_s = threading.Event(), list[float]()
 
-    def ask() -> None:
-        asked.append(time.perf_counter())
+    def request_stop() -> None:
+        requested_s.append(time.perf_counter())
         stop.set()
 
-    timer = threading.Timer(after_s, ask)
+    timer = threading.Timer(after_s, request_stop)
 
     def on_step(step: StepProgress) -> None:
         if step.done == 1:
@@ -55,7 +55,7 @@ def cancel_once(driver: Driver, experts: ExpertsRef, request: DenoiseRequest, af
     try:
         driver.denoise(experts, request, POLICY, on_step=on_step, should_stop=stop.is_set)
     except SamplingCancelled as cancelled:
-        took_s = time.perf_counter() - asked[0]
+        took_s = time.perf_counter() - requested_s[0]
         return {"step": cancelled.step, "block": cancelled.block, "seconds": round(took_s, 4)}
     raise AssertionError(f"{LONG} steps were over within {after_s:g} s of the first one")
 
@@ -70,7 +70,7 @@ def measure(mesh: Mesh, pool: RayPool, ref: WorkersRef, experts: ExpertsRef, can
     step_s = statistics.median(step.wall_s for step in calm.timeline.steps[1:])
     found, equal, loaded = [], 0, os.getloadavg()[0]
     for number in range(cancels):
-        # No two runs begin alike, so that nothing of one can pass for the next.
+        # Each run has other noise, so that a result of the run before cannot pass for this one.
         noise = replace(long, noise=long.noise.roll(number + 1, -1))
         found.append(cancel_once(driver, experts, noise, chance.uniform(0, WITHIN * step_s)))
         equal += tensor_digest(driver.denoise(experts, short, POLICY).latents) == wanted

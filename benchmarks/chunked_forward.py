@@ -1,8 +1,8 @@
-"""One Wan block with and without chunks: its time, and what is alive at once beside its weights, on the CPU.
+"""Time and peak activation memory of one Wan block with and without a chunked forward, on the CPU.
 
 python benchmarks/chunked_forward.py
 
-The two take turns within one process, so that their ratio holds where the machine is shared.
+Both are measured in turn within one process, so that their ratio is valid on a busy machine.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_leaves
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
 
 WIDTH, FFN, HEADS = 1024, 2816, 8
-"""A fifth of A14B's width, in its proportions."""
+"""A fifth of A14B's width, with the same proportions."""
 TOKENS = (1000, 4000)
 CHUNKS = (256, 1024)
 REPEATS = 5
 
 
-class Alive(TorchDispatchMode):
-    """The most bytes of tensors that operations made and that were alive at once."""
+class PeakTensorBytes(TorchDispatchMode):
+    """Peak bytes of the tensors that operations returned and that are alive at the same time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class Alive(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._sizes:
                 storage = tensor.untyped_storage()
                 self._sizes[storage._cdata] = storage.nbytes()
                 weakref.finalize(storage, self._sizes.pop, storage._cdata)
         self.peak = max(self.peak, sum(self._sizes.values()))
-        return made
+        return result
 
 
 def inputs_of(tokens: int) -> tuple[Any, ...]:
@@ -54,7 +54,7 @@ def inputs_of(tokens: int) -> tuple[Any, ...]:
 
 
 def measure(block: WanTransformerBlock, tokens: int) -> dict[str, float]:
-    """Times in turn, medians, and the ratios of every chunked call to the plain one before it."""
+    """Return median times, and the ratios of every chunked call to the plain call before it."""
     inputs = inputs_of(tokens)
     sizes: tuple[int | None, ...] = (None, *CHUNKS)
     seconds: dict[int | None, list[float]] = {size: [] for size in sizes}
@@ -66,7 +66,7 @@ def measure(block: WanTransformerBlock, tokens: int) -> dict[str, float]:
             block(*inputs)
             seconds[size].append(time.perf_counter() - began)
             if size not in peaks:
-                with Alive() as alive:
+                with PeakTensorBytes() as alive:
                     block(*inputs)
                 peaks[size] = alive.peak
             if blocks is not None:

@@ -1,6 +1,6 @@
-"""How fast stored weights are decoded on arrival: one 5120 x 13824 matrix of every format to bf16.
+"""Rate at which stored weights are decoded on arrival: one 5120 x 13824 matrix of every format to bf16.
 
-On a CPU the time is that of the one thread that decodes, so that other processes on the machine count less.
+On a CPU the CPU time of the one decoding thread is measured, so that other processes have less influence.
 
 python benchmarks/decode_on_arrival.py
 """
@@ -28,14 +28,14 @@ PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8 cast": torch.float8
 
 
 def packs_of(packing: QuantFormat) -> torch.Tensor:
-    """Random packs of the whole matrix."""
+    """Return random packs of the whole matrix."""
     count = SHAPE[0] * SHAPE[1] // packing.values
     packs = random_packs(GGMLQuantizationType[packing.name], count, np.random.default_rng(0), scale=0.01)
     return torch.from_numpy(packs)
 
 
 def cases(device: torch.device) -> dict[str, tuple[torch.Tensor, QuantFormat | None, torch.Tensor | None]]:
-    """Stored bytes, packing and scale of each format."""
+    """Return stored bytes, format and scale of each case."""
     weights = torch.randn(SHAPE)
     plain = {name: (weights.to(dtype), None, None) for name, dtype in PLAIN.items()}
     scaled = {"fp8 scaled": (weights.to(torch.float8_e4m3fn), None, torch.tensor(0.01))}
@@ -47,7 +47,7 @@ def cases(device: torch.device) -> dict[str, tuple[torch.Tensor, QuantFormat | N
 
 
 def seconds(work: Callable[[], None], device: torch.device) -> float:
-    """The median of `REPEATS` runs, after one that is not counted."""
+    """Return the median of `REPEATS` runs after one warm-up."""
     clock, taken = clock_for(device), []
     for _ in range(REPEATS + 1):
         began, thread_began = clock.mark(), time.thread_time()
@@ -59,7 +59,7 @@ def seconds(work: Callable[[], None], device: torch.device) -> float:
 
 
 def measure(device: torch.device) -> dict[str, dict[str, float]]:
-    """Figures of each format."""
+    """Measure every format."""
     into = torch.empty(SHAPE, dtype=torch.bfloat16, device=device)
     figures = {}
     for name, (stored, packing, scale) in cases(device).items():
@@ -82,7 +82,7 @@ def rates(stored: torch.Tensor, taken: float) -> dict[str, float]:
 
 
 def decode_by_diffusers(packs: torch.Tensor, packing: QuantFormat, into: torch.Tensor) -> None:
-    """The same by the functions of diffusers, in pieces of the same size."""
+    """Decode with the functions of diffusers, in pieces of the same size."""
     function = dequantize_functions[GGMLQuantizationType[packing.name]]
     count = CHUNK_VALUES // packing.values
     for part, values in zip(packs.split(count), into.view(-1, packing.values).split(count), strict=True):

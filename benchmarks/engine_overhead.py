@@ -1,4 +1,4 @@
-"""What the engine itself costs per visit: 40 blocks that return their input, all of them resident.
+"""Overhead of the engine per visit: 40 resident blocks that return their input.
 
 python benchmarks/engine_overhead.py [cpu|cuda]
 """
@@ -22,7 +22,7 @@ BLOCKS, PASSES = 40, 50
 
 
 class Identity(nn.Module):
-    """As many streamed matrices as a Wan block has, and no work."""
+    """Block with as many streamed matrices as a Wan block, and no computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Identity(nn.Module):
 
 
 def time_passes(run: EngineRun, blocks: nn.ModuleList, recorder: Recorder) -> list[float]:
-    """Seconds per visit of every pass of the run."""
+    """Return the seconds per visit of every pass."""
     hidden, seconds = torch.ones(1), []
     for step in range(PASSES + 1):
         with recorder.step(step, "blocks"):
@@ -42,7 +42,7 @@ def time_passes(run: EngineRun, blocks: nn.ModuleList, recorder: Recorder) -> li
                 with run.visit(step, "blocks", index):
                     hidden = block(hidden)
             seconds.append((time.perf_counter() - began) / BLOCKS)
-    return seconds[1:]  # the first pass fetches
+    return seconds[1:]  # the first pass fetches the blocks
 
 
 def main(device: str) -> None:

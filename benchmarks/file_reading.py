@@ -1,7 +1,7 @@
-"""How fast blocks are read from a file, and what that costs the cores: past the page cache, and through it.
+"""Rate and CPU cost of reading blocks from a file: direct reads, and reads through the page cache.
 
-One file of random bytes is read whole into memory that was touched before, in the way a block is read: tensors that
-start where a header ended, to places at multiples of 256. Cold: the file was dropped from the page cache just before.
+A file of random bytes is read into memory whose pages are already mapped, with the layout of a block: tensors start at
+any byte after a header, and are written to multiples of 256 bytes. Cold: the file was dropped from the page cache.
 
 python benchmarks/file_reading.py [folder on the disk that is measured]
 """
@@ -38,7 +38,7 @@ SIZES_MB = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class ReadCase:
-    """One way to read: `size` is that of a direct read, or of a piece that is read through the cache."""
+    """Reading strategy; `size` is the bytes of a direct read, or of a piece read through the page cache."""
 
     route: str
     threads: int
@@ -50,7 +50,7 @@ class ReadCase:
 
 
 def cases() -> Iterator[ReadCase]:
-    """Threads at the sizes that are used, sizes at four threads; routes that are compared come one after the other."""
+    """Yield thread counts at the default sizes, then sizes at four threads; routes to compare follow each other."""
     for threads in THREADS:
         yield ReadCase(route="direct", threads=threads, size=EXTENT_BYTES)
         yield ReadCase(route="cold cache", threads=threads, size=PIECE_BYTES)
@@ -62,7 +62,7 @@ def cases() -> Iterator[ReadCase]:
 
 
 def write_file(path: Path) -> None:
-    """Write random bytes, which no disk can shorten, to the disk itself."""
+    """Write incompressible random bytes, and sync them to the disk."""
     values = np.random.default_rng(0)
     with path.open("wb") as file:
         for start in range(0, FILE_BYTES, 2**24):
@@ -78,7 +78,7 @@ def drop(path: Path) -> None:
 
 
 def pieces(path: Path, size: int) -> list[ReadPiece]:
-    """The tensors of the file, cut as `read_pieces` cuts them."""
+    """Return the tensors of the file, cut as by `read_pieces`."""
     found = []
     for tensor in range(DATA_START, FILE_BYTES, TENSOR_BYTES):
         end = min(tensor + TENSOR_BYTES, FILE_BYTES)
@@ -94,7 +94,8 @@ def measure(case: ReadCase, path: Path, memory: memoryview) -> dict[str, float]:
     direct = case.route == "direct"
     reader = FileReader(readers=case.threads, direct=direct, extent_bytes=case.size if direct else EXTENT_BYTES)
     reads = [(piece, memory) for piece in pieces(path, PIECE_BYTES if direct else case.size)]
-    reader.read(reads if case.route == "warm cache" else reads[:32])  # threads, buffers and descriptors are there
+    # Warm-up: start the threads, allocate their buffers, open the file.
+    reader.read(reads if case.route == "warm cache" else reads[:32])
     if case.route != "warm cache":
         drop(path)
     before, asked = resource.getrusage(resource.RUSAGE_SELF), reader.bytes_read
@@ -123,7 +124,7 @@ def main() -> None:
         load_before = psutil.getloadavg()[0]
         runs: dict[str, list[dict[str, float]]] = {case.name: [] for case in cases()}
         for number in range(ROUNDS):
-            # In another order each time: what ran before decides how much memory and cache the machine has at hand.
+            # Shuffled each time: the case before affects the free memory and the caches of the machine.
             for case in random.Random(number).sample(list(cases()), len(runs)):
                 runs[case.name].append(measure(case, path, target.data))
     figures: dict[str, object] = {

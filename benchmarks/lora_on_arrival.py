@@ -1,4 +1,4 @@
-"""What a LoRA of rank 64 costs when a block of Wan2.2 A14B arrives, against the arrival alone.
+"""Cost of a LoRA of rank 64 on the arrival of a Wan2.2 A14B block, compared to the arrival alone.
 
 python benchmarks/lora_on_arrival.py [cpu|cuda]
 """
@@ -34,8 +34,8 @@ FORMATS = {
 }
 
 
-def hold_patch(fmt: BlockFormat, device: torch.device) -> StagedPatches:
-    """A patch of every matrix of the block."""
+def stage_patch(fmt: BlockFormat, device: torch.device) -> StagedPatches:
+    """Stage a patch for every matrix of the block."""
     weights = {
         name: WeightPatch(up=torch.randn(rows, RANK) / 100, down=torch.randn(RANK, columns) / 100)
         for name, (rows, columns) in MATRICES.items()
@@ -46,7 +46,7 @@ def hold_patch(fmt: BlockFormat, device: torch.device) -> StagedPatches:
 
 
 def time_in_turns(works: dict[str, Callable[[], None]], device: torch.device) -> dict[str, dict[str, float]]:
-    """Milliseconds that each work takes, without its first time: of the GPU, or of one CPU thread that computes."""
+    """Return milliseconds of each task after a warm-up: GPU time, or CPU time of one thread."""
     clock = clock_for(device)
     mark: Callable[[], DeviceEvent] = clock.mark if device.type == "cuda" else time.thread_time
     marks: dict[str, list[tuple[DeviceEvent, DeviceEvent]]] = {name: [] for name in works}
@@ -64,13 +64,13 @@ def time_in_turns(works: dict[str, Callable[[], None]], device: torch.device) ->
 
 
 def measure(fmt: BlockFormat, device: torch.device) -> dict[str, dict[str, float]]:
-    """The work of one arrival, with the stored bytes on the device already, and that of its patch."""
+    """Measure decoding one block whose stored bytes are on the device, and applying its patch."""
     raw = allocate_flat(fmt.stored.nbytes, device)
     for stored in tensor_views(raw, fmt.stored).values():
         stored.copy_((torch.randn(stored.shape, device=device) / 50).to(stored.dtype))
     into = allocate_flat(fmt.computed.nbytes, device)
     scales = {name: torch.tensor(0.5, device=device) for name in fmt.scaled}
-    patches = hold_patch(fmt, device)
+    patches = stage_patch(fmt, device)
     held = patches.get(KEY)
     assert held is not None
     slot = allocate_flat(held.layout.nbytes, device) if device.type == "cuda" else None

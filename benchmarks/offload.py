@@ -1,9 +1,9 @@
-"""Two experts, the same inputs, every way to offload their weights: each run in a process of its own, cold from disk.
+"""Compare all offloading strategies on two experts: each run in a separate process with a cold page cache.
 
-python benchmarks/offload.py prepare WORK   writes the files of the case cpu, 23 GB; otherwise its runs do
+python benchmarks/offload.py prepare WORK   write the files of the case cpu, 23 GB; by default its runs write them
 python benchmarks/offload.py cpu WORK       two experts of 2.8 GB, about 30 minutes
 python benchmarks/offload.py cpu3gb WORK    the same inside 3 GB of RAM, about 15 minutes
-python benchmarks/offload.py quick WORK     a small pair, about a minute: whether the programs work
+python benchmarks/offload.py quick WORK     a small pair, about a minute, to check the programs
 python benchmarks/offload.py gpu WORK PART  one part of the GPU case (see offload_case/gpu_case.py)
 """
 

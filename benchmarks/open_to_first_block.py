@@ -1,4 +1,4 @@
-"""How long after `open_experts` the first block computes: two experts of 1 GB in bf16 files, page cache dropped.
+"""Time from `open_experts` to the first block: two experts of 1 GB in bf16 files, page cache dropped.
 
 python benchmarks/open_to_first_block.py [folder for the files, 2 GB]
 """
@@ -28,12 +28,12 @@ SHAPE = TinyShape(layers=30, heads=8, ffn_dim=4096)  # 1.03 GB in bf16
 REPEATS = 7
 
 
-class Reached(Exception):
-    """The first block is about to compute; the rest of the run is of no interest."""
+class FirstBlockReached(Exception):
+    """Raised when the first block is about to compute, to end the run."""
 
 
 def write_experts(folder: Path) -> list[Path]:
-    """Two files of random weights."""
+    """Write two files of random weights."""
     files = [folder / f"{name}_noise.safetensors" for name in ("high", "low")]
     for seed, file in enumerate(files):
         save_expert_file(make_expert(SHAPE, seed=seed), file, dtype=torch.bfloat16)
@@ -41,20 +41,20 @@ def write_experts(folder: Path) -> list[Path]:
 
 
 def drop_from_page_cache(file: Path) -> None:
-    """Make the next read of `file` come from the disk."""
+    """Drop `file` from the page cache."""
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(high: str, low: str) -> dict[str, float]:
-    """Seconds from the call of `open_experts` to the first block's compute, and where they went."""
+    """Return the seconds from the call of `open_experts` to the first block, in total and by phase."""
     lane = Lane(latents=torch.randn(1, 16, 3, 8, 8), text=torch.randn(1, 512, 4096))
 
-    def reached(*_: object) -> None:
-        raise Reached
+    def stop_run(*_: object) -> None:
+        raise FirstBlockReached
 
-    disk_before, began = bytes_from_disk(), time.perf_counter()
+    disk_before, start = bytes_from_disk(), time.perf_counter()
     with open_experts(high, low) as pair:
         opened = time.perf_counter()
         engine = pair.engine(OffloadPolicy.layerwise(1), "cpu")
@@ -63,14 +63,14 @@ def measure(high: str, low: str) -> dict[str, float]:
             with torch.inference_mode(), engine.run(step_visits(["high", "low"], engine.block_counts)) as run:
                 model = engine.models["high"]
                 complete = time.perf_counter()
-                model.blocks[0].register_forward_pre_hook(reached)
+                model.blocks[0].register_forward_pre_hook(stop_run)
                 forward_lanes(model, [lane], torch.tensor([999.0]), lambda block: run.visit(0, "high", block))
-        except Reached:
+        except FirstBlockReached:
             ended = time.perf_counter()
         from_disk = bytes_from_disk() - disk_before
     return {
-        "total_s": ended - began,
-        "open_s": opened - began,
+        "total_s": ended - start,
+        "open_s": opened - start,
         "engine_s": ready - opened,
         "outer_weights_s": complete - ready,
         "first_block_s": ended - complete,
@@ -79,13 +79,13 @@ def measure(high: str, low: str) -> dict[str, float]:
 
 
 def bytes_from_disk() -> int:
-    """Bytes that the disk, not the page cache, has given this process."""
+    """Return the bytes that this process has read from the disk, without the page cache."""
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
     return int(counters["read_bytes"])
 
 
 def run_once(files: list[Path], *, cold: bool) -> dict[str, float]:
-    """One measurement in a process of its own."""
+    """Measure once in a new process."""
     for file in files:
         if cold:
             drop_from_page_cache(file)

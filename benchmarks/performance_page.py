@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from the newest result of each case; the words around them stay.
+"""Write the tables of docs/performance.md from the newest result of each case; the text around them is not changed.
 
 python benchmarks/performance_page.py
 """
@@ -17,7 +17,7 @@ from wanstream.benchmarks.record import RESULTS
 
 PAGE = RESULTS.parent.parent / "docs" / "performance.md"
 PLACE = re.compile(r"(<!-- (\S+): (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-"""A part of the page that is made here: case and kind of its content."""
+"""Generated section of the page, with its case and kind of content."""
 NOTHING = "-"
 LIMITED = " (limited)"
 
@@ -26,7 +26,7 @@ Column = tuple[str, Callable[[Row], str]]
 
 
 def page(text: str, results: Mapping[str, Result]) -> str:
-    """`text` with every place filled from `results`."""
+    """Return `text` with every generated section filled from `results`."""
 
     def filled(found: re.Match[str]) -> str:
         start, case, kind, end = found.groups()
@@ -37,7 +37,7 @@ def page(text: str, results: Mapping[str, Result]) -> str:
 
 
 def figures(name: str, digits: int = 1, unit: str = "") -> Callable[[Row], str]:
-    """Words for the figure or figures of that name, or a dash."""
+    """Return a formatter of the figure or figures with that name; a dash if missing."""
 
     def words(row: Row) -> str:
         value = row.get(name)
@@ -48,7 +48,7 @@ def figures(name: str, digits: int = 1, unit: str = "") -> Callable[[Row], str]:
 
 
 def steps(digits: int) -> Callable[[Row], str]:
-    """Words for the seconds of the steps, or for the end of a run that made none."""
+    """Return a formatter of the step seconds, or of the reason why a run failed."""
 
     def words(row: Row) -> str:
         ended = "why" in row and "step_s" not in row
@@ -103,15 +103,15 @@ SIMULATED: Sequence[Column] = (
 
 
 def table(rows: Sequence[tuple[str, Row]], columns: Sequence[Column]) -> str:
-    """A line for each variant."""
+    """Format a table with a line per variant."""
     lines = tuple((title, *(words(row) for _, words in columns)) for title, row in rows)
     return Table(head=("", *(name for name, _ in columns)), rows=lines).markdown()
 
 
 def titled(rows: Mapping[str, Row], blocks: int) -> list[tuple[str, Row]]:
-    """Each row with the title of its variant, WanStream's first, in the order of the program.
+    """Return each row with the title of its variant, WanStream's first, in the order of `all_variants`.
 
-    Variants that were measured once and are no longer there have no row.
+    Rows of variants that no longer exist are dropped.
     """
     found = []
     for variant in all_variants(blocks).values():
@@ -132,7 +132,7 @@ def source(result: Result) -> Iterator[str]:
 
 
 def moved(result: Result) -> Iterator[str]:
-    """Bytes of a step of two forward passes, in GB and against the streamed weights."""
+    """Yield the bytes of a step with two forward passes, in GB and relative to the streamed weights."""
     whole, streamed = result.figures["expert_gb"], result.figures["streamed_gb"]
     kinds = {variant.title: variant.kind for variant in all_variants(result.figures["blocks"]).values()}
     lines = []
@@ -162,7 +162,7 @@ def predicted(result: Result) -> Iterator[str]:
 
 
 def parts(result: Result) -> Iterator[str]:
-    """The parts of the GPU case: measured on few blocks, simulated for all of them."""
+    """Yield the parts of the GPU case: measured with few blocks, simulated for all."""
     for name, part in result.figures["parts"].items():
         cap = "" if part["vram_gb"] is None else f", {part['vram_gb']} GB of VRAM for all but the resident model"
         yield f"### {name}: {part['tokens']} tokens, 2 x {part['blocks']} blocks{cap} (measured)"

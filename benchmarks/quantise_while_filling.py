@@ -1,8 +1,8 @@
-"""What fp8 storage costs: time to quantise while RAM is filled, and precision.
+"""Cost of fp8 storage: time to quantise while a RAM slot is filled, and precision.
 
 Speed: `quantise_rows` on one core, and one A14B block (0.70 GB in bf16) read from a warm page cache into a RAM slot, as
-stored and quantised. Precision: relative error of weights with one scale for each row and with one for the matrix, and
-of the latents of a whole run against those of bf16.
+stored and quantised. Precision: relative error of weights with one scale per row and with one scale per matrix, and of
+the latents of a whole run compared to bf16.
 
 python benchmarks/quantise_while_filling.py [folder for a file of 0.7 GB]
 """
@@ -47,7 +47,7 @@ SMALL = TinyShape(layers=8, heads=6, ffn_dim=3072)
 
 
 def per_core() -> dict[str, float]:
-    """GB of stored values per second of CPU time of one thread, piece by piece as blocks are read."""
+    """Return GB of stored values per second of CPU time of one thread, in the pieces in which blocks are read."""
     figures = {}
     for dtype in QUANTISABLE_DTYPES:
         for columns in (WIDTH, FFN):
@@ -64,7 +64,7 @@ def per_core() -> dict[str, float]:
 
 
 def filling(folder: Path) -> dict[str, dict[str, float]]:
-    """Wall and CPU seconds of one block into its RAM slot; the ways take turns."""
+    """Measure wall and CPU seconds of reading one block into its RAM slot, as stored and quantised in turn."""
     path = folder / "block.safetensors"
     save_file({name: torch.randn(shape).bfloat16() for name, shape in BLOCK.items()}, path)
     blocks = {KEY: read_header(path).tensors}
@@ -95,9 +95,9 @@ def summary(times: list[tuple[float, float]], nbytes: int) -> dict[str, float]:
 
 
 def weight_errors() -> dict[str, dict[str, float]]:
-    """|error| / |weights| of one matrix, and of its worst row."""
+    """Return |error| / |weights| of one matrix, and of its worst row."""
     normal = torch.randn(1024, WIDTH) * 0.02
-    rows = torch.randn(1024, 1).exp()  # rows of sizes that differ by e on average
+    rows = torch.randn(1024, 1).exp()  # row norms that differ by a factor of e on average
     spikes = torch.where(torch.rand(normal.shape) < 1e-4, 50.0, 1.0)
     cases = {
         "normal": normal,
@@ -122,7 +122,7 @@ def errors_of(values: torch.Tensor) -> dict[str, float]:
 
 
 def latent_errors(folder: Path) -> dict[str, float]:
-    """|difference| / |latents| at the end of a run, against a bf16 file that computes in bf16."""
+    """Return |difference| / |latents| at the end of a run, relative to a bf16 file computed in bf16."""
     files = {"bf16": [], "fp8_scaled": []}
     for seed in (1, 2):
         expert = make_expert(SMALL, seed=seed)

@@ -1,12 +1,11 @@
-"""Two stages, several videos: what a pipeline of two workers takes, simulated from its own step times and measured.
+"""Makespan of a pipeline of two workers for several videos: predicted from its step times, and measured.
 
 python benchmarks/stages.py [videos]
 
-The workers are processes behind Ray on this machine with one thread each, and keep one expert each. A first queue
-calibrates: of each stage, what a video takes while the other stage computes too. These two figures predict another
-queue, which is measured: the first video passes both stages, each one after it takes the time of the slower stage. As
-the machine may do other things meanwhile, each measured queue lies between two that calibrate, and is predicted from
-the mean of both.
+The workers are processes behind Ray on this machine with one thread and one expert each. A calibration queue measures
+the time of a video in each stage while the other stage computes too. These two times predict the measured queue: the
+first video passes both stages, each later one takes the time of the slower stage. Because the load of the machine may
+change, each measured queue runs between two calibration queues and is predicted from the mean of both.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from wanstream.testing.weights import TinyShape, make_expert
 
 STEPS, SWITCH = 6, 3
 CALIBRATED = 5
-"""Videos of the queue that calibrates; the first and the last of each stage have no company and do not count."""
+"""Videos of a calibration queue; the first and the last one are excluded, as the other stage is idle then."""
 RUNS = 4
 LATENT = (16, 3, 20, 20)
 SHAPE = TinyShape(heads=4, ffn_dim=2048)
@@ -62,32 +61,34 @@ def queue_of(videos: int) -> list[DenoiseRequest]:
 
 
 def calibrate(driver: Driver, experts: ExpertsRef) -> list[float]:
-    """What a video takes in each stage while both compute: the median of those in the middle of a queue."""
-    ran = driver.queue(experts, queue_of(CALIBRATED), POLICY)
+    """Return the median seconds of a video in each stage while both stages compute."""
+    results = driver.queue(experts, queue_of(CALIBRATED), POLICY)
     of_stage: dict[int, list[float]] = {}
-    for each in ran[1:-1]:
+    for each in results[1:-1]:
         for rank, timeline in each.timelines.items():
             of_stage.setdefault(rank, []).append(timeline.wall_s)
-    return [statistics.median(own) for _, own in sorted(of_stage.items())]
+    return [statistics.median(seconds) for _, seconds in sorted(of_stage.items())]
 
 
 def experts_of(timelines: list[Timeline]) -> list[str]:
     return sorted({step.expert for timeline in timelines for step in timeline.steps})
 
 
-def told(before: list[float], ran: list[DistributedResult], after: list[float], *, switches: int) -> dict[str, Any]:
-    """One measured queue, and its prediction."""
+def queue_figures(
+    before: list[float], results: list[DistributedResult], after: list[float], *, switches: int
+) -> dict[str, Any]:
+    """Return the figures of one measured queue and its prediction."""
     seconds = [(one + other) / 2 for one, other in zip(before, after, strict=True)]
-    predicted = sum(seconds) + (len(ran) - 1) * max(seconds)
-    measured = max(each.wall_s for each in ran)
+    predicted = sum(seconds) + (len(results) - 1) * max(seconds)
+    measured = max(each.wall_s for each in results)
     return {
         "stage_s": [round(each, 3) for each in seconds],
         "predicted_s": round(predicted, 2),
         "measured_s": round(measured, 2),
         "measured_to_predicted": round(measured / predicted, 3),
-        "one_after_the_other_s": round(len(ran) * sum(seconds), 2),
+        "one_after_the_other_s": round(len(results) * sum(seconds), 2),
         "expert_switches": switches,
-        "experts": [experts_of([each.timelines[rank] for each in ran]) for rank in range(2)],
+        "experts": [experts_of([each.timelines[rank] for each in results]) for rank in range(2)],
     }
 
 
@@ -95,10 +96,10 @@ def measure(driver: Driver, experts: ExpertsRef, videos: int) -> list[dict[str, 
     (opened,) = driver.queue(experts, queue_of(1), POLICY)
     switches, before, runs = dict(opened.expert_switches), calibrate(driver, experts), []
     for _ in range(RUNS):
-        ran = driver.queue(experts, queue_of(videos), POLICY)
+        results = driver.queue(experts, queue_of(videos), POLICY)
         after = calibrate(driver, experts)
-        changed = sum(ran[-1].expert_switches[rank] - count for rank, count in switches.items())
-        runs.append(told(before, ran, after, switches=changed))
+        changed = sum(results[-1].expert_switches[rank] - count for rank, count in switches.items())
+        runs.append(queue_figures(before, results, after, switches=changed))
         before = after
     return runs
 

@@ -1,8 +1,8 @@
-"""What decoding a video takes of RAM beside the VAE's weights, where it is given a budget for it.
+"""RAM that decoding a video takes in addition to the VAE's weights, under a budget.
 
-Each case runs in a process of its own, straight into an MP4, in the tiles that the budget allows. The peak is the
-kernel's own (VmHWM, reset before the decode). Every tile takes the same, so a decode may be ended early; the result
-says how far it came. What tiles change is told against whole frames where those fit.
+Each case decodes into an MP4 in a new process, with the tile size that fits the budget. The peak is VmHWM, reset before
+the decode. All tiles take the same memory, so a decode may be ended early; the result contains the decoded percentage.
+The case `difference` compares the frames from tiles with those from whole frames.
 
 python benchmarks/vae_memory.py tiny|full|wan22|difference ... [--budget GB] [--seconds N]
 """
@@ -37,7 +37,7 @@ FPS, CRF = 16, 18
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCase:
-    """A VAE of random weights, and the video that it decodes."""
+    """VAE with random weights, and the size of the video that it decodes."""
 
     base_dim: int
     width: int
@@ -50,7 +50,7 @@ class DecodeCase:
         return torch.randn(1, self.space.channels, *size, generator=torch.Generator().manual_seed(0))
 
     def save(self, path: Path) -> None:
-        """Write the VAE; that of Wan2.2 5B has a decoder twice as wide as its encoder."""
+        """Write the VAE; the decoder of Wan2.2 5B is twice as wide as its encoder."""
         if self.space == WAN21:
             save_vae_file(make_vae(seed=0, base_dim=self.base_dim), path)
         else:
@@ -67,11 +67,11 @@ TILES = (256, 512)
 
 
 class TimeIsUpError(Exception):
-    """The decode was ended before its end."""
+    """Raised to end the decode when its time is up."""
 
 
-class Counted:
-    """Counts latent frames of tiles, and ends the decode after `seconds`."""
+class FrameCounter:
+    """Counter of decoded latent frames of tiles; ends the decode after `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._until = time.perf_counter() + seconds
@@ -84,98 +84,101 @@ class Counted:
 
 
 def status(name: str) -> int:
-    """Bytes of one of the memory lines that the kernel keeps of this process."""
+    """Return a memory line of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     (kilobytes,) = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
     return 1024 * int(kilobytes)
 
 
 def measure(case: DecodeCase, budget: int, work: Path, seconds: float) -> dict[str, Any]:
-    """Figures of one decode in this process, ended after `seconds`."""
+    """Measure one decode in this process, ended after `seconds`."""
     torch.set_num_threads(THREADS)
     latents = case.latents()
     with open_vae(work / "vae.safetensors") as vae:
         needs = vae.decode_needs(latents, to_file=True)
         tiling = fitting_tiling(needs, budget, shared=True)
-        for _ in vae.stream(latents[:, :, :1, :2, :2], device="cpu"):  # reads the weights and starts the libraries
+        # Warm-up: read the weights and initialise the libraries.
+        for _ in vae.stream(latents[:, :, :1, :2, :2], device="cpu"):
             pass
 
-        def reckoned(tiling: Tiling | None) -> float:
+        def estimated_gb(tiling: Tiling | None) -> float:
             return (needs.device_bytes(tiling) + needs.host_bytes(tiling) + HEAP_BYTES) / 1e9
 
         before = status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        began, counted = time.perf_counter(), Counted(seconds)
-        parts = vae.stream(latents, device="cpu", tiling=tiling, check=counted.check)
+        start, counter = time.perf_counter(), FrameCounter(seconds)
+        parts = vae.stream(latents, device="cpu", tiling=tiling, check=counter.check)
         with contextlib.suppress(TimeIsUpError):
             write_mp4(work / "video.mp4", (frame for part in parts for frame in part), fps=FPS, crf=CRF, metadata={})
         tiles = 1 if tiling is None else len(tiling.tiles(needs.height, needs.width))
         return {
             "video_written": (work / "video.mp4").exists(),
-            "percent_decoded": round(100 * counted.done / (tiles * (latents.shape[2] + 1)), 1),
+            "percent_decoded": round(100 * counter.done / (tiles * (latents.shape[2] + 1)), 1),
             "budget_gb": budget / 1e9,
             "tile_pixels": None if tiling is None else tiling.pixels,
             "tiles": tiles,
             "computed_for_each_pixel": round(
                 1 if tiling is None else tiling.computed(needs.height, needs.width) / (needs.height * needs.width), 2
             ),
-            "reckoned_gb": round(reckoned(tiling), 3),
-            "whole_frames_would_take_gb": round(reckoned(None), 2),
+            "reckoned_gb": round(estimated_gb(tiling), 3),
+            "whole_frames_would_take_gb": round(estimated_gb(None), 2),
             "weights_gb": round(vae.weight_bytes / 1e9, 3),
             "peak_beside_weights_gb": round((status("VmHWM") - before) / 1e9, 3),
             "peak_of_process_gb": round(status("VmHWM") / 1e9, 3),
-            "wall_s": round(time.perf_counter() - began, 1),
+            "wall_s": round(time.perf_counter() - start, 1),
         }
 
 
 def difference(vae: WanVae, latents: torch.Tensor) -> dict[str, Any]:
-    """What tiles change of the frames, in 8-bit steps of 255."""
+    """Return the difference between frames from tiles and whole frames, in 8-bit steps of 255."""
     whole = vae.decode(latents, device="cpu")
     figures = {}
     for pixels in TILES:
-        apart = (vae.decode(latents, device="cpu", tiling=Tiling.of(pixels)) - whole).abs() * 255
+        change = (vae.decode(latents, device="cpu", tiling=Tiling.of(pixels)) - whole).abs() * 255
         figures[f"tiles_of_{pixels}"] = {
-            "mean": round(apart.mean().item(), 2),
-            "largest": round(apart.max().item(), 1),
-            "relative_l2": round(((apart / 255).norm() / whole.norm()).item(), 5),
+            "mean": round(change.mean().item(), 2),
+            "largest": round(change.max().item(), 1),
+            "relative_l2": round(((change / 255).norm() / whole.norm()).item(), 5),
         }
     return figures
 
 
 def in_child(name: str, budget: int, work: Path, seconds: float) -> dict[str, Any]:
-    """`measure` in a process of its own."""
+    """Run `measure` in a new process."""
     CASES[name].save(work / "vae.safetensors")
     command = [sys.executable, __file__, name, "--budget", str(budget / 1e9), "--child", str(work)]
     command += ["--seconds", str(seconds)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    figures: dict[str, Any] = json.loads(said.splitlines()[-1])
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    figures: dict[str, Any] = json.loads(output.splitlines()[-1])
     return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="+", choices=[*CASES, "difference"])
-    parser.add_argument("--budget", type=float, default=1.0, help="GB beside the weights (default 1)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="after which a decode is ended (default never)")
+    parser.add_argument("--budget", type=float, default=1.0, help="GB in addition to the weights (default 1)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="end a decode after this time (default: never)")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    budget = int(given.budget * 1e9)
-    if given.child is not None:
-        print(json.dumps(measure(CASES[given.cases[0]], budget, given.child, given.seconds)))
+    args = parser.parse_args()
+    budget = int(args.budget * 1e9)
+    if args.child is not None:
+        print(json.dumps(measure(CASES[args.cases[0]], budget, args.child, args.seconds)))
         return
-    for name in given.cases:
+    for name in args.cases:
         case = CASES.get(name, DIFFERENCE)
         with tempfile.TemporaryDirectory() as work:
             if name == "difference":
                 case.save(Path(work) / "vae.safetensors")
                 with open_vae(Path(work) / "vae.safetensors") as vae:
                     figures = difference(vae, case.latents())
-                what = "whole frames against tiles that overlap by a quarter"
+                method = "whole frames against tiles that overlap by a quarter"
             else:
-                figures = in_child(name, budget, Path(work), given.seconds)
-                what = f"into an MP4, {THREADS} threads; peak: VmHWM of the decode, less VmRSS with the weights read"
+                figures = in_child(name, budget, Path(work), args.seconds)
+                method = f"into an MP4, {THREADS} threads; peak: VmHWM of the decode, less VmRSS with the weights read"
         size = f"{case.width}x{case.height}x{case.frames}, VAE of base_dim {case.base_dim}, random weights, 1 run"
-        print(record(f"vae-memory-{name}", method=f"{size}; {what}", figures=figures), json.dumps(figures), flush=True)
+        print(
+            record(f"vae-memory-{name}", method=f"{size}; {method}", figures=figures), json.dumps(figures), flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The sample VAE and the sample text encoder on disk, as diffusers keeps them and as ComfyUI does."""
+"""Writers of the test model's VAE and text encoder, in the layouts of diffusers and ComfyUI."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def save_text_encoder_folders(encoder: UMT5EncoderModel, pipeline: Path, *, dtyp
 def save_text_encoder_file(
     encoder: UMT5EncoderModel, path: Path, *, dtype: torch.dtype, fp8: Fp8Layout | None = None
 ) -> None:
-    """Write ComfyUI's single file, with the tokenizer inside; with `fp8` the blocks' matrices are quantised."""
+    """Write ComfyUI's single file, which includes the tokenizer; `fp8` quantises the matrices of the blocks."""
     tensors, metadata = _parameters(encoder, dtype), {"format": "pt"}
     if fp8 is not None:
         blocks = encoder.encoder.block.named_modules(prefix="encoder.block")
@@ -54,5 +54,5 @@ def save_text_encoder_file(
 
 
 def _parameters(encoder: UMT5EncoderModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """By the names of the files, which have the token table once; in the model it goes by two names."""
+    """Return the parameters in `dtype`; `named_parameters` has the shared token table once, as the files do."""
     return {name: parameter.to(dtype) for name, parameter in encoder.named_parameters()}

@@ -1,7 +1,7 @@
-"""Sample experts on disk, in every form that real ones come in.
+"""Writers of tiny experts in the layouts of the real ones.
 
-A diffusers folder (one file or shards with an index), or ComfyUI's single file: plain, or with the blocks' matrices in
-fp8 and a scale beside each.
+A diffusers folder (one file, or shards with an index), or ComfyUI's single file: plain, or with the matrices of the
+blocks in fp8 and one scale per matrix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .weights import in_dtype
 
 def save_expert_folder(model: WanTransformer3DModel, folder: Path, *, dtype: torch.dtype, shards: int = 1) -> None:
     """Write a diffusers transformer folder with all tensors in `dtype`, in about `shards` files and an index."""
-    if shards == 1:  # without a copy of the model, which takes longer than all the rest
+    if shards == 1:  # avoids the copy of the model in `in_dtype`, which takes most of the time
         model.save_config(folder)
         save_file(_stored(model, dtype), folder / "diffusion_pytorch_model.safetensors", {"format": "pt"})
         return
@@ -38,7 +38,7 @@ def save_expert_file(
     prefix: Literal["", "model.diffusion_model."] = "",
     fp8: Fp8Layout | None = None,
 ) -> None:
-    """Write ComfyUI's single file; with `fp8` the matrices of the blocks are quantised, all the rest is in `dtype`."""
+    """Write ComfyUI's single file in `dtype`; `fp8` quantises the matrices of the blocks."""
     tensors = {native_transformer_name(name): tensor for name, tensor in _stored(model, dtype).items()}
     metadata = {"format": "pt"}
     if fp8 is not None:
@@ -50,7 +50,7 @@ def save_expert_file(
 
 
 def dequantised(model: WanTransformer3DModel, *, dtype: torch.dtype, fp8: torch.dtype = FP8) -> WanTransformer3DModel:
-    """The fp32 model that an fp8 file of `model`, its other tensors in `dtype`, stands for."""
+    """Return the fp32 model with the values of an fp8 file of `model` whose other tensors are in `dtype`."""
     rounded = in_dtype(model, dtype).float()
     originals = block_linears(model)
     for name, linear in block_linears(rounded).items():
@@ -64,11 +64,11 @@ def _stored(model: WanTransformer3DModel, dtype: torch.dtype) -> dict[str, torch
 
 
 def block_linears(model: WanTransformer3DModel) -> dict[str, nn.Linear]:
-    """The layers of the blocks whose matrices stream, by name."""
+    """Return the linear layers of the blocks by name; their matrices are streamed."""
     named = model.blocks.named_modules(prefix="blocks")
     return {name: module for name, module in named if isinstance(module, nn.Linear)}
 
 
 def native_layer(name: str) -> str:
-    """The native name of a layer."""
+    """Return the native name of a layer."""
     return native_transformer_name(f"{name}.weight").removesuffix(".weight")

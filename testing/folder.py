@@ -1,7 +1,7 @@
-"""A folder that a test model may be written to, without ever harming what is not the test model's.
+"""Folder of a test model. Files that do not belong to the test model are never changed or deleted.
 
-A record in the folder names the test model's files and their sizes. New files are written beside the old ones first
-and take their places at the end, so the folder always holds all of a test model or none of it.
+A record in the folder lists the test model's files and their sizes. New files are first written to a subfolder and
+replace the old ones at the end, so the folder contains a complete test model or none.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ PARTIAL = ".partial"
 
 
 class TinyModelError(OSError):
-    """A test model cannot be written; the message says where and why."""
+    """A test model cannot be written; the message contains the path and the reason."""
 
 
 class ModelFolder:
-    """`folder` as the place of a test model that is made by `recipe`."""
+    """Folder of a test model that is written from `recipe`."""
 
     def __init__(self, folder: Path, *, recipe: Mapping[str, int]) -> None:
         self.folder = folder
         self._recipe = dict(recipe)
 
-    def is_there(self) -> bool:
-        """Whether the test model of this recipe is there, complete."""
+    def is_complete(self) -> bool:
+        """Return True if the folder contains all files of the test model of this recipe."""
         record = self._read_record()
         return record is not None and record["recipe"] == self._recipe and self._changed(record) == []
 
     def files(self) -> dict[Path, int]:
-        """The test model's files, relative to the folder, and their sizes in bytes."""
+        """Return the test model's files, relative to the folder, and their sizes in bytes."""
         record = self._read_record() or {"files": {}}
         return {Path(name): nbytes for name, nbytes in record["files"].items()}
 
     def nbytes(self) -> int:
-        """What these files take on disk; a file with two names counts once."""
+        """Return the bytes of these files on disk; hard links to one file count once."""
         stats = [(self.folder / path).stat() for path in self.files()]
         return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
 
     @contextmanager
     def replacing(self) -> Iterator[Path]:
-        """Give an empty folder to write to; its files replace the old test model when the block ends well.
+        """Yield an empty folder to write to; on a successful exit its files replace the old test model.
 
         Raises:
-            SampleModelError: the folder holds files that are not a test model's, which are left alone.
+            TinyModelError: the folder contains files that are not a test model's; they are not changed.
         """
         self._refuse_other_files()
         partial = self.folder / PARTIAL
@@ -57,7 +57,7 @@ class ModelFolder:
             partial.mkdir(parents=True)
             yield partial
             self._remove_old()
-            self._take_in(partial)
+            self._move_in(partial)
         finally:
             if partial.exists():
                 shutil.rmtree(partial)
@@ -70,7 +70,7 @@ class ModelFolder:
             others = [path.name for path in _entries(self.folder) if path.name != PARTIAL]
             if others:
                 raise TinyModelError(
-                    f"{self.folder} holds {others[0]} and is no test model: name a new or an empty folder"
+                    f"{self.folder} contains {others[0]} and is not a test model: name a new or an empty folder"
                 )
             return
         for name in self._changed(record):
@@ -82,7 +82,7 @@ class ModelFolder:
             (self.folder / path).unlink(missing_ok=True)
         (self.folder / RECORD).unlink(missing_ok=True)
 
-    def _take_in(self, partial: Path) -> None:
+    def _move_in(self, partial: Path) -> None:
         files = {}
         for file in sorted(path for path in partial.rglob("*") if path.is_file()):
             path = file.relative_to(partial)
@@ -106,7 +106,7 @@ class ModelFolder:
         return record
 
     def _changed(self, record: Mapping[str, Mapping[str, int]]) -> list[str]:
-        """The files that are gone or have another size."""
+        """Return the files that are missing or have another size."""
         return [name for name, nbytes in record["files"].items() if _size(self.folder / name) != nbytes]
 
 

@@ -1,6 +1,6 @@
-"""fp8_scaled: matrices in fp8 with one scale each, in every layout that ComfyUI reads.
+"""fp8_scaled files: matrices in fp8 with one scale each, in every layout that ComfyUI reads.
 
-How a file says that its matrices are fp8 has changed over time; `Fp8Layout` names the variants.
+The markers of fp8 matrices have changed over time; `Fp8Layout` selects one of the variants.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Layout:
-    """How a single file marks its fp8 layers.
+    """Layout of the fp8 layers of a single file.
 
-    kind: "scaled_fp8", one marker tensor for the file and a `scale_weight` per layer; "comfy_quant", a JSON text in a
-        tensor per layer; "metadata", the same text in the header of the file. The last two call the scale
-        `weight_scale`.
-    scale_shape: (), (1,) or (1, 1); always one number.
-    input_scale: whether the layers carry a `scale_input` of 1 as well ("scaled_fp8" only).
-    full_precision: whether the file asks for matrix products in the compute dtype instead of fp8.
-    marker_dtype: of the marker tensor, whose values mean nothing ("scaled_fp8" only); None for that of the weights.
-    dtype: of the weights, float8_e4m3fn or float8_e5m2.
+    Args:
+        kind: "scaled_fp8", one marker tensor per file and a `scale_weight` per layer; "comfy_quant", a tensor with JSON
+            text per layer; "metadata", the same text in the header of the file. The last two name the scale
+            `weight_scale`.
+        scale_shape: (), (1,) or (1, 1); a scale is always one number.
+        input_scale: add a `scale_input` of 1 to each layer ("scaled_fp8" only).
+        full_precision: request matrix products in the compute dtype instead of fp8.
+        marker_dtype: dtype of the marker tensor, whose values are ignored ("scaled_fp8" only); None: that of the
+            weights.
+        dtype: dtype of the weights, float8_e4m3fn or float8_e5m2.
     """
 
     kind: Literal["scaled_fp8", "comfy_quant", "metadata"] = "scaled_fp8"
@@ -50,20 +52,20 @@ FP8_LAYOUTS = {
     "metadata": Fp8Layout(kind="metadata"),
 }
 
-# ComfyUI takes every scaled weight for e4m3fn, so these are not for tests against it.
+# ComfyUI reads every scaled weight as e4m3fn, so these cannot be used in tests against it.
 FP8_E5M2_LAYOUTS = {
     kind: Fp8Layout(kind=kind, dtype=torch.float8_e5m2) for kind in ("scaled_fp8", "comfy_quant", "metadata")
 }
 
 
 def quantise(weight: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp8 values and the one fp32 scale, shape [], that makes the largest of them the largest fp8 number."""
+    """Return fp8 values and their fp32 scale, of shape [], which maps the largest value to the largest fp8 number."""
     scale = weight.abs().amax().float() / torch.finfo(dtype).max
     return (weight / scale).to(dtype), scale
 
 
 def fp8_tensors(layers: Mapping[str, nn.Linear], layout: Fp8Layout) -> dict[str, torch.Tensor]:
-    """The tensors of a file that has the weights of `layers`, by their names in that file, in fp8; without biases."""
+    """Return the tensors of a file with the weights of `layers` in fp8, by name, without biases."""
     tensors: dict[str, torch.Tensor] = {}
     for layer, linear in layers.items():
         tensors |= _fp8_layer(layer, linear, layout)
@@ -74,7 +76,7 @@ def fp8_tensors(layers: Mapping[str, nn.Linear], layout: Fp8Layout) -> dict[str,
 
 
 def fp8_metadata(layers: Mapping[str, nn.Linear], layout: Fp8Layout) -> dict[str, str]:
-    """What the header of the file says about its fp8 layers."""
+    """Return the metadata of the fp8 layers in the header of the file."""
     if layout.kind != "metadata":
         return {}
     return {"_quantization_metadata": json.dumps({"layers": dict.fromkeys(layers, _quantisation(layout))})}

@@ -1,8 +1,8 @@
-"""Sample experts as GGUF, laid out as ComfyUI's converters do it; needs the gguf package.
+"""Writer of tiny experts as GGUF, in the layout of ComfyUI's converters; needs the gguf package.
 
-The gguf package can quantise to F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0. Tensors of the other types get random
-packs that spread as the tensor's own values do, so the file stands for another model than the one it is named after:
-`save_expert_gguf` returns it.
+The gguf package can quantise to F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0. Tensors of other types get random
+packs with the standard deviation of the tensor's values. So the values in the file differ from the given model;
+`save_expert_gguf` returns the model that the file contains.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..wan import native_transformer_name
 
 QUANTISED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
-# At which byte a pack holds its fp16 scale, and its minimum where it has one, with the multiple of the scale that makes
-# the values spread around zero. (K-quants subtract the minimum.)
+# Byte offsets of the fp16 scale of a pack and of its minimum, if it has one, and the ratio of minimum to scale that
+# centres the values around zero. (K-quants subtract the minimum.)
 _SCALES: dict[str, tuple[int, int | None, float]] = {
     "Q4_0": (0, None, 0.0),
     "Q4_1": (0, 2, -7.5),
@@ -45,18 +45,18 @@ PATCHES = "patch_embedding.weight"
 IMAGE_NORMS = ("img_emb.proj.0.", "img_emb.proj.4.")
 
 TypeOf = Callable[[str], str]
-"""The name of the type that a tensor gets, by its native name."""
+"""Maps the native name of a tensor to the name of its type."""
 
 
 def q4_k_m(name: str) -> str:
-    """The mixture that goes by the name of Q4_K_M: some matrices are Q6_K, and what is small is not quantised."""
+    """Return the type in the mixture Q4_K_M: some matrices are Q6_K, small tensors are not quantised."""
     if not _is_matrix(name):
         return "F16" if name == PATCHES else "F32"
     return "Q6_K" if name.endswith(("self_attn.v.weight", "ffn.2.weight")) else "Q4_K"
 
 
 def matrices(kind: str, *, others: str = "F32") -> TypeOf:
-    """All matrices of the model in one type, all other tensors in `others`."""
+    """Return a mapping with all matrices of the model in one type, and all other tensors in `others`."""
     return lambda name: kind if _is_matrix(name) else others
 
 
@@ -73,17 +73,17 @@ def save_expert_gguf(
     """Write ComfyUI's single file as GGUF.
 
     Args:
-        types: of each tensor, by its native name.
-        patches: how the patch embedding's five dimensions are written: two, with the shape beside them; as they are;
-            as four, which loses how many channels there are.
-        architecture: what the file says it holds.
-        seed: of the random packs.
+        types: type of each tensor, by its native name.
+        patches: layout of the five dimensions of the patch embedding: two, with the shape in a metadata field; all
+            five; or four, which loses the number of channels.
+        architecture: architecture field of the file.
+        seed: seed of the random packs.
 
     Returns:
-        The fp32 model that the file stands for.
+        The fp32 model with the values in the file.
     """
-    stands_for = copy.deepcopy(model)
-    parameters = dict(stands_for.named_parameters())
+    dequantised = copy.deepcopy(model)
+    parameters = dict(dequantised.named_parameters())
     random = np.random.default_rng(seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = GGUFWriter(path, architecture)
@@ -105,13 +105,13 @@ def save_expert_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return stands_for
+    return dequantised
 
 
 def random_packs(
     kind: GGMLQuantizationType, count: int, random: np.random.Generator, *, scale: float = 1.0
 ) -> npt.NDArray[np.uint8]:
-    """Packs of any type but the plain ones, [count, bytes], random but for their scale."""
+    """Return random packs of a quantised type, [count, bytes], with the given scale."""
     packs = random.integers(0, 256, (count, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
     at, minimum_at, ratio = _SCALES[kind.name]
     _put_half(packs, at, scale)
@@ -123,7 +123,7 @@ def random_packs(
 def _random_packs(
     values: npt.NDArray[np.float32], kind: GGMLQuantizationType, random: np.random.Generator
 ) -> npt.NDArray[np.uint8]:
-    """Packs for a tensor of that shape whose values spread as far as `values` do: [..., bytes of a row]."""
+    """Return random packs with the shape and standard deviation of `values`: [..., bytes of a row]."""
     per_pack, pack_bytes = GGML_QUANT_SIZES[kind]
     spread = float(dequantize(random_packs(kind, 256, random), kind).std())
     packs = random_packs(kind, values.size // per_pack, random, scale=float(values.std()) / spread)

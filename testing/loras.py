@@ -1,4 +1,4 @@
-"""Sample LoRAs on disk, keyed as the lightning LoRAs of Wan2.2 are."""
+"""Writer of tiny LoRAs with the key names of the lightning LoRAs of Wan2.2."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ PREFIX = "diffusion_model."
 
 
 def make_lora(model: WanTransformer3DModel, *, seed: int, rank: int = 4, alpha: float = 2.0) -> dict[str, torch.Tensor]:
-    """A random LoRA in fp32 for every matrix in the blocks of `model`, and a difference for the biases of the first.
+    """Return a random fp32 LoRA for every matrix in the blocks of `model`, and `diff_b` for the biases of the first.
 
-    It changes every matrix by about a tenth, so that it shows in the result and lets it stay of order 1.
+    It changes every matrix by about a tenth, so that it changes the result visibly and keeps it of order 1.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, linear in block_linears(model).items():
         layer = PREFIX + native_layer(name)
         rows, columns = linear.weight.shape
-        # A row of the product then has about a tenth of the norm of a row of the matrix.
+        # Gives a row of the product about a tenth of the norm of a row of the matrix.
         size = 0.1 * (rank / alpha) / (rank * columns) ** 0.5
         tensors[f"{layer}.lora_down.weight"] = torch.randn(rank, columns, generator=generator)
         tensors[f"{layer}.lora_up.weight"] = size * torch.randn(rows, rank, generator=generator)

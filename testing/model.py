@@ -1,7 +1,7 @@
-"""A models folder for trying the pack out: ComfyUI's layout, real file names, tiny random weights.
+"""Writer of the test model: a models folder in ComfyUI's layout with real file names and tiny random weights.
 
-Names and depth are those of Wan2.2 A14B and 5B and of Wan2.1, so every workflow runs on it unchanged. It has two
-attention heads instead of forty, so it takes 0.9 GB and its videos show noise. The weights follow from fixed seeds.
+File names and depth are those of Wan2.2 A14B and 5B and of Wan2.1, so every workflow runs on it unchanged. It has two
+attention heads instead of forty, so it takes 0.9 GB and its videos show noise. The weights are drawn from fixed seeds.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from .pipeline import link_shared, write_settings
 from .ti2v import write_ti2v
 from .tokenizer import VOCABULARY
 from .wan21 import write_wan21
-from .weights import SAMPLE_WIDTH, TinyShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
+from .weights import TINY_WIDTH, TinyShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
 
 __all__ = ["TinyModel", "TinyModelError", "write_tiny_model"]
 
 A14B_LAYERS = 40
-RECIPE = 7  # raised when other files are written, so that an older test model is replaced
+RECIPE = 7
+"""Version of the files; a higher one replaces older test models on disk."""
 
 VAE_SEED, TEXT_SEED, WAN22_VAE_SEED = 1, 2, 4
-LORA_SEED = 100  # added to that of its expert
+LORA_SEED = 100
+"""Added to the seed of the expert."""
 VAE_FILE = Path("vae", "wan_2.1_vae.safetensors")
 TEXT_ENCODER_FILE = Path("text_encoders", "umt5_xxl_fp8_e4m3fn_scaled.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One of the two A14B models, with the settings that its makers give it."""
+    """One of the two A14B models, with its official settings."""
 
     name: str
     in_channels: int
@@ -46,11 +48,11 @@ class Family:
     flow_shift: float
     pipeline_class: str
     seeds: tuple[int, int]
-    """Of the high-noise and the low-noise expert."""
+    """Seeds of the high-noise and the low-noise expert."""
     lora_version: str
-    """Of the 4-step LoRAs."""
+    """Version in the names of the 4-step LoRAs."""
     more_components: dict[str, tuple[None, None]] = field(default_factory=dict)
-    """That its pipeline lists and does not have."""
+    """Components that the pipeline lists without having them."""
 
     @property
     def pipeline(self) -> Path:
@@ -87,14 +89,14 @@ I2V = Family(
 
 @dataclass(frozen=True, kw_only=True)
 class TinyModel:
-    """A test model on disk. `files` have their sizes in bytes; `nbytes` counts a file with two names once."""
+    """Test model on disk. `files` maps paths to bytes; `nbytes` counts hard links to one file once."""
 
     folder: Path
     files: dict[Path, int]
     nbytes: int
 
     def summary(self) -> str:
-        """A line for each file of weights, and one for the whole."""
+        """Return a line for each file of weights, and one for the total."""
         weights = {path: nbytes for path, nbytes in self.files.items() if path.suffix == ".safetensors"}
         lines = [f"{size_text(nbytes):>8}  {path}" for path, nbytes in weights.items()]
         return "\n".join([*lines, f"{size_text(self.nbytes):>8}  on disk, in {self.folder}"])
@@ -103,24 +105,27 @@ class TinyModel:
 def write_tiny_model(
     folder: Path | str, *, layers: int = A14B_LAYERS, on_progress: Callable[[str], object] | None = None
 ) -> TinyModel:
-    """Write a test model into `folder`: a new folder, an empty one, or an older test model, which is replaced.
+    """Write a test model into a new or empty folder, or replace an older test model.
 
-    A test model that is already there is left as it is. `layers` is the number of blocks of each expert;
-    `on_progress` is told what is written next.
+    A complete test model of the same recipe is not written again.
+
+    Args:
+        layers: number of blocks of each expert.
+        on_progress: called with the name of the part that is written next.
 
     Raises:
-        SampleModelError: the folder holds anything else, or it cannot be written.
+        TinyModelError: the folder contains other files, or it cannot be written.
     """
-    sample = ModelFolder(Path(folder), recipe={"recipe": RECIPE, "layers": layers})
-    if not sample.is_there():
+    target = ModelFolder(Path(folder), recipe={"recipe": RECIPE, "layers": layers})
+    if not target.is_complete():
         try:
-            with sample.replacing() as empty:
+            with target.replacing() as empty:
                 _write_all(empty, layers, on_progress or _nothing)
         except TinyModelError:
             raise
         except (SafetensorError, OSError) as err:
             raise TinyModelError(f"the test model cannot be written to {folder}: {err}") from err
-    return TinyModel(folder=sample.folder, files=sample.files(), nbytes=sample.nbytes())
+    return TinyModel(folder=target.folder, files=target.files(), nbytes=target.nbytes())
 
 
 def _nothing(_: str) -> None:
@@ -146,14 +151,14 @@ def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) 
         for expert, seed in zip(("high", "low"), family.seeds, strict=True):
             on_progress(f"{family.name} {expert}-noise expert")
             _write_expert(
-                family, expert, folder, TinyShape(layers=layers, in_channels=family.in_channels, **SAMPLE_WIDTH), seed
+                family, expert, folder, TinyShape(layers=layers, in_channels=family.in_channels, **TINY_WIDTH), seed
             )
     write_wan21(folder, folder / T2V.pipeline, layers, on_progress)
     write_ti2v(folder, make_wan22_vae(seed=WAN22_VAE_SEED), folder / T2V.pipeline, layers, on_progress)
 
 
 def _write_expert(family: Family, expert: str, folder: Path, shape: TinyShape, seed: int) -> None:
-    """One expert in the three forms that are most used, and a LoRA for it."""
+    """Write an expert in the three most common layouts, and a LoRA for it."""
     model = make_expert(shape, seed=seed)
     component = "transformer" if expert == "high" else "transformer_2"
     save_expert_folder(model, folder / family.pipeline / component, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a sample pipeline folder of diffusers has beside its models: settings, and components that others have too."""
+"""Writer of a pipeline folder of diffusers: its settings, and links to components of another pipeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from diffusers import UniPCMultistepScheduler, __version__
 
 SHARED = ("vae", "text_encoder", "tokenizer")
-"""Components that are the same in every pipeline of Wan2.1 and Wan2.2 A14B."""
+"""Components that all pipelines of Wan2.1 and Wan2.2 A14B share."""
 
 COMPONENTS = {
     "scheduler": ("diffusers", "UniPCMultistepScheduler"),
@@ -31,10 +31,13 @@ def write_settings(
     more: Mapping[str, tuple[str | None, str | None]],
     expand_timesteps: bool = False,
 ) -> None:
-    """Write the scheduler, and the list of components that diffusers opens a pipeline by.
+    """Write the scheduler and `model_index.json`.
 
-    `kind` is the pipeline's class, `more` are components beside `COMPONENTS`; a boundary makes it one of two experts,
-    and `expand_timesteps` has every token told its timestep.
+    Args:
+        kind: class of the pipeline.
+        boundary_ratio: boundary of a pipeline with two experts; None: single expert.
+        more: components in addition to `COMPONENTS`.
+        expand_timesteps: use one timestep per token, as TI2V-5B does.
     """
     UniPCMultistepScheduler(
         num_train_timesteps=1000, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
@@ -54,18 +57,18 @@ def write_settings(
 
 
 def link_shared(source: Path, target: Path) -> None:
-    """Give the components that the pipeline `source` shares with `target` a place there too."""
+    """Link the components in `SHARED` of the pipeline `source` into `target`."""
     link_components(source, target, SHARED)
 
 
 def link_components(source: Path, target: Path, components: Iterable[str]) -> None:
-    """Give these components of the pipeline `source` a place in `target` too."""
+    """Link these components of the pipeline `source` into `target`."""
     for component in components:
         _link_files(source / component, target / component)
 
 
 def _link_files(source: Path, target: Path) -> None:
-    """Give every file of `source` a second name in `target`, or a copy where the file system has no second names."""
+    """Hard-link every file of `source` into `target`, or copy it if the file system has no hard links."""
     target.mkdir(parents=True)
     for file in sorted(source.iterdir()):
         try:

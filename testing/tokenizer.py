@@ -1,7 +1,7 @@
-"""A tokenizer of single characters, in the files that a UMT5 tokenizer comes in.
+"""Single-character tokenizer, in the file formats of a UMT5 tokenizer.
 
-Ids 0 to 2 are UMT5's: padding, end of text, unknown. Letters, digits and signs of Western European languages follow;
-every other character is unknown. The same vocabulary is written for `tokenizers` (JSON) and for sentencepiece.
+Ids 0 to 2 are UMT5's: padding, end of text, unknown. Letters, digits and symbols of Western European languages
+follow; every other character is unknown. The same vocabulary is written for `tokenizers` (JSON) and for sentencepiece.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import struct
 from pathlib import Path
 
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
-SPACE = "\u2581"  # what sentencepiece puts in the place of a space, and before the first word
+SPACE = "\u2581"
+"""Replacement of a space in sentencepiece; it is also put before the first word."""
 
 _ASCII = [chr(code) for code in range(0x21, 0x7F)]
 _LATIN_1 = [chr(code) for code in range(0xA1, 0x100)]
 VOCABULARY = (PAD, END, UNKNOWN, SPACE, *_ASCII, *_LATIN_1)
 
-_SCORE = -1.0  # of every character; with single characters there is nothing to choose between
+_SCORE = -1.0
+"""Score of every character; it has no effect, because single characters cannot be segmented differently."""
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -77,7 +79,7 @@ def _score(token: str) -> float:
 
 
 def sentencepiece_model() -> bytes:
-    """The vocabulary as a sentencepiece model, which ComfyUI's text encoder files carry as a tensor `spiece_model`."""
+    """Return the vocabulary as a sentencepiece model, which ComfyUI's text encoder files contain as `spiece_model`."""
     normal, unknown, control = 1, 2, 3
     kinds = {PAD: control, END: control, UNKNOWN: unknown}
     pieces = b"".join(
@@ -88,12 +90,12 @@ def sentencepiece_model() -> bytes:
     ids = {40: VOCABULARY.index(UNKNOWN), 41: no_start_token, 42: VOCABULARY.index(END), 43: VOCABULARY.index(PAD)}
     unigram = 1
     trainer = _integer(3, unigram) + _integer(4, len(VOCABULARY)) + b"".join(_integer(*item) for item in ids.items())
-    # Leave characters as they are; put a space first, collapse spaces, and write them as SPACE.
+    # Do not change characters; add a leading space, collapse spaces, and replace them by SPACE.
     normalizer = _field(1, b"identity") + b"".join(_integer(number, 1) for number in (3, 4, 5))
     return pieces + _field(2, trainer) + _field(3, normalizer)
 
 
-# The three kinds of protocol buffer fields that a sentencepiece model is made of.
+# The three kinds of protocol buffer fields in a sentencepiece model.
 
 
 def _field(number: int, content: bytes) -> bytes:

@@ -1,8 +1,8 @@
 """Tiny models with seeded random weights: a Wan expert, the VAE, the UMT5 encoder.
 
-Random numbers are drawn from a generator of their own in the order of the parameters' names, so a seed and a shape give
-the same weights everywhere. The scales keep activations finite and of order 1 at any depth, and every input (latents,
-timestep, text) visibly changes the result.
+Weights are drawn from a separate generator in the order of the parameters' names, so a seed and a shape determine them.
+The scales keep activations finite and of order 1 at any depth, and every input (latents, timestep, text) visibly
+changes the result.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from ..wan import WAN21, WAN22, NoInitialValues, family_of
 
 TEXT_DIM = 4096
 HEAD_DIM = 128
-SAMPLE_WIDTH = {"heads": 2, "ffn_dim": 256}
-"""Of all experts of the test model: two heads are the fewest that Ulysses can share out."""
+TINY_WIDTH = {"heads": 2, "ffn_dim": 256}
+"""Width of all experts of the test model; two heads are the minimum for Ulysses with two workers."""
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TinyShape:
-    """What tells one sample expert from another; 36 input channels make an image-to-video model, 48 the model of 5B.
+    """Shape of a tiny expert.
 
-    `image_dim` is the width of image embeddings, for an image branch as Wan2.1 I2V has it; 0: none.
+    Args:
+        in_channels: 16 for text to video, 36 for image to video, 48 for the 5B model.
+        image_dim: width of image embeddings for the image branch of Wan2.1 I2V; 0: no image branch.
     """
 
     layers: int = 4
@@ -43,7 +45,7 @@ class TinyShape:
 
 
 def expert_config(shape: TinyShape) -> dict[str, int]:
-    """The arguments of the diffusers model of that shape."""
+    """Return the arguments of the diffusers model."""
     image = {"image_dim": shape.image_dim, "added_kv_proj_dim": shape.heads * HEAD_DIM} if shape.image_dim else {}
     return {
         **image,
@@ -58,21 +60,21 @@ def expert_config(shape: TinyShape) -> dict[str, int]:
 
 
 def make_expert(shape: TinyShape, *, seed: int) -> WanTransformer3DModel:
-    """A random expert in fp32, in eval mode and without gradients."""
+    """Return a random expert in fp32, in eval mode and without gradients."""
     with torch.random.fork_rng(devices=[]), NoInitialValues():
         model = WanTransformer3DModel(**expert_config(shape))
     return randomised(model, seed)
 
 
 def make_vae(*, seed: int, base_dim: int = 8) -> AutoencoderKLWan:
-    """A random Wan2.1 VAE in fp32: 16 latent channels, 8 x 8 pixels and 4 frames per latent."""
+    """Return a random Wan2.1 VAE in fp32: 16 latent channels, 8 x 8 pixels and 4 frames per latent."""
     with torch.random.fork_rng(devices=[]), NoInitialValues():
         vae = AutoencoderKLWan(base_dim=base_dim)
     return randomised(vae, seed)
 
 
 def make_wan22_vae(*, seed: int, base_dim: int = 4, decoder_base_dim: int = 8) -> AutoencoderKLWan:
-    """A random VAE of Wan2.2 5B in fp32: 48 latent channels, 16 x 16 pixels and 4 frames per latent."""
+    """Return a random VAE of Wan2.2 5B in fp32: 48 latent channels, 16 x 16 pixels and 4 frames per latent."""
     widths = {"base_dim": base_dim, "decoder_base_dim": decoder_base_dim}
     spread = {"latents_mean": list(WAN22.mean), "latents_std": list(WAN22.std)}
     with torch.random.fork_rng(devices=[]):
@@ -81,7 +83,7 @@ def make_wan22_vae(*, seed: int, base_dim: int = 4, decoder_base_dim: int = 8) -
 
 
 def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5EncoderModel:
-    """A random UMT5 encoder in fp32, as wide as the real one (4096) and thin everywhere else."""
+    """Return a random UMT5 encoder in fp32 with the width of the real one (4096) and small other sizes."""
     config = UMT5Config(
         vocab_size=vocabulary,
         d_model=TEXT_DIM,
@@ -98,7 +100,7 @@ def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5Enc
 
 
 def in_dtype(model: ModelT, dtype: torch.dtype) -> ModelT:
-    """A copy with every parameter in `dtype`; diffusers' own `.to()` would warn about its fp32 islands."""
+    """Return a copy with every parameter in `dtype`; diffusers' `.to()` would warn about modules kept in fp32."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -106,7 +108,7 @@ def in_dtype(model: ModelT, dtype: torch.dtype) -> ModelT:
 
 
 def randomised(model: ModelT, seed: int) -> ModelT:
-    """The model itself, its parameters drawn anew from that seed, in eval mode and without gradients."""
+    """Draw the parameters of the model from that seed, and return the model in eval mode without gradients."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         parameter.data.copy_(random_values(name, parameter.shape, generator))
@@ -114,12 +116,12 @@ def randomised(model: ModelT, seed: int) -> ModelT:
 
 
 def random_values(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Values in fp32 for the parameter of that name, where the generator is."""
+    """Return fp32 values for the parameter of that name, on the device of the generator."""
     noise = torch.randn(shape, generator=generator, device=generator.device)
     if name.endswith("bias"):
         return 0.1 * noise
     if name.endswith("attn2.norm_q.weight"):
-        # Sharp enough attention that a few words count against hundreds of rows of padding.
+        # Attention must be sharp enough for a few words to matter among hundreds of rows of padding.
         return 2.0 + 0.1 * noise
     if "norm" in name or name.endswith("gamma"):
         return 1.0 + 0.1 * noise
@@ -127,5 +129,5 @@ def random_values(name: str, shape: torch.Size, generator: torch.Generator) -> t
         return 0.5 * noise
     if name.endswith(("shared.weight", "embed_tokens.weight", "relative_attention_bias.weight")):
         return noise
-    # A matrix or a convolution: inputs of order 1 give outputs of order 1.
+    # Matrices and convolutions map inputs of order 1 to outputs of order 1.
     return noise / math.sqrt(math.prod(shape[1:]))

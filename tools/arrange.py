@@ -1,4 +1,4 @@
-"""How a shipped workflow looks on the canvas: which node stands in which group, how large it is, what the note says."""
+"""Appearance of a shipped workflow on the canvas: group and minimum size of each node, and the note."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTE_TYPE = "MarkdownNote"
 
 
 class Place(NamedTuple):
-    """Column and group of a node, and the least size that shows what is in it."""
+    """Column and group of a node, and the minimum size that shows its content."""
 
     column: int
     group: str
@@ -59,11 +59,11 @@ PLACES = {
 """Every class that a shipped workflow may use; one that is missing here is a KeyError of the builder."""
 
 CHAINS = {"WanStreamLora", "VAEDecode", "CreateVideo", "WanStreamSaveVideo", "SaveVideo"}
-"""Classes that stand below what they read, although it is of their own group."""
+"""Classes that are placed below their source, instead of to its right, within a group."""
 
 
 def columns(prompt: Prompt) -> list[list[Group]]:
-    """The groups of a graph, by column from left to right, nodes in the order of the file."""
+    """Return the groups of a graph by column from left to right, with nodes in the order of the file."""
     groups: dict[Place, list[list[str]]] = {}
     ranks: dict[str, int] = {}
     for node_id, node in prompt.items():
@@ -81,23 +81,23 @@ def columns(prompt: Prompt) -> list[list[Group]]:
 
 
 def _place(node: Mapping[str, Any]) -> Place:
-    """Column and group alone: nodes of one group differ in size."""
+    """Return column and group without the size, which differs within a group."""
     return PLACES[node["class_type"]]._replace(size=Size(0, 0))
 
 
 def least_size(class_type: str) -> Size:
-    """The least size of a node of that class."""
+    """Return the minimum size of a node of that class."""
     return PLACES[class_type].size
 
 
 def models_of(node: Mapping[str, Any]) -> list[ModelFile]:
-    """The model files that a node's widgets name."""
+    """Return the model files that a node's widgets name."""
     values = [value for value in node["inputs"].values() if isinstance(value, str)]
     return [MODEL_FILES[value] for value in values if value in MODEL_FILES]
 
 
 def note(stem: str, prompt: Prompt) -> str:
-    """The text of a workflow's note: what is written for it, then its files with their links, by folder."""
+    """Return the text of a workflow's note: its file in `notes/`, then the links of its model files."""
     text = (NOTES / f"{stem}.md").read_text(encoding="utf-8").rstrip()
     return "\n".join([text, "", "### Files, below ComfyUI/models/", "", *_file_lines(prompt), ""])
 

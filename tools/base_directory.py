@@ -1,4 +1,4 @@
-"""A base directory for a ComfyUI server: this pack, the test model and a picture, and nothing else."""
+"""Base directory for a ComfyUI server, with only this pack, the test model and a picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .thumbnails import landscape
 
 ROOT = Path(__file__).parent.parent
 PACK = "WanStream"
-"""The name of the pack's folder, and so of its section in the template browser."""
+"""Name of the pack's folder, which is the title of its section in the template browser."""
 
 
 def furnish(base: Path) -> None:

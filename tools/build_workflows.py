@@ -1,9 +1,9 @@
-"""Makes the canvas workflows and their thumbnails from the API files, with ComfyUI's own frontend.
+"""Build the canvas workflows and their thumbnails from the API files, with ComfyUI's frontend.
 
-Each `workflows/api/<name>.json` is loaded in the frontend of a real server, laid out, given its note and the links of
-its model files, and saved by the frontend as `workflows/<name>.json`. Nodes are laid out for the height that they have
-after a run, with chart, preview and result, in the renderer that draws them higher. `workflows/<name>.jpg` is drawn by
-`thumbnails.py`. Run it by `scripts/workflows` after any change of a node's inputs or of an API file.
+Each `workflows/api/<name>.json` is loaded in the frontend of a real server, laid out, completed with its note and the
+links of its model files, and saved by the frontend as `workflows/<name>.json`. The layout uses the height that nodes
+have after a run, with chart, preview and result, in the renderer that draws them higher. `thumbnails.py` draws
+`workflows/<name>.jpg`. Run `scripts/workflows` after any change of a node's inputs or of an API file.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .thumbnails import thumbnail
 WORKFLOWS = ROOT / "workflows"
 VIEW = (2600, 1600)
 SCREEN = (1600, 900)
-"""The screen that a workflow fills when it is opened."""
+"""Screen size that a workflow fills when it is opened."""
 MARGIN = 30
-IDS_APART = 100
+ID_STRIDE = 100
 QUALITY = 88
 
 ADD_NOTE = """([type, title, text]) => {
@@ -52,14 +52,14 @@ PUT = """([sizes, positions]) => {
         node.pos = positions[node.id]
     }
 }"""
-# Nodes 2.0 draws its rows higher, and gives the graph the height of a node when it has drawn it.
+# Nodes 2.0 draws higher rows, and sets the height of a node in the graph only after drawing it.
 HEIGHTS = """() => Object.fromEntries(
     window.app.rootGraph.nodes.map(node => [String(node.id), node.size[1]])
 )"""
 DRAWN = "() => window.app.rootGraph.nodes.every(node => document.querySelector(`[data-node-id='${node.id}']`))"
 DRAWN_MS = 2000
 
-# A seed that changed by itself after a run would make the next one another video than the file says.
+# "fixed": with a seed that changes after a run, the next video would not be that of the file.
 DRESS = """([id, models, sizes, positions, frames]) => {
     const graph = window.app.rootGraph
     graph.id = id
@@ -111,8 +111,8 @@ def build(files: Sequence[Path], base: Path) -> None:
         for settings in (NODES_2, CLASSIC):
             with opened_frontend(browser, server, width=width, height=height, settings=settings) as frontend:
                 for number, file in enumerate(files):
-                    # Nodes do not become lower than one of the same id was before.
-                    found = _heights_after_a_run(frontend, _prompt(file, first=1 + number * IDS_APART), settings)
+                    # Ids differ between files, because a node is never lower than an earlier one with the same id.
+                    found = _heights_after_a_run(frontend, _prompt(file, first=1 + number * ID_STRIDE), settings)
                     heights[file] = [max(pair) for pair in zip(found, heights.get(file, found), strict=True)]
         with opened_frontend(browser, server, width=width, height=height, settings=CLASSIC) as frontend:
             for file in files:
@@ -125,7 +125,7 @@ def _prompt(file: Path, *, first: int = 1) -> dict[str, Any]:
 
 
 def _heights_after_a_run(frontend: Frontend, prompt: dict[str, Any], settings: Mapping[str, object]) -> list[float]:
-    """The height of each node in the renderer of `frontend`, in the order of the file, when all of it has run."""
+    """Return the height of each node after a run in the renderer of `frontend`, in the order of the file."""
     frontend.load_prompt(prompt)
     sizes = _sizes(frontend, prompt)
     layout = place(columns(prompt), sizes)
@@ -140,7 +140,7 @@ def _heights_after_a_run(frontend: Frontend, prompt: dict[str, Any], settings: M
 
 
 def _build_one(frontend: Frontend, file: Path, heights: Sequence[float]) -> None:
-    """`heights` is the room that each node needs, in the order of the file; it is saved as high as it is now."""
+    """Build one workflow; the layout reserves `heights` (in the order of the file), but nodes keep their own height."""
     prompt = _prompt(file)
     frontend.load_workflow(EMPTY)
     frontend.load_prompt(prompt)
@@ -148,8 +148,8 @@ def _build_one(frontend: Frontend, file: Path, heights: Sequence[float]) -> None
     nodes = {**prompt, note_id: {"class_type": NOTE_TYPE, "inputs": {}}}
     sizes = _sizes(frontend, nodes)
     needed = dict(zip(prompt, map(ceil, heights), strict=True))
-    room = {node: size._replace(height=max(size.height, needed.get(node, 0))) for node, size in sizes.items()}
-    layout = place(columns(nodes), room)
+    reserved = {node: size._replace(height=max(size.height, needed.get(node, 0))) for node, size in sizes.items()}
+    layout = place(columns(nodes), reserved)
     frames = {title: frame for title, frame in layout.frames.items() if title != NOTE}
     models = {node_id: [model._asdict() for model in models_of(node)] for node_id, node in prompt.items()}
     linked = {node_id: found for node_id, found in models.items() if found}
@@ -163,7 +163,7 @@ def _build_one(frontend: Frontend, file: Path, heights: Sequence[float]) -> None
 
 
 def _sizes(frontend: Frontend, nodes: dict[str, Any]) -> dict[str, Size]:
-    """What each node needs and what it shall at least have."""
+    """Return the size of each node: the larger one of its needs and its minimum size."""
     needed: dict[str, list[float]] = frontend.page.evaluate(SIZES)
     return {
         node_id: Size(*map(max, needed[node_id], least_size(node["class_type"]))) for node_id, node in nodes.items()
@@ -171,7 +171,7 @@ def _sizes(frontend: Frontend, nodes: dict[str, Any]) -> dict[str, Size]:
 
 
 def _view(layout: Layout, screen: tuple[int, int]) -> tuple[float, float, float]:
-    """Scale and offset with which the whole layout fills a screen."""
+    """Return scale and offset with which the whole layout fills a screen."""
     frames = layout.frames.values()
     whole = Box(0, 0, max(box.x + box.width for box in frames), max(box.y + box.height for box in frames))
     width, height = screen

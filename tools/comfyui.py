@@ -1,4 +1,4 @@
-"""A real ComfyUI: where it is, and a server of one's own that touches nothing outside its base directory.
+"""Location of a real ComfyUI, and a server that writes nothing outside its base directory.
 
 `COMFYUI_PATH` names the checkout (default `~/ComfyUI`), `COMFYUI_PYTHON` the Python that runs it (default the
 checkout's `.venv`); that Python needs what this pack's `requirements.txt` lists.
@@ -23,7 +23,7 @@ START_SECONDS = 120
 RUN_SECONDS = 240
 POLL_SECONDS = 0.1
 
-# What of this pack's requirements.txt a Python lacks.
+# Prints the packages of this pack's requirements.txt that a Python lacks.
 MISSING = """
 from importlib.util import find_spec
 needed = ("torch", "diffusers", "transformers", "sentencepiece", "safetensors", "psutil", "av", "numpy", "PIL", "ftfy",
@@ -43,18 +43,18 @@ class ComfyUI(NamedTuple):
     python: Path
 
     def environment(self) -> dict[str, str]:
-        """The environment of this process, without the Python that it runs in."""
+        """Return the environment of this process without its Python settings."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
         return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 
     def version(self) -> tuple[int, ...]:
-        """Its version, for example (0, 3, 64)."""
+        """Return its version, for example (0, 3, 64)."""
         text = (self.path / "comfyui_version.py").read_text(encoding="utf-8")
         return tuple(int(part) for part in text.split('"')[-2].split("."))
 
 
 def find_comfyui() -> ComfyUI:
-    """The ComfyUI of this machine. Raises NoComfyUIError."""
+    """Return the ComfyUI of this machine. Raises NoComfyUIError."""
     path = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))
     folder, name = ("Scripts", "python.exe") if sys.platform == "win32" else ("bin", "python")
     python = Path(os.environ.get("COMFYUI_PYTHON", path / ".venv" / folder / name))
@@ -81,12 +81,12 @@ class Server(NamedTuple):
         return self._send(urllib.request.Request(self.url + route))[1]
 
     def post(self, route: str, body: object) -> tuple[int, Any]:
-        """The status and the JSON answer, None if the answer is empty."""
+        """Send JSON, and return the status and the JSON response (None if it is empty)."""
         data = json.dumps(body).encode()
         return self._send(urllib.request.Request(self.url + route, data, {"Content-Type": "application/json"}))
 
     def run(self, prompt: dict[str, Any], **extra_data: Any) -> dict[str, Any]:
-        """Run a workflow to its end and return its history; an AssertionError if it was refused or did not end well."""
+        """Run a workflow to its end and return its history. Raises AssertionError if it is refused or fails."""
         entry = self.wait(self.queue(prompt, **extra_data))
         assert entry["status"]["status_str"] == "success", entry["status"]["messages"]
         return entry
@@ -99,7 +99,7 @@ class Server(NamedTuple):
         return prompt_id
 
     def wait(self, prompt_id: str) -> dict[str, Any]:
-        """The history of a queued workflow, once it has ended in one way or another."""
+        """Wait for the end of a queued workflow, successful or not, and return its history."""
         deadline = time.monotonic() + RUN_SECONDS
         while not (history := self.get(f"/history/{prompt_id}")):
             assert time.monotonic() < deadline, f"still running after {RUN_SECONDS} s"
@@ -109,7 +109,7 @@ class Server(NamedTuple):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let nothing that is posted inside run: it waits behind a closed gate and is then thrown away.
+        """Block the queue: workflows that are posted inside wait, and are deleted on exit without running.
 
         The base directory's `custom_nodes/` must hold the node `TestGate`, which ends when its `file` exists.
         """
@@ -126,7 +126,7 @@ class Server(NamedTuple):
             gate.unlink()
 
     def _send(self, request: urllib.request.Request) -> tuple[int, Any]:
-        # No proxy stands between a test and its own machine.
+        # A proxy of the environment must not be used for loopback.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=60) as answer:
@@ -139,12 +139,14 @@ class Server(NamedTuple):
 def running_server(
     comfyui: ComfyUI, base: Path, *flags: str, cpu: bool = True, port: int | None = None
 ) -> Iterator[Server]:
-    """A ComfyUI server on `port` of the loopback (None: a free one) that touches nothing outside `base`.
+    """Run a ComfyUI server that writes nothing outside `base`, and end it on exit.
 
-    It ends with the `with`, if it has not ended before.
+    Its output is written to `base / "server.log"`.
 
-    `flags` are further ones of its command line; what it prints lies in `base / "server.log"`. It computes on the CPU,
-    or on what it finds.
+    Args:
+        flags: further flags of its command line.
+        cpu: compute on the CPU; False: on the device that ComfyUI chooses.
+        port: port on loopback; None: a free one.
     """
     port = port or free_port()
     command = [
@@ -168,7 +170,7 @@ def running_server(
 
 
 def _started(server: Server, process: subprocess.Popen[bytes], log: Path) -> Server:
-    """The server once it answers, and certainly this one: its command line names our base directory."""
+    """Wait until the server responds, and check by its command line that it is this one."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         assert process.poll() is None, log.read_text(errors="replace")[-4000:]
@@ -185,7 +187,7 @@ def _started(server: Server, process: subprocess.Popen[bytes], log: Path) -> Ser
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens at."""
+    """Return a free port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

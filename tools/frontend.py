@@ -1,6 +1,6 @@
-"""ComfyUI's own frontend in a headless Chromium: loads graphs, says what it complains about, saves them.
+"""ComfyUI's frontend in a headless Chromium: loads and saves graphs, and returns its error messages.
 
-Chromium is the system's (`CHROMIUM` names another one); playwright only drives it. Both are optional for the project.
+The system's Chromium is used, or the one named by `CHROMIUM`; playwright only drives it. Both are optional.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ FLAGS = (
 )
 
 CLASSIC: Mapping[str, object] = {"Comfy.VueNodes.Enabled": False}
-"""The setting of ComfyUI's classic canvas."""
+"""Setting for ComfyUI's classic canvas."""
 NODES_2: Mapping[str, object] = {"Comfy.VueNodes.Enabled": True}
-"""The setting of "Nodes 2.0", whose nodes are elements of the page."""
+"""Setting for "Nodes 2.0", whose nodes are DOM elements."""
 
 # Without the first one, a first start opens the template browser over the canvas.
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.ColorPalette": "dark", **CLASSIC}
@@ -38,15 +38,15 @@ SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.ColorPalette": "dark", **CLA
 GRAPH = "(window.app.rootGraph ?? window.app.graph)"
 """The graph in JavaScript; the frontend of ComfyUI 0.3.64 has only the second name."""
 
-# The app is there, has made its canvas and has put its default graph on it; what is loaded earlier would be replaced.
+# The app has created its canvas and loaded its default graph, which would replace a graph loaded earlier.
 READY = f"() => window.app?.vueAppReady && {GRAPH}?.nodes?.length > 0"
 
-# The default graph names a model that is not there, and that complaint would stay with the nodes of its ids.
+# The default graph names a missing model, and that error would remain on later nodes with the same ids.
 EMPTY = {"last_node_id": 0, "last_link_id": 0, "nodes": [], "links": [], "version": 0.4}
 
 EXPORT = "async () => JSON.stringify(await window.app.graphToPrompt())"
 
-# Dialogs, toasts and the summary of errors, as a user sees them; a dialog that is open is modal, so it comes first.
+# Dialogs, toasts and the summary of errors, as shown to a user.
 COMPLAINTS = """() => [...document.querySelectorAll(
     '[role=dialog], .p-dialog, .p-toast-message, [data-testid=error-overlay]'
 )].map(element => element.innerText.trim()).filter(text => text)"""
@@ -57,7 +57,7 @@ class NoBrowserError(OSError):
 
 
 class Exported(NamedTuple):
-    """A graph as the frontend saves it: for the canvas, and in API format."""
+    """Graph as saved by the frontend, in canvas and in API format."""
 
     workflow: dict[str, Any]
     prompt: dict[str, Any]
@@ -80,14 +80,14 @@ class Frontend:
         self._wait_for_nodes(len(workflow["nodes"]))
 
     def export(self) -> Exported:
-        """The graph as Save and Export (API) write it."""
-        # As text: what JavaScript has as undefined would come over as null.
+        """Return the graph as written by Save and by Export (API)."""
+        # As text, because playwright would convert undefined values to null.
         found = json.loads(self.page.evaluate(EXPORT))
         return Exported(found["workflow"], found["output"])
 
     def complaints(self) -> list[str]:
-        """The texts of all dialogs, messages and errors that the page shows."""
-        # They are drawn in the frames after the graph was loaded.
+        """Return the texts of all dialogs, messages and errors on the page."""
+        # They are drawn some frames after the graph was loaded.
         self.page.wait_for_timeout(500)
         found: list[str] = self.page.evaluate(COMPLAINTS)
         return found
@@ -97,7 +97,7 @@ class Frontend:
 
 
 def find_chromium() -> Path:
-    """The Chromium of this machine. Raises NoBrowserError, also where playwright is not installed."""
+    """Return the Chromium of this machine. Raises NoBrowserError, also if playwright is not installed."""
     named = os.environ.get("CHROMIUM")
     found = named if named and Path(named).is_file() else next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
     if found is None:
@@ -109,7 +109,7 @@ def find_chromium() -> Path:
 
 @contextmanager
 def running_browser() -> Iterator[Browser]:
-    """The Chromium of this machine, headless. Raises NoBrowserError."""
+    """Run the Chromium of this machine, headless. Raises NoBrowserError."""
     chromium = find_chromium()
     from playwright.sync_api import sync_playwright
 
@@ -130,10 +130,10 @@ def opened_frontend(
     height: int = 900,
     settings: Mapping[str, object] = {},
 ) -> Iterator[Frontend]:
-    """The frontend of `server` in a profile of its own, `width` x `height` pixels, with an empty graph.
+    """Open the frontend of `server` in a new profile, `width` x `height` pixels, with an empty graph.
 
-    `settings` are ComfyUI's, by their ids; the others are those of a first start.
-    It remembers nothing of another one, above all no pictures that nodes of the same ids showed.
+    `settings` are ComfyUI's, by their ids; all others are those of a first start. A new profile has no state of earlier
+    pages, in particular no pictures of nodes with the same ids.
     """
     status, _ = server.post("/settings", {**SETTINGS, **settings})
     assert status == 200

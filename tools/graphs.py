@@ -1,7 +1,7 @@
 """Graphs in API format as values: numbered, ordered and compared. Pure functions.
 
-A node is named by its class, or by its title where a graph has several nodes of that class. So the names are the same
-whatever the ids are, and in every language and version of ComfyUI, which give nodes their titles.
+A node is named by its class, or by its title if a graph has several nodes of that class. So names do not depend on ids,
+nor on the language and version of ComfyUI, which determine default titles.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ Prompt: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 def title_of(node: Mapping[str, Any]) -> str:
-    """The title that a node of an API file carries."""
+    """Return the title of a node of an API file."""
     title: str = node["_meta"]["title"]
     return title
 
 
 def links_of(node: Mapping[str, Any]) -> dict[str, str]:
-    """The ids of the nodes that a node's inputs are linked to, by input."""
+    """Return the ids of the nodes that a node's inputs are linked to, by input."""
     return {name: value[0] for name, value in node["inputs"].items() if isinstance(value, list)}
 
 
 def numbered(prompt: Prompt, *, first: int = 1) -> dict[str, dict[str, Any]]:
-    """The same graph with ids "1", "2", ..., in the order of the file: the canvas counts its nodes."""
+    """Return the graph with ids "1", "2", ... in the order of the file, as on the canvas."""
     ids = {old: str(number) for number, old in enumerate(prompt, start=first)}
 
     def renamed(value: object) -> object:
@@ -38,7 +38,7 @@ def numbered(prompt: Prompt, *, first: int = 1) -> dict[str, dict[str, Any]]:
 
 
 def names_of(prompt: Prompt) -> dict[str, str]:
-    """The name of each node by its id. Raises ValueError if two nodes share their class and their title."""
+    """Return the name of each node by its id. Raises ValueError if two nodes have the same class and title."""
     counts = Counter(node["class_type"] for node in prompt.values())
     names = {
         node_id: node["class_type"] if counts[node["class_type"]] == 1 else title_of(node)
@@ -50,9 +50,9 @@ def names_of(prompt: Prompt) -> dict[str, str]:
 
 
 def by_name(prompt: Prompt) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The content of a graph whatever its ids are: for each name the class and the inputs, links as (name, output).
+    """Return the content of a graph without ids: class and inputs by node name, links as (name, output).
 
-    Two graphs are the same up to their ids exactly if these are equal. Raises ValueError as `names_of` does.
+    Two graphs differ only in their ids if and only if these are equal. Raises ValueError as `names_of` does.
     """
     names = names_of(prompt)
 

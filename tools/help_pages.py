@@ -1,7 +1,7 @@
-"""The Chinese help pages, as far as they follow from other texts: written by `scripts/locales`.
+"""Generated parts of the Chinese help pages, written by `scripts/locales`.
 
-Of `web/docs/<node>/zh.md` the title and the list of inputs come from the Chinese locale and the schema, and the example
-from the English page, so that they cannot become older than these. The rest is translated by hand.
+In `web/docs/<node>/zh.md`, the title and the list of inputs come from the Chinese locale and the schema, and the
+example from the English page, so that they are always up to date. The rest is translated by hand.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ LARGEST = 2**64 - 1
 
 
 def page_file(docs: Path, node_id: str, language: str) -> Path:
-    """The path at which ComfyUI looks for the page of a node; the English one serves all languages that have none."""
+    """Return the path of a node's help page; ComfyUI uses the English one for languages without a page."""
     return docs / f"{node_id}.md" if language == "en" else docs / node_id / f"{language}.md"
 
 
-def refresh_page(docs: Path, schema: io.Schema, said: Mapping[str, Any]) -> None:
-    """Write those parts of the Chinese page again; `said` is what the locale calls the node."""
+def refresh_page(docs: Path, schema: io.Schema, texts: Mapping[str, Any]) -> None:
+    """Write the generated parts of the Chinese page; `texts` is the node's entry in the locale."""
     file = page_file(docs, schema.node_id, LANGUAGE)
     english = page_file(docs, schema.node_id, "en").read_text(encoding="utf-8")
     page = file.read_text(encoding="utf-8")
-    page = re.sub(r"\A# .*", lambda _: f"# {said['display_name']}", page)
-    page = with_section(page, INPUTS, "".join(f"{line}\n" for line in input_lines(schema, said)))
+    page = re.sub(r"\A# .*", lambda _: f"# {texts['display_name']}", page)
+    page = with_section(page, INPUTS, "".join(f"{line}\n" for line in input_lines(schema, texts)))
     page = with_section(page, EXAMPLE, section(english, "Example").strip() + "\n")
     file.write_text(page, encoding="utf-8")
 
 
-def input_lines(schema: io.Schema, said: Mapping[str, Any]) -> list[str]:
-    """A line for each input: its id, its name in the menus, default and limits, and its tooltip."""
+def input_lines(schema: io.Schema, texts: Mapping[str, Any]) -> list[str]:
+    """Return a line for each input: its id, displayed name, default, limits and tooltip."""
     return [
-        f"- `{socket.id}` {said['inputs'][socket.id]['name']}（{_default(socket)}{_limits(socket)}）："
-        f"{said['inputs'][socket.id]['tooltip']}"
+        f"- `{socket.id}` {texts['inputs'][socket.id]['name']}（{_default(socket)}{_limits(socket)}）："
+        f"{texts['inputs'][socket.id]['tooltip']}"
         for socket in schema.inputs
     ]
 
 
 def translated_by_hand(docs: Path, node_id: str, language: str) -> str:
-    """The page of a node without what `refresh_page` writes; empty where there is none."""
+    """Return the page of a node without the parts written by `refresh_page`; empty if there is no page."""
     file = page_file(docs, node_id, language)
     page = file.read_text(encoding="utf-8") if file.exists() else ""
     for title in ("Inputs", "Example", INPUTS, EXAMPLE):
@@ -54,7 +54,7 @@ def translated_by_hand(docs: Path, node_id: str, language: str) -> str:
 
 
 def section(page: str, title: str) -> str:
-    """The lines under `## title`, up to the next heading. Raises ValueError where there is none."""
+    """Return the lines under `## title`, up to the next heading. Raises ValueError if there is no such section."""
     found = re.search(_pattern(title), page, re.MULTILINE | re.DOTALL)
     if not found:
         raise ValueError(f"the page has no section {title}")
@@ -62,7 +62,7 @@ def section(page: str, title: str) -> str:
 
 
 def with_section(page: str, title: str, text: str) -> str:
-    """The page with this text under `## title`."""
+    """Return the page with this text under `## title`."""
     section(page, title)
     return re.sub(_pattern(title), lambda _: f"## {title}\n\n{text}\n", page, count=1, flags=re.MULTILINE | re.DOTALL)
 
@@ -86,7 +86,7 @@ def _limits(socket: io.Input) -> str:
         most = "2^64-1" if options["max"] == LARGEST else options["max"]
         return f"；`{options['min']}..{most}`"
     if "default" in options and options.get("options"):
-        # Names of model files differ from machine to machine; of such a list only the fixed choice is named.
+        # Names of model files differ between machines, so only the fixed choices of such a list are shown.
         fixed = [option for option in options["options"] if "/" not in option and "." not in option]
         return "；" + "、".join(f"`{option}`" for option in fixed)
     return ""

@@ -1,6 +1,6 @@
-"""Where the nodes of a shipped workflow stand on the canvas: groups in columns, from left to right. Pure functions.
+"""Positions of nodes on the canvas: groups in columns, from left to right. Pure functions.
 
-A group's nodes stand below each other; a node that reads another one of its own group stands to the right of it.
+The nodes of a group are placed below each other; a node with a source in the same group is placed to its right.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 GAP = 50.0
 PADDING = 20.0
 BADGE = 32.0
-"""Room above each node for its badge, which stays readable when the canvas is zoomed out."""
+"""Space above each node for its badge, which does not shrink when the canvas is zoomed out."""
 TITLE = 30.0
-"""Height of a node's title bar, which lies above its position."""
+"""Height of a node's title bar, which is above its position."""
 GROUP_TITLE = 36.0
 
 
@@ -26,7 +26,7 @@ class Size(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A rectangle on the canvas."""
+    """Rectangle on the canvas."""
 
     x: float
     y: float
@@ -36,7 +36,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A titled frame; `ranks` are the ids of its nodes, in sub-columns from left to right."""
+    """Titled frame; `ranks` are the ids of its nodes, in sub-columns from left to right."""
 
     title: str
     ranks: Sequence[Sequence[str]]
@@ -44,7 +44,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The positions of all nodes (below their title bars), and the frames of the groups by title."""
+    """Positions of all nodes (below their title bars), and the frames of the groups by title."""
 
     nodes: Mapping[str, tuple[float, float]]
     frames: Mapping[str, Box]
@@ -70,7 +70,7 @@ def place(columns: Sequence[Sequence[Group]], sizes: Mapping[str, Size]) -> Layo
 
 
 def _inside(group: Group, sizes: Mapping[str, Size], left: float, top: float) -> dict[str, tuple[float, float]]:
-    """The positions of a group's nodes, whose frame holds them from (left, top)."""
+    """Return the positions of a group's nodes, starting at (left, top) within the frame."""
     placed = {}
     for rank in group.ranks:
         below = top

@@ -1,4 +1,4 @@
-"""Where the files that the shipped workflows name can be had, and which folder each goes into."""
+"""Download addresses and folders of the model files that the shipped workflows name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ REPACKAGED_21 = "https://huggingface.co/Comfy-Org/Wan_2.1_ComfyUI_repackaged/res
 
 
 class ModelFile(NamedTuple):
-    """One file: its name, its folder below ComfyUI's `models/`, and the address that ComfyUI's own templates give."""
+    """Model file: its name, its folder below ComfyUI's `models/`, and the address in ComfyUI's templates."""
 
     name: str
     directory: str

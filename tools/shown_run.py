@@ -1,6 +1,6 @@
-"""A run as the page sees it, without one: events, a preview and results go through the code that a run goes through.
+"""Simulated run in the frontend: events, a preview and results, processed by the same code as those of a real run.
 
-For the builder, which leaves room for what nodes show after a run, and for the tests that nothing is covered then.
+Used by the builder to reserve space for the output of nodes, and by tests that no widget is covered after a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PREVIEWS = {"WanStreamSampler", "WanStreamLaneSampler", "SamplerCustomAdvanced"}
 VIDEOS = {"WanStreamSaveVideo", "SaveVideo"}
 IMAGES = {"WanStreamBenchmark"}
 
-# Each event as ComfyUI's connection passes it on; a preview is a picture, as it comes from latents of this size.
+# Dispatches events as ComfyUI's websocket client does; a preview is a picture of this size.
 DISPATCH = """async ([events, previews, [width, height]]) => {
     const { api } = window.comfyAPI.api
     for (const [event, payload] of events) api.dispatchCustomEvent(event, payload)
@@ -45,13 +45,13 @@ SHOWN_MS = 1500
 
 
 def furnish_results(base: Path) -> None:
-    """Put a video into the output folder of a base directory, for nodes to show."""
+    """Write a video into the output folder of a base directory, for nodes to show."""
     width, height = VIDEO_SIZE
     write_mp4(base / "output" / VIDEO, [torch.zeros(height, width, 3)], fps=16, crf=30, metadata={})
 
 
 def show_run(frontend: Frontend, classes: Mapping[str, str]) -> None:
-    """Let the page believe that the open graph has run; `classes` has the class of each of its nodes by id."""
+    """Send the events of a run of the open graph to the page; `classes` has the class of each node by id."""
     events = [event for node_id, kind in classes.items() if kind in OVERLAYS for event in _run_events(node_id)]
     for node_id, kind in classes.items():
         if kind in VIDEOS:
@@ -60,11 +60,11 @@ def show_run(frontend: Frontend, classes: Mapping[str, str]) -> None:
             events.append(_executed(node_id, {"images": [_file("example.png", "input")], "text": ["a report"]}))
     previews = [node_id for node_id, kind in classes.items() if kind in PREVIEWS]
     frontend.page.evaluate(DISPATCH, [events, previews, list(VIDEO_SIZE)])
-    frontend.page.wait_for_timeout(SHOWN_MS)  # pictures are loaded, and what holds them grows
+    frontend.page.wait_for_timeout(SHOWN_MS)  # pictures load asynchronously and then resize their nodes
 
 
 def _run_events(node_id: str) -> list[tuple[str, dict[str, Any]]]:
-    """The announcement of a run of that node by a host."""
+    """Return the events that a host sends for a run of that node."""
     found: list[tuple[str, dict[str, Any]]] = []
     experts = ["high"] * (STEPS // 2) + ["low"] * (STEPS // 2)
     steps = tuple(

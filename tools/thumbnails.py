@@ -1,6 +1,6 @@
-"""Pictures of the template browser: what a workflow takes on the left, what it makes on the right, its kind in between.
+"""Thumbnails for the template browser: input of a workflow on the left, model in the middle, output on the right.
 
-Drawn with a few symbols (text, picture, film, chart, GPU, graph), so that templates differ at a glance.
+They consist of a few symbols (text, picture, film, chart, GPU, graph), so that templates differ at a glance.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from PIL import Image, ImageDraw, ImageFont
 
 SIZE = (800, 450)
 SCALE = 2
-"""Drawn larger and reduced: lines and edges become smooth."""
+"""Factor by which thumbnails are drawn larger and then reduced, for smooth edges."""
 
 PAPER, INK, FAINT = (23, 25, 33), (226, 230, 240), (92, 100, 120)
 HIGH, LOW, GREEN = (217, 115, 26), (47, 134, 214), (96, 190, 132)
 
-Taken: TypeAlias = Literal["text", "first", "last", "graph"]
-Made: TypeAlias = Literal["film", "chart"]
+Input: TypeAlias = Literal["text", "first", "last", "graph"]
+Output: TypeAlias = Literal["film", "chart"]
 
 TILE = 150
-"""Side of a symbol of what is taken."""
+"""Side length of an input symbol."""
 FILM = (470, 138, 760, 312)
 
 
@@ -30,12 +30,12 @@ FILM = (470, 138, 760, 312)
 class Scene:
     """Content of a thumbnail."""
 
-    taken: tuple[Taken, ...]
+    inputs: tuple[Input, ...]
     label: str
     """The model."""
     mark: str = ""
-    """Two words that set the workflow apart."""
-    made: Made = "film"
+    """One or two words that distinguish the workflow from others."""
+    output: Output = "film"
     experts: int = 2
     gpus: int = 0
     curve: bool = False
@@ -43,35 +43,35 @@ class Scene:
 
 
 SCENES = {
-    "t2v": Scene(taken=("text",), label="Wan2.2 A14B"),
-    "i2v": Scene(taken=("text", "first"), label="Wan2.2 A14B"),
-    "flf2v": Scene(taken=("first", "last"), label="Wan2.2 A14B", mark="first + last"),
-    "t2v_lightning": Scene(taken=("text",), label="Wan2.2 A14B", mark="4 steps"),
-    "i2v_lightning": Scene(taken=("text", "first"), label="Wan2.2 A14B", mark="4 steps"),
-    "guider": Scene(taken=("text",), label="Wan2.2 A14B", mark="any sampler", curve=True),
-    "native_mixed": Scene(taken=("graph",), label="Wan2.2 A14B", mark="ComfyUI's nodes"),
-    "workers": Scene(taken=("text",), label="Wan2.2 A14B", mark="2 GPUs", gpus=2),
-    "benchmark": Scene(taken=("text",), label="Wan2.2 A14B", mark="benchmark", made="chart"),
-    "wan21_t2v": Scene(taken=("text",), label="Wan2.1 1.3B", experts=1),
-    "wan21_i2v": Scene(taken=("text", "first"), label="Wan2.1 14B", experts=1),
-    "wan22_5b_t2v": Scene(taken=("text",), label="Wan2.2 5B", experts=1),
-    "wan22_5b_i2v": Scene(taken=("text", "first"), label="Wan2.2 5B", experts=1),
+    "t2v": Scene(inputs=("text",), label="Wan2.2 A14B"),
+    "i2v": Scene(inputs=("text", "first"), label="Wan2.2 A14B"),
+    "flf2v": Scene(inputs=("first", "last"), label="Wan2.2 A14B", mark="first + last"),
+    "t2v_lightning": Scene(inputs=("text",), label="Wan2.2 A14B", mark="4 steps"),
+    "i2v_lightning": Scene(inputs=("text", "first"), label="Wan2.2 A14B", mark="4 steps"),
+    "guider": Scene(inputs=("text",), label="Wan2.2 A14B", mark="any sampler", curve=True),
+    "native_mixed": Scene(inputs=("graph",), label="Wan2.2 A14B", mark="ComfyUI's nodes"),
+    "workers": Scene(inputs=("text",), label="Wan2.2 A14B", mark="2 GPUs", gpus=2),
+    "benchmark": Scene(inputs=("text",), label="Wan2.2 A14B", mark="benchmark", output="chart"),
+    "wan21_t2v": Scene(inputs=("text",), label="Wan2.1 1.3B", experts=1),
+    "wan21_i2v": Scene(inputs=("text", "first"), label="Wan2.1 14B", experts=1),
+    "wan22_5b_t2v": Scene(inputs=("text",), label="Wan2.2 5B", experts=1),
+    "wan22_5b_i2v": Scene(inputs=("text", "first"), label="Wan2.2 5B", experts=1),
 }
 """One for each workflow; one that is missing here is a KeyError of the builder."""
 
 
 def thumbnail(stem: str) -> Image.Image:
-    """The picture of the workflow of that name."""
+    """Draw the thumbnail of the workflow of that name."""
     scene = SCENES[stem]
     picture = Image.new("RGB", (SIZE[0] * SCALE, SIZE[1] * SCALE), PAPER)
     pen = _Pen(picture)
-    tops = [150] if len(scene.taken) == 1 else [50, 230]
-    for taken, top in zip(scene.taken, tops, strict=True):
-        _taken(pen, taken, (50, top, 50 + TILE, top + TILE))
+    tops = [150] if len(scene.inputs) == 1 else [50, 230]
+    for kind, top in zip(scene.inputs, tops, strict=True):
+        _input(pen, kind, (50, top, 50 + TILE, top + TILE))
     _arrow(pen, 212, 258)
     _model(pen, scene)
     _arrow(pen, 412, 458)
-    if scene.made == "film":
+    if scene.output == "film":
         _film(pen, FILM)
     else:
         _chart(pen, FILM)
@@ -82,7 +82,7 @@ def thumbnail(stem: str) -> Image.Image:
 
 
 class _Pen:
-    """Draws in pixels of the thumbnail."""
+    """Drawing in pixels of the thumbnail, scaled by `SCALE`."""
 
     def __init__(self, picture: Image.Image) -> None:
         self.picture = picture
@@ -111,23 +111,23 @@ class _Pen:
         self.picture.paste(landscape(right - left, bottom - top, day=day), (left, top))
 
 
-def _taken(pen: _Pen, taken: Taken, box: tuple[int, int, int, int]) -> None:
+def _input(pen: _Pen, kind: Input, box: tuple[int, int, int, int]) -> None:
     left, top, right, bottom = box
-    if taken == "text":
+    if kind == "text":
         pen.box(box, line=FAINT)
         pen.words(((left + right) / 2, top + 45), "Aa", 52, INK)
         for number, length in enumerate((1.0, 0.85, 0.6)):
             y = top + 90 + 20 * number
             pen.line([(left + 22, y), (left + 22 + (right - left - 44) * length, y)], FAINT, 6)
-    elif taken == "graph":
+    elif kind == "graph":
         _graph(pen, box)
     else:
-        pen.landscape((left, top + 15, right, bottom - 15), day=0.9 if taken == "last" else 0.1)
+        pen.landscape((left, top + 15, right, bottom - 15), day=0.9 if kind == "last" else 0.1)
         pen.box((left, top + 15, right, bottom - 15), line=INK, round_by=2)
 
 
 def _graph(pen: _Pen, box: tuple[int, int, int, int]) -> None:
-    """Three nodes and their links."""
+    """Draw three nodes and their links."""
     left, top, right, bottom = box
     ends = [(left + 55, top + 35), (left + 55, bottom - 35)]
     for x, y in ends:
@@ -143,7 +143,7 @@ def _arrow(pen: _Pen, left: float, right: float) -> None:
 
 
 def _model(pen: _Pen, scene: Scene) -> None:
-    """Blocks of the experts, each in its colour, of which two are on the device; GPUs, or a curve, above them."""
+    """Draw the blocks of the experts by colour, half of them filled; GPUs, or a curve, above them."""
     for row in range(4):
         for column in range(4):
             x, y = 275 + column * 33, 160 + row * 33
@@ -164,7 +164,7 @@ def _model(pen: _Pen, scene: Scene) -> None:
 
 
 def _film(pen: _Pen, box: tuple[int, int, int, int]) -> None:
-    """Frames of a video in which a day goes by."""
+    """Draw the frames of a video of a sunset."""
     left, top, right, bottom = box
     pen.box(box, fill=(44, 48, 60), round_by=6)
     width = (right - left - 40) // 3
@@ -178,7 +178,7 @@ def _film(pen: _Pen, box: tuple[int, int, int, int]) -> None:
 
 
 def _chart(pen: _Pen, box: tuple[int, int, int, int]) -> None:
-    """Bars of steps of both experts, the switch between them, and a line of memory."""
+    """Draw bars of the steps of both experts, the switch between them, and a line of memory."""
     left, top, right, bottom = box
     heights = (0.9, 0.62, 0.6, 0.61, 0.59, 0.6, 0.45, 0.44, 0.46, 0.45)
     width = (right - left) / len(heights)
@@ -192,7 +192,7 @@ def _chart(pen: _Pen, box: tuple[int, int, int, int]) -> None:
 
 
 def landscape(width: int, height: int, *, day: float = 0.5) -> Image.Image:
-    """A sunset over the sea; `day` from 0 to 1 is how far the sun has gone down and to the right."""
+    """Draw a sunset over the sea; `day` from 0 to 1 moves the sun down and to the right."""
     picture = Image.new("RGB", (width, height))
     draw = ImageDraw.Draw(picture)
     horizon = height * 3 // 5

@@ -1,1 +1,1 @@
-"""The same two experts, the same inputs and the same loop, run by WanStream and by every other way to offload them."""
+"""Comparison of offloading strategies: the same two experts, inputs and loop, with WanStream and with its peers."""

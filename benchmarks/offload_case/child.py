@@ -1,4 +1,4 @@
-"""The process of one run: it imports, notes what that took, runs one variant and writes its report."""
+"""One run in a process of its own: set up one variant, denoise, write the report."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import hashlib
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from wanstream.devices import compute_device
+from wanstream.sampling import denoise
+from wanstream.wan.experts.open import open_experts
 
+from .linux import memory_bytes, process_usage
 from .model_files import expert_folders
-from .peers import PeerSetting, set_up
-from .plain_loop import denoise_plain
+from .peers import PeerSetting, denoise_plain, set_up
 from .predict import measure, predicted_timeline
-from .process_figures import memory_bytes, spent
 from .task import DTYPE, RunReport, Task
-from .wanstream_run import run_wanstream
 
 
 def run(task: Task) -> None:
-    """Run the task and write its report; or measure the machine, or let the variant prepare its files."""
+    """Run the task and write its report, measure the machine, or write the files of a peer; see `Task.wanted`."""
     if task.wanted == "machine":
         measure(task)
         return
@@ -30,14 +31,15 @@ def run(task: Task) -> None:
     device = _ready_device(task)
     folders = expert_folders(Path(task.work), task.case)
     if task.wanted == "files":
-        set_up(task.way, _setting(task, folders, device))
+        set_up(task.case_variant, _setting(task, folders, device))
         return
-    report = _streamed(task, folders, device) if task.way.kind == "wanstream" else _plain(task, folders, device)
+    is_ours = task.case_variant.kind == "wanstream"
+    report = _run_wanstream(task, folders, device) if is_ours else _run_peer(task, folders, device)
     Path(task.report).write_text(json.dumps(report.to_dict()), encoding="utf-8")
 
 
 def _ready_device(task: Task) -> torch.device:
-    """The device, awake and under its limit, so that no run pays for its start."""
+    """Return the device, initialised and under its memory limit, so that no run pays for its start."""
     device = compute_device(task.device)
     if device.type == "cuda":
         torch.zeros(1, device=device)
@@ -47,58 +49,68 @@ def _ready_device(task: Task) -> torch.device:
     return device
 
 
-def _streamed(task: Task, folders: dict[str, Path], device: torch.device) -> RunReport:
-    request = task.case.request()
-    import_rss, before, began = memory_bytes("VmRSS"), spent(), time.perf_counter()
-    run = run_wanstream(task, request, folders, device)
-    total_s, used = time.perf_counter() - began, spent().since(before)
-    steps = run.timeline.steps
+def _run_wanstream(task: Task, folders: dict[str, Path], device: torch.device) -> RunReport:
+    variant, request = task.case_variant, task.case.request()
+    assert variant.policy is not None
+    options: dict[str, Any] = {} if variant.direct is None else {"direct": variant.direct}
+    if variant.storage != "as stored":
+        options["storage"] = variant.storage
+    import_rss, before, start = memory_bytes("VmRSS"), process_usage(), time.perf_counter()
+    with open_experts(folders["high"], folders["low"], compute_dtype=DTYPE, **options) as pair:
+        engine = pair.engine(variant.policy, device)
+        _ = engine.models["high"]  # loads everything of the first expert that does not stream
+        load_s = time.perf_counter() - start
+        result = denoise(pair, request, policy=variant.policy, device=device)
+        device_weight_bytes, host_weight_bytes = engine.loaded_bytes, engine.host_bytes
+    total_s, used = time.perf_counter() - start, process_usage().since(before)
+    steps = result.timeline.steps
     peaks = [step.device_bytes for step in steps if step.device_bytes is not None]
     return RunReport(
         import_rss_bytes=import_rss,
-        load_s=run.loaded_s,
+        load_s=load_s,
         step_s=[step.wall_s for step in steps],
         total_s=total_s,
         peak_rss_bytes=memory_bytes("VmHWM"),
         read_bytes=used.read_bytes,
         user_s=used.user_s,
         system_s=used.system_s,
-        checksum=_keep(run.latents, task.latents),
+        checksum=_save(result.latents, task.latents),
         step_bytes=[step.bytes_moved for step in steps],
         device_peak_bytes=max(peaks, default=None),
-        device_weight_bytes=run.device_weight_bytes,
-        host_weight_bytes=run.host_weight_bytes,
-        timeline=run.timeline.to_dict(),
+        device_weight_bytes=device_weight_bytes,
+        host_weight_bytes=host_weight_bytes,
+        timeline=result.timeline.to_dict(),
         predicted=None if task.machine is None else predicted_timeline(task, Path(task.machine)).to_dict(),
     )
 
 
-def _plain(task: Task, folders: dict[str, Path], device: torch.device) -> RunReport:
+def _run_peer(task: Task, folders: dict[str, Path], device: torch.device) -> RunReport:
     request = task.case.request()
-    import_rss, before, began = memory_bytes("VmRSS"), spent(), time.perf_counter()
-    expert_of = set_up(task.way, _setting(task, folders, device))
-    loaded_s = time.perf_counter() - began
-    run = denoise_plain(expert_of, request, dtype=DTYPE, device=device)
-    total_s, used = time.perf_counter() - began, spent().since(before)
+    import_rss, before, start = memory_bytes("VmRSS"), process_usage(), time.perf_counter()
+    model_of = set_up(task.case_variant, _setting(task, folders, device))
+    load_s = time.perf_counter() - start
+    result = denoise_plain(model_of, request, dtype=DTYPE, device=device)
+    total_s, used = time.perf_counter() - start, process_usage().since(before)
     return RunReport(
         import_rss_bytes=import_rss,
-        load_s=loaded_s,
-        step_s=run.step_s,
+        load_s=load_s,
+        step_s=result.step_s,
         total_s=total_s,
         peak_rss_bytes=memory_bytes("VmHWM"),
         read_bytes=used.read_bytes,
         user_s=used.user_s,
         system_s=used.system_s,
-        checksum=_keep(run.latents, task.latents),
+        checksum=_save(result.latents, task.latents),
         device_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     )
 
 
 def _setting(task: Task, folders: dict[str, Path], device: torch.device) -> PeerSetting:
-    return PeerSetting(folders=folders, own_folder=task.own_folder, dtype=DTYPE, device=device)
+    return PeerSetting(folders=folders, variant_folder=task.variant_folder, dtype=DTYPE, device=device)
 
 
-def _keep(latents: torch.Tensor, file: Path) -> str:
+def _save(latents: torch.Tensor, file: Path) -> str:
+    """Save the latents as fp32, and return the SHA-256 of their bytes."""
     values = latents.float().numpy()
     np.save(file, values)
     return hashlib.sha256(values.tobytes()).hexdigest()

@@ -1,13 +1,14 @@
-"""Case `cpu`: which runs it consists of, in which order, and what becomes of them."""
+"""Case `cpu`: its files, the order of its runs, and its result."""
 
 from __future__ import annotations
 
 import argparse
 import shutil
+from pathlib import Path
 from typing import Any
 
 from ..record import record
-from .memory_limit import NoMemoryLimitError, limited_group
+from .linux import NoMemoryLimitError, limited_group
 from .session import DISTURBED, Planned, Session, Settings
 from .shapes import SHAPES
 from .summary import summarise
@@ -17,17 +18,25 @@ MAIN = ("resident", "resident-kept", "layerwise", "half")
 LIMITED_MAIN = ("layerwise",)
 
 
+def prepare(work: Path, shape: str) -> None:
+    """Write all files of the case, about 23 GB for the shape `cpu`: the experts, and the files that peers write."""
+    session = Session(work / "sessions" / "prepare.jsonl", Settings(shape=shape, work=work.resolve()))
+    session.write_experts()
+    for peer in DISK_PEERS:
+        session.prepare(peer.name)
+
+
 def run_case(chosen: argparse.Namespace) -> None:
-    """Make the runs that are missing, then write the result of all of them."""
+    """Make the missing runs, then write the result of all runs."""
     case: str = chosen.command
     shape: str = chosen.shape
     limit = None if chosen.limit_gib is None else round(chosen.limit_gib * 2**30)
-    if limit is not None and not _limit_is_there(limit):
+    if limit is not None and not _limit_is_available(limit):
         return
     file = chosen.work / "sessions" / f"{case}.jsonl"
     if chosen.fresh:
         file.unlink(missing_ok=True)
-        # With the figures of the machine, which may have been busy then.
+        # Includes the measurements of the machine, which may have been busy at that time.
         shutil.rmtree(file.with_suffix(""), ignore_errors=True)
     settings = Settings(
         shape=shape,
@@ -54,9 +63,9 @@ def run_case(chosen: argparse.Namespace) -> None:
 def planned_rounds(
     *, blocks: int, repetitions: int, limited: bool, only: list[str] | None = None
 ) -> list[list[Planned]]:
-    """Rounds of runs: the main variants are in each of them, the others are spread over them.
+    """Return the rounds of runs: each contains the main variants, and a share of the other ones.
 
-    Inside a limit the resident model still runs without it, in each round, as what the others are measured against.
+    With a limit, each round also contains the resident model without it, as the reference of the ratios.
     """
     ours = wanstream_variants(blocks)
     peers = [*DISK_PEERS, *(HEAP_PEERS if limited else []), CPU_OFFLOAD, SWAP]
@@ -74,11 +83,11 @@ def planned_rounds(
 
 
 UNLIMITED_ONLY = ("resident-kept", "pinned", "wanstream-resident")
-"""They hold all weights in RAM by their own account; whether they survive in less is no question."""
+"""Variants that keep all weights in RAM by design, so a run inside a limit would measure nothing."""
 
 
 def result_figures(session: Session, settings: Settings) -> dict[str, Any]:
-    """The rows of all variants, with the size of the case beside them."""
+    """Return the rows of all variants and the size of the case."""
     shape, runs = SHAPES[settings.shape], session.runs()
     return {
         "tokens": shape.tokens,
@@ -93,7 +102,7 @@ def result_figures(session: Session, settings: Settings) -> dict[str, Any]:
 
 
 def method(settings: Settings) -> str:
-    """How the figures came about."""
+    """Describe the method of the measurement, as it is stored in the result."""
     shape = SHAPES[settings.shape]
     limit = (
         ""
@@ -114,7 +123,7 @@ def method(settings: Settings) -> str:
     )
 
 
-def _limit_is_there(limit_bytes: int) -> bool:
+def _limit_is_available(limit_bytes: int) -> bool:
     try:
         with limited_group(limit_bytes):
             return True

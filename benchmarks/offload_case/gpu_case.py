@@ -1,7 +1,7 @@
-"""Case `gpu`: true A14B block shapes, cut into parts of less than ten minutes that can be called one by one.
+"""Case `gpu`: block shapes of A14B, divided into parts of less than ten minutes that are run one by one.
 
     python benchmarks/offload.py gpu WORK smoke       one minute: a short video, WanStream and two peers
-    python benchmarks/offload.py gpu WORK 480p-12     2 x 8 blocks, 832x480x81, 12 GB: every peer
+    python benchmarks/offload.py gpu WORK 480p-12     2 x 8 blocks, 832x480x81, 12 GB: all peers
     python benchmarks/offload.py gpu WORK 480p-24     the same with 24 GB
     python benchmarks/offload.py gpu WORK 720p-12     2 x 8 blocks, 1280x720x81
     python benchmarks/offload.py gpu WORK 720p-24
@@ -9,12 +9,12 @@
     python benchmarks/offload.py gpu WORK 480p-fp8    weights in fp8
     python benchmarks/offload.py gpu WORK 480p-full   2 x 40 blocks, WanStream in 12 GB and the resident model
     python benchmarks/offload.py gpu WORK 720p-full
-    python benchmarks/offload.py gpu WORK merge       the result of all parts that are there
+    python benchmarks/offload.py gpu WORK merge       one result from all parts that have runs
 
 WORK needs 13 GB of disk, and 29 GB for the parts with 40 blocks, where both experts are the same files. Lines of
-results go to WORK/sessions/gpu-<part>.jsonl; they may be made on one machine and merged on another. Needed there beside
-torch with CUDA: diffusers, accelerate, safetensors, transformers, sentencepiece, psutil, platformdirs, ftfy, tqdm, and
-this checkout importable as `wanstream` (a link of that name in a folder on PYTHONPATH).
+results go to WORK/sessions/gpu-<part>.jsonl; they may be measured on one machine and merged on another. The machine
+needs torch with CUDA, diffusers, accelerate, safetensors, transformers, sentencepiece, psutil, platformdirs, ftfy,
+tqdm, and this checkout importable as `wanstream` (a link of that name in a folder on PYTHONPATH).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ..record import record
-from .extrapolate import longer_run
+from .predict import longer_run
 from .session import Planned, Session, Settings
 from .shapes import SHAPES
 from .summary import summarise
@@ -38,16 +38,16 @@ PEERS = tuple(variant.name for variant in (*DEVICE_PEERS, SWAP))
 
 @dataclass(frozen=True, kw_only=True)
 class CasePart:
-    """Runs that belong into one call."""
+    """Runs of one call."""
 
     shape: str
     capped: tuple[str, ...]
     """Variants that run inside `vram_gb`."""
     free: tuple[str, ...] = ("resident",)
-    """Variants that run without a limit: what the others are measured against."""
+    """Variants that run without a limit, as the reference of the ratios."""
     vram_gb: float | None = None
     minutes: float = 8.0
-    """No run begins after that."""
+    """No run begins after this time."""
 
 
 def _parts() -> dict[str, CasePart]:
@@ -68,12 +68,12 @@ PARTS: Mapping[str, CasePart] = _parts()
 
 
 def run_part(chosen: argparse.Namespace) -> None:
-    """Make the runs of one part, or merge the parts that are there into one result."""
+    """Make the runs of one part, or merge all parts that have runs into one result."""
     sessions = chosen.work.resolve() / "sessions"
     if chosen.part == "merge":
         lines = [run for name in PARTS for run in runs_of(sessions, name)]
         if not lines:
-            raise ValueError(f"{sessions} holds no runs of a part: make some first")
+            raise ValueError(f"{sessions} contains no runs of a part: run a part first")
         print(
             record(
                 "offload-gpu",
@@ -103,7 +103,7 @@ def run_part(chosen: argparse.Namespace) -> None:
 
 
 def merged(sessions: Path, device: str) -> dict[str, Any]:
-    """The rows of every part, and what 40 blocks would take by simulation where 8 were measured."""
+    """Return the rows of every part, with simulated times of 40 blocks where 8 were measured."""
     parts: dict[str, Any] = {}
     for name, part in PARTS.items():
         runs = runs_of(sessions, name)
@@ -127,7 +127,7 @@ def merged(sessions: Path, device: str) -> dict[str, Any]:
 
 
 def runs_of(sessions: Path, part: str) -> list[dict[str, Any]]:
-    """The runs of a part that are there."""
+    """Return the runs of a part so far."""
     shape = PARTS[part].shape
     return Session(sessions / f"gpu-{part}.jsonl", Settings(shape=shape, work=sessions.parent)).runs()
 

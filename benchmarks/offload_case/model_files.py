@@ -1,4 +1,4 @@
-"""The experts' files: random weights in sharded diffusers folders, written once and tensor by tensor."""
+"""Files of the experts: random weights in sharded diffusers folders, written once, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "diffusion_pytorch_model"
 
 
 def expert_folders(work: Path, shape: CaseShape, *, device: str = "cpu") -> dict[str, Path]:
-    """The folder of each expert, written now unless it is there: bf16, `shape.shards` files, about one shard of RAM."""
+    """Return the folder of each expert; write missing ones as `shape.shards` bf16 files, one shard in RAM at a time."""
     names = dict.fromkeys(EXPERTS, EXPERTS[0]) if shape.one_set else dict(zip(EXPERTS, EXPERTS, strict=True))
     folders = {expert: work / "experts" / shape.key / name for expert, name in names.items()}
     for seed, folder in enumerate(dict.fromkeys(folders.values())):
@@ -31,7 +31,7 @@ def expert_folders(work: Path, shape: CaseShape, *, device: str = "cpu") -> dict
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Every file below `folder` that weights are read from."""
+    """Return every weight file below `folder`."""
     return sorted(path for path in folder.rglob("*") if path.suffix in {".safetensors", ".dat"})
 
 
@@ -49,12 +49,12 @@ def _write(expert: TinyShape, folder: Path, *, shards: int, generator: torch.Gen
     size = 2 * sum(shape.numel() for shape in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (folder / f"{NAME}.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    # Last, so that a folder that was cut short is written again.
+    # Written last, so that an interrupted folder is written again.
     (folder / COMPLETE).write_text(json.dumps({"bytes": size}), encoding="utf-8")
 
 
 def _shares(tensors: dict[str, torch.Size], shards: int) -> Iterator[list[str]]:
-    """The names in their order, cut into exactly `shards` parts of about equal size."""
+    """Split the names, in their order, into exactly `shards` parts of about equal size."""
     total = sum(shape.numel() for shape in tensors.values())
     parts: list[list[str]] = [[] for _ in range(shards)]
     before = 0

@@ -1,12 +1,13 @@
-"""The other ways to run two experts, set up as their own documentation says.
+"""Peers: diffusers and accelerate, set up as their documentation says, and the denoising loop that they run in.
 
-Files that a peer writes for itself lie in a folder per expert: diffusers' group offloading names them by module only
-and never writes over them, so that in one folder the second expert would silently run with the weights of the first.
+Files that a peer writes are stored in one folder per expert. diffusers' group offloading names them by module only and
+does not overwrite them, so in a shared folder the second expert would silently run with the weights of the first.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +17,64 @@ from accelerate import cpu_offload, disk_offload
 from diffusers import WanTransformer3DModel
 from diffusers.hooks import apply_group_offloading
 
-from .plain_loop import ExpertOf
+from wanstream.devices import clock_for
+from wanstream.sampling import DenoiseRequest
+from wanstream.sampling.solvers import make_solver
+
 from .variants import CaseVariant
+
+ModelOf = Callable[[str], WanTransformer3DModel]
+"""Maps "high" or "low" to the model of that expert, ready to be called; called once per step."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlainResult:
+    """Result of `denoise_plain`."""
+
+    latents: torch.Tensor
+    step_s: list[float]
+
+
+def denoise_plain(
+    model_of: ModelOf, request: DenoiseRequest, *, dtype: torch.dtype, device: torch.device
+) -> PlainResult:
+    """Denoise with two forward passes per step; bit-equal to `wanstream.sampling.denoise` on exact weights."""
+    step_plan = request.step_plan
+    solver = make_solver(request.solver, step_plan.schedule)
+    clock = clock_for(device)
+    texts = [text.to(device, dtype) for text in (request.positive, request.negative) if text is not None]
+    latents, step_s = request.noise.to(device), []
+    with torch.inference_mode():
+        for step, expert in enumerate(step_plan.experts):
+            start = time.perf_counter()
+            model = model_of(expert)
+            timestep = torch.tensor([step_plan.schedule.timesteps[step]], device=device)
+            hidden = latents.to(dtype)
+            positive, negative = (
+                model(hidden_states=hidden, timestep=timestep, encoder_hidden_states=text, return_dict=False)[0].float()
+                for text in texts
+            )
+            velocity = negative + request.guidance_of(expert) * (positive - negative)
+            latents = solver.step(velocity, latents)
+            clock.settle()
+            step_s.append(time.perf_counter() - start)
+    return PlainResult(latents=latents.to("cpu", copy=True), step_s=step_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSetting:
-    """Where a peer finds the experts, where it may write, and where it computes."""
+    """Folders, dtype and device of one peer."""
 
     folders: dict[str, Path]
-    own_folder: Path
+    """Folder of each expert's files."""
+    variant_folder: Path
+    """Folder for the files that the peer writes."""
     dtype: torch.dtype
     device: torch.device
 
 
-def set_up(variant: CaseVariant, setting: PeerSetting) -> ExpertOf:
-    """Load the experts as `variant` does, and return what gives the model of each step."""
+def set_up(variant: CaseVariant, setting: PeerSetting) -> ModelOf:
+    """Load the experts as `variant` does, and return the function that maps an expert's name to its model."""
     if variant.kind == "swap":
         return _Swapped(setting).expert
     set_up_one = _SETUPS[variant.kind]
@@ -40,7 +83,7 @@ def set_up(variant: CaseVariant, setting: PeerSetting) -> ExpertOf:
 
 
 def _load(setting: PeerSetting, expert: str, *, mapped: bool) -> WanTransformer3DModel:
-    """On the CPU; `mapped` is the default of from_pretrained, where pages come from the file when they are touched."""
+    """Load on the CPU; `mapped`, from_pretrained's default, reads a page from the file on its first access."""
     model = WanTransformer3DModel.from_pretrained(
         setting.folders[expert], torch_dtype=setting.dtype, disable_mmap=not mapped
     )
@@ -59,7 +102,7 @@ def _grouped(variant: CaseVariant, setting: PeerSetting, expert: str) -> WanTran
     model = _cast(variant, _load(setting, expert, mapped=variant.to_disk))
     streams = variant.stream and setting.device.type == "cuda"
     if torch.accelerator.current_accelerator() is None:
-        # diffusers 0.39 looks for an accelerator also where it offloads on the CPU, and uses it for streams only.
+        # diffusers 0.39 requires an accelerator even for offloading on the CPU, and uses it for streams only.
         torch.accelerator.current_accelerator = lambda: torch.device("cpu")
     apply_group_offloading(
         model,
@@ -70,7 +113,7 @@ def _grouped(variant: CaseVariant, setting: PeerSetting, expert: str) -> WanTran
         use_stream=streams,
         record_stream=streams and variant.record_stream,
         non_blocking=streams,
-        offload_to_disk_path=str(_own_folder(setting, expert)) if variant.to_disk else None,
+        offload_to_disk_path=str(_expert_folder(setting, expert)) if variant.to_disk else None,
     )
     return model
 
@@ -78,7 +121,7 @@ def _grouped(variant: CaseVariant, setting: PeerSetting, expert: str) -> WanTran
 def _accelerated(variant: CaseVariant, setting: PeerSetting, expert: str) -> WanTransformer3DModel:
     model = _load(setting, expert, mapped=variant.to_disk)
     if variant.to_disk:
-        return disk_offload(model, _own_folder(setting, expert), execution_device=setting.device)
+        return disk_offload(model, _expert_folder(setting, expert), execution_device=setting.device)
     return cpu_offload(model, execution_device=setting.device)
 
 
@@ -91,27 +134,27 @@ _SETUPS: dict[str, Callable[[CaseVariant, PeerSetting, str], WanTransformer3DMod
 
 
 class _Swapped:
-    """One expert at a time: on a CPU the other one is not in memory, on a GPU it waits in RAM."""
+    """One expert at a time: on a GPU the other one is in RAM, on a CPU it is not in memory."""
 
     def __init__(self, setting: PeerSetting) -> None:
         self._setting = setting
         self._models: dict[str, WanTransformer3DModel] = {}
-        self._present = ""
+        self._loaded = ""
         if setting.device.type == "cuda":
             self._models = {name: _load(setting, name, mapped=False) for name in setting.folders}
         self.expert(next(iter(setting.folders)))
 
     def expert(self, name: str) -> WanTransformer3DModel:
-        if name != self._present:
-            self._leave(self._present)
+        if name != self._loaded:
+            self._unload(self._loaded)
             if self._setting.device.type == "cuda":
                 self._models[name].to(self._setting.device)
             else:
                 self._models[name] = _load(self._setting, name, mapped=False)
-            self._present = name
+            self._loaded = name
         return self._models[name]
 
-    def _leave(self, name: str) -> None:
+    def _unload(self, name: str) -> None:
         if name and self._setting.device.type == "cuda":
             self._models[name].to("cpu")
         elif name:
@@ -125,7 +168,7 @@ def _cast(variant: CaseVariant, model: WanTransformer3DModel) -> WanTransformer3
     return model
 
 
-def _own_folder(setting: PeerSetting, expert: str) -> Path:
-    folder = setting.own_folder / expert
+def _expert_folder(setting: PeerSetting, expert: str) -> Path:
+    folder = setting.variant_folder / expert
     folder.mkdir(parents=True, exist_ok=True)
     return folder

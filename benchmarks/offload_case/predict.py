@@ -1,17 +1,20 @@
-"""WanStream's own prediction of a run, from this machine as it was measured in the same session."""
+"""Simulated runs: from the measured machine, and from a shorter measured run."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from wanstream.devices import compute_device
 from wanstream.host.machine_profile import measure_machine
-from wanstream.plan import Machine, OffloadJob
+from wanstream.plan import Machine, OffloadJob, compile_program, step_visits
 from wanstream.plan.predict import predict
-from wanstream.schema import Timeline
+from wanstream.plan.simulator import Hardware, simulate
+from wanstream.schema import OffloadPolicy, Timeline, plan_residency
 
 from .model_files import EXPERTS
 from .shapes import CaseShape
@@ -36,10 +39,10 @@ def measure(task: Task) -> None:
 
 def predicted_timeline(task: Task, machine: Path) -> Timeline:
     """Compile and simulate the run of the task as WanStream's planner does."""
-    way = task.way
-    assert way.policy is not None
+    variant = task.case_variant
+    assert variant.policy is not None
     figures = Machine.from_dict(json.loads(machine.read_text(encoding="utf-8")))
-    return predict(_job(task.case, way.storage), figures, way.policy).timeline
+    return predict(_job(task.case, variant.storage), figures, variant.policy).timeline
 
 
 def _job(case: CaseShape, storage: str) -> OffloadJob:
@@ -54,3 +57,37 @@ def _job(case: CaseShape, storage: str) -> OffloadJob:
         computed_bytes=block_bytes,
         resident_bytes=0,
     )
+
+
+def longer_run(measured: dict[str, Any], *, blocks: int, longer: int) -> dict[str, Any]:
+    """Simulate a layerwise run with `longer` blocks from the measured timeline of one with `blocks`.
+
+    A block takes as long to compute and to copy as in the measured run; the time outside the blocks is unchanged.
+    """
+    timeline = Timeline.from_dict(measured)
+    experts = [step.expert for step in timeline.steps]
+    compute_s = {
+        expert: statistics.median(step.compute_s for step in timeline.steps if step.expert == expert) / blocks
+        for expert in set(experts)
+    }
+    outside_s = statistics.median(step.wall_s - step.compute_s - step.stall_s for step in timeline.steps)
+    block_bytes = max(step.bytes_moved for step in timeline.steps) // blocks
+    # Only a run that stalled measures the bus. Otherwise one block per visit is a lower bound of its rate.
+    stalled = [step for step in timeline.steps[1:] if step.stall_s > 0.05 * step.wall_s]
+    rate = min((step.bytes_moved / step.wall_s for step in stalled), default=block_bytes / min(compute_s.values()))
+    counts = dict.fromkeys(compute_s, longer)
+    residency, buffers = plan_residency(OffloadPolicy.layerwise(), counts)
+    hardware = Hardware(
+        bus_bytes_per_s=rate,
+        block_bytes=dict.fromkeys(counts, block_bytes),
+        visit_s=compute_s,
+        step_overhead_s=max(0.0, outside_s),
+    )
+    simulated = simulate(compile_program(step_visits(experts, counts), residency, buffers), hardware)
+    return {
+        "blocks": longer,
+        "bus_gb_per_s": round(rate / 1e9, 2),
+        "bus_was_the_limit": bool(stalled),
+        "step_s": [round(step.wall_s, 3) for step in simulated.steps],
+        "stall_s": [round(step.stall_s, 3) for step in simulated.steps],
+    }

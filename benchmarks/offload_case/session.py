@@ -1,4 +1,4 @@
-"""One session of runs: every run in a process of its own, cold, and kept on disk the moment it ends."""
+"""Session of runs: each in a process of its own with a cold page cache, appended to a file when it ends."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from typing import Any
 from wanstream.bench import hardware, versions
 from wanstream.bench.results import usual_device
 
-from .memory_limit import LimitedGroup, limited_group
+from .linux import LimitedGroup, cached_bytes, drop, limited_group
 from .model_files import COMPLETE, expert_folders, weight_files
-from .page_cache import cached_bytes, drop
 from .shapes import SHAPES
 from .task import Task
 from .watch import Watched, watch
 
 PROGRAM = Path(__file__).parent.parent / "offload.py"
 DISTURBED = 0.04
-"""A run is disturbed when more than this part of the processor time of the machine went elsewhere."""
+"""Fraction of the machine's processor time used by other processes above which a run counts as disturbed."""
 RUN_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """One run to be made."""
+    """A run of the session's plan."""
 
     variant: str
     repetition: int = 0
     limited: bool = False
-    """Whether it runs inside the session's memory limit."""
+    """True to run inside the session's memory limit."""
 
     @property
     def label(self) -> str:
@@ -44,7 +43,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is the same for all runs of a session."""
+    """Settings of all runs of a session."""
 
     shape: str
     work: Path
@@ -53,13 +52,13 @@ class Settings:
     limit_bytes: int | None = None
     vram_gb: float | None = None
     measured: bool = True
-    """Whether the machine is measured before each round, so that WanStream's runs can be predicted."""
+    """True to measure the machine before each round, so that WanStream's runs can be predicted."""
     cold: bool = True
-    """Whether files leave the page cache before each run."""
+    """True to drop the files from the page cache before each run."""
 
 
 class Session:
-    """Runs that are made one after the other, with one line of JSON for each in `file`."""
+    """Sequence of runs, with one line of JSON per run in `file`."""
 
     def __init__(self, file: Path, settings: Settings) -> None:
         self.file = file
@@ -68,19 +67,19 @@ class Session:
         file.parent.mkdir(parents=True, exist_ok=True)
 
     def write_experts(self) -> None:
-        """Have the experts' files on disk, before anything is timed."""
+        """Write the experts' files unless they exist, before anything is timed."""
         expert_folders(self._settings.work, SHAPES[self._settings.shape], device=self._settings.device)
 
     def runs(self) -> list[dict[str, Any]]:
-        """All runs so far, those of an earlier call included."""
+        """Return all runs so far, including those of an earlier call."""
         if not self.file.exists():
             return []
         return [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines()]
 
     def make(self, rounds: Sequence[Sequence[Planned]], *, retries: int, minutes: float | None = None) -> None:
-        """Make what is not there yet; after each round, what was disturbed once more, `retries` times at most.
+        """Make the missing runs; after each round repeat disturbed ones, at most `retries` times.
 
-        With `minutes`, nothing is begun after that time; a later call goes on from there.
+        With `minutes`, no run begins after that time; a later call resumes the session.
         """
         until = None if minutes is None else time.monotonic() + 60 * minutes
         for number, planned in enumerate(rounds):
@@ -89,12 +88,12 @@ class Session:
             for attempt in range(retries + 1):
                 for run in self.missing(planned, attempt):
                     if until is not None and time.monotonic() > until:
-                        print(f"out of time before {run.label}; call again to go on", flush=True)
+                        print(f"out of time before {run.label}; call again to resume", flush=True)
                         return
                     self._make_one(run, attempt)
 
     def missing(self, planned: Iterable[Planned], attempt: int) -> list[Planned]:
-        """Runs that have no result yet, or only disturbed ones of fewer attempts than this."""
+        """Return the runs without a result, or with only disturbed results of earlier attempts than this one."""
         runs = [run for run in self.runs() if run["report"] is not None or run_out_of_memory(run)]
         return [
             plan
@@ -103,7 +102,7 @@ class Session:
         ]
 
     def _measure_machine(self, number: int) -> None:
-        """The figures of this machine before a round; a round that goes on keeps those that it began with."""
+        """Measure this machine before a round; a resumed round reuses its first measurement."""
         file = self._folder / f"machine-{number}.json"
         if not file.exists():
             drop(weight_files(self._settings.work))
@@ -122,14 +121,14 @@ class Session:
     def _make_one(self, planned: Planned, attempt: int) -> None:
         task = self._task(planned, attempt)
         self.prepare(planned.variant)
-        files = [*weight_files(task.experts_folder), *weight_files(task.own_folder)]
+        files = [*weight_files(task.experts_folder), *weight_files(task.variant_folder)]
         if self._settings.cold:
             drop(files)
-        left = cached_bytes(files) if self._settings.cold else None
+        still_cached = cached_bytes(files) if self._settings.cold else None
         limit = self._settings.limit_bytes if planned.limited else None
         with nullcontext() if limit is None else limited_group(limit) as group:
             watched = self._watch(task, group)
-            held = None if group is None else {"limit": limit, "peak": group.peak_bytes, "kills": group.kills}
+            usage = None if group is None else {"limit": limit, "peak": group.peak_bytes, "kills": group.kills}
         report = Path(task.report)
         disturbed = watched.disturbance > DISTURBED
         line = {
@@ -141,21 +140,21 @@ class Session:
             "shape": task.shape,
             "device": task.device,
             "vram_gb": task.vram_gb,
-            "cached_before_bytes": left,
-            "group_bytes": held,
+            "cached_before_bytes": still_cached,
+            "group_bytes": usage,
             "watched": asdict(watched),
             "disturbed": disturbed,
             "latents": str(task.latents),
             "report": json.loads(report.read_text(encoding="utf-8")) if watched.exit_code == 0 else None,
         }
-        line["reason"] = None if line["report"] is not None else reason_of_death(line)
+        line["reason"] = None if line["report"] is not None else failure_reason(line)
         with self.file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
-        print(f"{planned.label}: {told(line)}", flush=True)
+        print(f"{planned.label}: {describe(line)}", flush=True)
 
     def _watch(self, task: Task, group: LimitedGroup | None) -> Watched:
         command = [sys.executable, str(PROGRAM), "run", task.to_json()]
-        environment = {"OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1", **task.way.environment}
+        environment = {"OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1", **task.case_variant.environment}
         return watch(
             command if group is None else group.command(command),
             log=Path(task.report).with_suffix(".log"),
@@ -179,40 +178,40 @@ class Session:
 
     @property
     def _folder(self) -> Path:
-        """Where reports, latents and logs of the session lie."""
+        """Folder of the session's reports, latents and logs."""
         folder = self.file.with_suffix("")
         folder.mkdir(exist_ok=True)
         return folder
 
     def prepare(self, variant: str) -> None:
-        """Let a variant write the files that it makes before its first run, once."""
+        """Write the files that a variant needs before its first run, once per variant."""
         task = self._task(Planned(variant=variant), 0)
-        done = task.own_folder / COMPLETE
-        if not task.way.prepares or done.exists():
+        complete = task.variant_folder / COMPLETE
+        if not task.case_variant.prepares or complete.exists():
             return
-        print(f"{task.variant}: writes its own files", flush=True)
+        print(f"{task.variant}: writes its files", flush=True)
         preparation = replace(task, wanted="files")
         subprocess.run([sys.executable, str(PROGRAM), "run", preparation.to_json()], check=True)
-        done.write_text("{}", encoding="utf-8")
+        complete.write_text("{}", encoding="utf-8")
 
 
 def is_of(run: dict[str, Any], planned: Planned) -> bool:
-    """Whether a line of the session is that run."""
+    """Return True if a line of the session is that run."""
     return all(run[name] == value for name, value in asdict(planned).items())
 
 
 def run_out_of_memory(run: dict[str, Any]) -> bool:
-    """Whether a run ended because its memory limit was too small for it, which is a result as well."""
-    held = run["group_bytes"]
-    return run["report"] is None and held is not None and held["kills"] > 0
+    """Return True if the memory limit was too small for a run; that is a result, so it is not repeated."""
+    usage = run["group_bytes"]
+    return run["report"] is None and usage is not None and usage["kills"] > 0
 
 
-def told(line: dict[str, Any]) -> str:
-    """One run in a few words."""
+def describe(line: dict[str, Any]) -> str:
+    """Format one run as a line of text."""
     watched, report = line["watched"], line["report"]
     noise = f", others {watched['others_s'] + watched['stolen_s']:.1f} s" + (" DISTURBED" if line["disturbed"] else "")
     if report is None:
-        return f"died after {watched['wall_s']:.1f} s ({line['reason']}){noise}"
+        return f"failed after {watched['wall_s']:.1f} s ({line['reason']}){noise}"
     steps = " / ".join(f"{seconds:.2f}" for seconds in report["step_s"])
     return (
         f"load {report['load_s']:.2f}, steps {steps}, total {report['total_s']:.2f} s; "
@@ -221,12 +220,12 @@ def told(line: dict[str, Any]) -> str:
     )
 
 
-def reason_of_death(line: dict[str, Any]) -> str:
-    """Why a run has no report."""
+def failure_reason(line: dict[str, Any]) -> str:
+    """Return the reason why a run has no report."""
     watched = line["watched"]
     if run_out_of_memory(line):
         return "killed: out of memory"
     if watched["wall_s"] >= RUN_LIMIT_S:
-        return f"no end within {RUN_LIMIT_S:.0f} s"
+        return f"not finished within {RUN_LIMIT_S:.0f} s"
     last = watched["output_end"].strip().splitlines()[-1:]
     return last[0] if last else f"exit code {watched['exit_code']}"

@@ -1,4 +1,7 @@
-"""What is run: the size of the two experts, the video, the steps. Inputs follow from a shape alone."""
+"""Shapes of the case: size of the two experts, size of the video, number of steps.
+
+The inputs of a run are determined by its shape.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,29 @@ from wanstream.testing.weights import HEAD_DIM, TEXT_DIM, TinyShape
 
 INPUT_SEED = 7
 LATENT_CHANNELS = 16
-PATCH = 2  # latent rows and columns that make one token
+PATCH = 2
+"""Latent rows and columns of one token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseShape:
-    """One case. Weights and inputs are random and the same in every process."""
+    """One case; weights and inputs are random with fixed seeds, so they are the same in every process."""
 
     name: str
     expert: TinyShape
     frames: int
-    """Of the latent, as height and width are."""
+    """Latent frames; height and width are latent rows and columns."""
     height: int
     width: int
     steps: int = 4
     switch_step: int = 2
     guidance: tuple[float, float] = (4.0, 3.0)
-    """Of the high and the low expert; not 1, so that every step computes two lanes."""
+    """Guidance of the high and the low expert; not 1, so that every step computes two lanes."""
     text_tokens: int = 512
     shards: int = 3
-    """Files that each expert is stored in."""
+    """Number of files of each expert."""
     one_set: bool = False
-    """Whether both experts are the same files, so that they fit on a small disk."""
+    """True if both experts share the same files, so that they fit on a small disk."""
 
     @property
     def tokens(self) -> int:
@@ -42,27 +46,27 @@ class CaseShape:
 
     @property
     def widths(self) -> schema.ExpertShape:
-        """The expert as the planner knows it."""
+        """Shape of the expert for the planner."""
         expert = self.expert
         return schema.ExpertShape(width=expert.heads * HEAD_DIM, ffn_width=expert.ffn_dim, blocks=expert.layers)
 
     @property
     def expert_bytes(self) -> int:
-        """One expert as it is stored."""
+        """Stored bytes of one expert."""
         return 2 * self.widths.parameters
 
     @property
     def streamed_bytes(self) -> int:
-        """What a layerwise step has to move: the matrices of all blocks of one expert."""
+        """Bytes that a layerwise step copies: the matrices of all blocks of one expert."""
         return self.widths.blocks * self.widths.streamed_bytes()
 
     @property
     def key(self) -> str:
-        """Names the weights: cases with the same experts share their files."""
+        """Folder name of the weights; cases with the same experts share their files."""
         return f"{self.expert.layers}x{self.expert.heads}x{self.expert.ffn_dim}x{self.shards}"
 
     def request(self) -> DenoiseRequest:
-        """Noise, both texts and the schedule, by seed."""
+        """Return the request: seeded noise and texts, and the schedule."""
         generator = torch.Generator().manual_seed(INPUT_SEED)
         noise = torch.randn(1, LATENT_CHANNELS, self.frames, self.height, self.width, generator=generator)
         positive, negative = torch.randn(2, 1, self.text_tokens, TEXT_DIM, generator=generator).bfloat16().unbind(0)

@@ -1,4 +1,4 @@
-"""From the runs of a session to one row for each variant: medians, and ratios to the resident model."""
+"""Summary of a session: one row per variant, with medians and ratios to the resident model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GB = 1e9
 
 
 def summarise(runs: Sequence[Run], *, resident: str = "resident", switch_step: int = 2) -> dict[str, Row]:
-    """One row by variant, limited ones under "<variant> (limited)"; ratios need the resident model among the runs."""
+    """Return one row per variant, limited ones as "<variant> (limited)"; ratios need runs of the resident model."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run["variant"] + (" (limited)" if run["limited"] else ""), []).append(run)
@@ -59,7 +59,7 @@ def _row(runs: list[Run], base: list[Run], switch_step: int) -> Row:
 
 
 def _streamed(runs: list[Run]) -> Row:
-    """What only WanStream tells: bytes moved, time waited, and its own prediction."""
+    """Return the columns that only WanStream reports: bytes moved, stall and prediction."""
     reports = [run["report"] for run in runs if run["report"]["timeline"] is not None]
     if not reports:
         return {}
@@ -76,7 +76,7 @@ def _streamed(runs: list[Run]) -> Row:
     if predicted:
         simulated = [[step["wall_s"] for step in report["predicted"]["steps"]] for report in predicted]
         ratios = [
-            [told / done for told, done in zip(steps, report["step_s"], strict=True)]
+            [expected_s / actual_s for expected_s, actual_s in zip(steps, report["step_s"], strict=True)]
             for steps, report in zip(simulated, predicted, strict=True)
         ]
         row["predicted_step_s"] = _medians(simulated)
@@ -85,24 +85,24 @@ def _streamed(runs: list[Run]) -> Row:
 
 
 def _medians(runs: Sequence[Sequence[float]]) -> list[float]:
-    """Step by step."""
+    """Return the median of each step."""
     return [round(statistics.median(steps), 3) for steps in zip(*runs, strict=True)]
 
 
 def _on_device(runs: list[Run]) -> Row:
-    """Memory of the device and of the host that weights take, where it is known."""
+    """Return the memory of weights on device and host, where all runs report it."""
     names = {"device_peak_bytes": "device_peak_gb", "device_weight_bytes": "device_weights_gb"}
     names |= {"host_weight_bytes": "host_weights_gb"}
     reports = [run["report"] for run in runs]
     return {
-        told: _gb(statistics.median(report[name] for report in reports))
-        for name, told in names.items()
+        column: _gb(statistics.median(report[name] for report in reports))
+        for name, column in names.items()
         if all(report[name] is not None for report in reports)
     }
 
 
 def _against(runs: list[Run], base: list[Run], step_s: list[float]) -> Row:
-    """Ratios to the resident model's runs of the same session, and how far the latents are from its."""
+    """Return the ratios to the resident model of the same session, and the distance of the latents."""
     calm = [run for run in base if not run["disturbed"]] or base
     base_steps = _median_steps(calm)
     reference = base[0]["report"]

@@ -1,4 +1,4 @@
-"""What a process of its own is asked to run, and what it reports."""
+"""Input and report of one run in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class Task:
     work: str
     """Folder of the weights and of the files that peers write."""
     report: str
-    """File that the report is written to; the latents lie beside it."""
+    """Path of the report; the latents are written next to it."""
     device: str = "cpu"
     threads: int = 2
     machine: str | None = None
-    """File of the measured machine that WanStream's own prediction starts from."""
+    """Path of the measured machine, from which WanStream predicts the run."""
     vram_gb: float | None = None
     wanted: Literal["run", "files", "machine"] = "run"
-    """A run; or only the files that a peer writes before its first run, or the figures of this machine."""
+    """A whole run; or only the files that a peer writes before its first run; or the measurements of this machine."""
 
     @property
     def case(self) -> CaseShape:
         return SHAPES[self.shape]
 
     @property
-    def way(self) -> CaseVariant:
+    def case_variant(self) -> CaseVariant:
         return all_variants(self.case.expert.layers)[self.variant]
 
     @property
     def experts_folder(self) -> Path:
-        """Where the experts of this shape lie."""
+        """Folder of the experts of this shape."""
         return Path(self.work) / "experts" / self.case.key
 
     @property
-    def own_folder(self) -> Path:
-        """Where the variant writes files of its own, for the experts of this shape."""
+    def variant_folder(self) -> Path:
+        """Folder for the files that the variant writes, for the experts of this shape."""
         return Path(self.work) / "own" / self.case.key / self.variant.removesuffix("-heap")
 
     @property
@@ -65,31 +65,31 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What one run took. Times start after the imports, bytes from the disk too."""
+    """Measurements of one run; times and bytes from the disk are counted from the end of the imports."""
 
     import_rss_bytes: int
-    """RAM of the process before anything is loaded."""
+    """RSS of the process before it loads weights."""
     load_s: float
-    """Until the first step can begin: models made, weights and hooks in place as the variant has them."""
+    """Time until the first step can begin: models built, weights loaded and hooks attached."""
     step_s: list[float]
     total_s: float
-    """Load, steps and what lies between them."""
+    """Load, steps and the time between them."""
     peak_rss_bytes: int
-    """The kernel's own peak (VmHWM), mapped files included."""
+    """Peak measured by the kernel (VmHWM), mapped files included."""
     read_bytes: int
-    """From the disk."""
+    """Bytes from the disk."""
     user_s: float
     system_s: float
     checksum: str
     """SHA-256 of the latents."""
     step_bytes: list[int] | None = None
-    """Weights that each step moved; None where the way does not say."""
+    """Bytes of weights copied in each step; None if the variant does not report them."""
     device_peak_bytes: int | None = None
     device_weight_bytes: int | None = None
     host_weight_bytes: int | None = None
     timeline: dict[str, Any] | None = None
     predicted: dict[str, Any] | None = None
-    """WanStream's simulation of the run, from the machine as it was measured."""
+    """Timeline simulated by WanStream from the measured machine."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

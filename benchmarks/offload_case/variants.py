@@ -1,4 +1,4 @@
-"""Every way of running the two experts that is measured, by name."""
+"""Variants of the case: every measured strategy for offloading two experts, by name."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ Kind = Literal["wanstream", "resident", "mmap", "swap", "group", "accelerate"]
 CHUNK_TOKENS = 8192
 
 HEAP_ON_DEMAND = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""Without it glibc keeps diffusers' placeholders on the heap, where activations touch all of their pages."""
+"""Without this, glibc allocates diffusers' placeholders on the heap, where activations touch all of their pages."""
 
 KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(TRIM_BYTES), "MALLOC_MMAP_THRESHOLD_": str(MMAP_BYTES)}
-"""What WanStream asks of glibc in its own process, so that nothing it gains by that counts as streaming."""
+"""malloc settings of WanStream, applied to a peer so that their gain does not count as a gain of streaming."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseVariant:
-    """One way, and all that tells it from the others."""
+    """One offloading strategy and its settings."""
 
     name: str
     title: str
     kind: Kind
     policy: OffloadPolicy | None = None
-    """Of WanStream."""
+    """Policy of WanStream; None for peers."""
     direct: bool | None = None
-    """Whether WanStream reads around the page cache; None leaves it to WanStream."""
+    """True for WanStream to read past the page cache; None for its default."""
     storage: Literal["as stored", "fp8"] = "as stored"
     level: Literal["block_level", "leaf_level"] = "block_level"
-    """Of diffusers' group offloading."""
+    """Level of diffusers' group offloading."""
     to_disk: bool = False
-    """Whether a peer keeps the weights on the disk, in files of its own; otherwise in RAM."""
+    """True for a peer that stores the weights in files that it writes itself; False: in RAM."""
     stream: bool = False
     record_stream: bool = False
     layerwise_fp8: bool = False
-    """Whether diffusers' layerwise casting stores the weights in fp8, without scales."""
+    """True to store the weights in fp8 without scales, by diffusers' layerwise casting."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def prepares(self) -> bool:
-        """Whether it writes files of its own before its first run."""
+        """True if the variant writes files before its first run."""
         return self.to_disk
 
 
@@ -53,12 +53,12 @@ def _streamed(name: str, title: str, policy: OffloadPolicy, *, direct: bool | No
 
 
 def half_swapped(blocks: int) -> OffloadPolicy:
-    """Every second block streams."""
+    """Return a policy that streams every second block."""
     return OffloadPolicy.block_swap(blocks // 2)
 
 
 def wanstream_variants(blocks: int) -> list[CaseVariant]:
-    """WanStream's policies for experts of that many blocks."""
+    """Return the variants of WanStream for experts with that many blocks."""
     return [
         _streamed("layerwise", "layerwise from the file", OffloadPolicy.layerwise()),
         _streamed("layerwise-buffered", "layerwise through the page cache", OffloadPolicy.layerwise(), direct=False),
@@ -69,7 +69,7 @@ def wanstream_variants(blocks: int) -> list[CaseVariant]:
 
 
 def chunked_variant() -> CaseVariant:
-    """The least memory that a large video can be computed in."""
+    """Return the variant of WanStream with the smallest memory for large videos."""
     policy = replace(OffloadPolicy.layerwise(source="pinned"), chunk_tokens=CHUNK_TOKENS)
     return CaseVariant(
         name="chunked",
@@ -80,7 +80,7 @@ def chunked_variant() -> CaseVariant:
 
 
 def fp8_variants() -> list[CaseVariant]:
-    """Weights in fp8, where latents differ from those in bf16."""
+    """Return the variants with fp8 weights, whose latents differ from those in bf16."""
     ours = CaseVariant(
         name="layerwise-fp8",
         title="WanStream, layerwise from RAM, quantised to fp8 per row",
@@ -107,7 +107,7 @@ def fp8_variants() -> list[CaseVariant]:
 
 RESIDENT = CaseVariant(name="resident", title="resident (disable_mmap=True)", kind="resident")
 KEPT_RESIDENT = replace(
-    RESIDENT, name="resident-kept", title="resident, glibc keeps what WanStream lets it keep", environment=KEPT_MEMORY
+    RESIDENT, name="resident-kept", title="resident, same malloc settings as WanStream", environment=KEPT_MEMORY
 )
 SWAP = CaseVariant(name="swap", title="whole experts, one at a time", kind="swap")
 CPU_OFFLOAD = CaseVariant(name="cpu-offload", title="accelerate cpu_offload", kind="accelerate")
@@ -151,7 +151,7 @@ DEVICE_PEERS = [
 
 
 def all_variants(blocks: int) -> dict[str, CaseVariant]:
-    """Every variant by name, for experts of that many blocks."""
+    """Return every variant by name, for experts with that many blocks."""
     variants = [
         RESIDENT,
         KEPT_RESIDENT,

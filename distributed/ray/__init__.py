@@ -1,1 +1,1 @@
-"""Ray: connection, placement, worker actors, cleanup."""
+"""Workers behind Ray: connection, placement, actors and cleanup."""

@@ -1,7 +1,7 @@
-"""The actor around a worker. Its class travels to the worker's process by value and imports this pack there.
+"""Ray actor around a worker. Its class is pickled by value and imports this pack in the worker's process.
 
-There the pack gets the name that it has here, so that values of its classes can travel in both directions; ComfyUI
-names it after its folder.
+The pack is imported there under the name that it has here, so that its classes can be pickled in both directions;
+ComfyUI names a pack after its folder.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from typing import Any
 PACKAGE = __name__.rsplit(".", 3)[0]
 FOLDER = Path(__file__).resolve().parent.parent.parent
 
-ASKS_AT_ONCE = 4
+CONCURRENT_CALLS = 4
+"""Threads of the actor for calls other than `run`, so that a stop is not blocked by a slow call."""
 
 
 def actor_class(ray: Any) -> Any:
-    """The class of actors, which `ray.remote` has seen; of ours it names nothing, as nothing of ours is there yet."""
+    """Return the actor class, wrapped by `ray.remote`.
+
+    It is defined inside this function, so that it is pickled by value, and refers to nothing of this package, which is
+    not importable in the worker's process until `start` has run.
+    """
 
     class WanStreamWorker:
         def start(self, package: str, folders: list[str], threads: int | None, workers_here: int) -> Any:
@@ -32,11 +37,12 @@ def actor_class(ray: Any) -> Any:
                     folders = [*folders, str(Path(installed.origin).parent)]
                 found = [folder for folder in folders if Path(folder, "__init__.py").is_file()]
                 if not found:
-                    looked = " or ".join(folders)
+                    searched = " or ".join(folders)
                     raise ModuleNotFoundError(
-                        f"WanStream is not at {looked}: install it, or put its folder into the path_map of the cluster"
+                        f"WanStream is not at {searched}: install it, or add its folder to the path_map of the cluster"
                     )
-                # Ray puts the working directory there, in which our rooms would pass for other people's modules.
+                # Ray adds the working directory. If that is the pack's folder, our packages would shadow top-level
+                # modules with the same names.
                 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(found[0]).resolve()]
                 spec = importlib.util.spec_from_file_location(
                     package, Path(found[0], "__init__.py"), submodule_search_locations=[found[0]]
@@ -46,16 +52,16 @@ def actor_class(ray: Any) -> Any:
                 module = importlib.util.module_from_spec(spec)
                 sys.modules[package] = module
                 spec.loader.exec_module(module)
-            served = importlib.import_module(f"{package}.distributed.ray.worker")
-            self._served = served.ServedWorker(threads=threads, workers_here=workers_here)
-            return self._served.started()
+            worker = importlib.import_module(f"{package}.distributed.ray.worker")
+            self._worker = worker.RayWorker(threads=threads, workers_here=workers_here)
+            return self._worker.started()
 
-        @ray.method(concurrency_group="asks")  # type: ignore[untyped-decorator]
+        @ray.method(concurrency_group="calls")  # type: ignore[untyped-decorator]
         def ask(self, method: str, args: tuple[Any, ...]) -> Any:
-            return self._served.ask(method, args)
+            return self._worker.ask(method, args)
 
         @ray.method(concurrency_group="runs", num_returns="streaming")  # type: ignore[untyped-decorator]
         def run(self, task: Any) -> Iterator[Any]:
-            yield from self._served.run(task)
+            yield from self._worker.run(task)
 
-    return ray.remote(concurrency_groups={"asks": ASKS_AT_ONCE, "runs": 1})(WanStreamWorker)
+    return ray.remote(concurrency_groups={"calls": CONCURRENT_CALLS, "runs": 1})(WanStreamWorker)

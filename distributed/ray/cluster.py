@@ -1,4 +1,4 @@
-"""Availability of a Ray cluster and of its server, checked by a process that can be stopped."""
+"""Availability of a Ray cluster, checked in a subprocess because `ray.init` has no timeout."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from .errors import RaySetupError
 
 CONNECT_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 40.0
-NEEDS_TOKEN = (
-    "a cluster that asks for a token needs the file with that token as token_file of its entry in the list of clusters"
-)
+NEEDS_TOKEN = "a cluster that requires a token needs the path of a file with it as token_file in the list of clusters"
 
 JOIN = """
 import sys
 
-sys.path = [place for place in sys.path if place]  # without the folder that it is started in
+sys.path = [folder for folder in sys.path if folder]  # without the current folder, whose files could shadow modules
 import ray
 
 try:
@@ -29,14 +27,14 @@ ray.shutdown()
 """
 
 
-def check_answers(address: str, host: str, port: int, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-    """Raise RaySetupError unless a Ray of this version answers at `address` and takes this process in."""
+def check_cluster(address: str, host: str, port: int, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+    """Raise RaySetupError unless a Ray of this version runs at `address` and accepts this process."""
     try:
         socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as err:
         raise RaySetupError(
-            f"no Ray cluster answers at {address} ({err}): start one there (ray start --head), or give the address "
-            "that it has printed"
+            f"no Ray cluster answers at {address} ({err}): start one there (ray start --head), or set the address "
+            "that it printed"
         ) from err
     try:
         joined = subprocess.run(
@@ -44,33 +42,33 @@ def check_answers(address: str, host: str, port: int, *, timeout_s: float = JOIN
         )
     except subprocess.TimeoutExpired as err:
         raise RaySetupError(
-            f"what listens at {address} did not take this process in within {timeout_s:g} s: give the address of "
-            f"a Ray cluster; {NEEDS_TOKEN}"
+            f"the server at {address} did not accept this process within {timeout_s:g} s: set the address of a Ray "
+            f"cluster; {NEEDS_TOKEN}"
         ) from err
     if joined.returncode != 0:
-        said = joined.stderr.strip().splitlines() or ["nothing"]
+        lines = joined.stderr.strip().splitlines() or ["no message"]
         raise RaySetupError(
-            f"the Ray cluster at {address} does not take this process in: {NEEDS_TOKEN}. Ray says: {said[-1].strip()}"
+            f"the Ray cluster at {address} does not accept this process: {NEEDS_TOKEN}. Ray says: {lines[-1].strip()}"
         )
 
 
 RECONNECT = "gcs_rpc_server_reconnect_timeout_s"
-"""Ray's setting for how long a process lives without the server."""
+"""Ray's setting for the time in seconds that a process survives without the server."""
 RECONNECT_S = 10**8
-ANSWER_S = 2.0
-"""How long connecting to it may take."""
+"""In practice forever: otherwise Ray would end ComfyUI's process some time after the server is gone."""
+LISTENING_TIMEOUT_S = 2.0
 
 
-def server_of(ray: Any) -> str:
-    """host:port of the server that this process is connected to; empty where there is none."""
+def gcs_address(ray: Any) -> str:
+    """Return host:port of the server that this process is connected to; empty if it is not connected."""
     return str(ray.get_runtime_context().gcs_address) if ray.is_initialized() else ""
 
 
-def answers(server: str) -> bool:
-    """Whether something listens at that host:port."""
+def is_listening(server: str) -> bool:
+    """Return True if a process listens at host:port."""
     host, _, port = server.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=LISTENING_TIMEOUT_S).close()
     except OSError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""The connection of this process to Ray: one, shared by all pools, and ended with the last of them if we made it."""
+"""Connection of this process to Ray, shared by all pools and closed with the last one if it was opened here."""
 
 from __future__ import annotations
 
@@ -14,93 +14,101 @@ import torch
 from ...schema import LOCAL, WorkersRef, host_and_port, is_loopback
 from ..transport.threads import WorkThread
 from ..worker.worker import LOOPBACK
-from .cluster import RECONNECT, RECONNECT_S, answers, check_answers, server_of
-from .environment import PREFIX, forget_token, import_ray, on_loopback, own_ray, quiet, settings, token_of_cluster
+from .cluster import RECONNECT, RECONNECT_S, check_cluster, gcs_address, is_listening
+from .environment import (
+    PREFIX,
+    import_ray,
+    local_ray_environment,
+    on_loopback,
+    quiet_logging,
+    reset_token_cache,
+    temporary_environment,
+    token_of_cluster,
+)
 from .errors import LateRayletError, RaySetupError
-from .reaper import RayWatch
+from .reaper import RayReaper
 
 CPU_SLOT = 0.5
-"""Of a machine without GPUs, what Ray counts for one worker; it only counts."""
+"""CPU resource of one worker on a machine without GPUs; Ray uses it for bookkeeping only."""
 LOCAL_CPUS = 16
-"""What a Ray of ours counts for this machine."""
+"""CPU resource of this machine in a Ray that is started here."""
 OBJECT_STORE_BYTES = 1 << 30
-"""Room for what is told after steps: five tensors of 19 MB for a sample of 1280x720x81."""
-FOLDER = "wanstream-ray-"
+"""Size of the object store, for step reports: five tensors of 19 MB for a sample of 1280x720x81."""
+FOLDER_PREFIX = "wanstream-ray-"
 
 
 class RayConnection:
-    """This process's connection to Ray. It can have one, whoever made it; thread-safe."""
+    """Connection of this process to Ray, of which a process can have only one. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
         self._address = self._server = ""
         self._undo = ExitStack()
-        self._watch: RayWatch | None = None
+        self._reaper: RayReaper | None = None
 
-    def enter(self, ref: WorkersRef, *, store_bytes: int = OBJECT_STORE_BYTES) -> Any:
-        """The module `ray`, connected as `ref` says; every `enter` has its `leave`.
+    def acquire(self, ref: WorkersRef, *, store_bytes: int = OBJECT_STORE_BYTES) -> Any:
+        """Connect as set in `ref`, and return the module `ray`. Each call needs a call of `release`.
 
         Raises:
             RayMissingError: Ray is not installed.
-            RaySetupError: the cluster does not answer, or this process is connected to another Ray.
+            RaySetupError: the cluster does not respond, or this process is connected to another Ray.
         """
         with self._lock:
             ray = import_ray()
             if self._users == 0:
                 self._undo = self._connected(ray, ref, store_bytes)
-                self._address, self._server = ref.address, server_of(ray)
+                self._address, self._server = ref.address, gcs_address(ray)
             elif self._address != ref.address:
                 raise RaySetupError(
-                    f"this process has workers at {self._address}, and can have others at {ref.address} only when "
-                    "those are closed"
+                    f"this process has workers at {self._address}: close those before starting others at {ref.address}"
                 )
             self._users += 1
             return ray
 
-    def is_there(self) -> bool:
-        """True while this process is connected to the same Ray, its server answers and this machine is part of it.
+    def is_alive(self) -> bool:
+        """Return True if this process is connected to the same Ray, whose server and raylet of this machine run.
 
-        A server can outlive the raylet of this machine, without which no worker starts here.
+        The server can outlive the raylet of this machine, and without the raylet no worker starts here.
         """
-        ray, watch = import_ray(), self._watch
-        if server_of(ray) != self._server or not answers(self._server):
+        ray, reaper = import_ray(), self._reaper
+        if gcs_address(ray) != self._server or not is_listening(self._server):
             return False
-        if watch is not None and not watch.raylet_lives():
+        if reaper is not None and not reaper.raylet_is_alive():
             return False
-        own = ray.get_runtime_context().get_node_id()
+        node_id = ray.get_runtime_context().get_node_id()
         try:
-            return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == own)
-        except ray.exceptions.RayError:  # the server has ended just now
+            return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id)
+        except ray.exceptions.RayError:  # the server ended after the check above
             return False
 
-    def look(self) -> None:
-        """Note which processes Ray has started by now, to end them when this one is gone."""
+    def track_processes(self) -> None:
+        """Record the processes that Ray has started, so that the reaper ends them after this one is gone."""
         with self._lock:
-            if self._watch is not None:
-                self._watch.look()
+            if self._reaper is not None:
+                self._reaper.track()
 
-    def leave(self) -> None:
-        """One pool less; with the last one, what `enter` has started ends with all its processes."""
+    def release(self) -> None:
+        """Release one `acquire`; the last one closes the connection, and ends a Ray that was started here."""
         with self._lock:
-            assert self._users > 0, "left more often than entered"
+            assert self._users > 0, "released more often than acquired"
             self._users -= 1
             if self._users == 0:
-                self._watch = None
+                self._reaper = None
                 self._undo.close()
 
     def _connected(self, ray: Any, ref: WorkersRef, store_bytes: int) -> ExitStack:
-        """A connection, and what undoes it."""
+        """Connect, and return the cleanup."""
         if ray.is_initialized():
             _check_joinable(str(ray.get_runtime_context().gcs_address), ref.address)
             return ExitStack()
         with ExitStack() as undo:
-            # The kernel ends Ray's processes with the *thread* that started them.
+            # Ray's processes ask the kernel to end them with their parent *thread*, so it must live as long as they do.
             thread = WorkThread("wanstream ray")
             undo.callback(thread.close)
-            undo.callback(forget_token)
+            undo.callback(reset_token_cache)
             start = _start_local if ref.address == LOCAL else _join_cluster
-            self._watch = thread.submit(start, ray, ref, store_bytes, undo).result()
+            self._reaper = thread.submit(start, ray, ref, store_bytes, undo).result()
             atexit.register(self._end_at_exit)
             undo.callback(atexit.unregister, self._end_at_exit)
             return undo.pop_all()
@@ -112,30 +120,31 @@ class RayConnection:
 CONNECTION = RayConnection()
 
 
-def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> RayWatch:
-    """Start a Ray on this machine, with a second try where its raylet was late; `undo` gets what ends it."""
+def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> RayReaper:
+    """Start a Ray on this machine, and try again once if its raylet was late; register the cleanup in `undo`."""
     try:
         return _try_local(ray, store_bytes, undo)
     except LateRayletError:
         return _try_local(ray, store_bytes, undo)
 
 
-def _try_local(ray: Any, store_bytes: int, undo: ExitStack) -> RayWatch:
+def _try_local(ray: Any, store_bytes: int, undo: ExitStack) -> RayReaper:
     with ExitStack() as attempt:
-        watch = _started(ray, store_bytes, attempt)
+        reaper = _init_local(ray, store_bytes, attempt)
         undo.push(attempt.pop_all())
-        return watch
+        return reaper
 
 
-def _started(ray: Any, store_bytes: int, undo: ExitStack) -> RayWatch:
+def _init_local(ray: Any, store_bytes: int, undo: ExitStack) -> RayReaper:
     try:
-        folder = Path(tempfile.mkdtemp(prefix=FOLDER))
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     except OSError as err:
         raise _not_started(ray, err) from err
-    watch = RayWatch(folder)
-    undo.callback(watch.close)
+    # Registered before `shutdown`, so that it runs after it and ends the processes that `shutdown` has not.
+    reaper = RayReaper(folder)
+    undo.callback(reaper.close)
     undo.callback(ray.shutdown)
-    with own_ray():
+    with local_ray_environment():
         try:
             ray.init(
                 address="local",
@@ -146,8 +155,8 @@ def _started(ray: Any, store_bytes: int, undo: ExitStack) -> RayWatch:
                 log_to_driver=False,
                 configure_logging=False,
                 _node_ip_address=LOOPBACK,
-                # Ray opens its own folder to all users; the one around it stays closed to them. A short name, as paths
-                # of sockets have at most 107 bytes.
+                # Ray makes its folder accessible to all users; the parent, made by mkdtemp, is not. The name is short
+                # because socket paths have at most 107 bytes.
                 _temp_dir=str(folder / "r"),
                 _system_config={"prestart_worker_first_driver": False, RECONNECT: RECONNECT_S},
             )
@@ -156,26 +165,26 @@ def _started(ray: Any, store_bytes: int, undo: ExitStack) -> RayWatch:
         except Exception as err:
             raise LateRayletError(str(_not_started(ray, err))) from err
         finally:
-            watch.look()  # Ray leaves behind what it has started before it failed
-    return watch
+            reaper.track()  # also after an error: `ray.init` does not end the processes it has started
+    return reaper
 
 
 def _not_started(ray: Any, error: Exception) -> RaySetupError:
-    said = str(error).rstrip(".")
+    reason = str(error).rstrip(".")
     return RaySetupError(
-        f"Ray {ray.__version__} does not start on this machine: {said}. See that disk, RAM and shared memory have "
-        "room, and that the folder for temporary files (TMPDIR) is there, has a short name and can be written to"
+        f"Ray {ray.__version__} does not start on this machine: {reason}. Check that disk, RAM and shared memory have "
+        "free space, and that the folder for temporary files (TMPDIR) exists, has a short name and is writable"
     )
 
 
 def _join_cluster(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
     host, port = host_and_port(ref.address)
     with (
-        on_loopback() if is_loopback(host) else quiet(),
-        settings({f"{PREFIX}{RECONNECT}": str(RECONNECT_S)}),
+        on_loopback() if is_loopback(host) else quiet_logging(),
+        temporary_environment({f"{PREFIX}{RECONNECT}": str(RECONNECT_S)}),
         token_of_cluster(ref.token_file),
     ):
-        check_answers(ref.address, host, port)
+        check_cluster(ref.address, host, port)
         undo.callback(ray.shutdown)
         try:
             ray.init(address=ref.address, log_to_driver=False, configure_logging=False)
@@ -183,9 +192,9 @@ def _join_cluster(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) 
             raise RaySetupError(f"Ray {ray.__version__} cannot join the cluster at {ref.address}: {err}") from err
 
 
-def _check_joinable(connected: str, asked: str) -> None:
-    if asked != connected:
+def _check_joinable(connected: str, requested: str) -> None:
+    if requested != connected:
         raise RaySetupError(
             f"this process is connected to the Ray at {connected} already, by another node pack or script, and can "
-            f"have only one: add {connected} to the list of clusters to use that, or end it first"
+            f"have only one connection: add {connected} to the list of clusters to use it, or close it first"
         )

@@ -1,7 +1,7 @@
-"""How Ray is imported and spoken to, without a trace in the process of the user.
+"""Environment variables for importing and starting Ray, restored afterwards.
 
-Ray reads its settings from the environment, when it is imported and when it starts processes, which inherit them. They
-are there only for as long as that takes.
+Ray reads its settings from the environment when it is imported and when it starts processes, which inherit them. They
+are set only for that time, so that other packs in the user's process are not affected.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any
 from .errors import RayMissingError, RaySetupError
 
 ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's switch for clusters; off, every port of Ray listens on loopback, on Linux too."""
+"""Ray's switch for clusters; when it is off, every port of Ray listens on loopback, on Linux too."""
 PREFIX, DEBUGGER = "RAY_", "PYTHONBREAKPOINT"
 MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-"""From where Ray takes whether it sends a token, and which. Without them it takes the file `~/.ray/auth_token`."""
+"""Ray's variables for its token; without them it uses the file `~/.ray/auth_token`."""
 
 _ENVIRONMENT = threading.RLock()
-"""Held while the environment is changed: it belongs to the process, and two threads would restore each other's."""
+"""Lock of the process-wide environment: two threads would restore each other's values."""
 
 
 def import_ray() -> Any:
-    """The module `ray`. Raises RayMissingError where it is not installed."""
+    """Import and return the module `ray`. Raises RayMissingError if it is not installed."""
     try:
-        # Only the first import reads the environment; later ones are made while another thread may have changed it.
-        with nullcontext() if "ray" in sys.modules else settings({"RAY_USAGE_STATS_ENABLED": "0"}):
+        # Only the first import reads the environment; later ones need neither the variables nor the lock.
+        with nullcontext() if "ray" in sys.modules else temporary_environment({"RAY_USAGE_STATS_ENABLED": "0"}):
             return importlib.import_module("ray")
     except ModuleNotFoundError as err:
         if err.name != "ray":
@@ -44,35 +44,36 @@ def import_ray() -> Any:
 
 
 @contextmanager
-def own_ray() -> Iterator[None]:
-    """While this lasts, a Ray that is started listens on loopback only, reports nothing, and requires its own token.
+def local_ray_environment() -> Iterator[None]:
+    """Make a Ray that is started inside listen on loopback only, send no usage statistics, and require a new token.
 
-    A token in the environment belongs to a cluster, and so does a mode that requires none: both are replaced.
+    A token or token mode in the user's environment is meant for a cluster, so both are replaced.
     """
     values = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    with settings({**values, MODE: "token", TOKEN: own_token(), TOKEN_FILE: None}), on_loopback():
-        forget_token()
+    with temporary_environment({**values, MODE: "token", TOKEN: process_token(), TOKEN_FILE: None}), on_loopback():
+        reset_token_cache()
         yield
 
 
 @contextmanager
 def token_of_cluster(token_file: str) -> Iterator[None]:
-    """While this lasts, Ray and the processes that it starts send the token in that file, and without a file none.
+    """Make Ray and its processes send the token in that file; with an empty path they send none.
 
-    Raises RaySetupError for a file that cannot be read, or that others can read.
+    Raises:
+        RaySetupError: the file cannot be read, is empty, or can be read by other users.
     """
     if token_file:
         check_token_file(token_file)
     values: dict[str, str | None] = {MODE: "disabled", TOKEN: None, TOKEN_FILE: None}
     if token_file:
         values |= {MODE: "token", TOKEN_FILE: str(Path(token_file).expanduser())}
-    with settings(values):
-        forget_token()
+    with temporary_environment(values):
+        reset_token_cache()
         yield
 
 
 def check_token_file(token_file: str) -> None:
-    """Raise RaySetupError for a token file that is not there, is empty, or that other users can read or change."""
+    """Raise RaySetupError for a token file that is missing or empty, or that other users can read or change."""
     file = Path(token_file).expanduser()
     try:
         about = file.stat()
@@ -84,7 +85,7 @@ def check_token_file(token_file: str) -> None:
         ) from err
     if empty:
         raise RaySetupError(f"the token file {file} is empty: copy the token of the cluster into it")
-    # Windows has no such bits; its profile folders are private to their user.
+    # Windows has no such bits; profile folders are private to their user there.
     if os.name == "posix" and (stat.S_IMODE(about.st_mode) & 0o077 or about.st_uid != os.getuid()):
         raise RaySetupError(
             f"the token file {file} has the mode {stat.S_IMODE(about.st_mode):o} and belongs to user {about.st_uid}: "
@@ -92,36 +93,36 @@ def check_token_file(token_file: str) -> None:
         )
 
 
-def forget_token() -> None:
-    """Have Ray read its token again: it keeps the first one of a process, and would send it to another cluster too."""
+def reset_token_cache() -> None:
+    """Make Ray read its token again; it caches the first one, and would send it to another cluster too."""
     raylet = sys.modules.get("ray._raylet")
     if raylet is not None:
         raylet.AuthenticationTokenLoader.instance().reset_cache()
-        raylet.Config.initialize("")  # whether tokens are sent at all
+        raylet.Config.initialize("")  # reads the token mode again
 
 
 @cache
-def own_token() -> str:
-    """A token that is drawn once for this process."""
+def process_token() -> str:
+    """Return the random token of this process."""
     return secrets.token_hex(32)
 
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """While this lasts, Ray takes 127.0.0.1 for what it is, instead of putting this machine's outer address there."""
-    with settings({ONE_MACHINE: "0"}), _one_machine(), quiet():
+    """Make Ray use 127.0.0.1 as given, instead of replacing it by this machine's external address."""
+    with temporary_environment({ONE_MACHINE: "0"}), _one_machine(), quiet_logging():
         yield
 
 
 @contextmanager
-def settings(values: Mapping[str, str | None]) -> Iterator[None]:
-    """While this lasts, the environment has these values, None: not the variable; afterwards it is as it was.
+def temporary_environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set these environment variables (None: unset), and restore the environment on exit.
 
-    Ray leaves some of its own there, by which all that follows in this process would run with tokens. One thread at a
-    time has settings; another one waits.
+    Variables that Ray adds are removed too; they would make later connections of this process use tokens. Other threads
+    wait for the lock.
     """
     with _ENVIRONMENT:
-        kept = _of_ray()
+        before = _ray_variables()
         os.environ.update({name: value for name, value in values.items() if value is not None})
         for name in values:
             if values[name] is None:
@@ -129,37 +130,37 @@ def settings(values: Mapping[str, str | None]) -> Iterator[None]:
         try:
             yield
         finally:
-            for name in _of_ray().keys() - kept.keys():
+            for name in _ray_variables().keys() - before.keys():
                 del os.environ[name]
-            os.environ.update(kept)
+            os.environ.update(before)
 
 
-def _of_ray() -> dict[str, str]:
+def _ray_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIX) or name == DEBUGGER}
 
 
 @contextmanager
 def _one_machine() -> Iterator[None]:
-    """The switch for clusters, for a Ray that was imported before it was set."""
+    """Turn off the switch for clusters in a Ray that is already imported, which has read the variable before."""
     constants = sys.modules.get("ray._private.ray_constants")
     if constants is None:
         yield
         return
-    kept = constants.ENABLE_RAY_CLUSTER
+    before = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        constants.ENABLE_RAY_CLUSTER = kept  # type: ignore[attr-defined]
+        constants.ENABLE_RAY_CLUSTER = before  # type: ignore[attr-defined]
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Without Ray's remarks on threads and tokens, which are meant for whoever calls it."""
+def quiet_logging() -> Iterator[None]:
+    """Suppress Ray's warnings about threads and tokens, which are not for the user of ComfyUI."""
     logger = logging.getLogger("ray")
-    kept = logger.level
+    level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(kept)
+        logger.setLevel(level)

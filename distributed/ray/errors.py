@@ -1,10 +1,10 @@
-"""What can be wrong with Ray.
+"""Errors of Ray's setup.
 
 ValueError
-  RaySetupError      workers cannot be had as they were asked for; the message says what to change
+  RaySetupError      workers cannot be started as configured; the message says what to change
     RayMissingError  Ray is not installed
-    LostAtStartError a worker, or its machine, is gone before it has answered
-    LateRayletError  a Ray of this machine took longer to start than it gives itself
+    LostAtStartError a worker, or its machine, was lost before it was ready
+    LateRayletError  a Ray on this machine did not start within Ray's own timeout
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import sys
 
 
 class RaySetupError(ValueError):
-    """Workers cannot be had as they were asked for; the message says why, and what to change."""
+    """Workers cannot be started as configured; the message says why, and what to change."""
 
 
 class RayMissingError(RaySetupError):
-    """Ray is not installed here."""
+    """Ray is not installed in this Python."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -28,8 +28,8 @@ class RayMissingError(RaySetupError):
 
 
 class LostAtStartError(RaySetupError):
-    """The process of a worker, or its machine, is gone before it has answered; the message says what is known."""
+    """A worker, or its machine, was lost before it was ready; the message contains the known cause."""
 
 
 class LateRayletError(RaySetupError):
-    """A Ray of this machine took longer to start than it gives itself; another try may succeed."""
+    """A Ray on this machine did not start within Ray's own timeout; another try may succeed."""

@@ -1,4 +1,4 @@
-"""Workers behind Ray: started on this machine or in a cluster, checked, replaced, and ended without a trace."""
+"""Pool of workers behind Ray, on this machine or in a cluster."""
 
 from __future__ import annotations
 
@@ -22,31 +22,29 @@ from .placement import Placement
 from .worker import Started
 
 START_TIMEOUT_S = 180.0
-"""Importing torch takes its time, on all cores at once."""
+"""Timeout for the start of all workers, which import torch at the same time."""
 END_TIMEOUT_S = 20.0
-
-
 CLOSE_TIMEOUT_S = 5.0
 TOKEN_HINT = (
-    " See that every machine of the cluster has started Ray with RAY_AUTH_MODE=token and the same token: workers "
-    "without it cannot reach this process"
+    " Check that every machine of the cluster started Ray with RAY_AUTH_MODE=token and the same token: workers "
+    "without it cannot connect to this process"
 )
 
 
 class RayPool:
-    """See `Pool`: `ref.count` workers. Blocks until all of them answer. Use with `with`, or `close` it.
+    """Pool of `ref.count` workers; see `Pool`. The constructor blocks until all are ready. Use with `with` or `close`.
 
     Args:
-        device: of local workers: "cuda" gives each a GPU of its own, "cpu" none, "" whatever there is. Those of a
-            cluster have GPUs if it has any.
-        store_bytes: room that Ray has for what workers tell.
+        device: device of local workers: "cuda" for one GPU each, "cpu", or "" for GPUs if the machine has any. Workers
+            of a cluster use GPUs if it has any.
+        store_bytes: size of Ray's object store, which holds the reports of the workers.
 
     Raises:
         RayMissingError: Ray is not installed.
-        RaySetupError: fewer GPUs or CPU slots than workers; a cluster that does not answer, or that other machines
+        RaySetupError: fewer GPUs or CPU slots than workers; a cluster that does not respond, or that other machines
             reach without a token; another Ray in this process; workers that do not start within `start_timeout_s`.
-        VersionsError: a worker has another WanStream, torch, diffusers or Python.
-        WorkersError: an address that `beyond_loopback` or `token_file` does not go with.
+        VersionsError: a worker has another version of WanStream, torch, diffusers or Python.
+        WorkersError: the address does not fit `beyond_loopback` or `token_file`.
     """
 
     def __init__(
@@ -63,9 +61,9 @@ class RayPool:
         self._replacing, self._closed, self._failed = threading.Lock(), False, False
         self._starting: list[Any] = []
         with ExitStack() as undo:
-            undo.callback(sweep)  # last: workers that are killed leave the RAM behind that they shared
-            self._ray = CONNECTION.enter(ref, store_bytes=store_bytes)
-            undo.callback(CONNECTION.leave)
+            undo.callback(sweep)  # runs last: removes shared memory of workers that were killed
+            self._ray = CONNECTION.acquire(ref, store_bytes=store_bytes)
+            undo.callback(CONNECTION.release)
             on_gpus = device == "cuda" if ref.address == LOCAL and device else None
             self._placement = Placement(self._ray, ref.count, start_timeout_s, on_gpus=on_gpus)
             undo.callback(self._placement.close)
@@ -81,27 +79,27 @@ class RayPool:
     @property
     def usable(self) -> bool:
         """See `Pool.usable`."""
-        return not self._closed and not self._failed and CONNECTION.is_there()
+        return not self._closed and not self._failed and CONNECTION.is_alive()
 
     def replace(self, rank: int) -> RayWorkerHandle:
-        """See `Pool.replace`. Raises as `RayPool` if the new one does not start, and after `close`."""
+        """See `Pool.replace`. Raises as `RayPool` if the new worker does not start, or after `close`."""
         with self._replacing:
             self._workers[rank].kill()
             self._workers[rank].wait_for_end(END_TIMEOUT_S)
-            self._failed = True  # until it has succeeded
-            self._workers[rank] = self._started_again(rank)
+            self._failed = True  # reset when the new worker has started
+            self._workers[rank] = self._restart(rank)
             self._failed = False
             return self._workers[rank]
 
     def close(self) -> None:
-        """See `Pool.close`. A worker that is about to be replaced on another thread is not."""
+        """See `Pool.close`. Cancels a replacement on another thread."""
         self._closed = True
         self._kill(self._starting)
         with self._replacing:
             self._end_all()
 
     def _end_all(self) -> None:
-        # Workers of other machines give back there what they share, which nobody sweeps from here.
+        # Workers on other machines release their shared memory themselves; `sweep` covers this machine only.
         wait([worker.ask("close") for worker in self._workers], timeout=CLOSE_TIMEOUT_S)
         for worker in self._workers:
             worker.kill()
@@ -116,68 +114,71 @@ class RayPool:
         self.close()
 
     def _start(self, ranks: Sequence[int], undo: ExitStack) -> list[RayWorkerHandle]:
-        """Workers in these places, all at once."""
-        folders = [str(place) for place in places(FOLDER, self._ref.paths)]
+        """Start the workers of these ranks at the same time."""
+        folders = [str(folder) for folder in places(FOLDER, self._ref.paths)]
         self._check_open()
         actors = [self._class.options(**self._placement.options(rank)).remote() for rank in ranks]
-        answers = [
-            actor.start.remote(PACKAGE, folders, self._ref.threads, self._placement.workers_beside(rank))
+        ready = [
+            actor.start.remote(PACKAGE, folders, self._ref.threads, self._placement.workers_on_machine_of(rank))
             for actor, rank in zip(actors, ranks, strict=True)
         ]
         undo.callback(self._kill, actors)
         self._starting = actors
-        self._check_open()
-        until = time.monotonic() + self._timeout_s  # one deadline for all of them
-        every = [self._answer(rank, answer, until) for rank, answer in zip(ranks, answers, strict=True)]
+        self._check_open()  # again: `close` on another thread may have missed actors assigned just now
+        until = time.monotonic() + self._timeout_s  # one deadline for all workers
+        started = [self._wait_ready(rank, answer, until) for rank, answer in zip(ranks, ready, strict=True)]
         self._starting = []
-        CONNECTION.look()
-        check_versions(Worker("cpu").facts(), [started.facts for started in every])
-        check_exposure(every, beyond_loopback=self._ref.beyond_loopback)
+        CONNECTION.track_processes()
+        check_versions(Worker("cpu").facts(), [each.facts for each in started])
+        check_exposure(started, beyond_loopback=self._ref.beyond_loopback)
         own_node = self._ray.get_runtime_context().get_node_id()
         return [
-            RayWorkerHandle(self._ray, actor, rank, started, is_here=started.node_id == own_node)
-            for actor, rank, started in zip(actors, ranks, every, strict=True)
+            RayWorkerHandle(self._ray, actor, rank, each, is_here=each.node_id == own_node)
+            for actor, rank, each in zip(actors, ranks, started, strict=True)
         ]
 
-    def _started_again(self, rank: int) -> RayWorkerHandle:
-        """Ray hears late of a machine that is gone: what it still puts there is lost; the next one goes elsewhere."""
+    def _restart(self, rank: int) -> RayWorkerHandle:
+        """Start a new worker with that rank, and try again as long as Ray assigns it to another machine.
+
+        Ray notices the loss of a machine late, so a first try may be placed on a machine that is gone.
+        """
         until = time.monotonic() + self._timeout_s
         while True:
-            self._check_open()  # asked after its end, Ray would start once more
+            self._check_open()  # a call after Ray's end would start Ray again
             node = self._placement.node_of(rank)
             try:
                 with ExitStack() as undo:
                     (worker,) = self._start([rank], undo)
                     undo.pop_all()
             except LostAtStartError:
-                stays = node is not None and self._placement.node_of(rank) == node
-                if stays or time.monotonic() > until:
+                same_node = node is not None and self._placement.node_of(rank) == node
+                if same_node or time.monotonic() > until:
                     raise
             else:
                 return worker
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RaySetupError("these workers were ended while one of them was replaced: start others")
-        if not CONNECTION.is_there():
+            raise RaySetupError("the pool was closed while a worker was replaced: start a new one")
+        if not CONNECTION.is_alive():
             raise RaySetupError(
-                f"the Ray at {self._ref.address} has ended or cannot be reached, and its workers with it: see that it "
-                "runs, and start this again"
+                f"the Ray at {self._ref.address} has ended or cannot be reached, and its workers are lost: start it, "
+                "then run again"
             )
 
     def _kill(self, actors: Sequence[Any]) -> None:
-        # Asked after its end, Ray would start once more, with none of our settings.
+        # A call after Ray's end would start Ray again, without our settings.
         if self._ray.is_initialized():
             for actor in actors:
                 self._ray.kill(actor)
 
-    def _answer(self, rank: int, answer: Any, until: float) -> Started:
+    def _wait_ready(self, rank: int, answer: Any, until: float) -> Started:
         errors = self._ray.exceptions
         try:
             started: Started = self._ray.get(answer, timeout=max(0.0, until - time.monotonic()))
         except errors.GetTimeoutError as err:
             raise RaySetupError(
-                f"worker {rank} did not start within {self._timeout_s:g} s: {self._placement.late_words()}"
+                f"worker {rank} did not start within {self._timeout_s:g} s: {self._placement.describe_delay()}"
             ) from err
         except errors.RayTaskError as err:
             raise RaySetupError(f"worker {rank} does not start: {err.cause or err}") from err
@@ -191,16 +192,16 @@ class RayPool:
 
 
 def check_exposure(workers: Sequence[Started], *, beyond_loopback: bool) -> None:
-    """Raise RaySetupError for workers on addresses that other machines reach, unless that is asked for and guarded."""
+    """Raise RaySetupError for workers that other machines can reach, unless it is allowed and a token is required."""
     outside = [started for started in workers if not is_loopback(started.facts.address)]
     if outside and not beyond_loopback:
         raise RaySetupError(
             f"workers of this cluster listen on {outside[0].facts.address}, which other machines reach: set "
-            "remote_machines to true in its entry if that is meant, or start Ray with --node-ip-address 127.0.0.1"
+            "remote_machines to true in its entry to allow it, or start Ray with --node-ip-address 127.0.0.1"
         )
-    if any(not started.token for started in outside):
+    if any(not started.requires_token for started in outside):
         raise RaySetupError(
             f"the cluster listens on {outside[0].facts.address} and requires no token: anyone who reaches it can "
-            "run programs there. Start it with RAY_AUTH_MODE=token (ray get-auth-token --generate), and name that file "
+            "run programs there. Start it with RAY_AUTH_MODE=token (ray get-auth-token --generate), and set that file "
             "as token_file in its entry"
         )

@@ -1,7 +1,7 @@
-"""A small process that ends what is left of a Ray of ours when this process is gone, however it went.
+"""Process that ends the remaining processes of a Ray after this process is gone, even if it was killed.
 
-The kernel ends the processes that Ray started from here, and those end their workers; but two helpers of Ray report the
-loss to a server that is gone too, for a minute.
+The kernel ends the processes that Ray started from here, and these end their workers. But two helpers of Ray would run
+for another minute, trying to report the loss to a server that is gone too.
 """
 
 from __future__ import annotations
@@ -15,59 +15,59 @@ import psutil
 END_TIMEOUT_S = 20.0
 RAYLET = "raylet"
 
-WATCH = """
+REAPER = """
 import sys
 
-# Without the folder that it is started in, where everybody may put files; PYTHONSAFEPATH leaves it out already.
-sys.path = [place for place in sys.path if place]
+# Without the current folder, in which other users may write; PYTHONSAFEPATH has the same effect.
+sys.path = [folder for folder in sys.path if folder]
 import shutil
 
 import psutil
 
-watched = []
+tracked = []
 for line in sys.stdin:
     try:
-        watched.append(psutil.Process(int(line)))
+        tracked.append(psutil.Process(int(line)))
     except psutil.NoSuchProcess:
         pass
-for process in watched:
+for process in tracked:
     try:
         process.kill()
     except psutil.NoSuchProcess:
         pass
-psutil.wait_procs(watched, timeout=10)
+psutil.wait_procs(tracked, timeout=10)
 shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
 
 
-class RayWatch:
-    """Watches over a Ray that this process has started with its files in `folder`, and removes that at the end."""
+class RayReaper:
+    """Reaper of a Ray that this process has started with its files in `folder`; it removes the folder at the end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._told: set[int] = set()
+        self._tracked: set[int] = set()
         self._raylet: psutil.Process | None = None
         self._process = subprocess.Popen(
-            [sys.executable, "-c", WATCH, str(folder)],
+            [sys.executable, "-c", REAPER, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd=folder.parent,
-            start_new_session=True,  # what ends this process from a terminal must not end the watch
+            start_new_session=True,  # Ctrl-C in a terminal must not end the reaper
             text=True,
         )
 
-    def look(self) -> None:
-        """Note the processes that this Ray has now."""
+    def track(self) -> None:
+        """Send the ids of the processes that this Ray has now to the reaper."""
         pipe = self._process.stdin
         assert pipe is not None
-        for pid in self._processes() - self._told - {self._process.pid}:
+        for pid in self._processes() - self._tracked - {self._process.pid}:
             pipe.write(f"{pid}\n")
-            self._told.add(pid)
+            self._tracked.add(pid)
         pipe.flush()
 
-    def raylet_lives(self) -> bool:
-        """False once the raylet that was there at the last `look` has ended, reaped or not."""
+    def raylet_is_alive(self) -> bool:
+        """Return False after the raylet found by `track` has ended, even as a zombie."""
         raylet = self._raylet
         try:
             return raylet is None or (raylet.is_running() and raylet.status() != psutil.STATUS_ZOMBIE)
@@ -75,7 +75,7 @@ class RayWatch:
             return False
 
     def close(self) -> None:
-        """Let it end what is left, now."""
+        """End the tracked processes now."""
         self._process.communicate(timeout=END_TIMEOUT_S)
 
     def _processes(self) -> set[int]:

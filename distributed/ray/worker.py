@@ -1,4 +1,4 @@
-"""The worker's side of Ray: what the actor passes on to a `Worker` in its process."""
+"""Worker side of Ray: a `Worker` in the process of an actor."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from .environment import import_ray
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """What a worker's process tells when it is ready."""
+    """Report of a worker's process that is ready."""
 
     facts: WorkerFacts
     node_id: str
-    """Ray's name for its machine; machines that were cloned may share a host name."""
+    """Ray's id of its machine; cloned machines may share a host name."""
     logs: tuple[str, ...]
-    """Files on its machine that hold what it writes."""
-    token: bool
-    """Whether Ray asks for a token there."""
+    """Log files on its machine, with its stdout and stderr."""
+    requires_token: bool
+    """True if Ray requires a token there."""
 
 
-class ServedWorker:
-    """A worker in a process that Ray has started.
+class RayWorker:
+    """Worker in a process that Ray has started.
 
     Args:
-        threads: CPU threads to compute with; None: the cores of this machine shared out between its workers.
-        workers_here: how many of these workers this machine has.
+        threads: CPU threads to compute with; None: the cores of this machine divided by its number of workers.
+        workers_here: number of workers on this machine.
     """
 
     def __init__(self, *, threads: int | None, workers_here: int) -> None:
@@ -49,32 +49,33 @@ class ServedWorker:
         self._thread = WorkThread("wanstream worker")
 
     def started(self) -> Started:
-        """Who this is."""
+        """Return facts and log files of this worker."""
         token = os.environ.get("RAY_AUTH_MODE") == "token"
-        return Started(facts=self._worker.facts(), node_id=self._node_id, logs=_logs(), token=token)
+        return Started(facts=self._worker.facts(), node_id=self._node_id, logs=_logs(), requires_token=token)
 
     def ask(self, method: str, args: tuple[Any, ...]) -> Any:
         """See `WorkerHandle.ask`."""
         return getattr(self._worker, method)(*args)
 
     def run(self, task: RunTask) -> Iterator[StepReport | TaskResult]:
-        """Every step that is told, then the end; raises what the worker raises."""
-        told: queue.SimpleQueue[StepReport | None] = queue.SimpleQueue()
-        ended = self._thread.submit(self._worker.run, task, told.put)
-        ended.add_done_callback(lambda _: told.put(None))
-        while (step := told.get()) is not None:
-            yield step
-        yield ended.result()
+        """Yield a report after every step, then the result. Raises as `Worker.run`."""
+        # The run has its own thread, because this generator is suspended while Ray sends a report.
+        reports: queue.SimpleQueue[StepReport | None] = queue.SimpleQueue()
+        result = self._thread.submit(self._worker.run, task, reports.put)
+        result.add_done_callback(lambda _: reports.put(None))
+        while (report := reports.get()) is not None:
+            yield report
+        yield result.result()
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     allowed = getattr(os, "sched_getaffinity", None)
     return len(allowed(0)) if allowed else psutil.cpu_count() or 1
 
 
 def _logs() -> tuple[str, ...]:
-    """Where Ray has this process write; told by the kernel, so that it is empty elsewhere than on Linux."""
+    """Return the files of stdout and stderr, as set up by Ray; empty except on Linux."""
     try:
         return tuple(os.readlink(f"/proc/self/fd/{number}") for number in (1, 2))
     except OSError:

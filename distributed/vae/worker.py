@@ -1,4 +1,4 @@
-"""The VAE of one worker: it decodes the tiles that it is given, and keeps the weights until it is told to free them."""
+"""Tile decoder of one worker; its VAE keeps its weights until `free`."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from ...wan import WanVae, open_vae
 from ..transport.path_map import located
 
 RAM_SHARE = 0.5
-"""Of the RAM that can be taken, what decoders on a CPU may take; in the rest the driver puts the frames together."""
+"""Fraction of the available RAM for decoders on a CPU; the rest is for the frames of the driver."""
 
 
-def tile_room(device: torch.device, held: int) -> int:
-    """Bytes of `device` that a decode may take, where `held` bytes more become free when it lacks them."""
+def decode_budget(device: torch.device, releasable_bytes: int) -> int:
+    """Return the bytes of `device` that a decode may use; `releasable_bytes` are freed for it if it runs out."""
     free = free_bytes(device)
     if free is None:
         return int(RAM_SHARE * available_bytes())
-    return max(0, free + held - VRAM_RESERVE)
+    return max(0, free + releasable_bytes - VRAM_RESERVE)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeTask:
-    """One tile of a video."""
+    """One tile of a video to be decoded."""
 
     run_id: str
     vae: Path
-    """Of the VAE's file or folder, as it is on the driver's machine."""
+    """VAE file or folder, as a path on the driver's machine."""
     latents: torch.Tensor
-    """[1, C, T, h, w], raw: the tile's part of the video, on the CPU."""
+    """[1, C, T, h, w], raw latents of the tile, on the CPU."""
     dtype: torch.dtype = torch.float32
-    """Which the VAE computes in."""
+    """Compute dtype of the VAE."""
     paths: tuple[PathMap, ...] = ()
-    """Where the VAE lies on the worker's machine."""
+    """Mapping of the path to the worker's machine."""
 
 
 class DecodeCancelled(Cancelled):
-    """The decode was stopped before a frame; the worker can decode again at once."""
+    """The decode was stopped before a latent frame; the worker can decode again immediately."""
 
 
 class TileDecoder:
-    """Decodes one tile at a time on one device; callers on other threads wait for each other."""
+    """Decoder of one tile at a time on one device. Thread-safe; concurrent calls wait for each other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,11 +55,11 @@ class TileDecoder:
         self._open: tuple[tuple[Path, torch.dtype], WanVae] | None = None
 
     def decode(self, task: DecodeTask, is_stopped: Callable[[], bool]) -> torch.Tensor:
-        """[3, F, H, W] fp32 on the CPU, as `TileBlender` takes it.
+        """Decode one tile -> [3, F, H, W] fp32 on the CPU, the format of `TileBlender`.
 
         Raises:
-            DecodeCancelled: `is_stopped` said so before a latent frame.
-            VaeInputError: the latents have another shape.
+            DecodeCancelled: `is_stopped` returned True before a latent frame.
+            VaeInputError: the shape of the latents does not fit the VAE.
             CheckpointFileError: the VAE cannot be read.
         """
 
@@ -72,7 +72,7 @@ class TileDecoder:
             return vae.decode_tile(task.latents, device=self._device, check=check)
 
     def free(self) -> None:
-        """Let go of the weights. Freeing twice is allowed, and so is decoding again."""
+        """Release the weights. Freeing twice is allowed; the next decode reads them again."""
         with self._lock:
             self._close()
 

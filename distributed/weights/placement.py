@@ -1,17 +1,17 @@
-"""Where the workers of a group keep their weights, decided by what was measured between them.
+"""Choice of the placement of weights in a worker group, from measurements between its workers.
 
-Three homes: every worker has whole blocks (full), 1/N of each in host memory and gathers it (sharded), or 1/N in device
-memory (sharded in VRAM). One block is due for every visit, so the question is which home leaves the device waiting
-least:
+A worker has whole blocks (full), or 1/N of each block in host memory (sharded) or in device memory (sharded in VRAM)
+and gathers the rest. One block is needed per visit, so the placement with the shortest stall is chosen:
 
-* full: one block over the own bus, with all others doing the same. Where every device has a link of its own that is as
-  fast as alone; behind a shared uplink, or where RAM or the way between two sockets is the limit, it is not.
-* sharded: 1/N of it over the bus, then a gather. Two blocks are under way at once, one on the bus and one between the
-  devices, so the slower of the two counts; both are measured while the other one goes on. Over NVLink the gather costs
-  the bus nothing. Over PCIe without P2P it goes through host memory and back, which shows as a slow gather.
-* sharded in VRAM: a gather and nothing else, where the shards of all blocks fit beside what a run needs.
+* full: one block over the worker's bus while all other workers copy too. If each device has its own link, this is as
+  fast as alone; behind a shared uplink, or if RAM or the link between two sockets is the limit, it is slower.
+* sharded: 1/N of a block over the bus, then a gather. Two blocks are in flight at once, one on the bus and one between
+  the devices, so the slower transfer counts; each is measured during the other. Over NVLink the gather does not use
+  the bus. Over PCIe without P2P it goes to host memory and back, which shows as a slow gather.
+* sharded in VRAM: only a gather. The shards of all blocks must fit into VRAM in addition to the needs of a run.
 
-Full is kept wherever nothing is faster by more than what the figures are worth: it needs nobody else.
+Full is chosen unless another placement is faster by more than the error of the measurements, because it needs no
+communication.
 """
 
 from __future__ import annotations
@@ -21,36 +21,37 @@ from dataclasses import dataclass, fields
 
 from ...schema import ON_DEVICE, SHARDED, WHOLE_WEIGHTS, WeightPlacement, need_text, rate_text, size_text
 
-WORTH = 0.05
-"""Share of a visit by which another home has to be faster: probes of two seconds tell no less apart."""
+MIN_GAIN = 0.05
+"""Fraction of a visit by which a sharded placement must be faster; the probe does not resolve less in two seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFigures:
-    """What was measured in one group, of the slowest worker; seconds are those of one block, whatever its size.
+    """Measurements of one worker group, each from its slowest worker; all times are seconds per block.
 
-    Raises ValueError for a figure that is not above 0.
+    Raises:
+        ValueError: a figure is not above 0 (`free_bytes`: negative) or not finite.
     """
 
     workers: int
     block_bytes: int
-    """Stored bytes of one block, as they cross a bus."""
+    """Stored bytes of one block, which are copied over the bus."""
     blocks: int
-    """Of both experts together."""
+    """Number of blocks of both experts."""
     visit_s: float
-    """Computing of one visit, on one of these workers."""
+    """Compute time of one visit on one worker."""
     h2d_s: float
-    """A whole block from host memory to a device, alone."""
-    h2d_together_s: float
-    """The same with all workers at once."""
+    """Copy of a whole block from host to device memory, by one worker alone."""
+    h2d_concurrent_s: float
+    """Copy of a whole block while all workers copy."""
     shard_h2d_s: float
-    """1/N of it with all workers at once, while they gather another block."""
+    """Copy of 1/N of a block while all workers copy and gather another block."""
     gather_s: float
-    """Gathering a block whose shards lie on the devices, alone."""
-    gather_beside_h2d_s: float
-    """The same while all of them copy the shards of another block."""
+    """Gather of a block from shards in device memory, without other transfers."""
+    gather_during_h2d_s: float
+    """Gather of a block while all workers copy shards of another block."""
     free_bytes: int
-    """Device memory that a run leaves free beside everything it needs with full weights."""
+    """Device memory left free by a run with full weights."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -60,44 +61,45 @@ class WeightFigures:
 
     @property
     def shards_bytes(self) -> int:
-        """Device memory for one worker's shards of all blocks."""
+        """Device memory for the shards of all blocks on one worker."""
         return -(-self.block_bytes * self.blocks // self.workers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementChoice:
-    """A home and why."""
+    """Chosen placement and the reason."""
 
-    home: WeightPlacement
+    placement: WeightPlacement
     reason: str
     block_s: float
-    """From one block to the next: computing, or fetching where that takes longer."""
+    """Seconds per block: the larger one of compute and fetch time."""
 
 
 def choose_placement(figures: WeightFigures) -> PlacementChoice:
-    """The home that leaves the devices of a group waiting least; never "auto"."""
+    """Choose the placement with the shortest stall; never "auto"."""
     if figures.workers == 1:
-        reason = "one worker has nobody to gather with: full weights"
-        return PlacementChoice(home=WHOLE_WEIGHTS, reason=reason, block_s=max(figures.visit_s, figures.h2d_s))
-    fetches: dict[WeightPlacement, float] = {WHOLE_WEIGHTS: figures.h2d_together_s}
-    fetches[SHARDED] = max(figures.shard_h2d_s, figures.gather_beside_h2d_s)
+        reason = "full weights: a single worker has no peers to gather from"
+        return PlacementChoice(placement=WHOLE_WEIGHTS, reason=reason, block_s=max(figures.visit_s, figures.h2d_s))
+    fetches: dict[WeightPlacement, float] = {WHOLE_WEIGHTS: figures.h2d_concurrent_s}
+    fetches[SHARDED] = max(figures.shard_h2d_s, figures.gather_during_h2d_s)
     fits = figures.shards_bytes <= figures.free_bytes
     if fits:
         fetches[ON_DEVICE] = figures.gather_s
-    due = {home: max(figures.visit_s, fetch_s) for home, fetch_s in fetches.items()}
-    best = min(due, key=lambda home: (due[home], fetches[home]))
-    if due[WHOLE_WEIGHTS] - due[best] <= WORTH * figures.visit_s:
+    block_s = {placement: max(figures.visit_s, fetch_s) for placement, fetch_s in fetches.items()}
+    # Among placements whose fetch is hidden, the one with the shortest fetch.
+    best = min(block_s, key=lambda placement: (block_s[placement], fetches[placement]))
+    if block_s[WHOLE_WEIGHTS] - block_s[best] <= MIN_GAIN * figures.visit_s:
         best = WHOLE_WEIGHTS
-    return PlacementChoice(home=best, reason=_reason(figures, fetches, best, fits=fits), block_s=due[best])
+    return PlacementChoice(placement=best, reason=_reason(figures, fetches, best, fits=fits), block_s=block_s[best])
 
 
 def _reason(figures: WeightFigures, fetches: dict[WeightPlacement, float], best: WeightPlacement, *, fits: bool) -> str:
-    hidden = "which computing hides" if fetches[best] <= figures.visit_s else "which computing does not hide"
-    costs = ", ".join(f"{home} {_ms(fetch_s)}" for home, fetch_s in fetches.items())
-    slower = figures.h2d_together_s / figures.h2d_s
-    bus = f"its bus gives {rate_text(figures.block_bytes / figures.h2d_s)} to one of {figures.workers} workers"
+    hidden = "hidden behind compute" if fetches[best] <= figures.visit_s else "not hidden behind compute"
+    costs = ", ".join(f"{placement} {_ms(fetch_s)}" for placement, fetch_s in fetches.items())
+    slower = figures.h2d_concurrent_s / figures.h2d_s
+    bus = f"the bus gives {rate_text(figures.block_bytes / figures.h2d_s)} to one of {figures.workers} workers"
     if slower > 1.1:
-        bus += f" and {rate_text(figures.block_bytes / figures.h2d_together_s)} to each of them at once"
+        bus += f" and {rate_text(figures.block_bytes / figures.h2d_concurrent_s)} to each of them at once"
     else:
         bus += " and as much to each of them at once"
     shards = f"; shards in VRAM need {need_text(figures.shards_bytes)}, {need_text(figures.free_bytes)} are free"

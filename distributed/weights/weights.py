@@ -1,4 +1,4 @@
-"""Where the workers of a group keep their weights: as their rendezvous says, or as they find out together."""
+"""Placement of the weights of a worker group: set by the rendezvous, or chosen from measurements."""
 
 from __future__ import annotations
 
@@ -20,87 +20,87 @@ from .placement import PlacementChoice, WeightFigures, choose_placement
 from .probe import probe_weights
 
 COMPUTE_PROBE_S = 0.5
-"""How long a worker tries how fast it computes; with `probe_weights` that stays below two seconds."""
+"""Duration of the compute measurement; together with `probe_weights` it takes less than two seconds."""
 
 logger = logging.getLogger("wanstream.workers")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KeptWeights:
-    """What a worker tells its experts before a run."""
+class RunWeights:
+    """Placement of the weights of one run."""
 
     sharded: Sharded | None = None
-    """None: whole weights."""
+    """Gather and location of the shards; None: whole weights."""
     reason: str = ""
-    """Why, with the numbers, where the workers have decided."""
+    """Reason of a placement that was chosen from measurements, with the numbers; else empty."""
 
 
 class GroupWeights:
-    """The weights of one worker in one rendezvous.
+    """Placement of the weights of one worker in one rendezvous.
 
-    Where the rendezvous leaves it to them, the workers of a group measure and decide before their first run with
-    blocks of
-    a size, all of them the same, as they decide from the same figures. On CPUs weights stay whole: their RAM is what
-    they compute in, and holds them once for all workers of a machine.
+    With "auto", the workers of a group measure before their first run with a block size, and choose from the same
+    figures, so that all choose the same. On CPUs weights are always whole, because all workers of a machine share one
+    copy in RAM, from which they compute.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
-        # One for each home: another object is another rendezvous to the experts.
+        # One object per placement: the experts treat another object as another rendezvous.
         self._sharded: dict[WeightPlacement, Sharded] = {}
         self._choices: dict[int, PlacementChoice] = {}
 
-    def of(self, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> KeptWeights:
-        """What to keep for a run, which all workers of the group are about to begin.
+    def for_run(self, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> RunWeights:
+        """Return the placement for a run. All workers of the group must call it before the run.
 
-        Raises HungError and PeerLostError, as everything that workers do together.
+        Raises WorkerTimeoutError and PeerLostError.
         """
-        home = self._groups.rendezvous.weights
-        if self._groups.size == 1 or home == WHOLE_WEIGHTS:
-            return KeptWeights()
-        if home != "auto":
-            return KeptWeights(sharded=self._in(home))
+        placement = self._groups.rendezvous.weights
+        if self._groups.size == 1 or placement == WHOLE_WEIGHTS:
+            return RunWeights()
+        if placement != "auto":
+            return RunWeights(sharded=self._sharded_in(placement))
         if self._groups.device.type == "cpu":
-            return KeptWeights()
+            return RunWeights()
         choice = self._choices.get(pair.stored_bytes)
         if choice is None:
             choice = choose_placement(measure(self._groups, pair, request, policy))
             self._choices[pair.stored_bytes] = choice
             logger.info("%s", choice.reason)
-        return KeptWeights(sharded=self._in(choice.home), reason=choice.reason)
+        return RunWeights(sharded=self._sharded_in(choice.placement), reason=choice.reason)
 
     def abort(self) -> None:
-        """Let whoever waits in a gather leave it (any thread)."""
-        for sharded in tuple(self._sharded.values()):  # a run that begins may add one
+        """Abort gathers that wait (any thread)."""
+        for sharded in tuple(self._sharded.values()):  # a run that begins on another thread may add one
             sharded.gather.abort()
 
-    def _in(self, home: WeightPlacement) -> Sharded | None:
-        if home == WHOLE_WEIGHTS:
+    def _sharded_in(self, placement: WeightPlacement) -> Sharded | None:
+        if placement == WHOLE_WEIGHTS:
             return None
-        if home not in self._sharded:
-            self._sharded[home] = Sharded(gather=GroupGather(self._groups), on_device=home == ON_DEVICE)
-        return self._sharded[home]
+        if placement not in self._sharded:
+            self._sharded[placement] = Sharded(gather=GroupGather(self._groups), on_device=placement == ON_DEVICE)
+        return self._sharded[placement]
 
 
 def measure(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> WeightFigures:
-    """The figures of this group for runs like that one; the same for every worker. All of them call it at once.
+    """Measure the group for runs like this one. All workers must call it; all return the same figures.
 
-    Raises HungError and PeerLostError.
+    Raises WorkerTimeoutError and PeerLostError.
     """
     times = probe_weights(groups, pair.stored_bytes)
-    visit_s, lacking = _worst(groups, [_visit_s(groups, pair, request), -_free_bytes(groups, pair, request, policy)])
+    # The free bytes are negated, so that their maximum over the workers is the minimum of free memory.
+    visit_s, negated = _worst(groups, [_visit_s(groups, pair, request), -_free_bytes(groups, pair, request, policy)])
     return WeightFigures(
         workers=groups.size,
         block_bytes=pair.stored_bytes,
         blocks=sum(pair.block_counts.values()),
         visit_s=visit_s,
-        free_bytes=max(0, int(-lacking)),
+        free_bytes=max(0, int(-negated)),
         **asdict(times),
     )
 
 
 def _visit_s(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest) -> float:
-    """Seconds of this worker's share of one block."""
+    """Measure the seconds of this worker's share of one visit."""
     job = request_job(pair, request, groups.device)
     mesh = groups.mesh
     lanes = math.ceil(max(job.lanes.values()) / mesh.cfg)
@@ -111,7 +111,7 @@ def _visit_s(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest) -
 
 
 def _free_bytes(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> float:
-    """Memory of the device beside what the run takes with whole weights; that of a CPU is RAM."""
+    """Return the device memory (RAM on a CPU) left free by the run with whole weights, in bytes; may be negative."""
     free = free_bytes(groups.device)
     if free is None:
         free = available_bytes()
@@ -119,7 +119,7 @@ def _free_bytes(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest
 
 
 def taken_bytes(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> int:
-    """Memory of the device that this worker takes for its share of a run, with whole weights."""
+    """Return the device memory that this worker needs for its share of a run with whole weights, in bytes."""
     shape, share = request.computed_shape, groups.split().share
     chunk, cache = policy.chunk_tokens, request.cache
     working = working_bytes(pair, shape, guided=request.guided, chunk_tokens=chunk, share=share, cache=cache)
@@ -127,8 +127,8 @@ def taken_bytes(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest
 
 
 def _worst(groups: ProcessGroups, figures: list[float]) -> list[float]:
-    """The largest of each figure among the workers of the group."""
-    own = torch.tensor(figures, dtype=torch.float64)
-    with groups.watched("compared what a run takes"):
-        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=groups.control)
-    return [float(value) for value in own]
+    """Return the maximum of each figure over the workers of the group."""
+    worst = torch.tensor(figures, dtype=torch.float64)
+    with groups.translate_errors("compared the needs of a run"):
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.control)
+    return [float(value) for value in worst]

@@ -1,1 +1,1 @@
-"""Worker side of a distributed run: process groups, rendezvous, lanes and tokens shared."""
+"""Worker side of a distributed run: process groups, rendezvous, split lanes and context parallelism."""

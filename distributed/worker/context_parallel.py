@@ -1,4 +1,4 @@
-"""Context parallelism of diffusers on an engine's models, with the attention backends that allow it."""
+"""diffusers' context parallelism on the models of an engine, with suitable attention backends."""
 
 from __future__ import annotations
 
@@ -20,54 +20,55 @@ if TYPE_CHECKING:
 
 
 WITH_LSE = frozenset({"flash", "flash_hub", "_flash_3_hub", "_native_cudnn", "_native_flash"})
-"""Backends of diffusers 0.37 to 0.39 that return the log-sum-exp beside the result."""
+"""Backends of diffusers 0.37 to 0.39 that return the log-sum-exp in addition to the result."""
 RING_BACKEND = "_native_flash"
-"""PyTorch's own; it needs CUDA, and bf16 or fp16."""
+"""PyTorch's flash attention; it needs CUDA, and bf16 or fp16."""
 HALF = (torch.bfloat16, torch.float16)
 
 
 def backend_for(
     set_backend: str | None, *, ring: int, ulysses: int, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """The backend of a self-attention that has `set_backend` (None: diffusers' default), or the one that it needs
-    instead.
+    """Return the backend for parallel self-attention: `set_backend` (None: diffusers' default) or a replacement.
 
-    Raises MeshError where attention of that dtype on that device cannot be shared in that way.
+    Raises:
+        MeshError: attention of that dtype on that device cannot be parallelised with these degrees.
     """
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     name = _AttentionBackendRegistry.get_active_backend()[0] if set_backend is None else set_backend
     name = str(AttentionBackendName(name).value)
-    sharing = _AttentionBackendRegistry._supports_context_parallel
+    parallel = _AttentionBackendRegistry._supports_context_parallel
     if ring == 1:
-        if name not in sharing:
+        if name not in parallel:
             raise MeshError(
-                f"ulysses {ulysses}: the attention backend {name!r} cannot be shared by workers; choose one of "
-                f"{', '.join(sorted(sharing))}"
+                f"ulysses {ulysses}: the attention backend {name!r} does not support several workers; choose one of "
+                f"{', '.join(sorted(parallel))}"
             )
         return set_backend
-    if name in WITH_LSE and name in sharing:
+    if name in WITH_LSE and name in parallel:
         return set_backend
     if name == AttentionBackendName.NATIVE.value and device.type == "cuda" and dtype in HALF:
         return RING_BACKEND
     raise MeshError(
-        f"ring {ring}: the attention backend {name!r} gives no log-sum-exp on {device.type} in {_word(dtype)}, which a "
-        f"ring needs; use ulysses {ring * ulysses} instead, or bf16 on a GPU"
+        f"ring {ring}: the attention backend {name!r} returns no log-sum-exp on {device.type} in {_dtype_name(dtype)}, "
+        f"which a ring needs; use ulysses {ring * ulysses} instead, or bf16 on a GPU"
     )
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 AXES = ("ring", "ulysses")
-"""diffusers' names, and ours."""
+"""Axis names, the same in diffusers and in `Mesh`."""
 
 
 class ContextMesh:
-    """What diffusers asks of a DeviceMesh, answered by groups that exist already.
+    """The part of the DeviceMesh interface that diffusers uses, backed by existing process groups.
 
-    A DeviceMesh makes groups of its own when it is flattened, at a time that is not ours.
+    A real DeviceMesh creates process groups itself when diffusers flattens it, at a time that `ProcessGroups` does not
+    control and with connections that it could not shut down.
     """
 
     def __init__(self, groups: ProcessGroups, axes: tuple[str, ...] = AXES) -> None:
@@ -80,7 +81,7 @@ class ContextMesh:
         return self
 
     def size(self) -> int:
-        """How many workers there are along these axes."""
+        """Return the number of workers along these axes."""
         degrees = dict(self._groups.mesh.degrees)
         size = 1
         for axis in self._axes:
@@ -88,21 +89,23 @@ class ContextMesh:
         return size
 
     def get_group(self) -> dist.ProcessGroup:
-        """Those workers."""
+        """Return the process group of these workers."""
         return self._groups.group(self._axes[0] if len(self._axes) == 1 else "context")
 
     def get_local_rank(self) -> int:
-        """The place of this worker among them."""
+        """Return the rank of this worker among them."""
         return dist.get_rank(self.get_group()) if self.size() > 1 else 0
 
 
 @contextmanager
-def shared_tokens(groups: ProcessGroups, engine: ExpertEngine) -> Iterator[None]:
-    """While this lasts, the engine's models compute this worker's tokens; afterwards they are as they were.
+def context_parallel(groups: ProcessGroups, engine: ExpertEngine) -> Iterator[None]:
+    """Make the engine's models compute only this worker's tokens; restore them on exit.
 
-    Hooks that are put on the models inside must be taken off before.
+    Hooks that are added inside must be removed before the exit. A chunked forward must be installed before this,
+    because it replaces `block.forward`, which the hooks wrap.
 
-    Raises MeshError where the heads cannot be shared out evenly, or attention on this device not at all.
+    Raises:
+        MeshError: the heads cannot be split evenly, or attention cannot be parallelised on this device.
     """
     with ExitStack() as attached:
         for model in engine.models.bare.values():
@@ -111,11 +114,11 @@ def shared_tokens(groups: ProcessGroups, engine: ExpertEngine) -> Iterator[None]
 
 
 def check_tokens(tokens: int, groups: ProcessGroups) -> None:
-    """Refuse lanes whose tokens cannot be shared out evenly, with MeshError."""
+    """Raise MeshError unless `tokens` can be split evenly over ring x ulysses workers."""
     ring, ulysses = groups.mesh.ring, groups.mesh.ulysses
     if tokens % (ring * ulysses):
         raise MeshError(
-            f"ring {ring} x ulysses {ulysses} cannot share out {tokens} tokens evenly: choose other degrees, or "
+            f"ring {ring} x ulysses {ulysses} cannot split {tokens} tokens evenly: choose other degrees, or "
             "another size or length of the video"
         )
 
@@ -127,20 +130,20 @@ def _attached(model: WanTransformer3DModel, groups: ProcessGroups) -> Iterator[N
 
     mesh, heads = groups.mesh, model.config.num_attention_heads
     if heads % mesh.ulysses:
-        raise MeshError(f"ulysses {mesh.ulysses} cannot share out {heads} heads evenly: choose another degree")
+        raise MeshError(f"ulysses {mesh.ulysses} cannot split {heads} heads evenly: choose another degree")
     parallel = ContextParallelConfig(ring_degree=mesh.ring, ulysses_degree=mesh.ulysses)
     config = ParallelConfig(context_parallel_config=parallel)
-    config.setup(groups.place, groups.size, groups.device, mesh=ContextMesh(groups))
-    # The model's own forward, which the plan's nameless entry is for, is never called.
+    config.setup(groups.group_rank, groups.size, groups.device, mesh=ContextMesh(groups))
+    # The unnamed entry of the plan is for the forward of the whole model, which `forward_lanes` does not call.
     plan = {name: part for name, part in model._cp_plan.items() if name}
     dtype = model.patch_embedding.weight.dtype
     with ExitStack() as attached:
         for name in plan:
             attached.enter_context(_restored(model.get_submodule(name), "forward", "_diffusers_hook"))
         for block in model.blocks:
-            attached.enter_context(_sharing(block.attn1.processor, config, groups, dtype))
-            counted = block.attn1.register_forward_pre_hook(_AttentionBytes(groups))
-            attached.callback(counted.remove)
+            attached.enter_context(_parallel_attention(block.attn1.processor, config, groups, dtype))
+            counter = block.attn1.register_forward_pre_hook(_AttentionBytes(groups))
+            attached.callback(counter.remove)
         attached.callback(model.proj_out.register_forward_hook(_OutputBytes(groups)).remove)
         attached.callback(remove_context_parallel, model, plan)
         apply_context_parallel(model, parallel, plan)
@@ -148,8 +151,13 @@ def _attached(model: WanTransformer3DModel, groups: ProcessGroups) -> Iterator[N
 
 
 @contextmanager
-def _sharing(processor: Any, config: ParallelConfig, groups: ProcessGroups, dtype: torch.dtype) -> Iterator[None]:
-    """Self-attention is shared by the workers; a processor of attention to the text is left alone."""
+def _parallel_attention(
+    processor: Any, config: ParallelConfig, groups: ProcessGroups, dtype: torch.dtype
+) -> Iterator[None]:
+    """Set the parallel configuration and backend of a self-attention processor; restore them on exit.
+
+    Cross-attention needs none: every worker has the whole text.
+    """
     mesh = groups.mesh
     backend = backend_for(
         processor._attention_backend, ring=mesh.ring, ulysses=mesh.ulysses, device=groups.device, dtype=dtype
@@ -161,36 +169,36 @@ def _sharing(processor: Any, config: ParallelConfig, groups: ProcessGroups, dtyp
 
 @contextmanager
 def _restored(thing: object, *names: str) -> Iterator[None]:
-    """Afterwards the object itself has what it has now under these names: the same, or nothing."""
-    own = vars(thing)
-    before = {name: own[name] for name in names if name in own}
+    """Restore these instance attributes on exit, including their absence."""
+    attributes = vars(thing)
+    before = {name: attributes[name] for name in names if name in attributes}
     try:
         yield
     finally:
         for name in names:
-            own.pop(name, None)
-        own.update(before)
+            attributes.pop(name, None)
+        attributes.update(before)
 
 
 class _AttentionBytes:
-    """Counts what a self-attention takes from other workers, by the tokens that it is given."""
+    """Hook that counts the bytes a self-attention receives from other workers, computed from its input."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
         ring, ulysses = groups.mesh.ring, groups.mesh.ulysses
-        # Ulysses exchanges q, k, v and the result, of which its own part stays; a ring brings the other k and v.
+        # Ulysses exchanges q, k, v and the result except for the own part; a ring sends k and v of the other workers.
         self._tensors = 4 * (ulysses - 1) / ulysses + 2 * (ring - 1)
 
-    def __call__(self, module: object, given: tuple[torch.Tensor, ...]) -> None:
-        self._groups.count_gathered(round(self._tensors * given[0].nbytes))
+    def __call__(self, module: object, inputs: tuple[torch.Tensor, ...]) -> None:
+        self._groups.count_gathered(round(self._tensors * inputs[0].nbytes))
 
 
 class _OutputBytes:
-    """Counts what this worker takes from others where all tokens are put together again."""
+    """Hook that counts the bytes this worker receives when all tokens are gathered at the output."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
         self._tokens = groups.mesh.ring * groups.mesh.ulysses
 
-    def __call__(self, module: object, given: object, output: torch.Tensor) -> None:
+    def __call__(self, module: object, inputs: object, output: torch.Tensor) -> None:
         self._groups.count_gathered(output.nbytes * (self._tokens - 1) // self._tokens)

@@ -1,36 +1,34 @@
-"""What a worker raises when it cannot go on with the others of its group.
+"""Errors of a worker that cannot continue with the other workers of its group.
 
 OSError
-  PeerLostError     another worker of the group is gone, or this one has left the rendezvous (a ConnectionError)
-  HungError         another worker of the group did not come in time (a TimeoutError)
-RuntimeError
-  GroupsOrderError  groups were used before they met, or after they were left
+  PeerLostError       another worker of the group is gone, or this one has left the rendezvous (a ConnectionError)
+  WorkerTimeoutError  another worker of the group did not respond in time (a TimeoutError)
 """
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
-TIMED_OUT = ("timed out", "timeout")
-"""Of what gloo, NCCL and the store say when nobody came; compared in lower case."""
-OF_GLOO = "gloo"
-"""Stands in the path that every error of gloo begins with: they are plain RuntimeErrors."""
+TIMEOUT_WORDS = ("timed out", "timeout")
+"""Parts of the timeout messages of gloo, NCCL and the store, in lower case."""
+GLOO_PATH = "gloo"
+"""Part of the source path at the start of every gloo error; gloo raises plain RuntimeErrors."""
 
 
 class PeerLostError(ConnectionError):
-    """Another worker of the group is gone, or this one has left; the groups are of no use any more."""
+    """Another worker of the group is gone, or this one has left; the groups cannot be used any more."""
 
 
 class WorkerTimeoutError(TimeoutError):
-    """Another worker of the group did not come in time; the message says which one, where that is known."""
+    """Another worker of the group did not respond in time; the message names it if it is known."""
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether an error of torch.distributed says that somebody did not come in time."""
-    said = str(error).lower()
-    return any(words in said for words in TIMED_OUT)
+    """Return True if an error of torch.distributed reports a timeout."""
+    message = str(error).lower()
+    return any(words in message for words in TIMEOUT_WORDS)
 
 
-def is_of_peers(error: RuntimeError) -> bool:
-    """Whether `error` comes from torch.distributed, and not from what was computed here."""
-    return isinstance(error, dist.DistError) or OF_GLOO in str(error)
+def is_peer_error(error: RuntimeError) -> bool:
+    """Return True if `error` was raised by torch.distributed, and not by the computation between its calls."""
+    return isinstance(error, dist.DistError) or GLOO_PATH in str(error)

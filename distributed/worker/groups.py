@@ -1,8 +1,8 @@
-"""The process groups of one worker: who computes with it, as whom, and how they come together and part.
+"""Process groups of one worker, from joining a rendezvous to leaving it.
 
-Every group is a torch.distributed world of its own, in which all workers make the same groups in the same order. A
-rendezvous ends for all of its group when one worker leaves it; the same processes can then meet again, as the next
-generation. A group of one worker needs nobody: it meets at once, and nothing listens for it.
+Every worker group is a separate torch.distributed world, in which all workers create the same process groups in the
+same order. A rendezvous ends for the whole worker group when one worker leaves it; the same processes can then join the
+next one, with a higher generation. A group of one worker joins immediately and opens no sockets.
 """
 
 from __future__ import annotations
@@ -24,53 +24,55 @@ import torch.distributed as dist
 from ...sampling import LOCAL_FORWARD, ParallelForward
 from ...schema import Mesh, StateError
 from ..messages import RendezvousSpec
-from .errors import PeerLostError, WorkerTimeoutError, is_of_peers, is_timeout
-from .rendezvous_store import RendezvousStore, interface_towards, worded
+from .errors import PeerLostError, WorkerTimeoutError, is_peer_error, is_timeout
+from .rendezvous_store import RendezvousStore, format_ranks, interface_towards
 from .sockets import TcpSocket, connections_of, open_sockets, shut_down
 
-ASK_S = 2.0
-"""How long a worker that was let down waits for a sign of each of the others."""
+SIGN_OF_LIFE_S = 2.0
+"""Time after a broken collective in which the other workers may still report that they are alive."""
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-LEFT_TO_US = "0"
-"""By default NCCL ends the whole process when another worker is lost."""
+NCCL_NO_ABORT = "0"
+"""Keeps the process alive when another worker is lost; by default NCCL's watchdog ends it."""
 
 
 class GroupsState(Enum):
-    """Where `ProcessGroups` are; the value completes the sentence "the groups of this worker ..."."""
+    """State of `ProcessGroups`; it only moves forward."""
 
-    NEW = "have not met yet"
-    MET = "have met"
-    LEFT = "were left: meet again, with the next generation"
+    NEW = "new"
+    JOINED = "joined"
+    LEFT = "left"
 
 
-def meet(rendezvous: RendezvousSpec, device: torch.device | str) -> ProcessGroups:
-    """Meet the other workers of the group; blocks until all of them are there. Leave the groups with `with` or `leave`.
+def join(rendezvous: RendezvousSpec, device: torch.device | str) -> ProcessGroups:
+    """Join a rendezvous and return the process groups. Blocks until all workers of the group have joined.
+
+    Leave the groups with `with` or `ProcessGroups.leave`.
 
     Raises:
-        OSError: rank 0 cannot listen at the rendezvous's host and port, which may be taken.
-        HungError: not all came within the rendezvous's timeout; says which.
-        PeerLostError: one that came is gone again.
+        OSError: rank 0 cannot listen at the rendezvous's host and port, for example because the port is taken.
+        WorkerTimeoutError: a worker did not join within the rendezvous's timeout; the message names it.
+        PeerLostError: a worker joined and is gone again.
     """
     groups = ProcessGroups(rendezvous, torch.device(device))
-    groups.meet()
+    groups.join()
     return groups
 
 
 class ProcessGroups:
-    """The groups of one worker in one rendezvous. All ranks are those of the mesh, all errors as of `meet`."""
+    """Process groups of one worker in one rendezvous. Ranks are those of the mesh; errors are those of `join`."""
 
     def __init__(self, rendezvous: RendezvousSpec, device: torch.device) -> None:
         mesh = rendezvous.mesh
-        own = mesh.coordinates(rendezvous.rank)
+        coordinates = mesh.coordinates(rendezvous.rank)
         self.rendezvous, self.device = rendezvous, device
-        self.ranks = mesh.worker_group(own.data, own.stage)
-        """Of the group."""
+        self.ranks = mesh.worker_group(coordinates.data, coordinates.stage)
+        """Ranks of the worker group."""
         self.mesh = replace(mesh, data=1, stage=1)
-        """The layout of the group alone."""
-        self.place = rendezvous.rank - self.ranks[0]
-        """Of this worker in its group."""
+        """Layout within the worker group."""
+        self.group_rank = rendezvous.rank - self.ranks[0]
+        """Rank of this worker in its worker group, from 0."""
         self.gathered_bytes = 0
-        """Bytes that came from other workers in this rendezvous, but for votes."""
+        """Bytes received from other workers in this rendezvous, without those of `consensus`."""
         self._state = GroupsState.NEW
         self._lock = threading.RLock()
         self._store: RendezvousStore | None = None
@@ -83,35 +85,38 @@ class ProcessGroups:
 
     @property
     def size(self) -> int:
-        """How many workers compute one step together."""
+        """Number of workers that compute one step together."""
         return self.mesh.size
 
-    def meet(self) -> None:
-        """See the function `meet`; groups meet once."""
+    def join(self) -> None:
+        """Join the rendezvous as the function `join` does. Raises StateError on a second call."""
         if self._state is not GroupsState.NEW:
-            raise StateError(f"the groups of this worker {self._state.value}")
+            raise StateError(f"process groups join one rendezvous only, and these are {self._state.value}")
         if self.size > 1:
             if dist.is_initialized():
-                raise StateError("this process is in another rendezvous, which it must leave first")
+                raise StateError("this process has joined another rendezvous: leave that first")
             self._store = RendezvousStore(self.rendezvous, self.ranks, self._is_left)
             try:
-                with self.watched("made its groups"), interface_towards(self.rendezvous.host, self.rendezvous.port):
+                host, port = self.rendezvous.host, self.rendezvous.port
+                with self.translate_errors("created its process groups"), interface_towards(host, port):
                     self._make_groups(self._store)
             except BaseException:
                 self.leave()
                 raise
         with self._lock:
             if self._is_left():
-                raise PeerLostError("this worker has left the rendezvous while it met the others")
-            self._state = GroupsState.MET
+                raise PeerLostError("this worker has left the rendezvous while it joined")
+            self._state = GroupsState.JOINED
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The group called "control" (gloo, always on the CPU), or on the device "weights" (both of the whole group),
-        "cfg", "context" (ring x ulysses), "ring" or "ulysses"; each is there where it has two workers or more.
+        """Return a process group by name.
+
+        "control" (gloo, on the CPU) and "weights" (on the device) contain the whole worker group; "cfg", "context"
+        (ring x ulysses), "ring" and "ulysses" are on the device and exist where they have two workers or more.
         """
-        if self._state is not GroupsState.MET:
-            raise StateError(f"the groups of this worker {self._state.value}")
-        assert name in self._groups, f"a group of {self.mesh} has no group {name!r}"
+        if self._state is not GroupsState.JOINED:
+            raise StateError(f"process groups can be used between join and leave, and these are {self._state.value}")
+        assert name in self._groups, f"a worker group of {self.mesh} has no process group {name!r}"
         return self._groups[name]
 
     @property
@@ -125,46 +130,50 @@ class ProcessGroups:
         return self.group("weights")
 
     def count_gathered(self, nbytes: int) -> None:
-        """Add to `gathered_bytes`; from any thread."""
+        """Add to `gathered_bytes` (any thread)."""
         with self._lock:
             self.gathered_bytes += nbytes
 
     def split(self) -> ParallelForward:
-        """How the passes of a run are shared in this group."""
-        from .lane_split import GroupForward  # it names this class
+        """Return the strategy by which this worker group shares forward passes."""
+        from .lane_split import GroupForward  # circular import
 
         return LOCAL_FORWARD if self.size == 1 else GroupForward(self)
 
-    def voting(self, wish: Callable[[], bool]) -> Callable[[], bool]:
-        """A question that all workers of the group ask at the same points, and that is answered the same for all: yes
-        as soon as one of them wishes it."""
-        from .consensus import vote
+    def consensus(self, wants: Callable[[], bool]) -> Callable[[], bool]:
+        """Return a check that is True on all workers as soon as `wants` is True on one; see `any_rank_wants`."""
+        from .consensus import any_rank_wants
 
-        return wish if self.size == 1 else lambda: vote(self, wish())
+        return wants if self.size == 1 else lambda: any_rank_wants(self, wants())
 
     @contextmanager
-    def watched(self, doing: str) -> Iterator[None]:
-        """What torch.distributed raises inside becomes HungError or PeerLostError; all else passes."""
+    def translate_errors(self, doing: str) -> Iterator[None]:
+        """Translate errors of torch.distributed into WorkerTimeoutError or PeerLostError; others pass unchanged.
+
+        Args:
+            doing: verb phrase in the past tense for the message, such as "gathered weights".
+        """
         try:
             yield
         except RuntimeError as err:
             if self._is_left():
                 raise PeerLostError(f"this worker has left the rendezvous while it {doing}") from err
-            if not is_of_peers(err):
+            if not is_peer_error(err):
                 raise
-            raise self._told(doing, err) from err
+            raise self._peer_error(doing, err) from err
 
     def leave(self) -> None:
-        """End the groups, from any thread. Leaving twice is allowed.
+        """End the groups (any thread). Leaving twice is allowed.
 
-        A collective that waits here raises PeerLostError, in `watched`; so does one of another worker when it comes to
-        need this one.
+        A collective of this worker that waits raises PeerLostError in `translate_errors`; so does the next collective
+        of another worker that needs this one.
         """
         with self._lock:
             self._state = GroupsState.LEFT
+            # Before the groups are aborted: gloo does not return from a waiting collective until its connections break.
             shut_down(self._connections)
             if self._groups:
-                from torch.distributed.distributed_c10d import _abort_process_group  # of torch 2.6 and later
+                from torch.distributed.distributed_c10d import _abort_process_group  # private API since torch 2.6
 
                 self._groups.clear()
                 _abort_process_group()
@@ -174,47 +183,45 @@ class ProcessGroups:
         return self._state is GroupsState.LEFT
 
     def _make_groups(self, store: RendezvousStore) -> None:
-        # The first collective imports it otherwise, and the groups of that one listen as long as the process lives.
+        # Otherwise the first collective imports it, and its groups keep listening for the life of the process.
         import torch._dynamo  # noqa: F401
 
-        patience = timedelta(seconds=self.rendezvous.timeout_s)
+        timeout = timedelta(seconds=self.rendezvous.timeout_s)
         before, hook = open_sockets(), sys.excepthook
-        dist.init_process_group("gloo", store=store.store, rank=self.place, world_size=self.size, timeout=patience)
-        sys.excepthook = hook  # torch puts one of its own around it, for every rendezvous another
+        dist.init_process_group("gloo", store=store.store, rank=self.group_rank, world_size=self.size, timeout=timeout)
+        sys.excepthook = hook  # torch wraps it again in every rendezvous, and never unwraps it
         assert dist.group.WORLD is not None
         self._groups["control"] = dist.group.WORLD
         on_gpu = self.device.type == "cuda"
         if on_gpu:
-            os.environ.setdefault(NCCL_ERRORS, LEFT_TO_US)
-        for name, every in group_members(self.mesh).items():
-            for ranks in every:
-                made = dist.new_group(list(ranks), backend="nccl" if on_gpu else "gloo", timeout=patience)
-                if self.place in ranks:
-                    self._groups[name] = made
+            os.environ.setdefault(NCCL_ERRORS, NCCL_NO_ABORT)
+        # Every worker creates every group, also those that it is not in: `new_group` is collective.
+        for name, members in group_members(self.mesh).items():
+            for ranks in members:
+                created = dist.new_group(list(ranks), backend="nccl" if on_gpu else "gloo", timeout=timeout)
+                if self.group_rank in ranks:
+                    self._groups[name] = created
         self._connections = connections_of(before, partial(store.exchange, "listens"))
-        # Nobody leaves before all have met: the store goes with its keeper, and others may still read it.
+        # No worker may leave before all have joined: the store ends with rank 0, and others may still read it.
         dist.barrier(group=self._groups["control"])
 
-    def _told(self, doing: str, error: RuntimeError) -> WorkerTimeoutError | PeerLostError:
-        """The error to raise, with those who give no sign of life; everybody who was let down leaves one.
-
-        Who waits for this worker is let down first, and need not wait for as long.
-        """
+    def _peer_error(self, doing: str, error: RuntimeError) -> WorkerTimeoutError | PeerLostError:
+        """Return the error to raise, which names the workers that do not report that they are alive."""
+        # Breaks the collectives of workers that wait for this one, so that they report too and need not time out.
         shut_down(self._connections)
-        store = self._store  # another thread may leave now
-        missing = None if store is None else store.missing("let down", ASK_S)
+        store = self._store  # `leave` on another thread may reset it
+        missing = None if store is None else store.missing("alive", SIGN_OF_LIFE_S)
         if missing is None:
-            who = "rank 0, which keeps the store, is gone"
+            who = "rank 0, which runs the store, is gone"
         elif missing:
-            who = f"no sign of {worded(missing)} within {ASK_S:g} s"
+            who = f"no sign of {format_ranks(missing)} within {SIGN_OF_LIFE_S:g} s"
         else:
-            who = "all of its group still answer"
+            who = "all workers of its group still respond"
         where = f"rank {self.rendezvous.rank} {doing}: {who}"
         if is_timeout(error):
             return WorkerTimeoutError(
                 f"waited {self.rendezvous.timeout_s:g} s while {where}; end the worker that hangs, or raise timeout_s "
-                "if "
-                f"it is only slow ({error})"
+                f"if it is only slow ({error})"
             )
         return PeerLostError(f"the connection to another worker broke while {where} ({error})")
 
@@ -228,13 +235,13 @@ class ProcessGroups:
 
 
 def group_members(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:
-    """The groups on the device by name, in the order in which they are made: places in the group, from 0."""
-    every = range(mesh.size)
-    groups = {"weights": [tuple(every)]}
+    """Return the group ranks of each process group on the device, by name and in the order of creation."""
+    ranks = range(mesh.size)
+    groups = {"weights": [tuple(ranks)]}
     for axis in ("cfg", "ring", "ulysses"):
         if getattr(mesh, axis) > 1:
-            groups[axis] = sorted({mesh.group(axis, place) for place in every})
+            groups[axis] = sorted({mesh.group(axis, rank) for rank in ranks})
     tokens = mesh.ring * mesh.ulysses
     if tokens > 1:
-        groups["context"] = [tuple(every[first : first + tokens]) for first in every[::tokens]]
+        groups["context"] = [tuple(ranks[first : first + tokens]) for first in ranks[::tokens]]
     return groups

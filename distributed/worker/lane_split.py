@@ -1,4 +1,4 @@
-"""Shared forward passes of a group: lanes between the cfg sides, tokens inside each side."""
+"""Parallel forward passes of a worker group: lanes are split over cfg ranks, tokens over ring and Ulysses ranks."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ import torch.distributed as dist
 from ...sampling import AllReduced, Compute, Share, tokens_of
 from ...wan import ExpertEngine, Lane
 from .consensus import all_gather_cpu
-from .context_parallel import check_tokens, shared_tokens
+from .context_parallel import check_tokens, context_parallel
 
 if TYPE_CHECKING:
     from .groups import ProcessGroups
 
 
-def own_lanes(count: int, side: int) -> slice:
-    """The lanes that a side computes: the first half, or the last; one in the middle is computed by both.
+def lanes_of_rank(count: int, cfg_rank: int) -> slice:
+    """Return the lanes of a cfg rank: the first half or the last; with an odd count both compute the middle one.
 
-    Lanes come in the order of `LaneInputs.lanes`, so that halves are the positive and the negative ones. Both sides
-    have as many, which costs no time: they wait for each other anyway.
+    Lanes are in the order of `LaneInputs.lanes`, so the halves are the positive and the negative ones. Computing the
+    middle lane twice costs no time, because the ranks wait for each other anyway, and keeps the shapes equal.
     """
     half = (count + 1) // 2
-    return slice(0, half) if side == 0 else slice(count - half, count)
+    return slice(0, half) if cfg_rank == 0 else slice(count - half, count)
 
 
 def forward_shared(groups: ProcessGroups, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
-    """The velocity of every lane, of which this worker computes its side's; the others come from its peer.
+    """Return the velocity of every lane: compute those of this cfg rank, and gather the others from its peer.
 
-    All workers have the same bits afterwards, whoever computed them.
+    All workers return the same bits.
     """
     group = groups.group("cfg")
-    side = dist.get_rank(group)
-    own = torch.stack(compute(lanes[own_lanes(len(lanes), side)]))
-    sides = [torch.empty_like(own) for _ in range(2)]
-    dist.all_gather(sides, own, group=group)
-    groups.count_gathered(own.nbytes)
-    first, last = sides
+    computed = torch.stack(compute(lanes[lanes_of_rank(len(lanes), dist.get_rank(group))]))
+    halves = [torch.empty_like(computed) for _ in range(2)]
+    dist.all_gather(halves, computed, group=group)
+    groups.count_gathered(computed.nbytes)
+    first, last = halves
+    # The middle lane of an odd count is in both halves; the first one's is used, on all workers.
     return [*first, *last[2 * len(last) - len(lanes) :]]
 
 
 class GroupForward:
-    """The share of one worker of a group of two or more; see `ParallelForward`."""
+    """Share of one worker in a group of two or more; see `ParallelForward`."""
 
     alone = False
 
@@ -53,48 +53,45 @@ class GroupForward:
         self.share = Share(cfg=groups.mesh.cfg, ring=groups.mesh.ring, ulysses=groups.mesh.ulysses)
 
     def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
-        """See `ParallelForward.attached`.
-
-        Raises MeshError where the mesh does not fit the experts or this device.
-        """
+        """See `ParallelForward.attached`. Raises MeshError if the mesh does not fit the experts or this device."""
         mesh = self._groups.mesh
-        return nullcontext() if mesh.ring * mesh.ulysses == 1 else shared_tokens(self._groups, engine)
+        return nullcontext() if mesh.ring * mesh.ulysses == 1 else context_parallel(self._groups, engine)
 
     def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
         """See `ParallelForward.forward`.
 
         Raises:
-            MeshError: the tokens of a lane cannot be shared out evenly.
-            HungError: another worker did not come within the rendezvous's timeout.
+            MeshError: the tokens of a lane cannot be split evenly.
+            WorkerTimeoutError: another worker did not respond within the rendezvous's timeout.
             PeerLostError: another worker is gone.
         """
         for lane in lanes:
             check_tokens(tokens_of(lane.latents.shape), self._groups)
-        with self._groups.watched("computed a step"):
+        with self._groups.translate_errors("computed a step"):
             if self._groups.mesh.cfg == 1:
                 return compute(lanes)
             return forward_shared(self._groups, lanes, compute)
 
     def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See `ParallelForward.own_tokens`: as diffusers' context parallelism cuts them in front of the first block."""
-        shares = self._tokens_shared_by
+        """See `ParallelForward.own_tokens`; the split is that of diffusers' context parallelism."""
+        shares = self._context_size
         if shares == 1:
             return tokens
-        return tokens.chunk(shares, dim=1)[self._groups.place % shares]
+        return tokens.chunk(shares, dim=1)[self._groups.group_rank % shares]
 
     def agreed(self, sums: torch.Tensor) -> AllReduced:
         """See `ParallelForward.agreed`.
 
         Raises:
-            HungError: not all came within the rendezvous's timeout.
-            PeerLostError: one of them is gone.
+            WorkerTimeoutError: a worker did not call within the rendezvous's timeout.
+            PeerLostError: a worker is gone.
         """
-        told, shares = all_gather_cpu(self._groups, sums), self._tokens_shared_by
-        # Added up in one order, so that all come to the same.
-        sides = [torch.stack(told[first : first + shares]).sum(dim=0) for first in range(0, len(told), shares)]
-        return AllReduced(sides[self._groups.place // shares], torch.cat(sides))
+        parts, shares = all_gather_cpu(self._groups, sums), self._context_size
+        # Every worker adds in the same order, so the sums are bit-equal on all of them.
+        totals = [torch.stack(parts[first : first + shares]).sum(dim=0) for first in range(0, len(parts), shares)]
+        return AllReduced(totals[self._groups.group_rank // shares], torch.cat(totals))
 
     @property
-    def _tokens_shared_by(self) -> int:
-        """How many workers share the tokens of a lane: neighbours in the group."""
+    def _context_size(self) -> int:
+        """Number of workers that share the tokens of a lane; their group ranks are consecutive."""
         return self._groups.mesh.ring * self._groups.mesh.ulysses

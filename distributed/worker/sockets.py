@@ -1,7 +1,7 @@
-"""The connections that gloo opens, found so that they can be closed under it.
+"""Discovery of the connections that gloo opens, so that they can be shut down.
 
-gloo cannot end a collective that waits: its groups are freed when the wait is over, one way or the other. A connection
-that is shut down ends it at once, as if the other worker were gone.
+gloo cannot cancel a collective that waits, and its groups are freed only after the wait. Shutting a connection down
+ends the wait immediately, as if the other worker were gone.
 """
 
 from __future__ import annotations
@@ -15,56 +15,60 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-OPEN_FILES = Path("/dev/fd")
-"""Of this process, by number; not there on Windows, where a collective that waits lasts until its timeout."""
+FD_FOLDER = Path("/dev/fd")
+"""Open files of this process; missing on Windows, where a waiting collective lasts until its timeout."""
 
 
 class TcpSocket(NamedTuple):
     """An open socket of this process."""
 
-    number: int
-    """Of its file."""
+    fd: int
+    """File descriptor."""
     port: int
     peer_port: int | None
-    """None of one that is not connected."""
+    """None if the socket is not connected."""
     listens: bool
 
 
 def open_sockets() -> frozenset[TcpSocket]:
-    """All TCP sockets of this process."""
+    """Return all TCP sockets of this process."""
     return frozenset(_open_sockets())
 
 
 def connections_of(before: Collection[TcpSocket], exchange: Callable[[str], list[str]]) -> frozenset[TcpSocket]:
-    """Those that were opened since to, or by, workers of the same group.
+    """Return the connections between workers of the group that were opened since `before`.
 
-    Other threads may have opened some too, so every worker says where it listens since: `exchange` gives what all said.
+    Other threads may have opened sockets too. So `exchange` sends the new listening ports of this worker and returns
+    those of all workers, and only connections to one of these ports count.
     """
     opened = open_sockets() - frozenset(before)
-    own = {each.port for each in opened if each.listens}
-    said = exchange(",".join(map(str, sorted(own))))
-    every = {int(port) for ports in said for port in ports.split(",") if port}
-    return frozenset(each for each in opened if not each.listens and (each.port in own or each.peer_port in every))
+    own_ports = {each.port for each in opened if each.listens}
+    published = exchange(",".join(map(str, sorted(own_ports))))
+    all_ports = {int(port) for ports in published for port in ports.split(",") if port}
+    return frozenset(
+        each for each in opened if not each.listens and (each.port in own_ports or each.peer_port in all_ports)
+    )
 
 
 def shut_down(connections: Collection[TcpSocket]) -> None:
-    """End those of them that are still open. Ending twice is allowed."""
+    """Shut down the connections that are still open. Calling it twice is allowed."""
     for each in connections:
-        with suppress(OSError), _opened(each.number) as ours:  # which gloo, or the other side, may have closed
-            if _described(each.number, ours) == each:
+        with suppress(OSError), _duplicate(each.fd) as ours:  # gloo, or the peer, may have closed it
+            # The descriptor may have been reused for another socket since.
+            if _describe(each.fd, ours) == each:
                 ours.shutdown(socket.SHUT_RDWR)
 
 
 def _open_sockets() -> Iterator[TcpSocket]:
-    for name in os.listdir(OPEN_FILES) if OPEN_FILES.exists() else ():
-        with suppress(OSError), _opened(int(name)) as ours:  # no socket, or closed in the meantime
+    for name in os.listdir(FD_FOLDER) if FD_FOLDER.exists() else ():
+        with suppress(OSError), _duplicate(int(name)) as ours:  # not a socket, or closed since
             if ours.family in (socket.AF_INET, socket.AF_INET6) and ours.type == socket.SOCK_STREAM:
-                yield _described(int(name), ours)
+                yield _describe(int(name), ours)
 
 
-def _described(number: int, ours: socket.socket) -> TcpSocket:
+def _describe(fd: int, ours: socket.socket) -> TcpSocket:
     listens = bool(ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-    return TcpSocket(number, ours.getsockname()[1], _peer_port(ours), listens)
+    return TcpSocket(fd, ours.getsockname()[1], _peer_port(ours), listens)
 
 
 def _peer_port(ours: socket.socket) -> int | None:
@@ -74,8 +78,8 @@ def _peer_port(ours: socket.socket) -> int | None:
         return None
 
 
-def _opened(number: int) -> socket.socket:
-    """The same socket under another number, so that closing ours closes nothing. Raises OSError where there is none."""
-    if not stat.S_ISSOCK(os.fstat(number).st_mode):
-        raise OSError(errno.ENOTSOCK, f"file {number} is no socket")
-    return socket.socket(fileno=os.dup(number))
+def _duplicate(fd: int) -> socket.socket:
+    """Return the socket under another descriptor, so that closing it leaves the original open. Raises OSError."""
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        raise OSError(errno.ENOTSOCK, f"file {fd} is not a socket")
+    return socket.socket(fileno=os.dup(fd))

@@ -1,4 +1,4 @@
-"""What one worker does, whatever carries its messages: it keeps experts open and computes its part of runs."""
+"""Worker: keeps experts open and computes its part of runs. Independent of the transport of its messages."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ from ...schema import VERSION, ExpertsRef, PathMap
 from ...wan import ExpertsRegistry, open_pair
 from ..messages import RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.path_map import located, located_experts, weight_bytes
-from ..vae.worker import DecodeTask, TileDecoder, tile_room
-from ..weights.weights import GroupWeights, KeptWeights
+from ..vae.worker import DecodeTask, TileDecoder, decode_budget
+from ..weights.weights import GroupWeights, RunWeights
 from .errors import PeerLostError
 from .groups import ProcessGroups
 
 LOOPBACK = "127.0.0.1"
-STOPS_KEPT = 64
-"""Stops are remembered, as one may come before its run; run ids are used once, so that old ones can be forgotten."""
-
-Tell = Callable[[StepReport], None]
+MAX_STOPS = 64
+"""Number of recent stop requests to keep: one may arrive before its run. Run ids are unique, so old ones can expire."""
 
 
 def import_models() -> None:
-    """Import the packages of a first run before a worker takes part in one.
+    """Import the packages of a first run when the worker starts.
 
-    They take several seconds. Workers that wait for it within a run would take it for one that hangs.
+    They take several seconds, which other workers that wait within a run would count as a hang.
     """
     import diffusers.loaders.single_file_utils  # noqa: F401
     from diffusers import (  # noqa: F401
@@ -50,33 +48,38 @@ def import_models() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where a worker stands while it computes a task."""
+class _TaskRole:
+    """Role of a worker in its group during a task."""
 
     rank: int = 0
-    leads: bool = True
-    """Whether it tells the latents of its group."""
+    is_leader: bool = True
+    """True for the worker that returns the latents of its group."""
     gathered_before: int = 0
+    """Bytes gathered in the rendezvous before the task."""
 
     @classmethod
-    def of(cls, groups: ProcessGroups | None) -> _Place:
+    def of(cls, groups: ProcessGroups | None) -> _TaskRole:
         if groups is None:
             return cls()
-        return cls(rank=groups.rendezvous.rank, leads=groups.place == 0, gathered_before=groups.gathered_bytes)
+        return cls(rank=groups.rendezvous.rank, is_leader=groups.group_rank == 0, gathered_before=groups.gathered_bytes)
 
 
 class Worker:
-    """One worker, which has a process of its own unless there is only one. `run` one task at a time; the rest is free.
+    """Worker in a process of its own, or in the driver's process if it is the only one.
 
-    A task that fails or is stopped leaves the worker as usable as before.
+    `run` computes one task at a time; other threads may call the other methods during a run. A worker remains usable
+    after a task that failed or was stopped.
 
     Args:
-        device: "cuda:0" or "cpu", as this process sees it. Raises DeviceError if it is not there.
-        address: where other workers reach this one.
+        device: "cuda:0" or "cpu", as seen by this process.
+        address: address at which other workers reach this one.
         machine: identifier of its machine; None: the host name.
-        threads: CPU threads to compute with; None leaves this process as it is.
-        experts: keeps experts open; None: a registry of its own.
-        tiles: makes what decodes tiles on the device.
+        threads: CPU threads to compute with; None: torch's setting is not changed.
+        experts: registry of open experts; None: a new one.
+        tiles: factory of the decoder of tiles on the device.
+
+    Raises:
+        DeviceError: the device does not exist.
     """
 
     def __init__(
@@ -101,17 +104,18 @@ class Worker:
         self._tiles = tiles(self._device)
         self._lock = threading.Lock()
         self._running: str | None = None
-        self._stopped: deque[str] = deque(maxlen=STOPS_KEPT)
+        self._stopped: deque[str] = deque(maxlen=MAX_STOPS)
         self._last: tuple[ExpertsRef, str] | None = None
         self._switches = 0
-        self._begun = 0
+        self._blocks_begun = 0
 
     def facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
-        """What this worker is, and which of `paths`, as `maps` say where they may lie, are not on its machine.
+        """Return facts about this worker, and which of `paths`, mapped by `maps`, are missing on its machine.
 
-        Raises OSError for one that is there and cannot be looked at.
+        Raises:
+            OSError: a path exists and cannot be read.
         """
-        there = {path: located(Path(path), maps) for path in paths}
+        mapped = {path: located(Path(path), maps) for path in paths}
         on_gpu = self._device.type == "cuda"
         groups = self._groups
         return WorkerFacts(
@@ -125,34 +129,35 @@ class Worker:
             torch=torch.__version__,
             diffusers=version("diffusers"),
             python=platform.python_version(),
-            missing=tuple(path for path, place in there.items() if not place.exists()),
-            sizes=tuple((path, weight_bytes(place)) for path, place in there.items() if place.exists()),
-            tile_bytes=tile_room(self._device, self._experts.loaded_bytes),
+            missing=tuple(path for path, local in mapped.items() if not local.exists()),
+            sizes=tuple((path, weight_bytes(local)) for path, local in mapped.items() if local.exists()),
+            tile_bytes=decode_budget(self._device, self._experts.loaded_bytes),
             generation=None if groups is None else groups.rendezvous.generation,
             auto_dtype=dtype_name(auto_dtype(self._device)),
             machine=self._machine,
         )
 
     def free_port(self) -> int:
-        """A TCP port of this machine that nobody listened on a moment ago."""
+        """Return a TCP port of this machine that was free when it was checked; another process may take it."""
         with socket.socket() as probe:
             probe.bind((self._address, 0))
             return int(probe.getsockname()[1])
 
     def join(self, rendezvous: RendezvousSpec) -> None:
-        """Take a place in a mesh, instead of a former one; blocks until all of its group are there. Raises as
-        `meet`.
+        """Leave the current rendezvous, and join this one. Blocks until the whole group has joined.
+
+        Raises as `groups.join`.
         """
         self.leave()
-        # Errors of the last rendezvous hold its groups in circles, and those its sockets.
+        # Tracebacks of the last rendezvous keep its groups, and so its sockets, in reference cycles.
         gc.collect()
-        # Known before it has met, so that `leave` can end the waiting.
+        # Assigned before it has joined, so that `leave` on another thread can end the wait.
         groups = self._groups = ProcessGroups(rendezvous, self._device)
-        groups.meet()
+        groups.join()
         self._weights = GroupWeights(groups)
 
     def leave(self) -> None:
-        """Have no place in a mesh any more; from any thread. What waits for others there raises PeerLostError."""
+        """Leave the rendezvous (any thread). A collective that waits in it raises PeerLostError."""
         groups, self._groups = self._groups, None
         weights, self._weights = self._weights, None
         if weights is not None:
@@ -160,20 +165,21 @@ class Worker:
         if groups is not None:
             groups.leave()
 
-    def run(self, task: RunTask, tell: Tell) -> TaskResult:
-        """Compute `task`, and tell every step, on the calling thread.
+    def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> TaskResult:
+        """Compute `task`, and call `on_report` after every step, on the calling thread.
 
-        Raises as `denoise_part`: Cancelled after `stop` of any worker of its group, HungError or PeerLostError where
-        one
-        of them does not come, or this one has left; and what opening the experts raises.
+        Raises as `denoise_part` and as opening the experts does, and:
+            Cancelled: any worker of the group was stopped.
+            WorkerTimeoutError: another worker did not respond in time.
+            PeerLostError: another worker is gone, or this one has left the rendezvous.
         """
-        groups, weights, wish = self._groups, self._weights, partial(self._is_stopped, task.run_id)
+        groups, weights, is_stopped = self._groups, self._weights, partial(self._is_stopped, task.run_id)
         with self._running_as(task.run_id):
             _check_rendezvous(task, groups)
             pair = self._experts.get(located_experts(task.experts, task.paths))
-            kept = KeptWeights() if weights is None else weights.of(pair, task.request, task.policy)
-            pair.shard(kept.sharded)
-            place = _Place.of(groups)
+            placed = RunWeights() if weights is None else weights.for_run(pair, task.request, task.policy)
+            pair.shard(placed.sharded)
+            role = _TaskRole.of(groups)
             ended = denoise_part(
                 pair,
                 task.request,
@@ -182,51 +188,55 @@ class Worker:
                 ),
                 policy=task.policy,
                 device=self._device,
-                on_step=partial(self._tell_step, task, place, tell),
-                should_stop=wish if groups is None else groups.voting(wish),
-            ).with_note(kept.reason)
+                on_step=partial(self._report_step, task, role, on_report),
+                # All workers of a group must stop before the same block, or the others would wait in a collective.
+                should_stop=is_stopped if groups is None else groups.consensus(is_stopped),
+            ).with_note(placed.reason)
         return TaskResult(
             run_id=task.run_id,
-            rank=place.rank,
+            rank=role.rank,
             timeline=ended.timeline,
-            latents=ended.latents if place.leads else None,
+            latents=ended.latents if role.is_leader else None,
             sigma=ended.sigma,
-            gathered_bytes=0 if groups is None else groups.gathered_bytes - place.gathered_before,
+            gathered_bytes=0 if groups is None else groups.gathered_bytes - role.gathered_before,
             expert_switches=self._switches,
         )
 
     def decode_tile(self, task: DecodeTask) -> torch.Tensor:
-        """See `TileDecoder.decode`. Where the device has no room beside them, the experts let go of it, and this worker
-        leaves its rendezvous.
+        """Decode a tile as `TileDecoder.decode` does.
 
-        Raises DecodeCancelled after `stop`.
+        If the device runs out of memory, the experts release theirs, this worker leaves its rendezvous, and the tile is
+        decoded again.
+
+        Raises:
+            DecodeCancelled: the decode was stopped.
         """
-        stopped = partial(self._is_stopped, task.run_id)
+        is_stopped = partial(self._is_stopped, task.run_id)
         try:
-            return self._tiles.decode(task, stopped)
+            return self._tiles.decode(task, is_stopped)
         except RuntimeError as err:
             if self._running is not None or not is_out_of_memory(err):
                 raise
             forget(err)
         self._experts.free()
-        # The others of its group reckon with what lay in its buffers: they must meet anew.
+        # The other workers of the group rely on the blocks in its buffers, so the group must join a new rendezvous.
         self.leave()
-        return self._tiles.decode(task, stopped)
+        return self._tiles.decode(task, is_stopped)
 
     def free_vae(self) -> None:
-        """Let go of the VAE's weights."""
+        """Release the VAE's weights."""
         self._tiles.free()
 
     def stop(self, run_id: str) -> None:
-        """Let the run with that id end before its next block, with Cancelled; also one that has not begun yet."""
+        """Stop the run or decode with that id before its next block or frame, also if it has not begun yet."""
         self._stopped.append(run_id)
 
     def pulse(self) -> int:
-        """How many blocks, and latent frames of tiles, this worker has begun since it was started."""
-        return self._begun
+        """Return the number of blocks and latent frames of tiles that this worker has begun since its start."""
+        return self._blocks_begun
 
     def close(self) -> None:
-        """Leave the others and close experts and VAE. Closing twice is allowed; a closed worker may be used again."""
+        """Leave the rendezvous, close experts and VAE. Closing twice is allowed; a closed worker can be used again."""
         self.leave()
         self._experts.free()
         self._tiles.free()
@@ -234,7 +244,7 @@ class Worker:
     @contextmanager
     def _running_as(self, run_id: str) -> Iterator[None]:
         with self._lock:
-            assert self._running is None, f"run {run_id} was given to a worker that computes run {self._running}"
+            assert self._running is None, f"run {run_id} was assigned to a worker that computes run {self._running}"
             self._running = run_id
         try:
             yield
@@ -242,33 +252,33 @@ class Worker:
             self._running = None
 
     def _is_stopped(self, run_id: str) -> bool:
-        """Asked before every block of a run, and before every frame of a tile."""
-        self._begun += 1
+        """Return True after `stop`; called before every block of a run, and before every frame of a tile."""
+        self._blocks_begun += 1
         return run_id in self._stopped
 
-    def _tell_step(self, task: RunTask, place: _Place, tell: Tell, step: StepProgress) -> None:
+    def _report_step(
+        self, task: RunTask, role: _TaskRole, on_report: Callable[[StepReport], None], step: StepProgress
+    ) -> None:
         now = (task.experts, step.record.expert)
         if self._last not in (None, now):
             self._switches += 1
         self._last = now
-        tell(
+        on_report(
             StepReport(
                 run_id=task.run_id,
-                rank=place.rank,
+                rank=role.rank,
                 record=step.record,
                 done=step.done,
                 total=step.total,
-                denoised=step.denoised.to("cpu", copy=True) if place.leads else None,
-                state=step.state() if place.leads and task.wants_state else None,
+                denoised=step.denoised.to("cpu", copy=True) if role.is_leader else None,
+                state=step.state() if role.is_leader and task.wants_state else None,
             )
         )
 
 
 def _check_rendezvous(task: RunTask, groups: ProcessGroups | None) -> None:
-    """Refuse a task of a rendezvous that this worker is not in any more: alone it would compute what its group
-    shares.
-    """
-    here = None if groups is None else groups.rendezvous.generation
-    if task.generation not in (None, here):
-        where = "none" if here is None else f"rendezvous {here}"
+    """Raise PeerLostError for a task of a rendezvous that this worker has left, as it would compute alone."""
+    current = None if groups is None else groups.rendezvous.generation
+    if task.generation not in (None, current):
+        where = "none" if current is None else f"rendezvous {current}"
         raise PeerLostError(f"run {task.run_id} is for rendezvous {task.generation}, but this worker is in {where}")

@@ -1,4 +1,4 @@
-"""What processes do in the tests of splits: they meet, compute their share of runs, and part."""
+"""Jobs of the processes in the tests of splits: join a rendezvous, compute a share of runs, leave."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanstream import schema
 from wanstream.distributed.messages import RendezvousSpec
-from wanstream.distributed.worker.groups import meet
+from wanstream.distributed.worker.groups import join
 from wanstream.sampling import DenoiseRequest, RunSlice, SamplingCancelled, denoise_part
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.mesh import Mesh
@@ -29,7 +29,7 @@ from wanstream.wan.transformer.kernels import Kernels
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 100.0
-"""Only catches what hangs."""
+"""Timeout that only a hanging process reaches."""
 
 generations = itertools.count()
 
@@ -49,18 +49,18 @@ def rendezvous(mesh: Mesh, *, timeout_s: float = TIMEOUT_S, port: int | None = N
 
 
 def job_meet(here: SimpleNamespace, every: list[RendezvousSpec]) -> int:
-    here.groups = meet(every[here.number], "cpu")
+    here.groups = join(every[here.number], "cpu")
     return os.getpid()
 
 
 def job_meet_on_gpu(here: SimpleNamespace, every: list[RendezvousSpec]) -> int:
-    here.groups = meet(every[here.number], f"cuda:{here.number}")
+    here.groups = join(every[here.number], f"cuda:{here.number}")
     return os.getpid()
 
 
 def job_leave_while_it_waits(here: SimpleNamespace, name: str) -> None:
     threading.Timer(0.5, here.groups.leave).start()
-    with here.groups.watched("waited in vain"):
+    with here.groups.translate_errors("waited in vain"):
         given = torch.zeros(1, device=here.groups.device)
         torch.distributed.all_reduce(given, group=here.groups.group(name))
         given.item()
@@ -163,7 +163,7 @@ def job_run_until(
 
     part = RunSlice(split=here.groups.split())
     try:
-        compute(here, experts, request, policy, part, should_stop=here.groups.voting(wish))
+        compute(here, experts, request, policy, part, should_stop=here.groups.consensus(wish))
     except SamplingCancelled as stopped:
         return stopped.step, stopped.block
     raise AssertionError("the run was not stopped")
@@ -248,7 +248,7 @@ def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
 def job_attach_and_detach(
     here: SimpleNamespace, experts: ExpertsRef, policy: OffloadPolicy
 ) -> tuple[list[str], list[str]]:
-    """What of the models is not as it was while their tokens are shared, and afterwards."""
+    """Return the attributes of the models that differ during context parallelism, and afterwards."""
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
     engine = here.experts.get(experts).engine(policy, torch.device("cpu"))
     before = everything_of(engine)
@@ -259,7 +259,7 @@ def job_attach_and_detach(
 
 
 def everything_of(engine: Any) -> dict[str, dict[str, Any]]:
-    """What every module and every processor has of its own."""
+    """Return the instance attributes of every module and every processor."""
     modules = {f"{e} {name}": m for e, model in engine.models.items() for name, m in model.named_modules()}
     processors = {f"{name} processor": m.processor for name, m in modules.items() if hasattr(m, "processor")}
     return {name: shallow(vars(each)) for name, each in {**modules, **processors}.items()}
@@ -280,7 +280,7 @@ def differing(one: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]) 
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether nothing was put there or taken away: the same things, however they compare."""
+    """Return True if both contain the same objects, compared by identity."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
     return one is other or (isinstance(one, int | str | float | tuple) and one == other)

@@ -1,4 +1,4 @@
-"""Workers on threads of this process that decode tiles: before a tile one may be held up, or fail."""
+"""Workers on threads of this process that decode tiles; each may be delayed or fail before a tile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Before = Callable[["ThreadWorker", DecodeTask], None]
 
 
 class ThreadWorker:
-    """A worker on a thread of its own; `before` may hold a tile up, or raise in its place."""
+    """Worker on a thread; `before` may delay a tile, or raise instead."""
 
     def __init__(self, rank: int, before: Before) -> None:
         self.rank = rank

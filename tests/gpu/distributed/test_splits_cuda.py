@@ -26,8 +26,8 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.fixture
-def meet(processes: Any, split_jobs: Any) -> Any:
-    """`meet(mesh)`: two processes have met, each on a GPU of its own; they leave after the test."""
+def join(processes: Any, split_jobs: Any) -> Any:
+    """`join(mesh)`: join with two processes, each on its own GPU; leave after the test."""
 
     def make(mesh: Mesh) -> None:
         processes.all(split_jobs.job_meet_on_gpu, split_jobs.rendezvous(mesh), count=2)
@@ -54,9 +54,9 @@ def request_of_48_tokens(make_task: Callable[..., Any]) -> Any:
 
 
 def test_cfg_sides_give_what_one_worker_gives(
-    processes: Any, split_jobs: Any, meet: Any, wide: Any, request_of_48_tokens: Any
+    processes: Any, split_jobs: Any, join: Any, wide: Any, request_of_48_tokens: Any
 ) -> None:
-    meet(Mesh(cfg=2))
+    join(Mesh(cfg=2))
     given = wide("bfloat16"), request_of_48_tokens, LAYERWISE, "cuda"
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
     for side in processes.all(split_jobs.job_run, *given, count=2):
@@ -65,9 +65,9 @@ def test_cfg_sides_give_what_one_worker_gives(
 
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=str)
 def test_shared_tokens_round_no_worse_than_one_worker_does(
-    mesh: Mesh, processes: Any, split_jobs: Any, meet: Any, wide: Any, request_of_48_tokens: Any
+    mesh: Mesh, processes: Any, split_jobs: Any, join: Any, wide: Any, request_of_48_tokens: Any
 ) -> None:
-    meet(mesh)
+    join(mesh)
     exact = processes[0].start(split_jobs.job_run_alone, wide("float32"), request_of_48_tokens, LAYERWISE).result()
     given = wide("bfloat16"), request_of_48_tokens, LAYERWISE, "cuda"
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
@@ -78,9 +78,9 @@ def test_shared_tokens_round_no_worse_than_one_worker_does(
 
 
 def test_ulysses_in_fp32_gives_what_one_worker_gives(
-    processes: Any, split_jobs: Any, meet: Any, wide: Any, request_of_48_tokens: Any
+    processes: Any, split_jobs: Any, join: Any, wide: Any, request_of_48_tokens: Any
 ) -> None:
-    meet(Mesh(ulysses=2))
+    join(Mesh(ulysses=2))
     given = wide("float32"), request_of_48_tokens, LAYERWISE, "cuda"
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
     for worker in processes.all(split_jobs.job_run, *given, count=2):
@@ -88,12 +88,12 @@ def test_ulysses_in_fp32_gives_what_one_worker_gives(
 
 
 def test_the_same_processes_meet_five_times_and_leave_while_one_waits(
-    processes: Any, split_jobs: Any, meet: Any, wide: Any, request_of_48_tokens: Any
+    processes: Any, split_jobs: Any, join: Any, wide: Any, request_of_48_tokens: Any
 ) -> None:
     given = wide("bfloat16"), request_of_48_tokens, LAYERWISE, "cuda"
     results = []
     for _ in range(5):
-        meet(Mesh(ulysses=2))
+        join(Mesh(ulysses=2))
         results.append(processes.all(split_jobs.job_run, *given, count=2)[0]["latents"])
         with pytest.raises(PeerLostError):
             processes[0].start(split_jobs.job_leave_while_it_waits, "ulysses").result()

@@ -1,4 +1,4 @@
-"""Two real workers share runs with a cache: they decide alike, so that none waits for the other in vain."""
+"""Two real workers share runs with a cache: both skip the same blocks, so neither waits for the other."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ STEPS = 8
 RANDOM = random.Random(7)
 THRESHOLDS = [RANDOM.uniform(0.35, 0.85) for _ in range(20)]
 EVERY = 5
-"""Of how many thresholds one is held against a worker alone."""
+"""One of this many thresholds is compared with a single worker."""
 SAME = 1e-5
-"""Relative: the largest difference by the largest value."""
+"""Tolerance: largest difference divided by the largest value."""
 
 Decisions = list[tuple[int, int]]
-"""Of every step: lanes that left blocks out here, and visits that were left out."""
+"""Per step: lanes that skipped blocks here, and skipped visits."""
 
 
 def job_join(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> None:
@@ -46,7 +46,7 @@ def job_close(here: SimpleNamespace) -> None:
 
 
 def job_run_each(here: SimpleNamespace, tasks: Sequence[RunTask]) -> list[tuple[Decisions, torch.Tensor | None]]:
-    """The same worker runs one task after the other."""
+    """Run the tasks one after the other on the same worker."""
     found = []
     for task in tasks:
         ended = here.worker.run(task, lambda told: None)
@@ -57,7 +57,7 @@ def job_run_each(here: SimpleNamespace, tasks: Sequence[RunTask]) -> list[tuple[
 
 @pytest.fixture
 def group(processes: Any, split_jobs: Any) -> Callable[..., list[Any]]:
-    """`group(mesh, tasks, home="full")`: what each worker of that group makes of these tasks; `None` is one alone."""
+    """`group(mesh, tasks, home="full")`: the results of each worker of that group; `None` as mesh: a single worker."""
 
     def run(mesh: Mesh | None, tasks: Sequence[RunTask], home: WeightPlacement = "full") -> list[Any]:
         count = 1 if mesh is None else mesh.size
@@ -72,8 +72,8 @@ def group(processes: Any, split_jobs: Any) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
-def ask(make_task: Callable[..., RunTask], tiny_expert_folder: Callable[..., Path]) -> Callable[..., RunTask]:
-    """`ask(threshold, batch=1, end_step=8)`: a task of 8 steps, 4 of them high-noise, for lanes of 12 tokens."""
+def cached_task(make_task: Callable[..., RunTask], tiny_expert_folder: Callable[..., Path]) -> Callable[..., RunTask]:
+    """`cached_task(threshold, batch=1, end_step=8)`: a task of 8 steps, 4 of them high-noise; lanes of 12 tokens."""
     high, low = (tiny_expert_folder(seed=seed, heads=2) for seed in (1, 2))
     experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
 
@@ -96,9 +96,9 @@ def visits_of(ran: Sequence[tuple[Decisions, Any]]) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_two_workers_that_share_tokens_decide_alike_at_20_random_thresholds(
-    group: Callable[..., list[Any]], ask: Callable[..., RunTask]
+    group: Callable[..., list[Any]], cached_task: Callable[..., RunTask]
 ) -> None:
-    tasks = [ask(threshold, end_step=6) for threshold in THRESHOLDS]
+    tasks = [cached_task(threshold, end_step=6) for threshold in THRESHOLDS]
     one, other = group(ULYSSES, tasks)
     assert [decided for decided, _ in one] == [decided for decided, _ in other]
     assert len({tuple(visits) for visits in visits_of(one)}) >= 3, "these thresholds are too much alike"
@@ -110,9 +110,9 @@ def test_two_workers_that_share_tokens_decide_alike_at_20_random_thresholds(
 
 @pytest.mark.parametrize("mesh", [ULYSSES, CFG], ids=str)
 def test_two_workers_decide_as_one_does(
-    mesh: Mesh, group: Callable[..., list[Any]], ask: Callable[..., RunTask]
+    mesh: Mesh, group: Callable[..., list[Any]], cached_task: Callable[..., RunTask]
 ) -> None:
-    tasks = [ask(threshold) for threshold in (0.45, 0.55, 0.7)]
+    tasks = [cached_task(threshold) for threshold in (0.45, 0.55, 0.7)]
     [alone] = group(None, tasks)
     one, other = group(mesh, tasks)
     assert visits_of(one) == visits_of(other) == visits_of(alone)
@@ -126,9 +126,9 @@ def test_two_workers_decide_as_one_does(
 
 @pytest.mark.parametrize("home", ["sharded", "sharded in VRAM"])
 def test_workers_that_gather_their_weights_leave_out_the_same_visits(
-    home: WeightPlacement, group: Callable[..., list[Any]], ask: Callable[..., RunTask]
+    home: WeightPlacement, group: Callable[..., list[Any]], cached_task: Callable[..., RunTask]
 ) -> None:
-    tasks = [ask(threshold) for threshold in (0.55, 1e9)]
+    tasks = [cached_task(threshold) for threshold in (0.55, 1e9)]
     [alone] = group(None, tasks)
     one, other = group(CFG, tasks, home)
     assert visits_of(one) == visits_of(other) == visits_of(alone)
@@ -137,8 +137,10 @@ def test_workers_that_gather_their_weights_leave_out_the_same_visits(
         assert torch.equal(latents, whole)
 
 
-def test_an_odd_number_of_videos_on_two_sides(group: Callable[..., list[Any]], ask: Callable[..., RunTask]) -> None:
-    tasks = [ask(0.6, batch=3), with_fewer_lanes_late(ask(0.6, batch=3))]
+def test_an_odd_number_of_videos_on_two_sides(
+    group: Callable[..., list[Any]], cached_task: Callable[..., RunTask]
+) -> None:
+    tasks = [cached_task(0.6, batch=3), with_fewer_lanes_late(cached_task(0.6, batch=3))]
     [alone] = group(None, tasks)
     for (_, whole), (_, latents) in zip(alone, group(CFG, tasks)[0], strict=True):
         assert torch.equal(latents, whole)
@@ -146,12 +148,12 @@ def test_an_odd_number_of_videos_on_two_sides(group: Callable[..., list[Any]], a
 
 @pytest.mark.parametrize("mesh", [ULYSSES, CFG], ids=str)
 def test_context_windows_of_two_workers_decide_as_those_of_one(
-    mesh: Mesh, group: Callable[..., list[Any]], ask: Callable[..., RunTask]
+    mesh: Mesh, group: Callable[..., list[Any]], cached_task: Callable[..., RunTask]
 ) -> None:
-    """Those that move find what they kept by their frames; without guidance in late steps, sides share out windows."""
+    """Shifted windows find cached values by frame; without guidance in late steps, cfg ranks share windows."""
     moving = ContextWindows(frames=3, overlap=1)
-    tasks = [in_windows(ask(0.55), moving), in_windows(ask(0.55), replace(moving, shift_windows=False))]
-    tasks.append(with_fewer_lanes_late(in_windows(ask(1e9), replace(moving, shift_windows=False))))
+    tasks = [in_windows(cached_task(0.55), moving), in_windows(cached_task(0.55), replace(moving, shift_windows=False))]
+    tasks.append(with_fewer_lanes_late(in_windows(cached_task(1e9), replace(moving, shift_windows=False))))
     [alone] = group(None, tasks)
     one, other = group(mesh, tasks)
     assert visits_of(one) == visits_of(other) == visits_of(alone)
@@ -166,6 +168,6 @@ def in_windows(task: RunTask, windows: ContextWindows) -> RunTask:
 
 
 def with_fewer_lanes_late(task: RunTask) -> RunTask:
-    """Without negative lanes in the late steps: another number of lanes than before."""
+    """Change the number of lanes: no negative lanes in the late steps."""
     request: DenoiseRequest = replace(task.request, guidance_steps=(4.0, 4.0, 4.0, 4.0, 3.0, 3.0, 1.0, 1.0))
     return replace(task, request=request)

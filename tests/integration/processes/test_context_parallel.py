@@ -23,7 +23,7 @@ from wanstream.wan import Nag
 LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
 CHUNKED = replace(LAYERWISE, chunk_tokens=8)
 SAME = 1e-6
-"""Relative: the largest difference by the largest value."""
+"""Tolerance: largest difference divided by the largest value."""
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -31,8 +31,8 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.fixture
-def meet(processes: Any, split_jobs: Any) -> Any:
-    """`meet(mesh, **changes)`: as many processes as it takes have met; they leave after the test."""
+def join(processes: Any, split_jobs: Any) -> Any:
+    """`join(mesh, **changes)`: join with as many processes as the mesh has; leave after the test."""
     count = 0
 
     def make(mesh: Mesh, **changes: Any) -> list[int]:
@@ -58,8 +58,8 @@ def wide(tiny_expert_folder: Callable[..., Path]) -> Callable[..., ExpertsRef]:
 
 
 @pytest.fixture
-def ask(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]:
-    """`ask(shape=..., **changes)`: a request of 4 steps, 2 of them high-noise, for lanes of 48 tokens."""
+def make_request(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]:
+    """`make_request(shape=..., **changes)`: a request of 4 steps, 2 of them high-noise, for lanes of 48 tokens."""
 
     def make(*, shape: tuple[int, ...] = (1, 16, 2, 8, 12), **changes: Any) -> DenoiseRequest:
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(20))
@@ -75,12 +75,12 @@ def test_ulysses_gives_what_one_worker_gives(
     policy: OffloadPolicy,
     processes: Any,
     split_jobs: Any,
-    meet: Any,
+    join: Any,
     wide: Callable[..., ExpertsRef],
-    ask: Callable[..., DenoiseRequest],
+    make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    meet(mesh)
-    given = wide(), ask(), policy
+    join(mesh)
+    given = wide(), make_request(), policy
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
     told = processes.all(split_jobs.job_run, *given, count=mesh.size)
     assert difference(told[0]["latents"], alone) <= SAME
@@ -96,14 +96,14 @@ def test_windows_and_nag_on_shared_tokens(
     policy: OffloadPolicy,
     processes: Any,
     split_jobs: Any,
-    meet: Any,
+    join: Any,
     wide: Callable[..., ExpertsRef],
-    ask: Callable[..., DenoiseRequest],
+    make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    """Tokens of a window are shared out as those of a video; attention to both texts is local."""
-    meet(Mesh(ulysses=2))
+    """Tokens of a window are split like those of a video; attention to both texts is local."""
+    join(Mesh(ulysses=2))
     windows = ContextWindows(frames=2, overlap=1)
-    request = ask(shape=(1, 16, 3, 8, 12), guidance=(4.0, 1.0), nag=Nag(), windows=windows)
+    request = make_request(shape=(1, 16, 3, 8, 12), guidance=(4.0, 1.0), nag=Nag(), windows=windows)
     given = wide(), request, policy
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
     told = processes.all(split_jobs.job_run, *given, count=2)
@@ -116,13 +116,13 @@ def test_images_and_loras_on_shared_tokens(
     mesh: Mesh,
     processes: Any,
     split_jobs: Any,
-    meet: Any,
+    join: Any,
     wide: Callable[..., ExpertsRef],
-    ask: Callable[..., DenoiseRequest],
+    make_request: Callable[..., DenoiseRequest],
     make_tiny_expert: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    meet(mesh)
+    join(mesh)
     loras = []
     for seed in (1, 2):
         path = tmp_path / f"{seed}.safetensors"
@@ -130,7 +130,7 @@ def test_images_and_loras_on_shared_tokens(
         loras.append(LoraRef(high_noise=path, low_noise=path, strength_high=0.5 * seed))
     experts = wide(in_channels=36)
     image = torch.randn(1, 20, 2, 8, 12, generator=torch.Generator().manual_seed(21))
-    request = ask(shape=(2, 16, 2, 8, 12), image_condition=image, solver="unipc")
+    request = make_request(shape=(2, 16, 2, 8, 12), image_condition=image, solver="unipc")
     plain = processes[0].start(split_jobs.job_run_alone, experts, request, SWAP).result()
     given = replace(experts, loras=tuple(loras)), request, SWAP
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
@@ -143,13 +143,13 @@ def test_images_and_loras_on_shared_tokens(
 def test_compiled_blocks_on_shared_tokens(
     processes: Any,
     split_jobs: Any,
-    meet: Any,
+    join: Any,
     wide: Callable[..., ExpertsRef],
-    ask: Callable[..., DenoiseRequest],
+    make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    """The pieces around an exchange are graphs; what was gathered is counted in each run, traced or not."""
-    meet(Mesh(ulysses=2))
-    given = wide(layers=2), ask(), LAYERWISE
+    """Graphs break at collectives; gathered bytes are counted in each run, traced or not."""
+    join(Mesh(ulysses=2))
+    given = wide(layers=2), make_request(), LAYERWISE
     for plain, first, second in processes.all(split_jobs.job_run_compiled, *given, count=2):
         assert torch.equal(first["latents"], plain["latents"])
         assert torch.equal(second["latents"], plain["latents"])
@@ -163,12 +163,12 @@ def test_a_ring_gives_what_one_worker_gives(
     mesh: Mesh,
     processes: Any,
     split_jobs: Any,
-    meet: Any,
+    join: Any,
     wide: Callable[..., ExpertsRef],
-    ask: Callable[..., DenoiseRequest],
+    make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    meet(mesh)
-    given = wide(), ask(), LAYERWISE
+    join(mesh)
+    given = wide(), make_request(), LAYERWISE
     processes.all(split_jobs.job_use_attention_with_lse, count=mesh.size)
     try:
         alone = processes[0].start(split_jobs.job_run_alone, *given).result()
@@ -184,13 +184,13 @@ def test_a_ring_gives_what_one_worker_gives(
 def test_a_ring_rounds_bf16_no_worse_than_one_worker_does(
     processes: Any,
     split_jobs: Any,
-    meet: Any,
+    join: Any,
     wide: Callable[..., ExpertsRef],
-    ask: Callable[..., DenoiseRequest],
+    make_request: Callable[..., DenoiseRequest],
 ) -> None:
     mesh = Mesh(ring=2)
-    meet(mesh)
-    given = wide(dtype=torch.bfloat16), ask(), LAYERWISE
+    join(mesh)
+    given = wide(dtype=torch.bfloat16), make_request(), LAYERWISE
     exact = processes[0].start(split_jobs.job_run_alone, wide(), *given[1:]).result()
     processes.all(split_jobs.job_use_attention_with_lse, count=2)
     try:
@@ -205,9 +205,9 @@ def test_a_ring_rounds_bf16_no_worse_than_one_worker_does(
 @pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=str)
 def test_the_models_are_as_they_were(
-    mesh: Mesh, policy: OffloadPolicy, processes: Any, split_jobs: Any, meet: Any, wide: Callable[..., ExpertsRef]
+    mesh: Mesh, policy: OffloadPolicy, processes: Any, split_jobs: Any, join: Any, wide: Callable[..., ExpertsRef]
 ) -> None:
-    meet(mesh)
+    join(mesh)
     processes.all(split_jobs.job_use_attention_with_lse, count=2)
     try:
         told = processes.all(split_jobs.job_attach_and_detach, wide(), policy, count=2)
@@ -224,9 +224,9 @@ def test_the_models_are_as_they_were(
 @pytest.mark.parametrize(
     ("mesh", "shape", "heads", "said"),
     [
-        (Mesh(ulysses=2), (1, 16, 1, 6, 6), 4, "ulysses 2 cannot share out 9 tokens evenly"),
-        (Mesh(ulysses=2), (1, 16, 2, 8, 12), 1, "ulysses 2 cannot share out 1 heads evenly"),
-        (Mesh(ring=2), (1, 16, 2, 8, 12), 4, "'native' gives no log-sum-exp on cpu in float32"),
+        (Mesh(ulysses=2), (1, 16, 1, 6, 6), 4, "ulysses 2 cannot split 9 tokens evenly"),
+        (Mesh(ulysses=2), (1, 16, 2, 8, 12), 1, "ulysses 2 cannot split 1 heads evenly"),
+        (Mesh(ring=2), (1, 16, 2, 8, 12), 4, "'native' returns no log-sum-exp on cpu in float32"),
     ],
     ids=["tokens", "heads", "ring"],
 )
@@ -237,13 +237,13 @@ def test_what_does_not_fit_is_refused_by_all_and_they_go_on(
     said: str,
     processes: Any,
     split_jobs: Any,
-    meet: Any,
+    join: Any,
     tiny_expert_folder: Callable[..., Path],
-    ask: Callable[..., DenoiseRequest],
+    make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    meet(mesh)
+    join(mesh)
     high, low = (tiny_expert_folder(seed=seed, heads=heads) for seed in (1, 2))
-    given = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32"), ask(shape=shape), LAYERWISE
+    given = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32"), make_request(shape=shape), LAYERWISE
     for process in processes[:2]:
         process.start(split_jobs.job_run, *given)
     for process in processes[:2]:
@@ -259,7 +259,7 @@ def test_a_backend_is_chosen_for_the_mesh_or_refused() -> None:
     assert backend_for("_native_cudnn", ring=2, ulysses=1, device=cuda, dtype=half) == "_native_cudnn"
     with pytest.raises(MeshError, match="use ulysses 4 instead, or bf16 on a GPU"):
         backend_for(None, ring=2, ulysses=2, device=cuda, dtype=torch.float32)
-    with pytest.raises(MeshError, match="'xformers' cannot be shared by workers; choose one of"):
+    with pytest.raises(MeshError, match="'xformers' does not support several workers; choose one of"):
         backend_for("xformers", ring=1, ulysses=2, device=cuda, dtype=half)
 
 
@@ -269,9 +269,9 @@ def test_a_backend_is_chosen_for_the_mesh_or_refused() -> None:
     ids=["2", "4"],
 )
 def test_the_estimate_of_shared_tokens_is_what_a_worker_holds_at_once(
-    ulysses: int, cases: list[tuple[torch.dtype, int, int | None]], processes: Any, split_jobs: Any, meet: Any
+    ulysses: int, cases: list[tuple[torch.dtype, int, int | None]], processes: Any, split_jobs: Any, join: Any
 ) -> None:
-    meet(Mesh(ulysses=ulysses))
+    join(Mesh(ulysses=ulysses))
     counting = str(Path(__file__).parents[2] / "unit" / "sampling" / "test_working_bytes.py")
     for case in cases:
         for alive, estimate in processes.all(split_jobs.job_hold, counting, *case, count=ulysses):
@@ -280,10 +280,10 @@ def test_the_estimate_of_shared_tokens_is_what_a_worker_holds_at_once(
 
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2, ulysses=2)], ids=str)
 def test_a_wish_of_one_stops_all_before_the_same_block(
-    mesh: Mesh, processes: Any, split_jobs: Any, meet: Any, wide: Callable[..., ExpertsRef], ask: Callable[..., Any]
+    mesh: Mesh, processes: Any, split_jobs: Any, join: Any, wide: Callable[..., ExpertsRef], make_request: Any
 ) -> None:
-    meet(mesh)
-    given = wide(), ask(), LAYERWISE
+    join(mesh)
+    given = wide(), make_request(), LAYERWISE
     stopped = processes.all(split_jobs.job_run_until, *given, {1: 9}, None, count=mesh.size)
     assert stopped == [(2, 1)] * mesh.size
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
@@ -293,11 +293,11 @@ def test_a_wish_of_one_stops_all_before_the_same_block(
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["lost", "hanging"])
 def test_a_worker_that_is_lost_in_a_run_is_told_by_the_others(
-    sent: int, processes: Any, split_jobs: Any, meet: Any, wide: Callable[..., ExpertsRef], ask: Callable[..., Any]
+    sent: int, processes: Any, split_jobs: Any, join: Any, wide: Callable[..., ExpertsRef], make_request: Any
 ) -> None:
     mesh = Mesh(cfg=2, ulysses=2)
-    meet(mesh, timeout_s=3.0)
-    given = wide(), ask(), LAYERWISE
+    join(mesh, timeout_s=3.0)
+    given = wide(), make_request(), LAYERWISE
     answers = [process.start(split_jobs.job_run_until, *given, {3: 6}, sent) for process in processes[:4]]
     try:
         for answer in answers[:3]:
@@ -306,7 +306,7 @@ def test_a_worker_that_is_lost_in_a_run_is_told_by_the_others(
     finally:
         processes.replace(3)
     processes.all(split_jobs.job_leave, count=4)
-    meet(mesh)
+    join(mesh)
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
     for worker in processes.all(split_jobs.job_run, *given, count=4):
         assert difference(worker["latents"], alone) <= SAME

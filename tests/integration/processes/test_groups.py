@@ -1,4 +1,4 @@
-"""Processes meet, vote and part; when one is lost or hangs, the others say so and can meet again."""
+"""Process groups: join, consensus and leave; loss or hang of a worker is reported, and the others can join again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from wanstream.distributed.messages import RendezvousSpec
 from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
-from wanstream.distributed.worker.groups import GroupsState, ProcessGroups, group_members, meet
+from wanstream.distributed.worker.groups import GroupsState, ProcessGroups, group_members, join
 from wanstream.schema import StateError
 from wanstream.schema.mesh import Mesh
 
@@ -25,19 +25,19 @@ SHORT_S, LONG_S = 2.0, 50.0
 Processes = Any
 
 
-# What the processes do.
+# Jobs of the processes.
 
 
-def job_meet(here: SimpleNamespace, every: list[RendezvousSpec]) -> dict[str, Any]:
-    here.groups = meet(every[here.number], "cpu")
+def job_join(here: SimpleNamespace, every: list[RendezvousSpec]) -> dict[str, Any]:
+    here.groups = join(every[here.number], "cpu")
     listening = [each.laddr.ip for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
     return {"pid": os.getpid(), "state": here.groups.state, "listening": listening}
 
 
-def job_meet_and_leave_at_once(here: SimpleNamespace, every: list[list[RendezvousSpec]]) -> list[GroupsState]:
+def job_join_and_leave(here: SimpleNamespace, every: list[list[RendezvousSpec]]) -> list[GroupsState]:
     states = []
     for rendezvous in every:
-        with meet(rendezvous[here.number], "cpu") as groups:
+        with join(rendezvous[here.number], "cpu") as groups:
             states.append(groups.state)
     return states
 
@@ -45,7 +45,7 @@ def job_meet_and_leave_at_once(here: SimpleNamespace, every: list[list[Rendezvou
 def job_leave(here: SimpleNamespace) -> tuple[GroupsState, int]:
     here.groups.leave()
     here.groups.leave()
-    gc.collect()  # groups of runs before, which errors and hooks hold in circles
+    gc.collect()  # errors and hooks keep the groups of earlier runs in reference cycles
     listening = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
     return here.groups.state, len(listening)
 
@@ -56,23 +56,23 @@ def job_listening(here: SimpleNamespace) -> set[int]:
     return {each.laddr.port for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}
 
 
-def job_leave_if_met(here: SimpleNamespace) -> None:
+def job_leave_if_joined(here: SimpleNamespace) -> None:
     if hasattr(here, "groups"):
         here.groups.leave()
 
 
-def job_vote(here: SimpleNamespace, wishes: list[list[bool]]) -> list[bool]:
-    """Ask as often as there are wishes of this process."""
-    own = iter(wishes[here.number])
-    ask = here.groups.voting(lambda: next(own))
-    return [ask() for _ in wishes[here.number]]
+def job_consensus(here: SimpleNamespace, wishes: list[list[bool]]) -> list[bool]:
+    """Call the consensus once per wish of this process."""
+    own_wishes = iter(wishes[here.number])
+    any_wants = here.groups.consensus(lambda: next(own_wishes))
+    return [any_wants() for _ in wishes[here.number]]
 
 
 def job_reduce(here: SimpleNamespace, name: str) -> list[int]:
-    """Who is in the group, by place in the group."""
+    """Return the group ranks of the process group's members."""
     group = here.groups.group(name)
     seen = torch.zeros(here.groups.size, dtype=torch.int64)
-    seen[here.groups.place] = 1
+    seen[here.groups.group_rank] = 1
     torch.distributed.all_reduce(seen, group=group)
     return seen.nonzero().flatten().tolist()
 
@@ -82,65 +82,72 @@ def job_die(here: SimpleNamespace) -> None:
 
 
 @pytest.fixture
-def met(processes: Processes, split_jobs: Any) -> Any:
-    """`met(mesh)`: as many processes as it takes have met; they leave after the test."""
+def joined(processes: Processes, split_jobs: Any) -> Any:
+    """`joined(mesh)`: join with as many processes as the mesh has; leave after the test."""
     count = 0
 
     def make(mesh: Mesh, **changes: Any) -> list[dict[str, Any]]:
         nonlocal count
         count = max(count, mesh.size)
-        return processes.all(job_meet, split_jobs.rendezvous(mesh, **changes), count=mesh.size)
+        return processes.all(job_join, split_jobs.rendezvous(mesh, **changes), count=mesh.size)
 
     yield make
-    processes.all(job_leave_if_met, count=count)
+    processes.all(job_leave_if_joined, count=count)
 
 
-def test_workers_meet_on_loopback_only_and_leave_nothing_behind(processes: Processes, met: Any) -> None:
+def test_workers_listen_on_loopback_only_and_leave_no_sockets(processes: Processes, joined: Any) -> None:
     # Groups that earlier tests broke listen until nothing refers to their errors.
     before = processes.all(job_listening, count=2)
-    told = met(Mesh(cfg=2))
-    assert len({each["pid"] for each in told} | {os.getpid()}) == 3
-    assert all(each["state"] is GroupsState.MET for each in told)
-    assert {address for each in told for address in each["listening"]} == {LOOPBACK}
+    reports = joined(Mesh(cfg=2))
+    assert len({each["pid"] for each in reports} | {os.getpid()}) == 3
+    assert all(each["state"] is GroupsState.JOINED for each in reports)
+    assert {address for each in reports for address in each["listening"]} == {LOOPBACK}
     assert all(state is GroupsState.LEFT for state, _ in processes.all(job_leave, count=2))
-    assert not any(after - there for after, there in zip(processes.all(job_listening, count=2), before, strict=True))
+    assert not any(
+        after - earlier for after, earlier in zip(processes.all(job_listening, count=2), before, strict=True)
+    )
 
 
-def test_who_leaves_at_once_leaves_after_all_have_met(processes: Processes, split_jobs: Any) -> None:
+def test_a_worker_can_leave_immediately_after_it_has_joined(processes: Processes, split_jobs: Any) -> None:
     every = [split_jobs.rendezvous(Mesh(ulysses=3)) for _ in range(8)]
     processes.at_least(3)
-    assert processes.all(job_meet_and_leave_at_once, every, count=3, timeout=LONG_S) == [[GroupsState.MET] * 8] * 3
+    assert processes.all(job_join_and_leave, every, count=3, timeout=LONG_S) == [[GroupsState.JOINED] * 8] * 3
 
 
-def test_every_group_has_the_workers_of_its_axis(processes: Processes, met: Any) -> None:
-    met(Mesh(cfg=2, ulysses=2))
+def test_every_group_has_the_workers_of_its_axis(processes: Processes, joined: Any) -> None:
+    joined(Mesh(cfg=2, ulysses=2))
     assert processes.all(job_reduce, "control", count=4) == [[0, 1, 2, 3]] * 4
     assert processes.all(job_reduce, "weights", count=4) == [[0, 1, 2, 3]] * 4
     assert processes.all(job_reduce, "cfg", count=4) == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert processes.all(job_reduce, "context", count=4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
-def test_cells_have_nothing_to_do_with_each_other(processes: Processes, met: Any) -> None:
-    met(Mesh(data=2, cfg=2))
+def test_worker_groups_are_independent(processes: Processes, joined: Any) -> None:
+    joined(Mesh(data=2, cfg=2))
     assert processes.all(job_reduce, "control", count=4) == [[0, 1]] * 4
-    assert processes.all(job_vote, [[True], [False], [False], [False]], count=4) == [[True], [True], [False], [False]]
+    assert processes.all(job_consensus, [[True], [False], [False], [False]], count=4) == [
+        [True],
+        [True],
+        [False],
+        [False],
+    ]
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=4)])
-def test_a_wish_between_two_votes_is_answered_the_same_on_all_ranks(mesh: Mesh, processes: Processes, met: Any) -> None:
-    met(mesh)
+def test_consensus_is_the_same_on_all_ranks(mesh: Mesh, processes: Processes, joined: Any) -> None:
+    joined(mesh)
     wishes = [[rank == 1 and at == 2 for at in range(5)] for rank in range(mesh.size)]
-    assert processes.all(job_vote, wishes, count=mesh.size) == [[at == 2 for at in range(5)]] * mesh.size
+    assert processes.all(job_consensus, wishes, count=mesh.size) == [[at == 2 for at in range(5)]] * mesh.size
 
 
-def test_the_same_processes_meet_five_times_and_one_of_them_is_replaced(processes: Processes, met: Any) -> None:
+def test_the_same_processes_join_five_times_and_one_of_them_is_replaced(processes: Processes, joined: Any) -> None:
     pids = []
     for turn in range(5):
-        pids.append({each["pid"] for each in met(Mesh(ulysses=3))})
-        assert processes.all(job_vote, [[True], [False], [False]], count=3) == [[True]] * 3
+        pids.append({each["pid"] for each in joined(Mesh(ulysses=3))})
+        assert processes.all(job_consensus, [[True], [False], [False]], count=3) == [[True]] * 3
         if turn == 2:
             doomed = processes[1].start(job_die)
-            answers = [processes[rank].start(job_vote, [[False]] * 3) for rank in (0, 2)]
+            answers = [processes[rank].start(job_consensus, [[False]] * 3) for rank in (0, 2)]
             for answer in answers:
                 with pytest.raises(PeerLostError, match="no sign of rank 1"):
                     answer.result()
@@ -156,11 +163,11 @@ def test_the_same_processes_meet_five_times_and_one_of_them_is_replaced(processe
     assert len(pids[2] & pids[3]) == 2
 
 
-def test_a_worker_that_hangs_is_named(processes: Processes, met: Any) -> None:
-    met(Mesh(ulysses=3), timeout_s=SHORT_S)
+def test_a_worker_that_hangs_is_named(processes: Processes, joined: Any) -> None:
+    joined(Mesh(ulysses=3), timeout_s=SHORT_S)
     processes[2].signal(signal.SIGSTOP)
     try:
-        answers = [processes[rank].start(job_vote, [[False]] * 3) for rank in range(2)]
+        answers = [processes[rank].start(job_consensus, [[False]] * 3) for rank in range(2)]
         errors = []
         for answer in answers:
             with pytest.raises((WorkerTimeoutError, PeerLostError)) as caught:
@@ -173,10 +180,10 @@ def test_a_worker_that_hangs_is_named(processes: Processes, met: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["control", "weights", "ulysses"])
-def test_a_worker_leaves_from_another_thread_while_it_waits_and_meets_again(
-    name: str, processes: Processes, split_jobs: Any, met: Any
+def test_a_worker_leaves_from_another_thread_while_it_waits_and_joins_again(
+    name: str, processes: Processes, split_jobs: Any, joined: Any
 ) -> None:
-    met(Mesh(ulysses=3))
+    joined(Mesh(ulysses=3))
     processes[2].signal(signal.SIGSTOP)
     try:
         waiting = [processes[rank].start(split_jobs.job_leave_while_it_waits, name) for rank in (0, 1)]
@@ -187,57 +194,57 @@ def test_a_worker_leaves_from_another_thread_while_it_waits_and_meets_again(
     finally:
         processes[2].signal(signal.SIGCONT)
     processes.all(job_leave, count=3)
-    met(Mesh(ulysses=3))
-    assert processes.all(job_vote, [[False], [True], [False]], count=3) == [[True]] * 3
+    joined(Mesh(ulysses=3))
+    assert processes.all(job_consensus, [[False], [True], [False]], count=3) == [[True]] * 3
 
 
-def test_the_loss_of_who_keeps_the_store_is_told(processes: Processes, met: Any) -> None:
-    met(Mesh(ulysses=3))
+def test_the_loss_of_rank_0_is_reported(processes: Processes, joined: Any) -> None:
+    joined(Mesh(ulysses=3))
     processes[0].start(job_die)
-    answers = [processes[rank].start(job_vote, [[False]] * 3) for rank in (1, 2)]
+    answers = [processes[rank].start(job_consensus, [[False]] * 3) for rank in (1, 2)]
     for answer in answers:
-        with pytest.raises(PeerLostError, match="rank 0, which keeps the store, is gone"):
+        with pytest.raises(PeerLostError, match="rank 0, which runs the store, is gone"):
             answer.result()
     processes.replace(0)
-    processes.all(job_leave_if_met, count=3)
+    processes.all(job_leave_if_joined, count=3)
 
 
-def test_those_who_do_not_come_are_named(processes: Processes, split_jobs: Any) -> None:
+def test_missing_workers_are_named(processes: Processes, split_jobs: Any) -> None:
     every = split_jobs.rendezvous(Mesh(ulysses=4), timeout_s=SHORT_S)
-    answers = [processes.at_least(4)[rank].start(job_meet, every) for rank in (0, 2)]
+    answers = [processes.at_least(4)[rank].start(job_join, every) for rank in (0, 2)]
     for answer in answers:
-        with pytest.raises(WorkerTimeoutError, match=r"ranks 1 and 3 did not come .* within 2 s"):
+        with pytest.raises(WorkerTimeoutError, match=r"ranks 1 and 3 did not join .* within 2 s"):
             answer.result()
     every = split_jobs.rendezvous(Mesh(ulysses=2), timeout_s=SHORT_S)
-    with pytest.raises(WorkerTimeoutError, match=f"no store answers at {LOOPBACK}:{every[0].port} after 2 s"):
-        processes[1].start(job_meet, every).result()
+    with pytest.raises(WorkerTimeoutError, match=f"no store responds at {LOOPBACK}:{every[0].port} after 2 s"):
+        processes[1].start(job_join, every).result()
 
 
 def test_a_port_that_is_taken_is_named(processes: Processes, split_jobs: Any) -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"port {port} at {LOOPBACK} is taken"):
-            processes.at_least(1)[0].start(job_meet, split_jobs.rendezvous(Mesh(cfg=2), port=port)).result()
+            processes.at_least(1)[0].start(job_join, split_jobs.rendezvous(Mesh(cfg=2), port=port)).result()
 
 
-def test_a_cell_of_one_worker_needs_nobody(split_jobs: Any) -> None:
-    with meet(split_jobs.rendezvous(Mesh(data=4, stage=2))[5], "cpu") as groups:
+def test_a_group_of_one_worker_opens_no_connection(split_jobs: Any) -> None:
+    with join(split_jobs.rendezvous(Mesh(data=4, stage=2))[5], "cpu") as groups:
         assert groups.split().alone
-        assert groups.voting(wish := lambda: True) is wish
+        assert groups.consensus(wish := lambda: True) is wish
         assert not torch.distributed.is_initialized()
     assert groups.state is GroupsState.LEFT
 
 
 def test_groups_out_of_order_are_refused(split_jobs: Any) -> None:
     groups = ProcessGroups(split_jobs.rendezvous(Mesh(cfg=2))[0], torch.device("cpu"))
-    with pytest.raises(StateError, match="have not met yet"):
+    with pytest.raises(StateError, match="these are new"):
         groups.control  # noqa: B018 - the look-up is what is tested
     groups.leave()
-    with pytest.raises(StateError, match="were left"):
-        groups.meet()
+    with pytest.raises(StateError, match="these are left"):
+        groups.join()
 
 
-def test_the_groups_of_a_cell_are_listed_in_one_order() -> None:
+def test_group_members_are_listed_in_one_order() -> None:
     assert group_members(Mesh(cfg=2)) == {"weights": [(0, 1)], "cfg": [(0, 1)]}
     assert group_members(Mesh(cfg=2, ring=2, ulysses=2)) == {
         "weights": [(0, 1, 2, 3, 4, 5, 6, 7)],

@@ -47,7 +47,7 @@ def job_begin(here: SimpleNamespace) -> None:
 
 
 def job_own(here: SimpleNamespace) -> None:
-    """What the process takes by itself, with everything imported."""
+    """Bytes of a process that has imported everything."""
     here.own = pss()
 
 

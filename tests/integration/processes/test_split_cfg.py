@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.worker.lane_split import own_lanes
+from wanstream.distributed.worker.lane_split import lanes_of_rank
 from wanstream.sampling import DenoiseRequest
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
@@ -20,19 +20,19 @@ LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
 CFG = Mesh(cfg=2)
 STEPS = 4
 LANE_BYTES = 16 * 2 * 4 * 6 * 4
-"""Of the velocity of one lane of the tests' shape, in fp32."""
+"""Bytes of the fp32 velocity of one lane with the tests' shape."""
 
 
 @pytest.fixture
 def pids(processes: Any, split_jobs: Any) -> Any:
-    """Two processes have met as the sides of one group; they leave after the test."""
+    """Two processes that have joined as the cfg ranks of one group; they leave after the test."""
     yield processes.all(split_jobs.job_meet, split_jobs.rendezvous(CFG), count=2)
     processes.all(split_jobs.job_leave, count=2)
 
 
 @pytest.fixture
-def ask(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]:
-    """`ask(batch=1, **changes)`: a request of 4 steps, 2 of them high-noise."""
+def make_request(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]:
+    """`make_request(batch=1, **changes)`: a request of 4 steps, 2 of them high-noise."""
 
     def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
         noise = torch.randn(batch, 16, 2, 4, 6, generator=torch.Generator().manual_seed(20))
@@ -45,7 +45,7 @@ def ask(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]:
     ("count", "sides"), [(1, ([0], [0])), (2, ([0], [1])), (3, ([0, 1], [1, 2])), (4, ([0, 1], [2, 3]))]
 )
 def test_lanes_are_shared_out_evenly(count: int, sides: tuple[list[int], list[int]]) -> None:
-    assert tuple(list(range(count))[own_lanes(count, side)] for side in range(2)) == sides
+    assert tuple(list(range(count))[lanes_of_rank(count, side)] for side in range(2)) == sides
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_two_sides_give_what_one_worker_gives(
     split_jobs: Any,
     pids: list[int],
     experts_ref: Callable[..., ExpertsRef],
-    ask: Callable[..., DenoiseRequest],
+    make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    given = experts_ref(), ask(batch=batch, guidance=guidance), LAYERWISE
+    given = experts_ref(), make_request(batch=batch, guidance=guidance), LAYERWISE
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
     told = processes.all(split_jobs.job_run, *given, count=2)
     assert len({*pids, os.getpid()}) == 3
@@ -76,12 +76,12 @@ def test_windows_nag_and_noise_of_every_step_are_shared_too(
     split_jobs: Any,
     pids: list[int],
     experts_ref: Callable[..., ExpertsRef],
-    ask: Callable[..., DenoiseRequest],
+    make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    """Steps of one lane for each window beside steps of two, and one that both sides compute alike."""
+    """Steps with one and with two lanes per window, and a lane that both ranks compute."""
     noise = torch.randn(1, 16, 5, 4, 6, generator=torch.Generator().manual_seed(22))
     steps = {"solver": "lcm", "guidance_steps": (4.0, 1.0, 3.0, 1.0), "nag": Nag()}
-    request = ask(noise=noise, windows=ContextWindows(frames=3, overlap=1), **steps)
+    request = make_request(noise=noise, windows=ContextWindows(frames=3, overlap=1), **steps)
     assert {request.lanes_at(step) for step in range(STEPS)} >= {2, 4}
     given = experts_ref(), request, LAYERWISE
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
@@ -96,12 +96,12 @@ def test_images_condition_both_sides_under_any_policy(
     split_jobs: Any,
     pids: list[int],
     tiny_expert_folder: Callable[..., Any],
-    ask: Callable[..., DenoiseRequest],
+    make_request: Callable[..., DenoiseRequest],
 ) -> None:
     high, low = (tiny_expert_folder(seed=seed, in_channels=36) for seed in (1, 2))
     experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
     image = torch.randn(1, 20, 2, 4, 6, generator=torch.Generator().manual_seed(21))
-    given = experts, ask(batch=2, image_condition=image, solver="unipc"), policy
+    given = experts, make_request(batch=2, image_condition=image, solver="unipc"), policy
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
     for side in processes.all(split_jobs.job_run, *given, count=2):
         assert torch.equal(side["latents"], alone)
@@ -115,9 +115,9 @@ def test_a_wish_of_one_stops_both_before_the_same_block_and_they_go_on_after(
     split_jobs: Any,
     pids: list[int],
     experts_ref: Callable[..., ExpertsRef],
-    ask: Callable[..., DenoiseRequest],
+    make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    given = experts_ref(), ask(), LAYERWISE
+    given = experts_ref(), make_request(), LAYERWISE
     stopped = processes.all(split_jobs.job_run_until, *given, {rank: asked}, None, count=2)
     assert stopped == [divmod(asked, 4)] * 2
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()

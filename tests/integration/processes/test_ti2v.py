@@ -1,4 +1,4 @@
-"""Wan2.2 TI2V-5B with workers that share its tokens: each knows the timesteps of its own, also within a frame."""
+"""Wan2.2 TI2V-5B with workers that share its tokens: each uses the timesteps of its tokens, also within a frame."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.fixture
-def meet(processes: Any, split_jobs: Any) -> Iterator[Callable[[Mesh], None]]:
-    """`meet(mesh)`: as many processes as it takes have met; they leave after the test."""
+def join(processes: Any, split_jobs: Any) -> Iterator[Callable[[Mesh], None]]:
+    """`join(mesh)`: join with as many processes as the mesh has; leave after the test."""
     count = 0
 
     def make(mesh: Mesh) -> None:
@@ -69,9 +69,9 @@ def given(
 @pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2)], ids=str)
 def test_two_workers_give_what_one_gives(
-    mesh: Mesh, policy: OffloadPolicy, processes: Any, split_jobs: Any, meet: Any, given: Any
+    mesh: Mesh, policy: OffloadPolicy, processes: Any, split_jobs: Any, join: Any, given: Any
 ) -> None:
-    meet(mesh)
+    join(mesh)
     for changes in ({}, {"windows": ContextWindows(frames=2, overlap=1)}):
         job = *given(**changes), policy
         alone = processes[0].start(split_jobs.job_run_alone, *job).result()
@@ -83,9 +83,9 @@ def test_two_workers_give_what_one_gives(
     assert difference(plain, alone) > 1e-3
 
 
-def test_compiled_blocks_of_two_workers(processes: Any, split_jobs: Any, meet: Any, given: Any) -> None:
+def test_compiled_blocks_of_two_workers(processes: Any, split_jobs: Any, join: Any, given: Any) -> None:
     """One graph for all blocks of all steps, where both workers have tokens of both timesteps or not."""
-    meet(Mesh(ulysses=2))
+    join(Mesh(ulysses=2))
     told = processes.all(split_jobs.job_run_compiled, *given(), LAYERWISE, count=2)
     for plain, compiled, again in told:
         assert difference(compiled["latents"], plain["latents"]) <= SAME

@@ -1,4 +1,4 @@
-"""Workers that keep a shard of every block each, in real processes over gloo: what one worker gives, bit for bit."""
+"""Workers with one shard of every block each, in real processes over gloo: bit-equal to one worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wanstream.distributed.weights.gather import GroupGather
 from wanstream.distributed.weights.placement import WeightFigures, choose_placement
 from wanstream.distributed.weights.weights import measure, taken_bytes
 from wanstream.distributed.worker.errors import PeerLostError
-from wanstream.distributed.worker.groups import meet
+from wanstream.distributed.worker.groups import join as join_groups
 from wanstream.distributed.worker.worker import Worker
 from wanstream.offload.sharding.group import GatherBrokenError
 from wanstream.sampling import SamplingCancelled, Share, working_bytes
@@ -37,9 +37,9 @@ POLICIES = (
     OffloadPolicy.layerwise(1, source="pinned"),
 )
 CASES = tuple(zip(("plain",) * 4 + ("plain with LoRA", "fp8 with LoRA", "GGUF with LoRA"), POLICIES * 2, strict=False))
-"""Every policy with blocks as they are, and every other form with one of them."""
+"""Every policy with blocks as stored, and every other storage format with one policy."""
 SHORT_S = 20.0
-"""Far below the time that workers wait for each other, and far above what anything here takes."""
+"""Far below the timeout of the rendezvous, and far above the duration of any job here."""
 
 ComputeAlone = Callable[[RunTask], torch.Tensor]
 MakeTask = Callable[..., RunTask]
@@ -58,16 +58,16 @@ def job_leave(here: SimpleNamespace) -> None:
 
 
 def job_run(here: SimpleNamespace, task: RunTask) -> dict[str, Any]:
-    ended = here.worker.run(task, lambda told: None)
+    ended = here.worker.run(task, lambda _: None)
     return {"latents": ended.latents, "gathered": ended.gathered_bytes}
 
 
 def job_run_and_stop(here: SimpleNamespace, task: RunTask, after: int) -> str:
-    """Ask to stop when that many steps were told, on one worker; all of them stop."""
-    told = itertools.count(1)
+    """Request a stop on one worker after that many steps; all workers stop."""
+    reports = itertools.count(1)
 
     def tell(_: Any) -> None:
-        if next(told) == after and here.number == 1:
+        if next(reports) == after and here.number == 1:
             here.worker.stop(task.run_id)
 
     try:
@@ -78,7 +78,7 @@ def job_run_and_stop(here: SimpleNamespace, task: RunTask, after: int) -> str:
 
 
 def job_run_and_fail(here: SimpleNamespace, task: RunTask, number: int, how: int | None) -> None:
-    """One worker raises, or gets a signal, when its first step is told."""
+    """Raise an error, or send a signal, on one worker at the report of its first step."""
 
     def tell(_: Any) -> None:
         if here.number == number:
@@ -96,13 +96,13 @@ def job_leave_meeting(here: SimpleNamespace) -> list[str]:
 
 @pytest.fixture(scope="module")
 def join(processes: Any, split_jobs: Any) -> Iterator[Callable[..., list[int]]]:
-    """`join(home, mesh=CELL)`: as many processes as it takes have met; experts stay open meanwhile."""
+    """`join(placement, mesh=CELL)`: join with as many processes as the mesh has; experts stay open."""
 
-    def meet(home: WeightPlacement, mesh: Mesh = CELL) -> list[int]:
-        every = [replace(rendezvous, weights=home) for rendezvous in split_jobs.rendezvous(mesh)]
+    def join(placement: WeightPlacement, mesh: Mesh = CELL) -> list[int]:
+        every = [replace(rendezvous, weights=placement) for rendezvous in split_jobs.rendezvous(mesh)]
         return processes.all(job_join, every, count=mesh.size)
 
-    yield meet
+    yield join
     processes.all(job_leave, count=2)
 
 
@@ -110,7 +110,7 @@ def join(processes: Any, split_jobs: Any) -> Iterator[Callable[..., list[int]]]:
 def forms(
     experts_ref: Callable[..., ExpertsRef], make_tiny_expert: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, ExpertsRef]:
-    """Experts in the forms that blocks are stored in, with a LoRA where they are not computed as they are stored."""
+    """Experts in every storage format, with a LoRA where blocks are decoded on arrival."""
     folder = tmp_path_factory.mktemp("forms")
     save_lora(make_lora(make_tiny_expert(), seed=1), folder / "lora.safetensors", dtype=torch.float32)
     lora = LoraRef(high_noise=folder / "lora.safetensors", low_noise=folder / "lora.safetensors")
@@ -125,30 +125,30 @@ def forms(
     }
 
 
-@pytest.mark.parametrize(("home", "cases"), [("sharded", CASES), ("sharded in VRAM", CASES[1::2])])
+@pytest.mark.parametrize(("placement", "cases"), [("sharded", CASES), ("sharded in VRAM", CASES[1::2])])
 def test_shards_give_what_one_worker_gives(
     processes: Any,
     join: Any,
     forms: dict[str, ExpertsRef],
     make_task: MakeTask,
     alone: ComputeAlone,
-    home: Any,
+    placement: Any,
     cases: Any,
 ) -> None:
-    pids = join(home)
+    pids = join(placement)
     assert len({*pids, os.getpid()}) == 3
     for form, policy in cases:
         task = make_task(experts=forms[form], policy=policy)
-        told = processes.all(job_run, task, count=2)
-        assert torch.equal(told[0]["latents"], alone(task)), (form, policy)
-        assert told[0]["gathered"] == told[1]["gathered"] > 10**6
+        reports = processes.all(job_run, task, count=2)
+        assert torch.equal(reports[0]["latents"], alone(task)), (form, policy)
+        assert reports[0]["gathered"] == reports[1]["gathered"] > 10**6
 
 
 def test_four_ranks_gather_too(processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone) -> None:
     join("sharded", Mesh(cfg=2, ulysses=2))
     task = make_task()
-    told = processes.all(job_run, task, count=4)
-    torch.testing.assert_close(told[0]["latents"], alone(task), rtol=0, atol=1e-5)
+    reports = processes.all(job_run, task, count=4)
+    torch.testing.assert_close(reports[0]["latents"], alone(task), rtol=0, atol=1e-5)
     processes.all(job_leave, count=4)
 
 
@@ -157,11 +157,11 @@ def test_whole_weights_gather_none_and_shards_follow_the_meeting(
 ) -> None:
     task = make_task(policy=POLICIES[3])
     gathered = []
-    for home in ("full", "sharded", "full"):
-        join(home)
-        told = processes.all(job_run, task, count=2)
-        assert torch.equal(told[0]["latents"], alone(task))
-        gathered.append(told[0]["gathered"])
+    for placement in ("full", "sharded", "full"):
+        join(placement)
+        reports = processes.all(job_run, task, count=2)
+        assert torch.equal(reports[0]["latents"], alone(task))
+        gathered.append(reports[0]["gathered"])
     assert gathered[0] == gathered[2] < 10**5 < gathered[1]
 
 
@@ -196,11 +196,11 @@ def test_a_rank_that_fails_alone_holds_nobody_up(
 
 
 def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> str:
-    """The first process leaves a gather that the second one never comes to, and the rendezvous with it."""
-    groups, said = meet(every[here.number], "cpu"), list[str]()
+    """Abort a gather on the first process that the second one never calls, and leave the rendezvous."""
+    groups, said = join_groups(every[here.number], "cpu"), list[str]()
     if here.number == 1:
         with pytest.raises(PeerLostError) as lost:
-            groups.voting(lambda: False)()
+            groups.consensus(lambda: False)()
         groups.leave()
         return type(lost.value).__name__
     gather = GroupGather(groups)
@@ -222,8 +222,8 @@ def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> 
 
 def test_a_gather_that_nobody_else_comes_to_is_left_at_once(processes: Any, split_jobs: Any) -> None:
     processes.at_least(2).all(job_leave, count=2)
-    told = processes.all(job_gather_alone, split_jobs.rendezvous(CELL), count=2, timeout=SHORT_S)
-    assert told == ["a run has ended while its weights were gathered", "PeerLostError"]
+    reports = processes.all(job_gather_alone, split_jobs.rendezvous(CELL), count=2, timeout=SHORT_S)
+    assert reports == ["the run ended while its weights were gathered", "PeerLostError"]
 
 
 def test_a_rank_that_is_killed_is_missed_at_once(
@@ -242,12 +242,12 @@ def test_a_rank_that_is_killed_is_missed_at_once(
 
 
 def job_measure(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]) -> WeightFigures:
-    with meet(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
+    with join_groups(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
         return measure(groups, pair, task.request, task.policy)
 
 
 def job_told(here: SimpleNamespace, task: RunTask) -> Any:
-    return here.worker.run(task, lambda told: None).timeline.changes
+    return here.worker.run(task, lambda _: None).timeline.changes
 
 
 def test_the_figures_of_a_cell_are_the_same_for_all_of_it(processes: Any, split_jobs: Any, make_task: MakeTask) -> None:
@@ -260,7 +260,7 @@ def test_the_figures_of_a_cell_are_the_same_for_all_of_it(processes: Any, split_
 
 
 def job_taken(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]) -> int:
-    with meet(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
+    with join_groups(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
         return taken_bytes(groups, pair, task.request, task.policy)
 
 
@@ -268,7 +268,7 @@ def job_taken(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSp
 def test_a_worker_reckons_with_its_share_of_a_step(
     mesh: Mesh, processes: Any, split_jobs: Any, make_task: MakeTask
 ) -> None:
-    """What it takes beside the weights decides whether shards fit into the same memory."""
+    """Memory needs in addition to the weights decide whether shards fit into the same memory."""
     task, share = make_task(), Share(cfg=mesh.cfg, ulysses=mesh.ulysses)
     processes.at_least(2).all(job_leave, count=2)
     taken = processes.all(job_taken, task, split_jobs.rendezvous(mesh), count=2, timeout=SHORT_S)
@@ -285,7 +285,7 @@ def test_cpus_that_decide_keep_whole_weights(
 ) -> None:
     join("auto")
     task = make_task()
-    told = processes.all(job_run, task, count=2)
-    assert torch.equal(told[0]["latents"], alone(task))
-    assert told[0]["gathered"] < 10**5
+    reports = processes.all(job_run, task, count=2)
+    assert torch.equal(reports[0]["latents"], alone(task))
+    assert reports[0]["gathered"] < 10**5
     assert processes.all(job_told, task, count=2) == [(), ()]

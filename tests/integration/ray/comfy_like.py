@@ -33,11 +33,11 @@ def say(**values: object) -> None:
     sys.stdout.flush()
 
 
-def task_of(package, high: str, low: str, *, steps: int):
+def task_of(module, high: str, low: str, *, steps: int):
     import torch
 
     generator = torch.Generator().manual_seed(1)
-    request = package("sampling").DenoiseRequest(
+    request = module("sampling").DenoiseRequest(
         noise=torch.randn(1, 16, 2, 4, 6, generator=generator),
         positive=torch.randn(1, 7, 4096, generator=generator),
         negative=torch.randn(1, 5, 4096, generator=generator),
@@ -46,36 +46,36 @@ def task_of(package, high: str, low: str, *, steps: int):
         flow_shift=5.0,
         guidance=(4.0, 3.0),
     )
-    experts = package("schema").ExpertsRef(high_noise=Path(high), low_noise=Path(low), compute_dtype="float32")
-    policy = package("schema").OffloadPolicy.layerwise(1)
-    return package("distributed.messages").RunTask(
+    experts = module("schema").ExpertsRef(high_noise=Path(high), low_noise=Path(low), compute_dtype="float32")
+    policy = module("schema").OffloadPolicy.layerwise(1)
+    return module("distributed.messages").RunTask(
         run_id=f"run of {steps}", experts=experts, request=request, policy=policy, wants_state=False
     )
 
 
-def alone(package, task) -> object:
-    pair = package("wan").open_pair(task.experts)
-    return package("sampling").denoise(pair, task.request, policy=task.policy, device="cpu").latents
+def alone(module, task) -> object:
+    pair = module("wan").open_pair(task.experts)
+    return module("sampling").denoise(pair, task.request, policy=task.policy, device="cpu").latents
 
 
 def main(folder: str, high: str, low: str, how: str) -> None:
     name = load(folder)
     environment, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
 
-    def package(path: str):
+    def module(path: str):
         return importlib.import_module(f"{name}.{path}")
 
-    ref = package("schema").WorkersRef(count=1, threads=1)
-    pool = package("distributed").RayPool(ref, "cpu", store_bytes=128 << 20)
+    ref = module("schema").WorkersRef(count=1, threads=1)
+    pool = module("distributed.ray.pool").RayPool(ref, "cpu", store_bytes=128 << 20)
     worker = pool.workers[0]
-    task = task_of(package, high, low, steps=4)
+    task = task_of(module, high, low, steps=4)
     latents = worker.run(task, lambda told: None).result(60).latents
     begun = threading.Event()
-    worker.run(task_of(package, high, low, steps=1000), lambda told: begun.set())
+    worker.run(task_of(module, high, low, steps=1000), lambda told: begun.set())
     assert begun.wait(60)
     children = psutil.Process().children(recursive=True)
     say(
-        equal=bool((latents == alone(package, task)).all()),
+        equal=bool((latents == alone(module, task)).all()),
         wanstream="wanstream" in sys.modules,
         worker=worker.started.facts.pid,
         children=[child.pid for child in children],

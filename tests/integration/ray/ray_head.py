@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from wanstream.distributed.ray.environment import import_ray, on_loopback, settings
+from wanstream.distributed.ray.environment import import_ray, on_loopback, temporary_environment
 
 ray = import_ray()
-with settings({"RAY_USAGE_STATS_ENABLED": "0"}), on_loopback():
+with temporary_environment({"RAY_USAGE_STATS_ENABLED": "0"}), on_loopback():
     context = ray.init(
         address="local",
         num_cpus=1,

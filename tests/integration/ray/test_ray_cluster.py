@@ -1,4 +1,4 @@
-"""Workers in a Ray that somebody else has started, and in none that starts."""
+"""Workers in a Ray that was started elsewhere, and errors of a Ray that does not start."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def token_file(tmp_path: Path) -> str:
 
 
 def guest(folder: Path, *words: str, **changes: str) -> dict[str, Any]:
-    return told([sys.executable, str(HERE / "ray_guest.py"), *words], folder, **changes)
+    return output_of([sys.executable, str(HERE / "ray_guest.py"), *words], folder, **changes)
 
 
-def told(program: list[str], folder: Path, **changes: str) -> dict[str, Any]:
-    """What a program prints last, as JSON."""
+def output_of(program: list[str], folder: Path, **changes: str) -> dict[str, Any]:
+    """Run a program, and return the JSON of its last line of output."""
     done = subprocess.run(
         program,
         stdout=subprocess.PIPE,
@@ -84,7 +84,7 @@ def told(program: list[str], folder: Path, **changes: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def apart() -> list[str]:
-    """What a program is started with so that it has a network of its own, and ends with all its processes."""
+    """Return a command prefix that gives a program its own network, and ends all its processes with it."""
     program = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if not all(shutil.which(name) for name in ("unshare", "ip")):
         pytest.skip("needs unshare and ip (Debian: util-linux, iproute2)")
@@ -97,7 +97,7 @@ def apart() -> list[str]:
 def test_a_cluster_is_joined_and_left_as_it_was(address: str, tmp_path: Path, token_file: str) -> None:
     found = guest(tmp_path, address, token_file)
     assert "3 workers on CPUs, but Ray has slots for 2" in found["too many"]
-    assert f"this process has workers at {address}, and can have others at local only when" in found["other Ray"]
+    assert f"this process has workers at {address}: close those before starting others at local" in found["other Ray"]
     assert found["left"] is True
     assert f"this process is connected to the Ray at {address} already" in found["foreign"]
     assert f"add {address} to the list of clusters" in found["foreign"]
@@ -107,7 +107,7 @@ def test_a_cluster_is_joined_and_left_as_it_was(address: str, tmp_path: Path, to
 
 def test_without_its_token_a_cluster_refuses_in_words(address: str, tmp_path: Path) -> None:
     found = guest(tmp_path, address, **TOKEN)
-    assert f"the Ray cluster at {address} does not take this process in" in found["refused"], "a token was sent"
+    assert f"the Ray cluster at {address} does not accept this process" in found["refused"], "a token was sent"
     assert "token_file of its entry" in found["refused"]
 
 
@@ -115,22 +115,22 @@ def test_a_cluster_that_other_machines_reach_is_refused_unless_asked_for_and_gua
     apart: list[str], tmp_path: Path
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:  # of a short name, as Ray makes sockets there
-        found = told([*apart, sys.executable, str(HERE / "ray_exposed.py"), folder], tmp_path)
+        found = output_of([*apart, sys.executable, str(HERE / "ray_exposed.py"), folder], tmp_path)
     said = found["without a token"]
     assert "worker 0 does not start" in said
     assert "started Ray with RAY_AUTH_MODE=token and the same token" in said
     said = found["by way of loopback"]
     assert "workers of this cluster listen on 198.18.9.1, which other machines reach" in said
-    assert "set remote_machines to true in its entry if that is meant" in said
+    assert "set remote_machines to true in its entry to allow it" in said
 
 
 def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path) -> None:
-    found = told([sys.executable, str(HERE / "ray_refused.py"), str(tmp_path)], tmp_path)
+    found = output_of([sys.executable, str(HERE / "ray_refused.py"), str(tmp_path)], tmp_path)
     why = {"no room": "the minimum allowed is", "long name": "AF_UNIX path", "no folder": "No such file or directory"}
     for case, reason in why.items():
         assert "does not start on this machine: " in found[case]
         assert reason in found[case]
-        assert "See that disk, RAM and shared memory have room" in found[case]
+        assert "Check that disk, RAM and shared memory have free space" in found[case]
     assert (found["left"], found["left at the end"], found["folders"]) == ([], [], [])
 
 
@@ -158,7 +158,7 @@ os._exit(7)
 
 
 def test_a_cluster_that_ends_takes_nobody_with_it(tmp_path_factory: pytest.TempPathFactory, token_file: str) -> None:
-    """By itself Ray ends every process that has lost its server, after the seconds that are set here to 3."""
+    """By default Ray ends every process that has lost its server, after a timeout that is set to 3 s here."""
     folder = tmp_path_factory.mktemp("ends")
     head, address = start_head(folder)
     children = psutil.Process(head.pid).children(recursive=True)
@@ -178,9 +178,9 @@ def test_a_cluster_that_ends_takes_nobody_with_it(tmp_path_factory: pytest.TempP
         for process in children:
             with suppress(psutil.NoSuchProcess):  # whose parent was that process too
                 process.kill()
-        told, _ = guest.communicate("\n", timeout=LIMIT_S)
+        output, _ = guest.communicate("\n", timeout=LIMIT_S)
         assert guest.returncode == 7
-        lost, refused, usable = told.splitlines()
+        lost, refused, usable = output.splitlines()
         assert (lost, usable) == ("lost", "usable False")
         assert refused.startswith(f"the Ray at {address} has ended or cannot be reached")
     finally:

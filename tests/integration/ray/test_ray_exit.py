@@ -1,4 +1,4 @@
-"""However the process that has workers ends, every worker and every process of Ray ends with it."""
+"""Every worker and every process of Ray ends with the process that started them, however that ends."""
 
 from __future__ import annotations
 

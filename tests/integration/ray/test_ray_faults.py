@@ -18,11 +18,11 @@ import pytest
 
 from wanstream.distributed.ray import connection as ray_setup
 from wanstream.distributed.ray import pool as ray_pool
-from wanstream.distributed.ray.connection import FOLDER, RayConnection
+from wanstream.distributed.ray.connection import FOLDER_PREFIX, RayConnection
 from wanstream.distributed.ray.errors import LostAtStartError, RaySetupError
 from wanstream.distributed.ray.handle import OF_RAYS_WORKERS, RayWorkerHandle
 from wanstream.distributed.ray.pool import RayPool
-from wanstream.distributed.ray.reaper import RayWatch
+from wanstream.distributed.ray.reaper import RayReaper
 from wanstream.distributed.ray.worker import Started
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.worker import Worker
@@ -53,7 +53,7 @@ ERRORS = SimpleNamespace(
 
 
 class FakeRay:
-    """As much of the module `ray` as a pool asks for. An answer is when it is there, or an error."""
+    """The part of the module `ray` that a pool uses. An answer is a delay in seconds, or an error."""
 
     __version__ = "0"
     exceptions = ERRORS
@@ -94,11 +94,11 @@ class FakeRay:
 
 
 def started(**changes: Any) -> Started:
-    return Started(**{"facts": Worker("cpu").facts(), "node_id": OTHER, "logs": (), "token": True, **changes})
+    return Started(**{"facts": Worker("cpu").facts(), "node_id": OTHER, "logs": (), "requires_token": True, **changes})
 
 
 class FakePlacement:
-    """Places that are always there."""
+    """Placement that always succeeds."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         return
@@ -109,10 +109,10 @@ class FakePlacement:
     def node_of(self, rank: int) -> str:
         return OWN
 
-    def workers_beside(self, rank: int) -> int:
+    def workers_on_machine_of(self, rank: int) -> int:
         return 1
 
-    def late_words(self) -> str:
+    def describe_delay(self) -> str:
         return "see whether its machine is busy"
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ def ray() -> FakeRay:
 
 @pytest.fixture
 def answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> list[float | Exception]:
-    """Answers of workers when they are started, in order: seconds until then, or an error."""
+    """Answers of starting workers, in order: a delay in seconds, or an error."""
     every: list[float | Exception] = []
 
     def start(*_: Any) -> float | Exception:
@@ -140,9 +140,9 @@ def answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> list[float | Excep
     made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: remote))
     monkeypatch.setattr(ray_pool, "actor_class", lambda _: made)
     monkeypatch.setattr(ray_pool, "Placement", FakePlacement)
-    monkeypatch.setattr(ray_pool.CONNECTION, "enter", lambda ref, **_: ray)
-    monkeypatch.setattr(ray_pool.CONNECTION, "is_there", lambda: True)
-    monkeypatch.setattr(ray_pool.CONNECTION, "leave", lambda: None)
+    monkeypatch.setattr(ray_pool.CONNECTION, "acquire", lambda ref, **_: ray)
+    monkeypatch.setattr(ray_pool.CONNECTION, "is_alive", lambda: True)
+    monkeypatch.setattr(ray_pool.CONNECTION, "release", lambda: None)
     monkeypatch.setattr(ray_pool, "CLOSE_TIMEOUT_S", 0.0)
     return every
 
@@ -160,7 +160,7 @@ def test_all_workers_start_before_one_deadline(answers: list[float | Exception])
 
 def test_a_worker_that_does_not_start_with_a_token_may_lack_that_token(answers: list[float | Exception]) -> None:
     answers += [RayActorError("It never ran.")]
-    with pytest.raises(LostAtStartError, match=r"It never ran\. See that .* RAY_AUTH_MODE=token and the same token"):
+    with pytest.raises(LostAtStartError, match=r"It never ran\. Check that .* RAY_AUTH_MODE=token and the same token"):
         RayPool(WorkersRef(count=1, address="127.0.0.1:1", token_file="/token"), start_timeout_s=0.1)
 
 
@@ -178,14 +178,14 @@ def test_a_machine_that_ray_has_lost_makes_the_connection_unusable(
     ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_setup, "import_ray", lambda: ray)
-    monkeypatch.setattr(ray_setup, "answers", lambda server: True)
+    monkeypatch.setattr(ray_setup, "is_listening", lambda server: True)
     connection = RayConnection()
     connection._server = "127.0.0.1:1"
-    assert connection.is_there()
+    assert connection.is_alive()
     ray.alive[OTHER] = False
-    assert connection.is_there(), "that of a worker can be replaced"
+    assert connection.is_alive(), "that of a worker can be replaced"
     ray.alive[OWN] = False
-    assert not connection.is_there()
+    assert not connection.is_alive()
 
 
 RAYLET = "import sys, time; print(flush=True); time.sleep(60)"
@@ -199,26 +199,26 @@ def test_a_raylet_that_was_killed_makes_the_connection_unusable(
     if not sys.platform.startswith("linux"):
         pytest.skip("a copy of the interpreter has another name elsewhere")
     monkeypatch.setattr(ray_setup, "import_ray", lambda: ray)
-    monkeypatch.setattr(ray_setup, "answers", lambda server: True)
+    monkeypatch.setattr(ray_setup, "is_listening", lambda server: True)
     (tmp_path / "raylet").symlink_to(sys.executable)
     raylet = subprocess.Popen([tmp_path / "raylet", "-c", RAYLET], stdout=subprocess.PIPE)
     assert raylet.stdout is not None
     raylet.stdout.readline()
     connection = RayConnection()
-    connection._server, connection._watch = "127.0.0.1:1", RayWatch(tmp_path)
+    connection._server, connection._reaper = "127.0.0.1:1", RayReaper(tmp_path)
     try:
-        connection.look()
-        assert connection.is_there()
+        connection.track_processes()
+        assert connection.is_alive()
         raylet.kill()
         while psutil.Process(raylet.pid).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
-        assert not connection.is_there(), "one that nobody has reaped yet"
+        assert not connection.is_alive(), "one that nobody has reaped yet"
         raylet.wait()
-        assert not connection.is_there()
+        assert not connection.is_alive()
     finally:
         raylet.kill()
         raylet.communicate()
-        connection._watch.close()
+        connection._reaper.close()
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_the_folder_of_ray_lies_in_one_that_is_closed_to_others(ray: FakeRay, te
     with ExitStack() as undo:
         ray_setup._start_local(ray, WorkersRef(count=1), 1 << 20, undo)
         (outer,) = temporary.iterdir()
-        assert outer.name.startswith(FOLDER)
+        assert outer.name.startswith(FOLDER_PREFIX)
         assert outer.stat().st_mode & 0o777 == 0o700
         assert ray.folders == [outer / "r"]
 
@@ -275,7 +275,7 @@ def test_the_folder_of_ray_lies_in_one_that_is_closed_to_others(ray: FakeRay, te
 def test_paths_of_sockets_are_short_enough() -> None:
     """In the usual folder for temporary files; the system takes 107 bytes."""
     session = "session_2026-11-22_15-08-00_123456_4194304/sockets/plasma_store"
-    assert len(f"/tmp/{FOLDER}12345678/r/{session}.12") <= 107
+    assert len(f"/tmp/{FOLDER_PREFIX}12345678/r/{session}.12") <= 107
 
 
 @pytest.mark.integration

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.integration
 LIMIT_S = 120
 STORE_BYTES = 128 << 20
 LONG = {"steps": 1000, "switch_step": 500}
-"""Of a request that is still being computed when somebody ends it."""
+"""Request that takes longer than any test waits."""
 
 MakeTask = Callable[..., RunTask]
 MakeRef = Callable[..., ExpertsRef]
@@ -49,7 +49,7 @@ def pool(untouched: object) -> Iterator[RayPool]:
         yield pool
 
 
-def ignore(told: StepReport) -> None:
+def ignore(_: StepReport) -> None:
     return
 
 
@@ -57,7 +57,7 @@ def facts_of(pool: RayPool) -> list[WorkerFacts]:
     return [worker.ask("facts").result(LIMIT_S) for worker in pool.workers]
 
 
-def meet(pool: RayPool, mesh: Mesh, generation: int) -> None:
+def join(pool: RayPool, mesh: Mesh, generation: int) -> None:
     port = pool.workers[0].ask("free_port").result(LIMIT_S)
     rendezvous = {"mesh": mesh, "host": "127.0.0.1", "port": port, "generation": generation, "timeout_s": 60}
     joining = [worker.ask("join", RendezvousSpec(rank=worker.rank, **rendezvous)) for worker in pool.workers]
@@ -75,7 +75,7 @@ def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
     assert len({each.pid for each in facts} | {os.getpid()}) == 3
     assert [(each.address, each.device) for each in facts] == [("127.0.0.1", "cpu")] * 2
     assert {each.machine for each in facts} == {worker.started.node_id for worker in pool.workers}
-    assert [worker.started.token for worker in pool.workers] == [True, True]
+    assert [worker.started.requires_token for worker in pool.workers] == [True, True]
     assert [worker.rank for worker in pool.workers] == [0, 1]
     assert [each.missing for each in facts] == [(), ()]
     asked = pool.workers[0].ask("facts", ["/", "/not there"]).result(LIMIT_S)
@@ -83,14 +83,15 @@ def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
 
 
 def test_two_workers_give_the_latents_of_one(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
-    meet(pool, Mesh(cfg=2), generation=1)
-    task, told = make_task(), list[StepReport]()
-    running = [worker.run(task, told.append) for worker in pool.workers]
+    join(pool, Mesh(cfg=2), generation=1)
+    task, reports = make_task(), list[StepReport]()
+    running = [worker.run(task, reports.append) for worker in pool.workers]
     ended = [run.result(LIMIT_S) for run in running]
     assert torch.equal(ended[0].latents, alone(task))
     assert ended[1].latents is None
-    assert sorted((step.rank, step.done) for step in told) == [(rank, done) for rank in (0, 1) for done in (1, 2, 3, 4)]
-    assert {step.rank for step in told if step.state is not None and step.denoised is not None} == {0}
+    expected = [(rank, done) for rank in (0, 1) for done in (1, 2, 3, 4)]
+    assert sorted((step.rank, step.done) for step in reports) == expected
+    assert {step.rank for step in reports if step.state is not None and step.denoised is not None} == {0}
     velocity = task.request.noise.numel() * 4
     assert [each.gathered_bytes for each in ended] == [4 * velocity] * 2
     leave(pool)
@@ -107,9 +108,9 @@ def test_the_second_task_runs_what_it_says(
 
 def test_a_state_goes_on_in_another_process(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
     first, second = pool.workers
-    told: list[StepReport] = []
-    first.run(make_task(request={"solver": "unipc"}, until=2), told.append).result(LIMIT_S)
-    rest = make_task(request={"solver": "unipc"}, resume=told[-1].state)
+    reports: list[StepReport] = []
+    first.run(make_task(request={"solver": "unipc"}, until=2), reports.append).result(LIMIT_S)
+    rest = make_task(request={"solver": "unipc"}, resume=reports[-1].state)
     whole = make_task(request={"solver": "unipc"})
     ended = second.run(rest, ignore).result(LIMIT_S)
     assert torch.equal(ended.latents, alone(whole))
@@ -120,8 +121,8 @@ def test_questions_and_stops_are_heard_beside_a_run(pool: RayPool, make_task: Ma
     worker, pids = pool.workers[0], []
     task = make_task(request=LONG, wants_state=False)
 
-    def on_report(told: StepReport) -> None:
-        if told.done == 2:
+    def on_report(report: StepReport) -> None:
+        if report.done == 2:
             pids.append(worker.ask("facts").result(LIMIT_S).pid)
             worker.ask("stop", task.run_id).result(LIMIT_S)
 
@@ -148,13 +149,13 @@ def test_an_error_of_who_is_told_ends_the_run(pool: RayPool, make_task: MakeTask
     worker = pool.workers[1]
     task = make_task(request=LONG, wants_state=False)
     with pytest.raises(ZeroDivisionError):
-        worker.run(task, lambda told: 1 / 0).result(LIMIT_S)
+        worker.run(task, lambda _: 1 / 0).result(LIMIT_S)
     after = make_task()
     assert torch.equal(worker.run(after, ignore).result(LIMIT_S).latents, alone(after))
 
 
 def test_everything_listens_on_loopback(pool: RayPool) -> None:
-    meet(pool, Mesh(cfg=2), generation=2)
+    join(pool, Mesh(cfg=2), generation=2)
     own = psutil.Process()
     processes = [own, *own.children(recursive=True)]
     listening = {
@@ -183,7 +184,7 @@ def test_a_second_pool_shares_this_ray(pool: RayPool, make_task: MakeTask) -> No
         RayPool(WorkersRef(count=100), "cpu")
     with pytest.raises(RaySetupError, match="2 workers, but Ray has 0 GPUs"):
         RayPool(WorkersRef(count=2), "cuda")
-    with pytest.raises(RaySetupError, match=r"at local, and can have others at 127\.0\.0\.1:6379 only when"):
+    with pytest.raises(RaySetupError, match=r"at local: close those before starting others at 127\.0\.0\.1:6379"):
         RayPool(WorkersRef(count=2, address="127.0.0.1:6379"))
     with pytest.raises(WorkersError, match=r"workers at 'local' listen on 127\.0\.0\.1 only"):
         RayPool(WorkersRef(count=2, beyond_loopback=True), "cpu")
@@ -196,8 +197,8 @@ def test_a_killed_worker_is_lost_and_replaced(pool: RayPool, make_task: MakeTask
     worker, other = pool.workers
     pid = worker.started.facts.pid
 
-    def on_report(told: StepReport) -> None:
-        if told.done == 2:
+    def on_report(report: StepReport) -> None:
+        if report.done == 2:
             os.kill(pid, signal.SIGKILL)
 
     task = make_task(request=LONG, wants_state=False)
@@ -211,7 +212,7 @@ def test_a_killed_worker_is_lost_and_replaced(pool: RayPool, make_task: MakeTask
     again = pool.replace(0)
     assert pool.workers == (again, other)
     assert again.started.facts.pid not in (pid, other.started.facts.pid)
-    meet(pool, Mesh(cfg=2), generation=3)
+    join(pool, Mesh(cfg=2), generation=3)
     task = make_task()
     running = [each.run(task, ignore) for each in pool.workers]
     assert torch.equal(running[0].result(LIMIT_S).latents, alone(task))
@@ -239,7 +240,7 @@ def test_killing_ends_a_process_that_hangs_in_the_middle_of_a_run(pool: RayPool,
     worker = pool.workers[0]
     process = psutil.Process(worker.started.facts.pid)
 
-    def on_report(told: StepReport) -> None:
+    def on_report(report: StepReport) -> None:
         process.suspend()
         worker.kill()
 
@@ -259,7 +260,7 @@ def test_closing_leaves_nothing_behind(pool: RayPool, make_task: MakeTask) -> No
     assert folders
     assert of_ray
     begun = threading.Event()
-    run = pool.workers[1].run(make_task(request=LONG), lambda told: begun.set())
+    run = pool.workers[1].run(make_task(request=LONG), lambda _: begun.set())
     assert begun.wait(LIMIT_S)
     replacing = on_own_thread("replace", pool.replace, 0)
     deadline = time.monotonic() + LIMIT_S
@@ -268,7 +269,7 @@ def test_closing_leaves_nothing_behind(pool: RayPool, make_task: MakeTask) -> No
     pool.close()
     with pytest.raises(RaySetupError):
         replacing.result(LIMIT_S)
-    with pytest.raises(RaySetupError, match="were ended"):
+    with pytest.raises(RaySetupError, match="the pool was closed"):
         pool.replace(0)
     assert not ray.is_initialized(), "Ray starts anew when it is asked for something after its end"
     with pytest.raises(WorkerLostError):

@@ -1,4 +1,4 @@
-"""What is said where workers cannot be had: without Ray, with another Ray, at an address where there is none."""
+"""Errors of Ray's setup: Ray is missing, another Ray is connected, no Ray at the address."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ import pytest
 
 from wanstream.distributed.messages import WorkerFacts
 from wanstream.distributed.ray import environment as ray_environment
-from wanstream.distributed.ray.cluster import check_answers
+from wanstream.distributed.ray.cluster import check_cluster
 from wanstream.distributed.ray.environment import (
     ONE_MACHINE,
     check_token_file,
     import_ray,
+    local_ray_environment,
     on_loopback,
-    own_ray,
-    own_token,
-    settings,
+    process_token,
+    temporary_environment,
     token_of_cluster,
 )
 from wanstream.distributed.ray.errors import RaySetupError
 from wanstream.distributed.ray.handle import describe_exit, tail
 from wanstream.distributed.ray.pool import check_exposure
-from wanstream.distributed.ray.reaper import RayWatch
+from wanstream.distributed.ray.reaper import RayReaper
 from wanstream.distributed.ray.worker import Started
 from wanstream.distributed.transport.threads import on_own_thread
 
@@ -62,10 +62,10 @@ def test_ray_is_imported_when_it_is_needed_and_where_it_is_missing_the_error_say
         check=True,
         cwd=tmp_path,
     )
-    imported, told = done.stdout.splitlines()
+    imported, message = done.stdout.splitlines()
     assert imported == "False"
-    assert "which is not installed" in told
-    assert "wanstream[distributed]" in told
+    assert "which is not installed" in message
+    assert "wanstream[distributed]" in message
 
 
 def started(address: str, *, token: bool) -> Started:
@@ -81,7 +81,7 @@ def started(address: str, *, token: bool) -> Started:
         diffusers="0",
         python="0",
     )
-    return Started(facts=facts, node_id="a", logs=(), token=token)
+    return Started(facts=facts, node_id="a", logs=(), requires_token=token)
 
 
 def test_workers_on_loopback_need_no_token() -> None:
@@ -102,7 +102,7 @@ def test_an_address_where_nobody_listens_is_told_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(RaySetupError, match=rf"no Ray cluster answers at 127\.0\.0\.1:{port} .*ray start --head"):
-        check_answers(f"127.0.0.1:{port}", "127.0.0.1", port)
+        check_cluster(f"127.0.0.1:{port}", "127.0.0.1", port)
 
 
 @pytest.mark.integration
@@ -110,7 +110,7 @@ def test_an_address_where_nobody_listens_is_told_at_once() -> None:
 def test_the_processes_beside_ray_start_wherever_python_looks_for_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: str
 ) -> None:
-    """With PYTHONSAFEPATH there is no folder to leave out; without it, files of that folder are not imported."""
+    """Files of the current folder are not imported, with and without PYTHONSAFEPATH."""
     monkeypatch.setenv("PYTHONSAFEPATH", safe)
     real, planted = tmp_path / "real", tmp_path / "planted"
     for folder, does in (
@@ -125,10 +125,10 @@ def test_the_processes_beside_ray_start_wherever_python_looks_for_modules(
     monkeypatch.chdir(planted)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        check_answers(f"127.0.0.1:{port}", "127.0.0.1", port)
+        check_cluster(f"127.0.0.1:{port}", "127.0.0.1", port)
     watched = planted / "watched"
     watched.mkdir()
-    RayWatch(watched).close()
+    RayReaper(watched).close()
     assert not watched.exists()
 
 
@@ -138,29 +138,29 @@ def test_what_is_no_ray_is_told_in_bounded_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         with (
-            settings({ONE_MACHINE: "0"}),
-            pytest.raises(RaySetupError, match="did not take this process in within 3 s"),
+            temporary_environment({ONE_MACHINE: "0"}),
+            pytest.raises(RaySetupError, match="did not accept this process within 3 s"),
         ):
-            check_answers(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=3)
+            check_cluster(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=3)
 
 
 def test_settings_of_ray_are_there_only_for_as_long_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     before = dict(os.environ)
-    with own_ray():
+    with local_ray_environment():
         assert os.environ[ONE_MACHINE] == "0"
         assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
-        assert os.environ["RAY_AUTH_TOKEN"] == own_token()
-        assert len(own_token()) == 64
+        assert os.environ["RAY_AUTH_TOKEN"] == process_token()
+        assert len(process_token()) == 64
         os.environ["RAY_LEFT_BY_RAY"] = os.environ["PYTHONBREAKPOINT"] = "x"
     assert dict(os.environ) == before
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/mine")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of a cluster")
-    with own_ray():
+    with local_ray_environment():
         assert os.environ["RAY_AUTH_MODE"] == "token"
-        assert os.environ["RAY_AUTH_TOKEN"] == own_token()
+        assert os.environ["RAY_AUTH_TOKEN"] == process_token()
         assert "RAY_AUTH_TOKEN_PATH" not in os.environ
     assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]) == ("disabled", "of a cluster")
 
@@ -170,11 +170,11 @@ def test_one_thread_at_a_time_changes_the_environment() -> None:
     entered = threading.Event()
 
     def enter() -> str | None:
-        with settings({"RAY_OF_THE_SECOND": "1"}):
+        with temporary_environment({"RAY_OF_THE_SECOND": "1"}):
             entered.set()
             return os.environ.get("RAY_OF_THE_FIRST")
 
-    with settings({"RAY_OF_THE_FIRST": "1"}), settings({ONE_MACHINE: "0"}):
+    with temporary_environment({"RAY_OF_THE_FIRST": "1"}), temporary_environment({ONE_MACHINE: "0"}):
         second = on_own_thread("second", enter)
         assert not entered.wait(0.1)
     assert second.result(LIMIT_S) is None
@@ -188,7 +188,7 @@ def test_a_ray_that_was_imported_is_returned_while_another_thread_has_settings(m
     def changed(values: object) -> NoReturn:
         raise AssertionError(f"the environment is changed: {values}")
 
-    monkeypatch.setattr(ray_environment, "settings", changed)
+    monkeypatch.setattr(ray_environment, "temporary_environment", changed)
     assert import_ray() is imported
 
 
@@ -256,19 +256,19 @@ def test_an_entry_without_a_token_gets_none_of_this_process(tmp_path: Path, monk
         port = listening.getsockname()[1]
         heard = on_own_thread("listener", keep, listening)
         with on_loopback(), token_of_cluster(""), pytest.raises(RaySetupError):
-            check_answers(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=25)
+            check_cluster(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=25)
         heard.result(60)
     assert b"".join(received), "nothing was sent at all"
     assert b"ef" * 32 not in b"".join(received)
 
 
 def test_how_a_worker_ended_is_said_without_remarks() -> None:
-    told = (
+    message = (
         "The actor died unexpectedly before finishing this task.\n\tclass_name: X\nThe actor is dead because its "
         "worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a "
         "connection error code 2.\nEnd of file. Some common causes include: (1) the process was killed"
     )
-    assert describe_exit(told) == "Worker unexpectedly exits with a connection error code 2. End of file."
+    assert describe_exit(message) == "Worker unexpectedly exits with a connection error code 2. End of file."
     assert describe_exit("The actor is\n unavailable") == "The actor is unavailable"
     assert describe_exit("") == "nobody knows why"
 

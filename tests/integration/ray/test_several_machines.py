@@ -1,5 +1,4 @@
-"""A cluster of two machines and a third that joins it, made of namespaces of Linux: what their workers compute, and
-what a machine that is switched off costs.
+"""Runs in a cluster of two machines, a third that joins it, and the loss of a machine; made of Linux namespaces.
 
 The first machine has the driver, Ray's server and places for two workers, as the others have. Models lie elsewhere on
 these. Ray asks for a token.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.benchmarks.offload_case.extrapolate import longer_run
+from wanstream.benchmarks.offload_case.predict import longer_run
 from wanstream.schema import StepRecord, Timeline
 
 BLOCKS, VISIT_S, OUTSIDE_S = 8, 0.25, 0.5

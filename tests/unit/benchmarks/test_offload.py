@@ -1,4 +1,4 @@
-"""The offload case: which runs it makes, what it makes of them, and one tiny run of each kind."""
+"""The offload case: the plan of its runs, their summary, and one tiny run of each kind."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def test_inside_a_limit_the_resident_model_also_runs_free() -> None:
     ],
     ids=["nothing", "done", "disturbed", "disturbed twice", "failed", "out of memory"],
 )
-def test_what_is_made_again(tmp_path: Path, there: list[dict[str, Any]], missing: list[int]) -> None:
+def test_disturbed_runs_are_repeated(tmp_path: Path, there: list[dict[str, Any]], missing: list[int]) -> None:
     session = Session(tmp_path / "lines.jsonl", Settings(shape="tiny", work=tmp_path))
     session.file.write_text("".join(json.dumps(run(**line)) + "\n" for line in there), encoding="utf-8")
     plan = Planned(variant="layerwise")
     assert [attempt for attempt in range(3) if session.missing([plan], attempt)] == missing
 
 
-def test_medians_leave_disturbed_runs_out() -> None:
+def test_medians_skip_disturbed_runs() -> None:
     runs = [
         run("resident"),
         run(steps=(2.0, 1.0, 3.2, 1.0)),
@@ -116,12 +116,12 @@ def test_only_disturbed_runs_count_but_are_marked() -> None:
     assert row["step_s"] == [2.0, 1.0, 3.0, 1.0]
 
 
-def test_a_prediction_is_held_against_the_run_that_it_was_made_for() -> None:
+def test_a_prediction_is_compared_with_its_own_run() -> None:
     """Machines are measured before each round: a busy one is wrong for its own round only."""
     lines = []
-    for repetition, (speed, told) in enumerate([(1.0, 0.9), (2.0, 2.0), (1.0, 7.0)]):
+    for repetition, (speed, expected_s) in enumerate([(1.0, 0.9), (2.0, 2.0), (1.0, 7.0)]):
         line = run(steps=(speed,) * 4, repetition=repetition)
-        step = {"stall_s": 0.0, "wall_s": told}
+        step = {"stall_s": 0.0, "wall_s": expected_s}
         line["report"] |= {"timeline": {"steps": [step] * 4, "non_block_bytes": 0}, "predicted": {"steps": [step] * 4}}
         lines.append({**line, "report": {**line["report"], "step_bytes": [1] * 4}})
     row = summarise(lines)["layerwise"]
@@ -170,8 +170,8 @@ def test_every_variant_has_a_name_and_a_title_of_its_own() -> None:
 def test_a_task_travels_as_json(tmp_path: Path) -> None:
     task = Task(variant="half", shape="tiny", work=str(tmp_path), report=str(tmp_path / "r.json"))
     assert Task.from_json(task.to_json()) == task
-    assert task.way.policy is not None
-    assert task.way.policy.blocks_to_swap == 2
+    assert task.case_variant.policy is not None
+    assert task.case_variant.policy.blocks_to_swap == 2
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_one_tiny_run_of_each_kind(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_gpu_part_on_the_cpu(tmp_path: Path) -> None:
-    """The programs of the GPU case, on a tiny pair: capped and free runs, and what is merged from them."""
+    """The programs of the GPU case, on a tiny pair: capped and free runs, and their merged result."""
     gpu = [sys.executable, str(PROGRAM), "gpu", str(tmp_path)]
     tiny = ["--device", "cpu", "--threads", "1", "--results", str(tmp_path)]
     subprocess.run([*gpu, "smoke", *tiny], check=True, timeout=390)

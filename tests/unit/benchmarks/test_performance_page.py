@@ -1,4 +1,4 @@
-"""docs/performance.md says what the results say."""
+"""docs/performance.md is up to date with the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is measured with: cold files, limits, and a look from outside."""
+"""Measurement of a run: cold files, memory limits, and sampling from outside."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.benchmarks.offload_case.memory_limit import NoMemoryLimitError, limited_group
-from wanstream.benchmarks.offload_case.page_cache import cached_bytes, drop
-from wanstream.benchmarks.offload_case.process_figures import machine_time, memory_bytes, spent
+from wanstream.benchmarks.offload_case.linux import (
+    NoMemoryLimitError,
+    cached_bytes,
+    drop,
+    limited_group,
+    machine_time,
+    memory_bytes,
+    process_usage,
+)
 from wanstream.benchmarks.offload_case.watch import watch
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads the counters of Linux")
@@ -24,9 +30,9 @@ def test_dropped_files_are_read_from_the_disk_again(tmp_path: Path) -> None:
     drop([file])
     if cached_bytes([file]):
         pytest.skip("this file system keeps its files in memory")
-    before = spent()
+    before = process_usage()
     file.read_bytes()
-    assert spent().since(before).read_bytes >= 8 * MB
+    assert process_usage().since(before).read_bytes >= 8 * MB
     assert cached_bytes([file]) >= 8 * MB
 
 

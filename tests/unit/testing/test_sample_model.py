@@ -218,7 +218,7 @@ class TestFolder:
         (tmp_path / "vae").mkdir()
         (tmp_path / "vae" / "wan_2.1_vae.safetensors").write_text("real")
 
-        with pytest.raises(TinyModelError, match="holds vae and is no test model"):
+        with pytest.raises(TinyModelError, match="contains vae and is not a test model"):
             write_tiny_model(tmp_path, layers=1)
         with pytest.raises(TinyModelError, match="is a file"):
             write_tiny_model(tmp_path / "vae" / "wan_2.1_vae.safetensors", layers=1)

@@ -1,4 +1,4 @@
-"""Graphs in API format compared by what they say, whatever their ids are."""
+"""Comparison of graphs in API format, independent of their ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes stand inside their frames, from left to right, and nothing overlaps."""
+"""Nodes are inside their frames, from left to right, without overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ComfyUI's menus say is what the schemas say, and the Chinese is a translation of just that."""
+"""The English locale equals the schemas, and the Chinese locale is a translation of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MADE_FROM = read(LOCALES / "zh" / "made_from.json")
 PAGE = (LOCALES.parent / "web" / "overlay" / "page.mjs").read_text(encoding="utf-8")
 WORDS = (LOCALES.parent / "web" / "overlay" / "words.mjs").read_text(encoding="utf-8")
 
-# What is called the same in Chinese, or only by letters.
+# Terms that are the same in Chinese, or written in Latin letters.
 SAME = {"VAE", "Latent", "Sigmas"}
 IDEOGRAPH = re.compile(r"[\u4e00-\u9fff]")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -159,7 +159,7 @@ def test_a_new_a_dropped_and_a_changed_text_are_noticed(tmp_path: Path) -> None:
     (tmp_path / "zh").mkdir()
     chinese = {"Node": {"display_name": "节点", "inputs": {"a": {"name": "甲"}, "b": {"name": "乙"}}}}
     (tmp_path / "zh" / "nodeDefs.json").write_text(json.dumps(chinese), encoding="utf-8")
-    left = ["lacks nodeDefs.Node.description: It is.", "nobody needs nodeDefs.Node.inputs.b.name"]
+    left = ["lacks nodeDefs.Node.description: It is.", "unused nodeDefs.Node.inputs.b.name"]
     assert refresh(tmp_path, english, translated=True) == left
     assert read(tmp_path / "en" / "nodeDefs.json") == english
     changed = {"Node": english["Node"] | {"display_name": "Another node"}}

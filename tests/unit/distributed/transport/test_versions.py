@@ -89,10 +89,10 @@ def test_a_worker_that_starts_with_another_wanstream_is_refused_and_ended(tmp_pa
     pytest.importorskip("ray")
     there = tmp_path / "wanstream"
     there.mkdir()
-    for part in ("__init__.py", "devices", "telemetry", "offload", "wan", "sampling", "distributed"):
+    for part in ("__init__.py", "plan", "devices", "telemetry", "offload", "wan", "sampling", "distributed"):
         (there / part).symlink_to(FOLDER / part)
-    shutil.copytree(FOLDER / "plan", there / "plan")
-    (there / "plan" / "version.py").write_text('VERSION = "0.0.1"\n', encoding="utf-8")
+    shutil.copytree(FOLDER / "schema", there / "schema")
+    (there / "schema" / "version.py").write_text('VERSION = "0.0.1"\n', encoding="utf-8")
     ref = WorkersRef(count=1, threads=1, paths=(PathMap(here=str(FOLDER), there=str(there)),))
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with pytest.raises(VersionsError, match=rf"worker 0 on .* has WanStream 0\.0\.1, the driver on .* {VERSION}: inst"):

@@ -1,4 +1,4 @@
-"""Tiles over workers against one VAE alone: the same bits, few tiles at once, and workers that are lost or stopped."""
+"""Shared decode: bit-equal to one VAE, few tiles at a time, lost and stopped workers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_slow_tile_holds_the_others_up_before_they_fill_the_memory(
             assert go_on.wait(LIMIT_S), "nobody stopped to hand out tiles"
 
     def looked() -> bool:
-        # The driver looks once more and gives an idle worker nothing: everything that may be handed out was.
+        # The driver polls again and submits nothing to an idle worker: all tiles that may run have been submitted.
         worker = workers.workers[1]
         done.append(worker.tiles if worker.tiles == worker.given else -1)
         if ahead.is_set() and len(done) > 3 and done[-1] == done[-2] == done[-3] >= 0 and not go_on.is_set():
@@ -202,7 +202,7 @@ def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
             assert torch.equal(_decode(workers, one, timeout_s=0.04, max_restarts=1), alone[:1])
             assert len(workers.all) == 3
         else:
-            with pytest.raises(WorkerLostError, match=r"worker 1 began no frame for 0\.08 s and was ended"):
+            with pytest.raises(WorkerLostError, match=r"worker 1 began no frame for 0\.08 s and was killed"):
                 _decode(workers, one, timeout_s=0.04, max_restarts=0)
         assert hung.killed
     finally:
@@ -229,7 +229,7 @@ def test_latents_of_another_shape_are_refused_before_anybody_is_asked(
 
 
 class ShortOnce(TileDecoder):
-    """Runs out of memory until something was freed."""
+    """Decoder that runs out of memory until memory is freed."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

@@ -1,4 +1,4 @@
-"""Tiles of workers by their memory, and smaller ones where a worker runs out of it."""
+"""Tile size by the memory of the workers, and smaller tiles after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wanstream.distributed.messages import WorkerFacts
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.vae.decode import DecodeJob, TileDone
 from wanstream.distributed.vae.shared_tiles import decode_in_shared_tiles, tiles_by_memory
-from wanstream.distributed.vae.worker import DecodeTask, tile_room
+from wanstream.distributed.vae.worker import DecodeTask, decode_budget
 from wanstream.distributed.worker.worker import Worker
 from wanstream.wan.vae.memory import DecodeNeeds, VaeRoomError
 from wanstream.wan.vae.tiles import Tiling, TilingError
@@ -50,7 +50,7 @@ def decode(vae: Path, needs: DecodeNeeds) -> Callable[..., torch.Tensor]:
 
 
 def no_room_above(size: int) -> Callable[[Any, DecodeTask], None]:
-    """Of two workers the second has no memory for tiles that are wider than `size` latent pixels."""
+    """Two workers, of which the second has no memory for tiles wider than `size` latent pixels."""
 
     def before(worker: Any, task: DecodeTask) -> None:
         if worker.rank == 1 and task.latents.shape[4] > size:
@@ -96,7 +96,7 @@ def test_a_lost_worker_is_no_shortage_whatever_its_log_says(
 
 
 class Telling:
-    """Workers that tell facts, or fail to."""
+    """Worker that returns facts, raises, or does not respond."""
 
     def __init__(self, *told: WorkerFacts | Exception) -> None:
         self.workers = [_Telling(each) for each in told]
@@ -150,7 +150,7 @@ def test_workers_on_cpus_share_the_ram_of_their_machine() -> None:
 def test_too_little_memory_and_none_that_is_known_are_refused() -> None:
     with pytest.raises(VaeRoomError, match=r"0\.00 GB given"):
         tiles(gpu(GB // 2), gpu(80 * GB))
-    with pytest.raises(TilingError, match="no worker has told its memory within 30 s: set tile_size"):
+    with pytest.raises(TilingError, match="no worker reported its free memory within 30 s: set tile_size"):
         tiles(WorkerLostError("gone", 0))
 
 
@@ -173,11 +173,11 @@ def test_a_cancel_ends_the_asking() -> None:
 
 def test_what_a_worker_tells_of_its_memory() -> None:
     assert Worker("cpu").facts().tile_bytes > 0
-    assert tile_room(torch.device("cpu"), 10**15) < 10**15, "what experts hold of RAM is not counted twice"
+    assert decode_budget(torch.device("cpu"), 10**15) < 10**15, "what experts hold of RAM is not counted twice"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_experts_hold_counts_as_room_on_a_gpu() -> None:
     device = torch.device("cuda", 0)
-    assert tile_room(device, GB) - tile_room(device, 0) == pytest.approx(GB, abs=50_000_000)
+    assert decode_budget(device, GB) - decode_budget(device, 0) == pytest.approx(GB, abs=50_000_000)

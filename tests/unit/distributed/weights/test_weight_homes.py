@@ -1,4 +1,4 @@
-"""Choice of the weight placement between workers, by machine."""
+"""Choice of the placement of weights between workers, machine by machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.distributed.weights.placement import WORTH, PlacementChoice, WeightFigures, choose_placement
+from wanstream.distributed.weights.placement import MIN_GAIN, PlacementChoice, WeightFigures, choose_placement
 
 MS, GB = 1e-3, 10**9
 BLOCK, BLOCKS = 702_788_608, 80
@@ -19,33 +19,33 @@ NVLINK = WeightFigures(
     blocks=BLOCKS,
     visit_s=13 * MS,
     h2d_s=28.1 * MS,
-    h2d_together_s=28.2 * MS,
+    h2d_concurrent_s=28.2 * MS,
     shard_h2d_s=3.6 * MS,
     gather_s=3.0 * MS,
-    gather_beside_h2d_s=3.2 * MS,
+    gather_during_h2d_s=3.2 * MS,
     free_bytes=5 * GB,
 )
-"""Eight GPUs at 480p, each with a separate bus of 25 GB/s, and at least 200 GB/s between them."""
+"""Eight GPUs at 480p, each with a link of 25 GB/s, and 200 GB/s or more between them."""
 
-OWN_PORTS = replace(NVLINK, gather_s=24.6 * MS, gather_beside_h2d_s=28.1 * MS, shard_h2d_s=5.0 * MS)
-"""The same bus, over which the gather has to go too: every link carries a whole block in any case."""
+OWN_PORTS = replace(NVLINK, gather_s=24.6 * MS, gather_during_h2d_s=28.1 * MS, shard_h2d_s=5.0 * MS)
+"""The same links without NVLink: the gather uses them too, so each carries a whole block in any case."""
 
 SHARED_UPLINK = replace(
     OWN_PORTS,
     workers=4,
-    h2d_together_s=112.0 * MS,
+    h2d_concurrent_s=112.0 * MS,
     shard_h2d_s=29.0 * MS,
     gather_s=21.0 * MS,
-    gather_beside_h2d_s=30 * MS,
+    gather_during_h2d_s=30 * MS,
 )
-"""Four GPUs behind one uplink of 25 GB/s, which reach each other below it."""
+"""Four GPUs behind one uplink of 25 GB/s, with P2P between them."""
 
-NO_P2P = replace(OWN_PORTS, workers=2, shard_h2d_s=31.0 * MS, gather_s=45.0 * MS, gather_beside_h2d_s=59.0 * MS)
-"""Two GPUs whose gather goes to host memory and back."""
+NO_P2P = replace(OWN_PORTS, workers=2, shard_h2d_s=31.0 * MS, gather_s=45.0 * MS, gather_during_h2d_s=59.0 * MS)
+"""Two GPUs whose gather goes through host memory."""
 
 
 @pytest.mark.parametrize(
-    ("figures", "home", "block_s"),
+    ("figures", "placement", "block_s"),
     [
         (NVLINK, "sharded", 13),
         (replace(NVLINK, free_bytes=8 * GB), "sharded in VRAM", 13),
@@ -77,23 +77,23 @@ NO_P2P = replace(OWN_PORTS, workers=2, shard_h2d_s=31.0 * MS, gather_s=45.0 * MS
         "one worker",
     ],
 )
-def test_the_home_that_leaves_devices_waiting_least(figures: WeightFigures, home: str, block_s: float) -> None:
+def test_the_shortest_stall_is_chosen(figures: WeightFigures, placement: str, block_s: float) -> None:
     choice = choose_placement(figures)
-    assert choice.home == home
+    assert choice.placement == placement
     assert choice.block_s == pytest.approx(block_s * MS)
 
 
 def test_the_reason_has_the_numbers() -> None:
     assert choose_placement(SHARED_UPLINK).reason == (
-        "sharded weights: a block of 703 MB in 30.0 ms, which computing does not hide (13.0 ms for each); "
-        "full 112.0 ms, sharded 30.0 ms; its bus gives 25.0 GB/s to one of 4 workers and 6.27 GB/s to each of them at "
+        "sharded weights: a block of 703 MB in 30.0 ms, not hidden behind compute (13.0 ms for each); "
+        "full 112.0 ms, sharded 30.0 ms; the bus gives 25.0 GB/s to one of 4 workers and 6.27 GB/s to each of them at "
         "once, a gather moves 33.5 GB/s; shards in VRAM need 14.06 GB, 5.00 GB are free"
     )
     assert "25.0 GB/s to one of 8 workers and as much to each of them at once" in choose_placement(NVLINK).reason
-    assert "in 3.0 ms, which computing hides" in choose_placement(replace(NVLINK, free_bytes=8 * GB)).reason
+    assert "in 3.0 ms, hidden behind compute" in choose_placement(replace(NVLINK, free_bytes=8 * GB)).reason
 
 
-@pytest.mark.parametrize("name", ["workers", "block_bytes", "visit_s", "h2d_s", "gather_beside_h2d_s"])
+@pytest.mark.parametrize("name", ["workers", "block_bytes", "visit_s", "h2d_s", "gather_during_h2d_s"])
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
 def test_impossible_figures_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value!r}, it must be a number above 0"):
@@ -104,21 +104,21 @@ times = st.floats(min_value=1e-5, max_value=1.0)
 
 
 @given(times, times, times, times, times, times, st.integers(0, 100 * GB))
-def test_no_measured_placement_is_faster_than_the_choice(
-    visit_s: float, alone: float, together: float, shard: float, gather: float, beside: float, free_bytes: int
+def test_the_chosen_placement_is_the_fastest(
+    visit_s: float, alone: float, concurrent: float, shard: float, gather: float, during: float, free_bytes: int
 ) -> None:
     figures = replace(
         NVLINK,
         visit_s=visit_s,
         h2d_s=alone,
-        h2d_together_s=together,
+        h2d_concurrent_s=concurrent,
         shard_h2d_s=shard,
         gather_s=gather,
-        gather_beside_h2d_s=beside,
+        gather_during_h2d_s=during,
         free_bytes=free_bytes,
     )
     choice: PlacementChoice = choose_placement(figures)
-    ways = [together, max(shard, beside)] + [gather] * (figures.shards_bytes <= free_bytes)
-    assert choice.block_s <= max(visit_s, min(ways)) + WORTH * visit_s
-    if choice.home == "sharded in VRAM":
+    fetches = [concurrent, max(shard, during)] + [gather] * (figures.shards_bytes <= free_bytes)
+    assert choice.block_s <= max(visit_s, min(fetches)) + MIN_GAIN * visit_s
+    if choice.placement == "sharded in VRAM":
         assert figures.shards_bytes <= free_bytes

@@ -1,4 +1,4 @@
-"""A worker computes what its task says, whatever it computed before."""
+"""A worker computes its task, independent of earlier tasks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def worker() -> Iterator[Worker]:
     worker.close()
 
 
-def ignore(told: StepReport) -> None:
+def ignore(_: StepReport) -> None:
     return
 
 
@@ -82,19 +82,19 @@ def test_files_that_were_replaced_are_opened_anew(
 
 
 def test_steps_are_told_with_a_state_that_goes_on_elsewhere(worker: Worker, make_task: MakeTask) -> None:
-    task, told = make_task(), list[StepReport]()
-    ended = worker.run(task, told.append)
-    assert [(step.done, step.total, step.rank, step.run_id) for step in told] == [
+    task, reports = make_task(), list[StepReport]()
+    ended = worker.run(task, reports.append)
+    assert [(step.done, step.total, step.rank, step.run_id) for step in reports] == [
         (done, 4, 0, task.run_id) for done in (1, 2, 3, 4)
     ]
-    assert [step.record for step in told] == list(ended.timeline.steps)
-    assert torch.equal(told[-1].denoised, ended.latents)
+    assert [step.record for step in reports] == list(ended.timeline.steps)
+    assert torch.equal(reports[-1].denoised, ended.latents)
     assert ended.sigma == 0
-    resumed = Worker("cpu").run(make_task(resume=told[1].state), ignore)
+    resumed = Worker("cpu").run(make_task(resume=reports[1].state), ignore)
     assert torch.equal(resumed.latents, ended.latents)
     assert [step.index for step in resumed.timeline.steps] == [2, 3]
     part = worker.run(make_task(until=2), ignore)
-    assert torch.equal(part.latents, told[1].state.latents)
+    assert torch.equal(part.latents, reports[1].state.latents)
     assert part.sigma == task.request.step_plan.schedule.sigmas[2]
     without: list[StepReport] = []
     worker.run(make_task(wants_state=False), without.append)
@@ -102,10 +102,10 @@ def test_steps_are_told_with_a_state_that_goes_on_elsewhere(worker: Worker, make
 
 
 def test_only_changes_of_the_expert_between_two_steps_are_switches(worker: Worker, make_task: MakeTask) -> None:
-    told: list[StepReport] = []
-    assert worker.run(make_task(until=2), told.append).expert_switches == 0
+    reports: list[StepReport] = []
+    assert worker.run(make_task(until=2), reports.append).expert_switches == 0
     assert worker.run(make_task(seed=20, until=2), ignore).expert_switches == 0
-    assert worker.run(make_task(resume=told[1].state), ignore).expert_switches == 1
+    assert worker.run(make_task(resume=reports[1].state), ignore).expert_switches == 1
     assert worker.run(make_task(), ignore).expert_switches == 3
 
 
@@ -113,10 +113,10 @@ def test_only_changes_of_the_expert_between_two_steps_are_switches(worker: Worke
 def test_a_stopped_worker_is_usable_at_once(
     step: int, worker: Worker, make_task: MakeTask, alone: ComputeAlone
 ) -> None:
-    task, told = make_task(), list[StepReport]()
+    task, reports = make_task(), list[StepReport]()
 
     def on_report(each: StepReport) -> None:
-        told.append(each)
+        reports.append(each)
         if each.done == step:
             worker.stop(task.run_id)
 
@@ -125,7 +125,7 @@ def test_a_stopped_worker_is_usable_at_once(
     with pytest.raises(SamplingCancelled) as cancelled:
         worker.run(task, on_report)
     assert (cancelled.value.step, cancelled.value.block) == (step, 0)
-    assert len(told) == step
+    assert len(reports) == step
     after = make_task()
     assert torch.equal(worker.run(after, ignore).latents, alone(after))
 
@@ -139,7 +139,7 @@ def test_a_failed_task_leaves_the_worker_usable(
     with pytest.raises(RequestError):
         worker.run(make_task(until=9), ignore)
     with pytest.raises(ZeroDivisionError):
-        worker.run(make_task(), lambda told: 1 / 0)
+        worker.run(make_task(), lambda _: 1 / 0)
     task = make_task()
     assert torch.equal(worker.run(task, ignore).latents, alone(task))
 
@@ -154,13 +154,13 @@ def test_a_worker_computes_with_the_attention_that_its_experts_name_or_says_why_
 
 
 def test_only_the_leader_of_a_cell_tells_latents(worker: Worker, make_task: MakeTask) -> None:
-    told: list[StepReport] = []
+    reports: list[StepReport] = []
     for rank, leads in ((0, True), (1, True)):
         worker.join(place(rank, Mesh(data=2)))
-        ended = worker.run(make_task(), told.append)
-        assert ended.rank == rank == told[-1].rank
+        ended = worker.run(make_task(), reports.append)
+        assert ended.rank == rank == reports[-1].rank
         assert (ended.latents is not None) == leads
-        assert (told[-1].state is not None, told[-1].denoised is not None) == (leads, leads)
+        assert (reports[-1].state is not None, reports[-1].denoised is not None) == (leads, leads)
     worker.leave()
     assert worker.run(make_task(), ignore).rank == 0
 
@@ -183,30 +183,30 @@ def test_facts_are_those_of_this_process(worker: Worker, tmp_path: Path) -> None
 def test_its_pulse_counts_blocks_and_frames(
     worker: Worker, make_task: MakeTask, tiny_pipeline: Callable[[], Path]
 ) -> None:
-    told: list[int] = []
-    worker.run(make_task(), lambda step: told.append(worker.pulse()))
-    assert told == [4, 8, 12, 16], "4 blocks a step"
+    reports: list[int] = []
+    worker.run(make_task(), lambda step: reports.append(worker.pulse()))
+    assert reports == [4, 8, 12, 16], "4 blocks a step"
     worker.decode_tile(DecodeTask(run_id="tile", vae=tiny_pipeline(), latents=torch.zeros(1, 16, 2, 4, 4)))
     assert worker.pulse() >= 18, "2 frames"
 
 
 def test_a_task_for_a_meeting_that_was_left_is_not_computed_alone(worker: Worker, make_task: MakeTask) -> None:
-    told: list[StepReport] = []
+    reports: list[StepReport] = []
     here, other = make_task(generation=0), make_task(generation=7)
     worker.join(place(0, Mesh()))
-    worker.run(here, told.append)
+    worker.run(here, reports.append)
     with pytest.raises(PeerLostError, match="for rendezvous 7, but this worker is in rendezvous 0"):
-        worker.run(other, told.append)
+        worker.run(other, reports.append)
     worker.leave()
     with pytest.raises(PeerLostError, match="for rendezvous 0, but this worker is in none"):
-        worker.run(here, told.append)
-    assert len(told) == 4
+        worker.run(here, reports.append)
+    assert len(reports) == 4
     worker.run(make_task(), ignore)
 
 
 def test_one_run_at_a_time(worker: Worker, make_task: MakeTask) -> None:
-    with pytest.raises(AssertionError, match="was given to a worker that computes run"):
-        worker.run(make_task(), lambda told: worker.run(make_task(), ignore))
+    with pytest.raises(AssertionError, match="was assigned to a worker that computes run"):
+        worker.run(make_task(), lambda _: worker.run(make_task(), ignore))
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
