@@ -20,7 +20,7 @@ from record import record
 from wanstream.devices import clock_for
 from wanstream.offload.formats.decode import CHUNK_VALUES, decode_tensor
 from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS, QuantFormat
-from wanstream.testing.gguf import random_packs
+from wanstream.testing.quantised import random_packs
 
 SHAPE = (5120, 13824)
 REPEATS = 7

@@ -24,8 +24,7 @@ import numpy as np
 import psutil
 from record import record
 
-from wanstream.offload.sources.direct_read import ALIGNMENT, EXTENT_BYTES
-from wanstream.offload.sources.pieces import PIECE_BYTES, ReadPiece
+from wanstream.offload.sources.read_plan import ALIGNMENT, EXTENT_BYTES, PIECE_BYTES, ReadPiece
 from wanstream.offload.sources.reader import FileReader
 
 FILE_BYTES = 1_000_000_000

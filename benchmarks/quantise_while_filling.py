@@ -30,7 +30,7 @@ from wanstream.plan import BlockKey
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.experts import save_expert_file
-from wanstream.testing.fp8 import FP8_LAYOUTS
+from wanstream.testing.quantised import FP8_LAYOUTS
 from wanstream.testing.weights import TinyShape, make_expert
 from wanstream.wan.experts.open import open_experts
 

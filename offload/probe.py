@@ -20,9 +20,8 @@ from .formats.fp8 import QUANTISED_DTYPE, quantise_rows, work_memory
 from .formats.layout import host_bytes
 from .host_memory.page_lock import CudaPageLock, PageLockError
 from .host_memory.pages import map_memory
-from .sources.direct_read import ALIGNMENT, O_DIRECT
-from .sources.pieces import ReadPiece
 from .sources.quantised import MOST_THREADS
+from .sources.read_plan import ALIGNMENT, O_DIRECT, ReadPiece
 from .sources.reader import FileReader
 
 PIECE_BYTES = 128 * 1024**2

@@ -12,8 +12,7 @@ from .errors import NonFiniteLatentError, NoRoomError, RequestError, SamplingCan
 from .estimate import cached_job, offload_job, predicted_calls, predicted_timeline, request_job
 from .inputs.batching import merge_requests, split_request
 from .inputs.checks import check_guidance, check_step_plan, check_windows, check_windows_stay
-from .inputs.conditioning import NativeInputs, native_inputs, native_latent, single_entry
-from .inputs.conditioning_keys import IMAGE_SEEN
+from .inputs.conditioning import IMAGE_SEEN, NativeInputs, native_inputs, native_latent, single_entry
 from .inputs.first_frame import begun_latent, framed_video, start_end_mask, start_frames, start_mask
 from .inputs.model_checks import check_fits
 from .inputs.request import DenoiseRequest, Guidance, check_nag, parse_scales
@@ -21,11 +20,9 @@ from .loop.denoiser import StepProgress
 from .loop.lanes import LaneInputs, LaneName, lane_names, prefetch_embeddings
 from .loop.model_calls import ModelCalls
 from .loop.oom_fallback import RunPolicy
-from .loop.parallel import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, RunSlice, Share
-from .loop.resume import RunState
+from .loop.parallel import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, RunSlice, RunState, Share
 from .memory import check_room, tokens_of, working_bytes
-from .noise import seeded_noise
-from .schedules import SCHEDULES, check_flow_shift, check_steps, schedule_sigmas
+from .schedules import SCHEDULES, check_flow_shift, check_steps, schedule_sigmas, seeded_noise
 from .solvers import SOLVERS
 
 __all__ = [

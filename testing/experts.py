@@ -1,4 +1,4 @@
-"""Writers of tiny experts in the layouts of the real ones.
+"""Tiny experts and LoRAs on disk, in every form that real ones have.
 
 A diffusers folder (one file, or shards with an index), or ComfyUI's single file: plain, or with the matrices of the
 blocks in fp8 and one scale per matrix.
@@ -15,8 +15,36 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..wan import native_transformer_name
-from .fp8 import FP8, Fp8Layout, fp8_metadata, fp8_tensors, quantise
+from .quantised import FP8, Fp8Layout, fp8_metadata, fp8_tensors, quantise
 from .weights import in_dtype
+
+PREFIX = "diffusion_model."
+
+
+def make_lora(model: WanTransformer3DModel, *, seed: int, rank: int = 4, alpha: float = 2.0) -> dict[str, torch.Tensor]:
+    """Return a random fp32 LoRA for every matrix in the blocks of `model`, and `diff_b` for the biases of the first.
+
+    It changes every matrix by about a tenth, so that it changes the result visibly and keeps it of order 1.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, linear in block_linears(model).items():
+        layer = PREFIX + native_layer(name)
+        rows, columns = linear.weight.shape
+        # Gives a row of the product about a tenth of the norm of a row of the matrix.
+        size = 0.1 * (rank / alpha) / (rank * columns) ** 0.5
+        tensors[f"{layer}.lora_down.weight"] = torch.randn(rank, columns, generator=generator)
+        tensors[f"{layer}.lora_up.weight"] = size * torch.randn(rows, rank, generator=generator)
+        tensors[f"{layer}.alpha"] = torch.tensor(alpha)
+        if name.startswith("blocks.0."):
+            tensors[f"{layer}.diff_b"] = 0.05 * torch.randn(rows, generator=generator)
+    return tensors
+
+
+def save_lora(tensors: dict[str, torch.Tensor], path: Path, *, dtype: torch.dtype) -> None:
+    """Write a LoRA with all tensors in `dtype`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, path, {"format": "pt"})
 
 
 def save_expert_folder(model: WanTransformer3DModel, folder: Path, *, dtype: torch.dtype, shards: int = 1) -> None:

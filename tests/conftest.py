@@ -17,8 +17,8 @@ from hypothesis import settings
 
 from wanstream.testing.components import save_text_encoder_folders, save_vae_file, save_vae_folder
 from wanstream.testing.experts import dequantised, save_expert_file, save_expert_folder
-from wanstream.testing.fp8 import FP8_LAYOUTS
 from wanstream.testing.model import write_tiny_model
+from wanstream.testing.quantised import FP8_LAYOUTS
 from wanstream.testing.tokenizer import VOCABULARY
 from wanstream.testing.weights import TinyShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
 

@@ -17,12 +17,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from .arrange import NOTE, NOTE_TYPE, columns, least_size, models_of, note
-from .base_directory import ROOT, furnish
-from .comfyui import NoComfyUIError, find_comfyui, running_server
+from .arrange import NOTE, NOTE_TYPE, Box, Layout, Size, columns, least_size, models_of, note, place
+from .comfyui import ROOT, NoComfyUIError, find_comfyui, furnish, running_server
 from .frontend import CLASSIC, EMPTY, NODES_2, Frontend, NoBrowserError, opened_frontend, running_browser
 from .graphs import numbered
-from .layout import Box, Layout, Size, place
 from .shown_run import furnish_results, show_run
 from .thumbnails import thumbnail
 

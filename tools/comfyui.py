@@ -1,4 +1,4 @@
-"""Location of a real ComfyUI, and a server that writes nothing outside its base directory.
+"""A real ComfyUI server for development, in a base directory of its own.
 
 `COMFYUI_PATH` names the checkout (default `~/ComfyUI`), `COMFYUI_PYTHON` the Python that runs it (default the
 checkout's `.venv`); that Python needs what this pack's `requirements.txt` lists.
@@ -18,6 +18,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ..testing import write_tiny_model
+from .thumbnails import landscape
+
+ROOT = Path(__file__).parent.parent
+PACK = "WanStream"
+"""Name of the pack's folder, which is the title of its section in the template browser."""
+
+
+def furnish(base: Path) -> None:
+    """Put this pack, the test model and a picture into a base directory."""
+    for folder in ("custom_nodes", "input", "output"):
+        (base / folder).mkdir()
+    (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
+    write_tiny_model(base / "models")
+    landscape(832, 480).save(base / "input" / "example.png")
+
 
 START_SECONDS = 120
 RUN_SECONDS = 240

@@ -1,4 +1,4 @@
-"""Group of workers that computes one job at a time; implements `StageGroup`."""
+"""Worker group: assigns tasks, polls their events, and repairs the group after a loss."""
 
 from __future__ import annotations
 

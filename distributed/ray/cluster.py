@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from .errors import RaySetupError
+from .environment import RaySetupError
 
 CONNECT_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 40.0

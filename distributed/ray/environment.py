@@ -1,4 +1,10 @@
-"""Environment variables for importing and starting Ray, restored afterwards.
+"""Import of Ray with a temporary environment, its tokens, and its errors.
+
+ValueError
+  RaySetupError      workers cannot be started as configured; the message says what to change
+    RayMissingError  Ray is not installed
+    LostAtStartError a worker, or its machine, was lost before it was ready
+    LateRayletError  a Ray on this machine did not start within Ray's own timeout
 
 Ray reads its settings from the environment when it is imported and when it starts processes, which inherit them. They
 are set only for that time, so that other packs in the user's process are not affected.
@@ -19,7 +25,29 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .errors import RayMissingError, RaySetupError
+
+class RaySetupError(ValueError):
+    """Workers cannot be started as configured; the message says why, and what to change."""
+
+
+class RayMissingError(RaySetupError):
+    """Ray is not installed in this Python."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            'several workers need Ray, which is not installed: pip install "ray>=2.52" (or "wanstream[distributed]") '
+            f"for the Python at {sys.executable}, or set the cluster of the workers to in-process for one worker "
+            "without it"
+        )
+
+
+class LostAtStartError(RaySetupError):
+    """A worker, or its machine, was lost before it was ready; the message contains the known cause."""
+
+
+class LateRayletError(RaySetupError):
+    """A Ray on this machine did not start within Ray's own timeout; another try may succeed."""
+
 
 ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for clusters; when it is off, every port of Ray listens on loopback, on Linux too."""

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from .connection import CONNECTION, CPU_SLOT
-from .errors import RaySetupError
+from .environment import RaySetupError
 
 CREATED = "CREATED"
 """Ray's state of a placement group whose bundles are all on machines that respond."""

@@ -1,23 +1,266 @@
-"""Placement of the weights of a worker group: set by the rendezvous, or chosen from measurements."""
+"""Placement of the weights of a group: the choice, the measurement behind it, and the sources that follow.
+
+A worker has whole blocks (full), or 1/N of each block in host memory (sharded) or in device memory (sharded in VRAM)
+and gathers the rest. One block is needed per visit, so the placement with the shortest stall is chosen:
+
+* full: one block over the worker's bus while all other workers copy too. If each device has its own link, this is as
+  fast as alone; behind a shared uplink, or if RAM or the link between two sockets is the limit, it is slower.
+* sharded: 1/N of a block over the bus, then a gather. Two blocks are in flight at once, one on the bus and one between
+  the devices, so the slower transfer counts; each is measured during the other. Over NVLink the gather does not use
+  the bus. Over PCIe without P2P it goes to host memory and back, which shows as a slow gather.
+* sharded in VRAM: only a gather. The shards of all blocks must fit into VRAM in addition to the needs of a run.
+
+Full is chosen unless another placement is faster by more than the error of the measurements, because it needs no
+communication.
+
+All workers of the group call it at the same point of the same run. It takes one to two seconds for any block size.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, fields
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from ...devices import available_bytes, free_bytes
-from ...offload import Sharded
+from ...devices import available_bytes, clock_for, free_bytes
+from ...offload import CudaPageLock, PageLockError, Sharded, map_memory, shard_bytes
 from ...sampling import DenoiseRequest, request_job, working_bytes
-from ...schema import ON_DEVICE, WHOLE_WEIGHTS, OffloadPolicy, WeightPlacement
+from ...schema import ON_DEVICE, SHARDED, WHOLE_WEIGHTS, OffloadPolicy, WeightPlacement, need_text, rate_text, size_text
 from ...wan import ExpertPair, probe_block
 from ..worker.groups import ProcessGroups
+from ..worker.lane_split import group_forward
 from .gather import GroupGather
-from .placement import PlacementChoice, WeightFigures, choose_placement
-from .probe import probe_weights
+
+MIN_GAIN = 0.05
+"""Fraction of a visit by which a sharded placement must be faster; the probe does not resolve less in two seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFigures:
+    """Measurements of one worker group, each from its slowest worker; all times are seconds per block.
+
+    Raises:
+        ValueError: a figure is not above 0 (`free_bytes`: negative) or not finite.
+    """
+
+    workers: int
+    block_bytes: int
+    """Stored bytes of one block, which are copied over the bus."""
+    blocks: int
+    """Number of blocks of both experts."""
+    visit_s: float
+    """Compute time of one visit on one worker."""
+    h2d_s: float
+    """Copy of a whole block from host to device memory, by one worker alone."""
+    h2d_concurrent_s: float
+    """Copy of a whole block while all workers copy."""
+    shard_h2d_s: float
+    """Copy of 1/N of a block while all workers copy and gather another block."""
+    gather_s: float
+    """Gather of a block from shards in device memory, without other transfers."""
+    gather_during_h2d_s: float
+    """Gather of a block while all workers copy shards of another block."""
+    free_bytes: int
+    """Device memory left free by a run with full weights."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name == "free_bytes" else None
+            if not (0 < value < math.inf or value == least):
+                raise ValueError(f"{field.name} is {value!r}, it must be a number above 0")
+
+    @property
+    def shards_bytes(self) -> int:
+        """Device memory for the shards of all blocks on one worker."""
+        return -(-self.block_bytes * self.blocks // self.workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementChoice:
+    """Chosen placement and the reason."""
+
+    placement: WeightPlacement
+    reason: str
+    block_s: float
+    """Seconds per block: the larger one of compute and fetch time."""
+
+
+def choose_placement(figures: WeightFigures) -> PlacementChoice:
+    """Choose the placement with the shortest stall; never "auto"."""
+    if figures.workers == 1:
+        reason = "full weights: a single worker has no peers to gather from"
+        return PlacementChoice(placement=WHOLE_WEIGHTS, reason=reason, block_s=max(figures.visit_s, figures.h2d_s))
+    fetches: dict[WeightPlacement, float] = {WHOLE_WEIGHTS: figures.h2d_concurrent_s}
+    fetches[SHARDED] = max(figures.shard_h2d_s, figures.gather_during_h2d_s)
+    fits = figures.shards_bytes <= figures.free_bytes
+    if fits:
+        fetches[ON_DEVICE] = figures.gather_s
+    block_s = {placement: max(figures.visit_s, fetch_s) for placement, fetch_s in fetches.items()}
+    # Among placements whose fetch is hidden, the one with the shortest fetch.
+    best = min(block_s, key=lambda placement: (block_s[placement], fetches[placement]))
+    if block_s[WHOLE_WEIGHTS] - block_s[best] <= MIN_GAIN * figures.visit_s:
+        best = WHOLE_WEIGHTS
+    return PlacementChoice(placement=best, reason=_reason(figures, fetches, best, fits=fits), block_s=block_s[best])
+
+
+def _reason(figures: WeightFigures, fetches: dict[WeightPlacement, float], best: WeightPlacement, *, fits: bool) -> str:
+    hidden = "hidden behind compute" if fetches[best] <= figures.visit_s else "not hidden behind compute"
+    costs = ", ".join(f"{placement} {_ms(fetch_s)}" for placement, fetch_s in fetches.items())
+    slower = figures.h2d_concurrent_s / figures.h2d_s
+    bus = f"the bus gives {rate_text(figures.block_bytes / figures.h2d_s)} to one of {figures.workers} workers"
+    if slower > 1.1:
+        bus += f" and {rate_text(figures.block_bytes / figures.h2d_concurrent_s)} to each of them at once"
+    else:
+        bus += " and as much to each of them at once"
+    shards = f"; shards in VRAM need {need_text(figures.shards_bytes)}, {need_text(figures.free_bytes)} are free"
+    return (
+        f"{best} weights: a block of {size_text(figures.block_bytes)} in {_ms(fetches[best])}, {hidden} "
+        f"({_ms(figures.visit_s)} for each); {costs}; {bus}, a gather moves "
+        f"{rate_text(figures.block_bytes / figures.gather_s)}{'' if fits else shards}"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+PROBE_BYTES = {"cuda": 128 * 1024**2, "cpu": 4 * 1024**2}
+"""Largest size of the probe's block: large enough that the latency of a copy is negligible."""
+REPEATS = 5
+"""Number of measurements after a warm-up, of which the median is used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightTimes:
+    """Seconds of one block on the slowest worker of a group; see `WeightFigures`."""
+
+    h2d_s: float
+    h2d_concurrent_s: float
+    shard_h2d_s: float
+    gather_s: float
+    gather_during_h2d_s: float
+
+
+def probe_weights(groups: ProcessGroups, block_bytes: int) -> WeightTimes:
+    """Measure with blocks of `block_bytes` stored bytes; every worker of the group returns the same figures.
+
+    Raises WorkerTimeoutError and PeerLostError.
+    """
+    probe = _Probe(groups, min(block_bytes, PROBE_BYTES[groups.device.type]))
+    try:
+        seconds = probe.times()
+    finally:
+        probe.close()
+    scale = block_bytes / probe.nbytes
+    slowest = _slowest(groups, [scale * value for value in seconds])
+    return WeightTimes(**dict(zip(WeightTimes.__dataclass_fields__, slowest, strict=True)))
+
+
+class _Probe:
+    """Buffers of one worker's measurements: a block on the host, and a copied and a gathered block on the device."""
+
+    def __init__(self, groups: ProcessGroups, nbytes: int) -> None:
+        self._groups, self._gather = groups, GroupGather(groups)
+        device = groups.device
+        self._shard = shard_bytes(nbytes, groups.size)
+        self.nbytes = self._shard * groups.size
+        self._clock = clock_for(device)
+        self._on_gpu = device.type == "cuda"
+        self._host = map_memory(self.nbytes)
+        self._host.zero_()
+        self._on_device = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self._own_shard = torch.zeros(self._shard, dtype=torch.uint8, device=device)
+        self._gathered = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self._copy_stream = torch.cuda.Stream(device) if self._on_gpu else None
+        self._lock: CudaPageLock | None = CudaPageLock(device) if self._on_gpu else None
+        try:
+            if self._lock is not None:
+                self._lock.lock(self._host)
+        except PageLockError:
+            self._lock = None
+
+    def close(self) -> None:
+        self._clock.settle()
+        if self._lock is not None:
+            self._lock.unlock(self._host)
+
+    def times(self) -> list[float]:
+        """Return seconds in the order of the fields of `WeightTimes`."""
+        alone = 0.0
+        for rank in range(self._groups.size):
+            self._barrier()
+            if rank == self._groups.group_rank:
+                alone = self._median_s(self._copy)
+        self._barrier()
+        concurrent = self._median_s(self._copy)
+        self._barrier()
+        gather = self._median_s(self._gather_once)
+        self._barrier()
+        shard, during = self._copy_and_gather()
+        return [alone, concurrent, shard, gather, during]
+
+    def _copy(self) -> None:
+        self._on_device.copy_(self._host, non_blocking=True)
+
+    def _copy_shard(self) -> None:
+        self._on_device[: self._shard].copy_(self._host[: self._shard], non_blocking=True)
+
+    def _gather_once(self) -> None:
+        self._gather.all_gather(self._gathered, self._own_shard)
+
+    def _copy_and_gather(self) -> tuple[float, float]:
+        """Return the median seconds of copying a shard and of a gather, both at the same time.
+
+        The number of gathers is fixed, because they are collective; copies are repeated until the gathers are done.
+        """
+        finished = threading.Event()
+        copied: list[float] = []
+
+        def copy_until_finished() -> None:
+            with self._on_copy_stream():
+                while not (copied and finished.is_set()):
+                    copied.append(self._time_s(self._copy_shard))
+
+        copying = threading.Thread(target=copy_until_finished, name="wanstream-probe", daemon=True)
+        copying.start()
+        try:
+            gathered = self._median_s(self._gather_once)
+        finally:
+            finished.set()
+            copying.join()
+        return median(copied), gathered
+
+    def _on_copy_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._copy_stream is None else torch.cuda.stream(self._copy_stream)
+
+    def _median_s(self, work: Callable[[], None]) -> float:
+        return median([self._time_s(work) for _ in range(REPEATS + 1)][1:])
+
+    def _time_s(self, work: Callable[[], None]) -> float:
+        start = self._clock.mark()
+        work()
+        end = self._clock.mark()
+        self._clock.settle()
+        return max(self._clock.seconds(start, end), 1e-9)
+
+    def _barrier(self) -> None:
+        """Wait until all workers have finished the last measurement."""
+        self._gather.compare(b"probe")
+
+
+def _slowest(groups: ProcessGroups, seconds: list[float]) -> list[float]:
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    with groups.translate_errors("compared the times of weights"):
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=groups.control)
+    return [float(value) for value in slowest]
+
 
 COMPUTE_PROBE_S = 0.5
 """Duration of the compute measurement; together with `probe_weights` it takes less than two seconds."""
@@ -120,7 +363,7 @@ def _free_bytes(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest
 
 def taken_bytes(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> int:
     """Return the device memory that this worker needs for its share of a run with whole weights, in bytes."""
-    shape, share = request.computed_shape, groups.split().share
+    shape, share = request.computed_shape, group_forward(groups).share
     chunk, cache = policy.chunk_tokens, request.cache
     working = working_bytes(pair, shape, guided=request.guided, chunk_tokens=chunk, share=share, cache=cache)
     return pair.device_bytes(policy, device=groups.device) + working

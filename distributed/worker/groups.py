@@ -1,4 +1,8 @@
-"""Process groups of one worker, from joining a rendezvous to leaving it.
+"""Process groups of one worker, and the decisions that all of its group take together.
+
+All workers of a group must call them at the same points of a run. One call of `any_rank_wants` took 0.20 ms between 2
+processes and 0.66 ms between 4 (median of three medians of 1,000 calls, over loopback, on 2 CPU cores that were in use
+by other processes too). A block of an A14B expert computes for much longer.
 
 Every worker group is a separate torch.distributed world, in which all workers create the same process groups in the
 same order. A rendezvous ends for the whole worker group when one worker leaves it; the same processes can then join the
@@ -21,12 +25,43 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from ...sampling import LOCAL_FORWARD, ParallelForward
 from ...schema import Mesh, StateError
 from ..messages import RendezvousSpec
 from .errors import PeerLostError, WorkerTimeoutError, is_peer_error, is_timeout
-from .rendezvous_store import RendezvousStore, format_ranks, interface_towards
-from .sockets import TcpSocket, connections_of, open_sockets, shut_down
+from .rendezvous import (
+    RendezvousStore,
+    TcpSocket,
+    connections_of,
+    format_ranks,
+    interface_towards,
+    open_sockets,
+    shut_down,
+)
+
+
+def any_rank_wants(groups: ProcessGroups, wants: bool) -> bool:
+    """Return True on all workers of the group if `wants` is True on any of them. Blocks until all have called.
+
+    Raises:
+        WorkerTimeoutError: a worker did not call within the rendezvous's timeout.
+        PeerLostError: a worker is gone.
+    """
+    flag = torch.tensor([int(wants)], dtype=torch.int32)
+    with groups.translate_errors("waited for a decision of its group"):
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=groups.control)
+    return bool(flag.item())
+
+
+def all_gather_cpu(groups: ProcessGroups, values: torch.Tensor) -> list[torch.Tensor]:
+    """Return the `values` of every worker of the group, by group rank; all must be on the CPU and of one shape.
+
+    Blocks and raises as `any_rank_wants`. Results computed from the list in one order are bit-equal on all workers.
+    """
+    gathered = [torch.empty_like(values) for _ in range(groups.size)]
+    with groups.translate_errors("waited for the values of its group"):
+        dist.all_gather(gathered, values.contiguous(), group=groups.control)
+    return gathered
+
 
 SIGN_OF_LIFE_S = 2.0
 """Time after a broken collective in which the other workers may still report that they are alive."""
@@ -134,15 +169,8 @@ class ProcessGroups:
         with self._lock:
             self.gathered_bytes += nbytes
 
-    def split(self) -> ParallelForward:
-        """Return the strategy by which this worker group shares forward passes."""
-        from .lane_split import GroupForward  # circular import
-
-        return LOCAL_FORWARD if self.size == 1 else GroupForward(self)
-
     def consensus(self, wants: Callable[[], bool]) -> Callable[[], bool]:
         """Return a check that is True on all workers as soon as `wants` is True on one; see `any_rank_wants`."""
-        from .consensus import any_rank_wants
 
         return wants if self.size == 1 else lambda: any_rank_wants(self, wants())
 

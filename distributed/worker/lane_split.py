@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ...sampling import AllReduced, Compute, Share, tokens_of
+from ...sampling import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, Share, tokens_of
 from ...wan import ExpertEngine, Lane
-from .consensus import all_gather_cpu
 from .context_parallel import check_tokens, context_parallel
+from .groups import all_gather_cpu
 
 if TYPE_CHECKING:
     from .groups import ProcessGroups
@@ -95,3 +95,8 @@ class GroupForward:
     def _context_size(self) -> int:
         """Number of workers that share the tokens of a lane; their group ranks are consecutive."""
         return self._groups.mesh.ring * self._groups.mesh.ulysses
+
+
+def group_forward(groups: ProcessGroups) -> ParallelForward:
+    """Return the strategy by which this worker group shares forward passes."""
+    return LOCAL_FORWARD if groups.size == 1 else GroupForward(groups)

@@ -27,6 +27,7 @@ from ..vae.worker import DecodeTask, TileDecoder, decode_budget
 from ..weights.weights import GroupWeights, RunWeights
 from .errors import PeerLostError
 from .groups import ProcessGroups
+from .lane_split import group_forward
 
 LOOPBACK = "127.0.0.1"
 MAX_STOPS = 64
@@ -184,7 +185,9 @@ class Worker:
                 pair,
                 task.request,
                 RunSlice(
-                    split=LOCAL_FORWARD if groups is None else groups.split(), resume=task.resume, until=task.until
+                    split=LOCAL_FORWARD if groups is None else group_forward(groups),
+                    resume=task.resume,
+                    until=task.until,
                 ),
                 policy=task.policy,
                 device=self._device,

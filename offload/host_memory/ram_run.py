@@ -9,8 +9,7 @@ import torch
 from ...plan import AT_ONCE, DIRECT, KEPT, BlockKey, Fetch, RamProgram
 from ...telemetry import ReadSpan, Recorder
 from ..engine.threads import RunStopped, RunThread, ThreadSync
-from ..sources.base import BlockSource
-from ..sources.timed import TimedSource
+from ..sources.base import BlockSource, TimedSource
 from .ram_slots import RamSlot, RamSlots
 
 

@@ -13,8 +13,7 @@ from ...plan import BlockKey
 from ..formats.gguf_dequant import QuantFormat
 from ..formats.layout import BlockFormat, block_format, flat_layout, host_bytes
 from ..formats.safetensors_header import CheckpointFileError, FileTensor
-from .direct_read import Read, reads_directly
-from .pieces import ReadPiece, read_pieces, row_piece, within
+from .read_plan import Read, ReadPiece, read_pieces, reads_directly, row_piece, within
 from .reader import HAS_PREADV, FileReader
 
 TensorsOfBlock = Mapping[str, FileTensor]

@@ -19,7 +19,7 @@ from ..engine.threads import one_thread_pool
 from ..formats.fp8 import QUANTISABLE_DTYPES, QUANTISED_DTYPE, NotFiniteError, quantise_rows, row_scales, work_memory
 from ..formats.layout import BlockFormat, FlatLayout, FlatTensor, allocate_flat, block_format, host_bytes, tensor_views
 from .base import RangeSource, SourceError
-from .direct_read import ALIGNMENT, EXTENT_BYTES
+from .read_plan import ALIGNMENT, EXTENT_BYTES
 
 # Stored bytes that a thread reads and quantises at once: enough for a disk to be fast, and few enough that they are in
 # the CPU cache when they are quantised. Two extents of a direct read cover them, wherever they start.

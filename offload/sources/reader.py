@@ -19,8 +19,7 @@ import numpy.typing as npt
 from ..formats.safetensors_header import FileVersion, file_version
 from ..host_memory.pages import map_huge
 from .base import SourceError
-from .direct_read import ALIGNMENT, EXTENT_BYTES, O_DIRECT, DirectExtent, Read, direct_extents
-from .pieces import ReadPiece
+from .read_plan import ALIGNMENT, EXTENT_BYTES, O_DIRECT, DirectExtent, Read, ReadPiece, direct_extents
 
 HAS_PREADV = hasattr(os, "preadv")
 

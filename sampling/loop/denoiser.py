@@ -16,14 +16,12 @@ from ..cache.base import CachedCalls, StepCache, step_cache
 from ..errors import NonFiniteLatentError
 from ..inputs.mask import MaskedPart
 from ..inputs.request import DenoiseRequest
-from ..noise import step_seeds
-from ..schedules import PURE_NOISE
+from ..schedules import PURE_NOISE, step_seeds
 from ..solvers import Solver, make_solver
 from .lanes import LaneInputs, LaneName, names_at, prefetch_embeddings, windows_at
 from .model_calls import ModelCalls
 from .oom_fallback import Revise, RunPolicy
-from .parallel import Compute, RunSlice
-from .resume import RunState, remaining_steps
+from .parallel import Compute, RunSlice, RunState, remaining_steps
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -22,8 +22,7 @@ from wanstream.tests.faults.cases import KINDS, Kind, Place, SkippedError
 from wanstream.tests.faults.points import Points
 from wanstream.tests.faults.replaced import computing_replaced, named_models
 from wanstream.tests.faults.stage import Findings, Stage
-from wanstream.tools.base_directory import PACK, ROOT
-from wanstream.tools.comfyui import ComfyUI, NoComfyUIError, find_comfyui, free_port, running_server
+from wanstream.tools.comfyui import PACK, ROOT, ComfyUI, NoComfyUIError, find_comfyui, free_port, running_server
 
 T2V = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"
 ROWS: tuple[dict[str, Any], ...] = (

@@ -13,7 +13,7 @@ from diffusers import WanTransformer3DModel
 from wanstream.offload import EngineRun
 from wanstream.plan import Visit
 from wanstream.sampling import DenoiseRequest
-from wanstream.sampling.noise import step_seeds
+from wanstream.sampling.schedules import step_seeds
 from wanstream.sampling.solvers import make_solver
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wanstream import schema
 from wanstream.distributed.messages import RendezvousSpec
 from wanstream.distributed.worker.groups import join
+from wanstream.distributed.worker.lane_split import group_forward
 from wanstream.sampling import DenoiseRequest, RunSlice, SamplingCancelled, denoise_part
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.mesh import Mesh
@@ -113,7 +114,7 @@ def job_run(
     """The share of this process; what came from others, as the groups count it and as torch sees it."""
     before = here.groups.gathered_bytes
     with Crossed() as crossed:
-        latents = compute(here, experts, request, policy, RunSlice(split=here.groups.split()), device)
+        latents = compute(here, experts, request, policy, RunSlice(split=group_forward(here.groups)), device)
     return {"latents": latents, "gathered": here.groups.gathered_bytes - before, "crossed": crossed.nbytes}
 
 
@@ -131,7 +132,7 @@ def job_run_compiled(
     for compiler in (None, "eager", "eager"):
         compute_with(here, experts, compiler)
         before, graphs = here.groups.gathered_bytes, compiler_named("eager").graphs
-        latents = compute(here, experts, request, policy, RunSlice(split=here.groups.split()))
+        latents = compute(here, experts, request, policy, RunSlice(split=group_forward(here.groups)))
         gathered, compiled = here.groups.gathered_bytes - before, compiler_named("eager").graphs - graphs
         shares.append({"latents": latents, "gathered": gathered, "graphs": compiled})
     compute_with(here, experts, None)
@@ -161,7 +162,7 @@ def job_run_until(
             os.kill(os.getpid(), sent)
         return now
 
-    part = RunSlice(split=here.groups.split())
+    part = RunSlice(split=group_forward(here.groups))
     try:
         compute(here, experts, request, policy, part, should_stop=here.groups.consensus(wish))
     except SamplingCancelled as stopped:
@@ -180,7 +181,7 @@ def job_hold(
     besides = [*model.parameters(), *model.buffers(), inputs[0].text]
     models = SimpleNamespace(models=SimpleNamespace(bare={"high": model}), gate=None)
     with (
-        here.groups.split().attached(models),
+        group_forward(here.groups).attached(models),
         torch.no_grad(),
         here.load(counting).Alive(besides) as alive,
     ):
@@ -252,7 +253,7 @@ def job_attach_and_detach(
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
     engine = here.experts.get(experts).engine(policy, torch.device("cpu"))
     before = everything_of(engine)
-    with here.groups.split().attached(engine):
+    with group_forward(here.groups).attached(engine):
         inside = everything_of(engine)
     after = everything_of(engine)
     return differing(before, inside), differing(before, after)

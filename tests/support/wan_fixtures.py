@@ -11,7 +11,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
-from wanstream.testing.loras import make_lora
+from wanstream.testing.experts import make_lora
 from wanstream.wan import Lane
 from wanstream.wan.checkpoint.key_names import native_transformer_name
 

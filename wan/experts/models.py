@@ -21,7 +21,8 @@ from ..checkpoint.meta_model import build_model, materialise, parameter_dtype, s
 from ..checkpoint.open import Expert
 from ..lora.apply import PatchedParameters
 from ..transformer.block_kernels import BlockKernels
-from .embedders import PARTS, EmbedderPart, EmbedderWeights, part_of
+from .embedder_streaming import EmbedderWeights
+from .embedders import PARTS, EmbedderPart, part_of
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel

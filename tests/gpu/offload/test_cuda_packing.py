@@ -11,7 +11,7 @@ from wanstream.offload.formats.decode import decode_tensor
 from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.testing.gguf import q4_k_m, random_packs, save_expert_gguf
+from wanstream.testing.quantised import q4_k_m, random_packs, save_expert_gguf
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.open import open_experts
 

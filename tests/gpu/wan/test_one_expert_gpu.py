@@ -11,7 +11,7 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.testing.wan21 import make_image_encoder, save_image_encoder
+from wanstream.testing.model import make_image_encoder, save_image_encoder
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.open import open_one_expert
 from wanstream.wan.image_encoder import clip_pixels, open_image_encoder

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wanstream.tools.base_directory import furnish
-from wanstream.tools.comfyui import NoComfyUIError, Server, find_comfyui, running_server
+from wanstream.tools.comfyui import NoComfyUIError, Server, find_comfyui, furnish, running_server
 from wanstream.tools.frontend import Frontend, NoBrowserError, opened_frontend, running_browser
 
 if TYPE_CHECKING:

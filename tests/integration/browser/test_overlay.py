@@ -21,9 +21,8 @@ from PIL import Image
 
 from wanstream.schema.text_format import rate_text, seconds_text, size_text
 from wanstream.schema.timeline import Timeline
-from wanstream.tools.base_directory import PACK
 from wanstream.tools.build_workflows import SHOW
-from wanstream.tools.comfyui import Server, find_comfyui
+from wanstream.tools.comfyui import PACK, Server, find_comfyui
 from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, READY, Frontend, opened_frontend
 from wanstream.tools.graphs import numbered
 

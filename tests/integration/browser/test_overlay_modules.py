@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from wanstream.schema.text_format import rate_text, seconds_text, share_text, size_text
-from wanstream.tools.base_directory import PACK
-from wanstream.tools.comfyui import Server
+from wanstream.tools.comfyui import PACK, Server
 from wanstream.tools.frontend import Frontend, opened_frontend
 
 if TYPE_CHECKING:

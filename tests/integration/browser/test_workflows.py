@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from wanstream.tools.arrange import NOTE
-from wanstream.tools.base_directory import PACK
 from wanstream.tools.build_workflows import DRAWN, SHOW
-from wanstream.tools.comfyui import Server, find_comfyui
+from wanstream.tools.comfyui import PACK, Server, find_comfyui
 from wanstream.tools.frontend import CLASSIC, NODES_2, Frontend, opened_frontend
 from wanstream.tools.graphs import by_name, numbered
 from wanstream.tools.shown_run import furnish_results, show_run

@@ -24,8 +24,7 @@ from wanstream.cli import main
 from wanstream.cli.batch.command import JOURNAL
 from wanstream.cli.batch.rows import read_rows
 from wanstream.cli.exit_codes import DONE, FAILED, INTERRUPTED, INVALID
-from wanstream.tools.base_directory import PACK, ROOT
-from wanstream.tools.comfyui import ComfyUI, Server, free_port, running_server
+from wanstream.tools.comfyui import PACK, ROOT, ComfyUI, Server, free_port, running_server
 
 pytestmark = pytest.mark.comfy
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.sampling.inputs.conditioning_keys import BESIDE_THE_TEXT, IGNORED, READ, REFUSED
+from wanstream.sampling.inputs.conditioning import BESIDE_THE_TEXT, IGNORED, READ, REFUSED
 from wanstream.tools.comfyui import ComfyUI
 
 CASES = """

@@ -15,8 +15,7 @@ import pytest
 from PIL import Image
 
 from wanstream.testing.model import write_tiny_model
-from wanstream.tools.base_directory import PACK
-from wanstream.tools.comfyui import ComfyUI, Server, running_server
+from wanstream.tools.comfyui import PACK, ComfyUI, Server, running_server
 
 pytestmark = [
     pytest.mark.comfy,

@@ -15,8 +15,7 @@ from wanstream.cli import main
 from wanstream.cli.exit_codes import DONE
 from wanstream.schema import Timeline
 from wanstream.testing.model import write_tiny_model
-from wanstream.tools.base_directory import PACK
-from wanstream.tools.comfyui import ComfyUI, Server, running_server
+from wanstream.tools.comfyui import PACK, ComfyUI, Server, running_server
 
 pytestmark = pytest.mark.comfy
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.testing.loras import make_lora
+from wanstream.testing.experts import make_lora
 from wanstream.testing.weights import TinyShape, make_expert
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.open import open_experts

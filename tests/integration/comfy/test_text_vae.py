@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.testing.components import save_text_encoder_file, save_vae_file
-from wanstream.testing.fp8 import FP8_LAYOUTS
+from wanstream.testing.quantised import FP8_LAYOUTS
 from wanstream.testing.tokenizer import VOCABULARY
 from wanstream.testing.weights import make_text_encoder, make_vae, make_wan22_vae
 from wanstream.tests.support.embedded import embedded_host

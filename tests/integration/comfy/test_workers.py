@@ -15,8 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanstream.tools.base_directory import furnish
-from wanstream.tools.comfyui import POLL_SECONDS, RUN_SECONDS, START_SECONDS, ComfyUI, Server, running_server
+from wanstream.tools.comfyui import POLL_SECONDS, RUN_SECONDS, START_SECONDS, ComfyUI, Server, furnish, running_server
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(600)]
 

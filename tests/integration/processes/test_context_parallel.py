@@ -17,7 +17,7 @@ from wanstream.sampling import DenoiseRequest
 from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.mesh import Mesh, MeshError
-from wanstream.testing.loras import make_lora, save_lora
+from wanstream.testing.experts import make_lora, save_lora
 from wanstream.wan import Nag
 
 LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)

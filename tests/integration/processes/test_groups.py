@@ -16,6 +16,7 @@ import torch
 from wanstream.distributed.messages import RendezvousSpec
 from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
 from wanstream.distributed.worker.groups import GroupsState, ProcessGroups, group_members, join
+from wanstream.distributed.worker.lane_split import group_forward
 from wanstream.schema import StateError
 from wanstream.schema.mesh import Mesh
 
@@ -229,7 +230,7 @@ def test_a_port_that_is_taken_is_named(processes: Processes, split_jobs: Any) ->
 
 def test_a_group_of_one_worker_opens_no_connection(split_jobs: Any) -> None:
     with join(split_jobs.rendezvous(Mesh(data=4, stage=2))[5], "cpu") as groups:
-        assert groups.split().alone
+        assert group_forward(groups).alone
         assert groups.consensus(wish := lambda: True) is wish
         assert not torch.distributed.is_initialized()
     assert groups.state is GroupsState.LEFT

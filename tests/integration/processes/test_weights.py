@@ -16,8 +16,7 @@ import torch
 
 from wanstream.distributed.messages import RendezvousSpec, RunTask
 from wanstream.distributed.weights.gather import GroupGather
-from wanstream.distributed.weights.placement import WeightFigures, choose_placement
-from wanstream.distributed.weights.weights import measure, taken_bytes
+from wanstream.distributed.weights.weights import WeightFigures, choose_placement, measure, taken_bytes
 from wanstream.distributed.worker.errors import PeerLostError
 from wanstream.distributed.worker.groups import join as join_groups
 from wanstream.distributed.worker.worker import Worker
@@ -25,8 +24,8 @@ from wanstream.offload.sharding.group import GatherBrokenError
 from wanstream.sampling import SamplingCancelled, Share, working_bytes
 from wanstream.schema import ExpertsRef, LoraRef, Mesh, OffloadPolicy
 from wanstream.schema.refs import WeightPlacement
-from wanstream.testing.gguf import matrices, save_expert_gguf
-from wanstream.testing.loras import make_lora, save_lora
+from wanstream.testing.experts import make_lora, save_lora
+from wanstream.testing.quantised import matrices, save_expert_gguf
 from wanstream.wan.experts.open import open_pair
 
 CELL = Mesh(cfg=2)

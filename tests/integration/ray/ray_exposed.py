@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.ray.environment import RaySetupError
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.schema import WorkersRef
 

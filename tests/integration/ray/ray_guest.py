@@ -9,8 +9,7 @@ import json
 import os
 import sys
 
-from wanstream.distributed.ray.environment import import_ray, on_loopback, token_of_cluster
-from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.ray.environment import RaySetupError, import_ray, on_loopback, token_of_cluster
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.schema import WorkersRef
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.ray.environment import RaySetupError
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.schema import WorkersRef
 

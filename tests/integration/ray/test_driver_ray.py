@@ -20,8 +20,7 @@ import torch
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.messages import RunTask
-from wanstream.distributed.vae.decode import DecodeJob, TileDone, decode_on_workers
-from wanstream.distributed.vae.shared_tiles import tiles_by_memory
+from wanstream.distributed.vae.decode import DecodeJob, TileDone, decode_on_workers, tiles_by_memory
 from wanstream.distributed.vae.worker import DecodeCancelled
 from wanstream.sampling import SamplingCancelled, StepProgress
 from wanstream.schema import Mesh, WorkersRef

@@ -137,7 +137,7 @@ def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path) ->
 SURVIVOR = """
 import os, sys, time
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.ray.environment import RaySetupError
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.schema import WorkersRef
 pool = RayPool(WorkersRef(count=1, threads=1, address=sys.argv[1], token_file=sys.argv[2]))

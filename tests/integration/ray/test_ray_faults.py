@@ -18,11 +18,9 @@ import pytest
 
 from wanstream.distributed.ray import connection as ray_setup
 from wanstream.distributed.ray import pool as ray_pool
-from wanstream.distributed.ray.connection import FOLDER_PREFIX, RayConnection
-from wanstream.distributed.ray.errors import LostAtStartError, RaySetupError
-from wanstream.distributed.ray.handle import OF_RAYS_WORKERS, RayWorkerHandle
-from wanstream.distributed.ray.pool import RayPool
-from wanstream.distributed.ray.reaper import RayReaper
+from wanstream.distributed.ray.connection import FOLDER_PREFIX, RayConnection, RayReaper
+from wanstream.distributed.ray.environment import LostAtStartError, RaySetupError
+from wanstream.distributed.ray.pool import OF_RAYS_WORKERS, RayPool, RayWorkerHandle
 from wanstream.distributed.ray.worker import Started
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.worker import Worker

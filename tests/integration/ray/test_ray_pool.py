@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from wanstream.distributed.messages import RendezvousSpec, RunTask, StepReport, WorkerFacts
-from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.ray.environment import RaySetupError
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import on_own_thread

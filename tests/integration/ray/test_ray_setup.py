@@ -17,8 +17,10 @@ import pytest
 from wanstream.distributed.messages import WorkerFacts
 from wanstream.distributed.ray import environment as ray_environment
 from wanstream.distributed.ray.cluster import check_cluster
+from wanstream.distributed.ray.connection import RayReaper
 from wanstream.distributed.ray.environment import (
     ONE_MACHINE,
+    RaySetupError,
     check_token_file,
     import_ray,
     local_ray_environment,
@@ -27,10 +29,7 @@ from wanstream.distributed.ray.environment import (
     temporary_environment,
     token_of_cluster,
 )
-from wanstream.distributed.ray.errors import RaySetupError
-from wanstream.distributed.ray.handle import describe_exit, tail
-from wanstream.distributed.ray.pool import check_exposure
-from wanstream.distributed.ray.reaper import RayReaper
+from wanstream.distributed.ray.pool import check_exposure, describe_exit, tail
 from wanstream.distributed.ray.worker import Started
 from wanstream.distributed.transport.threads import on_own_thread
 
@@ -38,7 +37,7 @@ LIMIT_S = 120
 
 WITHOUT_RAY = """
 import sys
-from wanstream.distributed.ray.errors import RayMissingError
+from wanstream.distributed.ray.environment import RayMissingError
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.schema import WorkersRef
 print("ray" in sys.modules)

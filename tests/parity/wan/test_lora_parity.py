@@ -11,7 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransform
 
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.testing.gguf import q4_k_m, save_expert_gguf
+from wanstream.testing.quantised import q4_k_m, save_expert_gguf
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.checkpoint.key_names import native_transformer_name
 from wanstream.wan.experts.open import open_experts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.ray.environment import RaySetupError
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
 from wanstream.offload.formats.fp8 import NotFiniteError

@@ -23,7 +23,7 @@ from wanstream.sampling.inputs.request import Guidance
 from wanstream.sampling.schedules import make_schedule
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.refs import ExpertsRef
-from wanstream.testing.wan21 import I2V_FILE, T2V_FILE
+from wanstream.testing.model import I2V_FILE, T2V_FILE
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 WORKFLOW = Path(__file__).parents[3] / "workflows" / "api" / "t2v.json"

@@ -17,7 +17,7 @@ from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes.loaders import WanStreamExperts, WanStreamOneExpert
 from wanstream.nodes.runs.benchmark import _expert_words
 from wanstream.schema.refs import ExpertsRef
-from wanstream.testing.wan21 import T2V_FILE
+from wanstream.testing.model import T2V_FILE
 from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan.transformer.kernels import INDUCTOR, Kernels, KernelsError
 

@@ -16,7 +16,7 @@ from wanstream.nodes.sampler import WanStreamSampler, settings_for
 from wanstream.sampling import RequestError
 from wanstream.schema import ExpertsRef, WorkersRef
 from wanstream.schema.refs import IN_PROCESS
-from wanstream.testing.wan21 import CLIP_FILE, I2V_FILE, T2V_FILE, T2V_PIPELINE
+from wanstream.testing.model import CLIP_FILE, I2V_FILE, T2V_FILE, T2V_PIPELINE
 from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.image_encoder import open_image_encoder

@@ -16,8 +16,7 @@ from wanstream.nodes.sampler import WanStreamSampler
 from wanstream.sampling import RequestError
 from wanstream.schema import WorkersRef
 from wanstream.schema.refs import IN_PROCESS
-from wanstream.testing.ti2v import TI2V_FILE, TI2V_PIPELINE, WAN22_VAE_FILE
-from wanstream.testing.wan21 import T2V_FILE
+from wanstream.testing.model import T2V_FILE, TI2V_FILE, TI2V_PIPELINE, WAN22_VAE_FILE
 from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan.checkpoint.files import CheckpointError
 

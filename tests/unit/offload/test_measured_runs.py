@@ -18,9 +18,9 @@ from torch import nn
 
 from wanstream.offload import OffloadEngine, attach_offload
 from wanstream.offload.formats.safetensors_header import read_header
-from wanstream.offload.sources.direct_read import ALIGNMENT, O_DIRECT
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.module import ModuleSource
+from wanstream.offload.sources.read_plan import ALIGNMENT, O_DIRECT
 from wanstream.plan import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy, Timeline
 from wanstream.telemetry import Recorder, TelemetryOptions

@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 
 from wanstream.sampling import DenoiseRequest, SamplingCancelled, denoise
 from wanstream.schema import OffloadPolicy, StepRecord
-from wanstream.testing.gguf import q4_k_m, save_expert_gguf
-from wanstream.testing.loras import make_lora, save_lora
+from wanstream.testing.experts import make_lora, save_lora
+from wanstream.testing.quantised import q4_k_m, save_expert_gguf
 from wanstream.wan import ExpertPair, Nag
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.lora.file import open_lora

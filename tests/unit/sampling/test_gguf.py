@@ -11,7 +11,7 @@ import torch
 
 from wanstream.sampling import denoise
 from wanstream.schema import OffloadPolicy
-from wanstream.testing.gguf import TypeOf, matrices, q4_k_m, save_expert_gguf
+from wanstream.testing.quantised import TypeOf, matrices, q4_k_m, save_expert_gguf
 from wanstream.wan.experts.open import open_experts
 
 

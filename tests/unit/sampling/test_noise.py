@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanstream.sampling import RequestError, seeded_noise
-from wanstream.sampling.noise import step_seeds
+from wanstream.sampling.schedules import step_seeds
 
 SHAPE = (2, 16, 2, 4, 6)
 

@@ -16,7 +16,7 @@ from transformers import CLIPImageProcessor
 
 from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests
 from wanstream.schema import OffloadPolicy
-from wanstream.testing.wan21 import make_image_encoder, save_image_encoder
+from wanstream.testing.model import make_image_encoder, save_image_encoder
 from wanstream.testing.weights import make_vae
 from wanstream.wan import ExpertPair
 from wanstream.wan.image_encoder import WIDTH as WIDTH_OF_CLIP

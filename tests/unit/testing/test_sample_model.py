@@ -11,11 +11,17 @@ from diffusers import AutoencoderKLWan, DiffusionPipeline
 from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from safetensors.torch import load_file
 
-from wanstream.testing import pipeline as sample_pipeline
+from wanstream.testing import components as sample_pipeline
 from wanstream.testing.folder import RECORD, TinyModelError
-from wanstream.testing.model import write_tiny_model
-from wanstream.testing.ti2v import TI2V_FILE, TI2V_PIPELINE
-from wanstream.testing.wan21 import CLIP_FILE, I2V_FILE, T2V_FILE, T2V_PIPELINE
+from wanstream.testing.model import (
+    CLIP_FILE,
+    I2V_FILE,
+    T2V_FILE,
+    T2V_PIPELINE,
+    TI2V_FILE,
+    TI2V_PIPELINE,
+    write_tiny_model,
+)
 from wanstream.wan import open_text_encoder, open_vae
 from wanstream.wan.experts.open import open_experts, open_one_expert
 from wanstream.wan.image_encoder import WIDTH, open_image_encoder

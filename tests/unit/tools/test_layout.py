@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.tools.layout import TITLE, Box, Group, Layout, Size, place
+from wanstream.tools.arrange import TITLE, Box, Group, Layout, Size, place
 
 
 def whole(layout: Layout, sizes: dict[str, Size], node: str) -> Box:

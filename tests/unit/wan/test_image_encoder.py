@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CLIPImageProcessor, CLIPVisionModel
 
-from wanstream.testing.wan21 import make_image_encoder, save_image_encoder
+from wanstream.testing.model import make_image_encoder, save_image_encoder
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.image_encoder import PIXEL_MEAN, PIXEL_STD, clip_pixels, open_image_encoder
 

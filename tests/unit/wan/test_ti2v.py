@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.testing.gguf import matrices, save_expert_gguf
+from wanstream.testing.quantised import matrices, save_expert_gguf
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.experts.open import open_experts, open_one_expert

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.distributed.driver.outcome import TaskOutcome, classify_failure
+from wanstream.distributed.driver.worker_group import TaskOutcome, classify_failure
 from wanstream.distributed.messages import TaskResult
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError

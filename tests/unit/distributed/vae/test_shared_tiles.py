@@ -13,8 +13,7 @@ import torch
 
 from wanstream.distributed.messages import WorkerFacts
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.distributed.vae.decode import DecodeJob, TileDone
-from wanstream.distributed.vae.shared_tiles import decode_in_shared_tiles, tiles_by_memory
+from wanstream.distributed.vae.decode import DecodeJob, TileDone, decode_in_shared_tiles, tiles_by_memory
 from wanstream.distributed.vae.worker import DecodeTask, decode_budget
 from wanstream.distributed.worker.worker import Worker
 from wanstream.wan.vae.memory import DecodeNeeds, VaeRoomError

@@ -20,7 +20,7 @@ from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
 from wanstream.offload.formats.gguf_header import PACKED_TYPES, PLAIN_TYPES, READABLE_TYPES, read_gguf_header
 from wanstream.offload.formats.safetensors_header import CheckpointFileError, read_header
 from wanstream.offload.sources.file import read_tensors
-from wanstream.testing.gguf import random_packs
+from wanstream.testing.quantised import random_packs
 
 F32, TEXT, LIST = 0, 8, 9
 

@@ -18,7 +18,7 @@ from wanstream.offload.formats.layout import allocate_flat, block_format, tensor
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.file import FileSource, read_tensors
 from wanstream.plan import BlockKey
-from wanstream.testing.gguf import random_packs
+from wanstream.testing.quantised import random_packs
 
 COMPUTED = [torch.float32, torch.float16, torch.bfloat16]
 ROWS, COLUMNS = 33, 512

@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS, dequantise
-from wanstream.testing.gguf import random_packs
+from wanstream.testing.quantised import random_packs
 
 REFERENCE_HAS_QUANTISERS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 

@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanstream.offload.formats.safetensors_header import FileVersion
-from wanstream.offload.sources.direct_read import (
+from wanstream.offload.sources.read_plan import (
     ALIGNMENT,
     CACHED_SHARE,
     EXTENT_BYTES,
     GAP_BYTES,
+    PIECE_BYTES,
+    ReadPiece,
     direct_extents,
     reads_directly,
 )
-from wanstream.offload.sources.pieces import PIECE_BYTES, ReadPiece
 
 A, B = Path("a"), Path("b")
 MEMORY = memoryview(bytearray(1))

@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from wanstream.offload.sources.base import SourceError
-from wanstream.offload.sources.direct_read import ALIGNMENT, EXTENT_BYTES, O_DIRECT
-from wanstream.offload.sources.pieces import ReadPiece
+from wanstream.offload.sources.read_plan import ALIGNMENT, EXTENT_BYTES, O_DIRECT, ReadPiece
 from wanstream.offload.sources.reader import HAS_DIRECT, HAS_PREADV, FileReader, Files, PositionalFiles, SeekingFiles
 
 CONTENT = os.urandom(100_000)

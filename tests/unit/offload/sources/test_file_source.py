@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from wanstream.offload.formats.layout import allocate_flat, tensor_views
 from wanstream.offload.formats.safetensors_header import CheckpointFileError, FileTensor, read_header
 from wanstream.offload.sources.base import SourceError
-from wanstream.offload.sources.direct_read import ALIGNMENT
 from wanstream.offload.sources.file import FileSource, read_tensors
+from wanstream.offload.sources.read_plan import ALIGNMENT
 from wanstream.offload.sources.reader import HAS_DIRECT, HAS_PREADV
 from wanstream.plan import BlockKey
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from wanstream.offload.formats.layout import flat_layout
 from wanstream.offload.formats.safetensors_header import FileTensor
-from wanstream.offload.sources.pieces import PIECE_BYTES, ReadPiece, read_pieces
+from wanstream.offload.sources.read_plan import PIECE_BYTES, ReadPiece, read_pieces
 
 A, B = Path("a"), Path("b")
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from wanstream.offload.formats.layout import allocate_flat
-from wanstream.offload.sources.base import SourceError
+from wanstream.offload.sources.base import SourceError, TimedSource
 from wanstream.offload.sources.module import ModuleSource
-from wanstream.offload.sources.timed import TimedSource
 from wanstream.plan import BlockKey
 
 KEYS = [BlockKey("high", 0), BlockKey("high", 1)]

@@ -17,7 +17,7 @@ from wanstream.sampling import DenoiseRequest, RequestError, RunSlice, SamplingC
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.solvers import make_solver
 from wanstream.schema import OffloadPolicy
-from wanstream.testing.loras import make_lora, save_lora
+from wanstream.testing.experts import make_lora, save_lora
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.lora.file import open_lora

@@ -12,8 +12,8 @@ import torch
 
 from wanstream.sampling import native_inputs
 from wanstream.sampling.errors import ConditioningError
-from wanstream.sampling.inputs import conditioning_keys
-from wanstream.sampling.inputs.conditioning_keys import BESIDE_THE_TEXT, IGNORED, READ, REFUSED
+from wanstream.sampling.inputs import conditioning as conditioning_keys
+from wanstream.sampling.inputs.conditioning import BESIDE_THE_TEXT, IGNORED, READ, REFUSED
 
 TEXT = torch.zeros(1, 4, 4096)
 EMPTY = {"samples": torch.zeros(1, 16, 3, 4, 6)}

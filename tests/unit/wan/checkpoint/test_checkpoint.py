@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from wanstream.offload.sources.file import read_tensors
 from wanstream.testing.experts import block_linears, save_expert_file
 from wanstream.testing.experts import dequantised as dequantised_model
-from wanstream.testing.fp8 import FP8_E5M2_LAYOUTS
+from wanstream.testing.quantised import FP8_E5M2_LAYOUTS
 from wanstream.wan.checkpoint.files import INDEX, WEIGHTS, CheckpointError
 from wanstream.wan.checkpoint.open import open_expert
 

@@ -16,7 +16,7 @@ from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.file import read_tensors
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.testing.gguf import matrices, q4_k_m, save_expert_gguf
+from wanstream.testing.quantised import matrices, q4_k_m, save_expert_gguf
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.checkpoint.gguf import is_merged

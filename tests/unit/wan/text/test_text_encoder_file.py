@@ -17,7 +17,7 @@ from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.offload.sources.file import FileSource
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.components import save_text_encoder_file, save_text_encoder_folders
-from wanstream.testing.fp8 import FP8_LAYOUTS, quantise
+from wanstream.testing.quantised import FP8_LAYOUTS, quantise
 from wanstream.testing.tokenizer import VOCABULARY
 from wanstream.testing.weights import make_text_encoder
 from wanstream.wan.text import encoder as text_encoder
