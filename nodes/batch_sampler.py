@@ -1,4 +1,4 @@
-"""Several videos in one run: every block is fetched once per step for all of them."""
+"""Nodes for several videos in one run, which fetches every block once per step for all of them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..plan import AutoOffload
 from ..sampling import DenoiseRequest, DenoiseResult, RequestError, joined, native_latent
 from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
 from . import sockets
-from .inputs import experts_input, said_once
+from .inputs import experts_input, report_once
 from .runs.run_experts import run_experts
 from .sampler import NOT_CONNECTED, TIMELINE, request_of, seed_input, setting_inputs, settings_for, steps_refusal
 
-MOST_LANES = 1000
+MAX_LANES = 1000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VideoLane:
-    """What one video brings to a run, in native form."""
+    """Inputs of one video, as native CONDITIONING and LATENT values."""
 
     positive: Sequence[Any]
     negative: Sequence[Any]
@@ -29,7 +29,7 @@ class VideoLane:
 
 
 class WanStreamLane(io.ComfyNode):
-    """Adds a video to those that share a run."""
+    """Lanes with one more video."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -109,7 +109,7 @@ class WanStreamLaneSampler(io.ComfyNode):
         end_step: int | None = None,
         sigmas: object = NOT_CONNECTED,
     ) -> bool | str:
-        return said_once(steps_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
+        return report_once(steps_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
 
     @classmethod
     def execute(
@@ -120,16 +120,16 @@ class WanStreamLaneSampler(io.ComfyNode):
         workers: WorkersRef | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
-        own = settings_for(experts, settings)
-        requests = [_request(number, lane, own) for number, lane in enumerate(lanes, 1)]
-        asked = policy or OffloadPolicy.layerwise()
-        run = run_experts(experts, joined(requests), asked, node_id=cls.hidden.unique_id, workers=workers)
-        latents, timeline = _apart(run.result, lanes, requests), run.timeline
+        settings = settings_for(experts, settings)
+        requests = [_request(number, lane, settings) for number, lane in enumerate(lanes, 1)]
+        policy = policy or OffloadPolicy.layerwise()
+        run = run_experts(experts, joined(requests), policy, node_id=cls.hidden.unique_id, workers=workers)
+        latents, timeline = _split_latents(run.result, lanes, requests), run.timeline
         return io.NodeOutput(latents, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})
 
 
 class WanStreamLaneLatent(io.ComfyNode):
-    """The latent of one lane."""
+    """Latent of one lane."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -145,7 +145,7 @@ class WanStreamLaneLatent(io.ComfyNode):
                     "index",
                     default=0,
                     min=0,
-                    max=MOST_LANES - 1,
+                    max=MAX_LANES - 1,
                     tooltip="Which lane: 0 is the first Wan Add Video of the row. Costs nothing.",
                 ),
             ],
@@ -160,16 +160,18 @@ class WanStreamLaneLatent(io.ComfyNode):
 
 
 def _request(number: int, lane: VideoLane, settings: Mapping[str, Any]) -> DenoiseRequest:
-    """What Wan Sampler would ask for, given this lane alone."""
+    """Return the request that Wan Sampler would make for this lane alone."""
     try:
         return request_of(lane.positive, lane.negative, lane.latent, seed=lane.seed, **settings)
     except RequestError as err:
         raise RequestError(f"lane {number}: {err}") from err
 
 
-def _apart(
+def _split_latents(
     result: DenoiseResult, lanes: Sequence[VideoLane], requests: Sequence[DenoiseRequest]
 ) -> tuple[dict[str, Any], ...]:
-    """The LATENT of each lane."""
+    """Return the LATENT of each lane, with the size of its own input."""
     samples = result.latents.split([request.batch for request in requests])
-    return tuple(native_latent(own, lane.latent, sigma=result.sigma) for own, lane in zip(samples, lanes, strict=True))
+    return tuple(
+        native_latent(part, lane.latent, sigma=result.sigma) for part, lane in zip(samples, lanes, strict=True)
+    )

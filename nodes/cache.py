@@ -1,4 +1,4 @@
-"""Caches: steps that take over what a step before has computed, and the run that measures where they may."""
+"""Nodes for step caches: their settings, and the calibration run of MagCache."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .runs.calibration import calibrate_run, read_table, write_table
 from .runs.run_experts import SamplerRun
 
 FIRST_BLOCK, MAGNITUDES = "first_block_cache", "magcache"
-OWN = "own threshold"
+OWN_THRESHOLD = "own threshold"
 
 
 class WanStreamCache(io.ComfyNode):
-    """Says how far a step may be from the one before to take over what that has computed."""
+    """Settings of a step cache: the largest change between two steps at which one reuses the other's result."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -49,7 +49,7 @@ class WanStreamCache(io.ComfyNode):
 
 
 class WanStreamCacheCalibration(io.ComfyNode):
-    """Runs a sampler's run again, whole, and writes how large what the blocks add is in every step."""
+    """Calibration run for MagCache: measures the size of the blocks' residual in every step and writes a table."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -103,7 +103,7 @@ def _kind_inputs() -> list[io.Input]:
         ),
         io.Combo.Input(
             "preset",
-            options=[*PRESETS, OWN],
+            options=[*PRESETS, OWN_THRESHOLD],
             default="usual",
             tooltip="For first_block_cache: the threshold, 0.03 (careful), 0.05 (usual), 0.1 (fast), 0.15 or 0.2. With "
             "30 steps of Wan2.1 I2V 14B, others found 0.1 good, the last frames distorted at 0.15, and the whole video "

@@ -1,4 +1,4 @@
-"""Long videos in pieces that an expert knows the length of."""
+"""Node for context windows: long videos in windows of the length that Wan was trained on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import sockets
 
 
 class WanStreamContextWindows(io.ComfyNode):
-    """Overlapping windows of a long video, all of which share each pass over the weights."""
+    """Overlapping windows of a long video, which share each pass over the weights."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -29,11 +29,13 @@ class WanStreamContextWindows(io.ComfyNode):
     def validate_inputs(
         cls, frames: int | None = None, overlap: int | None = None, stride: int | None = None
     ) -> bool | str:
-        # What is linked is None here and known only at the run.
-        given = {"frames": frames, "overlap": overlap, "stride": stride}
-        usual = {"frames": 81, "overlap": 0, "stride": 1}
-        size = usual | {name: value for name, value in given.items() if isinstance(value, int)}
-        windows_of(frames=size["frames"], overlap=size["overlap"], stride=size["stride"])  # raises, see `said_once`
+        # A linked value is None until the run.
+        values = {"frames": frames, "overlap": overlap, "stride": stride}
+        defaults = {"frames": 81, "overlap": 0, "stride": 1}
+        size = defaults | {name: value for name, value in values.items() if isinstance(value, int)}
+        windows_of(
+            frames=size["frames"], overlap=size["overlap"], stride=size["stride"]
+        )  # raises instead of returning: see `report_once`
         return True
 
     @classmethod
@@ -47,7 +49,7 @@ class WanStreamContextWindows(io.ComfyNode):
 def windows_of(
     *, frames: int, overlap: int, stride: int, blend: str = "linear", repeat_image: bool = True
 ) -> ContextWindows:
-    """`frames` and `overlap` are of the video. Raises ValueError for what makes no windows."""
+    """Return windows from `frames` and `overlap` in video frames; raises ValueError for values that do not fit."""
     if frames % FRAMES_PER_LATENT != 1:
         nearest = round((frames - 1) / FRAMES_PER_LATENT) * FRAMES_PER_LATENT + 1
         raise ValueError(f"frames is {frames}, it must be a multiple of {FRAMES_PER_LATENT} plus 1: use {nearest}")

@@ -11,14 +11,14 @@ from ..host import SAVING_NODE, OutputFile, OutputNameError, OutsideFolderError,
 from ..schema import PIXELS_PER_LATENT, WorkersRef
 from ..wan import TilingError
 from . import sockets
-from .inputs import said_once
-from .runs.decode import VAE_DTYPES, DecodeSettings, asked, decode_images, decode_to_file
+from .inputs import report_once
+from .runs.decode import VAE_DTYPES, DecodeSettings, decode_images, decode_to_file, requested_tiling
 from .runs.latent_backup import keep_latent_until_done
 from .runs.video_file import write_mp4
 
 
 def vae_input() -> io.Input:
-    """The VAE's file or folder."""
+    """Return the input for the file or folder of the VAE."""
     return io.Combo.Input(
         "vae",
         options=current_host().model_names("diffusers", "vae"),
@@ -28,7 +28,7 @@ def vae_input() -> io.Input:
 
 
 def tile_size_input() -> io.Input:
-    """How large tiles are."""
+    """Return the input for the size of the tiles."""
     return io.Int.Input(
         "tile_size",
         default=0,
@@ -44,7 +44,7 @@ def tile_size_input() -> io.Input:
 
 
 def memory_input() -> io.Input:
-    """How much memory there is."""
+    """Return the input for the memory budget."""
     return io.Float.Input(
         "memory_gb",
         default=0.0,
@@ -59,7 +59,7 @@ def memory_input() -> io.Input:
 
 
 def dtype_input() -> io.Input:
-    """What the VAE computes in."""
+    """Return the input for the VAE's compute dtype."""
     return io.Combo.Input(
         "compute_dtype",
         options=list(VAE_DTYPES),
@@ -71,26 +71,26 @@ def dtype_input() -> io.Input:
 
 
 def tiling_refusal(tile_size: int | None) -> bool | str:
-    """For `validate_inputs`: why such tiles cannot be made; True if they can."""
+    """Return True or the reason to refuse this tile size, for `validate_inputs`."""
     try:
-        asked(tile_size)
+        requested_tiling(tile_size)
     except TilingError as err:
         return str(err)
     return True
 
 
-SLOWEST, FASTEST = 0.01, 1000.0
-"""Frames per second."""
+MIN_FPS, MAX_FPS = 0.01, 1000.0
+"""Limits of `fps`, in frames per second."""
 
 
 def saving_inputs() -> list[io.Input]:
-    """Frame rate, name and quality."""
+    """Return the inputs for frame rate, file name and quality."""
     return [
         io.Float.Input(
             "fps",
             default=16.0,
-            min=SLOWEST,
-            max=FASTEST,
+            min=MIN_FPS,
+            max=MAX_FPS,
             step=0.01,
             tooltip="Wan2.2 A14B makes 16 frames per second of motion, 5B 24; another number speeds it up or slows it "
             "down.",
@@ -113,9 +113,9 @@ def saving_inputs() -> list[io.Input]:
 
 
 def name_refusal(filename_prefix: str | None) -> bool | str:
-    """For `validate_inputs`: the reason why no file can have that name, True if one can; None is not known yet.
+    """Return True or the reason to refuse this name, for `validate_inputs`; a linked name is None.
 
-    Name and place are judged now, not after hours of sampling.
+    Name and folder are checked before the run and not after hours of sampling.
     """
     try:
         if filename_prefix is not None:
@@ -126,30 +126,28 @@ def name_refusal(filename_prefix: str | None) -> bool | str:
 
 
 def rate_refusal(fps: float | None) -> bool | str:
-    """For `validate_inputs`: the reason why no video can have that frame rate, True if one can; None is not known yet.
-
-    Hosts let NaN pass, which is neither too small nor too large.
-    """
-    if fps is None or (math.isfinite(fps) and SLOWEST <= fps <= FASTEST):
+    """Return True or the reason to refuse this frame rate, for `validate_inputs`; a linked value is None."""
+    # isfinite: hosts let NaN pass, which is neither below the minimum nor above the maximum.
+    if fps is None or (math.isfinite(fps) and MIN_FPS <= fps <= MAX_FPS):
         return True
-    return f"{fps} frames per second: give a number from {SLOWEST} to {FASTEST:g}"
+    return f"{fps} frames per second: give a number from {MIN_FPS} to {MAX_FPS:g}"
 
 
 def graph_of(hidden: io.HiddenHolder) -> dict[str, object]:
-    """What ComfyUI looks for in a file that is dropped on its canvas; nothing where users want no graph in files."""
+    """Return the metadata from which ComfyUI restores the graph of a dropped file; empty if the user disabled it."""
     if not current_host().graph_in_files():
         return {}
     graph = dict(hidden.extra_pnginfo or {})
     return graph if hidden.prompt is None else {**graph, "prompt": hidden.prompt, SAVING_NODE: hidden.unique_id}
 
 
-def shown(file: OutputFile) -> ui.PreviewVideo:
-    """The video, below its node."""
+def video_preview(file: OutputFile) -> ui.PreviewVideo:
+    """Return the preview of the video on its node."""
     return ui.PreviewVideo([ui.SavedResult(file.filename, file.subfolder, io.FolderType.output)])
 
 
 class WanStreamDecodeVideo(io.ComfyNode):
-    """Decodes straight into the encoder."""
+    """Decoder that writes its frames straight into an MP4."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -180,8 +178,8 @@ class WanStreamDecodeVideo(io.ComfyNode):
     def validate_inputs(
         cls, filename_prefix: str | None = None, fps: float | None = None, tile_size: int | None = None
     ) -> bool | str:
-        judged = (name_refusal(filename_prefix), rate_refusal(fps), tiling_refusal(tile_size))
-        return said_once(next((refusal for refusal in judged if refusal is not True), True))
+        answers = (name_refusal(filename_prefix), rate_refusal(fps), tiling_refusal(tile_size))
+        return report_once(next((answer for answer in answers if answer is not True), True))
 
     @classmethod
     def execute(
@@ -204,11 +202,11 @@ class WanStreamDecodeVideo(io.ComfyNode):
                 metadata=graph_of(cls.hidden),
                 **encoding,
             )
-        return io.NodeOutput(ui=shown(file))
+        return io.NodeOutput(ui=video_preview(file))
 
 
 class WanStreamVAEDecode(io.ComfyNode):
-    """Turns a latent into frames."""
+    """Decoder that returns images."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -254,12 +252,12 @@ class WanStreamVAEDecode(io.ComfyNode):
     ) -> io.NodeOutput:
         settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype)
         with current_host().ledger().phase("decode", current_host().device()):
-            videos, told = decode_images(settings, latent["samples"], workers, node_id=cls.hidden.unique_id)
-        return io.NodeOutput(videos.flatten(0, 1), ui=ui.PreviewText("\n".join(told)) if told else None)
+            videos, notes = decode_images(settings, latent["samples"], workers, node_id=cls.hidden.unique_id)
+        return io.NodeOutput(videos.flatten(0, 1), ui=ui.PreviewText("\n".join(notes)) if notes else None)
 
 
 class WanStreamSaveVideo(io.ComfyNode):
-    """Writes an MP4 that restores its graph when it is dropped on the canvas."""
+    """Writer of an MP4 that restores its graph when it is dropped on the canvas."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -286,8 +284,8 @@ class WanStreamSaveVideo(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, filename_prefix: str | None = None, fps: float | None = None) -> bool | str:
-        named = name_refusal(filename_prefix)
-        return said_once(rate_refusal(fps) if named is True else named)
+        answer = name_refusal(filename_prefix)
+        return report_once(rate_refusal(fps) if answer is True else answer)
 
     @classmethod
     def execute(
@@ -299,9 +297,9 @@ class WanStreamSaveVideo(io.ComfyNode):
         latent: dict[str, torch.Tensor] | None = None,
     ) -> io.NodeOutput:
         _, height, width, _ = images.shape
-        # After a Cancel the images and the latent are still in the cache of the host.
+        # No copy is kept after a Cancel: the images and the latent are still in the cache of the host.
         keep = keep_latent_until_done(latent["samples"] if latent else None, after_cancel=False)
         with current_host().ledger().phase("save", current_host().device()), keep:
             file = current_host().output_file(filename_prefix, "mp4", width=width, height=height)
             write_mp4(file.path, images, fps=fps, crf=crf, metadata=graph_of(cls.hidden))
-        return io.NodeOutput(ui=shown(file))
+        return io.NodeOutput(ui=video_preview(file))

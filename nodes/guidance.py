@@ -1,4 +1,4 @@
-"""Guidance beyond one scale for each expert."""
+"""Node for guidance per step and for NAG."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..wan import Nag
 from . import sockets
 
 OFF = 1.0
-"""The NAG scale that changes nothing."""
+"""NAG scale without an effect."""
 
 
 class WanStreamGuidance(io.ComfyNode):
-    """A guidance for each step, and a negative prompt for steps without guidance."""
+    """Guidance scale per step, and a negative prompt for steps without guidance."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

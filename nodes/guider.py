@@ -1,4 +1,4 @@
-"""For ComfyUI's own samplers: both experts as one GUIDER, and the SIGMAS that go with it."""
+"""Nodes for ComfyUI's own samplers: both experts as one GUIDER, and matching SIGMAS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sampler import settings_for
 
 
 class WanStreamGuider(io.ComfyNode):
-    """Both streamed experts as one model for ComfyUI's samplers; each call runs the expert of its noise level."""
+    """GUIDER over both streamed experts; each call runs the expert of its noise level."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -48,17 +48,17 @@ class WanStreamGuider(io.ComfyNode):
         guidance: Guidance | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
-        own = settings_for(experts, settings)
-        scales = own.pop("guidance_high"), own.pop("guidance_low")
-        set_to = GuiderSettings(guidance=scales, more_guidance=guidance or Guidance(), **own)
-        asked = policy or OffloadPolicy.layerwise()
+        settings = settings_for(experts, settings)
+        scales = settings.pop("guidance_high"), settings.pop("guidance_low")
+        guider_settings = GuiderSettings(guidance=scales, more_guidance=guidance or Guidance(), **settings)
+        policy = policy or OffloadPolicy.layerwise()
         return io.NodeOutput(
-            current_host().guider(experts, positive, negative, set_to, flow_shift=flow_shift, policy=asked)
+            current_host().guider(experts, positive, negative, guider_settings, flow_shift=flow_shift, policy=policy)
         )
 
 
 class WanStreamSigmas(io.ComfyNode):
-    """The noise levels of a run, without a model to ask."""
+    """Noise levels of a run, computed without a model."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -39,11 +39,9 @@ def compile_input() -> io.Input:
     )
 
 
-def said_once(answer: bool | str) -> bool:
-    """For `validate_inputs` of several inputs: raise RequestError with a refusal instead of returning it.
-
-    ComfyUI repeats a refusal that is returned under every input that the signature names. An exception it shows once.
-    """
+def report_once(answer: bool | str) -> bool:
+    """Raise RequestError for a refusal instead of returning it from a `validate_inputs` of several inputs."""
+    # ComfyUI shows a returned refusal under every input of the signature, an exception only once.
     if isinstance(answer, str):
         raise RequestError(answer)
     return answer
@@ -109,22 +107,23 @@ def cache_input() -> io.Input:
 logger = logging.getLogger("wanstream.nodes")
 
 WARNINGS = "wanstream_warnings"
-"""The key of the history that keeps them, next to the text that the node shows."""
+"""Key of the warnings in the history; the text on the node repeats them."""
 
 
 class StrictError(ValueError):
-    """Something looks wrong, and the user wants an error then (`--strict`, or the setting in ComfyUI)."""
+    """A warning that is an error in strict mode (`--strict`, or the setting in ComfyUI)."""
 
 
-def shown_warnings(found: Sequence[str]) -> dict[str, Any] | None:
-    """Log each of them and return what the node shows; None where there are none.
+def warnings_ui(warnings: Sequence[str]) -> dict[str, Any] | None:
+    """Log the warnings and return the node's UI output with them, or None if there are none.
 
-    Raises StrictError where the host is strict.
+    Raises:
+        StrictError: there are warnings and the host is strict.
     """
-    if not found:
+    if not warnings:
         return None
     if current_host().strict():
-        raise StrictError(f"{'; '.join(found)}. This is an error because the run is strict")
-    for warning in found:
+        raise StrictError(f"{'; '.join(warnings)}. This is an error because the run is strict")
+    for warning in warnings:
         logger.warning("%s", warning)
-    return {"text": ["\n".join(f"Warning: {warning}" for warning in found)], WARNINGS: list(found)}
+    return {"text": ["\n".join(f"Warning: {warning}" for warning in warnings)], WARNINGS: list(warnings)}

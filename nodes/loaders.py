@@ -1,4 +1,4 @@
-"""Nodes that choose models: the pair of experts, a single model, LoRAs."""
+"""Loader nodes: a pair of experts, a single model, LoRAs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..host import current_host, io, search_words
 from ..schema import Attention, ExpertsRef, LoraRef, Storage
 from ..wan import STORAGES, expert_suspicions, lora_suspicions
 from . import sockets
-from .inputs import attention_input, compile_input, shown_warnings
+from .inputs import attention_input, compile_input, warnings_ui
 
 if TYPE_CHECKING:
     from ..wan import ExpertPair
@@ -25,7 +25,7 @@ logger = logging.getLogger("wanstream.nodes")
 
 
 class WanStreamExperts(io.ComfyNode):
-    """Names the high-noise and the low-noise expert and checks that they belong together."""
+    """Reference to a high-noise and a low-noise expert that were checked to be a pair."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -80,22 +80,22 @@ class WanStreamExperts(io.ComfyNode):
             attention=attention,
             compile=compile,
         )
-        # Opened here so that a bad file or a missing package is reported on the node that names it. The sampler finds
-        # the pair open.
+        # Opened here, and not by the sampler, so that a bad file or a missing package is reported on this node. The
+        # host keeps the pair open for the sampler.
         with current_host().ledger().phase("open", current_host().device()):
             pair = current_host().experts(ref)
         log_auto_dtype(ref, pair)
-        return io.NodeOutput(ref, ui=shown_warnings(expert_suspicions(pair.high, pair.low)))
+        return io.NodeOutput(ref, ui=warnings_ui(expert_suspicions(pair.high, pair.low)))
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> bool:
-        """Let the node run again when what it warns of becomes an error, or no error any more."""
+        """Run the node again when strict mode was switched: its warnings become errors, or warnings again."""
         return current_host().strict()
 
 
 def log_auto_dtype(ref: ExpertsRef, pair: ExpertPair) -> None:
-    """Log the dtype that `compute_dtype` auto gives in this process. It stays "auto" in `ref` for workers, which agree
-    on a dtype that is fast on the devices of all of them."""
+    """Log the dtype that `compute_dtype` auto gives in this process."""
+    # `ref` itself keeps "auto": workers agree on a dtype that is fast on the devices of all of them.
     if ref.compute_dtype == AUTO:
         logger.info(
             "compute_dtype auto: the blocks compute in %s on %s",
@@ -128,7 +128,7 @@ def storage_input() -> io.Combo.Input:
 
 
 class WanStreamOneExpert(io.ComfyNode):
-    """Names a model that is one expert, which runs every step, and checks that it is whole."""
+    """Reference to a single model, which runs every step and was checked to be complete."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -172,8 +172,8 @@ class WanStreamOneExpert(io.ComfyNode):
             attention=attention,
             compile=compile,
         )
-        # Opened here so that a bad file or a missing package is reported on the node that names it. The sampler finds
-        # it open.
+        # Opened here, and not by the sampler, so that a bad file or a missing package is reported on this node. The
+        # host keeps it open for the sampler.
         with current_host().ledger().phase("open", current_host().device()):
             pair = current_host().experts(ref)
         log_auto_dtype(ref, pair)
@@ -186,7 +186,7 @@ _FOLDER = "loras"
 
 
 class WanStreamLora(io.ComfyNode):
-    """Names a LoRA for each expert and checks that it fits."""
+    """Experts with one more LoRA each, which was checked to fit."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -224,14 +224,14 @@ class WanStreamLora(io.ComfyNode):
             strength_low=strength_low,
         )
         ref = replace(experts, loras=(*experts.loras, lora))
-        # Opened here so that a bad file is reported on the node that names it.
+        # Opened here so that a bad file is reported on this node and not on the sampler.
         pair = current_host().experts(ref)
-        found = lora_suspicions(lora.high_noise, lora.low_noise, pair.high, single=experts.single)
-        return io.NodeOutput(ref, ui=shown_warnings(found))
+        warnings = lora_suspicions(lora.high_noise, lora.low_noise, pair.high, single=experts.single)
+        return io.NodeOutput(ref, ui=warnings_ui(warnings))
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> bool:
-        """Let the node run again when what it warns of becomes an error, or no error any more."""
+        """Run the node again when strict mode was switched: its warnings become errors, or warnings again."""
         return current_host().strict()
 
 

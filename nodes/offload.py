@@ -1,4 +1,4 @@
-"""Nodes that choose an offload policy: layerwise prefetch, block swap, automatic."""
+"""Offload policy nodes: layerwise prefetch, block swap, automatic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..schema import OffloadPolicy, SourceKind
 from . import sockets
 
 ALL_BLOCKS = 80
-"""Of both experts."""
+"""Blocks of both experts of A14B."""
 
 _SOURCES: dict[str, SourceKind] = {"disk": "file", "RAM": "pinned"}
 
@@ -65,14 +65,14 @@ def _chunk_tokens() -> io.Int.Input:
 
 
 def _with(policy: OffloadPolicy, weights_source: str, ram_blocks: int, chunk_tokens: int) -> OffloadPolicy:
-    """`policy` with what both nodes say about RAM and tokens; `ram_blocks` counts for RAM only."""
+    """Return `policy` with the inputs that both nodes share; `ram_blocks` counts only if the source is RAM."""
     source = _SOURCES[weights_source]
-    homes = ram_blocks if source == "pinned" and ram_blocks < ALL_BLOCKS else None
-    return replace(policy, source=source, ram_blocks=homes, chunk_tokens=chunk_tokens or None)
+    limit = ram_blocks if source == "pinned" and ram_blocks < ALL_BLOCKS else None
+    return replace(policy, source=source, ram_blocks=limit, chunk_tokens=chunk_tokens or None)
 
 
 class WanStreamLayerwise(io.ComfyNode):
-    """Streams every block."""
+    """Policy that streams every block."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -96,7 +96,7 @@ class WanStreamLayerwise(io.ComfyNode):
 
 
 class WanStreamBlockSwap(io.ComfyNode):
-    """Streams some blocks of each expert and keeps the others while that expert runs."""
+    """Policy that streams some blocks of each expert and keeps the others resident while that expert runs."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -142,7 +142,7 @@ GB = 1e9
 
 
 class WanStreamAutoOffload(io.ComfyNode):
-    """Asks for the policy that is predicted to be the fastest within two budgets."""
+    """Policy that is predicted to be the fastest within two memory budgets."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -185,5 +185,5 @@ class WanStreamAutoOffload(io.ComfyNode):
 
 
 def _bytes(gigabytes: float) -> int | None:
-    """A budget in bytes; None leaves it to the planner."""
+    """Return a budget in bytes; None for 0, with which the planner uses the free memory."""
     return int(gigabytes * GB) if gigabytes else None

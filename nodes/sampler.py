@@ -1,4 +1,4 @@
-"""Sampler node: all steps of a model, with its inputs and the request made from them."""
+"""Sampler node: its inputs, their checks and the request made from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .inputs import (
     experts_input,
     guidance_input,
     policy_input,
-    said_once,
+    report_once,
     windows_input,
     workers_input,
 )
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 
 
 FROM_BOUNDARY = -1
-"""The `switch_step` that leaves the switch to `boundary_ratio`."""
+"""Value of `switch_step` with which `boundary_ratio` decides."""
 
-TO_THE_END = 10000
-"""The `end_step` that no schedule reaches; ComfyUI's samplers use the same."""
+NO_END_STEP = 10000
+"""Value of `end_step` past the end of any schedule; ComfyUI's samplers use the same."""
 
 
 def sampler_inputs() -> list[io.Input]:
-    """All inputs in the order of the node; saved workflows depend on it."""
+    """Return all inputs in the order that saved workflows depend on."""
     return [*_socket_inputs(), seed_input(), *setting_inputs()]
 
 
 def setting_inputs() -> list[io.Input]:
-    """What a run is told beside its experts and what each video brings: texts, latent and seed."""
+    """Return the inputs of a run except for its experts and for the texts, latent and seed of each video."""
     return [*_step_inputs(), *_switch_inputs(), *_guidance_inputs(), *_part_inputs(), *_optional_inputs()]
 
 
@@ -153,7 +153,7 @@ def _guidance_inputs() -> list[io.Input]:
 
 
 def _part_inputs() -> list[io.Input]:
-    """Which part of the schedule is run, with the meaning that KSampler (Advanced) gives to the same settings."""
+    """Return the inputs for a part of the schedule, with the same meaning as those of KSampler (Advanced)."""
     return [
         io.Int.Input(
             "start_step",
@@ -165,9 +165,9 @@ def _part_inputs() -> list[io.Input]:
         ),
         io.Int.Input(
             "end_step",
-            default=TO_THE_END,
+            default=NO_END_STEP,
             min=1,
-            max=TO_THE_END,
+            max=NO_END_STEP,
             optional=True,
             tooltip="The step before which the run ends; beyond the last one: it takes all steps. A following sampler "
             "goes on with this number as its start_step.",
@@ -206,19 +206,20 @@ def _optional_inputs() -> list[io.Input]:
 
 
 NOT_CONNECTED = object()
-"""Stands for sigmas that are not linked; a link is None until the run."""
+"""Default for sigmas that are not linked; a linked input is None until the run."""
 
 
 def steps_refusal(steps: object, start_step: object, switch_step: object, end_step: object) -> bool | str:
-    """For `validate_inputs`: why a run of such steps cannot be, told before the text encoder runs; True if it can.
+    """Return True or the reason to refuse these steps, for `validate_inputs`: before the text encoder runs.
 
-    A host checks no range of an input that is checked here. What is no number is left to others: a link is None here
-    and known only at the run, and text is refused by the host. Connected sigmas bring a number of steps of their own.
+    `steps` is None if sigmas are connected, which define the number of steps.
     """
+    # ComfyUI does not check the range of inputs that are checked here. A linked value is None until the run, and the
+    # host itself refuses text for a number.
     count = steps if isinstance(steps, int) else TRAIN_TIMESTEPS
     start = start_step if isinstance(start_step, int) else 0
     switch = switch_step if isinstance(switch_step, int) else FROM_BOUNDARY
-    end = end_step if isinstance(end_step, int) else TO_THE_END
+    end = end_step if isinstance(end_step, int) else NO_END_STEP
     try:
         check_steps(count)
         check_step_plan(count, start_step=start, switch_step=None if switch == FROM_BOUNDARY else switch, end_step=end)
@@ -228,19 +229,18 @@ def steps_refusal(steps: object, start_step: object, switch_step: object, end_st
 
 
 def settings_for(experts: ExpertsRef, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a sampler or guider, as these experts take them.
+    """Return the settings of a sampler or guider, adapted to these experts.
 
-    One expert takes every step under `guidance_high`; `boundary_ratio` and `guidance_low` are not used then.
+    A single model runs every step with `guidance_high`; `boundary_ratio` and `guidance_low` are not used.
 
-    Raises RequestError for a `switch_step` where there is nothing to switch to.
+    Raises:
+        RequestError: `switch_step` is set for a single model.
     """
     if not experts.single:
         return dict(settings)
     switch = settings.get("switch_step", FROM_BOUNDARY)
     if switch != FROM_BOUNDARY:
-        raise RequestError(
-            f"switch_step is {switch}, and the model is one expert, which runs every step: set it to {FROM_BOUNDARY}"
-        )
+        raise RequestError(f"switch_step is {switch}, but a single model runs every step: set it to {FROM_BOUNDARY}")
     return {**settings, "boundary_ratio": 0.0, "guidance_low": settings["guidance_high"]}
 
 
@@ -251,16 +251,17 @@ def request_of(
     guidance: Guidance | None = None,
     **settings: Any,
 ) -> DenoiseRequest:
-    """The run that native values and the widgets of a sampler describe.
+    """Return the request for native CONDITIONING and LATENT values and the widgets of a sampler.
 
-    Raises RequestError for what the experts cannot use, and for settings that do not fit together.
+    Raises:
+        RequestError: the experts cannot use an input, or settings do not fit together.
     """
-    # Without guidance nothing reads the negative, whatever it carries.
-    said = guidance or Guidance()
-    scales = said.steps or (settings["guidance_high"], settings["guidance_low"])
-    used = negative if said.nag is not None or any(scale != 1 for scale in scales) else None
-    inputs = native_inputs(positive, used, latent)
-    return _request(inputs, guidance_steps=said.steps, nag=said.nag, **settings)
+    guidance = guidance or Guidance()
+    scales = guidance.steps or (settings["guidance_high"], settings["guidance_low"])
+    # A negative that no step reads is not checked: its keys must not refuse the run.
+    needs_negative = guidance.nag is not None or any(scale != 1 for scale in scales)
+    inputs = native_inputs(positive, negative if needs_negative else None, latent)
+    return _request(inputs, guidance_steps=guidance.steps, nag=guidance.nag, **settings)
 
 
 def _request(
@@ -275,7 +276,7 @@ def _request(
     sigmas: torch.Tensor | None = None,
     **settings: Any,
 ) -> DenoiseRequest:
-    """`settings` are those that the request calls by the same name."""
+    """Return the request; `settings` are passed on under their names."""
     return DenoiseRequest(
         inputs.noise(seed if add_noise else None),
         inputs.positive,
@@ -295,11 +296,11 @@ def _request(
 
 
 TIMELINE = "wanstream_timeline"
-"""Where the history keeps what each step took: one `Timeline.to_dict()`."""
+"""Key of the timeline in the history: one `Timeline.to_dict()`."""
 
 
 class WanStreamSampler(io.ComfyNode):
-    """Runs the high-noise expert, then the low-noise one, both streamed, in one run without a reload at the switch."""
+    """Denoising run with both streamed experts and no reload at the switch."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -324,7 +325,7 @@ class WanStreamSampler(io.ComfyNode):
         end_step: int | None = None,
         sigmas: object = NOT_CONNECTED,
     ) -> bool | str:
-        return said_once(steps_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
+        return report_once(steps_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
 
     @classmethod
     def execute(
@@ -338,7 +339,7 @@ class WanStreamSampler(io.ComfyNode):
         **settings: Any,
     ) -> io.NodeOutput:
         request = request_of(positive, negative, latent, **settings_for(experts, settings))
-        asked = policy or OffloadPolicy.layerwise()
-        run = run_experts(experts, request, asked, node_id=cls.hidden.unique_id, workers=workers)
-        timeline, left = run.timeline, native_latent(run.result.latents, latent, sigma=run.result.sigma)
-        return io.NodeOutput(left, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})
+        policy = policy or OffloadPolicy.layerwise()
+        run = run_experts(experts, request, policy, node_id=cls.hidden.unique_id, workers=workers)
+        timeline, denoised = run.timeline, native_latent(run.result.latents, latent, sigma=run.result.sigma)
+        return io.NodeOutput(denoised, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})

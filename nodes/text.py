@@ -1,4 +1,4 @@
-"""Prompts."""
+"""Node that encodes prompts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..host import current_host, io, search_words
 
 
 class WanStreamTextEncode(io.ComfyNode):
-    """Turns both prompts into conditioning with the streamed UMT5 encoder."""
+    """Conditioning of both prompts from the streamed UMT5 encoder."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

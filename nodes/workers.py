@@ -17,29 +17,27 @@ from ..schema import (
     check_degrees,
 )
 from . import sockets
-from .inputs import said_once
+from .inputs import report_once
 
-AS_SET = "manual"
-LAYOUTS = (*GOALS, AS_SET)
-MOST_WORKERS = 64
+MANUAL = "manual"
+LAYOUTS = (*GOALS, MANUAL)
+MAX_WORKERS = 64
 AXES = ("data", "stage", "cfg", "ring", "ulysses")
-NUMBERS = ("count", *AXES)
+NUMERIC_INPUTS = ("count", *AXES)
 
 
 def workers_inputs() -> list[io.Input]:
-    """All inputs in the order of the node; saved workflows depend on it."""
+    """Return all inputs in the order that saved workflows depend on."""
     return [*_layout_inputs(), *_degree_inputs(), *_place_inputs(), *_life_inputs()]
 
 
-def workers_refusal(*, gpus: int | None, **given: Any) -> bool | str:
-    """For `validate_inputs`: why there can be no such workers, as far as it is known before the run; True if there can.
-
-    A link is None here, and judged when its value is known. Numbers that are not numbers are refused by the host.
-    """
+def workers_refusal(*, gpus: int | None, **inputs: Any) -> bool | str:
+    """Return True or the reason to refuse these workers, for `validate_inputs`: before any node runs."""
+    # A linked value is None until the run, and the host itself refuses text for a number.
     known = {
         name: value
-        for name, value in given.items()
-        if (isinstance(value, int) if name in NUMBERS else value is not None)
+        for name, value in inputs.items()
+        if (isinstance(value, int) if name in NUMERIC_INPUTS else value is not None)
     }
     try:
         _check(gpus=gpus, **known)
@@ -49,14 +47,14 @@ def workers_refusal(*, gpus: int | None, **given: Any) -> bool | str:
 
 
 def workers_ref(*, gpus: int | None, **settings: Any) -> WorkersRef:
-    """The workers that the widgets describe. Raises WorkersError or MeshError for those that there cannot be."""
+    """Return the workers that the widgets describe; raises WorkersError or MeshError for an impossible layout."""
     _check(gpus=gpus, **settings)
     layout, place = settings["layout"], cluster(settings["cluster"])
     degrees = {axis: settings[axis] for axis in AXES}
     return WorkersRef(
         count=settings["count"],
-        mesh=Mesh(**degrees) if layout == AS_SET else None,
-        goal=GOALS[0] if layout == AS_SET else layout,
+        mesh=Mesh(**degrees) if layout == MANUAL else None,
+        goal=GOALS[0] if layout == MANUAL else layout,
         address=place.address,
         token_file=place.token_file,
         weights=settings["weights"],
@@ -68,15 +66,15 @@ def workers_ref(*, gpus: int | None, **settings: Any) -> WorkersRef:
     )
 
 
-def _check(*, gpus: int | None, **given: Any) -> None:
-    if (layout := given.get("layout", GOALS[0])) not in LAYOUTS:
+def _check(*, gpus: int | None, **inputs: Any) -> None:
+    if (layout := inputs.get("layout", GOALS[0])) not in LAYOUTS:
         raise WorkersError(f"the layout is {layout!r}: choose one of {', '.join(LAYOUTS)}")
-    # A cluster that another node gives is not known yet, and limits nothing.
-    address = cluster(given["cluster"]).address if "cluster" in given else ""
-    count, degrees = given.get("count"), {axis: given[axis] for axis in AXES if axis in given}
+    # A linked cluster is not known yet: without its address only the local limits are checked.
+    address = cluster(inputs["cluster"]).address if "cluster" in inputs else ""
+    count, degrees = inputs.get("count"), {axis: inputs[axis] for axis in AXES if axis in inputs}
     if count is not None:
-        check_count(count, address, gpus=gpus, most=MOST_WORKERS)
-        if layout == AS_SET and len(degrees) == len(AXES):
+        check_count(count, address, gpus=gpus, most=MAX_WORKERS)
+        if layout == MANUAL and len(degrees) == len(AXES):
             check_degrees(Mesh(**degrees), count)
 
 
@@ -86,7 +84,7 @@ def _layout_inputs() -> list[io.Input]:
             "count",
             default=2,
             min=1,
-            max=MOST_WORKERS,
+            max=MAX_WORKERS,
             tooltip="Workers: processes with one GPU each; on a machine without a GPU they share its CPU. Each costs "
             "some seconds to start, once, the RAM of a Python with torch, and buffers of its own.",
         ),
@@ -101,18 +99,18 @@ def _layout_inputs() -> list[io.Input]:
 
 
 def _degree_inputs() -> list[io.Input]:
-    return [_degree(axis, most, what) for axis, most, what in _DEGREES]
+    return [_degree(axis, largest, text) for axis, largest, text in _DEGREES]
 
 
 _DEGREES = (
     (
         "data",
-        MOST_WORKERS,
+        MAX_WORKERS,
         "Videos of a batch that are computed at the same time. Costs nothing; one video gains nothing.",
     ),
     (
         "stage",
-        MOST_WORKERS,
+        MAX_WORKERS,
         "Ranges of steps: a video moves from one to the next, and with 2 each worker keeps one expert. Pays for a "
         "batch; one video gains nothing.",
     ),
@@ -123,7 +121,7 @@ _DEGREES = (
     ),
     (
         "ring",
-        MOST_WORKERS,
+        MAX_WORKERS,
         "Shares of every video's tokens; keys and values go round. Costs an exchange in every block. On GPUs only.",
     ),
     (
@@ -135,8 +133,8 @@ _DEGREES = (
 )
 
 
-def _degree(axis: str, most: int, what: str) -> io.Input:
-    return io.Int.Input(axis, default=1, min=1, max=most, tooltip=f"{what} Read with the layout {AS_SET} only.")
+def _degree(axis: str, largest: int, text: str) -> io.Input:
+    return io.Int.Input(axis, default=1, min=1, max=largest, tooltip=f"{text} Read with the layout {MANUAL} only.")
 
 
 def _place_inputs() -> list[io.Input]:
@@ -194,7 +192,7 @@ def _life_inputs() -> list[io.Input]:
 
 
 class WanStreamWorkers(io.ComfyNode):
-    """Names workers; they start when a sampler first asks for them, and stay for the next run."""
+    """Reference to workers, which start with the first run that needs them and are kept for the next one."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -224,7 +222,7 @@ class WanStreamWorkers(io.ComfyNode):
     ) -> bool | str:
         degrees = {"data": data, "stage": stage, "cfg": cfg, "ring": ring, "ulysses": ulysses}
         gpus = gpus_of(current_host().device())
-        return said_once(workers_refusal(gpus=gpus, count=count, layout=layout, **degrees, cluster=cluster))
+        return report_once(workers_refusal(gpus=gpus, count=count, layout=layout, **degrees, cluster=cluster))
 
     @classmethod
     def execute(
@@ -234,8 +232,8 @@ class WanStreamWorkers(io.ComfyNode):
         timeout_s: float = 300.0,
         **settings: Any,
     ) -> io.NodeOutput:
-        life = {"threads": threads, "max_restarts": max_restarts, "timeout_s": timeout_s}
-        ref = workers_ref(gpus=gpus_of(current_host().device()), **settings, **life)
-        # Asked here so that what is missing is said on the node that wants it.
+        options = {"threads": threads, "max_restarts": max_restarts, "timeout_s": timeout_s}
+        ref = workers_ref(gpus=gpus_of(current_host().device()), **settings, **options)
+        # Checked here so that a missing Ray is reported on this node and not on the sampler.
         check_ray(ref)
         return io.NodeOutput(ref)

@@ -15,7 +15,7 @@ from wanstream.devices import compute_dtype
 from wanstream.host import current_host, io
 from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes.loaders import WanStreamExperts, WanStreamOneExpert
-from wanstream.nodes.runs.benchmark import _expert_words
+from wanstream.nodes.runs.benchmark import _describe_experts
 from wanstream.schema.experts_ref import ExpertsRef
 from wanstream.testing.wan21 import T2V_FILE
 from wanstream.tests.support.embedded import embedded_host
@@ -63,8 +63,8 @@ def test_a_package_that_is_missing_is_said_by_the_loader(loader: type[io.ComfyNo
 
 def test_a_report_names_what_was_chosen() -> None:
     plain = ExpertsRef(high_noise=Path("high"), low_noise=Path("low"))
-    words = _expert_words(replace(plain, attention="sage", compile=True))
-    assert words == {**_expert_words(plain), "Attention": "sage", "Blocks": "compiled"}
+    words = _describe_experts(replace(plain, attention="sage", compile=True))
+    assert words == {**_describe_experts(plain), "Attention": "sage", "Blocks": "compiled"}
 
 
 @pytest.mark.parametrize(("loader", "files"), LOADERS, ids=["pair", "one"])

@@ -79,7 +79,7 @@ def test_settings_of_a_pair_stay_what_they_are() -> None:
 def test_one_expert_takes_every_step_under_the_first_guidance() -> None:
     own = settings_for(ONE, SETTINGS)
     assert own == {**SETTINGS, "boundary_ratio": 0.0, "guidance_low": 5.0}
-    with pytest.raises(RequestError, match="switch_step is 0, and the model is one expert"):
+    with pytest.raises(RequestError, match="switch_step is 0, but a single model runs every step"):
         settings_for(ONE, {**SETTINGS, "switch_step": 0})
 
 

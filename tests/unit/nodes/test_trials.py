@@ -144,7 +144,7 @@ def test_steps_are_replaced_where_they_can_be(make_request: Request) -> None:
     assert request.steps == 5
     with pytest.raises(RequestError, match="switch step 2 of 1 steps"):
         with_steps(request, 1)
-    with pytest.raises(RequestError, match="3 steps were asked for, but the run has its sigmas from another node"):
+    with pytest.raises(RequestError, match="3 steps were requested, but the run has its sigmas from another node"):
         with_steps(replace(request, steps=None, sigmas=[1.0, 0.5, 0.3, 0.0]), 3)
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from wanstream.host.embedded.adapter import Folders
-from wanstream.nodes.latents import GivenImageError, WanStreamEmptyLatent, WanStreamImageToVideo
+from wanstream.nodes.latents import UnsupportedImageError, WanStreamEmptyLatent, WanStreamImageToVideo
 from wanstream.nodes.runs.decode import DecodeSettings, decode_images, decode_to_file
 from wanstream.nodes.runs.latent_backup import VideoRefusedError
 from wanstream.sampling import RequestError
@@ -147,7 +147,7 @@ class TestAStartImage:
         ids=["end", "clip"],
     )
     def test_nothing_else_is_taken(self, more: dict[str, Any], said: str) -> None:
-        with pytest.raises(GivenImageError, match=said):
+        with pytest.raises(UnsupportedImageError, match=said):
             WanStreamImageToVideo.execute(PROMPT, PROMPT, VAE, torch.zeros(1, 8, 8, 3), 1, **SIZE, **more)
 
     def test_sizes_are_multiples_of_32(self) -> None:
