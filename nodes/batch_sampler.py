@@ -38,8 +38,8 @@ class WanStreamLane(io.ComfyNode):
             display_name="Wan Add Video",
             category="WanStream/sampling",
             **search_words("batch", "several videos", "several prompts"),
-            description="One more video for Wan Batch Sampler, with texts, image and seed of its own. Put as many in a "
-            "row as videos are to share one pass over the weights.",
+            description="Adds a video with its own texts, image and seed to Wan Batch Sampler. Connect one node per "
+            "video in a row: all share one pass over the weights.",
             inputs=[
                 io.Conditioning.Input(
                     "positive",
@@ -47,13 +47,13 @@ class WanStreamLane(io.ComfyNode):
                 ),
                 io.Conditioning.Input(
                     "negative",
-                    tooltip="As positive. Costs nothing where a guidance is 1; may be the same for all lanes.",
+                    tooltip="Like positive. Costs nothing if a guidance is 1; may be the same for all lanes.",
                 ),
                 io.Latent.Input(
                     "latent",
                     tooltip="Of the same size as those of the other lanes. Each video costs its full compute time, "
                     "and 0.7 GB of device memory at 832x480x81, 1.5 GB at 1280x720x81 (bf16; half of it without "
-                    "guidance); its weights come for nothing.",
+                    "guidance); its weights cost nothing more.",
                 ),
                 seed_input(),
                 sockets.Lanes.Input(
@@ -85,14 +85,14 @@ class WanStreamLaneSampler(io.ComfyNode):
             display_name="Wan Batch Sampler",
             category="WanStream/sampling",
             **search_words("batch", "several videos", "ksampler"),
-            description="Does what Wan Sampler does, for all videos of a row of Wan Lanes: the weights move once per "
-            "step, whatever the number of videos. Each is the video that Wan Sampler makes of it alone.",
+            description="Wan Sampler for all videos of a row of Wan Add Video: the weights move once per step for all "
+            "of them. Each video is the same as from Wan Sampler alone.",
             inputs=[
                 experts_input(),
                 sockets.Lanes.Input(
                     "lanes",
                     tooltip="From the last Wan Add Video of a row. Compute time is proportional to their number, "
-                    "what is read and copied stays that of one.",
+                    "bytes read and copied are those of one.",
                 ),
                 *setting_inputs(),
             ],
@@ -138,7 +138,7 @@ class WanStreamLaneLatent(io.ComfyNode):
             display_name="Wan Pick Video",
             category="WanStream/sampling",
             **search_words("batch", "select video"),
-            description="Takes one video out of what Wan Batch Sampler has made.",
+            description="Picks one video from the result of Wan Batch Sampler.",
             inputs=[
                 sockets.LaneLatents.Input("latents", tooltip="From Wan Batch Sampler."),
                 io.Int.Input(
@@ -146,7 +146,7 @@ class WanStreamLaneLatent(io.ComfyNode):
                     default=0,
                     min=0,
                     max=MAX_LANES - 1,
-                    tooltip="Which lane: 0 is the first Wan Add Video of the row. Costs nothing.",
+                    tooltip="Lane: 0 is the first Wan Add Video of the row. Costs nothing.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],

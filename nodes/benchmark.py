@@ -36,9 +36,9 @@ class WanStreamBenchmark(io.ComfyNode):
             display_name="Wan Benchmark",
             category="WanStream/benchmark",
             **search_words("benchmark", "speed test", "measure", "profile", "timing"),
-            description="Seconds, bytes and memory of every step of a sampler's run, head to head with other runs, as "
-            "JSON, CSV, an HTML page and a chart in the output folder. Runs it again, as often as you say and under "
-            "every setting that you name; as it is, it only reports what ran already.",
+            description="Reports seconds, bytes and memory of every step of a sampler's run, next to other runs, as "
+            "JSON, CSV, an HTML page and a chart in the output folder. Can repeat the run under every setting "
+            "that you name; the defaults only report the finished run.",
             inputs=[_run_input(), *_time_inputs(), *_matrix_inputs(), *_file_inputs(), *_other_runs()],
             outputs=[io.Image.Output(display_name="chart"), io.String.Output(display_name="summary")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
@@ -114,7 +114,7 @@ def _image(chart: Image.Image) -> torch.Tensor:
 
 
 def _run_input() -> io.Input:
-    return sockets.Run.Input("run", tooltip="From Wan Sampler: what is measured, and what other runs are held against.")
+    return sockets.Run.Input("run", tooltip="From Wan Sampler: the run to measure, and the reference for other runs.")
 
 
 def _time_inputs() -> list[io.Input]:
@@ -124,16 +124,16 @@ def _time_inputs() -> list[io.Input]:
             default=0,
             min=0,
             max=MAX_RUNS,
-            tooltip="Runs of each variant that are made first and not counted. Each costs a whole run; the first one "
-            "of a variant fetches what stays and fills the page cache.",
+            tooltip="First runs of each variant, which are not counted. Each costs a whole run; the first one fetches "
+            "the resident blocks and fills the page cache.",
         ),
         io.Int.Input(
             "repeats",
             default=1,
             min=1,
             max=MAX_RUNS,
-            tooltip="Runs of each variant that count, each a whole run. 1, with no warm-up and nothing varied: the run "
-            "that was made already is reported, and nothing is run again. From 3 on the spread says something.",
+            tooltip="Measured runs of each variant, each a whole run. 1, without warm-up and variants: the finished "
+            "run is reported, and nothing is run again. The spread means something from 3 on.",
         ),
         io.Float.Input(
             "cooldown_s",
@@ -141,7 +141,7 @@ def _time_inputs() -> list[io.Input]:
             min=0.0,
             max=MAX_PAUSE_S,
             step=1.0,
-            tooltip="Seconds of rest before each run, so that a hot GPU does not slow the next one down.",
+            tooltip="Seconds of pause before each run, so that a hot GPU does not slow the next one down.",
         ),
     ]
 
@@ -150,19 +150,18 @@ def _matrix_inputs() -> list[io.Input]:
     return [
         io.String.Input(
             "policies",
-            tooltip="What to run it under, as words with commas between: layerwise, block_swap 20, resident, auto. "
-            "Empty: the policy of the run. Each word costs warmup + repeats runs; resident takes the memory of both "
-            "experts.",
+            tooltip="Policies to compare, separated by commas: layerwise, block_swap 20, resident, auto. Empty: the "
+            "policy of the run. Each one costs warmup + repeats runs; resident takes the memory of both experts.",
         ),
         io.String.Input(
             "prefetch",
             tooltip=f"Prefetch depths (0 to {MOST_AHEAD}) to try with layerwise and block_swap: 1, 2. Empty: that of "
-            "the run. Each multiplies the runs, and one block more ahead costs 0.70 GB in bf16.",
+            "the run. Each multiplies the runs; one more block ahead costs 0.70 GB in bf16.",
         ),
         io.String.Input(
             "steps",
             tooltip=f"Numbers of steps (1 to {MOST_STEPS}) to try: 4, 8. Empty: that of the run. Each multiplies the "
-            "runs. Short runs tell as much about a step as long ones.",
+            "runs. Short runs measure a step as well as long ones.",
         ),
     ]
 
@@ -179,8 +178,8 @@ def _file_inputs() -> list[io.Input]:
             "trace",
             default=False,
             optional=True,
-            tooltip="On: every run that the benchmark makes leaves a trace of its visits and fetches for "
-            "ui.perfetto.dev, some MB each, next to the report.",
+            tooltip="On: writes a trace of visits and fetches for ui.perfetto.dev, some MB for each run of the "
+            "benchmark, next to the report.",
         ),
     ]
 
@@ -190,7 +189,7 @@ def _other_runs() -> list[io.Input]:
         sockets.Run.Input(
             f"run_{letter}",
             optional=True,
-            tooltip="From another Wan Sampler, to compare. Whatever is repeated and varied is for this run too.",
+            tooltip="From another Wan Sampler, to compare. It is repeated and varied like the first run.",
         )
         for letter in "bcd"
     ]

@@ -22,8 +22,8 @@ def vae_input() -> io.Input:
     return io.Combo.Input(
         "vae",
         options=current_host().model_names("diffusers", "vae"),
-        tooltip="wan_2.1_vae.safetensors, for Wan2.2 5B wan2.2_vae.safetensors, or the diffusers pipeline folder that "
-        "holds the VAE. It is loaded for this node alone (0.5 GB, for 5B 2.8 GB).",
+        tooltip="wan_2.1_vae.safetensors, for Wan2.2 5B wan2.2_vae.safetensors, or the diffusers pipeline folder with "
+        "the VAE. Loaded for this node alone (0.5 GB, for 5B 2.8 GB).",
     )
 
 
@@ -36,10 +36,10 @@ def tile_size_input() -> io.Input:
         max=4096,
         step=PIXELS_PER_LATENT,
         optional=True,
-        tooltip="Width of the tiles that are decoded one by one; 0: whole frames if they fit in memory, else the "
-        "tiles that fit and compute least. 256 computes a fourteenth of a 1280x720 frame at once, and 1.65 times as "
-        "much in all, because tiles overlap by a quarter, over which they are blended. For Wan2.2 5B a multiple of 16, "
-        "128 or more.",
+        tooltip="Width of the tiles in pixels; 0: whole frames if they fit in memory, else the tiles that fit with "
+        "the least compute. 256 decodes a fourteenth of a 1280x720 frame at once, at 1.65 times the compute in "
+        "all, because tiles overlap by a quarter, where they are blended. For Wan2.2 5B a multiple of 16, 128 or "
+        "more.",
     )
 
 
@@ -52,9 +52,9 @@ def memory_input() -> io.Input:
         max=1024.0,
         step=0.1,
         optional=True,
-        tooltip="Memory for decoding, in addition to the VAE's weights; 0: what is free. Whole frames of 1280x720 take "
-        "21 GB, tiles of 256 pixels 1.5 GB; with the VAE of Wan2.2 5B 22 GB and 1.6 GB. Where even that is not there, "
-        "smaller tiles are tried.",
+        tooltip="Memory for decoding, in addition to the VAE's weights; 0: the free memory. Whole frames of 1280x720 "
+        "take 21 GB, tiles of 256 pixels 1.5 GB; with the VAE of Wan2.2 5B 22 GB and 1.6 GB. If memory still runs "
+        "out, smaller tiles are tried.",
     )
 
 
@@ -65,8 +65,8 @@ def dtype_input() -> io.Input:
         options=list(VAE_DTYPES),
         default="fp32",
         optional=True,
-        tooltip="What the VAE computes in. bf16 takes half the memory, also of the VAE itself, and less time where "
-        "the device computes in it; colours are rounded, in places by a few of 255 levels.",
+        tooltip="Compute dtype of the VAE. bf16 takes half the memory, also of the VAE itself, and less time if the "
+        "device supports it; colours are rounded, in places by a few of 255 levels.",
     )
 
 
@@ -92,8 +92,8 @@ def saving_inputs() -> list[io.Input]:
             min=MIN_FPS,
             max=MAX_FPS,
             step=0.01,
-            tooltip="Wan2.2 A14B makes 16 frames per second of motion, 5B 24; another number speeds it up or slows it "
-            "down.",
+            tooltip="Wan2.2 A14B generates 16 frames per second, 5B 24; another number changes the speed of the "
+            "motion.",
         ),
         io.String.Input(
             "filename_prefix",
@@ -156,13 +156,13 @@ class WanStreamDecodeVideo(io.ComfyNode):
             display_name="Wan Decode to Video",
             category="WanStream/video",
             **search_words("mp4", "h264", "long video", "vae", "video combine"),
-            description="Decodes a Wan latent straight into an MP4 (H.264), with no images in RAM between. Drop the "
-            "file on the canvas to get the graph back.",
+            description="Decodes a Wan latent straight into an MP4 (H.264), without images in RAM. Drop the file on "
+            "the canvas to get the graph back.",
             inputs=[
                 vae_input(),
                 io.Latent.Input(
                     "latent",
-                    tooltip="From Wan Sampler. A copy lies in output/latents until the video is there.",
+                    tooltip="From Wan Sampler. A copy is in output/latents until the video is complete.",
                 ),
                 *saving_inputs(),
                 tile_size_input(),
@@ -219,15 +219,16 @@ class WanStreamVAEDecode(io.ComfyNode):
             inputs=[
                 vae_input(),
                 io.Latent.Input(
-                    "latent", tooltip="From Wan Sampler. A copy lies in output/latents until the images are there."
+                    "latent",
+                    tooltip="From Wan Sampler. A copy is in output/latents until the images are complete.",
                 ),
                 tile_size_input(),
                 sockets.Workers.Input(
                     "workers",
                     optional=True,
-                    tooltip="From Wan Workers (many GPUs): they share the tiles. With tile_size 0 these are as large "
-                    "as the memory of each allows, and as many as there are workers or more. The images are those of "
-                    "one device with the same tiles.",
+                    tooltip="From Wan Workers (many GPUs), which share the tiles. With tile_size 0 the tiles are as "
+                    "large as the memory of each worker allows, and at least as many as workers. The images are "
+                    "those of one device with the same tiles.",
                 ),
                 memory_input(),
                 dtype_input(),
@@ -273,8 +274,8 @@ class WanStreamSaveVideo(io.ComfyNode):
                 io.Latent.Input(
                     "latent",
                     optional=True,
-                    tooltip="Kept if the video cannot be written, for example on a full disk: in output/latents, or in "
-                    "the temp folder where that has no room for it.",
+                    tooltip="Kept in output/latents if the video cannot be written, for example on a full disk, or in "
+                    "the temp folder if there is no room.",
                 ),
             ],
             outputs=[],

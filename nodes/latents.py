@@ -31,7 +31,7 @@ def size_inputs() -> list[io.Input]:
             min=16,
             max=MAX_SIZE["width"],
             step=16,
-            tooltip="Multiple of 16, for Wan2.2 5B of 32. A step costs more than in proportion to width x height x "
+            tooltip="Multiple of 16, for Wan2.2 5B of 32. The time of a step grows faster than width x height x "
             "frames: 1280x720 takes about four times as long per block as 832x480.",
         ),
         io.Int.Input(
@@ -43,8 +43,8 @@ def size_inputs() -> list[io.Input]:
             min=1,
             max=MAX_SIZE["frames"],
             step=4,
-            tooltip="4n + 1. 81 are 5 seconds at 16 fps, what Wan2.2 A14B was trained on, and 121 at 24 fps, which 5B "
-            "makes; every 4 more cost one latent frame.",
+            tooltip="4n + 1. 81 frames are 5 seconds at 16 fps, the format of Wan2.2 A14B; 5B uses 121 frames at 24 "
+            "fps. Every 4 more add one latent frame.",
         ),
         io.Int.Input(
             "batch_size",
@@ -111,8 +111,8 @@ class WanStreamEmptyLatent(io.ComfyNode):
                     options=list(MODELS),
                     default=WAN21.models,
                     optional=True,
-                    tooltip="Whose latent it is: of 16 channels and 8 pixels for each latent pixel, or of 48 and 16. "
-                    "The same size has a fourth of the tokens with Wan2.2 5B.",
+                    tooltip="Model of the latent: 16 channels and 8 pixels per latent pixel, or 48 and 16. Wan2.2 5B "
+                    "has a fourth of the tokens for the same size.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
@@ -158,8 +158,8 @@ class WanStreamImageToVideo(io.ComfyNode):
             display_name="WanStream Image to Video",
             category="WanStream/video",
             **search_words("i2v", "img2vid", "flf2v", "first last frame", "start image", "end image"),
-            description="Encodes a start image, and an end image if there is one, and hands them to the sampler with "
-            "both prompts. Needs I2V experts, or Wan2.2 5B and its VAE.",
+            description="Encodes a start image and an optional end image for the sampler and adds them to both "
+            "prompts. Needs I2V experts, or Wan2.2 5B and its VAE.",
             inputs=[
                 io.Conditioning.Input("positive", tooltip="From Wan Text Encode; goes on to the sampler."),
                 io.Conditioning.Input("negative", tooltip="From Wan Text Encode; goes on to the sampler."),
@@ -169,16 +169,16 @@ class WanStreamImageToVideo(io.ComfyNode):
                 io.Image.Input(
                     "end_image",
                     optional=True,
-                    tooltip="The last frame; several images are the last frames in order. Costs nothing: the video is "
-                    "encoded whole in any case. Not for Wan2.2 5B.",
+                    tooltip="The last frame; several images are the last frames in order. Costs nothing: the whole "
+                    "video is encoded in any case. Not for Wan2.2 5B.",
                 ),
                 io.Combo.Input(
                     "clip_vision",
                     options=[NONE, *current_host().model_names("diffusers", "clip_vision")],
                     default=NONE,
                     optional=True,
-                    tooltip="For Wan2.1 I2V: clip_vision_h.safetensors, or the diffusers pipeline folder that holds "
-                    "the image encoder. Its layers are streamed (0.2 GB of device memory, 1.3 GB read). Wan2.2 needs "
+                    tooltip="For Wan2.1 I2V: clip_vision_h.safetensors, or the diffusers pipeline folder with the "
+                    "image encoder. Its layers are streamed (0.2 GB of device memory, 1.3 GB read). Wan2.2 needs "
                     "none.",
                 ),
                 io.Combo.Input(
@@ -186,8 +186,8 @@ class WanStreamImageToVideo(io.ComfyNode):
                     options=list(CROPS),
                     default="none",
                     optional=True,
-                    tooltip="What CLIP sees of the start image. none: all of it, pressed into a square, as in Wan's "
-                    "own code. center: the square in its middle, as in diffusers. Costs nothing.",
+                    tooltip="Part of the start image for CLIP. none: all of it, scaled to a square, as in Wan's own "
+                    "code. center: its central square, as in diffusers. Costs nothing.",
                 ),
             ],
             outputs=[

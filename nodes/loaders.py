@@ -44,15 +44,14 @@ class WanStreamExperts(io.ComfyNode):
                     "high_noise",
                     options=names,
                     tooltip="The expert of the early, noisy steps: a .safetensors or .gguf file of diffusion_models, "
-                    "or a folder of diffusers. What is read per step where all blocks stream: 28 GB in bf16 and fp16, "
-                    "15 GB in Q8_0, 14 GB in fp8, 8 GB in Q4_K. Device memory is the same for all.",
+                    "or a folder of diffusers. Read per step if all blocks stream: 28 GB in bf16 and fp16, 15 GB "
+                    "in Q8_0, 14 GB in fp8, 8 GB in Q4_K. Device memory is the same for all.",
                 ),
                 io.Combo.Input(
                     "low_noise",
                     options=[SAME_FOLDER, *names],
                     default=SAME_FOLDER,
-                    tooltip="The expert of the later steps. A diffusers pipeline folder chosen as high_noise holds "
-                    "both.",
+                    tooltip="The expert of the later steps. A diffusers pipeline folder chosen as high_noise has both.",
                 ),
                 dtype_input(),
                 storage_input(),
@@ -109,9 +108,10 @@ def dtype_input() -> io.Combo.Input:
         "compute_dtype",
         options=list(DTYPES),
         default=AUTO,
-        tooltip="What the blocks compute in, whatever the file holds. auto: bf16 where the device has units for it, "
-        "else fp16, else fp32, as on most CPUs. bf16 and fp16: 0.70 GB per buffer; a CPU without bf16 units takes "
-        "three to five times as long in them as in fp32. fp32: twice the memory, and on a GPU at least twice the time.",
+        tooltip="Dtype in which the blocks compute, independent of the file. auto: bf16 if the device has units for "
+        "it, else fp16, else fp32, as on most CPUs. bf16 and fp16: 0.70 GB per buffer; a CPU without bf16 units "
+        "takes three to five times as long as in fp32. fp32: twice the memory, and on a GPU at least twice the "
+        "time.",
     )
 
 
@@ -121,9 +121,9 @@ def storage_input() -> io.Combo.Input:
         options=list(STORAGES),
         default="as stored",
         optional=True,
-        tooltip="What blocks are kept in. fp8 quantises a bf16, fp16 or fp32 file while it is read: half "
-        "the RAM and half the bytes over the bus of bf16, as many from the disk, 0.33 s of one core per "
-        "block, and 2.7 % of each weight's size as error. fp8 and GGUF files stay as they are.",
+        tooltip="Format of blocks in RAM and on the bus. fp8 quantises a bf16, fp16 or fp32 file while it is read: "
+        "half the RAM and bus bytes of bf16, as many bytes from disk, 0.33 s of one core per block, and an error "
+        "of 2.7 % per weight. fp8 and GGUF files are not changed.",
     )
 
 
@@ -137,14 +137,14 @@ class WanStreamOneExpert(io.ComfyNode):
             display_name="Wan Model (single)",
             category="WanStream/loaders",
             **search_words("load diffusion model", "unet", "gguf", "fp8", "5b", "ti2v", "1.3b", "wan 2.1"),
-            description="Opens a model that has one expert for all steps: Wan2.1 T2V (1.3B, 14B), Wan2.1 I2V (14B) or "
+            description="Opens a model with one expert for all steps: Wan2.1 T2V (1.3B, 14B), Wan2.1 I2V (14B) or "
             "Wan2.2 5B. Only headers are read: weights move when a step needs them.",
             inputs=[
                 io.Combo.Input(
                     "file",
                     options=current_host().model_names(*FOLDERS),
-                    tooltip="A .safetensors or .gguf file of diffusion_models, or a folder of diffusers. What is read "
-                    "per step where all blocks stream: 28 GB for 14B (32 GB for Wan2.1 I2V), 9.8 GB for 5B and 2.8 GB "
+                    tooltip="A .safetensors or .gguf file of diffusion_models, or a folder of diffusers. Read per "
+                    "step if all blocks stream: 28 GB for 14B (32 GB for Wan2.1 I2V), 9.8 GB for 5B and 2.8 GB "
                     "for 1.3B in bf16 and fp16, half of it in fp8.",
                 ),
                 dtype_input(),
@@ -195,9 +195,8 @@ class WanStreamLora(io.ComfyNode):
             display_name="Wan LoRA (pair)",
             category="WanStream/loaders",
             **search_words("lightning", "lightx2v", "4 steps", "distill", "load lora"),
-            description="Adds a LoRA to each expert's weights as they arrive on the device. Several of these nodes in "
-            "a row add up; another LoRA or strength reloads no expert. The LoRA of a model of one expert is "
-            "high_noise.",
+            description="Adds a LoRA to each expert's weights when they arrive on the device. Several nodes in a row "
+            "add up; another LoRA or strength reloads no expert. For a single model, the LoRA is high_noise.",
             inputs=[
                 sockets.Experts.Input(
                     "experts",
@@ -252,6 +251,6 @@ def _strength(name: str) -> io.Float.Input:
         min=-10.0,
         max=10.0,
         step=0.01,
-        tooltip="How much of the LoRA is added; 0 leaves it out. Another strength costs nothing but the blocks that "
-        "stay on the device, which are fetched once more.",
+        tooltip="Factor of the LoRA; 0 disables it. Another strength only costs one more fetch of the blocks that are "
+        "resident on the device.",
     )

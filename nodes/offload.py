@@ -21,9 +21,9 @@ def _prefetch_blocks() -> io.Int.Input:
         default=1,
         min=0,
         max=8,
-        tooltip="Blocks fetched ahead of the one that computes. Each costs one more buffer (0.70 GB in bf16). 1 "
-        "hides the copies wherever a block computes longer than its copy takes, more evens out a busy disk, "
-        "0 waits for every block.",
+        tooltip="Blocks fetched ahead of the computing one. Each costs one more buffer (0.70 GB in bf16). 1 hides the "
+        "copies if a block computes longer than its copy takes, more helps with a busy disk, 0 waits for every "
+        "block.",
     )
 
 
@@ -32,9 +32,8 @@ def _weights_source() -> io.Combo.Input:
         "weights_source",
         options=list(_SOURCES),
         default="disk",
-        tooltip="disk: blocks are read from disk in every step; costs no RAM and wants an SSD (2.5 GB/s at "
-        "832x480x81 on an RTX 4090). RAM: read once, then kept; costs 28 GB of RAM per expert in "
-        "bf16, 14 GB in fp8.",
+        tooltip="disk: blocks are read from disk in every step; costs no RAM and needs an SSD (2.5 GB/s at 832x480x81 "
+        "on an RTX 4090). RAM: read once, then kept; costs 28 GB of RAM per expert in bf16, 14 GB in fp8.",
     )
 
 
@@ -45,8 +44,8 @@ def _ram_blocks() -> io.Int.Input:
         min=0,
         max=ALL_BLOCKS,
         optional=True,
-        tooltip="With weights_source RAM: how many blocks of both experts (of 80) are kept there. Each costs 0.70 "
-        "GB of RAM in bf16, 0.35 GB in fp8; each one less is read from disk in every step of its expert. Wan Auto "
+        tooltip="With weights_source RAM: blocks of both experts (of 80) that are kept there. Each costs 0.70 GB of "
+        "RAM in bf16, 0.35 GB in fp8; the others are read from disk in every step of their expert. Wan Auto "
         "Offload takes a budget in GB instead.",
     )
 
@@ -59,8 +58,8 @@ def _chunk_tokens() -> io.Int.Input:
         max=1_000_000,
         step=1024,
         optional=True,
-        tooltip="Tokens that go through feed-forward and norms at once; 0: all. 8192 saves 4.6 GB at 1280x720x81 "
-        "(75600 tokens), and costs a little time in every block.",
+        tooltip="Tokens per chunk of feed-forward and norms; 0: all. 8192 saves 4.6 GB at 1280x720x81 (75600 tokens), "
+        "and costs a little time in every block.",
     )
 
 
@@ -81,7 +80,7 @@ class WanStreamLayerwise(io.ComfyNode):
             display_name="Wan Layerwise Prefetch",
             category="WanStream/offload",
             **search_words("low vram", "vram", "offload", "layerwise", "stream weights"),
-            description="Smallest device memory: every block is fetched in every step, ahead of its use, and nothing "
+            description="Smallest device memory: every block is fetched in every step, ahead of its use, and none "
             "stays.",
             inputs=[_prefetch_blocks(), _weights_source(), _ram_blocks(), _chunk_tokens()],
             outputs=[sockets.Policy.Output(display_name="policy")],
@@ -113,9 +112,9 @@ class WanStreamBlockSwap(io.ComfyNode):
                     default=20,
                     min=0,
                     max=40,
-                    tooltip="Blocks of each expert (of 40) that are fetched in every step. Every block less costs "
-                    "0.70 GB of device memory in bf16 and saves its copy per step. 40 keeps none, 0 keeps a "
-                    "whole expert: 28 GB.",
+                    tooltip="Blocks of each expert (of 40) that are fetched in every step. Each block fewer costs "
+                    "0.70 GB of device memory in bf16 and saves its copy per step. 40 keeps none, 0 keeps a whole "
+                    "expert: 28 GB.",
                 ),
                 _prefetch_blocks(),
                 _weights_source(),
@@ -151,9 +150,9 @@ class WanStreamAutoOffload(io.ComfyNode):
             display_name="Wan Auto Offload",
             category="WanStream/offload",
             **search_words("low vram", "vram", "automatic", "offload"),
-            description="Simulates the run for this machine under every policy that fits, takes the fastest, and "
-            "corrects itself once after the first step. The first run ever measures the machine, which takes some "
-            "seconds.",
+            description="Simulates the run on this machine with every policy that fits, chooses the fastest, and "
+            "corrects the choice once after the first step. The first run ever measures the machine, which takes "
+            "some seconds.",
             inputs=[
                 io.Float.Input(
                     "vram_budget_gb",
@@ -161,9 +160,9 @@ class WanStreamAutoOffload(io.ComfyNode):
                     min=0.0,
                     max=1000.0,
                     step=0.5,
-                    tooltip="Device memory in GB for weights and for what is computed in, together. 0: what is free, "
-                    "less what the host reserves. Less memory means more copies per step, which cost time only where "
-                    "the bus or the disk is slower than the computing.",
+                    tooltip="Device memory in GB for weights and activations together. 0: the free memory, less the "
+                    "reserve of the host. Less memory means more copies per step, which cost time only if the bus "
+                    "or the disk is slower than the computing.",
                 ),
                 io.Float.Input(
                     "ram_budget_gb",
@@ -171,8 +170,9 @@ class WanStreamAutoOffload(io.ComfyNode):
                     min=0.0,
                     max=1000.0,
                     step=0.5,
-                    tooltip="RAM in GB for blocks that are not read from disk in every step. 0: up to half of all RAM, "
-                    "if it is free. What does not fit is read from the file in every step, which costs disk time.",
+                    tooltip="RAM in GB for blocks that are not read from disk in every step. 0: up to half of all "
+                    "RAM, if it is free. The other blocks are read from the file in every step, which costs disk "
+                    "time.",
                 ),
             ],
             outputs=[sockets.Policy.Output(display_name="policy")],

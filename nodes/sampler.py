@@ -72,10 +72,10 @@ def _socket_inputs() -> list[io.Input]:
             "positive",
             tooltip="From Wan Text Encode or CLIP Text Encode; with an image, from an image-to-video node.",
         ),
-        io.Conditioning.Input("negative", tooltip="As positive. Costs nothing where a guidance is 1."),
+        io.Conditioning.Input("negative", tooltip="Like positive. Costs nothing if a guidance is 1."),
         io.Latent.Input(
             "latent",
-            tooltip="An empty latent, or one to go on from (see start_step). A noise mask keeps what it covers with 0.",
+            tooltip="An empty latent, or one to continue from (see start_step). Where its noise mask is 0, it is kept.",
         ),
     ]
 
@@ -87,22 +87,22 @@ def _step_inputs() -> list[io.Input]:
             default=40,
             min=1,
             max=1000,
-            tooltip="Time is proportional to it: every step computes 40 blocks for each prompt in use. 40 is what "
-            "Wan2.2 was tuned for, 20 are usually enough, 4 need a distilled LoRA.",
+            tooltip="Time is proportional to it: every step computes 40 blocks for each prompt in use. Wan2.2 was "
+            "tuned for 40, 20 are usually enough, 4 need a distilled LoRA.",
         ),
         io.Combo.Input(
             "solver",
             options=list(SOLVERS),
             default="unipc",
-            tooltip="The rule of a step. unipc and dpm++: second order, need fewer steps. euler: first order, for "
-            "distilled LoRAs. lcm: draws new noise in every step, for LoRAs distilled that way. None costs time worth "
-            "naming.",
+            tooltip="Rule of a step. unipc and dpm++: second order, need fewer steps. euler: first order, for "
+            "distilled LoRAs. lcm: draws new noise in every step, for LoRAs distilled that way. Their own time is "
+            "negligible.",
         ),
         io.Combo.Input(
             "schedule",
             options=list(SCHEDULES),
             default="wan",
-            tooltip="How noise falls from step to step. wan: as in Wan2.2 and diffusers. simple: as in ComfyUI.",
+            tooltip="Noise levels of the steps. wan: as in Wan2.2 and diffusers. simple: as in ComfyUI.",
         ),
         io.Float.Input(
             "flow_shift",
@@ -110,8 +110,8 @@ def _step_inputs() -> list[io.Input]:
             min=0.01,
             max=100.0,
             step=0.01,
-            tooltip="Higher: more steps at high noise, so more of them run the high-noise expert. 12 for "
-            "text-to-video, 5 for image-to-video.",
+            tooltip="Higher: more steps at high noise, and so in the high-noise expert. 12 for text-to-video, 5 for "
+            "image-to-video.",
         ),
     ]
 
@@ -137,9 +137,9 @@ def _guidance_inputs() -> list[io.Input]:
             min=1.0,
             max=100.0,
             step=0.1,
-            tooltip="How strongly the high-noise expert follows the prompt. Anything but 1 computes the negative as "
-            "well and doubles the compute of its steps; the bytes that are moved stay the same. One expert follows it "
-            "in every step.",
+            tooltip="Strength of the prompt in the high-noise expert. Any value but 1 also computes the negative and "
+            "doubles the compute of its steps; the bytes that are moved stay the same. A single model uses it in "
+            "every step.",
         ),
         io.Float.Input(
             "guidance_low",
@@ -147,7 +147,7 @@ def _guidance_inputs() -> list[io.Input]:
             min=1.0,
             max=100.0,
             step=0.1,
-            tooltip="The same for the low-noise expert. 1 halves the compute of its steps. Not used by one expert.",
+            tooltip="The same for the low-noise expert. 1 halves the compute of its steps. Not used by a single model.",
         ),
     ]
 
@@ -160,8 +160,8 @@ def _part_inputs() -> list[io.Input]:
             default=0,
             min=0,
             max=999,
-            tooltip="Steps to leave out at the start, and their time with them. The connected latent is mixed with "
-            "noise of the level of that step; see add_noise.",
+            tooltip="Steps to skip at the start, which saves their time. The connected latent is mixed with noise of "
+            "the level of that step; see add_noise.",
         ),
         io.Int.Input(
             "end_step",
@@ -169,21 +169,21 @@ def _part_inputs() -> list[io.Input]:
             min=1,
             max=NO_END_STEP,
             optional=True,
-            tooltip="The step before which the run ends; beyond the last one: it takes all steps. A following sampler "
-            "goes on with this number as its start_step.",
+            tooltip="The run ends before this step; past the last step: it takes all steps. A following sampler "
+            "continues with this number as its start_step.",
         ),
         io.Boolean.Input(
             "add_noise",
             default=True,
             optional=True,
-            tooltip="Off: the latent carries its noise already, from a sampler that left it over. Both samplers need "
-            "the same steps, schedule and flow_shift.",
+            tooltip="Off: the latent already contains noise, from a sampler with leftover_noise on. Both samplers "
+            "need the same steps, schedule and flow_shift.",
         ),
         io.Boolean.Input(
             "leftover_noise",
             default=False,
             optional=True,
-            tooltip="On: a run that ends before the last step hands its noise on, for another sampler with add_noise "
+            tooltip="On: a run that ends before the last step keeps its noise, for another sampler with add_noise "
             "off. Off: its last step removes all noise at once.",
         ),
     ]
@@ -195,7 +195,7 @@ def _optional_inputs() -> list[io.Input]:
         io.Sigmas.Input(
             "sigmas",
             optional=True,
-            tooltip="Noise levels from another node, used as they are instead of steps, schedule and flow_shift. Where "
+            tooltip="Noise levels from another node, used as they are instead of steps, schedule and flow_shift. If "
             "they end above 0, that noise is left over.",
         ),
         workers_input(),

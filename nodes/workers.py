@@ -85,15 +85,15 @@ def _layout_inputs() -> list[io.Input]:
             default=2,
             min=1,
             max=MAX_WORKERS,
-            tooltip="Workers: processes with one GPU each; on a machine without a GPU they share its CPU. Each costs "
-            "some seconds to start, once, the RAM of a Python with torch, and buffers of its own.",
+            tooltip="Worker processes, with one GPU each; on a machine without a GPU they share its CPU. Each costs "
+            "some seconds to start, once, the RAM of a Python with torch, and its own buffers.",
         ),
         io.Combo.Input(
             "layout",
             options=list(LAYOUTS),
             default=GOALS[0],
-            tooltip="latency: all workers compute the same video. throughput: the videos of a batch are spread "
-            "over them, which loses less. manual: the five degrees.",
+            tooltip="latency: all workers compute the same video. throughput: the videos of a batch are distributed, "
+            "with less overhead. manual: the five degrees.",
         ),
     ]
 
@@ -106,29 +106,29 @@ _DEGREES = (
     (
         "data",
         MAX_WORKERS,
-        "Videos of a batch that are computed at the same time. Costs nothing; one video gains nothing.",
+        "Videos of a batch that are computed at the same time. Costs nothing; no gain for one video.",
     ),
     (
         "stage",
         MAX_WORKERS,
-        "Ranges of steps: a video moves from one to the next, and with 2 each worker keeps one expert. Pays for a "
-        "batch; one video gains nothing.",
+        "Ranges of steps: a video moves from one to the next, and with 2 each worker keeps one expert. For batches; "
+        "no gain for one video.",
     ),
     (
         "cfg",
         2,
-        "2: positive and negative prompt are computed side by side. Costs one exchange per step; needs guidance.",
+        "2: positive and negative prompt are computed in parallel. Costs one exchange per step; needs guidance.",
     ),
     (
         "ring",
         MAX_WORKERS,
-        "Shares of every video's tokens; keys and values go round. Costs an exchange in every block. On GPUs only.",
+        "Parts of every video's tokens; keys and values circulate. Costs an exchange in every block. On GPUs only.",
     ),
     (
         "ulysses",
         40,
-        "Shares of every video's tokens and heads; must divide the 40 heads. Costs four exchanges in every block, so "
-        "it wants NVLink or a fast bus.",
+        "Parts of every video's tokens and heads; must divide the 40 heads. Costs four exchanges in every block: use "
+        "NVLink or a fast bus.",
     ),
 )
 
@@ -143,17 +143,17 @@ def _place_inputs() -> list[io.Input]:
             "cluster",
             options=cluster_names(),
             default=LOCAL,
-            tooltip="local: this machine's GPUs. in-process: one worker, here, without Ray. Other names are Ray "
-            "clusters from your list (clusters.json, see docs/workers.md). What crosses a network costs its time in "
-            "every exchange.",
+            tooltip="local: this machine's GPUs. in-process: one worker in this process, without Ray. Other names are "
+            "Ray clusters from your list (clusters.json, see docs/workers.md). A network adds its time to every "
+            "exchange.",
         ),
         io.Combo.Input(
             "weights",
             options=list(WEIGHT_PLACEMENTS),
             default=WEIGHT_PLACEMENTS[0],
-            tooltip="full: every worker copies all blocks, out of RAM that they share on one machine. sharded: 1/N of "
-            "each, and the workers gather the rest from each other; costs bytes between them, saves bytes from RAM or "
-            "disk. sharded in VRAM: 1/N stays there. auto: measured on GPUs, full on a CPU.",
+            tooltip="full: every worker copies all blocks from RAM, which workers on one machine share. sharded: each "
+            "copies 1/N and gathers the rest from the others; costs bytes between workers, saves bytes from RAM "
+            "or disk. sharded in VRAM: 1/N is resident there. auto: measured on GPUs, full on a CPU.",
         ),
         io.Int.Input(
             "threads",
@@ -161,8 +161,8 @@ def _place_inputs() -> list[io.Input]:
             min=0,
             max=256,
             optional=True,
-            tooltip="CPU threads of each worker. 0: the cores of a machine, shared out between its workers. More than "
-            "there are cores cost time.",
+            tooltip="CPU threads of each worker. 0: the cores of a machine, divided among its workers. More threads "
+            "than cores cost time.",
         ),
     ]
 
@@ -175,7 +175,7 @@ def _life_inputs() -> list[io.Input]:
             min=0,
             max=100,
             optional=True,
-            tooltip="How many workers that die in a run are replaced. The run goes on from its last whole step; each "
+            tooltip="Number of dead workers to replace in a run. It continues from its last whole step; each restart "
             "costs the start of a worker and at most one step.",
         ),
         io.Float.Input(
@@ -185,8 +185,8 @@ def _life_inputs() -> list[io.Input]:
             max=3600.0,
             step=1.0,
             optional=True,
-            tooltip="Seconds that a worker waits for another before it is taken for hung and replaced. Must be longer "
-            "than the slowest block, first reads from disk included.",
+            tooltip="Seconds until a worker that does not answer another is replaced as hung. Must be longer than the "
+            "slowest block, first reads from disk included.",
         ),
     ]
 
@@ -201,9 +201,8 @@ class WanStreamWorkers(io.ComfyNode):
             display_name="Wan Workers (many GPUs)",
             category="WanStream/offload",
             **search_words("multigpu", "multi gpu", "two gpus", "ray", "distributed", "parallel", "ulysses"),
-            description="Lets several GPUs, of this machine or of a Ray cluster, compute what Wan Sampler runs: one "
-            "video sooner, or the videos of a batch at the same time. The result is the same. Needs Ray: pip install "
-            "ray.",
+            description="Runs Wan Sampler on several GPUs of this machine or of a Ray cluster: one video faster, or "
+            "the videos of a batch at the same time. The result is the same. Needs Ray: pip install ray.",
             inputs=workers_inputs(),
             outputs=[sockets.Workers.Output(display_name="workers")],
         )

@@ -142,7 +142,7 @@ class TestAStartImage:
         ("more", "said"),
         [
             ({"end_image": torch.zeros(1, 8, 8, 3)}, "^end_image given with the VAE of Wan2.2 5B"),
-            ({"clip_vision": "clip_vision_h.safetensors"}, "^clip_vision given .* take it off"),
+            ({"clip_vision": "clip_vision_h.safetensors"}, "^clip_vision given .* disconnect it"),
         ],
         ids=["end", "clip"],
     )
