@@ -79,7 +79,7 @@ def test_web_holds_one_script_that_comfyui_loads_and_it_names_every_module() -> 
 def test_a_page_has_its_parts(node: type[io.ComfyNode]) -> None:
     page = page_of(node)
     assert page.splitlines()[0] == f"# {node.define_schema().display_name}"
-    for title in ("Inputs", "Outputs", "When to choose what", "Example", "Errors"):
+    for title in ("Inputs", "Outputs", "Recommendations", "Example", "Errors"):
         assert section(page, title).strip(), title
     assert len(page.splitlines()) <= 72
 
