@@ -1,4 +1,4 @@
-"""Which runs a benchmark makes, in which order, and what becomes of those that fail. No model is opened."""
+"""Runs of a benchmark: their order, and the report of failed ones. No model is opened."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ class Experts:
         self.traces.add(traces)
         self.workers.add(workers)
         made = result(request, seconds=len(self.calls))
-        told = [record for record in made.timeline.steps for _ in range(self._parts)]
-        for done, record in enumerate(told, start=1):
-            total = len(told)
+        reported = [record for record in made.timeline.steps for _ in range(self._parts)]
+        for done, record in enumerate(reported, start=1):
+            total = len(reported)
             on_step(StepProgress(record=record, done=done, total=total, denoised=LATENTS, state=_no_state))
         if (error := self._fails(requested)) is not None:
             raise error
@@ -124,11 +124,11 @@ class Experts:
 
 @pytest.fixture
 def progress(tmp_path: Path) -> Iterator[list[NodeProgress]]:
-    """An open host, and what it is told of the benchmark's progress."""
-    told: list[NodeProgress] = []
+    """Open a host and yield the benchmark's progress events."""
+    events: list[NodeProgress] = []
     folders = Folders(models=tmp_path, output=tmp_path, input=tmp_path)
-    with embedded_host.opened(folders, told.append), embedded_host.node("benchmark", "WanStreamBenchmark"):
-        yield told
+    with embedded_host.opened(folders, events.append), embedded_host.node("benchmark", "WanStreamBenchmark"):
+        yield events
 
 
 def measured(benchmark: Benchmark, experts: Experts, kept: list[Report] | None = None) -> Report:

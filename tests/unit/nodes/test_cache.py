@@ -1,4 +1,4 @@
-"""Caches and their calibration in the embedded host: from the widgets to steps that were left out."""
+"""Caches and their calibration in the embedded host: from the widgets to skipped steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What computes the blocks is chosen on the loaders: it travels by value, and what is missing is said by the loader."""
+"""Kernels chosen on the loaders: they are part of the reference, and the loader reports missing packages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_auto_is_resolved_where_it_is_used_and_stays_auto_for_workers(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A driver without a GPU must not choose the dtype of workers that have some."""
+    """A driver without a GPU must not choose the dtype of workers with GPUs."""
     monkeypatch.setattr(compute_dtype, "auto_dtype", {torch.device("cpu"): dtype}.__getitem__)
     with caplog.at_level(logging.INFO):
         ref = loader.execute(**files, compute_dtype="auto").args[0]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The files of a report on a disk that works, and on one that is full."""
+"""Files of a report on a working disk and on a full one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_last_report_takes_the_place_of_the_one_before(tmp_path: Path) -> No
 
 
 def test_a_file_name_in_another_encoding_spoils_no_report(tmp_path: Path) -> None:
-    """As Linux gives them: a byte that is no UTF-8 is half of a character."""
+    """As on Linux: Python decodes a byte that is not UTF-8 to a lone surrogate."""
     (variant,) = report(3).variants
     named = replace(variant, name="caf\udce9", settings={"Experts": "caf\udce9.safetensors"})
     files(tmp_path).finish(replace(report(3), variants=(named,)))
@@ -92,7 +92,7 @@ def test_a_folder_that_is_gone_is_told_by_the_name_of_the_file(tmp_path: Path) -
         files(tmp_path / "gone").save(report(0))
 
 
-# A limit on the size of any file stands for a full disk: the same failing write, without a file system of our own.
+# A limit on the file size simulates a full disk: the same failing write, without mounting a file system.
 WRITE_WITH_LITTLE_ROOM = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])

@@ -25,7 +25,7 @@ Request = Callable[..., DenoiseRequest]
 
 
 class Stopped(Exception):
-    """What a host raises when the user has had enough."""
+    """Interrupt of a host."""
 
 
 def result(value: float) -> DenoiseResult:
@@ -33,7 +33,7 @@ def result(value: float) -> DenoiseResult:
 
 
 def nothing() -> None:
-    """Nobody wants to stop."""
+    """Check that never stops."""
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_machine_rests_before_every_run() -> None:
 
     began = time.monotonic()
     [*trials(TrialTimes(repeats=2, cooldown_s=0.15), run, check=lambda: asked.append("look"))]
-    assert time.monotonic() - began >= 0.3, "a pause may be longer than asked for, never shorter"
+    assert time.monotonic() - began >= 0.3, "a pause may be longer than requested, never shorter"
     assert asked[0] == "look"
     assert asked.count("run") == 2
     assert asked[asked.index("run") + 1] == "look"
@@ -129,7 +129,7 @@ def test_equal_requests_are_one_job(make_request: Request) -> None:
 
 def test_texts_of_lanes_count_one_by_one(make_request: Request) -> None:
     texts = [torch.ones(1, 3, 4096), torch.ones(1, 3, 4096)]
-    texts[1][0, 1, 2000] = 2  # what torch prints of both is the same
+    texts[1][0, 1, 2000] = 2  # both print the same text
     one, same, other = (
         make_request(batch=2, positive=[texts[place].clone() for place in order], guidance=(1.0, 1.0), negative=None)
         for order in ((0, 1), (0, 1), (1, 0))

@@ -1,4 +1,4 @@
-"""Nodes with the VAE of Wan2.2 5B: sizes, decoding, a start image, and files that do not belong together."""
+"""Nodes with the VAE of Wan2.2 5B: sizes, decoding, a start image, and refused combinations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LATENT = torch.randn(1, 48, 2, 5, 9, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(autouse=True)
 def output(sample_models: Path, tmp_path: Path) -> Iterator[Path]:
-    """The test model is there to choose from."""
+    """Open a host with the test model."""
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     with embedded_host.opened(folders, device=torch.device("cpu")):
         yield tmp_path
