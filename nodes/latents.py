@@ -79,6 +79,7 @@ def size_refusal(space: LatentSpace = WAN21, **size: object) -> bool | str:
 
 def check_tensor_ram(nbytes: int, name: str) -> None:
     """Raise NoRoomError for a tensor whose allocation would make the system kill the process."""
+    # `torch.zeros` itself would not fail: Linux overcommits memory and kills the process at the first writes.
     lacking = surely_lacks(nbytes)
     if lacking is not None:
         raise NoRoomError(

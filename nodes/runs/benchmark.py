@@ -203,6 +203,7 @@ def _run_variant(candidate: BenchmarkRun, benchmark: Benchmark, bar: _TrialBar, 
         WorkerFailedError,
         RestartLimitError,
     ) as err:
+        # Only errors that another policy or layout may avoid: any other one ends the benchmark.
         yield replace(variant, failed=str(err))
 
 

@@ -69,6 +69,8 @@ def prepare_here(
     choice = replace(choice, policy=cached_policy(choice.policy, request.cache))
     chunk = choice.policy.chunk_tokens
     needed = working_bytes(pair, request.computed_shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache)
+    # ComfyUI unloads other models here, and may lower the policy to the memory that it gets. So the room is checked and
+    # the run predicted afterwards, with the policy that will run.
     pair, policy, device = current_host().load_experts(ref, choice.policy, working_bytes=needed)
     check_room(pair, request, policy, device)
     machine = current_host().known_machine(ref, job.expert)
@@ -111,6 +113,7 @@ def prepare_shared(
         shared = driver.denoise(ref, request, plan.policy, on_step=on_step, should_stop=current_host().should_stop)
         latents = shared.latents.to(request.noise.device)
         result = DenoiseResult(latents=latents, sigma=shared.sigma, timeline=shared.timeline)
+        # Reversed, because `with_note` puts a note in front of the others.
         for reason in reversed(plan.reasons):
             result = result.with_note(reason)
         return RunResult(result, shared.timelines)
@@ -186,6 +189,7 @@ def run_experts(
             result = replace(result, predicted=prepared.predicted)
             events.ended(result.timeline, ranks=ranks)
     except SamplingCancelled:
+        # The host's own interrupt: ComfyUI would report any other exception as an error of the node.
         current_host().raise_if_stopped()
         raise
     return SamplerRun(

@@ -37,6 +37,7 @@ def write_mp4(
         ValueError: H.264 cannot encode frames of this shape.
         VideoFileError: the file could not be written.
     """
+    # Renamed when complete: a killed process leaves a .part file and no broken video.
     unfinished = path.with_name(path.name + ".part")
     try:
         _encode(unfinished, frames, fps=fps, crf=crf, metadata=metadata)
