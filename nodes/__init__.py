@@ -1,4 +1,4 @@
-"""L7: the nodes. They translate between ComfyUI and the rooms above; there is no algorithm in here."""
+"""ComfyUI nodes: they translate between the host and the packages above, and contain no algorithm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .workers import WanStreamWorkers
 
 
 class WanStreamExtension(ComfyExtension):
-    """The table of contents, in the order in which a graph is built."""
+    """All nodes, in the order in which a graph is built."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [

@@ -1,4 +1,4 @@
-"""Several videos in one run: every block is fetched once per step for all of them."""
+"""Nodes for several videos in one run, which fetches every block once per step for all of them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..plan import AutoOffload
 from ..sampling import DenoiseRequest, DenoiseResult, RequestError, merge_requests, native_latent
 from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
 from . import sockets
-from .inputs import experts_input, said_once
+from .inputs import experts_input, report_once
 from .runs.run_experts import run_experts
 from .sampler import NOT_CONNECTED, TIMELINE, request_of, seed_input, setting_inputs, settings_for, steps_refusal
 
-MOST_LANES = 1000
+MAX_LANES = 1000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VideoLane:
-    """What one video brings to a run, in native form."""
+    """Inputs of one video, as native CONDITIONING and LATENT values."""
 
     positive: Sequence[Any]
     negative: Sequence[Any]
@@ -29,7 +29,7 @@ class VideoLane:
 
 
 class WanStreamLane(io.ComfyNode):
-    """Adds a video to those that share a run."""
+    """Lanes with one more video."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -38,8 +38,8 @@ class WanStreamLane(io.ComfyNode):
             display_name="Wan Add Video",
             category="WanStream/sampling",
             **search_words("batch", "several videos", "several prompts"),
-            description="One more video for Wan Batch Sampler, with texts, image and seed of its own. Put as many in a "
-            "row as videos are to share one pass over the weights.",
+            description="Adds a video with its own texts, image and seed to Wan Batch Sampler. Connect one node per "
+            "video in a row: all share one pass over the weights.",
             inputs=[
                 io.Conditioning.Input(
                     "positive",
@@ -47,13 +47,13 @@ class WanStreamLane(io.ComfyNode):
                 ),
                 io.Conditioning.Input(
                     "negative",
-                    tooltip="As positive. Costs nothing where a guidance is 1; may be the same for all lanes.",
+                    tooltip="Like positive. Costs nothing if a guidance is 1; may be the same for all lanes.",
                 ),
                 io.Latent.Input(
                     "latent",
                     tooltip="Of the same size as those of the other lanes. Each video costs its full compute time, "
                     "and 0.7 GB of device memory at 832x480x81, 1.5 GB at 1280x720x81 (bf16; half of it without "
-                    "guidance); its weights come for nothing.",
+                    "guidance); its weights cost nothing more.",
                 ),
                 seed_input(),
                 sockets.Lanes.Input(
@@ -85,14 +85,14 @@ class WanStreamLaneSampler(io.ComfyNode):
             display_name="Wan Batch Sampler",
             category="WanStream/sampling",
             **search_words("batch", "several videos", "ksampler"),
-            description="Does what Wan Sampler does, for all videos of a row of Wan Lanes: the weights move once per "
-            "step, whatever the number of videos. Each is the video that Wan Sampler makes of it alone.",
+            description="Wan Sampler for all videos of a row of Wan Add Video: the weights move once per step for all "
+            "of them. Each video is the same as from Wan Sampler alone.",
             inputs=[
                 experts_input(),
                 sockets.Lanes.Input(
                     "lanes",
                     tooltip="From the last Wan Add Video of a row. Compute time is proportional to their number, "
-                    "what is read and copied stays that of one.",
+                    "bytes read and copied are those of one.",
                 ),
                 *setting_inputs(),
             ],
@@ -109,7 +109,7 @@ class WanStreamLaneSampler(io.ComfyNode):
         end_step: int | None = None,
         sigmas: object = NOT_CONNECTED,
     ) -> bool | str:
-        return said_once(steps_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
+        return report_once(steps_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
 
     @classmethod
     def execute(
@@ -120,16 +120,16 @@ class WanStreamLaneSampler(io.ComfyNode):
         workers: WorkersRef | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
-        own = settings_for(experts, settings)
-        requests = [_request(number, lane, own) for number, lane in enumerate(lanes, 1)]
-        asked = policy or OffloadPolicy.layerwise()
-        run = run_experts(experts, merge_requests(requests), asked, node_id=cls.hidden.unique_id, workers=workers)
-        latents, timeline = _apart(run.result, lanes, requests), run.timeline
+        settings = settings_for(experts, settings)
+        requests = [_request(number, lane, settings) for number, lane in enumerate(lanes, 1)]
+        policy = policy or OffloadPolicy.layerwise()
+        run = run_experts(experts, merge_requests(requests), policy, node_id=cls.hidden.unique_id, workers=workers)
+        latents, timeline = _split_latents(run.result, lanes, requests), run.timeline
         return io.NodeOutput(latents, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})
 
 
 class WanStreamLaneLatent(io.ComfyNode):
-    """The latent of one lane."""
+    """Latent of one lane."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -138,15 +138,15 @@ class WanStreamLaneLatent(io.ComfyNode):
             display_name="Wan Pick Video",
             category="WanStream/sampling",
             **search_words("batch", "select video"),
-            description="Takes one video out of what Wan Batch Sampler has made.",
+            description="Picks one video from the result of Wan Batch Sampler.",
             inputs=[
                 sockets.LaneLatents.Input("latents", tooltip="From Wan Batch Sampler."),
                 io.Int.Input(
                     "index",
                     default=0,
                     min=0,
-                    max=MOST_LANES - 1,
-                    tooltip="Which lane: 0 is the first Wan Add Video of the row. Costs nothing.",
+                    max=MAX_LANES - 1,
+                    tooltip="Lane: 0 is the first Wan Add Video of the row. Costs nothing.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
@@ -160,16 +160,18 @@ class WanStreamLaneLatent(io.ComfyNode):
 
 
 def _request(number: int, lane: VideoLane, settings: Mapping[str, Any]) -> DenoiseRequest:
-    """What Wan Sampler would ask for, given this lane alone."""
+    """Return the request that Wan Sampler would make for this lane alone."""
     try:
         return request_of(lane.positive, lane.negative, lane.latent, seed=lane.seed, **settings)
     except RequestError as err:
         raise RequestError(f"lane {number}: {err}") from err
 
 
-def _apart(
+def _split_latents(
     result: DenoiseResult, lanes: Sequence[VideoLane], requests: Sequence[DenoiseRequest]
 ) -> tuple[dict[str, Any], ...]:
-    """The LATENT of each lane."""
+    """Return the LATENT of each lane, with the size of its own input."""
     samples = result.latents.split([request.batch for request in requests])
-    return tuple(native_latent(own, lane.latent, sigma=result.sigma) for own, lane in zip(samples, lanes, strict=True))
+    return tuple(
+        native_latent(part, lane.latent, sigma=result.sigma) for part, lane in zip(samples, lanes, strict=True)
+    )

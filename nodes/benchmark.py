@@ -1,4 +1,4 @@
-"""Measuring: what a sampler's run took, or a matrix of runs like it, as tables, a chart and files."""
+"""Benchmark node: reports a sampler's run, or a matrix of runs like it, as tables, a chart and files."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..bench import MOST_AHEAD, MOST_STEPS, Report, TrialMatrix, summary
 from ..host import current_host, io, search_words
 from . import sockets
 from .decode import name_refusal
-from .inputs import said_once
+from .inputs import report_once
 from .runs.benchmark import Benchmark, measure, named_runs
 from .runs.report_files import ReportFiles
 from .runs.run_experts import SamplerRun
-from .runs.trials import LONGEST_PAUSE_S, MOST_RUNS, TrialTimes
+from .runs.trials import MAX_PAUSE_S, MAX_RUNS, TrialTimes
 from .sampler import TIMELINE
 
 TITLE = "WanStream benchmark"
 
 REPORT = "wanstream_report"
-"""Where the history keeps the summary."""
+"""Key of the summary in the history."""
 
 
 class WanStreamBenchmark(io.ComfyNode):
-    """Reports what a sampler's run took, and runs it again under other settings if it is asked to."""
+    """Report on a sampler's run, and on repetitions of it under other settings."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -36,9 +36,9 @@ class WanStreamBenchmark(io.ComfyNode):
             display_name="Wan Benchmark",
             category="WanStream/benchmark",
             **search_words("benchmark", "speed test", "measure", "profile", "timing"),
-            description="Seconds, bytes and memory of every step of a sampler's run, head to head with other runs, as "
-            "JSON, CSV, an HTML page and a chart in the output folder. Runs it again, as often as you say and under "
-            "every setting that you name; as it is, it only reports what ran already.",
+            description="Reports seconds, bytes and memory of every step of a sampler's run, next to other runs, as "
+            "JSON, CSV, an HTML page and a chart in the output folder. Can repeat the run under every setting "
+            "that you name; the defaults only report the finished run.",
             inputs=[_run_input(), *_time_inputs(), *_matrix_inputs(), *_file_inputs(), *_other_runs()],
             outputs=[io.Image.Output(display_name="chart"), io.String.Output(display_name="summary")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
@@ -57,14 +57,12 @@ class WanStreamBenchmark(io.ComfyNode):
         steps: str | None = None,
         filename_prefix: str | None = None,
     ) -> bool | str:
-        """Refuse before anything runs what is known by then; a link is None here, and judged when it is known.
-
-        Refusals are raised, see `said_once`.
-        """
+        """Raise for settings that cannot be run, before any node runs; see `report_once`."""
+        # A linked value is None until the run; `execute` checks it again.
         times: dict[str, Any] = {"repeats": repeats, "warmup": warmup, "cooldown_s": cooldown_s}
         TrialTimes(**{name: times[name] for name in times if isinstance(times[name], int | float)})
         TrialMatrix.parse(policies or "", prefetch or "", steps or "")
-        return said_once(name_refusal(filename_prefix))
+        return report_once(name_refusal(filename_prefix))
 
     @classmethod
     def execute(
@@ -78,43 +76,45 @@ class WanStreamBenchmark(io.ComfyNode):
         **settings: Any,
     ) -> io.NodeOutput:
         matrix = TrialMatrix.parse(*(settings.pop(name) for name in ("policies", "prefetch", "steps")))
-        given = {"run": run, "run_b": run_b, "run_c": run_c, "run_d": run_d}
-        runs = named_runs(given, _titles(cls.hidden.prompt))
+        inputs = {"run": run, "run_b": run_b, "run_c": run_c, "run_d": run_d}
+        runs = named_runs(inputs, _titles(cls.hidden.prompt))
         files = ReportFiles(current_host().output_file(filename_prefix, "json"))
         traces = files.traces() if trace else None
         benchmark = Benchmark(title=TITLE, runs=runs, matrix=matrix, times=TrialTimes(**settings), traces=traces)
         with files:
-            report = measure(benchmark, node_id=cls.hidden.unique_id, keep=files.keep)
-        chart, said = files.finish(report), summary(report)
-        shown = {TIMELINE: _usual_runs(report), REPORT: [said], "text": [said], "images": [files.picture()]}
-        return io.NodeOutput(_image(chart), said, ui=shown)
+            report = measure(benchmark, node_id=cls.hidden.unique_id, on_report=files.save)
+        chart, text = files.finish(report), summary(report)
+        outputs = {TIMELINE: _usual_runs(report), REPORT: [text], "text": [text], "images": [files.chart_preview()]}
+        return io.NodeOutput(_image(chart), text, ui=outputs)
 
 
 def _titles(prompt: Any) -> dict[str, str]:
-    """The titles of the nodes of a workflow, as far as it carries them, by id; nobody has checked that part of it."""
-    told = {node_id: node.get("_meta") for node_id, node in (prompt or {}).items()}
-    found = {node_id: meta.get("title") for node_id, meta in told.items() if isinstance(meta, dict)}
-    return {node_id: _readable(title) for node_id, title in found.items() if isinstance(title, str) and title}
+    """Return the titles of the nodes of a workflow by id, without those that it does not contain."""
+    # Hosts do not validate `_meta`: any JSON may stand there.
+    metas = {node_id: node.get("_meta") for node_id, node in (prompt or {}).items()}
+    titles = {node_id: meta.get("title") for node_id, meta in metas.items() if isinstance(meta, dict)}
+    return {node_id: _readable(title) for node_id, title in titles.items() if isinstance(title, str) and title}
 
 
 def _readable(title: str) -> str:
-    """In one line, and without the halves of characters that no file can hold."""
+    """Return the title in one line, without lone surrogates, which UTF-8 files cannot contain."""
     return " ".join(title.encode(errors="replace").decode().split())
 
 
 def _usual_runs(report: Report) -> list[dict[str, Any]]:
-    """The usual run of each variant, without the samples of its memory: every page gets it, and hours have many."""
+    """Return the usual run of each variant as JSON."""
+    # Without the memory samples: ComfyUI sends this to every open page, and a run of hours has many samples.
     usual = [variant.usual for variant in report.variants if variant.usual is not None]
     return [replace(timeline, memory=()).to_dict() for timeline in usual]
 
 
 def _image(chart: Image.Image) -> torch.Tensor:
-    """IMAGE [1, H, W, 3], 0 to 1."""
+    """Return the chart as an IMAGE [1, H, W, 3], float32 in 0..1."""
     return torch.from_numpy(np.array(chart)).float().div(255).unsqueeze(0)
 
 
 def _run_input() -> io.Input:
-    return sockets.Run.Input("run", tooltip="From Wan Sampler: what is measured, and what other runs are held against.")
+    return sockets.Run.Input("run", tooltip="From Wan Sampler: the run to measure, and the reference for other runs.")
 
 
 def _time_inputs() -> list[io.Input]:
@@ -123,25 +123,25 @@ def _time_inputs() -> list[io.Input]:
             "warmup",
             default=0,
             min=0,
-            max=MOST_RUNS,
-            tooltip="Runs of each variant that are made first and not counted. Each costs a whole run; the first one "
-            "of a variant fetches what stays and fills the page cache.",
+            max=MAX_RUNS,
+            tooltip="First runs of each variant, which are not counted. Each costs a whole run; the first one fetches "
+            "the resident blocks and fills the page cache.",
         ),
         io.Int.Input(
             "repeats",
             default=1,
             min=1,
-            max=MOST_RUNS,
-            tooltip="Runs of each variant that count, each a whole run. 1, with no warm-up and nothing varied: the run "
-            "that was made already is reported, and nothing is run again. From 3 on the spread says something.",
+            max=MAX_RUNS,
+            tooltip="Measured runs of each variant, each a whole run. 1, without warm-up and variants: the finished "
+            "run is reported, and nothing is run again. The spread means something from 3 on.",
         ),
         io.Float.Input(
             "cooldown_s",
             default=0.0,
             min=0.0,
-            max=LONGEST_PAUSE_S,
+            max=MAX_PAUSE_S,
             step=1.0,
-            tooltip="Seconds of rest before each run, so that a hot GPU does not slow the next one down.",
+            tooltip="Seconds of pause before each run, so that a hot GPU does not slow the next one down.",
         ),
     ]
 
@@ -150,19 +150,18 @@ def _matrix_inputs() -> list[io.Input]:
     return [
         io.String.Input(
             "policies",
-            tooltip="What to run it under, as words with commas between: layerwise, block_swap 20, resident, auto. "
-            "Empty: the policy of the run. Each word costs warmup + repeats runs; resident takes the memory of both "
-            "experts.",
+            tooltip="Policies to compare, separated by commas: layerwise, block_swap 20, resident, auto. Empty: the "
+            "policy of the run. Each one costs warmup + repeats runs; resident takes the memory of both experts.",
         ),
         io.String.Input(
             "prefetch",
             tooltip=f"Prefetch depths (0 to {MOST_AHEAD}) to try with layerwise and block_swap: 1, 2. Empty: that of "
-            "the run. Each multiplies the runs, and one block more ahead costs 0.70 GB in bf16.",
+            "the run. Each multiplies the runs; one more block ahead costs 0.70 GB in bf16.",
         ),
         io.String.Input(
             "steps",
             tooltip=f"Numbers of steps (1 to {MOST_STEPS}) to try: 4, 8. Empty: that of the run. Each multiplies the "
-            "runs. Short runs tell as much about a step as long ones.",
+            "runs. Short runs measure a step as well as long ones.",
         ),
     ]
 
@@ -179,8 +178,8 @@ def _file_inputs() -> list[io.Input]:
             "trace",
             default=False,
             optional=True,
-            tooltip="On: every run that the benchmark makes leaves a trace of its visits and fetches for "
-            "ui.perfetto.dev, some MB each, next to the report.",
+            tooltip="On: writes a trace of visits and fetches for ui.perfetto.dev, some MB for each run of the "
+            "benchmark, next to the report.",
         ),
     ]
 
@@ -190,7 +189,7 @@ def _other_runs() -> list[io.Input]:
         sockets.Run.Input(
             f"run_{letter}",
             optional=True,
-            tooltip="From another Wan Sampler, to compare. Whatever is repeated and varied is for this run too.",
+            tooltip="From another Wan Sampler, to compare. It is repeated and varied like the first run.",
         )
         for letter in "bcd"
     ]

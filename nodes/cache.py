@@ -1,4 +1,4 @@
-"""Caches: steps that take over what a step before has computed, and the run that measures where they may."""
+"""Nodes for step caches: their settings, and the calibration run of MagCache."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .runs.calibration import calibrate_run, read_table, write_table
 from .runs.run_experts import SamplerRun
 
 FIRST_BLOCK, MAGNITUDES = "first_block_cache", "magcache"
-OWN = "own threshold"
+OWN_THRESHOLD = "own threshold"
 
 
 class WanStreamCache(io.ComfyNode):
-    """Says how far a step may be from the one before to take over what that has computed."""
+    """Settings of a step cache: the largest change between two steps at which one reuses the other's result."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -24,9 +24,9 @@ class WanStreamCache(io.ComfyNode):
             display_name="Wan Cache",
             category="WanStream/sampling",
             **search_words("teacache", "magcache", "first block cache", "skip steps"),
-            description="Saves steps: where a step is much like the one before, its blocks are neither computed nor "
-            "fetched, and what they added before is added again. Quality suffers with the threshold, first in motion "
-            "and in the last frames: look at the result.",
+            description="Skips steps that are similar to the one before: their blocks are neither computed nor "
+            "fetched, and the earlier change is added again. A higher threshold costs quality, first in motion "
+            "and in the last frames: check the result.",
             inputs=[*_kind_inputs(), *_magnitude_inputs()],
             outputs=[sockets.Cache.Output(display_name="cache")],
         )
@@ -49,7 +49,7 @@ class WanStreamCache(io.ComfyNode):
 
 
 class WanStreamCacheCalibration(io.ComfyNode):
-    """Runs a sampler's run again, whole, and writes how large what the blocks add is in every step."""
+    """Calibration run for MagCache: measures the size of the blocks' residual in every step and writes a table."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -58,13 +58,13 @@ class WanStreamCacheCalibration(io.ComfyNode):
             display_name="Wan Cache Calibration",
             category="WanStream/benchmark",
             **search_words("magcache", "calibrate"),
-            description="Measures what Wan Cache needs to know for magcache. Runs the sampler's run once more, with "
-            "no cache and in this process, and writes a small file. It is good for every prompt and seed, with the "
-            "same experts, steps, schedule and flow_shift.",
+            description="Measures the data that Wan Cache needs for magcache. Repeats the sampler's run without a "
+            "cache, in this process, and writes a small file. It is valid for every prompt and seed with the same "
+            "experts, steps, schedule and flow_shift.",
             inputs=[
                 sockets.Run.Input(
                     "run",
-                    tooltip="From Wan Sampler, of all steps. The calibration costs that run once more, and one hidden "
+                    tooltip="From Wan Sampler, with all steps. The calibration costs one more run, and one hidden "
                     "state for each lane (0.77 GB at 1280x720x81 in bf16).",
                 ),
                 io.String.Input(
@@ -96,18 +96,18 @@ def _kind_inputs() -> list[io.Input]:
             "kind",
             options=[FIRST_BLOCK, MAGNITUDES],
             default=FIRST_BLOCK,
-            tooltip="first_block_cache: every step computes its first block, which stays on the device (0.70 GB in "
-            "bf16), and asks it; each prompt keeps two hidden states (1.5 GB at 1280x720x81 in bf16, 0.67 GB at "
-            "832x480x81). magcache: which steps are left out is known before the run, from a calibration; a step that "
-            "is left out moves nothing, and each prompt keeps one hidden state.",
+            tooltip="first_block_cache: every step computes its first block, which is resident on the device (0.70 GB "
+            "in bf16), and decides by its change; each prompt keeps two hidden states (1.5 GB at 1280x720x81 in "
+            "bf16, 0.67 GB at 832x480x81). magcache: a calibration decides before the run; a skipped step moves "
+            "no bytes, and each prompt keeps one hidden state.",
         ),
         io.Combo.Input(
             "preset",
-            options=[*PRESETS, OWN],
+            options=[*PRESETS, OWN_THRESHOLD],
             default="usual",
-            tooltip="For first_block_cache: the threshold, 0.03 (careful), 0.05 (usual), 0.1 (fast), 0.15 or 0.2. With "
-            "30 steps of Wan2.1 I2V 14B, others found 0.1 good, the last frames distorted at 0.15, and the whole video "
-            "at 0.2. Higher saves more steps.",
+            tooltip="For first_block_cache: the threshold, 0.03 (careful), 0.05 (usual), 0.1 (fast), 0.15 or 0.2. "
+            "Others report for 30 steps of Wan2.1 I2V 14B: 0.1 is good, 0.15 distorts the last frames and 0.2 the "
+            "whole video. Higher saves more steps.",
         ),
         io.Float.Input(
             "threshold",
@@ -115,8 +115,8 @@ def _kind_inputs() -> list[io.Input]:
             min=0.0,
             max=2.0,
             step=0.01,
-            tooltip="For own threshold, and for magcache. Steps are left out below it; 0 leaves nothing out, and "
-            "the result is the same to the bit. Higher saves more time and costs quality.",
+            tooltip="For own threshold and magcache. Steps with a smaller change are skipped; 0 skips none, and the "
+            "result is bit-equal. Higher saves more time and costs quality.",
         ),
     ]
 
@@ -127,8 +127,8 @@ def _magnitude_inputs() -> list[io.Input]:
             "calibration",
             default="",
             optional=True,
-            tooltip="For magcache: the file of Wan Cache Calibration, by its name below the output folder. Making "
-            "one costs a run.",
+            tooltip="For magcache: the file of Wan Cache Calibration, by its name below the output folder. Making one "
+            "costs a run.",
         ),
         io.Int.Input(
             "max_consecutive_skips",
@@ -136,8 +136,7 @@ def _magnitude_inputs() -> list[io.Input]:
             min=0,
             max=100,
             optional=True,
-            tooltip="For magcache: how many steps may be left out one after the other. More saves time, and costs "
-            "quality.",
+            tooltip="For magcache: largest number of consecutive steps to skip. More saves time and costs quality.",
         ),
         io.Float.Input(
             "retention",
@@ -146,7 +145,7 @@ def _magnitude_inputs() -> list[io.Input]:
             max=1.0,
             step=0.01,
             optional=True,
-            tooltip="For magcache: share of each expert's steps, from its first one, in which nothing is left out. "
-            "Less saves time; early steps decide about the whole video.",
+            tooltip="For magcache: share of each expert's steps, from its first one, that are never skipped. Less "
+            "saves time, but early steps decide on the whole video.",
         ),
     ]

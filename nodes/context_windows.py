@@ -1,4 +1,4 @@
-"""Long videos in pieces that an expert knows the length of."""
+"""Node for context windows: long videos in windows of the length that Wan was trained on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import sockets
 
 
 class WanStreamContextWindows(io.ComfyNode):
-    """Overlapping windows of a long video, all of which share each pass over the weights."""
+    """Overlapping windows of a long video, which share each pass over the weights."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -19,8 +19,8 @@ class WanStreamContextWindows(io.ComfyNode):
             display_name="Wan Context Windows",
             category="WanStream/sampling",
             **search_words("long video", "context options", "sliding window", "freenoise"),
-            description="For videos longer than the 81 frames that Wan was trained on: every step computes overlapping "
-            "windows and puts them together. The weights move once per step, however many windows there are.",
+            description="For videos longer than the 81 frames of Wan's training: every step computes overlapping "
+            "windows and blends them. The weights move once per step for all windows.",
             inputs=[*_window_inputs(), *_merging_inputs()],
             outputs=[sockets.Windows.Output(display_name="windows")],
         )
@@ -29,11 +29,13 @@ class WanStreamContextWindows(io.ComfyNode):
     def validate_inputs(
         cls, frames: int | None = None, overlap: int | None = None, stride: int | None = None
     ) -> bool | str:
-        # What is linked is None here and known only at the run.
-        given = {"frames": frames, "overlap": overlap, "stride": stride}
-        usual = {"frames": 81, "overlap": 0, "stride": 1}
-        size = usual | {name: value for name, value in given.items() if isinstance(value, int)}
-        windows_of(frames=size["frames"], overlap=size["overlap"], stride=size["stride"])  # raises, see `said_once`
+        # A linked value is None until the run.
+        values = {"frames": frames, "overlap": overlap, "stride": stride}
+        defaults = {"frames": 81, "overlap": 0, "stride": 1}
+        size = defaults | {name: value for name, value in values.items() if isinstance(value, int)}
+        windows_of(
+            frames=size["frames"], overlap=size["overlap"], stride=size["stride"]
+        )  # raises instead of returning: see `report_once`
         return True
 
     @classmethod
@@ -47,7 +49,7 @@ class WanStreamContextWindows(io.ComfyNode):
 def windows_of(
     *, frames: int, overlap: int, stride: int, blend: str = "linear", repeat_image: bool = True
 ) -> ContextWindows:
-    """`frames` and `overlap` are of the video. Raises ValueError for what makes no windows."""
+    """Return windows from `frames` and `overlap` in video frames; raises ValueError for values that do not fit."""
     if frames % FRAMES_PER_LATENT != 1:
         nearest = round((frames - 1) / FRAMES_PER_LATENT) * FRAMES_PER_LATENT + 1
         raise ValueError(f"frames is {frames}, it must be a multiple of {FRAMES_PER_LATENT} plus 1: use {nearest}")
@@ -71,7 +73,7 @@ def _window_inputs() -> list[io.Input]:
             min=5,
             max=1025,
             step=FRAMES_PER_LATENT,
-            tooltip="Frames of each window, a multiple of 4 plus 1, not more than the video has. Attention costs with "
+            tooltip="Frames per window, a multiple of 4 plus 1, at most those of the video. Attention costs grow with "
             "their square: two windows compute less than one of twice the length.",
         ),
         io.Int.Input(
@@ -80,8 +82,8 @@ def _window_inputs() -> list[io.Input]:
             min=0,
             max=1024,
             step=FRAMES_PER_LATENT,
-            tooltip="Frames that neighbouring windows share at least, a multiple of 4. What is shared is computed in "
-            "both; less makes seams.",
+            tooltip="Fewest frames that neighbouring windows share, a multiple of 4. Shared frames are computed in "
+            "both; too few leave seams.",
         ),
         io.Int.Input(
             "stride",
@@ -89,7 +91,7 @@ def _window_inputs() -> list[io.Input]:
             min=1,
             max=16,
             tooltip="1: windows of neighbouring frames only. 2, 4, 8, 16: also windows of every 2nd ... 16th frame of "
-            "the latent, which hold the video together. Each of them costs as much as another window.",
+            "the latent, for a consistent video. Each of them costs as much as another window.",
         ),
     ]
 
@@ -100,20 +102,20 @@ def _merging_inputs() -> list[io.Input]:
             "blend",
             options=list(BLENDS),
             default="linear",
-            tooltip="How much a window counts where it overlaps another. linear: less towards its ends, over the "
-            "overlap. pyramid: less from its middle on. flat: the same everywhere. None costs more than another.",
+            tooltip="Weighting of windows where they overlap. linear: falls towards the ends of a window, over the "
+            "overlap. pyramid: falls from its middle. flat: the same everywhere. All cost the same.",
         ),
         io.Boolean.Input(
             "repeat_image",
             default=True,
             tooltip="With a start image. On: every window begins with it, which keeps its look and pulls each window "
-            "back to it. Off: only windows that hold the first frame see it. Costs nothing.",
+            "back to it. Off: only windows with the first frame use it. Costs nothing.",
         ),
         io.Boolean.Input(
             "shift_windows",
             default=True,
             optional=True,
-            tooltip="On: windows begin elsewhere in every step, so that seams do not stay where they were. Off: they "
-            "stay, so that a cache may leave whole steps out; seams may show. Costs nothing.",
+            tooltip="On: windows are shifted in every step, which hides seams. Off: they are fixed, so that a cache "
+            "can skip whole steps; seams may show. Costs nothing.",
         ),
     ]

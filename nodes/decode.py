@@ -11,24 +11,24 @@ from ..host import SAVING_NODE, OutputFile, OutputNameError, OutsideFolderError,
 from ..schema import PIXELS_PER_LATENT, WorkersRef
 from ..wan import TilingError
 from . import sockets
-from .inputs import said_once
-from .runs.decode import VAE_DTYPES, DecodeSettings, asked, decode_images, decode_to_file
+from .inputs import report_once
+from .runs.decode import VAE_DTYPES, DecodeSettings, decode_images, decode_to_file, requested_tiling
 from .runs.latent_backup import keep_latent_until_done
 from .runs.video_file import write_mp4
 
 
 def vae_input() -> io.Input:
-    """The VAE's file or folder."""
+    """Return the input for the file or folder of the VAE."""
     return io.Combo.Input(
         "vae",
         options=current_host().model_names("diffusers", "vae"),
-        tooltip="wan_2.1_vae.safetensors, for Wan2.2 5B wan2.2_vae.safetensors, or the diffusers pipeline folder that "
-        "holds the VAE. It is loaded for this node alone (0.5 GB, for 5B 2.8 GB).",
+        tooltip="wan_2.1_vae.safetensors, for Wan2.2 5B wan2.2_vae.safetensors, or the diffusers pipeline folder with "
+        "the VAE. Loaded for this node alone (0.5 GB, for 5B 2.8 GB).",
     )
 
 
 def tile_size_input() -> io.Input:
-    """How large tiles are."""
+    """Return the input for the size of the tiles."""
     return io.Int.Input(
         "tile_size",
         default=0,
@@ -36,15 +36,15 @@ def tile_size_input() -> io.Input:
         max=4096,
         step=PIXELS_PER_LATENT,
         optional=True,
-        tooltip="Width of the tiles that are decoded one by one; 0: whole frames if they fit in memory, else the "
-        "tiles that fit and compute least. 256 computes a fourteenth of a 1280x720 frame at once, and 1.65 times as "
-        "much in all, because tiles overlap by a quarter, over which they are blended. For Wan2.2 5B a multiple of 16, "
-        "128 or more.",
+        tooltip="Width of the tiles in pixels; 0: whole frames if they fit in memory, else the tiles that fit with "
+        "the least compute. 256 decodes a fourteenth of a 1280x720 frame at once, at 1.65 times the compute in "
+        "all, because tiles overlap by a quarter, where they are blended. For Wan2.2 5B a multiple of 16, 128 or "
+        "more.",
     )
 
 
 def memory_input() -> io.Input:
-    """How much memory there is."""
+    """Return the input for the memory budget."""
     return io.Float.Input(
         "memory_gb",
         default=0.0,
@@ -52,48 +52,48 @@ def memory_input() -> io.Input:
         max=1024.0,
         step=0.1,
         optional=True,
-        tooltip="Memory for decoding, in addition to the VAE's weights; 0: what is free. Whole frames of 1280x720 take "
-        "21 GB, tiles of 256 pixels 1.5 GB; with the VAE of Wan2.2 5B 22 GB and 1.6 GB. Where even that is not there, "
-        "smaller tiles are tried.",
+        tooltip="Memory for decoding, in addition to the VAE's weights; 0: the free memory. Whole frames of 1280x720 "
+        "take 21 GB, tiles of 256 pixels 1.5 GB; with the VAE of Wan2.2 5B 22 GB and 1.6 GB. If memory still runs "
+        "out, smaller tiles are tried.",
     )
 
 
 def dtype_input() -> io.Input:
-    """What the VAE computes in."""
+    """Return the input for the VAE's compute dtype."""
     return io.Combo.Input(
         "compute_dtype",
         options=list(VAE_DTYPES),
         default="fp32",
         optional=True,
-        tooltip="What the VAE computes in. bf16 takes half the memory, also of the VAE itself, and less time where "
-        "the device computes in it; colours are rounded, in places by a few of 255 levels.",
+        tooltip="Compute dtype of the VAE. bf16 takes half the memory, also of the VAE itself, and less time if the "
+        "device supports it; colours are rounded, in places by a few of 255 levels.",
     )
 
 
 def tiling_refusal(tile_size: int | None) -> bool | str:
-    """For `validate_inputs`: why such tiles cannot be made; True if they can."""
+    """Return True or the reason to refuse this tile size, for `validate_inputs`."""
     try:
-        asked(tile_size)
+        requested_tiling(tile_size)
     except TilingError as err:
         return str(err)
     return True
 
 
-SLOWEST, FASTEST = 0.01, 1000.0
-"""Frames per second."""
+MIN_FPS, MAX_FPS = 0.01, 1000.0
+"""Limits of `fps`, in frames per second."""
 
 
 def saving_inputs() -> list[io.Input]:
-    """Frame rate, name and quality."""
+    """Return the inputs for frame rate, file name and quality."""
     return [
         io.Float.Input(
             "fps",
             default=16.0,
-            min=SLOWEST,
-            max=FASTEST,
+            min=MIN_FPS,
+            max=MAX_FPS,
             step=0.01,
-            tooltip="Wan2.2 A14B makes 16 frames per second of motion, 5B 24; another number speeds it up or slows it "
-            "down.",
+            tooltip="Wan2.2 A14B generates 16 frames per second, 5B 24; another number changes the speed of the "
+            "motion.",
         ),
         io.String.Input(
             "filename_prefix",
@@ -113,9 +113,9 @@ def saving_inputs() -> list[io.Input]:
 
 
 def name_refusal(filename_prefix: str | None) -> bool | str:
-    """For `validate_inputs`: the reason why no file can have that name, True if one can; None is not known yet.
+    """Return True or the reason to refuse this name, for `validate_inputs`; a linked name is None.
 
-    Name and place are judged now, not after hours of sampling.
+    Name and folder are checked before the run and not after hours of sampling.
     """
     try:
         if filename_prefix is not None:
@@ -126,30 +126,28 @@ def name_refusal(filename_prefix: str | None) -> bool | str:
 
 
 def rate_refusal(fps: float | None) -> bool | str:
-    """For `validate_inputs`: the reason why no video can have that frame rate, True if one can; None is not known yet.
-
-    Hosts let NaN pass, which is neither too small nor too large.
-    """
-    if fps is None or (math.isfinite(fps) and SLOWEST <= fps <= FASTEST):
+    """Return True or the reason to refuse this frame rate, for `validate_inputs`; a linked value is None."""
+    # isfinite: hosts let NaN pass, which is neither below the minimum nor above the maximum.
+    if fps is None or (math.isfinite(fps) and MIN_FPS <= fps <= MAX_FPS):
         return True
-    return f"{fps} frames per second: give a number from {SLOWEST} to {FASTEST:g}"
+    return f"{fps} frames per second: give a number from {MIN_FPS} to {MAX_FPS:g}"
 
 
 def graph_of(hidden: io.HiddenHolder) -> dict[str, object]:
-    """What ComfyUI looks for in a file that is dropped on its canvas; nothing where users want no graph in files."""
+    """Return the metadata from which ComfyUI restores the graph of a dropped file; empty if the user disabled it."""
     if not current_host().graph_in_files():
         return {}
     graph = dict(hidden.extra_pnginfo or {})
     return graph if hidden.prompt is None else {**graph, "prompt": hidden.prompt, SAVING_NODE: hidden.unique_id}
 
 
-def shown(file: OutputFile) -> ui.PreviewVideo:
-    """The video, below its node."""
+def video_preview(file: OutputFile) -> ui.PreviewVideo:
+    """Return the preview of the video on its node."""
     return ui.PreviewVideo([ui.SavedResult(file.filename, file.subfolder, io.FolderType.output)])
 
 
 class WanStreamDecodeVideo(io.ComfyNode):
-    """Decodes straight into the encoder."""
+    """Decoder that writes its frames straight into an MP4."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -158,13 +156,13 @@ class WanStreamDecodeVideo(io.ComfyNode):
             display_name="Wan Decode to Video",
             category="WanStream/video",
             **search_words("mp4", "h264", "long video", "vae", "video combine"),
-            description="Decodes a Wan latent straight into an MP4 (H.264), with no images in RAM between. Drop the "
-            "file on the canvas to get the graph back.",
+            description="Decodes a Wan latent straight into an MP4 (H.264), without images in RAM. Drop the file on "
+            "the canvas to get the graph back.",
             inputs=[
                 vae_input(),
                 io.Latent.Input(
                     "latent",
-                    tooltip="From Wan Sampler. A copy lies in output/latents until the video is there.",
+                    tooltip="From Wan Sampler. A copy is in output/latents until the video is complete.",
                 ),
                 *saving_inputs(),
                 tile_size_input(),
@@ -180,8 +178,8 @@ class WanStreamDecodeVideo(io.ComfyNode):
     def validate_inputs(
         cls, filename_prefix: str | None = None, fps: float | None = None, tile_size: int | None = None
     ) -> bool | str:
-        judged = (name_refusal(filename_prefix), rate_refusal(fps), tiling_refusal(tile_size))
-        return said_once(next((refusal for refusal in judged if refusal is not True), True))
+        answers = (name_refusal(filename_prefix), rate_refusal(fps), tiling_refusal(tile_size))
+        return report_once(next((answer for answer in answers if answer is not True), True))
 
     @classmethod
     def execute(
@@ -204,11 +202,11 @@ class WanStreamDecodeVideo(io.ComfyNode):
                 metadata=graph_of(cls.hidden),
                 **encoding,
             )
-        return io.NodeOutput(ui=shown(file))
+        return io.NodeOutput(ui=video_preview(file))
 
 
 class WanStreamVAEDecode(io.ComfyNode):
-    """Turns a latent into frames."""
+    """Decoder that returns images."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -221,15 +219,16 @@ class WanStreamVAEDecode(io.ComfyNode):
             inputs=[
                 vae_input(),
                 io.Latent.Input(
-                    "latent", tooltip="From Wan Sampler. A copy lies in output/latents until the images are there."
+                    "latent",
+                    tooltip="From Wan Sampler. A copy is in output/latents until the images are complete.",
                 ),
                 tile_size_input(),
                 sockets.Workers.Input(
                     "workers",
                     optional=True,
-                    tooltip="From Wan Workers (many GPUs): they share the tiles. With tile_size 0 these are as large "
-                    "as the memory of each allows, and as many as there are workers or more. The images are those of "
-                    "one device with the same tiles.",
+                    tooltip="From Wan Workers (many GPUs), which share the tiles. With tile_size 0 the tiles are as "
+                    "large as the memory of each worker allows, and at least as many as workers. The images are "
+                    "those of one device with the same tiles.",
                 ),
                 memory_input(),
                 dtype_input(),
@@ -254,12 +253,12 @@ class WanStreamVAEDecode(io.ComfyNode):
     ) -> io.NodeOutput:
         settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype)
         with current_host().ledger().phase("decode", current_host().device()):
-            videos, told = decode_images(settings, latent["samples"], workers, node_id=cls.hidden.unique_id)
-        return io.NodeOutput(videos.flatten(0, 1), ui=ui.PreviewText("\n".join(told)) if told else None)
+            videos, notes = decode_images(settings, latent["samples"], workers, node_id=cls.hidden.unique_id)
+        return io.NodeOutput(videos.flatten(0, 1), ui=ui.PreviewText("\n".join(notes)) if notes else None)
 
 
 class WanStreamSaveVideo(io.ComfyNode):
-    """Writes an MP4 that restores its graph when it is dropped on the canvas."""
+    """Writer of an MP4 that restores its graph when it is dropped on the canvas."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -275,8 +274,8 @@ class WanStreamSaveVideo(io.ComfyNode):
                 io.Latent.Input(
                     "latent",
                     optional=True,
-                    tooltip="Kept if the video cannot be written, for example on a full disk: in output/latents, or in "
-                    "the temp folder where that has no room for it.",
+                    tooltip="Kept in output/latents if the video cannot be written, for example on a full disk, or in "
+                    "the temp folder if there is no room.",
                 ),
             ],
             outputs=[],
@@ -286,8 +285,8 @@ class WanStreamSaveVideo(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, filename_prefix: str | None = None, fps: float | None = None) -> bool | str:
-        named = name_refusal(filename_prefix)
-        return said_once(rate_refusal(fps) if named is True else named)
+        answer = name_refusal(filename_prefix)
+        return report_once(rate_refusal(fps) if answer is True else answer)
 
     @classmethod
     def execute(
@@ -299,9 +298,9 @@ class WanStreamSaveVideo(io.ComfyNode):
         latent: dict[str, torch.Tensor] | None = None,
     ) -> io.NodeOutput:
         _, height, width, _ = images.shape
-        # After a Cancel the images and the latent are still in the cache of the host.
+        # No copy is kept after a Cancel: the images and the latent are still in the cache of the host.
         keep = keep_latent_until_done(latent["samples"] if latent else None, after_cancel=False)
         with current_host().ledger().phase("save", current_host().device()), keep:
             file = current_host().output_file(filename_prefix, "mp4", width=width, height=height)
             write_mp4(file.path, images, fps=fps, crf=crf, metadata=graph_of(cls.hidden))
-        return io.NodeOutput(ui=shown(file))
+        return io.NodeOutput(ui=video_preview(file))

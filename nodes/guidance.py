@@ -1,4 +1,4 @@
-"""Guidance beyond one scale for each expert."""
+"""Node for guidance per step and for NAG."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..wan import Nag
 from . import sockets
 
 OFF = 1.0
-"""The NAG scale that changes nothing."""
+"""NAG scale without an effect."""
 
 
 class WanStreamGuidance(io.ComfyNode):
-    """A guidance for each step, and a negative prompt for steps without guidance."""
+    """Guidance scale per step, and a negative prompt for steps without guidance."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -21,8 +21,8 @@ class WanStreamGuidance(io.ComfyNode):
             display_name="Wan Guidance",
             category="WanStream/sampling",
             **search_words("nag", "normalized attention guidance", "cfg", "cfg schedule"),
-            description="A guidance for each step instead of one for each expert; and NAG, which lets the negative "
-            "prompt act where guidance is 1, as with distilled LoRAs, without the second pass that guidance costs.",
+            description="Guidance for each step instead of each expert; and NAG, which applies the negative prompt in "
+            "steps of guidance 1, as with distilled LoRAs, without the second pass of guidance.",
             inputs=[_steps_input(), *_nag_inputs()],
             outputs=[sockets.Guidance.Output(display_name="guidance")],
         )
@@ -45,9 +45,8 @@ def _steps_input() -> io.Input:
     return io.String.Input(
         "guidance_steps",
         default="",
-        tooltip="The guidance of each step from step 0 on, with commas between, instead of the sampler's two; the last "
-        "one holds for all steps after it. Empty: the sampler's. Each step of 1 saves the negative prompt, half of its "
-        "compute.",
+        tooltip="Guidance of each step from step 0 on, separated by commas; the last one is used for all later steps. "
+        "Empty: the two of the sampler. Each step of 1 skips the negative prompt, half of its compute.",
     )
 
 
@@ -59,8 +58,8 @@ def _nag_inputs() -> list[io.Input]:
             min=1.0,
             max=100.0,
             step=0.1,
-            tooltip="How far steps of guidance 1 are pushed away from the negative prompt. 1: not at all; 11 is usual. "
-            "An estimate: it costs 1 % more compute at 832x480x81; guidance would double it.",
+            tooltip="Distance of steps of guidance 1 from the negative prompt. 1: off; 11 is usual. Costs about 1 % "
+            "more compute at 832x480x81 (an estimate); guidance would double it.",
         ),
         io.Float.Input(
             "nag_tau",
@@ -68,7 +67,7 @@ def _nag_inputs() -> list[io.Input]:
             min=0.1,
             max=10.0,
             step=0.1,
-            tooltip="How many times as strong as without it the result may become. Lower is safer. Costs nothing.",
+            tooltip="Largest ratio of the result to the one without NAG. Lower is safer. Costs nothing.",
         ),
         io.Float.Input(
             "nag_alpha",
@@ -76,6 +75,6 @@ def _nag_inputs() -> list[io.Input]:
             min=0.0,
             max=1.0,
             step=0.01,
-            tooltip="Share of the pushed result; the rest is the one without it. 0: no effect. Costs nothing.",
+            tooltip="Share of the result with NAG; the rest is without it. 0: no effect. Costs nothing.",
         ),
     ]

@@ -1,4 +1,4 @@
-"""For ComfyUI's own samplers: both experts as one GUIDER, and the SIGMAS that go with it."""
+"""Nodes for ComfyUI's own samplers: both experts as one GUIDER, and matching SIGMAS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sampler import settings_for
 
 
 class WanStreamGuider(io.ComfyNode):
-    """Both streamed experts as one model for ComfyUI's samplers; each call runs the expert of its noise level."""
+    """GUIDER over both streamed experts; each call runs the expert of its noise level."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -23,9 +23,9 @@ class WanStreamGuider(io.ComfyNode):
             display_name="Wan Guider (streamed)",
             category="WanStream/sampling",
             **search_words("ksampler", "moe", "cfg guider", "custom sampler"),
-            description="Lets SamplerCustomAdvanced with any of ComfyUI's samplers run both experts in one go: no "
-            "reload at the switch, and the sampler keeps its history across it. The defaults are those of Wan2.2 "
-            "text-to-video; for image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
+            description="Runs both experts in SamplerCustomAdvanced with any of ComfyUI's samplers: no reload at the "
+            "switch, and the sampler keeps its history across it. The defaults are those of Wan2.2 text-to-video; "
+            "for image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
             inputs=[
                 *_socket_inputs(),
                 *_number_inputs(),
@@ -48,17 +48,17 @@ class WanStreamGuider(io.ComfyNode):
         guidance: Guidance | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
-        own = settings_for(experts, settings)
-        scales = own.pop("guidance_high"), own.pop("guidance_low")
-        set_to = GuiderSettings(guidance=scales, more_guidance=guidance or Guidance(), **own)
-        asked = policy or OffloadPolicy.layerwise()
+        settings = settings_for(experts, settings)
+        scales = settings.pop("guidance_high"), settings.pop("guidance_low")
+        guider_settings = GuiderSettings(guidance=scales, more_guidance=guidance or Guidance(), **settings)
+        policy = policy or OffloadPolicy.layerwise()
         return io.NodeOutput(
-            current_host().guider(experts, positive, negative, set_to, flow_shift=flow_shift, policy=asked)
+            current_host().guider(experts, positive, negative, guider_settings, flow_shift=flow_shift, policy=policy)
         )
 
 
 class WanStreamSigmas(io.ComfyNode):
-    """The noise levels of a run, without a model to ask."""
+    """Noise levels of a run, computed without a model."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -67,8 +67,8 @@ class WanStreamSigmas(io.ComfyNode):
             display_name="Wan Sigmas",
             category="WanStream/sampling",
             **search_words("scheduler", "flow shift", "shift"),
-            description="Noise levels for SamplerCustomAdvanced or Wan Sampler: ComfyUI's schedules, and the one of "
-            "Wan2.2 and diffusers. Does what ModelSamplingSD3 and BasicScheduler do, and needs no model.",
+            description="Noise levels for SamplerCustomAdvanced or Wan Sampler: ComfyUI's schedules, and that of "
+            "Wan2.2 and diffusers. Replaces ModelSamplingSD3 and BasicScheduler, and needs no model.",
             inputs=_schedule_inputs(),
             outputs=[io.Sigmas.Output(display_name="sigmas")],
         )
@@ -84,7 +84,7 @@ def _socket_inputs() -> list[io.Input]:
         io.Conditioning.Input(
             "positive", tooltip="From CLIPTextEncode, Wan Text Encode or, with an image, an image-to-video node."
         ),
-        io.Conditioning.Input("negative", tooltip="As positive. Costs nothing where a guidance is 1."),
+        io.Conditioning.Input("negative", tooltip="Like positive. Costs nothing if a guidance is 1."),
     ]
 
 
@@ -94,16 +94,15 @@ def _number_inputs() -> list[io.Input]:
         _guidance_input(
             "guidance_high",
             4.0,
-            "How strongly the high-noise expert follows the prompt. Anything but 1 computes the negative as well and "
-            "doubles the compute of its calls; the bytes that are moved stay the same. One expert follows it in every "
-            "call.",
+            "Strength of the prompt in the high-noise expert. Any value but 1 also computes the negative and doubles "
+            "the compute of its calls; the bytes that are moved stay the same. A single model uses it in every call.",
         ),
         _guidance_input(
             "guidance_low",
             3.0,
-            "The same for the low-noise expert. 1 halves the compute of its calls. Not used by one expert.",
+            "The same for the low-noise expert. 1 halves the compute of its calls. Not used by a single model.",
         ),
-        _shift_input("Some samplers use it in addition to the sigmas: set the value that the sigmas were made with."),
+        _shift_input("Some samplers use it in addition to the sigmas: set the value with which the sigmas were made."),
     ]
 
 
@@ -121,20 +120,20 @@ def _schedule_inputs() -> list[io.Input]:
             "schedule",
             options=current_host().schedule_names(),
             default="simple",
-            tooltip="How noise falls from step to step. simple: what ComfyUI's Wan workflows use. wan: as in Wan2.2 "
-            "and diffusers. None costs more than another.",
+            tooltip="Noise levels of the steps. simple: as in ComfyUI's Wan workflows. wan: as in Wan2.2 and "
+            "diffusers. All cost the same.",
         ),
         io.Int.Input(
             "steps",
             default=20,
             min=1,
             max=1000,
-            tooltip="Time is proportional to it, and to how often a sampler calls the model in a step: once for most, "
-            "twice for heun, dpm_2, dpmpp_2s, dpmpp_sde, exp_heun_2, seeds_2 and sa_solver_pece, three times for "
-            "heunpp2 and seeds_3.",
+            tooltip="Time is proportional to it, and to the sampler's calls of the model per step: one for most, two "
+            "for heun, dpm_2, dpmpp_2s, dpmpp_sde, exp_heun_2, seeds_2 and sa_solver_pece, three for heunpp2 and "
+            "seeds_3.",
         ),
         _shift_input(
-            "Higher: more steps at high noise, so more of them run the high-noise expert. 12 for text-to-video, 5 for "
+            "Higher: more steps at high noise, and so in the high-noise expert. 12 for text-to-video, 5 for "
             "image-to-video."
         ),
         io.Float.Input(
@@ -143,7 +142,7 @@ def _schedule_inputs() -> list[io.Input]:
             min=0.0,
             max=1.0,
             step=0.01,
-            tooltip="Below 1: the last steps of a longer schedule (20 steps at 0.5 are the last 20 of 40), to change a "
-            "given latent instead of making one. Costs the same: the number of steps stays.",
+            tooltip="Below 1: the last steps of a longer schedule (20 steps at 0.5 are the last 20 of 40), to change "
+            "an existing latent. Costs the same: the number of steps does not change.",
         ),
     ]

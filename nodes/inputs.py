@@ -22,9 +22,10 @@ def attention_input() -> io.Input:
         options=list(ATTENTIONS),
         default="default",
         optional=True,
-        tooltip="Whose kernel computes attention, most of the time of a long video. default: what diffusers chooses, "
-        "which is sdpa, torch's own. The others need a GPU and bf16 or fp16 (xformers fp32 too), and all but cudnn a "
-        "package of that name. All round differently; sage also computes in 8 bits, which costs some precision.",
+        tooltip="Kernel for attention, which takes most of the time of a long video. default: the choice of "
+        "diffusers, torch's own sdpa. The others need a GPU and bf16 or fp16 (xformers also fp32), and all but "
+        "cudnn a package of that name. Results differ in rounding; sage also computes in 8 bits, which costs some "
+        "precision.",
     )
 
 
@@ -33,17 +34,15 @@ def compile_input() -> io.Input:
         "compile",
         default=False,
         optional=True,
-        tooltip="Compile the blocks with torch.compile, for faster steps. Costs a wait in the first step after a "
-        "start, and once more for a second video size; not for the other expert, another LoRA or another run. Last "
-        "digits of the result differ. Needs Triton on a GPU, a C++ compiler on a CPU.",
+        tooltip="Compile the blocks with torch.compile for faster steps. The first step after a start is slow, and so "
+        "is that of a second video size, but not of the other expert, another LoRA or another run. Results differ "
+        "in the last digits. Needs Triton on a GPU, a C++ compiler on a CPU.",
     )
 
 
-def said_once(answer: bool | str) -> bool:
-    """For `validate_inputs` of several inputs: raise RequestError with a refusal instead of returning it.
-
-    ComfyUI repeats a refusal that is returned under every input that the signature names. An exception it shows once.
-    """
+def report_once(answer: bool | str) -> bool:
+    """Raise RequestError for a refusal instead of returning it from a `validate_inputs` of several inputs."""
+    # ComfyUI shows a returned refusal under every input of the signature, an exception only once.
     if isinstance(answer, str):
         raise RequestError(answer)
     return answer
@@ -56,9 +55,9 @@ def boundary_input() -> io.Input:
         min=0.0,
         max=1.0,
         step=0.001,
-        tooltip="The noise level below which the low-noise expert takes over: 0.875 for text-to-video, 0.9 for "
-        "image-to-video. The switch itself costs nothing: the next expert's blocks are fetched ahead. Not used by one "
-        "expert, which runs every step.",
+        tooltip="The low-noise expert runs below this noise level: 0.875 for text-to-video, 0.9 for image-to-video. "
+        "The switch itself costs nothing: the next expert's blocks are fetched ahead. Not used by a single model, "
+        "which runs every step.",
     )
 
 
@@ -66,7 +65,7 @@ def policy_input() -> io.Input:
     return sockets.Policy.Input(
         "policy",
         optional=True,
-        tooltip="How much device memory the experts may take. Without it: layerwise, the smallest (1.4 GB in bf16).",
+        tooltip="Device memory of the experts. Without a policy: layerwise, the smallest (1.4 GB in bf16).",
     )
 
 
@@ -74,8 +73,8 @@ def workers_input() -> io.Input:
     return sockets.Workers.Input(
         "workers",
         optional=True,
-        tooltip="From Wan Workers (many GPUs): they compute the run. The result is the same; starting them costs some "
-        "seconds, once. Without it: this process alone.",
+        tooltip="From Wan Workers (many GPUs), which compute the run with the same result. Starting them costs some "
+        "seconds, once. Without workers: this process alone.",
     )
 
 
@@ -83,7 +82,7 @@ def guidance_input() -> io.Input:
     return sockets.Guidance.Input(
         "guidance",
         optional=True,
-        tooltip="From Wan Guidance: a guidance for each step, or a negative prompt in steps without. Without it: "
+        tooltip="From Wan Guidance: guidance for each step, or a negative prompt in steps without. Default: "
         "guidance_high and guidance_low.",
     )
 
@@ -93,7 +92,7 @@ def windows_input() -> io.Input:
         "windows",
         optional=True,
         tooltip="From Wan Context Windows, for videos of more than 81 frames. Windows share the weights, not the "
-        "compute. Without it: the video as a whole.",
+        "compute. Default: the whole video at once.",
     )
 
 
@@ -101,30 +100,31 @@ def cache_input() -> io.Input:
     return sockets.Cache.Input(
         "cache",
         optional=True,
-        tooltip="From Wan Cache: steps that are much like the one before are left out. Saves their time and bytes, and "
-        "costs quality. Without it: every step computes all of its blocks.",
+        tooltip="From Wan Cache: skips steps that are similar to the one before. Saves their time and bytes, and "
+        "costs quality. Without a cache, every step computes all blocks.",
     )
 
 
 logger = logging.getLogger("wanstream.nodes")
 
 WARNINGS = "wanstream_warnings"
-"""The key of the history that keeps them, next to the text that the node shows."""
+"""Key of the warnings in the history; the text on the node repeats them."""
 
 
 class StrictError(ValueError):
-    """Something looks wrong, and the user wants an error then (`--strict`, or the setting in ComfyUI)."""
+    """A warning that is an error in strict mode (`--strict`, or the setting in ComfyUI)."""
 
 
-def shown_warnings(found: Sequence[str]) -> dict[str, Any] | None:
-    """Log each of them and return what the node shows; None where there are none.
+def warnings_ui(warnings: Sequence[str]) -> dict[str, Any] | None:
+    """Log the warnings and return the node's UI output with them, or None if there are none.
 
-    Raises StrictError where the host is strict.
+    Raises:
+        StrictError: there are warnings and the host is strict.
     """
-    if not found:
+    if not warnings:
         return None
     if current_host().strict():
-        raise StrictError(f"{'; '.join(found)}. This is an error because the run is strict")
-    for warning in found:
+        raise StrictError(f"{'; '.join(warnings)}. This is an error because the run is strict")
+    for warning in warnings:
         logger.warning("%s", warning)
-    return {"text": ["\n".join(f"Warning: {warning}" for warning in found)], WARNINGS: list(found)}
+    return {"text": ["\n".join(f"Warning: {warning}" for warning in warnings)], WARNINGS: list(warnings)}

@@ -1,4 +1,4 @@
-"""Nodes that make the latent of a run: empty, or from images."""
+"""Nodes that create the latent of a run: empty, or from images."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from ..sampling import IMAGE_SEEN, NoRoomError, begun_latent, framed_video, star
 from ..schema import FP32_BYTES, VideoShape, need_text
 from ..wan import SPACES, WAN21, LatentSpace, open_image_encoder, open_vae
 from .decode import vae_input
-from .inputs import said_once
+from .inputs import report_once
 from .runs.decode import encode_here
 
 MODELS = {space.models: space for space in SPACES}
-LARGEST = {"width": 4096, "height": 4096, "frames": 1025}
+MAX_SIZE = {"width": 4096, "height": 4096, "frames": 1025}
 
 
 def size_inputs() -> list[io.Input]:
-    """Size and number of the videos."""
+    """Inputs for the size and the number of the videos."""
     return [
         io.Int.Input(
             "width",
             default=832,
             min=16,
-            max=LARGEST["width"],
+            max=MAX_SIZE["width"],
             step=16,
-            tooltip="Multiple of 16, for Wan2.2 5B of 32. A step costs more than in proportion to width x height x "
+            tooltip="Multiple of 16, for Wan2.2 5B of 32. The time of a step grows faster than width x height x "
             "frames: 1280x720 takes about four times as long per block as 832x480.",
         ),
         io.Int.Input(
-            "height", default=480, min=16, max=LARGEST["height"], step=16, tooltip="Multiple of 16 or 32; see width."
+            "height", default=480, min=16, max=MAX_SIZE["height"], step=16, tooltip="Multiple of 16 or 32; see width."
         ),
         io.Int.Input(
             "frames",
             default=81,
             min=1,
-            max=LARGEST["frames"],
+            max=MAX_SIZE["frames"],
             step=4,
-            tooltip="4n + 1. 81 are 5 seconds at 16 fps, what Wan2.2 A14B was trained on, and 121 at 24 fps, which 5B "
-            "makes; every 4 more cost one latent frame.",
+            tooltip="4n + 1. 81 frames are 5 seconds at 16 fps, the format of Wan2.2 A14B; 5B uses 121 frames at 24 "
+            "fps. Every 4 more add one latent frame.",
         ),
         io.Int.Input(
             "batch_size",
@@ -58,18 +58,16 @@ def size_inputs() -> list[io.Input]:
 
 
 def video_shape(space: LatentSpace, **size: int) -> VideoShape:
-    """The shape of a video of that width, height and number of frames; raises ValueError if it cannot be made."""
+    """Return the shape of a video; raises ValueError for a width, height or number of frames that is not possible."""
     for name, value in size.items():
-        if value > LARGEST[name]:
-            raise ValueError(f"{name} is {value}: use {LARGEST[name]} or less")
+        if value > MAX_SIZE[name]:
+            raise ValueError(f"{name} is {value}: use {MAX_SIZE[name]} or less")
     return VideoShape(**size, per_latent=space.pixels)
 
 
 def size_refusal(space: LatentSpace = WAN21, **size: object) -> bool | str:
-    """For `validate_inputs`: why such a video cannot be made, told before anything runs; True if it can.
-
-    What is no number is left to others: a link is None here and known only at the run, and text is refused by the host.
-    """
+    """Return True or the reason to refuse this size, for `validate_inputs`: before any node runs."""
+    # A linked value is None until the run, and the host itself refuses text for a number.
     known = {name: value for name, value in size.items() if isinstance(value, int)}
     try:
         if len(known) == len(size):
@@ -79,24 +77,25 @@ def size_refusal(space: LatentSpace = WAN21, **size: object) -> bool | str:
     return True
 
 
-def check_tensor_ram(nbytes: int, what: str) -> None:
-    """Refuse to make a tensor that the system would end the process for. Raises NoRoomError."""
+def check_tensor_ram(nbytes: int, name: str) -> None:
+    """Raise NoRoomError for a tensor whose allocation would make the system kill the process."""
+    # `torch.zeros` itself would not fail: Linux overcommits memory and kills the process at the first writes.
     lacking = surely_lacks(nbytes)
     if lacking is not None:
         raise NoRoomError(
-            f"{what} takes {need_text(nbytes)} of RAM, and {need_text(lacking)} are free (swap included): make the "
+            f"{name} takes {need_text(nbytes)} of RAM, and {need_text(lacking)} are free (swap included): make the "
             "video smaller or shorter, or batch_size smaller"
         )
 
 
 def empty_latent(space: LatentSpace, shape: VideoShape, batch_size: int) -> dict[str, torch.Tensor]:
-    """A LATENT of zeros. Raises NoRoomError where there is too little RAM for it."""
+    """Return a LATENT of zeros, float32; raises NoRoomError if there is too little RAM for it."""
     check_tensor_ram(batch_size * space.channels * prod(shape.latent) * FP32_BYTES, "the latent")
     return {"samples": torch.zeros(batch_size, space.channels, *shape.latent)}
 
 
 class WanStreamEmptyLatent(io.ComfyNode):
-    """The size of a text-to-video run."""
+    """Empty latent of a text-to-video run."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -113,8 +112,8 @@ class WanStreamEmptyLatent(io.ComfyNode):
                     options=list(MODELS),
                     default=WAN21.models,
                     optional=True,
-                    tooltip="Whose latent it is: of 16 channels and 8 pixels for each latent pixel, or of 48 and 16. "
-                    "The same size has a fourth of the tokens with Wan2.2 5B.",
+                    tooltip="Model of the latent: 16 channels and 8 pixels per latent pixel, or 48 and 16. Wan2.2 5B "
+                    "has a fourth of the tokens for the same size.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
@@ -130,7 +129,7 @@ class WanStreamEmptyLatent(io.ComfyNode):
     ) -> bool | str:
         if model not in MODELS:
             return True
-        return said_once(size_refusal(MODELS[model], width=width, height=height, frames=frames))
+        return report_once(size_refusal(MODELS[model], width=width, height=height, frames=frames))
 
     @classmethod
     def execute(cls, width: int, height: int, frames: int, batch_size: int, model: str = WAN21.models) -> io.NodeOutput:
@@ -140,18 +139,18 @@ class WanStreamEmptyLatent(io.ComfyNode):
 
 
 Conditioning = list[list[Any]]
-"""ComfyUI's: pairs of an embedding [1, L, 4096] and a dictionary of what belongs to it."""
+"""ComfyUI's CONDITIONING: pairs of an embedding [1, L, 4096] and a dictionary with its extra values."""
 
 NONE = "none"
 CROPS = {"none": False, "center": True}
 
 
-class GivenImageError(ValueError):
-    """Something beside the start image was given to a model that takes nothing else; the message names it."""
+class UnsupportedImageError(ValueError):
+    """An input other than the start image was connected for a model that takes nothing else."""
 
 
 class WanStreamImageToVideo(io.ComfyNode):
-    """The first and last frames of an image-to-video run, in the form of ComfyUI's own nodes."""
+    """First and last frames of an image-to-video run, in the format of ComfyUI's own nodes."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -160,8 +159,8 @@ class WanStreamImageToVideo(io.ComfyNode):
             display_name="WanStream Image to Video",
             category="WanStream/video",
             **search_words("i2v", "img2vid", "flf2v", "first last frame", "start image", "end image"),
-            description="Encodes a start image, and an end image if there is one, and hands them to the sampler with "
-            "both prompts. Needs I2V experts, or Wan2.2 5B and its VAE.",
+            description="Encodes a start image and an optional end image for the sampler and adds them to both "
+            "prompts. Needs I2V experts, or Wan2.2 5B and its VAE.",
             inputs=[
                 io.Conditioning.Input("positive", tooltip="From Wan Text Encode; goes on to the sampler."),
                 io.Conditioning.Input("negative", tooltip="From Wan Text Encode; goes on to the sampler."),
@@ -171,16 +170,16 @@ class WanStreamImageToVideo(io.ComfyNode):
                 io.Image.Input(
                     "end_image",
                     optional=True,
-                    tooltip="The last frame; several images are the last frames in order. Costs nothing: the video is "
-                    "encoded whole in any case. Not for Wan2.2 5B.",
+                    tooltip="The last frame; several images are the last frames in order. Costs nothing: the whole "
+                    "video is encoded in any case. Not for Wan2.2 5B.",
                 ),
                 io.Combo.Input(
                     "clip_vision",
                     options=[NONE, *current_host().model_names("diffusers", "clip_vision")],
                     default=NONE,
                     optional=True,
-                    tooltip="For Wan2.1 I2V: clip_vision_h.safetensors, or the diffusers pipeline folder that holds "
-                    "the image encoder. Its layers are streamed (0.2 GB of device memory, 1.3 GB read). Wan2.2 needs "
+                    tooltip="For Wan2.1 I2V: clip_vision_h.safetensors, or the diffusers pipeline folder with the "
+                    "image encoder. Its layers are streamed (0.2 GB of device memory, 1.3 GB read). Wan2.2 needs "
                     "none.",
                 ),
                 io.Combo.Input(
@@ -188,8 +187,8 @@ class WanStreamImageToVideo(io.ComfyNode):
                     options=list(CROPS),
                     default="none",
                     optional=True,
-                    tooltip="What CLIP sees of the start image. none: all of it, pressed into a square, as in Wan's "
-                    "own code. center: the square in its middle, as in diffusers. Costs nothing.",
+                    tooltip="Part of the start image for CLIP. none: all of it, scaled to a square, as in Wan's own "
+                    "code. center: its central square, as in diffusers. Costs nothing.",
                 ),
             ],
             outputs=[
@@ -203,7 +202,7 @@ class WanStreamImageToVideo(io.ComfyNode):
     def validate_inputs(
         cls, width: int | None = None, height: int | None = None, frames: int | None = None
     ) -> bool | str:
-        return said_once(size_refusal(width=width, height=height, frames=frames))
+        return report_once(size_refusal(width=width, height=height, frames=frames))
 
     @classmethod
     def execute(
@@ -223,34 +222,34 @@ class WanStreamImageToVideo(io.ComfyNode):
         shape = video_shape(space, **size)
         if space != WAN21:
             _check_one_image(end_image, clip_vision)
-            return io.NodeOutput(positive, negative, _begun(path, image, shape, batch_size))
+            return io.NodeOutput(positive, negative, _latent_from_image(path, image, shape, batch_size))
         check_tensor_ram(shape.width * shape.height * shape.frames * 3 * FP32_BYTES, "the video with the start image")
         video = framed_video(image, end_image, shape)
-        known = len(image)
-        mask = start_mask(known, shape) if end_image is None else start_end_mask(known, len(end_image), shape)
-        given: dict[str, object] = {"concat_latent_image": encode_here(path, video), "concat_mask": mask}
+        count = len(image)
+        mask = start_mask(count, shape) if end_image is None else start_end_mask(count, len(end_image), shape)
+        values: dict[str, object] = {"concat_latent_image": encode_here(path, video), "concat_mask": mask}
         if clip_vision != NONE:
             encoder = open_image_encoder(current_host().model_path(clip_vision, "diffusers", "clip_vision"))
-            given[IMAGE_SEEN] = encoder.encode(image[:1], device=current_host().device(), crop=CROPS[clip_crop])
-        return io.NodeOutput(_with(positive, given), _with(negative, given), empty_latent(space, shape, batch_size))
+            values[IMAGE_SEEN] = encoder.encode(image[:1], device=current_host().device(), crop=CROPS[clip_crop])
+        return io.NodeOutput(_with(positive, values), _with(negative, values), empty_latent(space, shape, batch_size))
 
 
-def _begun(vae: Path, image: torch.Tensor, shape: VideoShape, batch_size: int) -> dict[str, torch.Tensor]:
-    """Of Wan2.2 5B: the latent begins with the images, and its mask says so."""
+def _latent_from_image(vae: Path, image: torch.Tensor, shape: VideoShape, batch_size: int) -> dict[str, torch.Tensor]:
+    """Return a LATENT of Wan2.2 5B with the images as its first frames and a noise mask that protects them."""
     return begun_latent(encode_here(vae, start_frames(image, shape)), shape, batch_size)
 
 
 def _check_one_image(end_image: torch.Tensor | None, clip_vision: str) -> None:
-    given = [
-        name for name, there in (("end_image", end_image is not None), ("clip_vision", clip_vision != NONE)) if there
-    ]
-    if given:
-        raise GivenImageError(
-            f"{' and '.join(given)} given with the VAE of Wan2.2 5B, which is begun by a start image alone: "
-            "take it off, or take an I2V model of Wan2.1 or Wan2.2 A14B and its VAE"
+    inputs = (("end_image", end_image is not None), ("clip_vision", clip_vision != NONE))
+    unsupported = [name for name, connected in inputs if connected]
+    if unsupported:
+        raise UnsupportedImageError(
+            f"{' and '.join(unsupported)} given with the VAE of Wan2.2 5B, which takes only a start image: "
+            "disconnect it, or use an I2V model of Wan2.1 or Wan2.2 A14B and its VAE"
         )
 
 
 def _with(conditioning: Conditioning, values: Mapping[str, object]) -> Conditioning:
-    """A copy that also carries `values`: ComfyUI may hold the original in a cache."""
-    return [[embedding, {**belongings, **values}] for embedding, belongings in conditioning]
+    """Return a copy that also carries `values`."""
+    # Never in place: ComfyUI may keep the original in a cache.
+    return [[embedding, {**extra, **values}] for embedding, extra in conditioning]

@@ -1,4 +1,4 @@
-"""Nodes that choose models: the pair of experts, a single model, LoRAs."""
+"""Loader nodes: a pair of experts, a single model, LoRAs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..host import current_host, io, search_words
 from ..schema import Attention, ExpertsRef, LoraRef, Storage
 from ..wan import STORAGES, expert_suspicions, lora_suspicions
 from . import sockets
-from .inputs import attention_input, compile_input, shown_warnings
+from .inputs import attention_input, compile_input, warnings_ui
 
 if TYPE_CHECKING:
     from ..wan import ExpertPair
@@ -25,7 +25,7 @@ logger = logging.getLogger("wanstream.nodes")
 
 
 class WanStreamExperts(io.ComfyNode):
-    """Names the high-noise and the low-noise expert and checks that they belong together."""
+    """Reference to a high-noise and a low-noise expert that were checked to be a pair."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -44,15 +44,14 @@ class WanStreamExperts(io.ComfyNode):
                     "high_noise",
                     options=names,
                     tooltip="The expert of the early, noisy steps: a .safetensors or .gguf file of diffusion_models, "
-                    "or a folder of diffusers. What is read per step where all blocks stream: 28 GB in bf16 and fp16, "
-                    "15 GB in Q8_0, 14 GB in fp8, 8 GB in Q4_K. Device memory is the same for all.",
+                    "or a folder of diffusers. Read per step if all blocks stream: 28 GB in bf16 and fp16, 15 GB "
+                    "in Q8_0, 14 GB in fp8, 8 GB in Q4_K. Device memory is the same for all.",
                 ),
                 io.Combo.Input(
                     "low_noise",
                     options=[SAME_FOLDER, *names],
                     default=SAME_FOLDER,
-                    tooltip="The expert of the later steps. A diffusers pipeline folder chosen as high_noise holds "
-                    "both.",
+                    tooltip="The expert of the later steps. A diffusers pipeline folder chosen as high_noise has both.",
                 ),
                 dtype_input(),
                 storage_input(),
@@ -80,22 +79,22 @@ class WanStreamExperts(io.ComfyNode):
             attention=attention,
             compile=compile,
         )
-        # Opened here so that a bad file or a missing package is reported on the node that names it. The sampler finds
-        # the pair open.
+        # Opened here, and not by the sampler, so that a bad file or a missing package is reported on this node. The
+        # host keeps the pair open for the sampler.
         with current_host().ledger().phase("open", current_host().device()):
             pair = current_host().experts(ref)
         log_auto_dtype(ref, pair)
-        return io.NodeOutput(ref, ui=shown_warnings(expert_suspicions(pair.high, pair.low)))
+        return io.NodeOutput(ref, ui=warnings_ui(expert_suspicions(pair.high, pair.low)))
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> bool:
-        """Let the node run again when what it warns of becomes an error, or no error any more."""
+        """Run the node again when strict mode was switched: its warnings become errors, or warnings again."""
         return current_host().strict()
 
 
 def log_auto_dtype(ref: ExpertsRef, pair: ExpertPair) -> None:
-    """Log the dtype that `compute_dtype` auto gives in this process. It stays "auto" in `ref` for workers, which agree
-    on a dtype that is fast on the devices of all of them."""
+    """Log the dtype that `compute_dtype` auto gives in this process."""
+    # `ref` itself keeps "auto": workers agree on a dtype that is fast on the devices of all of them.
     if ref.compute_dtype == AUTO:
         logger.info(
             "compute_dtype auto: the blocks compute in %s on %s",
@@ -109,9 +108,10 @@ def dtype_input() -> io.Combo.Input:
         "compute_dtype",
         options=list(DTYPES),
         default=AUTO,
-        tooltip="What the blocks compute in, whatever the file holds. auto: bf16 where the device has units for it, "
-        "else fp16, else fp32, as on most CPUs. bf16 and fp16: 0.70 GB per buffer; a CPU without bf16 units takes "
-        "three to five times as long in them as in fp32. fp32: twice the memory, and on a GPU at least twice the time.",
+        tooltip="Dtype in which the blocks compute, independent of the file. auto: bf16 if the device has units for "
+        "it, else fp16, else fp32, as on most CPUs. bf16 and fp16: 0.70 GB per buffer; a CPU without bf16 units "
+        "takes three to five times as long as in fp32. fp32: twice the memory, and on a GPU at least twice the "
+        "time.",
     )
 
 
@@ -121,14 +121,14 @@ def storage_input() -> io.Combo.Input:
         options=list(STORAGES),
         default="as stored",
         optional=True,
-        tooltip="What blocks are kept in. fp8 quantises a bf16, fp16 or fp32 file while it is read: half "
-        "the RAM and half the bytes over the bus of bf16, as many from the disk, 0.33 s of one core per "
-        "block, and 2.7 % of each weight's size as error. fp8 and GGUF files stay as they are.",
+        tooltip="Format of blocks in RAM and on the bus. fp8 quantises a bf16, fp16 or fp32 file while it is read: "
+        "half the RAM and bus bytes of bf16, as many bytes from disk, 0.33 s of one core per block, and an error "
+        "of 2.7 % per weight. fp8 and GGUF files are not changed.",
     )
 
 
 class WanStreamOneExpert(io.ComfyNode):
-    """Names a model that is one expert, which runs every step, and checks that it is whole."""
+    """Reference to a single model, which runs every step and was checked to be complete."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -137,14 +137,14 @@ class WanStreamOneExpert(io.ComfyNode):
             display_name="Wan Model (single)",
             category="WanStream/loaders",
             **search_words("load diffusion model", "unet", "gguf", "fp8", "5b", "ti2v", "1.3b", "wan 2.1"),
-            description="Opens a model that has one expert for all steps: Wan2.1 T2V (1.3B, 14B), Wan2.1 I2V (14B) or "
+            description="Opens a model with one expert for all steps: Wan2.1 T2V (1.3B, 14B), Wan2.1 I2V (14B) or "
             "Wan2.2 5B. Only headers are read: weights move when a step needs them.",
             inputs=[
                 io.Combo.Input(
                     "file",
                     options=current_host().model_names(*FOLDERS),
-                    tooltip="A .safetensors or .gguf file of diffusion_models, or a folder of diffusers. What is read "
-                    "per step where all blocks stream: 28 GB for 14B (32 GB for Wan2.1 I2V), 9.8 GB for 5B and 2.8 GB "
+                    tooltip="A .safetensors or .gguf file of diffusion_models, or a folder of diffusers. Read per "
+                    "step if all blocks stream: 28 GB for 14B (32 GB for Wan2.1 I2V), 9.8 GB for 5B and 2.8 GB "
                     "for 1.3B in bf16 and fp16, half of it in fp8.",
                 ),
                 dtype_input(),
@@ -172,8 +172,8 @@ class WanStreamOneExpert(io.ComfyNode):
             attention=attention,
             compile=compile,
         )
-        # Opened here so that a bad file or a missing package is reported on the node that names it. The sampler finds
-        # it open.
+        # Opened here, and not by the sampler, so that a bad file or a missing package is reported on this node. The
+        # host keeps it open for the sampler.
         with current_host().ledger().phase("open", current_host().device()):
             pair = current_host().experts(ref)
         log_auto_dtype(ref, pair)
@@ -186,7 +186,7 @@ _FOLDER = "loras"
 
 
 class WanStreamLora(io.ComfyNode):
-    """Names a LoRA for each expert and checks that it fits."""
+    """Experts with one more LoRA each, which was checked to fit."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -195,9 +195,8 @@ class WanStreamLora(io.ComfyNode):
             display_name="Wan LoRA (pair)",
             category="WanStream/loaders",
             **search_words("lightning", "lightx2v", "4 steps", "distill", "load lora"),
-            description="Adds a LoRA to each expert's weights as they arrive on the device. Several of these nodes in "
-            "a row add up; another LoRA or strength reloads no expert. The LoRA of a model of one expert is "
-            "high_noise.",
+            description="Adds a LoRA to each expert's weights when they arrive on the device. Several nodes in a row "
+            "add up; another LoRA or strength reloads no expert. For a single model, the LoRA is high_noise.",
             inputs=[
                 sockets.Experts.Input(
                     "experts",
@@ -224,14 +223,14 @@ class WanStreamLora(io.ComfyNode):
             strength_low=strength_low,
         )
         ref = replace(experts, loras=(*experts.loras, lora))
-        # Opened here so that a bad file is reported on the node that names it.
+        # Opened here so that a bad file is reported on this node and not on the sampler.
         pair = current_host().experts(ref)
-        found = lora_suspicions(lora.high_noise, lora.low_noise, pair.high, single=experts.single)
-        return io.NodeOutput(ref, ui=shown_warnings(found))
+        warnings = lora_suspicions(lora.high_noise, lora.low_noise, pair.high, single=experts.single)
+        return io.NodeOutput(ref, ui=warnings_ui(warnings))
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> bool:
-        """Let the node run again when what it warns of becomes an error, or no error any more."""
+        """Run the node again when strict mode was switched: its warnings become errors, or warnings again."""
         return current_host().strict()
 
 
@@ -252,6 +251,6 @@ def _strength(name: str) -> io.Float.Input:
         min=-10.0,
         max=10.0,
         step=0.01,
-        tooltip="How much of the LoRA is added; 0 leaves it out. Another strength costs nothing but the blocks that "
-        "stay on the device, which are fetched once more.",
+        tooltip="Factor of the LoRA; 0 disables it. Another strength only costs one more fetch of the blocks that are "
+        "resident on the device.",
     )

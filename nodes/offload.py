@@ -1,4 +1,4 @@
-"""Nodes that choose an offload policy: layerwise prefetch, block swap, automatic."""
+"""Offload policy nodes: layerwise prefetch, block swap, automatic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..schema import OffloadPolicy, SourceKind
 from . import sockets
 
 ALL_BLOCKS = 80
-"""Of both experts."""
+"""Blocks of both experts of A14B."""
 
 _SOURCES: dict[str, SourceKind] = {"disk": "file", "RAM": "pinned"}
 
@@ -21,9 +21,9 @@ def _prefetch_blocks() -> io.Int.Input:
         default=1,
         min=0,
         max=8,
-        tooltip="Blocks fetched ahead of the one that computes. Each costs one more buffer (0.70 GB in bf16). 1 "
-        "hides the copies wherever a block computes longer than its copy takes, more evens out a busy disk, "
-        "0 waits for every block.",
+        tooltip="Blocks fetched ahead of the computing one. Each costs one more buffer (0.70 GB in bf16). 1 hides the "
+        "copies if a block computes longer than its copy takes, more helps with a busy disk, 0 waits for every "
+        "block.",
     )
 
 
@@ -32,9 +32,8 @@ def _weights_source() -> io.Combo.Input:
         "weights_source",
         options=list(_SOURCES),
         default="disk",
-        tooltip="disk: blocks are read from disk in every step; costs no RAM and wants an SSD (2.5 GB/s at "
-        "832x480x81 on an RTX 4090). RAM: read once, then kept; costs 28 GB of RAM per expert in "
-        "bf16, 14 GB in fp8.",
+        tooltip="disk: blocks are read from disk in every step; costs no RAM and needs an SSD (2.5 GB/s at 832x480x81 "
+        "on an RTX 4090). RAM: read once, then kept; costs 28 GB of RAM per expert in bf16, 14 GB in fp8.",
     )
 
 
@@ -45,8 +44,8 @@ def _ram_blocks() -> io.Int.Input:
         min=0,
         max=ALL_BLOCKS,
         optional=True,
-        tooltip="With weights_source RAM: how many blocks of both experts (of 80) are kept there. Each costs 0.70 "
-        "GB of RAM in bf16, 0.35 GB in fp8; each one less is read from disk in every step of its expert. Wan Auto "
+        tooltip="With weights_source RAM: blocks of both experts (of 80) that are kept there. Each costs 0.70 GB of "
+        "RAM in bf16, 0.35 GB in fp8; the others are read from disk in every step of their expert. Wan Auto "
         "Offload takes a budget in GB instead.",
     )
 
@@ -59,20 +58,20 @@ def _chunk_tokens() -> io.Int.Input:
         max=1_000_000,
         step=1024,
         optional=True,
-        tooltip="Tokens that go through feed-forward and norms at once; 0: all. 8192 saves 4.6 GB at 1280x720x81 "
-        "(75600 tokens), and costs a little time in every block.",
+        tooltip="Tokens per chunk of feed-forward and norms; 0: all. 8192 saves 4.6 GB at 1280x720x81 (75600 tokens), "
+        "and costs a little time in every block.",
     )
 
 
 def _with(policy: OffloadPolicy, weights_source: str, ram_blocks: int, chunk_tokens: int) -> OffloadPolicy:
-    """`policy` with what both nodes say about RAM and tokens; `ram_blocks` counts for RAM only."""
+    """Return `policy` with the inputs that both nodes share; `ram_blocks` counts only if the source is RAM."""
     source = _SOURCES[weights_source]
-    homes = ram_blocks if source == "pinned" and ram_blocks < ALL_BLOCKS else None
-    return replace(policy, source=source, ram_blocks=homes, chunk_tokens=chunk_tokens or None)
+    limit = ram_blocks if source == "pinned" and ram_blocks < ALL_BLOCKS else None
+    return replace(policy, source=source, ram_blocks=limit, chunk_tokens=chunk_tokens or None)
 
 
 class WanStreamLayerwise(io.ComfyNode):
-    """Streams every block."""
+    """Policy that streams every block."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -81,7 +80,7 @@ class WanStreamLayerwise(io.ComfyNode):
             display_name="Wan Layerwise Prefetch",
             category="WanStream/offload",
             **search_words("low vram", "vram", "offload", "layerwise", "stream weights"),
-            description="Smallest device memory: every block is fetched in every step, ahead of its use, and nothing "
+            description="Smallest device memory: every block is fetched in every step, ahead of its use, and none "
             "stays.",
             inputs=[_prefetch_blocks(), _weights_source(), _ram_blocks(), _chunk_tokens()],
             outputs=[sockets.Policy.Output(display_name="policy")],
@@ -96,7 +95,7 @@ class WanStreamLayerwise(io.ComfyNode):
 
 
 class WanStreamBlockSwap(io.ComfyNode):
-    """Streams some blocks of each expert and keeps the others while that expert runs."""
+    """Policy that streams some blocks of each expert and keeps the others resident while that expert runs."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -113,9 +112,9 @@ class WanStreamBlockSwap(io.ComfyNode):
                     default=20,
                     min=0,
                     max=40,
-                    tooltip="Blocks of each expert (of 40) that are fetched in every step. Every block less costs "
-                    "0.70 GB of device memory in bf16 and saves its copy per step. 40 keeps none, 0 keeps a "
-                    "whole expert: 28 GB.",
+                    tooltip="Blocks of each expert (of 40) that are fetched in every step. Each block fewer costs "
+                    "0.70 GB of device memory in bf16 and saves its copy per step. 40 keeps none, 0 keeps a whole "
+                    "expert: 28 GB.",
                 ),
                 _prefetch_blocks(),
                 _weights_source(),
@@ -142,7 +141,7 @@ GB = 1e9
 
 
 class WanStreamAutoOffload(io.ComfyNode):
-    """Asks for the policy that is predicted to be the fastest within two budgets."""
+    """Policy that is predicted to be the fastest within two memory budgets."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -151,9 +150,9 @@ class WanStreamAutoOffload(io.ComfyNode):
             display_name="Wan Auto Offload",
             category="WanStream/offload",
             **search_words("low vram", "vram", "automatic", "offload"),
-            description="Simulates the run for this machine under every policy that fits, takes the fastest, and "
-            "corrects itself once after the first step. The first run ever measures the machine, which takes some "
-            "seconds.",
+            description="Simulates the run on this machine with every policy that fits, chooses the fastest, and "
+            "corrects the choice once after the first step. The first run ever measures the machine, which takes "
+            "some seconds.",
             inputs=[
                 io.Float.Input(
                     "vram_budget_gb",
@@ -161,9 +160,9 @@ class WanStreamAutoOffload(io.ComfyNode):
                     min=0.0,
                     max=1000.0,
                     step=0.5,
-                    tooltip="Device memory in GB for weights and for what is computed in, together. 0: what is free, "
-                    "less what the host reserves. Less memory means more copies per step, which cost time only where "
-                    "the bus or the disk is slower than the computing.",
+                    tooltip="Device memory in GB for weights and activations together. 0: the free memory, less the "
+                    "reserve of the host. Less memory means more copies per step, which cost time only if the bus "
+                    "or the disk is slower than the computing.",
                 ),
                 io.Float.Input(
                     "ram_budget_gb",
@@ -171,8 +170,9 @@ class WanStreamAutoOffload(io.ComfyNode):
                     min=0.0,
                     max=1000.0,
                     step=0.5,
-                    tooltip="RAM in GB for blocks that are not read from disk in every step. 0: up to half of all RAM, "
-                    "if it is free. What does not fit is read from the file in every step, which costs disk time.",
+                    tooltip="RAM in GB for blocks that are not read from disk in every step. 0: up to half of all "
+                    "RAM, if it is free. The other blocks are read from the file in every step, which costs disk "
+                    "time.",
                 ),
             ],
             outputs=[sockets.Policy.Output(display_name="policy")],
@@ -185,5 +185,5 @@ class WanStreamAutoOffload(io.ComfyNode):
 
 
 def _bytes(gigabytes: float) -> int | None:
-    """A budget in bytes; None leaves it to the planner."""
+    """Return a budget in bytes; None for 0, with which the planner uses the free memory."""
     return int(gigabytes * GB) if gigabytes else None

@@ -1,4 +1,4 @@
-"""Sampler node: all steps of a model, with its inputs and the request made from them."""
+"""Sampler node: its inputs, their checks and the request made from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .inputs import (
     experts_input,
     guidance_input,
     policy_input,
-    said_once,
+    report_once,
     windows_input,
     workers_input,
 )
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 
 
 FROM_BOUNDARY = -1
-"""The `switch_step` that leaves the switch to `boundary_ratio`."""
+"""Value of `switch_step` with which `boundary_ratio` decides."""
 
-TO_THE_END = 10000
-"""The `end_step` that no schedule reaches; ComfyUI's samplers use the same."""
+NO_END_STEP = 10000
+"""Value of `end_step` past the end of any schedule; ComfyUI's samplers use the same."""
 
 
 def sampler_inputs() -> list[io.Input]:
-    """All inputs in the order of the node; saved workflows depend on it."""
+    """Return all inputs in the order that saved workflows depend on."""
     return [*_socket_inputs(), seed_input(), *setting_inputs()]
 
 
 def setting_inputs() -> list[io.Input]:
-    """What a run is told beside its experts and what each video brings: texts, latent and seed."""
+    """Return the inputs of a run except for its experts and for the texts, latent and seed of each video."""
     return [*_step_inputs(), *_switch_inputs(), *_guidance_inputs(), *_part_inputs(), *_optional_inputs()]
 
 
@@ -72,10 +72,10 @@ def _socket_inputs() -> list[io.Input]:
             "positive",
             tooltip="From Wan Text Encode or CLIP Text Encode; with an image, from an image-to-video node.",
         ),
-        io.Conditioning.Input("negative", tooltip="As positive. Costs nothing where a guidance is 1."),
+        io.Conditioning.Input("negative", tooltip="Like positive. Costs nothing if a guidance is 1."),
         io.Latent.Input(
             "latent",
-            tooltip="An empty latent, or one to go on from (see start_step). A noise mask keeps what it covers with 0.",
+            tooltip="An empty latent, or one to continue from (see start_step). Where its noise mask is 0, it is kept.",
         ),
     ]
 
@@ -87,22 +87,22 @@ def _step_inputs() -> list[io.Input]:
             default=40,
             min=1,
             max=1000,
-            tooltip="Time is proportional to it: every step computes 40 blocks for each prompt in use. 40 is what "
-            "Wan2.2 was tuned for, 20 are usually enough, 4 need a distilled LoRA.",
+            tooltip="Time is proportional to it: every step computes 40 blocks for each prompt in use. Wan2.2 was "
+            "tuned for 40, 20 are usually enough, 4 need a distilled LoRA.",
         ),
         io.Combo.Input(
             "solver",
             options=list(SOLVERS),
             default="unipc",
-            tooltip="The rule of a step. unipc and dpm++: second order, need fewer steps. euler: first order, for "
-            "distilled LoRAs. lcm: draws new noise in every step, for LoRAs distilled that way. None costs time worth "
-            "naming.",
+            tooltip="Rule of a step. unipc and dpm++: second order, need fewer steps. euler: first order, for "
+            "distilled LoRAs. lcm: draws new noise in every step, for LoRAs distilled that way. Their own time is "
+            "negligible.",
         ),
         io.Combo.Input(
             "schedule",
             options=list(SCHEDULES),
             default="wan",
-            tooltip="How noise falls from step to step. wan: as in Wan2.2 and diffusers. simple: as in ComfyUI.",
+            tooltip="Noise levels of the steps. wan: as in Wan2.2 and diffusers. simple: as in ComfyUI.",
         ),
         io.Float.Input(
             "flow_shift",
@@ -110,8 +110,8 @@ def _step_inputs() -> list[io.Input]:
             min=0.01,
             max=100.0,
             step=0.01,
-            tooltip="Higher: more steps at high noise, so more of them run the high-noise expert. 12 for "
-            "text-to-video, 5 for image-to-video.",
+            tooltip="Higher: more steps at high noise, and so in the high-noise expert. 12 for text-to-video, 5 for "
+            "image-to-video.",
         ),
     ]
 
@@ -137,9 +137,9 @@ def _guidance_inputs() -> list[io.Input]:
             min=1.0,
             max=100.0,
             step=0.1,
-            tooltip="How strongly the high-noise expert follows the prompt. Anything but 1 computes the negative as "
-            "well and doubles the compute of its steps; the bytes that are moved stay the same. One expert follows it "
-            "in every step.",
+            tooltip="Strength of the prompt in the high-noise expert. Any value but 1 also computes the negative and "
+            "doubles the compute of its steps; the bytes that are moved stay the same. A single model uses it in "
+            "every step.",
         ),
         io.Float.Input(
             "guidance_low",
@@ -147,43 +147,43 @@ def _guidance_inputs() -> list[io.Input]:
             min=1.0,
             max=100.0,
             step=0.1,
-            tooltip="The same for the low-noise expert. 1 halves the compute of its steps. Not used by one expert.",
+            tooltip="The same for the low-noise expert. 1 halves the compute of its steps. Not used by a single model.",
         ),
     ]
 
 
 def _part_inputs() -> list[io.Input]:
-    """Which part of the schedule is run, with the meaning that KSampler (Advanced) gives to the same settings."""
+    """Return the inputs for a part of the schedule, with the same meaning as those of KSampler (Advanced)."""
     return [
         io.Int.Input(
             "start_step",
             default=0,
             min=0,
             max=999,
-            tooltip="Steps to leave out at the start, and their time with them. The connected latent is mixed with "
-            "noise of the level of that step; see add_noise.",
+            tooltip="Steps to skip at the start, which saves their time. The connected latent is mixed with noise of "
+            "the level of that step; see add_noise.",
         ),
         io.Int.Input(
             "end_step",
-            default=TO_THE_END,
+            default=NO_END_STEP,
             min=1,
-            max=TO_THE_END,
+            max=NO_END_STEP,
             optional=True,
-            tooltip="The step before which the run ends; beyond the last one: it takes all steps. A following sampler "
-            "goes on with this number as its start_step.",
+            tooltip="The run ends before this step; past the last step: it takes all steps. A following sampler "
+            "continues with this number as its start_step.",
         ),
         io.Boolean.Input(
             "add_noise",
             default=True,
             optional=True,
-            tooltip="Off: the latent carries its noise already, from a sampler that left it over. Both samplers need "
-            "the same steps, schedule and flow_shift.",
+            tooltip="Off: the latent already contains noise, from a sampler with leftover_noise on. Both samplers "
+            "need the same steps, schedule and flow_shift.",
         ),
         io.Boolean.Input(
             "leftover_noise",
             default=False,
             optional=True,
-            tooltip="On: a run that ends before the last step hands its noise on, for another sampler with add_noise "
+            tooltip="On: a run that ends before the last step keeps its noise, for another sampler with add_noise "
             "off. Off: its last step removes all noise at once.",
         ),
     ]
@@ -195,7 +195,7 @@ def _optional_inputs() -> list[io.Input]:
         io.Sigmas.Input(
             "sigmas",
             optional=True,
-            tooltip="Noise levels from another node, used as they are instead of steps, schedule and flow_shift. Where "
+            tooltip="Noise levels from another node, used as they are instead of steps, schedule and flow_shift. If "
             "they end above 0, that noise is left over.",
         ),
         workers_input(),
@@ -206,19 +206,20 @@ def _optional_inputs() -> list[io.Input]:
 
 
 NOT_CONNECTED = object()
-"""Stands for sigmas that are not linked; a link is None until the run."""
+"""Default for sigmas that are not linked; a linked input is None until the run."""
 
 
 def steps_refusal(steps: object, start_step: object, switch_step: object, end_step: object) -> bool | str:
-    """For `validate_inputs`: why a run of such steps cannot be, told before the text encoder runs; True if it can.
+    """Return True or the reason to refuse these steps, for `validate_inputs`: before the text encoder runs.
 
-    A host checks no range of an input that is checked here. What is no number is left to others: a link is None here
-    and known only at the run, and text is refused by the host. Connected sigmas bring a number of steps of their own.
+    `steps` is None if sigmas are connected, which define the number of steps.
     """
+    # ComfyUI does not check the range of inputs that are checked here. A linked value is None until the run, and the
+    # host itself refuses text for a number.
     count = steps if isinstance(steps, int) else TRAIN_TIMESTEPS
     start = start_step if isinstance(start_step, int) else 0
     switch = switch_step if isinstance(switch_step, int) else FROM_BOUNDARY
-    end = end_step if isinstance(end_step, int) else TO_THE_END
+    end = end_step if isinstance(end_step, int) else NO_END_STEP
     try:
         check_steps(count)
         check_step_plan(count, start_step=start, switch_step=None if switch == FROM_BOUNDARY else switch, end_step=end)
@@ -228,19 +229,18 @@ def steps_refusal(steps: object, start_step: object, switch_step: object, end_st
 
 
 def settings_for(experts: ExpertsRef, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a sampler or guider, as these experts take them.
+    """Return the settings of a sampler or guider, adapted to these experts.
 
-    One expert takes every step under `guidance_high`; `boundary_ratio` and `guidance_low` are not used then.
+    A single model runs every step with `guidance_high`; `boundary_ratio` and `guidance_low` are not used.
 
-    Raises RequestError for a `switch_step` where there is nothing to switch to.
+    Raises:
+        RequestError: `switch_step` is set for a single model.
     """
     if not experts.single:
         return dict(settings)
     switch = settings.get("switch_step", FROM_BOUNDARY)
     if switch != FROM_BOUNDARY:
-        raise RequestError(
-            f"switch_step is {switch}, and the model is one expert, which runs every step: set it to {FROM_BOUNDARY}"
-        )
+        raise RequestError(f"switch_step is {switch}, but a single model runs every step: set it to {FROM_BOUNDARY}")
     return {**settings, "boundary_ratio": 0.0, "guidance_low": settings["guidance_high"]}
 
 
@@ -251,16 +251,17 @@ def request_of(
     guidance: Guidance | None = None,
     **settings: Any,
 ) -> DenoiseRequest:
-    """The run that native values and the widgets of a sampler describe.
+    """Return the request for native CONDITIONING and LATENT values and the widgets of a sampler.
 
-    Raises RequestError for what the experts cannot use, and for settings that do not fit together.
+    Raises:
+        RequestError: the experts cannot use an input, or settings do not fit together.
     """
-    # Without guidance nothing reads the negative, whatever it carries.
-    said = guidance or Guidance()
-    scales = said.steps or (settings["guidance_high"], settings["guidance_low"])
-    used = negative if said.nag is not None or any(scale != 1 for scale in scales) else None
-    inputs = native_inputs(positive, used, latent)
-    return _request(inputs, guidance_steps=said.steps, nag=said.nag, **settings)
+    guidance = guidance or Guidance()
+    scales = guidance.steps or (settings["guidance_high"], settings["guidance_low"])
+    # A negative that no step reads is not checked: its keys must not refuse the run.
+    needs_negative = guidance.nag is not None or any(scale != 1 for scale in scales)
+    inputs = native_inputs(positive, negative if needs_negative else None, latent)
+    return _request(inputs, guidance_steps=guidance.steps, nag=guidance.nag, **settings)
 
 
 def _request(
@@ -275,7 +276,7 @@ def _request(
     sigmas: torch.Tensor | None = None,
     **settings: Any,
 ) -> DenoiseRequest:
-    """`settings` are those that the request calls by the same name."""
+    """Return the request; `settings` are passed on under their names."""
     return DenoiseRequest(
         inputs.noise(seed if add_noise else None),
         inputs.positive,
@@ -295,11 +296,11 @@ def _request(
 
 
 TIMELINE = "wanstream_timeline"
-"""Where the history keeps what each step took: one `Timeline.to_dict()`."""
+"""Key of the timeline in the history: one `Timeline.to_dict()`."""
 
 
 class WanStreamSampler(io.ComfyNode):
-    """Runs the high-noise expert, then the low-noise one, both streamed, in one run without a reload at the switch."""
+    """Denoising run with both streamed experts and no reload at the switch."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -324,7 +325,7 @@ class WanStreamSampler(io.ComfyNode):
         end_step: int | None = None,
         sigmas: object = NOT_CONNECTED,
     ) -> bool | str:
-        return said_once(steps_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
+        return report_once(steps_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
 
     @classmethod
     def execute(
@@ -338,7 +339,7 @@ class WanStreamSampler(io.ComfyNode):
         **settings: Any,
     ) -> io.NodeOutput:
         request = request_of(positive, negative, latent, **settings_for(experts, settings))
-        asked = policy or OffloadPolicy.layerwise()
-        run = run_experts(experts, request, asked, node_id=cls.hidden.unique_id, workers=workers)
-        timeline, left = run.timeline, native_latent(run.result.latents, latent, sigma=run.result.sigma)
-        return io.NodeOutput(left, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})
+        policy = policy or OffloadPolicy.layerwise()
+        run = run_experts(experts, request, policy, node_id=cls.hidden.unique_id, workers=workers)
+        timeline, denoised = run.timeline, native_latent(run.result.latents, latent, sigma=run.result.sigma)
+        return io.NodeOutput(denoised, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})

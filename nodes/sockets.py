@@ -1,32 +1,32 @@
-"""The pack's own edge types. What travels along them are values: comparable, and cheap to keep in ComfyUI's caches."""
+"""Socket types of the pack; all of them carry values, which are comparable and cheap to keep in ComfyUI's caches."""
 
 from __future__ import annotations
 
 from ..host import io
 
 Experts = io.Custom("WANSTREAM_EXPERTS")
-"""An `ExpertsRef`: which two experts, by path and dtype."""
+"""An `ExpertsRef`: the paths and the dtype of a pair of experts, or of a single model."""
 
 Policy = io.Custom("WANSTREAM_POLICY")
-"""An `OffloadPolicy`: how much memory the experts may take; or an `AutoOffload`, which leaves that to the planner."""
+"""An `OffloadPolicy`, or an `AutoOffload`, with which the planner chooses one."""
 
 Run = io.Custom("WANSTREAM_RUN")
-"""A `SamplerRun`: what a sampler ran and how long it took, enough to run it again."""
+"""A `SamplerRun`: request, settings and timeline of a finished run, enough to run it again."""
 
 Lanes = io.Custom("WANSTREAM_LANES")
-"""A tuple of `VideoLane`: videos that share a run, in their order."""
+"""A tuple of `VideoLane`: the videos of one run, in order."""
 
 LaneLatents = io.Custom("WANSTREAM_LANE_LATENTS")
 """A tuple of LATENTs, one for each lane of a run."""
 
 Workers = io.Custom("WANSTREAM_WORKERS")
-"""A `WorkersRef`: which workers compute a run, and how they share it."""
+"""A `WorkersRef`: the workers of a run and their layout."""
 
 Guidance = io.Custom("WANSTREAM_GUIDANCE")
-"""A `Guidance`: a scale for each step, and how the negative prompt acts in steps without one."""
+"""A `Guidance`: a scale per step, and the NAG settings of steps without guidance."""
 
 Windows = io.Custom("WANSTREAM_WINDOWS")
-"""`ContextWindows`: how a long video is cut into pieces."""
+"""`ContextWindows`: length, overlap and blending of the windows of a long video."""
 
 Cache = io.Custom("WANSTREAM_CACHE")
-"""`CacheSettings`: which steps may take over what a step before has computed."""
+"""`CacheSettings`: the rule by which steps reuse the result of an earlier step."""

@@ -1,4 +1,4 @@
-"""Prompts."""
+"""Node that encodes prompts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..host import current_host, io, search_words
 
 
 class WanStreamTextEncode(io.ComfyNode):
-    """Turns both prompts into conditioning with the streamed UMT5 encoder."""
+    """Conditioning of both prompts from the streamed UMT5 encoder."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -28,14 +28,14 @@ class WanStreamTextEncode(io.ComfyNode):
                 io.String.Input(
                     "positive",
                     multiline=True,
-                    tooltip="What the video shows. Long prompts cost nothing: every prompt is padded or cut to 512 "
+                    tooltip="Content of the video. Long prompts cost nothing: every prompt is padded or cut to 512 "
                     "tokens.",
                 ),
                 io.String.Input(
                     "negative",
                     multiline=True,
-                    tooltip="What it should not show. Used only by an expert whose guidance is not 1: there it "
-                    "doubles the compute of a step, but not the bytes that are moved.",
+                    tooltip="Content to avoid. Used only by an expert whose guidance is not 1: it doubles the compute "
+                    "of its steps, but not the bytes that are moved.",
                 ),
             ],
             outputs=[

@@ -17,29 +17,27 @@ from ..schema import (
     check_degrees,
 )
 from . import sockets
-from .inputs import said_once
+from .inputs import report_once
 
-AS_SET = "manual"
-LAYOUTS = (*GOALS, AS_SET)
-MOST_WORKERS = 64
+MANUAL = "manual"
+LAYOUTS = (*GOALS, MANUAL)
+MAX_WORKERS = 64
 AXES = ("data", "stage", "cfg", "ring", "ulysses")
-NUMBERS = ("count", *AXES)
+NUMERIC_INPUTS = ("count", *AXES)
 
 
 def workers_inputs() -> list[io.Input]:
-    """All inputs in the order of the node; saved workflows depend on it."""
+    """Return all inputs in the order that saved workflows depend on."""
     return [*_layout_inputs(), *_degree_inputs(), *_place_inputs(), *_life_inputs()]
 
 
-def workers_refusal(*, gpus: int | None, **given: Any) -> bool | str:
-    """For `validate_inputs`: why there can be no such workers, as far as it is known before the run; True if there can.
-
-    A link is None here, and judged when its value is known. Numbers that are not numbers are refused by the host.
-    """
+def workers_refusal(*, gpus: int | None, **inputs: Any) -> bool | str:
+    """Return True or the reason to refuse these workers, for `validate_inputs`: before any node runs."""
+    # A linked value is None until the run, and the host itself refuses text for a number.
     known = {
         name: value
-        for name, value in given.items()
-        if (isinstance(value, int) if name in NUMBERS else value is not None)
+        for name, value in inputs.items()
+        if (isinstance(value, int) if name in NUMERIC_INPUTS else value is not None)
     }
     try:
         _check(gpus=gpus, **known)
@@ -49,14 +47,14 @@ def workers_refusal(*, gpus: int | None, **given: Any) -> bool | str:
 
 
 def workers_ref(*, gpus: int | None, **settings: Any) -> WorkersRef:
-    """The workers that the widgets describe. Raises WorkersError or MeshError for those that there cannot be."""
+    """Return the workers that the widgets describe; raises WorkersError or MeshError for an impossible layout."""
     _check(gpus=gpus, **settings)
     layout, place = settings["layout"], cluster(settings["cluster"])
     degrees = {axis: settings[axis] for axis in AXES}
     return WorkersRef(
         count=settings["count"],
-        mesh=Mesh(**degrees) if layout == AS_SET else None,
-        goal=GOALS[0] if layout == AS_SET else layout,
+        mesh=Mesh(**degrees) if layout == MANUAL else None,
+        goal=GOALS[0] if layout == MANUAL else layout,
         address=place.address,
         token_file=place.token_file,
         weights=settings["weights"],
@@ -68,15 +66,15 @@ def workers_ref(*, gpus: int | None, **settings: Any) -> WorkersRef:
     )
 
 
-def _check(*, gpus: int | None, **given: Any) -> None:
-    if (layout := given.get("layout", GOALS[0])) not in LAYOUTS:
+def _check(*, gpus: int | None, **inputs: Any) -> None:
+    if (layout := inputs.get("layout", GOALS[0])) not in LAYOUTS:
         raise WorkersError(f"the layout is {layout!r}: choose one of {', '.join(LAYOUTS)}")
-    # A cluster that another node gives is not known yet, and limits nothing.
-    address = cluster(given["cluster"]).address if "cluster" in given else ""
-    count, degrees = given.get("count"), {axis: given[axis] for axis in AXES if axis in given}
+    # A linked cluster is not known yet: without its address only the local limits are checked.
+    address = cluster(inputs["cluster"]).address if "cluster" in inputs else ""
+    count, degrees = inputs.get("count"), {axis: inputs[axis] for axis in AXES if axis in inputs}
     if count is not None:
-        check_count(count, address, gpus=gpus, most=MOST_WORKERS)
-        if layout == AS_SET and len(degrees) == len(AXES):
+        check_count(count, address, gpus=gpus, most=MAX_WORKERS)
+        if layout == MANUAL and len(degrees) == len(AXES):
             check_degrees(Mesh(**degrees), count)
 
 
@@ -86,57 +84,57 @@ def _layout_inputs() -> list[io.Input]:
             "count",
             default=2,
             min=1,
-            max=MOST_WORKERS,
-            tooltip="Workers: processes with one GPU each; on a machine without a GPU they share its CPU. Each costs "
-            "some seconds to start, once, the RAM of a Python with torch, and buffers of its own.",
+            max=MAX_WORKERS,
+            tooltip="Worker processes, with one GPU each; on a machine without a GPU they share its CPU. Each costs "
+            "some seconds to start, once, the RAM of a Python with torch, and its own buffers.",
         ),
         io.Combo.Input(
             "layout",
             options=list(LAYOUTS),
             default=GOALS[0],
-            tooltip="latency: all workers compute the same video. throughput: the videos of a batch are spread "
-            "over them, which loses less. manual: the five degrees.",
+            tooltip="latency: all workers compute the same video. throughput: the videos of a batch are distributed, "
+            "with less overhead. manual: the five degrees.",
         ),
     ]
 
 
 def _degree_inputs() -> list[io.Input]:
-    return [_degree(axis, most, what) for axis, most, what in _DEGREES]
+    return [_degree(axis, largest, text) for axis, largest, text in _DEGREES]
 
 
 _DEGREES = (
     (
         "data",
-        MOST_WORKERS,
-        "Videos of a batch that are computed at the same time. Costs nothing; one video gains nothing.",
+        MAX_WORKERS,
+        "Videos of a batch that are computed at the same time. Costs nothing; no gain for one video.",
     ),
     (
         "stage",
-        MOST_WORKERS,
-        "Ranges of steps: a video moves from one to the next, and with 2 each worker keeps one expert. Pays for a "
-        "batch; one video gains nothing.",
+        MAX_WORKERS,
+        "Ranges of steps: a video moves from one to the next, and with 2 each worker keeps one expert. For batches; "
+        "no gain for one video.",
     ),
     (
         "cfg",
         2,
-        "2: positive and negative prompt are computed side by side. Costs one exchange per step; needs guidance.",
+        "2: positive and negative prompt are computed in parallel. Costs one exchange per step; needs guidance.",
     ),
     (
         "ring",
-        MOST_WORKERS,
-        "Shares of every video's tokens; keys and values go round. Costs an exchange in every block. On GPUs only.",
+        MAX_WORKERS,
+        "Parts of every video's tokens; keys and values circulate. Costs an exchange in every block. On GPUs only.",
     ),
     (
         "ulysses",
         40,
-        "Shares of every video's tokens and heads; must divide the 40 heads. Costs four exchanges in every block, so "
-        "it wants NVLink or a fast bus.",
+        "Parts of every video's tokens and heads; must divide the 40 heads. Costs four exchanges in every block: use "
+        "NVLink or a fast bus.",
     ),
 )
 
 
-def _degree(axis: str, most: int, what: str) -> io.Input:
-    return io.Int.Input(axis, default=1, min=1, max=most, tooltip=f"{what} Read with the layout {AS_SET} only.")
+def _degree(axis: str, largest: int, text: str) -> io.Input:
+    return io.Int.Input(axis, default=1, min=1, max=largest, tooltip=f"{text} Read with the layout {MANUAL} only.")
 
 
 def _place_inputs() -> list[io.Input]:
@@ -145,17 +143,17 @@ def _place_inputs() -> list[io.Input]:
             "cluster",
             options=cluster_names(),
             default=LOCAL,
-            tooltip="local: this machine's GPUs. in-process: one worker, here, without Ray. Other names are Ray "
-            "clusters from your list (clusters.json, see docs/workers.md). What crosses a network costs its time in "
-            "every exchange.",
+            tooltip="local: this machine's GPUs. in-process: one worker in this process, without Ray. Other names are "
+            "Ray clusters from your list (clusters.json, see docs/workers.md). A network adds its time to every "
+            "exchange.",
         ),
         io.Combo.Input(
             "weights",
             options=list(WEIGHT_PLACEMENTS),
             default=WEIGHT_PLACEMENTS[0],
-            tooltip="full: every worker copies all blocks, out of RAM that they share on one machine. sharded: 1/N of "
-            "each, and the workers gather the rest from each other; costs bytes between them, saves bytes from RAM or "
-            "disk. sharded in VRAM: 1/N stays there. auto: measured on GPUs, full on a CPU.",
+            tooltip="full: every worker copies all blocks from RAM, which workers on one machine share. sharded: each "
+            "copies 1/N and gathers the rest from the others; costs bytes between workers, saves bytes from RAM "
+            "or disk. sharded in VRAM: 1/N is resident there. auto: measured on GPUs, full on a CPU.",
         ),
         io.Int.Input(
             "threads",
@@ -163,8 +161,8 @@ def _place_inputs() -> list[io.Input]:
             min=0,
             max=256,
             optional=True,
-            tooltip="CPU threads of each worker. 0: the cores of a machine, shared out between its workers. More than "
-            "there are cores cost time.",
+            tooltip="CPU threads of each worker. 0: the cores of a machine, divided among its workers. More threads "
+            "than cores cost time.",
         ),
     ]
 
@@ -177,7 +175,7 @@ def _life_inputs() -> list[io.Input]:
             min=0,
             max=100,
             optional=True,
-            tooltip="How many workers that die in a run are replaced. The run goes on from its last whole step; each "
+            tooltip="Number of dead workers to replace in a run. It continues from its last whole step; each restart "
             "costs the start of a worker and at most one step.",
         ),
         io.Float.Input(
@@ -187,14 +185,14 @@ def _life_inputs() -> list[io.Input]:
             max=3600.0,
             step=1.0,
             optional=True,
-            tooltip="Seconds that a worker waits for another before it is taken for hung and replaced. Must be longer "
-            "than the slowest block, first reads from disk included.",
+            tooltip="Seconds until a worker that does not answer another is replaced as hung. Must be longer than the "
+            "slowest block, first reads from disk included.",
         ),
     ]
 
 
 class WanStreamWorkers(io.ComfyNode):
-    """Names workers; they start when a sampler first asks for them, and stay for the next run."""
+    """Reference to workers, which start with the first run that needs them and are kept for the next one."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -203,9 +201,8 @@ class WanStreamWorkers(io.ComfyNode):
             display_name="Wan Workers (many GPUs)",
             category="WanStream/offload",
             **search_words("multigpu", "multi gpu", "two gpus", "ray", "distributed", "parallel", "ulysses"),
-            description="Lets several GPUs, of this machine or of a Ray cluster, compute what Wan Sampler runs: one "
-            "video sooner, or the videos of a batch at the same time. The result is the same. Needs Ray: pip install "
-            "ray.",
+            description="Runs Wan Sampler on several GPUs of this machine or of a Ray cluster: one video faster, or "
+            "the videos of a batch at the same time. The result is the same. Needs Ray: pip install ray.",
             inputs=workers_inputs(),
             outputs=[sockets.Workers.Output(display_name="workers")],
         )
@@ -224,7 +221,7 @@ class WanStreamWorkers(io.ComfyNode):
     ) -> bool | str:
         degrees = {"data": data, "stage": stage, "cfg": cfg, "ring": ring, "ulysses": ulysses}
         gpus = gpus_of(current_host().device())
-        return said_once(workers_refusal(gpus=gpus, count=count, layout=layout, **degrees, cluster=cluster))
+        return report_once(workers_refusal(gpus=gpus, count=count, layout=layout, **degrees, cluster=cluster))
 
     @classmethod
     def execute(
@@ -234,8 +231,8 @@ class WanStreamWorkers(io.ComfyNode):
         timeout_s: float = 300.0,
         **settings: Any,
     ) -> io.NodeOutput:
-        life = {"threads": threads, "max_restarts": max_restarts, "timeout_s": timeout_s}
-        ref = workers_ref(gpus=gpus_of(current_host().device()), **settings, **life)
-        # Asked here so that what is missing is said on the node that wants it.
+        options = {"threads": threads, "max_restarts": max_restarts, "timeout_s": timeout_s}
+        ref = workers_ref(gpus=gpus_of(current_host().device()), **settings, **options)
+        # Checked here so that a missing Ray is reported on this node and not on the sampler.
         check_ray(ref)
         return io.NodeOutput(ref)

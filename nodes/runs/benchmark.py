@@ -1,4 +1,4 @@
-"""What a benchmark runs under this host: the runs that it was given, or every setting of a matrix for each of them."""
+"""Benchmark runs under this host: the given runs as they are, or every setting of a matrix for each of them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .trials import TrialTimes, as_trial, describe_request, job_digest, trials, 
 
 
 class RunExperts(Protocol):
-    """Runs a request under this host; see `run_experts`."""
+    """Signature of `run_experts`."""
 
     def __call__(
         self,
         ref: ExpertsRef,
         request: DenoiseRequest,
-        asked: Policy,
+        requested: Policy,
         *,
         node_id: str | None,
         workers: WorkersRef | None,
@@ -39,18 +39,22 @@ class RunExperts(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BenchmarkRun:
-    """A variant before its first run."""
+    """Variant before its first run."""
 
     name: str
     experts: ExpertsRef
     request: DenoiseRequest
-    asked: Policy
+    requested: Policy
     workers: WorkersRef | None = None
-    """Those that compute it; None: this process."""
+    """Workers of the run; None for this process."""
 
     def variant(self) -> Variant:
-        """The variant, without a run."""
-        settings = {**_expert_words(self.experts), **describe_request(self.request), **_policy_words(self.asked)}
+        """Return the variant of the report, without trials."""
+        settings = {
+            **_describe_experts(self.experts),
+            **describe_request(self.request),
+            **_describe_policy(self.requested),
+        }
         if self.workers is not None:
             settings["Workers"] = describe_workers(self.workers)
         return Variant(name=self.name, settings=settings, job=job_digest(self.request, self.experts))
@@ -58,42 +62,50 @@ class BenchmarkRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """What is to be measured, and how."""
+    """Runs to measure, their matrix of settings and the number of trials."""
 
     title: str
     runs: Mapping[str, SamplerRun]
-    """By name."""
+    """Runs by their names in the report."""
     matrix: TrialMatrix
     times: TrialTimes
     traces: Path | None
-    """A folder for a trace of each run; None: none is made."""
+    """Folder for a trace of each run; None for no traces."""
 
     @property
     def runs_again(self) -> bool:
-        """Whether more is wanted than what ran already."""
+        """True if the benchmark makes runs itself; False if it only reports the given ones."""
         return not (self.matrix.is_empty and self.times.runs == 1 and self.traces is None)
 
     def candidates(self) -> list[BenchmarkRun]:
-        """Every setting of the matrix for every run. Raises ValueError for one that cannot be run, before any is."""
-        found = []
+        """Return every setting of the matrix for every run.
+
+        Raises:
+            ValueError: a setting cannot be run; raised before any run is made.
+        """
+        candidates = []
         for title, run in self.runs.items():
-            for setting in self.matrix.settings(run.asked):
+            for setting in self.matrix.settings(run.requested):
                 if isinstance(setting.policy, OffloadPolicy):
                     plan_residency(setting.policy, run.block_counts)
                 request = with_steps(run.request, setting.steps)
                 name = setting.name if len(self.runs) == 1 else f"{title}: {setting.name}"
                 if self.matrix.is_empty:
                     name = title
-                found.append(
+                candidates.append(
                     BenchmarkRun(
-                        name=name, experts=run.experts, request=request, asked=setting.policy, workers=run.workers
+                        name=name,
+                        experts=run.experts,
+                        request=request,
+                        requested=setting.policy,
+                        workers=run.workers,
                     )
                 )
-        return found
+        return candidates
 
 
 def named_runs(runs: Mapping[str, SamplerRun | None], titles: Mapping[str, str]) -> dict[str, SamplerRun]:
-    """The runs that are connected, by the titles of their nodes; two of one title are told apart by their input."""
+    """Return the connected runs by the titles of their nodes; the name of the input is added to a repeated title."""
     connected = {socket: run for socket, run in runs.items() if run is not None}
     names = {socket: titles.get(run.node_id or "", socket) for socket, run in connected.items()}
     shared = [*names.values()]
@@ -103,36 +115,40 @@ def named_runs(runs: Mapping[str, SamplerRun | None], titles: Mapping[str, str])
 
 
 def measure(
-    benchmark: Benchmark, *, node_id: str | None, keep: Callable[[Report], None], run: RunExperts = run_experts
+    benchmark: Benchmark, *, node_id: str | None, on_report: Callable[[Report], None], run: RunExperts = run_experts
 ) -> Report:
-    """Make all runs of `benchmark`, one after the other; `keep` is given the report before the first and after each.
+    """Make all runs of `benchmark`, one after the other; `on_report` gets the report before the first and after each.
 
-    A variant that finds no room in memory, or whose workers fail, cannot share its steps or are lost too often, is
-    noted as failed, and the others go on. Raises what else `run` raises, and the host's interrupt where the user stops.
+    A variant is reported as failed, and the others continue, if it does not fit into memory, if its layout does not
+    suit its workers, or if a worker fails or is restarted too often.
+
+    Raises:
+        Exception: any other error of `run`, and the host's interrupt.
     """
     report = _empty(benchmark)
     if not benchmark.runs_again:
-        return replace(report, variants=tuple(_as_ran(benchmark)), planned=len(benchmark.runs), finished=True)
+        return replace(report, variants=tuple(_given_variants(benchmark)), planned=len(benchmark.runs), finished=True)
     candidates = benchmark.candidates()
     report = replace(
         report,
         variants=tuple(candidate.variant() for candidate in candidates),
         planned=len(candidates) * benchmark.times.runs,
     )
-    keep(report)
+    on_report(report)
     steps = [len(candidate.request.step_plan.steps) * benchmark.times.runs for candidate in candidates]
     bar = _TrialBar(sum(steps), node_id)
     for place, candidate in enumerate(candidates):
-        for variant in _measured(candidate, benchmark, bar, run):
+        for variant in _run_variant(candidate, benchmark, bar, run):
             variants = [*report.variants]
             variants[place] = variant
             report = replace(report, variants=tuple(variants))
-            keep(report)
-        bar.reach(sum(steps[: place + 1]))
+            on_report(report)
+        bar.advance_to(sum(steps[: place + 1]))
     return replace(report, finished=True)
 
 
 def _empty(benchmark: Benchmark) -> Report:
+    """Return the report of `benchmark` without its variants."""
     times, now = benchmark.times, datetime.now().astimezone()
     again = f"{times.repeats} measured after {times.warmup} not counted, {times.cooldown_s:g} s of rest before each"
     device = next(iter(benchmark.runs.values())).device
@@ -152,31 +168,32 @@ def _empty(benchmark: Benchmark) -> Report:
     )
 
 
-def _as_ran(benchmark: Benchmark) -> Iterator[Variant]:
+def _given_variants(benchmark: Benchmark) -> Iterator[Variant]:
+    """Yield the given runs as variants with one trial each."""
     for candidate, run in zip(benchmark.candidates(), benchmark.runs.values(), strict=True):
         yield _with_trial(candidate.variant(), run, as_trial(run.result))
 
 
-def _measured(candidate: BenchmarkRun, benchmark: Benchmark, bar: _TrialBar, run: RunExperts) -> Iterator[Variant]:
-    """The variant after each of its runs."""
-    variant, made = candidate.variant(), list[SamplerRun]()
+def _run_variant(candidate: BenchmarkRun, benchmark: Benchmark, bar: _TrialBar, run: RunExperts) -> Iterator[Variant]:
+    """Yield the variant after each of its runs."""
+    variant, runs = candidate.variant(), list[SamplerRun]()
 
-    def once() -> DenoiseResult:
-        ran = run(
+    def run_once() -> DenoiseResult:
+        finished = run(
             candidate.experts,
             candidate.request,
-            candidate.asked,
+            candidate.requested,
             workers=candidate.workers,
             node_id=bar.node_id,
-            on_step=bar.of_run(len(candidate.request.step_plan.steps)),
+            on_step=bar.on_step(len(candidate.request.step_plan.steps)),
             traces=benchmark.traces,
         )
-        made.append(ran)
-        return ran.result
+        runs.append(finished)
+        return finished.result
 
     try:
-        for trial in trials(benchmark.times, once, check=current_host().raise_if_stopped):
-            variant = _with_trial(variant, made.pop(), trial)
+        for trial in trials(benchmark.times, run_once, check=current_host().raise_if_stopped):
+            variant = _with_trial(variant, runs.pop(), trial)
             yield variant
     except (
         torch.OutOfMemoryError,
@@ -186,42 +203,43 @@ def _measured(candidate: BenchmarkRun, benchmark: Benchmark, bar: _TrialBar, run
         WorkerFailedError,
         RestartLimitError,
     ) as err:
+        # Only errors that another policy or layout may avoid: any other one ends the benchmark.
         yield replace(variant, failed=str(err))
 
 
 def _with_trial(variant: Variant, run: SamplerRun, trial: Trial) -> Variant:
-    """`variant` with one more run; where it ran under another policy than was asked for, the settings say so."""
+    """Return `variant` with one more trial; its settings name the policy of the run if it is not the requested one."""
     settings = dict(variant.settings)
-    if run.policy != run.asked:
+    if run.policy != run.requested:
         settings["Ran under"] = f"{policy_name(run.policy)}, weights from {describe_ram(run.policy)}"
     return replace(variant, settings=settings, trials=(*variant.trials, trial), predicted=run.result.predicted)
 
 
 class _TrialBar:
-    """One progress bar over the steps of all runs."""
+    """Progress bar over the steps of all runs."""
 
     def __init__(self, total: int, node_id: str | None) -> None:
         self.node_id = node_id
         self._progress = current_host().progress(total, node_id)
         self._done = 0
 
-    def of_run(self, steps: int) -> OnStep:
-        """Takes the steps of a run, which workers may tell once for each part of it."""
+    def on_step(self, steps: int) -> OnStep:
+        """Return the step callback of the next run; workers may report each step once per part of the batch."""
         before = self._done
 
         def on_step(step: StepProgress) -> None:
-            self.reach(before + step.done * steps // step.total)
+            self.advance_to(before + step.done * steps // step.total)
 
         return on_step
 
-    def reach(self, done: int) -> None:
-        """So many steps are behind us, those too that a variant was to take and did not."""
+    def advance_to(self, done: int) -> None:
+        """Show `done` steps, which include the missing ones of a failed variant."""
         if done != self._done:
             self._done = done
             self._progress.update(done)
 
 
-def _expert_words(ref: ExpertsRef) -> dict[str, str]:
+def _describe_experts(ref: ExpertsRef) -> dict[str, str]:
     files = [path.name for path in (ref.high_noise, ref.low_noise) if path is not None]
     loras = [
         f"{path.name} x {strength:g}"
@@ -229,16 +247,16 @@ def _expert_words(ref: ExpertsRef) -> dict[str, str]:
         for path, strength in ((lora.high_noise, lora.strength_high), (lora.low_noise, lora.strength_low))
         if path is not None
     ]
-    words = {"Experts": " and ".join(files), "Computed in": ref.compute_dtype, "Kept in RAM": ref.storage}
+    settings = {"Experts": " and ".join(files), "Computed in": ref.compute_dtype, "Kept in RAM": ref.storage}
     if ref.attention != "default":
-        words["Attention"] = ref.attention
+        settings["Attention"] = ref.attention
     if ref.compile:
-        words["Blocks"] = "compiled"
-    return {**words, "LoRAs": ", ".join(loras)} if loras else words
+        settings["Blocks"] = "compiled"
+    return {**settings, "LoRAs": ", ".join(loras)} if loras else settings
 
 
-def _policy_words(asked: Policy) -> dict[str, str]:
-    if not isinstance(asked, OffloadPolicy):
-        return {"Policy": policy_name(asked)}
-    words = {"Policy": policy_name(asked), "Weights from": describe_ram(asked)}
-    return words if asked.chunk_tokens is None else {**words, "Tokens at once": str(asked.chunk_tokens)}
+def _describe_policy(policy: Policy) -> dict[str, str]:
+    if not isinstance(policy, OffloadPolicy):
+        return {"Policy": policy_name(policy)}
+    settings = {"Policy": policy_name(policy), "Weights from": describe_ram(policy)}
+    return settings if policy.chunk_tokens is None else {**settings, "Tokens at once": str(policy.chunk_tokens)}

@@ -19,13 +19,15 @@ from .run_experts import SamplerRun
 
 
 class CalibrationFileError(OSError):
-    """The file of a calibration could not be written or read; `errno` is that of the failed call."""
+    """A calibration file could not be written or read; `errno` is that of the failed call."""
 
 
 def write_table(table: MagTable, prefix: str) -> str:
-    """Write `table` under the next free name of `prefix`; returns that name below the output folder.
+    """Write `table` under the next free name of `prefix` and return that name below the output folder.
 
-    Raises CalibrationFileError, and leaves nothing half written; OutsideFolderError for a prefix that leaves it.
+    Raises:
+        CalibrationFileError: the file could not be written; no partial file is left.
+        OutsideFolderError: `prefix` leaves the output folder.
     """
     place = current_host().output_file(prefix, "json")
     unfinished = place.path.with_name(f"{place.filename}.part")
@@ -42,21 +44,23 @@ def write_table(table: MagTable, prefix: str) -> str:
 
 
 def read_table(name: str) -> MagTable:
-    """The table in the file `name` below the output folder.
+    """Return the table in the file `name` below the output folder.
 
-    Raises RequestError where that is no table, CalibrationFileError where it cannot be read, and OutsideFolderError for
-    a name that leaves the folder.
+    Raises:
+        RequestError: the file is not a calibration.
+        CalibrationFileError: the file could not be read.
+        OutsideFolderError: `name` leaves the output folder.
     """
     if not name.strip():
         raise RequestError(
-            "a cache by magnitudes needs a calibration: run Wan Cache Calibration once and give the name of its file, "
+            "magcache needs a calibration: run Wan Cache Calibration once and give the name of its file, "
             "or choose first_block_cache"
         )
     path = inside(current_host().output_folder(), name)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as err:
-        raise RequestError(f"{name} is no calibration: {err}") from err
+        raise RequestError(f"{name} is not a calibration: {err}") from err
     except OSError as err:
         raise CalibrationFileError(
             err.errno, f"the calibration {path} could not be read: {err.strerror}. Give a file of Wan Cache Calibration"
@@ -64,18 +68,19 @@ def read_table(name: str) -> MagTable:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as err:
-        raise RequestError(f"{name} is no calibration: it is not JSON ({err})") from err
+        raise RequestError(f"{name} is not a calibration: it is not JSON ({err})") from err
     return MagTable.from_dict(data)
 
 
 def calibrate_run(run: SamplerRun, *, node_id: str | None) -> MagTable:
-    """Compute `run` again with no cache and measure; the host's Cancel ends it before the next block.
+    """Compute `run` again without a cache and measure its residuals; the host's Cancel ends it before the next block.
 
-    Raises RequestError for a run that cannot be measured.
+    Raises:
+        RequestError: the run cannot be measured.
     """
     pair = current_host().experts(run.experts)
     request, job = run.request, calibration_job(pair, run.request, current_host().device())
-    choice = current_host().choose_policy(run.experts, run.asked, job)
+    choice = current_host().choose_policy(run.experts, run.requested, job)
     needed = calibration_bytes(pair, request, chunk_tokens=choice.policy.chunk_tokens)
     pair, policy, device = current_host().load_experts(run.experts, choice.policy, working_bytes=needed)
     progress = current_host().progress(len(request.step_plan.steps), node_id)
@@ -101,7 +106,7 @@ def calibrate_run(run: SamplerRun, *, node_id: str | None) -> MagTable:
 
 
 def _source(run: SamplerRun) -> str:
-    """What was measured, for a reader of the file."""
+    """Return a sentence on the measured run for readers of the file."""
     ref, shape = run.experts, run.request.noise.shape
     files = " and ".join(path.name for path in (ref.high_noise, ref.low_noise) if path is not None)
     loras = ", ".join(sorted({path.name for lora in ref.loras for path in (lora.high_noise, lora.low_noise) if path}))

@@ -37,37 +37,43 @@ if TYPE_CHECKING:
 
 
 VAE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""What a VAE may compute in. Not fp16, whose largest number its activations may pass."""
+"""Compute dtypes of a VAE. Not fp16: its activations may exceed the largest fp16 number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSettings:
-    """The inputs of a node that decodes, but for the latents."""
+    """Inputs of a decoding node except for the latents."""
 
     vae: Path
     tiling: Tiling | None
-    """None: the largest that fits."""
+    """Tiles; None for whole frames, or for the largest tiles that fit."""
     memory_bytes: int
-    """Limit on the decode's memory without the weights; 0 for the free memory of its device."""
+    """Limit on the memory of the decode without the weights; 0 for the free memory of its device."""
     dtype: torch.dtype = torch.float32
-    """What the VAE computes in; frames are fp32 in any case."""
+    """Compute dtype of the VAE; frames are always fp32."""
 
     @classmethod
     def of(
         cls, vae: str, latents: torch.Tensor, tile_size: int, memory_gb: float, compute_dtype: str
     ) -> DecodeSettings:
-        """As a node takes them; raises VaeInputError, TilingError, and as `current_host().model_path`."""
+        """Return the settings for a node's widgets.
+
+        Raises:
+            VaeInputError: `latents` are not those of a Wan VAE.
+            TilingError: no tiles of that size are possible.
+            Exception: any error of `model_path`.
+        """
         check_latents(latents)
         return cls(
             vae=current_host().model_path(vae, "diffusers", "vae"),
-            tiling=asked(tile_size, space_of(latents.shape[1]).pixels),
+            tiling=requested_tiling(tile_size, space_of(latents.shape[1]).pixels),
             memory_bytes=int(memory_gb * GB),
             dtype=VAE_DTYPES[compute_dtype],
         )
 
 
-def asked(tile_size: int | None, per_latent: int = PIXELS_PER_LATENT) -> Tiling | None:
-    """The tiles of that width; None for 0, and for a link, which is not known yet. Raises TilingError."""
+def requested_tiling(tile_size: int | None, per_latent: int = PIXELS_PER_LATENT) -> Tiling | None:
+    """Return tiles of that width in pixels, or None for 0 and for a linked value; raises TilingError."""
     return Tiling.of(tile_size, per_latent) if tile_size else None
 
 
@@ -77,20 +83,22 @@ logger = logging.getLogger("wanstream.nodes")
 def decode_shared(
     ref: WorkersRef, settings: DecodeSettings, latents: torch.Tensor, *, node_id: str | None
 ) -> tuple[torch.Tensor, list[str]]:
-    """Raw latents [B, C, T, h, w] -> frames [B, F, H, W, 3], as of `decode_in_shared_tiles`, and notes on its tiles.
+    """Decode raw latents [B, C, T, h, w] on workers; returns frames [B, F, H, W, 3] and notes on the tiles.
 
-    Where none are set, the tiles are those of `tiles_by_memory`. The host's Cancel ends it. Raises as both, and what
-    starting the workers raises.
+    Without a tile size, `tiles_by_memory` chooses it. The host's Cancel ends the decode.
+
+    Raises:
+        Exception: the errors of `tiles_by_memory`, of `decode_in_shared_tiles` and of starting the workers.
     """
     from ...distributed import DecodeCancelled, DecodeJob, decode_in_shared_tiles, tiles_by_memory
 
-    told: list[str] = []
+    notes: list[str] = []
 
-    def tell(change: str) -> None:
-        logger.info("%s", change)
-        told.append(change)
+    def add_note(note: str) -> None:
+        logger.info("%s", note)
+        notes.append(note)
 
-    # Nothing is loaded here: what it takes is in its file's header.
+    # Only the header is read here: it is enough to compute the memory needs.
     with open_vae(settings.vae, settings.dtype) as opened:
         needs, weight_bytes = opened.decode_needs(latents), opened.weight_bytes
     pool = current_host().worker_pool(ref)
@@ -104,7 +112,7 @@ def decode_shared(
             videos=len(latents),
             check=current_host().raise_if_stopped,
         )
-        tell(f"decoded in {in_words(tiling)}, by the memory of the workers ({len(pool.workers)})")
+        add_note(f"decoded in {in_words(tiling)}, by the memory of the workers ({len(pool.workers)})")
     job = DecodeJob(
         latents=latents,
         tiling=tiling,
@@ -121,41 +129,42 @@ def decode_shared(
             max_restarts=ref.max_restarts,
             timeout_s=ref.timeout_s,
             should_stop=current_host().should_stop,
-            on_tile=_ShownTiles(node_id).show,
-            on_change=tell,
+            on_tile=_TileProgress(node_id).show,
+            on_change=add_note,
         )
     except DecodeCancelled:
         current_host().raise_if_stopped()
         raise
-    return frames, told
+    return frames, notes
 
 
-class _ShownTiles:
-    """The node's progress bar over all tiles of one try."""
+class _TileProgress:
+    """Progress bar of the node over all tiles of one attempt."""
 
     def __init__(self, node_id: str | None) -> None:
         self._node_id = node_id
         self._bar: tuple[int, ProgressBar] | None = None
 
     def show(self, tile: TileDone) -> None:
+        # Another total means that the decode started again with smaller tiles.
         if self._bar is None or self._bar[0] != tile.total:
             self._bar = (tile.total, current_host().progress(tile.total, self._node_id))
         self._bar[1].update(tile.done)
 
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 Check = Callable[[], None]
-Decode = Callable[[WanVae, "Tiling | None", Check], Made]
-"""Decodes in tiles of that size, or whole frames; the last is called before every latent frame of every tile."""
+Decode = Callable[[WanVae, "Tiling | None", Check], T]
+"""Decoder for tiles of that size, or whole frames; it calls the check before every latent frame of every tile."""
 
 
 def decode_images(
     settings: DecodeSettings, latents: torch.Tensor, workers: WorkersRef | None, *, node_id: str | None
 ) -> tuple[torch.Tensor, list[str]]:
-    """Raw latents [B, C, T, h, w] -> frames [B, F, H, W, 3] in RAM, here or by workers, and notes on its tiles.
+    """Decode raw latents [B, C, T, h, w], here or on workers; returns frames [B, F, H, W, 3] in RAM and notes on tiles.
 
-    Until the frames are there the latents lie in a file, see `keep_latent_until_done`.
+    A file keeps the latents until the frames are complete, see `keep_latent_until_done`.
     """
     with keep_latent_until_done(latents):
         if workers is not None:
@@ -170,15 +179,15 @@ def decode_images(
 def decode_to_file(
     settings: DecodeSettings, latents: torch.Tensor, prefix: str, *, node_id: str | None, **encoding: Any
 ) -> OutputFile:
-    """Raw latents [B, C, T, h, w] -> an MP4 of that name, one video after the other; `encoding` as of `write_mp4`.
+    """Decode raw latents [B, C, T, h, w] into one MP4, video after video; `encoding` are arguments of `write_mp4`.
 
-    Where memory runs out, the file is begun anew with smaller tiles.
+    If memory runs out, the file is written again with smaller tiles.
     """
     height, width = (size * space_of(latents.shape[1]).pixels for size in latents.shape[3:])
 
     def decode(opened: WanVae, tiling: Tiling | None, check: Check) -> None:
         parts = opened.stream(latents, device=current_host().device(), tiling=tiling, check=check)
-        first = next(parts)  # reads the VAE's file: its errors are not those of the video's
+        first = next(parts)  # before `write_mp4`, which would report an error of the VAE's file as one of the video
         write_mp4(file.path, chain.from_iterable(chain([first], parts)), **encoding)
 
     with keep_latent_until_done(latents):
@@ -188,49 +197,53 @@ def decode_to_file(
 
 
 def encode_here(vae: Path, video: torch.Tensor) -> torch.Tensor:
-    """Frames [F, H, W, 3] in 0..1 -> raw latents [1, C, T, h, w], in the tiles that the free memory allows.
+    """Encode frames [F, H, W, 3] in 0..1 into raw latents [1, C, T, h, w], in tiles if whole frames do not fit.
 
-    Raises VaeRoomError where no tile fits, and as of `WanVae.encode`.
+    Raises:
+        VaeRoomError: no tile fits into memory.
+        Exception: any error of `WanVae.encode`.
     """
     with open_vae(vae) as opened:
         needs, device = opened.encode_needs(video), current_host().device()
         wanted = opened.weight_bytes + needs.device_bytes(None) + needs.host_bytes(None)
-        # The video lies where it is encoded.
+        # shared=True: the frames are in the memory in which they are encoded.
         tiling = fitting_tiling(needs, current_host().make_room(wanted + HEAP_BYTES) - opened.weight_bytes, shared=True)
         if tiling is not None:
-            logger.info("encoded in %s: there is no memory for whole frames", in_words(tiling))
+            logger.info("encoded in %s: whole frames do not fit in memory", in_words(tiling))
         return with_smaller_tiles(
             lambda tiling: opened.encode(video, device=device, tiling=tiling), needs, tiling, logger.info
         )
 
 
 def decode_here(
-    settings: DecodeSettings, latents: torch.Tensor, decode: Decode[Made], *, to_file: bool, node_id: str | None
-) -> tuple[Made, list[str]]:
-    """The result of `decode` for raw latents [B, C, T, h, w] on the host's device, and notes on its tiles.
+    settings: DecodeSettings, latents: torch.Tensor, decode: Decode[T], *, to_file: bool, node_id: str | None
+) -> tuple[T, list[str]]:
+    """Return the result of `decode` for raw latents [B, C, T, h, w] on the host's device, and notes on the tiles.
 
-    Raises VaeRoomError where no tile fits, the host's interrupt, and as of `WanVae.decode`.
+    Raises:
+        VaeRoomError: no tile fits into memory.
+        Exception: the host's interrupt, and any error of `WanVae.decode`.
     """
-    told: list[str] = []
+    notes: list[str] = []
 
-    def tell(change: str) -> None:
-        logger.info("%s", change)
-        told.append(change)
+    def add_note(note: str) -> None:
+        logger.info("%s", note)
+        notes.append(note)
 
     with open_vae(settings.vae, settings.dtype) as opened:
         needs = opened.decode_needs(latents, to_file=to_file)
-        first = _first_tiling(settings, opened, needs, tell)
+        first = _first_tiling(settings, opened, needs, add_note)
 
-        def attempt(tiling: Tiling | None) -> Made:
-            return decode(opened, tiling, _Shown(latents, tiling, node_id).check)
+        def attempt(tiling: Tiling | None) -> T:
+            return decode(opened, tiling, _DecodeProgress(latents, tiling, node_id).check)
 
-        return with_smaller_tiles(attempt, needs, first, tell), told
+        return with_smaller_tiles(attempt, needs, first, add_note), notes
 
 
 def _first_tiling(
-    settings: DecodeSettings, opened: WanVae, needs: DecodeNeeds, tell: Callable[[str], None]
+    settings: DecodeSettings, opened: WanVae, needs: DecodeNeeds, add_note: Callable[[str], None]
 ) -> Tiling | None:
-    """What is asked for, or what fits; in any case the host has made room for it."""
+    """Return the requested tiles, or those that fit, after the host has freed memory for them."""
     wanted = settings.memory_bytes or needs.device_bytes(settings.tiling)
     room = current_host().make_room(wanted + opened.weight_bytes) - opened.weight_bytes
     if settings.tiling is not None:
@@ -239,7 +252,7 @@ def _first_tiling(
     budget = min(room, settings.memory_bytes) if settings.memory_bytes else room
     tiling = fitting_tiling(needs, budget, shared=current_host().device().type == "cpu")
     if tiling is not None:
-        tell(
+        add_note(
             f"decoded in {in_words(tiling)}: whole frames take {size_text(needs.device_bytes(None))}, "
             f"{size_text(budget)} given"
         )
@@ -248,25 +261,25 @@ def _first_tiling(
 
 
 def _check_decode_ram(needs: DecodeNeeds, tiling: Tiling | None) -> None:
-    """Refuse frames for which there is too little RAM: the system would end the process. Raises VaeRoomError."""
+    """Raise VaeRoomError for frames that do not fit into RAM: the system would kill the process."""
     on_cpu = current_host().device().type == "cpu"
     needed = needs.host_bytes(tiling) + (needs.device_bytes(tiling) if on_cpu else 0)
     lacking = surely_lacks(needed)
     if lacking is None:
         return
-    ways = ["make the video shorter or smaller"]
+    remedies = ["make the video shorter or smaller"]
     if needs.keeps_frames:
-        ways.insert(0, "decode straight into a file (Wan Decode to Video), which keeps a fourth of each frame")
+        remedies.insert(0, "decode straight into a file (Wan Decode to Video), which keeps a fourth of each frame")
     if on_cpu and tiling is not None:
-        ways.insert(0, "set tile_size to 0, which chooses tiles by the memory")
+        remedies.insert(0, "set tile_size to 0, which chooses tiles by the memory")
     raise VaeRoomError(
         f"decoding {needs.frames} frames takes about {need_text(needed)} of RAM, and {need_text(lacking)} are free "
-        f"(swap included), so the system would end this process: {', or '.join(ways)}"
+        f"(swap included), so the system would kill this process: {', or '.join(remedies)}"
     )
 
 
-class _Shown:
-    """The node's progress bar over all latent frames of all tiles of one try."""
+class _DecodeProgress:
+    """Progress bar of the node over all latent frames of all tiles of one attempt."""
 
     def __init__(self, latents: torch.Tensor, tiling: Tiling | None, node_id: str | None) -> None:
         batch, _, count, height, width = latents.shape
@@ -275,7 +288,7 @@ class _Shown:
         self._done = 0
 
     def check(self) -> None:
-        """Count, and end the decode where the user has stopped it."""
+        """Advance the bar by one latent frame; raises the host's interrupt after a Cancel."""
         current_host().raise_if_stopped()
         self._done += 1
         self._bar.update(self._done)

@@ -1,4 +1,4 @@
-"""Owns the safety copy of a latent: no failure after the last step, and no full disk, must cost hours of sampling."""
+"""Safety copy of a latent, so that a failure after the last step does not cost hours of sampling."""
 
 from __future__ import annotations
 
@@ -19,42 +19,47 @@ from ...wan import NoRoomToDecodeError, VaeRoomError
 logger = logging.getLogger("wanstream.nodes")
 
 LATENT_FOLDER = "latents"
-"""Of the copies, below the output folder; ComfyUI's SaveLatent puts its own there."""
+"""Folder of the copies below the output folder; ComfyUI's SaveLatent uses the same."""
 
 
 class VideoNotSavedError(OSError):
-    """The video could not be saved; the message says where its latent is."""
+    """The video could not be saved; the message names the file with its latent."""
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 class VideoRefusedError(ValueError):
-    """The video cannot be made as it was asked for; the message says where its latent is."""
+    """The video cannot be made with these inputs; the message names the file with its latent."""
 
 
 class VideoFailedError(RuntimeError):
-    """Making the video failed by a fault and not by a refusal; the message says where its latent is."""
+    """An unexpected error ended the video; the message names the file with its latent."""
 
 
 @contextmanager
 def keep_latent_until_done(samples: torch.Tensor | None, *, after_cancel: bool = True) -> Iterator[None]:
-    """Hold `samples` in a file until the block ends well.
+    """Keep `samples` in a file until the `with` block has ended without an error.
 
-    `samples` is a raw VAE latent [B, C, T, h, w]; None does nothing. The file has a name of its own, which no input can
-    make impossible: in `LATENT_FOLDER` of the output folder, or in the temp folder where that has no room. However else
-    the block ends, the file stays: an error, a Cancel, the end of the process. The log says where it is, and so does
-    the error, which becomes a VideoNotSavedError (from an OSError), NoRoomToDecodeError (too little memory),
-    VideoRefusedError (from a ValueError) or VideoFailedError. Where neither place has room, the block runs without a
-    copy, because it may not need any; the log says so.
+    The file is in `LATENT_FOLDER` of the output folder, or in the temp folder if that is full; no input has a part in
+    its name. It is kept after an error, a Cancel or the end of the process, and the log and the error name it. If both
+    folders are full, the block runs without a copy, with a warning in the log.
 
-    With `after_cancel` False a Cancel removes the file: for a block that can be run again without the latent.
+    Args:
+        samples: Raw VAE latent [B, C, T, h, w]; None for no copy.
+        after_cancel: False removes the file after a Cancel: for a block that can be run again without the latent.
+
+    Raises:
+        VideoNotSavedError: for an OSError of the block.
+        NoRoomToDecodeError: for an error of the block about too little memory.
+        VideoRefusedError: for a ValueError of the block.
+        VideoFailedError: for any other error of the block.
     """
     if samples is None:
         yield
         return
-    with _gone_if_empty(current_host().output_folder() / LATENT_FOLDER):
-        kept = _write_somewhere(samples)
+    with _removed_if_empty(current_host().output_folder() / LATENT_FOLDER):
+        kept = _write_copy(samples)
         if kept is None:
             yield
             return
@@ -70,12 +75,12 @@ def keep_latent_until_done(samples: torch.Tensor | None, *, after_cancel: bool =
             raise _with_place(err, kept) from err
         try:
             kept.unlink(missing_ok=True)
-        except OSError as err:  # the video is there, and that is what counts
+        except OSError as err:  # not raised: the video is complete
             logger.warning("the video was made; its latent could not be removed: %s", err)
 
 
 def _with_place(err: Exception, kept: Path) -> Exception:
-    """An error of the same kind that names the file."""
+    """Return an error of the same kind whose message names the file."""
     place = f"The latent is kept in {kept}: remove the cause, load it with LoadLatent and decode it again"
     if isinstance(err, VaeRoomError) or (isinstance(err, RuntimeError) and is_out_of_memory(err)):
         return NoRoomToDecodeError(f"{err}. {place}")
@@ -87,20 +92,20 @@ def _with_place(err: Exception, kept: Path) -> Exception:
 
 
 @contextmanager
-def _gone_if_empty(folder: Path) -> Iterator[None]:
-    """However the block ends: if `folder` was not there before it and is empty after it, it is removed."""
-    there = folder.exists()
+def _removed_if_empty(folder: Path) -> Iterator[None]:
+    """Remove `folder` after the block, also after an error, if it did not exist before and is empty."""
+    existed = folder.exists()
     try:
         yield
     finally:
-        if not there:
-            # It refuses while anything lies in the folder, and where the block made none.
+        if not existed:
+            # rmdir fails if the folder contains anything, and if the block has not created it.
             with suppress(OSError):
                 folder.rmdir()
 
 
-def _write_somewhere(samples: torch.Tensor) -> Path | None:
-    """The path of the copy; None where there is no room for it."""
+def _write_copy(samples: torch.Tensor) -> Path | None:
+    """Write the copy and return its path, or None if neither folder has room for it."""
     try:
         path = current_host().output_file(f"{LATENT_FOLDER}/WanStream", "latent").path
         write_latent(path, samples)
@@ -117,12 +122,13 @@ def _write_somewhere(samples: torch.Tensor) -> Path | None:
 
 
 def write_latent(path: Path, samples: torch.Tensor) -> None:
-    """Write `samples` as a `.latent` file; raises `OSError` and leaves nothing behind when there is no room for it.
+    """Write `samples` as a `.latent` file.
 
-    The file is put together in RAM: too little of that is an `OSError` as well.
+    Raises:
+        OSError: the disk is full, or there is too little RAM to build the file; no partial file is left.
     """
     try:
-        # The empty tensor is ComfyUI's mark for values that need no scaling when they are loaded.
+        # The empty tensor is ComfyUI's sign that LoadLatent must not scale the values.
         tensors = {"latent_tensor": samples.contiguous().cpu(), "latent_format_version_0": torch.empty(0)}
         path.write_bytes(safetensors.torch.save(tensors))
     except (MemoryError, RuntimeError) as err:

@@ -1,4 +1,4 @@
-"""Owns the files of a benchmark's report on disk: each appears whole under its name or not at all."""
+"""Files of a benchmark's report, each written atomically."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ class ReportFileError(OSError):
 
 
 class ReportFiles:
-    """JSON, CSV, HTML and PNG of one report, beside each other in the output folder; use with `with` around the runs.
+    """JSON, CSV, HTML and PNG of one report in the output folder; a context manager around the runs.
 
-    The JSON is written after every run, so that a full disk is noticed early and a benchmark that was killed leaves
-    what it had measured. One that was stopped, or failed, leaves all four of that. All methods raise ReportFileError.
+    The JSON is written after every run: a full disk is noticed early, and the measurements survive a killed process.
+    A benchmark that was stopped or failed writes all four files. All methods raise ReportFileError.
     """
 
     def __init__(self, place: OutputFile) -> None:
         self._place = place
-        self._kept: Report | None = None
+        self._saved: Report | None = None
 
-    def keep(self, report: Report) -> None:
-        """Write what is known so far, in place of what was known before."""
+    def save(self, report: Report) -> None:
+        """Write the JSON of the report so far over the one before."""
         self._write(".json", _bytes(json_document(report)))
-        self._kept = report
+        self._saved = report
 
     def finish(self, report: Report) -> Image.Image:
-        """Write all four and return the chart."""
+        """Write all four files and return the chart."""
         chart = report_chart(report)
         pixels = io.BytesIO()
         chart.save(pixels, "PNG")
-        self.keep(report)
+        self.save(report)
         self._write(".csv", _bytes(csv_document(report)))
         self._write(".html", _bytes(html_document(report, pixels.getvalue())))
         self._write(".png", pixels.getvalue())
@@ -53,19 +53,19 @@ class ReportFiles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, ReportFileError) or self._kept is None or not self._kept.done:
+        if error is None or isinstance(error, ReportFileError) or self._saved is None or not self._saved.done:
             return
         try:
-            self.finish(self._kept)
-        except ReportFileError as err:  # what ended the benchmark is the error to show
-            logger.warning("the report of what was measured until then is not whole: %s", err)
+            self.finish(self._saved)
+        except ReportFileError as err:  # not raised: the error that ended the benchmark must be shown
+            logger.warning("the report of the runs so far is incomplete: %s", err)
 
     def traces(self) -> Path:
-        """The folder for traces of these runs; not made here."""
+        """Return the path of the folder for traces of these runs, which is not created here."""
         return self._place.path.with_name(f"{self._place.path.stem}traces")
 
-    def picture(self) -> ui.SavedResult:
-        """Where the host's page finds the chart."""
+    def chart_preview(self) -> ui.SavedResult:
+        """Return the chart's file as the host's page refers to it."""
         name = Path(self._place.filename).with_suffix(".png").name
         return ui.SavedResult(name, self._place.subfolder, host_io.FolderType.output)
 
@@ -76,12 +76,12 @@ class ReportFiles:
             unfinished.write_bytes(content)
             unfinished.replace(path)
         except OSError as err:
-            raise ReportFileError(err.errno, f"{path} could not be written: {err.strerror}. {self._left()}") from err
+            raise ReportFileError(err.errno, f"{path} could not be written: {err.strerror}. {self._remedy()}") from err
         finally:
             unfinished.unlink(missing_ok=True)
 
-    def _left(self) -> str:
-        """What a user still has, and what to do."""
+    def _remedy(self) -> str:
+        """Return the end of an error message: the files that exist, and the way out."""
         written = self._place.path.with_suffix(".json")
         if written.exists():
             return f"All runs before are in {written}: make room on the disk and queue again for the rest"
@@ -89,5 +89,5 @@ class ReportFiles:
 
 
 def _bytes(text: str) -> bytes:
-    """UTF-8; what has no place in it, as in names of files that are in another encoding, becomes a question mark."""
+    """Encode as UTF-8; lone surrogates, as in file names of another encoding, become question marks."""
     return text.encode(errors="replace")

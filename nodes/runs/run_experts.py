@@ -36,23 +36,23 @@ OnStep: TypeAlias = "Callable[[StepProgress], None]"
 
 
 class RunResult(NamedTuple):
-    """What came of a run."""
+    """Result of a run and the timelines of its workers."""
 
     result: DenoiseResult
     ranks: Mapping[int, Timeline]
-    """What each worker did, where there were some."""
+    """Timeline of each worker by rank; empty without workers."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedRun:
-    """Everything is decided; `compute` does it, and tells every step."""
+    """Run with its policy and device chosen; `compute` executes it and reports every step."""
 
     policy: OffloadPolicy
     device: torch.device
     compute: Callable[[OnStep], RunResult]
     predicted: Timeline | None = None
     parts: int = 1
-    """In how many the videos are computed; each step is told for each of them."""
+    """Number of parts of the batch; each step is reported once per part."""
 
 
 def prepare_here(
@@ -60,15 +60,17 @@ def prepare_here(
     job: OffloadJob,
     ref: ExpertsRef,
     request: DenoiseRequest,
-    asked: OffloadPolicy | AutoOffload,
+    requested: OffloadPolicy | AutoOffload,
     *,
     traces: Path | None,
 ) -> PreparedRun:
-    """A run on the host's device; the host's Cancel ends it before the next block."""
-    choice = current_host().choose_policy(ref, asked, job)
+    """Prepare a run on the host's device; the host's Cancel ends it before the next block."""
+    choice = current_host().choose_policy(ref, requested, job)
     choice = replace(choice, policy=cached_policy(choice.policy, request.cache))
     chunk = choice.policy.chunk_tokens
     needed = working_bytes(pair, request.computed_shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache)
+    # ComfyUI unloads other models here, and may lower the policy to the memory that it gets. So the room is checked and
+    # the run predicted afterwards, with the policy that will run.
     pair, policy, device = current_host().load_experts(ref, choice.policy, working_bytes=needed)
     check_room(pair, request, policy, device)
     machine = current_host().known_machine(ref, job.expert)
@@ -95,22 +97,26 @@ def prepare_shared(
     job: OffloadJob,
     ref: ExpertsRef,
     request: DenoiseRequest,
-    asked: OffloadPolicy | AutoOffload,
+    requested: OffloadPolicy | AutoOffload,
 ) -> PreparedRun:
-    """A run on `workers`, which are started if they are not there; the host's Cancel ends it before the next block.
+    """Prepare a run on `workers` and start them if necessary; the host's Cancel ends it before the next block.
 
-    Raises MeshError for a layout that does not suit the run, and what starting the workers raises.
+    Raises:
+        MeshError: the layout does not suit the run.
+        Exception: any error of starting the workers.
     """
-    shared = SharedRun(workers=workers, job=job, videos=request.batch, asked=asked)
-    plan = current_host().plan_workers(shared, ref)
+    run = SharedRun(workers=workers, job=job, videos=request.batch, asked=requested)
+    plan = current_host().plan_workers(run, ref)
     driver = current_host().workers(workers, plan.mesh)
 
     def compute(on_step: OnStep) -> RunResult:
-        ran = driver.denoise(ref, request, plan.policy, on_step=on_step, should_stop=current_host().should_stop)
-        result = DenoiseResult(latents=ran.latents.to(request.noise.device), sigma=ran.sigma, timeline=ran.timeline)
+        shared = driver.denoise(ref, request, plan.policy, on_step=on_step, should_stop=current_host().should_stop)
+        latents = shared.latents.to(request.noise.device)
+        result = DenoiseResult(latents=latents, sigma=shared.sigma, timeline=shared.timeline)
+        # Reversed, because `with_note` puts a note in front of the others.
         for reason in reversed(plan.reasons):
             result = result.with_note(reason)
-        return RunResult(result, ran.timelines)
+        return RunResult(result, shared.timelines)
 
     parts = len(part_sizes(request.batch, plan.mesh))
     return PreparedRun(policy=plan.policy, device=current_host().device(), compute=compute, parts=parts)
@@ -118,24 +124,24 @@ def prepare_shared(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplerRun:
-    """What a sampler ran: everything that is needed to run it again, and what came of it."""
+    """Finished run of a sampler: its result, and all values that are needed to run it again."""
 
     experts: ExpertsRef
     request: DenoiseRequest
-    asked: OffloadPolicy | AutoOffload
-    """The policy that was connected."""
+    requested: OffloadPolicy | AutoOffload
+    """Policy of the input."""
     policy: OffloadPolicy
-    """The one that the run began with."""
+    """Policy with which the run started."""
     device: torch.device
     result: DenoiseResult
     node_id: str | None
-    """Of the node that ran it."""
+    """Id of the sampler node."""
     block_counts: Mapping[str, int]
-    """How many blocks each expert has."""
+    """Number of blocks of each expert."""
     workers: WorkersRef | None = None
-    """Those that computed it; None: this process."""
+    """Workers of the run; None for this process."""
     ranks: Mapping[int, Timeline] = field(default_factory=dict)
-    """What each worker did, by rank."""
+    """Timeline of each worker by rank."""
 
     @property
     def timeline(self) -> Timeline:
@@ -145,7 +151,7 @@ class SamplerRun:
 def run_experts(
     ref: ExpertsRef,
     request: DenoiseRequest,
-    asked: OffloadPolicy | AutoOffload,
+    requested: OffloadPolicy | AutoOffload,
     *,
     node_id: str | None,
     workers: WorkersRef | None = None,
@@ -154,45 +160,45 @@ def run_experts(
 ) -> SamplerRun:
     """Run the request on the host's device, or on `workers`; the host's Cancel ends it before the next block.
 
-    `on_step` is told every step; None: a progress bar of the node's own is. `traces` is a folder for a trace of the
-    run; None: one is written where the environment asks for it. Workers write none.
+    Args:
+        on_step: Callback after every step; None for a progress bar on the node.
+        traces: Folder for a trace of the run; None writes one only if the environment says so. Workers write none.
     """
     if workers is None:
-        ref = in_own_dtype(ref, current_host().device())  # reports show it
+        ref = in_own_dtype(ref, current_host().device())  # before the settings: reports show the dtype
     pair = current_host().experts(ref)
     job = request_job(pair, request, current_host().device())
     if workers is None:
-        prepared = prepare_here(pair, job, ref, request, asked, traces=traces)
+        prepared = prepare_here(pair, job, ref, request, requested, traces=traces)
     else:
-        prepared = prepare_shared(workers, job, ref, request, asked)
+        prepared = prepare_shared(workers, job, ref, request, requested)
     step_plan = request.step_plan
     experts = [step_plan.experts[step] for step in step_plan.steps]
-    report = on_step or _own_bar(len(experts) * prepared.parts, node_id)
+    report = on_step or _progress_bar(len(experts) * prepared.parts, node_id)
     ids = {"prompt_id": current_host().run_id(), "node_id": node_id}
-    settings = run_settings(ref, asked, prepared.policy, request.noise.shape, prepared.device, workers=workers)
-    watched = RunEvents(
-        current_host().announce, experts=experts, predicted=prepared.predicted, settings=settings, **ids
-    )
+    settings = run_settings(ref, requested, prepared.policy, request.noise.shape, prepared.device, workers=workers)
+    events = RunEvents(current_host().announce, experts=experts, predicted=prepared.predicted, settings=settings, **ids)
 
-    def each_step(step: StepProgress) -> None:
-        watched.step(step.record)
+    def report_step(step: StepProgress) -> None:
+        events.step(step.record)
         report(step)
 
     try:
-        with watched:
-            result, ranks = prepared.compute(each_step)
-            told = replace(result, predicted=prepared.predicted)
-            watched.ended(told.timeline, ranks=ranks)
+        with events:
+            result, ranks = prepared.compute(report_step)
+            result = replace(result, predicted=prepared.predicted)
+            events.ended(result.timeline, ranks=ranks)
     except SamplingCancelled:
+        # The host's own interrupt: ComfyUI would report any other exception as an error of the node.
         current_host().raise_if_stopped()
         raise
     return SamplerRun(
         experts=ref,
         request=request,
-        asked=asked,
+        requested=requested,
         policy=prepared.policy,
         device=prepared.device,
-        result=told,
+        result=result,
         node_id=node_id,
         block_counts=pair.block_counts,
         workers=workers,
@@ -200,7 +206,7 @@ def run_experts(
     )
 
 
-def _own_bar(total: int, node_id: str | None) -> Callable[[StepProgress], None]:
+def _progress_bar(total: int, node_id: str | None) -> Callable[[StepProgress], None]:
     progress = current_host().progress(total, node_id, unit="step")
 
     def on_step(step: StepProgress) -> None:

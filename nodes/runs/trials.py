@@ -1,4 +1,4 @@
-"""The runs of a benchmark, one after the other, with warm-ups and pauses; and what tells two of them apart."""
+"""Trials of a benchmark with warm-ups and pauses, and digests by which runs are compared."""
 
 from __future__ import annotations
 
@@ -15,44 +15,46 @@ from ...sampling import DenoiseRequest, DenoiseResult, RequestError
 from ...schema import FRAMES_PER_LATENT
 from ...wan import Nag, space_of
 
-MOST_RUNS = 100
-LONGEST_PAUSE_S = 3600.0
-LOOK_S = 0.1
-"""How often a pause looks whether it is still wanted."""
+MAX_RUNS = 100
+MAX_PAUSE_S = 3600.0
+POLL_S = 0.1
+"""Seconds between two checks for a Cancel during a pause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialTimes:
-    """How often each variant is run, and how long the machine rests before a run.
+    """Number of runs of each variant, and the pause before each run.
 
-    Raises RequestError for a number that measures nothing, or out of range.
+    Raises:
+        RequestError: a number is out of range.
     """
 
     repeats: int = 1
-    """Runs that count."""
+    """Measured runs."""
     warmup: int = 0
-    """Runs before them that do not."""
+    """Runs before them that are not counted."""
     cooldown_s: float = 0.0
+    """Pause before each run in seconds."""
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
-            raise RequestError(f"{self.repeats} repeats measure nothing: give 1 to {MOST_RUNS}")
+            raise RequestError(f"{self.repeats} repeats measure nothing: give 1 to {MAX_RUNS}")
         for name in ("repeats", "warmup"):
-            if not 0 <= getattr(self, name) <= MOST_RUNS:
-                raise RequestError(f"{name} is {getattr(self, name)}: give at most {MOST_RUNS}, and not less than 0")
-        if not (math.isfinite(self.cooldown_s) and 0 <= self.cooldown_s <= LONGEST_PAUSE_S):
-            raise RequestError(f"cooldown_s is {self.cooldown_s:g}: give 0 to {LONGEST_PAUSE_S:g} seconds")
+            if not 0 <= getattr(self, name) <= MAX_RUNS:
+                raise RequestError(f"{name} is {getattr(self, name)}: give at most {MAX_RUNS}, and not less than 0")
+        if not (math.isfinite(self.cooldown_s) and 0 <= self.cooldown_s <= MAX_PAUSE_S):
+            raise RequestError(f"cooldown_s is {self.cooldown_s:g}: give 0 to {MAX_PAUSE_S:g} seconds")
 
     @property
     def runs(self) -> int:
-        """Of each variant, warm-ups too."""
+        """Number of runs of each variant, warm-ups included."""
         return self.warmup + self.repeats
 
 
 def trials(times: TrialTimes, run: Callable[[], DenoiseResult], *, check: Callable[[], None]) -> Iterator[Trial]:
-    """Run one variant as often as `times` says, each run after a pause; warm-ups come first.
+    """Run one variant as often as `times` says and yield each trial, warm-ups first.
 
-    `check` is asked during the pauses and ends them by raising. What `run` raises ends the trials.
+    `check` is called during the pauses and ends them by raising. An error of `run` ends the trials.
     """
     for number in range(times.runs):
         pause(times.cooldown_s, check)
@@ -60,21 +62,21 @@ def trials(times: TrialTimes, run: Callable[[], DenoiseResult], *, check: Callab
 
 
 def pause(seconds: float, check: Callable[[], None]) -> None:
-    """Wait; `check` is asked at once, several times a second, and at the end."""
+    """Sleep; `check` is called at the start, every `POLL_S` seconds and at the end, and may raise to stop."""
     until = time.monotonic() + seconds
     check()
-    while (left := until - time.monotonic()) > 0:
-        time.sleep(min(left, LOOK_S))
+    while (remaining := until - time.monotonic()) > 0:
+        time.sleep(min(remaining, POLL_S))
         check()
 
 
 def as_trial(result: DenoiseResult, *, warmup: bool = False) -> Trial:
-    """What a report keeps of a run."""
+    """Return the trial of a report for this result."""
     return Trial(timeline=result.timeline, latents=tensor_digest(result.latents), warmup=warmup)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of shape, dtype and values, in hex."""
+    """Return the SHA-256 of shape, dtype and values in hex."""
     values = tensor.detach().cpu().contiguous().reshape(-1)
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     digest.update(values.view(torch.uint8).numpy().tobytes())
@@ -82,7 +84,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def job_digest(request: DenoiseRequest, experts: object) -> str:
-    """Equal for equal requests to equal experts; `experts` is a value that names them."""
+    """Return a digest that is equal for equal requests to equal experts; `experts` is a reference to them."""
     digest = hashlib.sha256(repr(experts).encode())
     for field in fields(request):
         digest.update(f"{field.name}={_value_digest(getattr(request, field.name))};".encode())
@@ -98,18 +100,18 @@ def _value_digest(value: object) -> str:
 
 
 def with_steps(request: DenoiseRequest, steps: int | None) -> DenoiseRequest:
-    """The request with another number of steps; None leaves it as it is. Raises RequestError where that cannot be."""
+    """Return the request with another number of steps, or unchanged for None; raises RequestError if it has sigmas."""
     if steps is None:
         return request
     if request.sigmas is not None:
         raise RequestError(
-            f"{steps} steps were asked for, but the run has its sigmas from another node: leave steps empty"
+            f"{steps} steps were requested, but the run has its sigmas from another node: leave steps empty"
         )
     return replace(request, steps=steps)
 
 
 def describe_request(request: DenoiseRequest) -> dict[str, str]:
-    """What a request asks for, by setting, for a reader."""
+    """Return the settings of a request by name, as text for a report."""
     _, channels, frames, height, width = request.noise.shape
     pixels = space_of(channels).pixels
     step_plan = request.step_plan
@@ -144,9 +146,9 @@ def _windows(request: DenoiseRequest) -> dict[str, str]:
     if windows is None:
         return {}
     stride = "" if windows.stride == 1 else f", stride {windows.stride}"
-    stay = "" if windows.shift_windows else ", staying where they are"
-    said = f"{_frames(windows.frames)} frames, {windows.overlap} latent frames shared{stride}, {windows.blend}{stay}"
-    return {"Context windows": said}
+    fixed = "" if windows.shift_windows else ", at fixed positions"
+    text = f"{_frames(windows.frames)} frames, {windows.overlap} latent frames shared{stride}, {windows.blend}{fixed}"
+    return {"Context windows": text}
 
 
 def _frames(latent_frames: int) -> int:

@@ -1,4 +1,4 @@
-"""Owns the MP4 on disk: frames go to the encoder one by one, and no unfinished file is left behind."""
+"""MP4 writer: encodes frames one by one and leaves no partial file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import av
 import torch
 
-# H.273 code point of BT.709. Untagged files are read as BT.601 by some players and as BT.709 by others: colours shift.
+# H.273 code point of BT.709. Some players read untagged files as BT.601 and others as BT.709, which shifts colours.
 _BT709 = 1
 _LIMITED_RANGE = 1
 
@@ -29,11 +29,15 @@ def write_mp4(
 ) -> None:
     """Write frames [H, W, 3], in 0..1 or uint8, H and W even, to `path` as H.264, 4:2:0, 8 bit.
 
-    They are taken one by one, so that they may still be in the making. Equal frames give equal bytes. `metadata` goes
-    into the container as one JSON text per key, where ComfyUI looks for `prompt` and `workflow`. The file appears under
-    its name only when it is complete. Raises `ValueError` for frames that H.264 cannot hold, `VideoFileError` when the
-    file cannot be written.
+    Frames are consumed one by one, so a generator may still be computing them. Equal frames give equal bytes.
+    `metadata` is written as one JSON text per key, where ComfyUI looks for `prompt` and `workflow`. The file appears
+    under its name only when it is complete.
+
+    Raises:
+        ValueError: H.264 cannot encode frames of this shape.
+        VideoFileError: the file could not be written.
     """
+    # Renamed when complete: a killed process leaves a .part file and no broken video.
     unfinished = path.with_name(path.name + ".part")
     try:
         _encode(unfinished, frames, fps=fps, crf=crf, metadata=metadata)
@@ -50,7 +54,7 @@ def _encode(
     frames = iter(frames)
     first = next(frames, None)
     if first is None:
-        raise ValueError("a video needs frames [H, W, 3], and there are none")
+        raise ValueError("a video needs frames [H, W, 3], but there are none")
     height, width = _size(first)
     with av.open(str(path), "w", format="mp4", options={"movflags": _MOVFLAGS}) as container:
         for key, value in metadata.items():
@@ -65,7 +69,7 @@ def _encode(
 
 
 def _size(first: torch.Tensor) -> tuple[int, int]:
-    """Height and width of the video that begins with this frame."""
+    """Return height and width of the first frame; raises ValueError if H.264 cannot encode them."""
     if first.ndim != 3 or first.shape[-1] != 3:
         raise ValueError(f"a video needs frames [H, W, 3], not {list(first.shape)}")
     height, width, _ = first.shape
@@ -75,16 +79,14 @@ def _size(first: torch.Tensor) -> tuple[int, int]:
 
 
 def _without_avx512() -> dict[str, str]:
-    """Options by which equal frames give equal bytes on this CPU.
-
-    With AVX-512, x264 weighs macroblocks (its mbtree) sixteen at a time, past the end of rows whose width is no
-    multiple of 256 pixels, by memory that nobody has written. With AVX2 it reads none of that, and takes no longer.
-    """
+    """Return encoder options with which equal frames give equal bytes on this CPU."""
+    # With AVX-512, the mbtree of x264 reads macroblocks sixteen at a time. If the width is not a multiple of 256
+    # pixels, it reads uninitialised memory past the end of a row. With AVX2 it does not, and takes no longer.
     return {"x264-params": "asm=avx2"} if _has_avx512() else {}
 
 
 def _has_avx512() -> bool:
-    """True on a CPU with AVX-512, as x264 detects it."""
+    """Return True on a CPU with AVX-512, as x264 detects it."""
     # Not get_cpu_capability(): it obeys ATEN_CPU_CAPABILITY, which x264 does not read.
     query = getattr(torch.cpu, "_is_avx512_supported", None)
     return bool(query()) if query else torch.backends.cpu.get_cpu_capability() == "AVX512"

@@ -1,8 +1,8 @@
 /**
- * A badge above the right end of every node with its seconds in the last queue item, and with the most memory of a run.
+ * Badges above the right end of every node with its seconds in the last queue item and the peak memory of its run.
  *
- * One layer of elements over the canvas serves both renderers: it follows the canvas wherever that is drawn. While
- * badges are off there is no layer, and nothing is done when the canvas is drawn.
+ * One layer of elements over the canvas serves both renderers: it follows the canvas. While badges are off, there is no
+ * layer, and drawing the canvas does no extra work.
  */
 
 import { element, h } from "./dom.mjs"
@@ -16,14 +16,14 @@ const LEAST_SCREEN_FONT = 10
 const LARGEST_FONT = 18 // the shipped workflows have room for it between a node and what is above it
 const LEAST_SECONDS = 0.1
 
-/** The words of a badge; `figures` as `figuresAt` gives them, with the `memory` of the node's runs or null. */
+/** Text of a badge; `figures` are those of `figuresAt`, with the `memory` of the node's runs or null. */
 export function badgeText(figures) {
   if (!figures.ran) return say(figures.cached ? "cached" : "notRun")
   const seconds = figures.seconds < LEAST_SECONDS ? `< ${LEAST_SECONDS} s` : shortSeconds(figures.seconds)
   return figures.memory ? say(`badge${figures.memory.kind}`, seconds, sizeText(figures.memory.bytes)) : seconds
 }
 
-/** What a badge says to whoever points at it. */
+/** Tooltip of a badge. */
 export function badgeTitle(figures) {
   if (!figures.ran) return say(figures.cached ? "cachedWhy" : "notRunWhy")
   const took = say(figures.running ? "runningFor" : "took", shortSeconds(figures.seconds))
@@ -34,7 +34,7 @@ const widthOf = (node) => (node.flags?.collapsed && node._collapsed_width) || no
 
 const isIn = (graph, node) => graph.getNodeById(node.id) === node
 
-/** Letters in pixels of the graph that can be read at this zoom. */
+/** Readable font size at this zoom, in pixels of the graph. */
 export const badgeFont = (zoom) => Math.min(LARGEST_FONT, Math.max(NEAR_FONT, LEAST_SCREEN_FONT / zoom))
 
 export class Badges {
@@ -52,7 +52,7 @@ export class Badges {
     return this.layer !== null
   }
 
-  /** Put the layer over the canvas, or take it away. */
+  /** Show or remove the layer. */
   show(on) {
     if (on === this.shown) return
     if (on) {
@@ -69,26 +69,26 @@ export class Badges {
     }
   }
 
-  /** Say anew what each node of the open graph took. */
+  /** Update the badges of all nodes of the open graph. */
   refresh() {
     if (!this.layer) return
     const graph = this.page.canvas.graph
-    const told = new Map()
+    const current = new Map()
     for (const node of graph?.nodes ?? graph?._nodes ?? []) {
       const figures = this.page.figuresOf(node)
-      if (figures) told.set(node, figures)
+      if (figures) current.set(node, figures)
     }
     for (const [node, chip] of this.chips) {
-      if (told.has(node)) continue
+      if (current.has(node)) continue
       chip.remove()
       this.chips.delete(node)
     }
-    for (const [node, figures] of told) this.tell(node, figures)
+    for (const [node, figures] of current) this.update(node, figures)
     this.graph = graph
     this.follow()
   }
 
-  tell(node, figures) {
+  update(node, figures) {
     let chip = this.chips.get(node)
     if (!chip) {
       chip = element(h("div", { class: "wanstream-badge", "data-node": node.id }))
@@ -100,11 +100,11 @@ export class Badges {
     chip.dataset.running = figures.running
   }
 
-  /** Lie where the canvas lies now; called whenever it is drawn. */
+  /** Move to the position of the canvas; called whenever it is drawn. */
   follow() {
     if (!this.layer) return
     const { canvas } = this.page
-    // ComfyUI says of no node that it is gone where its whole graph is cleared.
+    // ComfyUI sends no removal events when a whole graph is cleared.
     if (canvas.graph !== this.graph || [...this.chips.keys()].some((node) => !isIn(this.graph, node))) {
       this.refresh()
       return

@@ -1,10 +1,10 @@
 /**
  * The chart of one run as a description of an SVG. Pure: values in, description out (see `dom.mjs`).
  *
- * A bar per step, from below: compute in the colour of its expert, the rest of the step, stall. The outline is what was
- * predicted, the line is memory with its peak, the thin one what samples saw of it between; the dashed upright is the
- * switch; a mark under a bar says that a cache left blocks out. Where steps are too many for the width, a bar is the
- * mean of some.
+ * A bar per step, from below: compute in the colour of its expert, the rest of the step, stall. The outline is the
+ * prediction, the line is memory with its peak, the thin line its samples; the dashed vertical line is the switch; a
+ * mark under a bar means that a cache skipped blocks. If there are too many steps for the width, a bar is the mean of
+ * several.
  */
 
 import { h } from "./dom.mjs"
@@ -17,7 +17,7 @@ const MEMORY_TEXT = "wanstream-text wanstream-memory-text"
 
 const mean = (values) => values.reduce((total, value) => total + value, 0) / values.length
 
-/** The bars of a run: which steps each stands for, what was measured (null: not yet) and what was predicted of them. */
+/** Bars of a run: their steps, measurement (null: not yet) and prediction. */
 export function columnsOf(run, width) {
   const records = recordsOf(run)
   const count = Math.max(run.steps, records.length)
@@ -49,17 +49,17 @@ function meanOf(records) {
   }
 }
 
-/** Where things lie, in pixels: the plot between its text lines, and the width of one column. */
+/** Layout in pixels: the plot between its text lines, and the width of one column. */
 export function frameOf(width, height, font, count) {
   const line = font * LINE_HEIGHT
   const step = (width - 4) / Math.max(1, count)
   return { left: 2, right: width - 2, top: line, bottom: Math.max(line + 1, height - line), step }
 }
 
-/** Which column lies at this x. */
+/** Index of the column at this x. */
 export const columnAt = (x, frame, count) => Math.min(count - 1, Math.max(0, Math.floor((x - frame.left) / frame.step)))
 
-/** The column in which this step lies. */
+/** Index of the column with this step. */
 export const columnOf = (columns, step) => columns.findIndex((column) => column.first <= step && step <= column.last)
 
 /**
@@ -133,7 +133,7 @@ function bar(column, index, frame, scale, id) {
   )
 }
 
-/** Under the bar of a step in which a cache left blocks out. */
+/** Mark under the bar of a step in which a cache skipped blocks. */
 function cachedMark(column, index, frame) {
   if (!column.measured?.leftOut) return h("g", {})
   const place = { x: frame.left + index * frame.step, y: frame.bottom, width: frame.step, height: 3 }
@@ -173,7 +173,7 @@ function memoryLine(run, columns, frame, font) {
   )
 }
 
-/** What samples saw of the memory during steps: places, in columns from the left, with bytes of the kind of the line. */
+/** Memory samples during steps: positions in columns from the left, and bytes of the same kind as the line. */
 export function samplesOf(run, columns) {
   const records = recordsOf(run)
   const kind = memoryOf(records[0])?.kind
@@ -184,7 +184,7 @@ export function samplesOf(run, columns) {
     while (step < records.length && sample.at_s >= records[step].start_s + records[step].wall_s) step += 1
     const record = records[step]
     const memory = memoryOf(sample)
-    // Before the first step and after the last one there is no place for them.
+    // The chart has no place for samples before the first step and after the last one.
     if (memory?.kind !== kind || !record?.wall_s || sample.at_s < (record.start_s ?? Infinity)) continue
     found.push([(step + (sample.at_s - record.start_s) / record.wall_s) / each, memory.bytes])
   }
@@ -202,7 +202,7 @@ function switchLine(run, columns, frame, font) {
   )
 }
 
-/** Under the bars, each expert once for each stretch of its steps that is wide enough for its name. */
+/** Names of experts under the bars, once per stretch of steps that is wide enough. */
 function expertNames(columns, frame, font) {
   const stretches = []
   for (const [index, column] of columns.entries()) {

@@ -1,8 +1,8 @@
 /**
- * Elements made of descriptions: `h(tag, {attribute: value}, ...children)`, where a child is a description or text.
+ * Elements made from descriptions: `h(tag, {attribute: value}, ...children)`, where a child is a description or text.
  *
  * Titles, names and messages come from prompts that anyone may post. Only `h` makes descriptions, and JSON cannot: an
- * array that comes as data is shown as its text and never becomes an element.
+ * array in data is shown as text and never becomes an element.
  */
 
 const SVG = "http://www.w3.org/2000/svg"
@@ -22,8 +22,8 @@ export function h(tag, attributes, ...children) {
 const plain = (value) => (typeof value === "object" ? JSON.stringify(value) : String(value))
 
 /**
- * A new element, or the text of what is not a description; attributes that are null or false are left out, and
- * functions listen to the event of their name.
+ * Return a new element, or a text node for a value that is not a description. Attributes that are null or false are
+ * omitted; functions become listeners of the event of their name.
  *
  * Throws a TypeError for tags that the overlay does not use, and for handlers of events as text.
  */

@@ -1,7 +1,7 @@
 /**
- * Numbers of steps and runs, and the words for them. Pure; the words round as `schema/text_format.py` does.
+ * Figures of steps and runs, and their texts. Pure; numbers are rounded as in `schema/text_format.py`.
  *
- * A record is what `StepRecord` is in JSON, a run what `store.mjs` keeps.
+ * A record is a `StepRecord` as JSON, a run is an entry of `store.mjs`.
  */
 
 import { say } from "./words.mjs"
@@ -46,7 +46,7 @@ export function clockText(seconds) {
   return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`
 }
 
-/** "1.12 of 17.2 GB": the unit once where both have the same. */
+/** "1.12 of 17.2 GB": with one unit if both have the same. */
 export function partText(key, bytes, total) {
   const [part, whole] = [sizeText(bytes), sizeText(total)]
   const [number, unit] = part.split(" ")
@@ -58,13 +58,13 @@ export const shortSeconds = (value) => (value >= 99.95 ? `${value.toFixed(0)} s`
 
 const orDash = (value, text) => (value === null || value === undefined ? "-" : text(value))
 
-/** Time of a step outside its blocks: embedders, solver, and what a CPU decodes. */
+/** Time of a step outside its blocks: embedders, solver, and decoding on a CPU. */
 export const outsideSeconds = (record) => Math.max(0, record.wall_s - record.compute_s - record.stall_s)
 
-/** The steps of a run as far as they are known. */
+/** Known steps of a run. */
 export const recordsOf = (run) => (run.timeline ? run.timeline.steps : run.records)
 
-/** What is shown as memory: the device's, or on a CPU the RAM of the process. */
+/** Memory to show: that of the device, or on a CPU the RAM of the process. */
 export function memoryOf(record) {
   const known = (bytes) => bytes !== null && bytes !== undefined
   if (known(record.device_bytes)) return { kind: "VRAM", bytes: record.device_bytes }
@@ -79,7 +79,7 @@ function most(records, field) {
   return known.length ? Math.max(...known) : null
 }
 
-/** The share of the transfer time that computing hid; null where nothing was transferred. */
+/** Share of the transfer time that was hidden by computing; null if nothing was transferred. */
 function overlap(spent) {
   const transfer = Math.max(spent.copy_s ?? 0, spent.read_s ?? 0)
   return transfer > 0 ? 1 - Math.min(1, spent.stall_s / transfer) : null
@@ -102,13 +102,13 @@ export function totals(records) {
   }
 }
 
-/** The most memory of some steps, as `memoryOf`; null where nothing is known. */
+/** Peak memory of some steps, as `memoryOf`; null if unknown. */
 export function mostMemory(records) {
   const known = records.map(memoryOf).filter(Boolean)
   return known.length ? { kind: known[0].kind, bytes: Math.max(...known.map((memory) => memory.bytes)) } : null
 }
 
-/** The most memory of some steps, in words: "VRAM peak 6.93 GB"; empty where nothing is known. */
+/** Peak memory of some steps as text: "VRAM peak 6.93 GB"; empty if unknown. */
 export const peakText = (records) => mostText(records, "peak")
 
 function mostText(records, prefix) {
@@ -116,7 +116,7 @@ function mostText(records, prefix) {
   return most ? say(`${prefix}${most.kind}`, sizeText(most.bytes)) : ""
 }
 
-/** Everything that is known of one step, in one line. */
+/** All figures of one step in one line. */
 export function stepText(record, predicted) {
   const parts = [
     say("step", record.index, expertText(record.expert)),
@@ -131,7 +131,7 @@ export function stepText(record, predicted) {
   return parts.filter(Boolean).join(" · ")
 }
 
-/** The name of an expert; one that has no other name is called as the record calls it. */
+/** Name of an expert; unknown experts keep the name of the record. */
 export const expertText = (expert) => (["high", "low"].includes(expert) ? say(expert) : expert)
 
 const secondsOf = (record) => [
@@ -147,27 +147,27 @@ function routeText(key, bytes, seconds) {
   return achieved === null ? say(key, sizeText(bytes)) : say(`${key}At`, sizeText(bytes), rateText(achieved))
 }
 
-/** The error of a run that a server took with it when it ended. */
-export const RESTARTED = "the server was started again"
+/** Error of a run that was lost when its server ended. */
+export const RESTARTED = "the server was restarted"
 
 const RECENT_STEPS = 5
 
-/** Seconds of a step: of the last ones while the run goes on, of all when it has ended; null before the first one. */
+/** Mean seconds per step: of the last steps of a running run, of all steps of an ended one; null before the first. */
 export function secondsPerStep(run) {
   const records = run.ended ? recordsOf(run) : recentOf(run)
   return records.length ? sum(records, "wall_s") / records.length : null
 }
 
-/** The last steps that are known; the first step, in which weights are read, only where it is the only one. */
+/** The last known steps; without the first one, which reads the weights, unless it is the only one. */
 function recentOf(run) {
   const records = recordsOf(run)
   return records.slice(Math.max(Math.min(1, records.length - 1), records.length - RECENT_STEPS))
 }
 
 /**
- * Seconds until a run ends, `since` seconds after its last step; null where nothing is known of them.
+ * Seconds until a run ends, `since` seconds after its last step; null if unknown.
  *
- * Where the run was predicted, the steps to come take what was predicted, scaled by what the last ones really took.
+ * The remaining steps of a predicted run take the predicted time, scaled by the measured time of the last ones.
  */
 export function secondsLeft(run, since = 0) {
   const done = recordsOf(run).length
@@ -183,7 +183,7 @@ export function secondsLeft(run, since = 0) {
   return left === null ? null : Math.max(0, left - since)
 }
 
-/** How far a run is, or how it ended, in a few words. */
+/** Progress of a run, or its end, in a few words. */
 export function stateText(run) {
   const records = recordsOf(run)
   if (run.error) return say("failed", records.length, run.steps, run.error === RESTARTED ? say("restarted") : run.error)
@@ -192,7 +192,7 @@ export function stateText(run) {
 
 const LEAST_STALL_SHARE = 0.005
 
-/** The run in one line, as the closed overlay shows it; `since` as in `secondsLeft`. */
+/** The run in one line, for the closed overlay; `since` as in `secondsLeft`. */
 export function runText(run, since = 0) {
   const records = recordsOf(run)
   const all = totals(records)
@@ -209,7 +209,7 @@ export function runText(run, since = 0) {
 /** The time of a whole run: seconds below a minute. */
 const lengthText = (seconds) => (seconds < 60 ? secondsText(seconds) : clockText(seconds))
 
-/** The most memory of the steps of a run, out of what the machine has where that is known. */
+/** Peak memory of a run, out of the total of the machine if that is known. */
 function mostOfAll(run) {
   const most = mostMemory(recordsOf(run))
   if (!most) return ""
@@ -219,11 +219,11 @@ function mostOfAll(run) {
 
 const SETTINGS = ["size", "dtype", "policy", "lora", "workers"]
 
-/** The settings of a run by which it can be told from others: names (of columns in files), heads and words. */
+/** Settings that distinguish a run from others: names (of columns in files), heads and texts. */
 export const settingsOf = (run) =>
   SETTINGS.map((name) => ({ name, head: say(`head ${name}`), text: String(run.settings?.[name] ?? "") }))
 
-/** One row of the table of runs: names (of columns in files), heads, words and the plain value. */
+/** One row of the table of runs: names (of columns in files), heads, texts and plain values. */
 export function figuresOf(run) {
   const all = totals(recordsOf(run))
   const predicted = run.predicted ? totals(run.predicted.steps) : null

@@ -1,5 +1,5 @@
 /**
- * Under which ids the server knows a node of the canvas: "7" in the root graph, "129:86" inside the subgraph node 129.
+ * Ids of a node of the canvas on the server: "7" in the root graph, "129:86" inside the subgraph node 129.
  *
  * Pure over anything that has `nodes`, whose subgraph nodes have a `subgraph`; instances of one subgraph share its
  * nodes, so that a node may have several ids.
@@ -23,12 +23,12 @@ function* walk(graph, prefix) {
   }
 }
 
-/** Whether the node with the id `inner` is the one with the id `outer`, or lies inside it. */
+/** Return true if the node with the id `inner` is the one with the id `outer`, or inside it. */
 export const isWithin = (inner, outer) => inner === outer || inner.startsWith(`${outer}:`)
 
 /**
  * Seconds and state of a node of this type in a queue item, at `now`: its own, or those of all nodes inside it; null
- * where nothing is known.
+ * if unknown.
  *
  * Another type under the same id belongs to another graph.
  */

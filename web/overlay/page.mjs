@@ -1,7 +1,7 @@
 /**
  * The overlay on sampler nodes, badges on all nodes, and a table of the last runs, in ComfyUI's page.
  *
- * The only module that knows ComfyUI's `app` and `api`; it hands the others what they need of them.
+ * The only module that uses ComfyUI's `app` and `api`; the others get an interface to them.
  */
 
 import { Badges } from "./badges.mjs"
@@ -60,7 +60,7 @@ export function start(app, api) {
   })
 }
 
-/** ComfyUI says of no node inside a subgraph that it is gone when another graph is loaded. */
+/** Remove widgets of missing nodes: ComfyUI sends no removal events for nodes inside subgraphs on loading a graph. */
 function dropStrays(widgets, page) {
   for (const [node, widget] of widgets) {
     if (page.isHere(node)) continue
@@ -69,7 +69,7 @@ function dropStrays(widgets, page) {
   }
 }
 
-/** What the widget, the badges and the table ask of the page. */
+/** Interface of the page for the widget, the badges and the table. */
 function pageOf(app, store) {
   const root = () => app.rootGraph ?? app.graph
   let ids = null
@@ -105,21 +105,21 @@ function pageOf(app, store) {
 
 const BADGE_GAP = 4
 
-/** How far ComfyUI's own badges, which the classic canvas draws, reach from the right end of a node to the left. */
+/** Width of ComfyUI's own badges at the right end of a node on the classic canvas. */
 function badgesWidth(app, node) {
   if (window.LiteGraph?.vueNodesMode || node.badgePosition !== "top-right") return 0
   const badges = (node.badges ?? []).map((badge) => (typeof badge === "function" ? badge() : badge))
   return badges.reduce((width, badge) => (badge.visible ? width + badge.getWidth(app.canvas.ctx) + BADGE_GAP : width), 0)
 }
 
-/** A benchmark that repeats nothing shows the run of the sampler that is connected to it. */
+/** Sampler of a benchmark node: without repetitions the benchmark shows the run of that sampler. */
 function measuredBy(node) {
   if (node.comfyClass !== "WanStreamBenchmark") return null
   const slot = node.inputs.findIndex((input) => input.name === "run")
   return slot < 0 ? null : node.getInputNode(slot)
 }
 
-/** Give a node the height that its widgets need, and no more of it where one has become smaller. */
+/** Give a node the height of its widgets; `shrink` also reduces it. */
 function resize(node, shrink) {
   const least = node.computeSize()[1]
   if (shrink || node.size[1] < least) node.setSize([node.size[0], least])
@@ -137,9 +137,9 @@ const CANVAS_EVENTS = {
 }
 
 /**
- * An element over the canvas swallows what is meant for it: pass that on.
+ * Pass on events from an element over the canvas, which would swallow them.
  *
- * `wanted(event)` says what that is. Inside a node only the classic canvas needs it; null: everything, always.
+ * `wanted(event)` selects events; inside a node only the classic canvas needs them. null: all events, always.
  */
 function forward(app, element, wanted) {
   for (const [name, handler] of Object.entries(CANVAS_EVENTS)) {
@@ -199,7 +199,7 @@ function addStyle() {
   document.head.append(link)
 }
 
-/** Hang a widget on its node for as long as the node is there. */
+/** Attach a widget to its node until the node is removed. */
 function attach(widget, widgets) {
   const { node } = widget
   widget.attach()
@@ -216,7 +216,7 @@ function attach(widget, widgets) {
 let asking = false
 let askAgain = false
 
-/** Ask the server for what this page has not seen; who asks meanwhile may miss what came after the answer was made. */
+/** Request a snapshot from the server; a call during a request repeats it, because its answer may be too old. */
 async function catchUp(api, store) {
   askAgain = asking
   if (asking) return
@@ -231,11 +231,11 @@ async function catchUp(api, store) {
   if (askAgain) await catchUp(api, store)
 }
 
-/** Ask ComfyUI for the graph of a queue item that has just begun, which its events do not name. */
+/** Request the graph of a queue item that has just begun, which its events do not contain. */
 async function findGraph(api, store, prompt_id) {
   const json = async (route) => (await api.fetchApi(route)).json()
   const running = (await json("/queue")).queue_running.find((item) => item[1] === prompt_id)
-  // A quick one is over before the answer comes.
+  // A short item may have ended before the answer arrives.
   const found = running ?? (await json(`/history/${prompt_id}`))[prompt_id]?.prompt
   if (!found) return
   const [, , prompt, extra] = found
@@ -255,7 +255,7 @@ function listen(api, store) {
   api.addEventListener("reconnected", () => catchUp(api, store))
 }
 
-/** The canvas moves badges, and its zoom changes the size of letters. */
+/** Follow the canvas: its position moves badges, its zoom changes the font size. */
 function followCanvas(app, moved, zoomed) {
   const before = app.canvas.onDrawForeground
   let far = null

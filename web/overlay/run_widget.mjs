@@ -1,5 +1,5 @@
 /**
- * The overlay on one node: a line that opens and closes, the chart of the node's last run, and the numbers of one step.
+ * Overlay on one node: a line that opens and closes it, the chart of the node's last run, and the numbers of one step.
  *
  * A DOM widget, so it is the same on the classic canvas and in Nodes 2.0. It keeps nothing of the run: it is drawn from
  * the store whenever that or its own size changes, and not at all while it is closed or out of sight.
@@ -17,7 +17,7 @@ const NEAR_FONT = 11
 const FAR_FONT = 19
 const PROPERTY = "wanstream_overlay"
 
-/** Whether the canvas is zoomed out so far that letters must grow to be read. */
+/** Return true if the canvas is zoomed out so far that text must be larger. */
 export const isFar = (zoom) => zoom < 0.75
 
 const fontAt = (zoom) => (isFar(zoom) ? FAR_FONT : NEAR_FONT)
@@ -26,7 +26,7 @@ let made = 0
 
 export class RunWidget {
   /**
-   * `page` gives what the page knows: `runOf(node)`, `zoom()`; and does `resize(node, shrink)` and `forward(element)`.
+   * `page` provides `runOf(node)`, `zoom()`, `resize(node, shrink)` and `forward(element)`.
    */
   constructor(node, page) {
     this.node = node
@@ -46,12 +46,12 @@ export class RunWidget {
     return this.node.properties?.[PROPERTY] !== "closed"
   }
 
-  /** Pixels of the canvas that the widget takes at least. */
+  /** Minimum height of the widget in pixels of the canvas. */
   height() {
     return (this.open && this.run ? OPEN_HEIGHT : CLOSED_HEIGHT) + 2 * MARGIN
   }
 
-  /** Hang the widget on its node, behind all others: what a workflow keeps of widgets goes by their order. */
+  /** Attach the widget after all others: workflows store the values of widgets by position. */
   attach() {
     const widget = this.node.addDOMWidget("wanstream_run", "wanstream_run", this.root, {
       serialize: false,
@@ -72,7 +72,7 @@ export class RunWidget {
 
   build() {
     const toggle = () => this.toggle()
-    // ComfyUI must not act on them too.
+    // ComfyUI must not handle these keys too.
     const keep = (event) => ["Enter", " "].includes(event.key) && event.stopPropagation()
     this.line = element(h("span", { class: "wanstream-line-text" }))
     this.button = element(h("button", { type: "button", class: "wanstream-line", click: toggle, keydown: keep }))
@@ -95,7 +95,7 @@ export class RunWidget {
     this.page.resize(this.node, true)
   }
 
-  /** Look up the run of this node anew, and draw what has changed; `all`: whatever has. */
+  /** Look up the run of this node and draw the changes; `all` draws everything. */
   refresh(all = false) {
     const run = this.page.runOf(this.node)
     const zoom = this.page.zoom()
@@ -103,8 +103,8 @@ export class RunWidget {
     this.zoom = zoom
     if (!drawn) this.show(run)
     else if (run && !run.ended) {
-      this.sayLine()
-      this.tell()
+      this.updateLine()
+      this.updateNumbers()
     }
   }
 
@@ -121,14 +121,14 @@ export class RunWidget {
     this.root.style.minHeight = `${this.height() - 2 * MARGIN}px`
     this.button.setAttribute("aria-expanded", open)
     this.button.disabled = !run
-    this.sayLine()
+    this.updateLine()
     this.plot.setAttribute("aria-label", say("plot"))
     this.draw()
     if (appears) this.page.resize(this.node, false)
   }
 
-  /** The time left falls while a step is computed, too. */
-  sayLine() {
+  /** Update the line; the remaining time also falls during a step. */
+  updateLine() {
     const since = (performance.now() - this.changedAt) / 1000
     const words = this.run ? runText(this.run, since) : say("none")
     if (this.line.textContent !== words) this.line.textContent = this.button.title = words
@@ -139,10 +139,10 @@ export class RunWidget {
     if (!this.run || !this.open || width < 20 || height < 20) return
     const font = fontAt(this.zoom)
     this.plot.replaceChildren(element(chart({ run: this.run, width, height, font, chosen: this.chosen, id: this.id })))
-    this.tell()
+    this.updateNumbers()
   }
 
-  tell() {
+  updateNumbers() {
     if (!this.open) return
     const record = this.chosen === null ? null : recordsOf(this.run)[this.chosen]
     const words = record ? stepText(record, this.run.predicted?.steps[this.chosen]) : this.summary()
@@ -171,7 +171,7 @@ export class RunWidget {
     const columns = columnsOf(this.run, this.plot.clientWidth)
     const frame = frameOf(this.plot.clientWidth, this.plot.clientHeight, fontAt(this.zoom), columns.length)
     const box = this.plot.getBoundingClientRect()
-    // The canvas scales the element; its own pixels are those of the chart.
+    // The canvas scales the element; the chart uses unscaled pixels.
     const x = ((event.clientX - box.left) * this.plot.clientWidth) / box.width
     const column = columns[columnAt(x, frame, columns.length)]
     this.choose(column.measured ? column.first : null)

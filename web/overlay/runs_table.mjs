@@ -1,5 +1,5 @@
 /**
- * The table of the last runs, for the bottom panel: a row per run, what is ticked compared above; and export.
+ * Table of the last runs for the bottom panel: a row per run, a comparison of ticked runs above, and export.
  *
  * The layout is pure (`tableOf`, `comparisonOf`, `csvOf`, `jsonOf`); the class puts it on the page.
  */
@@ -10,18 +10,18 @@ import { say } from "./words.mjs"
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString()
 
-/** What a run is called: by the title of its node, as far as its workflow carries one. */
+/** Name of a run: the title of its node if the workflow has one. */
 const name = (run) => (typeof run.title === "string" && run.title) || say("nodeOf", run.shown_at)
 
 const ratioText = (value, first) => (value === null || !first ? "-" : `${(value / first).toFixed(2)} x`)
 
-/** Which figures any of the runs has: on a CPU there is no VRAM, and not every machine was measured. */
+/** Figures that any of the runs has: on a CPU there is no VRAM, and not every machine was measured. */
 function knownFigures(runs) {
   const known = runs.map(figuresOf)
   return (known[0] ?? []).filter((_, index) => known.some((figures) => figures[index].value !== null))
 }
 
-/** Which settings any of the runs has. */
+/** Settings that any of the runs has. */
 function knownSettings(runs) {
   const known = runs.map(settingsOf)
   return (known[0] ?? []).filter((_, index) => known.some((settings) => settings[index].text))
@@ -53,7 +53,7 @@ export function tableOf(runs, { ticked, onTick }) {
   )
 }
 
-/** The chosen runs beside each other, each figure with its ratio to the first run. */
+/** The chosen runs side by side, each figure with its ratio to the first run. */
 export function comparisonOf(runs) {
   const names = knownFigures(runs).map((figure) => figure.name)
   const settings = knownSettings(runs).map(({ name, head }) => {
@@ -129,7 +129,7 @@ export class RunsTable {
     this.tools.replaceChildren(...tools.map(element))
   }
 
-  /** Draw the table if it is on the page; a state that comes while it is not is drawn when it comes back. */
+  /** Draw the table if it is on the page; otherwise its next `render` draws it. */
   refresh(state) {
     this.runs = state.runs
     if (!this.root.isConnected) return

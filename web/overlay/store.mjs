@@ -1,7 +1,8 @@
 /**
- * Everything that one page knows of runs and queue items. The only state: elements are drawn from it.
+ * Runs and queue items of one page. The only state: all elements are drawn from it.
  *
- * `state` is a value: each event gives a new one, by a pure function. A page that comes later starts from a snapshot.
+ * `state` is a value: a pure function returns a new one for each event. A page that is opened later starts from a
+ * snapshot of the server.
  */
 
 import { RESTARTED, recordsOf } from "./figures.mjs"
@@ -24,7 +25,7 @@ const change = (state, id, changed) => ({
   runs: state.runs.map((run) => (run.run === id ? { ...run, ...changed(run) } : run))
 })
 
-/** A step that is known already, or that comes after a gap, changes nothing: the next snapshot or the end tells all. */
+/** Ignore a known step, and one after a gap: the next snapshot or the end of the run contains all steps. */
 const step = (state, payload) =>
   change(state, payload.run, (run) =>
     payload.done === run.records.length + 1
@@ -42,7 +43,7 @@ const end = (state, payload) =>
 
 /**
  * A queue item, timed from its first event to its last. ComfyUI sends these events to the page that queued the item: a
- * page that was loaded later has no `execution_start` of it, and says nothing of its nodes.
+ * page that was loaded later has no `execution_start` of it, and shows no figures of its nodes.
  */
 const start = (state, { prompt_id }) => ({
   ...state,
@@ -54,7 +55,7 @@ const changeItem = (state, id, changed) => ({
   items: state.items.map((item) => (item.prompt_id === id ? { ...item, ...changed(item) } : item))
 })
 
-/** The parts of a node that has expanded into others have its display id: it runs while any of them does. */
+/** Parts of an expanded node have its display id: the node runs while any of them does. */
 function progress(state, { prompt_id, nodes }, now) {
   const item = state.items.find((known) => known.prompt_id === prompt_id)
   if (!item) return state
@@ -74,28 +75,28 @@ const finish = (state, { prompt_id }, now) =>
   changeItem(progress(state, { prompt_id, nodes: {} }, now), prompt_id, () => ({ running: false }))
 
 /**
- * What the server knows of all runs: it wins wherever it knows more than this page.
+ * Merge the server's list of all runs, which wins if it has more steps of a run than this page.
  *
- * `told.known` are the runs that the page knew when it asked: of those alone it may be said that the server has
- * forgotten them, because others may have begun since it answered.
+ * `answer.known` are the runs of the page at the time of the request. Only these can be lost on the server: others may
+ * have begun after its answer.
  */
-function snapshot(state, told) {
+function snapshot(state, answer) {
   const here = new Map(state.runs.map((run) => [run.run, run]))
-  const runs = told.runs.map((theirs) => {
+  const runs = answer.runs.map((theirs) => {
     const ours = here.get(theirs.run)
     return ours && (ours.ended || (!theirs.ended && ours.records.length > theirs.records.length)) ? ours : theirs
   })
   const there = new Set(runs.map((run) => run.run))
-  // A run that goes on here and is unknown there began before the server was started again.
+  // A run that is running here and unknown there began before the server was restarted.
   const unknown = state.runs.filter((run) => !there.has(run.run))
   const lost = unknown
-    .filter((run) => told.known.includes(run.run))
+    .filter((run) => answer.known.includes(run.run))
     .map((run) => (run.ended ? run : { ...run, ended: true, error: RESTARTED }))
-  const later = unknown.filter((run) => !told.known.includes(run.run))
+  const later = unknown.filter((run) => !answer.known.includes(run.run))
   return { ...state, runs: [...lost, ...runs, ...later].slice(-KEPT_RUNS) }
 }
 
-const HEARD = {
+const HANDLERS = {
   "wanstream.begin": begin,
   "wanstream.step": step,
   "wanstream.end": end,
@@ -105,7 +106,7 @@ const HEARD = {
   execution_success: finish,
   execution_error: finish,
   execution_interrupted: finish,
-  // The events of a connection that was lost are lost: nobody measured the nodes that ran meanwhile.
+  // Events during a lost connection are missing, so the times of the nodes that ran are unknown.
   reconnecting: (state) => ({ ...state, items: state.items.filter((item) => !item.running) })
 }
 
@@ -115,20 +116,20 @@ const ANSWERS = {
   graph: (state, { prompt_id, ...graph }) => changeItem(state, prompt_id, () => graph)
 }
 
-export const EVENTS = Object.keys(HEARD)
+export const EVENTS = Object.keys(HANDLERS)
 
-/** The state after an event, or after an answer of the server, that came at `now` seconds of the page's clock. */
-export const after = (state, event, payload, now) => ({ ...HEARD, ...ANSWERS })[event](state, payload, now)
+/** Return the state after an event or an answer of the server at `now` seconds of the page's clock. */
+export const after = (state, event, payload, now) => ({ ...HANDLERS, ...ANSWERS })[event](state, payload, now)
 
-/** Whether a step comes after others that this page never saw: then it needs a snapshot. */
+/** Return true if a step follows steps that are unknown to this page, which then needs a snapshot. */
 export function leavesGap(state, payload) {
   const run = state.runs.find((known) => known.run === payload.run)
   return !run || payload.done > run.records.length + 1
 }
 
-/** Whether something belongs to the graph of this id; what came without a canvas may belong to any. */
-export const isOf = (told, workflow) =>
-  !told.workflow || told.workflow === NO_WORKFLOW || told.workflow === workflow
+/** Return true if a run or item belongs to the graph of this id; one that was queued without a canvas may. */
+export const isOf = (entry, workflow) =>
+  !entry.workflow || entry.workflow === NO_WORKFLOW || entry.workflow === workflow
 
 /** The last run that is shown at one of these nodes, or null. */
 export function lastRun(state, workflow, nodeIds) {
@@ -142,13 +143,13 @@ export function lastRun(state, workflow, nodeIds) {
 export const lastItem = (state, workflow) =>
   state.items.filter((item) => item.classes && isOf(item, workflow)).at(-1) ?? null
 
-/** The steps of a queue item that were made by one of these nodes, or inside it. */
+/** Steps of a queue item from one of these nodes, or from inside it. */
 export const recordsAt = (state, promptId, nodeIds) =>
   state.runs
     .filter((run) => run.prompt_id === promptId && nodeIds.some((id) => isWithin(`${run.node}`, id)))
     .flatMap(recordsOf)
 
-/** Holds the state of the page and tells those who asked when it has changed, at most once per frame. */
+/** State of the page; notifies its readers of changes, at most once per frame. */
 export class Store {
   constructor(nextFrame) {
     this.state = EMPTY
@@ -168,7 +169,7 @@ export class Store {
     })
   }
 
-  /** Call `reader` with the state after every change; the answer ends that. */
+  /** Call `reader` with the state after every change; returns a function that ends it. */
   subscribe(reader) {
     this.readers.add(reader)
     return () => this.readers.delete(reader)

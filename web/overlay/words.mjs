@@ -1,7 +1,7 @@
 /**
- * Everything that the overlay says, in the languages that the pack speaks. `{0}`, `{1}` stand for values.
+ * Texts of the overlay in the languages of the pack. `{0}`, `{1}` are placeholders for values.
  *
- * What the server says, such as why a run failed, comes as it is. Names in exported files stay English.
+ * Messages of the server, such as the error of a run, are shown untranslated. Names in exported files are English.
  */
 
 export const WORDS = {
@@ -26,7 +26,7 @@ export const WORDS = {
     peakVRAM: "VRAM peak {0}",
     peakRAM: "RAM peak {0}",
     device: "device {0}",
-    leftOut: "{0} blocks left out by a cache",
+    leftOut: "{0} blocks skipped by a cache",
     predicted: "predicted {0}",
     stall: "stall {0}",
     failed: "{0} of {1} steps: {2}",
@@ -37,13 +37,13 @@ export const WORDS = {
     endedIn: "{0} steps in {1}",
     ofVRAM: "{0} of {1} VRAM",
     ofRAM: "{0} of {1} RAM",
-    restarted: "the server was started again",
+    restarted: "the server was restarted",
     badgeVRAM: "{0} · {1} VRAM",
     badgeRAM: "{0} · {1} RAM",
     cached: "cached",
-    cachedWhy: "not run last time: ComfyUI still had what it gives",
+    cachedWhy: "not run last time: ComfyUI still had its output",
     notRun: "not run",
-    notRunWhy: "not run last time: nothing needed it, or the run ended before it",
+    notRunWhy: "not run last time: not needed, or the run ended before it",
     took: "took {0} in the last run",
     runningFor: "running for {0} in the last run",
     noRun: "No run yet.",
@@ -51,7 +51,7 @@ export const WORDS = {
     compare: "compare {0}",
     exportJson: "Export JSON",
     exportCsv: "Export CSV",
-    tick: "Tick runs to compare them; what is ticked is exported, or else all.",
+    tick: "Tick runs to compare them; ticked runs are exported, or all if none is.",
     "head time": "time",
     "head node": "node",
     "head size": "size",
@@ -149,12 +149,12 @@ export const WORDS = {
 
 let words = WORDS.en
 
-/** Speak the language of this code from now on, English if it is none of ours; whether that is another one. */
+/** Set the language, English for an unknown code; returns true if it has changed. */
 export function speak(language) {
   const before = words
   words = WORDS[language] ?? WORDS.en
   return words !== before
 }
 
-/** What the key says, with these values in it. */
+/** Return the text of a key with these values in it. */
 export const say = (key, ...values) => words[key].replace(/\{(\d)\}/g, (_, place) => String(values[place]))

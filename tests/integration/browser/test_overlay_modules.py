@@ -132,7 +132,7 @@ def test_a_snapshot_fills_what_was_missed_and_takes_nothing_back(modules: Module
 
 def test_a_run_of_a_server_that_is_gone_has_ended(modules: Modules) -> None:
     (run,) = modules.state([begin("r"), step("r", 1), snapshot_of(known=["r"])])["runs"]
-    assert (run["ended"], run["error"]) == (True, "the server was started again")
+    assert (run["ended"], run["error"]) == (True, "the server was restarted")
 
 
 def test_a_run_that_begins_while_the_answer_is_under_way_goes_on(modules: Modules) -> None:
@@ -334,7 +334,7 @@ def test_steps_in_which_a_cache_left_blocks_out_are_marked(modules: Modules) -> 
     assert mark[1]["data-left-out"] == 39
     assert mark[1]["x"] == pytest.approx(frame["left"] + frame["step"])
     said = modules.call("figures", "stepText", run["records"][1], None)
-    assert "39 blocks left out by a cache" in said
+    assert "39 blocks skipped by a cache" in said
     assert "left out" not in modules.call("figures", "stepText", run["records"][0], None)
 
 

@@ -63,7 +63,7 @@ def run(folders: dict[str, Path]) -> Iterator[Run]:
 
 
 def written(folders: dict[str, Path], number: int = 1) -> dict[str, Any]:
-    """The JSON report."""
+    """Return the JSON report."""
     path = folders["output"] / "figures" / f"run_{number:05}_.json"
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report
@@ -161,7 +161,7 @@ def test_two_samplers_stand_head_to_head_under_their_titles(run: Run, folders: d
 
 @pytest.mark.parametrize("title", ["two\nlines", "half \ud83d of a character", "=1+1", "<script>", 7, None])
 def test_any_title_gives_a_report(title: Any, run: Run, folders: dict[str, Path]) -> None:
-    """Titles are no inputs: no host has looked at them."""
+    """Titles are not inputs: hosts do not validate them."""
     nodes = workflow()
     nodes["sampler"]["_meta"] = {"title": title}
     nodes["latent"]["_meta"] = None
@@ -203,7 +203,7 @@ def test_more_blocks_than_there_are_is_refused_before_a_run_is_repeated(run: Run
 def test_a_stop_ends_the_benchmark_at_the_next_block_and_leaves_what_was_measured(
     run: Run, folders: dict[str, Path]
 ) -> None:
-    """Two runs of three steps are whole; the third one is stopped in its first step."""
+    """Two runs of three steps finish; the third one is stopped in its first step."""
 
     def stop_in_the_third_run(progress: NodeProgress) -> None:
         if progress.node_id == "benchmark" and (progress.done, progress.total) == (7, 15):
@@ -232,7 +232,7 @@ def test_a_stop_ends_a_pause(run: Run, folders: dict[str, Path]) -> None:
 
 
 def test_a_name_that_comes_from_another_node_is_judged_before_a_run_is_made(run: Run, folders: dict[str, Path]) -> None:
-    """The text encoder's negative is no name; it stands for any text that is linked."""
+    """The text encoder's negative output is linked in place of a name from another node."""
     from wanstream.host import io
 
     class Text(io.ComfyNode):

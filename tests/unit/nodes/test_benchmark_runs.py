@@ -1,4 +1,4 @@
-"""Which runs a benchmark makes, in which order, and what becomes of those that fail. No model is opened."""
+"""Runs of a benchmark: their order, and the report of failed ones. No model is opened."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def request(steps: int = 4, **changes: Any) -> DenoiseRequest:
     return DenoiseRequest(**{**given, **changes})
 
 
-def result(asked: DenoiseRequest, seconds: float = 1.0) -> DenoiseResult:
-    step_plan = asked.step_plan
+def result(request: DenoiseRequest, seconds: float = 1.0) -> DenoiseResult:
+    step_plan = request.step_plan
     steps = tuple(
         StepRecord(
             index=step,
@@ -57,7 +57,7 @@ def sampler_run(ran: DenoiseRequest | None = None, **values: Any) -> SamplerRun:
     given = {
         "experts": EXPERTS,
         "request": ran,
-        "asked": OffloadPolicy.layerwise(),
+        "requested": OffloadPolicy.layerwise(),
         "policy": OffloadPolicy.layerwise(),
         "device": torch.device("cpu"),
         "result": result(ran),
@@ -84,13 +84,13 @@ def _no_state() -> RunState:
 
 
 class Experts:
-    """Runs nothing, keeps what it was asked for, and fails where `fails` says so."""
+    """Fake of `run_experts` that records its calls and fails where `fails` returns an error."""
 
     def __init__(
         self, fails: Callable[[OffloadPolicy], Exception | None] = lambda policy: None, *, parts: int = 1
     ) -> None:
         self._parts = parts
-        self.asked: list[tuple[ExpertsRef, int, OffloadPolicy | AutoOffload]] = []
+        self.calls: list[tuple[ExpertsRef, int, OffloadPolicy | AutoOffload]] = []
         self.traces: set[Path | None] = set()
         self.workers: set[WorkersRef | None] = set()
         self._fails = fails
@@ -99,7 +99,7 @@ class Experts:
         self,
         ref: ExpertsRef,
         request: DenoiseRequest,
-        asked: Any,
+        requested: Any,
         *,
         node_id: str | None,
         workers: WorkersRef | None,
@@ -108,38 +108,38 @@ class Experts:
     ) -> SamplerRun:
         assert on_step is not None
         assert node_id == "benchmark"
-        self.asked.append((ref, len(request.step_plan.steps), asked))
+        self.calls.append((ref, len(request.step_plan.steps), requested))
         self.traces.add(traces)
         self.workers.add(workers)
-        made = result(request, seconds=len(self.asked))
-        told = [record for record in made.timeline.steps for _ in range(self._parts)]
-        for done, record in enumerate(told, start=1):
-            total = len(told)
+        made = result(request, seconds=len(self.calls))
+        reported = [record for record in made.timeline.steps for _ in range(self._parts)]
+        for done, record in enumerate(reported, start=1):
+            total = len(reported)
             on_step(StepProgress(record=record, done=done, total=total, denoised=LATENTS, state=_no_state))
-        if (error := self._fails(asked)) is not None:
+        if (error := self._fails(requested)) is not None:
             raise error
-        ran = OffloadPolicy.layerwise() if isinstance(asked, AutoOffload) else asked
-        return sampler_run(request, experts=ref, asked=asked, policy=ran, result=made)
+        ran = OffloadPolicy.layerwise() if isinstance(requested, AutoOffload) else requested
+        return sampler_run(request, experts=ref, requested=requested, policy=ran, result=made)
 
 
 @pytest.fixture
 def progress(tmp_path: Path) -> Iterator[list[NodeProgress]]:
-    """An open host, and what it is told of the benchmark's progress."""
-    told: list[NodeProgress] = []
+    """Open a host and yield the benchmark's progress events."""
+    events: list[NodeProgress] = []
     folders = Folders(models=tmp_path, output=tmp_path, input=tmp_path)
-    with embedded_host.opened(folders, told.append), embedded_host.node("benchmark", "WanStreamBenchmark"):
-        yield told
+    with embedded_host.opened(folders, events.append), embedded_host.node("benchmark", "WanStreamBenchmark"):
+        yield events
 
 
-def measured(asked: Benchmark, experts: Experts, kept: list[Report] | None = None) -> Report:
-    return measure(asked, node_id="benchmark", keep=(kept if kept is not None else []).append, run=experts)
+def measured(benchmark: Benchmark, experts: Experts, kept: list[Report] | None = None) -> Report:
+    return measure(benchmark, node_id="benchmark", on_report=(kept if kept is not None else []).append, run=experts)
 
 
 @pytest.mark.usefixtures("progress")
 def test_what_ran_already_is_enough_where_nothing_else_is_wanted() -> None:
     experts, kept, run = Experts(), list[Report](), sampler_run()
     report = measured(benchmark(run, cooldown_s=30.0), experts, kept)
-    assert (experts.asked, kept) == ([], [])
+    assert (experts.calls, kept) == ([], [])
     (variant,) = report.variants
     (trial,) = variant.trials
     assert trial.timeline is run.timeline
@@ -161,7 +161,7 @@ def test_what_ran_already_is_enough_where_nothing_else_is_wanted() -> None:
 def test_anything_else_is_run(wanted: dict[str, Any], runs: int) -> None:
     experts = Experts()
     report = measured(benchmark(**wanted), experts)
-    assert len(experts.asked) == runs == report.planned == report.done
+    assert len(experts.calls) == runs == report.planned == report.done
     assert experts.traces == {wanted.get("traces")}
     assert report.finished
 
@@ -172,7 +172,7 @@ def test_variants_come_one_after_the_other_each_with_its_warm_ups_first() -> Non
     report = measured(benchmark(matrix=("resident, block_swap 20", "", "4, 8"), repeats=2, warmup=1), experts)
     resident, swap = OffloadPolicy.resident(), OffloadPolicy.block_swap(20)
     order = [(resident, 4), (resident, 8), (swap, 4), (swap, 8)]
-    assert [(policy, steps) for _, steps, policy in experts.asked] == [each for each in order for _ in range(3)]
+    assert [(policy, steps) for _, steps, policy in experts.calls] == [each for each in order for _ in range(3)]
     assert [variant.name for variant in report.variants] == [
         *("resident, 4 steps", "resident, 8 steps", "block_swap 20, 1 ahead, 4 steps"),
         "block_swap 20, 1 ahead, 8 steps",
@@ -185,13 +185,13 @@ def test_variants_come_one_after_the_other_each_with_its_warm_ups_first() -> Non
 def test_several_runs_are_varied_each_by_its_own_name() -> None:
     other = replace(EXPERTS, loras=(LoraRef(high_noise=Path("/loras/fast.safetensors")),))
     experts = Experts()
-    runs = sampler_run(), sampler_run(experts=other, asked=AutoOffload())
+    runs = sampler_run(), sampler_run(experts=other, requested=AutoOffload())
     report = measured(benchmark(*runs, matrix=("", "", "4")), experts)
     assert [variant.name for variant in report.variants] == [
         "run: layerwise, 1 ahead, 4 steps",
         "run_b: auto, 4 steps",
     ]
-    assert [ref for ref, _, _ in experts.asked] == [EXPERTS, other]
+    assert [ref for ref, _, _ in experts.calls] == [EXPERTS, other]
     one, two = (variant.settings for variant in report.variants)
     assert "LoRAs" not in one
     assert two["LoRAs"] == "fast.safetensors x 1"
@@ -255,17 +255,17 @@ def test_a_stop_ends_it_between_two_runs() -> None:
     experts, kept = Experts(fails=stop), list[Report]()
     with pytest.raises(Cancelled):
         measured(benchmark(repeats=5, cooldown_s=0.0), experts, kept)
-    assert (len(experts.asked), kept[-1].done) == (1, 1)
+    assert (len(experts.calls), kept[-1].done) == (1, 1)
 
 
 @pytest.mark.parametrize(
     ("run", "matrix", "error", "message"),
     [
         ({}, ("block_swap 41", "", ""), ValueError, "blocks_to_swap is 41, but the high expert has only 40 blocks"),
-        ({"asked": OffloadPolicy.resident()}, ("", "1", ""), MatrixError, "leave prefetch empty"),
+        ({"requested": OffloadPolicy.resident()}, ("", "1", ""), MatrixError, "leave prefetch empty"),
         ({}, ("", "", "1"), RequestError, "switch step 2 of 1 steps"),
         (
-            {"asked": AutoOffload(), "request": request(steps=None, sigmas=[1.0, 0.9, 0.5, 0.0])},
+            {"requested": AutoOffload(), "request": request(steps=None, sigmas=[1.0, 0.9, 0.5, 0.0])},
             ("", "", "3"),
             RequestError,
             "the run has its sigmas from another node",
@@ -277,10 +277,10 @@ def test_what_cannot_be_run_is_refused_before_anything_is(
     run: dict[str, Any], matrix: tuple[str, str, str], error: type[Exception], message: str
 ) -> None:
     experts, kept = Experts(), list[Report]()
-    asked = run.pop("request", None) if "request" in run else None
+    own_request = run.pop("request", None)
     with pytest.raises(error, match=message):
-        measured(benchmark(sampler_run(asked, **run), sampler_run(), matrix=matrix), experts, kept)
-    assert (experts.asked, kept) == ([], [])
+        measured(benchmark(sampler_run(own_request, **run), sampler_run(), matrix=matrix), experts, kept)
+    assert (experts.calls, kept) == ([], [])
 
 
 @pytest.mark.usefixtures("progress")

@@ -1,4 +1,4 @@
-"""Caches and their calibration in the embedded host: from the widgets to steps that were left out."""
+"""Caches and their calibration in the embedded host: from the widgets to skipped steps."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def test_a_run_is_calibrated_and_its_table_is_used(run: Run, tmp_path: Path) -> 
         ("", "needs a calibration: run Wan Cache Calibration once"),
         ("nothing.json", r"nothing\.json could not be read: No such file"),
         ("../outside.json", "leaves the folder"),
-        ("text.json", "text.json is no calibration: it is not JSON"),
-        ("bytes.json", "bytes.json is no calibration"),
+        ("text.json", "text.json is not a calibration: it is not JSON"),
+        ("bytes.json", "bytes.json is not a calibration"),
         ("other.json", "this file is not a table of magnitude ratios"),
-        ("deep.json", "no calibration"),
+        ("deep.json", "not a calibration"),
     ],
 )
 def test_what_is_no_calibration_is_refused(calibration: str, message: str, run: Run, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Decoding under a host: the latent is safe first, tiles follow from the memory, and a shortage costs no video."""
+"""Decoding under a host: a copy of the latent, tiles by memory, and retries when memory runs out."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Decode = Callable[..., History]
 
 
 class Given(io.ComfyNode):
-    """A latent from nowhere."""
+    """Source of a latent."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -54,7 +54,7 @@ class Given(io.ComfyNode):
 
 
 class Kept(io.ComfyNode):
-    """Takes images, so that they are made."""
+    """Sink for images, so that the decoder runs."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -104,7 +104,7 @@ def decode(sample_models: Path, tmp_path: Path, output: Path) -> Iterator[Decode
 
 @pytest.fixture(scope="module")
 def frames(sample_models: Path) -> dict[int, torch.Tensor]:
-    """By size of the tiles, 0 for whole frames; one tile of 80 pixels is a whole picture too, in other bits."""
+    """Return frames by tile size, 0 for whole frames; one tile of 80 pixels covers a frame too, with other bits."""
     with open_vae(sample_models / "vae" / VAE) as vae:
         whole = vae.decode(LATENT, device="cpu").flatten(0, 1)
         tiled = vae.decode(LATENT, device="cpu", tiling=Tiling.of(64)).flatten(0, 1)
@@ -112,7 +112,7 @@ def frames(sample_models: Path) -> dict[int, torch.Tensor]:
 
 
 def budget_for(sample_models: Path, tile: int, *, to_file: bool) -> float:
-    """GB that are just enough for tiles of that size."""
+    """Return the GB that are just enough for tiles of that size."""
     with open_vae(sample_models / "vae" / VAE) as vae:
         needs = vae.decode_needs(LATENT, to_file=to_file)
     tiling = Tiling.of(tile)
@@ -125,7 +125,7 @@ def pictures(path: Path) -> torch.Tensor:
 
 
 def short_once(node: str = "decode", at: int = 3) -> Callable[[NodeProgress], None]:
-    """Has the device run out of memory at the third latent frame that is shown, once."""
+    """Make the device run out of memory once, at the third latent frame."""
     seen: list[int] = []
 
     def on_progress(progress: NodeProgress) -> None:

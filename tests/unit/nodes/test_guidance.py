@@ -1,4 +1,4 @@
-"""The nodes that say more about guidance and that cut a long video, in the embedded host."""
+"""Guidance and context windows nodes in the embedded host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WINDOWS = {"frames": 9, "overlap": 4, "stride": 1, "blend": "linear", "repeat_im
 
 
 def workflow(frames: int = 5, *, name: str = "t2v", **more: Any) -> dict[str, dict[str, Any]]:
-    """The shipped workflow, small and of 2 steps, with `sampler` settings and nodes that the sampler is linked to."""
+    """The shipped workflow, small and of 2 steps, with `sampler` settings and nodes linked to the sampler."""
     nodes: dict[str, dict[str, Any]] = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
     size = {"width": 32, "height": 32, "frames": frames, "steps": 2, "switch_step": 1}
     for node in nodes.values():

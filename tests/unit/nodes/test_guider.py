@@ -33,7 +33,7 @@ NODES = asyncio.run(WanStreamExtension().get_node_list())
 
 @pytest.fixture
 def nodes() -> Iterator[dict[str, Any]]:
-    """The shipped workflow, small, its sigmas made by the node `sigmas` and no longer by the sampler's settings."""
+    """The shipped workflow, small, with sigmas from the node `sigmas` and not from the sampler's settings."""
     nodes = json.loads(WORKFLOW.read_text(encoding="utf-8"))
     nodes["latent"]["inputs"].update(width=32, height=32, frames=5)
     settings = {"schedule": "simple", "steps": 4, "flow_shift": 5.0, "denoise": 1.0}

@@ -1,4 +1,4 @@
-"""The help page that ComfyUI shows for a node says what the node's schema says."""
+"""Help pages of the nodes agree with their schemas."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def page_of(node: type[io.ComfyNode]) -> str:
 
 
 def chinese_page_of(node: type[io.ComfyNode]) -> str:
-    """The path that ComfyUI reads with Chinese as its language."""
+    """Return the page that ComfyUI reads with Chinese as its language."""
     return (DOCS / node.__name__ / "zh.md").read_text(encoding="utf-8")
 
 
 class InputLine(NamedTuple):
-    """A line of the list of inputs: - `name` (default `value`; limits): text."""
+    """Line of the list of inputs: - `name` (default `value`; limits): text."""
 
     name: str
     default: str
@@ -57,18 +57,18 @@ def input_lines(page: str) -> list[InputLine]:
 
 
 def fixed_options(options: dict[str, Any]) -> list[str]:
-    """The choices that do not depend on which models there are; [] if the whole list does."""
+    """Return the choices that do not depend on the installed models; [] if all do."""
     return list(options.get("options", ())) if "default" in options else []
 
 
 def test_there_is_a_page_for_every_node_and_no_other() -> None:
-    """English for all languages that have no page of their own."""
+    """The English page serves all languages without a page."""
     expected = [path for node in NODES for path in (f"{node.__name__}.md", f"{node.__name__}/zh.md")]
     assert sorted(file.relative_to(DOCS).as_posix() for file in DOCS.rglob("*.md")) == sorted(expected)
 
 
 def test_web_holds_one_script_that_comfyui_loads_and_it_names_every_module() -> None:
-    """ComfyUI imports every .js below the folder into its page, and keeps no browser from keeping an old .mjs."""
+    """ComfyUI imports every .js below the folder into its page; browsers may cache old .mjs files."""
     (script,) = WEB.rglob("*.js")
     assert script == WEB / "wanstream.js"
     modules = sorted(file.relative_to(WEB / "overlay").as_posix() for file in WEB.rglob("*.mjs"))
@@ -79,7 +79,7 @@ def test_web_holds_one_script_that_comfyui_loads_and_it_names_every_module() -> 
 def test_a_page_has_its_parts(node: type[io.ComfyNode]) -> None:
     page = page_of(node)
     assert page.splitlines()[0] == f"# {node.define_schema().display_name}"
-    for title in ("Inputs", "Outputs", "When to choose what", "Example", "Errors"):
+    for title in ("Inputs", "Outputs", "Recommendations", "Example", "Errors"):
         assert section(page, title).strip(), title
     assert len(page.splitlines()) <= 72
 
@@ -112,7 +112,7 @@ def test_the_list_has_the_defaults_and_the_limits_of_the_schema(node: type[io.Co
 
 @EACH_NODE
 def test_tables_fit_the_panel(node: type[io.ComfyNode]) -> None:
-    """The side panel is about 300 pixels wide: three columns and more reach out of it."""
+    """The side panel is about 300 pixels wide: three or more columns do not fit."""
     for line in [*page_of(node).splitlines(), *chinese_page_of(node).splitlines()]:
         assert line.count("|") <= 3 or not line.startswith("|"), line
 

@@ -1,4 +1,4 @@
-"""Lanes in the embedded host: each video is that of a run of its own, and the weights move once."""
+"""Lanes in the embedded host: each video is that of a separate run, and the weights move once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Run = Callable[..., History]
 
 
 class TextOfLength(io.ComfyNode):
-    """What CLIPTextEncode makes: a conditioning as long as its text."""
+    """Conditioning as long as its text, like that of CLIPTextEncode."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -84,7 +84,7 @@ def timeline(history: History) -> Timeline:
 
 
 def check_lanes(run: Run, rows: Sequence[Workflow]) -> list[torch.Tensor]:
-    """Lanes of one run against runs of their own: latents to the bit, bytes in all; returns the latents."""
+    """Compare lanes of one run with separate runs: bit-equal latents and total bytes; returns the latents."""
     made = lane_pass(dict(enumerate(rows)))
     lanes = [f"lane{number}_sampler" for number in range(1, len(rows) + 1)]
     together = run(made.prompt, keep=lanes)
@@ -175,7 +175,7 @@ def test_the_host_is_asked_for_what_all_lanes_compute_in(run: Run, monkeypatch: 
 
 
 def lanes(second: Mapping[str, Any] = {}, **sampler: Any) -> Workflow:
-    """Two lanes by hand, with other inputs for the second and other settings."""
+    """Return two lanes, with other inputs for the second and other settings."""
     nodes = row("t2v")
     inputs = nodes["sampler"]["inputs"]
     own = {name: inputs.pop(name) for name in ("positive", "negative", "latent", "seed")}

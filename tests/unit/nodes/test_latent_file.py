@@ -1,4 +1,4 @@
-"""A latent is in a file before its video is made, and stays there unless the video was."""
+"""Safety copy of a latent: written before its video, removed only after success."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LATENT = torch.arange(512.0).view(1, 16, 2, 4, 4)
 
 
 class Made(io.ComfyNode):
-    """Five grey frames, their latent, and a frame rate that no number box gives."""
+    """Five grey frames, their latent, and a frame rate that no widget can give."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -67,7 +67,7 @@ def output(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def save(tmp_path: Path, output: Path) -> Callable[..., None]:
-    """Runs Wan Save Video with these inputs."""
+    """Run Wan Save Video with these inputs."""
 
     def run(**inputs: Any) -> None:
         run_workflow(
@@ -79,7 +79,7 @@ def save(tmp_path: Path, output: Path) -> Callable[..., None]:
 
 @pytest.fixture
 def opened(tmp_path: Path, output: Path) -> Iterator[Path]:
-    """The output folder, while the embedded host is open."""
+    """Open the embedded host and yield its output folder."""
     with embedded_host.opened(Folders(models=tmp_path, output=output, input=tmp_path)):
         yield output
 
@@ -240,7 +240,7 @@ def test_only_a_folder_of_our_own_goes_with_the_copy(opened: Path, there: bool) 
     assert [path.name for path in folder.iterdir()] == ["other.latent"]
 
 
-# A limit on the size of any file stands for a full disk: the same failing write, without a file system of our own.
+# A limit on the file size simulates a full disk: the same failing write, without mounting a file system.
 SAVE_WITH_LITTLE_ROOM = """
 import resource, sys
 from pathlib import Path

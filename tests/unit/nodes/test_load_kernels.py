@@ -1,4 +1,4 @@
-"""What computes the blocks is chosen on the loaders: it travels by value, and what is missing is said by the loader."""
+"""Kernels chosen on the loaders: they are part of the reference, and the loader reports missing packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wanstream.devices import compute_dtype
 from wanstream.host import current_host, io
 from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes.loaders import WanStreamExperts, WanStreamOneExpert
-from wanstream.nodes.runs.benchmark import _expert_words
+from wanstream.nodes.runs.benchmark import _describe_experts
 from wanstream.schema.refs import ExpertsRef
 from wanstream.testing.model import T2V_FILE
 from wanstream.tests.support.embedded import embedded_host
@@ -63,8 +63,8 @@ def test_a_package_that_is_missing_is_said_by_the_loader(loader: type[io.ComfyNo
 
 def test_a_report_names_what_was_chosen() -> None:
     plain = ExpertsRef(high_noise=Path("high"), low_noise=Path("low"))
-    words = _expert_words(replace(plain, attention="sage", compile=True))
-    assert words == {**_expert_words(plain), "Attention": "sage", "Blocks": "compiled"}
+    words = _describe_experts(replace(plain, attention="sage", compile=True))
+    assert words == {**_describe_experts(plain), "Attention": "sage", "Blocks": "compiled"}
 
 
 @pytest.mark.parametrize(("loader", "files"), LOADERS, ids=["pair", "one"])
@@ -76,7 +76,7 @@ def test_auto_is_resolved_where_it_is_used_and_stays_auto_for_workers(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A driver without a GPU must not choose the dtype of workers that have some."""
+    """A driver without a GPU must not choose the dtype of workers with GPUs."""
     monkeypatch.setattr(compute_dtype, "auto_dtype", {torch.device("cpu"): dtype}.__getitem__)
     with caplog.at_level(logging.INFO):
         ref = loader.execute(**files, compute_dtype="auto").args[0]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The LoRA node in the embedded host: what it hands on, and where a bad file is reported."""
+"""LoRA node in the embedded host: its output, and errors of bad files on the right node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Run = Callable[..., History]
 
 @pytest.fixture
 def folders(tmp_path: Path, sample_models: Path) -> dict[str, Path]:
-    """The test model with a `loras` folder of the test's own."""
+    """Return the folders of the test model with a separate `loras` folder."""
     models = tmp_path / "models"
     models.mkdir()
     for folder in sample_models.iterdir():

@@ -1,4 +1,4 @@
-"""A model of one expert in a graph: choosing it, what settings mean for it, and the image that CLIP sees."""
+"""Single models in a graph: loading, settings, and the image for CLIP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
-    """The test model is there to choose from."""
+    """Open a host with the test model."""
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     with embedded_host.opened(folders, device=torch.device("cpu")):
         yield
@@ -79,12 +79,12 @@ def test_settings_of_a_pair_stay_what_they_are() -> None:
 def test_one_expert_takes_every_step_under_the_first_guidance() -> None:
     own = settings_for(ONE, SETTINGS)
     assert own == {**SETTINGS, "boundary_ratio": 0.0, "guidance_low": 5.0}
-    with pytest.raises(RequestError, match="switch_step is 0, and the model is one expert"):
+    with pytest.raises(RequestError, match="switch_step is 0, but a single model runs every step"):
         settings_for(ONE, {**SETTINGS, "switch_step": 0})
 
 
 def test_the_sampler_runs_one_expert(text: list[list[Any]]) -> None:
-    """The settings of two experts change nothing, and workers compute the same to the bit."""
+    """The settings for two experts have no effect, and workers are bit-equal."""
     (ref,) = WanStreamOneExpert.execute(T2V_FILE.name, "fp32").args
     negative = [[text[0][0].flip(2), {}]]
 

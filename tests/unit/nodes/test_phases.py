@@ -1,4 +1,4 @@
-"""The phases of a whole workflow: the sampler's own beside those of the other nodes."""
+"""Phases of a whole workflow: those of the sampler next to those of the other nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_THE_RUN = ["open", "text", "first block", "high", "switch", "low"]
 
 
 class Peek(io.ComfyNode):
-    """Keeps the ledger of the queue item that it runs in."""
+    """Node that stores the ledger of its queue item."""
 
     seen: ClassVar[list[tuple[str | None, QueueItemPhases]]] = []
 

@@ -1,4 +1,4 @@
-"""What the policy nodes put on their socket."""
+"""Outputs of the policy nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _policy(node: Any, **inputs: Any) -> Any:
 @pytest.mark.parametrize(
     ("given", "source", "ram_blocks", "chunk_tokens"),
     [
-        (FILE, "file", None, None),  # as in workflows that were saved before there were more inputs
+        (FILE, "file", None, None),  # as in workflows saved before the later inputs existed
         (RAM, "pinned", None, None),
         ({**RAM, "ram_blocks": 80, "chunk_tokens": 0}, "pinned", None, None),
         ({**RAM, "ram_blocks": 79}, "pinned", 79, None),

@@ -1,4 +1,4 @@
-"""The files of a report on a disk that works, and on one that is full."""
+"""Files of a report on a working disk and on a full one."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def files(folder: Path) -> ReportFiles:
 def test_the_last_report_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     place = files(tmp_path)
     for trials in (0, 1, 2):
-        place.keep(report(trials))
+        place.save(report(trials))
         assert json.loads((tmp_path / "a_00001_.json").read_text())["done"] == trials
     assert [path.name for path in tmp_path.iterdir()] == ["a_00001_.json"]
     chart = place.finish(report(3))
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".html", ".json", ".png"]
     assert chart.mode == "RGB"
-    assert place.picture() == {"filename": "a_00001_.png", "subfolder": "sub", "type": "output"}
+    assert place.chart_preview() == {"filename": "a_00001_.png", "subfolder": "sub", "type": "output"}
     assert place.traces() == tmp_path / "a_00001_traces"
     assert not place.traces().exists()
 
 
 def test_a_file_name_in_another_encoding_spoils_no_report(tmp_path: Path) -> None:
-    """As Linux gives them: a byte that is no UTF-8 is half of a character."""
+    """As on Linux: Python decodes a byte that is not UTF-8 to a lone surrogate."""
     (variant,) = report(3).variants
     named = replace(variant, name="caf\udce9", settings={"Experts": "caf\udce9.safetensors"})
     files(tmp_path).finish(replace(report(3), variants=(named,)))
@@ -62,7 +62,7 @@ def test_a_file_name_in_another_encoding_spoils_no_report(tmp_path: Path) -> Non
 
 def test_what_a_stopped_benchmark_has_measured_is_left_in_all_files(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), files(tmp_path) as place:
-        place.keep(report(2))
+        place.save(report(2))
         raise KeyboardInterrupt
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".html", ".json", ".png"]
     assert "Unfinished: 2 of 3 runs were made." in (tmp_path / "a_00001_.html").read_text()
@@ -71,7 +71,7 @@ def test_what_a_stopped_benchmark_has_measured_is_left_in_all_files(tmp_path: Pa
 @pytest.mark.parametrize("error", [None, ReportFileError(errno.ENOSPC, "full")])
 def test_nothing_more_is_written_without_an_error_or_on_a_full_disk(tmp_path: Path, error: OSError | None) -> None:
     with nullcontext() if error is None else pytest.raises(ReportFileError, match="full"), files(tmp_path) as place:
-        place.keep(report(2))
+        place.save(report(2))
         if error is not None:
             raise error
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
@@ -81,7 +81,7 @@ def test_what_cannot_be_left_does_not_hide_why_the_benchmark_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ZeroDivisionError), files(tmp_path) as place:
-        place.keep(report(2))
+        place.save(report(2))
         (tmp_path / "a_00001_.csv").mkdir()
         raise ZeroDivisionError
     assert "a_00001_.csv could not be written" in caplog.text
@@ -89,10 +89,10 @@ def test_what_cannot_be_left_does_not_hide_why_the_benchmark_ended(
 
 def test_a_folder_that_is_gone_is_told_by_the_name_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(ReportFileError, match=r"gone/a_00001_\.json could not be written: No such file"):
-        files(tmp_path / "gone").keep(report(0))
+        files(tmp_path / "gone").save(report(0))
 
 
-# A limit on the size of any file stands for a full disk: the same failing write, without a file system of our own.
+# A limit on the file size simulates a full disk: the same failing write, without mounting a file system.
 WRITE_WITH_LITTLE_ROOM = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
@@ -101,10 +101,10 @@ from test_report_files import files, report
 
 folder, room = Path(sys.argv[2]), int(sys.argv[3])
 place = files(folder)
-place.keep(report(1))
+place.save(report(1))
 resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
 try:
-    place.keep(report(2)) if sys.argv[4] == "keep" else place.finish(report(3))
+    place.save(report(2)) if sys.argv[4] == "save" else place.finish(report(3))
 except OSError as err:
     print(type(err).__name__, err.errno, err)
 """
@@ -119,7 +119,7 @@ def write_with_little_room(folder: Path, room: int, what: str) -> str:
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
 @pytest.mark.integration
 def test_a_full_disk_costs_the_last_run_and_leaves_those_before(tmp_path: Path) -> None:
-    said = write_with_little_room(tmp_path, 100, "keep")
+    said = write_with_little_room(tmp_path, 100, "save")
     assert said.startswith(f"ReportFileError {errno.EFBIG} ")
     assert f"{tmp_path / 'a_00001_.json'} could not be written: File too large" in said
     assert f"All runs before are in {tmp_path / 'a_00001_.json'}: make room on the disk" in said

@@ -1,4 +1,4 @@
-"""The nodes in the embedded host, wired as their users wire them."""
+"""Nodes in the embedded host, in the shipped workflows."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_each_guidance_belongs_to_its_expert(run: Run) -> None:
 
 
 def in_two(first: Mapping[str, Any] = {}, second: Mapping[str, Any] = {}) -> Workflow:
-    """Text to video with euler in 4 steps, by two samplers that meet at step 2; further settings for each."""
+    """Text to video with euler in 4 steps, by two samplers that are joined at step 2; further settings for each."""
     nodes = workflow("t2v", {"sampler": {"solver": "euler"}})
     inputs = nodes["sampler"]["inputs"]
     rest = {**inputs, "latent": ["first", 0], "start_step": 2, "add_noise": False, **second}
@@ -200,7 +200,7 @@ def test_the_policy_changes_nothing_but_the_transfers(run: Run, policy: dict[str
 def test_the_planner_chooses_for_the_machine_that_it_has_measured(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first run measures this very machine; its profile goes into a cache folder that is this test's own."""
+    """The first run measures this machine; its profile goes into a cache folder of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     auto = {"class_type": "WanStreamAutoOffload", "inputs": {"vram_budget_gb": 0.0, "ram_budget_gb": 0.0}}
     history = run({**workflow("t2v"), "policy": auto}, keep=["sampler"])
@@ -356,7 +356,7 @@ def test_a_number_that_comes_from_another_node_is_judged_when_it_is_known(
 
 
 def test_a_negative_that_nothing_reads_may_be_any(run: Run) -> None:
-    """A negative past the image-to-video node: refused where it is computed, no matter without guidance."""
+    """A negative that bypasses the image-to-video node is refused with guidance and ignored without."""
     negative = {"negative": ["text", 1]}
     with pytest.raises(NodeFailedError, match="different start images"):
         run(workflow("i2v", {"sampler": {**negative, "guidance_high": 1.0, "guidance_low": 2.0}}))

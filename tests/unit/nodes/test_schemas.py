@@ -16,7 +16,7 @@ EACH_NODE = pytest.mark.parametrize("node", NODES, ids=lambda node: node.__name_
 
 LONGEST_EXECUTE = 15
 
-# Ids, inputs and outputs are what saved workflows refer to: a change here breaks them.
+# Saved workflows refer to ids, inputs and outputs: a change here breaks them.
 SNAPSHOT = {
     "WanStreamExperts": ("high_noise low_noise compute_dtype storage attention compile", "WANSTREAM_EXPERTS"),
     "WanStreamOneExpert": ("file compute_dtype storage attention compile", "WANSTREAM_EXPERTS"),
@@ -102,7 +102,7 @@ def test_defaults_pass_their_own_limits(node: type[io.ComfyNode]) -> None:
 
 
 def test_execute_stays_short() -> None:
-    """A node translates: what takes longer to say belongs in another room."""
+    """A node translates: longer code belongs in another package."""
     for file in Path(wanstream.nodes.__file__).parent.glob("*.py"):
         for part in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(part, ast.FunctionDef) and part.name == "execute":

@@ -1,4 +1,4 @@
-"""Text encoder and VAE nodes: ComfyUI's single files and pipeline folders are chosen alike, and an end image."""
+"""Text encoder and VAE nodes: single files, pipeline folders, and an end image."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXT: list[list[Any]] = [[torch.zeros(1, 512, 4096), {"pooled_output": None}]]
 
 @pytest.fixture(autouse=True)
 def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
-    """The test model is there to choose from."""
+    """Open a host with the test model."""
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     with embedded_host.opened(folders, device=torch.device("cpu")):
         yield
@@ -95,7 +95,7 @@ def test_tiles_that_make_no_picture_are_refused_before_the_run(tile_size: int, s
 
 
 def given(vae: str, start: torch.Tensor, end: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """What the node adds to the prompts."""
+    """Return the values that the node adds to the prompts."""
     positive, negative, _ = WanStreamImageToVideo.execute(TEXT, TEXT, vae, start, 1, end, **SIZE).args
     added: dict[str, torch.Tensor] = positive[0][1]
     assert all(negative[0][1][name] is value for name, value in added.items())

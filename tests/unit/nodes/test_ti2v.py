@@ -1,4 +1,4 @@
-"""Wan2.2 TI2V-5B in a graph of our nodes: from text, from an image, on workers, and what does not belong together."""
+"""Wan2.2 TI2V-5B in a graph of our nodes: from text, from an image, on workers, and refused combinations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
-    """The test model is there to choose from."""
+    """Open a host with the test model."""
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     with embedded_host.opened(folders, device=torch.device("cpu")):
         yield

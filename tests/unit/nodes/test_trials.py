@@ -25,7 +25,7 @@ Request = Callable[..., DenoiseRequest]
 
 
 class Stopped(Exception):
-    """Error of a host when the user cancels."""
+    """Interrupt of a host."""
 
 
 def result(value: float) -> DenoiseResult:
@@ -33,7 +33,7 @@ def result(value: float) -> DenoiseResult:
 
 
 def nothing() -> None:
-    """`should_stop` that is always False."""
+    """Check that never stops."""
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_machine_rests_before_every_run() -> None:
 
     began = time.monotonic()
     [*trials(TrialTimes(repeats=2, cooldown_s=0.15), run, check=lambda: events.append("look"))]
-    assert time.monotonic() - began >= 0.3, "a pause may be longer than asked for, never shorter"
+    assert time.monotonic() - began >= 0.3, "a pause may be longer than requested, never shorter"
     assert events[0] == "look"
     assert events.count("run") == 2
     assert events[events.index("run") + 1] == "look"
@@ -129,7 +129,7 @@ def test_equal_requests_are_one_job(make_request: Request) -> None:
 
 def test_texts_of_lanes_count_one_by_one(make_request: Request) -> None:
     texts = [torch.ones(1, 3, 4096), torch.ones(1, 3, 4096)]
-    texts[1][0, 1, 2000] = 2  # torch prints the same for both
+    texts[1][0, 1, 2000] = 2  # both print the same text
     one, same, other = (
         make_request(batch=2, positive=[texts[place].clone() for place in order], guidance=(1.0, 1.0), negative=None)
         for order in ((0, 1), (0, 1), (1, 0))
@@ -144,7 +144,7 @@ def test_steps_are_replaced_where_they_can_be(make_request: Request) -> None:
     assert request.steps == 5
     with pytest.raises(RequestError, match="switch step 2 of 1 steps"):
         with_steps(request, 1)
-    with pytest.raises(RequestError, match="3 steps were asked for, but the run has its sigmas from another node"):
+    with pytest.raises(RequestError, match="3 steps were requested, but the run has its sigmas from another node"):
         with_steps(replace(request, steps=None, sigmas=[1.0, 0.5, 0.3, 0.0]), 3)
 
 

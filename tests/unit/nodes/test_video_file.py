@@ -67,7 +67,7 @@ def test_frame_rates_need_not_be_whole(tmp_path: Path, fps: float) -> None:
 
 
 M_PERTURB = -6
-"""Of glibc's mallopt: with what memory is filled before anybody has written to it."""
+"""Option of glibc's mallopt: fill pattern of uninitialised memory."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is filled by glibc")

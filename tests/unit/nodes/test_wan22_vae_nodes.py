@@ -1,4 +1,4 @@
-"""Nodes with the VAE of Wan2.2 5B: sizes, decoding, a start image, and files that do not belong together."""
+"""Nodes with the VAE of Wan2.2 5B: sizes, decoding, a start image, and refused combinations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from wanstream.host.embedded.adapter import Folders
-from wanstream.nodes.latents import GivenImageError, WanStreamEmptyLatent, WanStreamImageToVideo
+from wanstream.nodes.latents import UnsupportedImageError, WanStreamEmptyLatent, WanStreamImageToVideo
 from wanstream.nodes.runs.decode import DecodeSettings, decode_images, decode_to_file
 from wanstream.nodes.runs.latent_backup import VideoRefusedError
 from wanstream.sampling import RequestError
@@ -32,7 +32,7 @@ LATENT = torch.randn(1, 48, 2, 5, 9, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(autouse=True)
 def output(sample_models: Path, tmp_path: Path) -> Iterator[Path]:
-    """The test model is there to choose from."""
+    """Open a host with the test model."""
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     with embedded_host.opened(folders, device=torch.device("cpu")):
         yield tmp_path
@@ -142,12 +142,12 @@ class TestAStartImage:
         ("more", "said"),
         [
             ({"end_image": torch.zeros(1, 8, 8, 3)}, "^end_image given with the VAE of Wan2.2 5B"),
-            ({"clip_vision": "clip_vision_h.safetensors"}, "^clip_vision given .* take it off"),
+            ({"clip_vision": "clip_vision_h.safetensors"}, "^clip_vision given .* disconnect it"),
         ],
         ids=["end", "clip"],
     )
     def test_nothing_else_is_taken(self, more: dict[str, Any], said: str) -> None:
-        with pytest.raises(GivenImageError, match=said):
+        with pytest.raises(UnsupportedImageError, match=said):
             WanStreamImageToVideo.execute(PROMPT, PROMPT, VAE, torch.zeros(1, 8, 8, 3), 1, **SIZE, **more)
 
     def test_sizes_are_multiples_of_32(self) -> None:

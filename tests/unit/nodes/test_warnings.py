@@ -1,4 +1,4 @@
-"""Suspicious inputs are shown on their node and in the log, and are errors if the user wants that."""
+"""Warnings about suspicious inputs: on their node, in the log, and as errors in strict mode."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Open = Callable[..., History]
 
 
 class Opened(io.ComfyNode):
-    """Ends a workflow that only opens experts."""
+    """Output node of a workflow that only opens experts."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -57,7 +57,7 @@ def graph(high: str = HIGH, low: str = LOW, loras: tuple[str, str] | None = None
 
 @pytest.fixture
 def opened(sample_models: Path, tmp_path: Path) -> Iterator[Open]:
-    """Runs the loaders of a workflow on the test model."""
+    """Run the loaders of a workflow on the test model."""
 
     def run(prompt: dict[str, Any], *, strict: bool = False) -> History:
         return run_workflow(

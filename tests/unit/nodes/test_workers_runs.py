@@ -144,7 +144,7 @@ def test_workers_that_cannot_be_are_refused_before_anything_runs(run: Run, worke
 def test_a_layout_that_does_not_suit_the_run_is_refused_before_workers_start(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of guidance and heads nothing is known before the run; workers at this address would not answer."""
+    """Guidance and heads are unknown before the run; workers at this address would not answer."""
     (tmp_path / "clusters.json").write_text('{"nowhere": {"address": "127.0.0.1:1"}}')
     monkeypatch.setenv(VARIABLE, str(tmp_path / "clusters.json"))
     nowhere = {"count": 2, "layout": "manual", "cluster": "nowhere"}

@@ -179,6 +179,6 @@ def test_windows_longer_than_the_video_are_refused(make_long: Request) -> None:
 def test_a_report_says_the_windows(make_long: Request) -> None:
     assert describe_request(make_long())["Context windows"] == "9 frames, 1 latent frames shared, linear"
     assert describe_request(make_long(windows=replace(WINDOWS, shift_windows=False)))["Context windows"].endswith(
-        "staying where they are"
+        "at fixed positions"
     )
     assert "Context windows" not in describe_request(make_long(windows=None))
