@@ -106,10 +106,10 @@ def test_more_calls_than_were_expected_are_told() -> None:
 
 def test_a_wrong_order_is_refused() -> None:
     run = announced(Told())
-    with pytest.raises(StateError, match="has not begun"):
+    with pytest.raises(StateError, match="the run is new"):
         run.step(record(0))
     with run:
-        with pytest.raises(StateError, match="goes on"):
+        with pytest.raises(StateError, match="the run is running"):
             run.__enter__()
-    with pytest.raises(StateError, match="is over"):
+    with pytest.raises(StateError, match="the run is over"):
         run.ended(TIMELINE)
