@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimateInputs:
-    """Settings of a run that determine its activation memory, apart from the size of the latents."""
+    """Settings of a run that determine its activation memory, in addition to the size of the latents."""
 
     chunk_tokens: int | None = None
     """Tokens per chunk of the feed-forward; None: all at once."""

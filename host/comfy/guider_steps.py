@@ -49,12 +49,12 @@ class GuiderSettings:
         return expert_at(sigma * TRAIN_TIMESTEPS, self.boundary_ratio)
 
     def scale(self, expert: str) -> float:
-        """Return the CFG scale of an expert for steps without a scale of their own."""
+        """Return the CFG scale of an expert; per-step scales take precedence."""
         return self.guidance[0 if expert == "high" else 1]
 
 
 SIGMA_TOLERANCE = 1e-5
-"""Noise levels closer than this are equal apart from rounding."""
+"""Noise levels closer than this differ only by rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)

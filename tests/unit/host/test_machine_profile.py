@@ -50,7 +50,7 @@ def kept(measured: Profile, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def measures_at_once(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every further measurement find what `measured` found, in no time."""
+    """Make every further measurement return `measured` at once."""
     monkeypatch.setattr(module, "_measured", lambda *_: measured.machine)
 
 
@@ -72,7 +72,7 @@ def test_what_is_measured(measured: Profile, models: Path) -> None:
     assert machine.name
     assert measured.notes[0] == f"read: {models / 'diffusion_models' / 'large.safetensors'}"
     assert measured.notes[1].startswith("disk: ")
-    # All 300 tokens were computed, or a busy machine was given fewer and that is told.
+    # All 300 tokens were computed, or fewer on a busy machine, with a note.
     assert len(measured.notes) == 2 or measured.notes[2].startswith("compute: measured with "), measured.notes
 
 

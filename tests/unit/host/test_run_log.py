@@ -1,4 +1,4 @@
-"""What is kept of announced runs: as much as a page needs that comes later, and not more."""
+"""Run log: the state that a page needs if it is opened later, with a bounded number of runs."""
 
 from __future__ import annotations
 

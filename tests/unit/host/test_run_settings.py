@@ -1,4 +1,4 @@
-"""The settings by which runs of a list can be told from each other."""
+"""Settings of runs in the table of runs."""
 
 from __future__ import annotations
 

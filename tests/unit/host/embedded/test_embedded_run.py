@@ -1,4 +1,4 @@
-"""Execution without ComfyUI: what a node can notice, and what is left behind."""
+"""Execution without ComfyUI: the environment of nodes, and the results of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a run: in order, as plain JSON, and to its end however it ends."""
+"""Events of a run: in order, as plain JSON, with an end event for every kind of end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREDICTED = Timeline(steps=(record(0),), kind="simulated")
 
 
 class Told(list[tuple[str, dict[str, Any]]]):
-    """Keeps what was announced, as it arrives on the other side."""
+    """Recorder of announced events after a JSON round trip."""
 
     def __call__(self, event: str, payload: Mapping[str, Any]) -> None:
         self.append((event, json.loads(json.dumps(payload))))

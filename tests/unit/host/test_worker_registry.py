@@ -48,7 +48,7 @@ class FakeWorker:
 
 
 class FakePool:
-    """Notes what happens to it."""
+    """Pool that records its calls."""
 
     def __init__(self, ref: WorkersRef, device: torch.device) -> None:
         self.ref, self.device = ref, device
@@ -151,7 +151,7 @@ def test_resting_keeps_them_and_closing_does_not(kept: WorkerRegistry, started: 
 def test_a_worker_that_does_not_give_its_memory_back_is_ended(
     started: list[FakePool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """ComfyUI asks for it when it loads another model, which must not fail because a worker hangs."""
+    """ComfyUI releases memory when it loads another model, which must not fail because a worker hangs."""
 
     def start(ref: WorkersRef, device: torch.device) -> FakePool:
         started.append(FakePool(ref, device))

@@ -1,4 +1,4 @@
-"""What a call of the model is in somebody else's sampler: its step, its guidance, its windows, and what is refused."""
+"""Steps of model calls in ComfyUI's samplers: their guidance, windows and lanes, and the refused settings."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_budgets_below_the_minimum_are_refused_with_numbers() -> None:
 
 
 def _record(policy: OffloadPolicy, machine: Machine, index: int = 0) -> StepRecord:
-    """What the first step is like on `machine`."""
+    """Record of the first step on `machine`."""
     (first, *_) = predict(JOB, machine, policy).timeline.steps
     return replace(first, index=index)
 
@@ -140,7 +140,7 @@ def test_a_slow_bus_is_learned_from_and_the_next_run_knows_it() -> None:
     ids=["much more", "three blocks more", "one block more", "the same", "too little for any"],
 )
 def test_another_policy_must_save_a_twentieth_of_the_rest(vram: int, ram: int, swapped: int | None) -> None:
-    """One block more saves 1.9 %, three save 5.8 %. Where others have taken the memory, what runs goes on."""
+    """One block more saves 1.9 %, three save 5.8 %. If others have taken the memory, the policy is kept."""
     few, slow = replace(JOB, tokens=4_000), replace(GPU, h2d_bytes_per_s=1e9)
     start = plan_offload(few, replace(GPU, h2d_bytes_per_s=1e12), Budgets(vram_bytes=6 * GB, ram_bytes=2 * GB))
     assert start.policy.blocks_to_swap == 36
@@ -179,7 +179,7 @@ def test_a_revised_policy_counts_on_nothing_that_others_still_hold() -> None:
         return FreeMemory(vram_bytes=12 * GB if evict else GB, ram_bytes=2 * GB if evict else 0)
 
     choice = _choose(AutoPlanner(lambda *_: GPU), room)
-    choice.revise(_record(choice.policy, GPU))  # does not raise: what the plan takes is there
+    choice.revise(_record(choice.policy, GPU))  # does not raise: the memory of the plan is allocated
     assert evicting == [True, False]
 
 
