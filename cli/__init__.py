@@ -1,4 +1,4 @@
-"""L7: the command `wanstream`. Heavy imports wait until a subcommand needs them, so that `--help` answers at once."""
+"""Command line interface `wanstream`. Each subcommand does its heavy imports itself, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "run",
         help="run an API-format workflow without ComfyUI",
         description="Runs an API-format workflow of WanStream nodes (and LoadImage) without ComfyUI. "
-        "Exit code 0: done; 1: a node failed; 2: the workflow or the arguments are wrong; 130: stopped by Ctrl-C.",
+        "Exit code 0: done; 1: a node failed; 2: the workflow or the arguments are invalid; 130: stopped by Ctrl-C.",
     )
     run.add_argument("workflow", type=Path, help="a file from workflows/api, or Workflow > Export (API) in ComfyUI")
     run.add_argument(
-        "--out", dest="output", type=Path, required=True, metavar="DIR", help="folder for what the workflow saves"
+        "--out", dest="output", type=Path, required=True, metavar="DIR", help="folder for the output files"
     )
     run.add_argument(
         "--models",
         type=Path,
         default=Path("models"),
         metavar="DIR",
-        help="laid out as ComfyUI's models folder (default: models)",
+        help="folder with the layout of ComfyUI's models folder (default: models)",
     )
     run.add_argument(
-        "--input", type=Path, default=Path("input"), metavar="DIR", help="where LoadImage looks (default: input)"
+        "--input", type=Path, default=Path("input"), metavar="DIR", help="folder for LoadImage (default: input)"
     )
     run.add_argument(
         "--set",
-        dest="changes",
+        dest="overrides",
         action="append",
         default=[],
         metavar="NODE.INPUT=VALUE",
-        help="change an input; NODE is a node's id, or its class if only one node has it; may be repeated",
+        help="override an input; NODE is a node's id, or its class if only one node has it; may be repeated",
     )
-    run.add_argument("--device", choices=["cpu", "cuda"], help="where to compute (default: a GPU if there is one)")
+    run.add_argument("--device", choices=["cpu", "cuda"], help="compute device (default: cuda if available)")
     _add_strict(run)
     run.set_defaults(subcommand=_run)
 
@@ -74,46 +74,52 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _add_batch(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     batch = subcommands.add_parser(
         "batch",
-        help="make many videos of one workflow, and go on after any interruption",
+        help="make many videos with one workflow; resumable",
         description="Runs a workflow once for every row of a CSV or JSONL file, here or on a ComfyUI server. A journal "
-        "beside the files remembers what is done: run the same command again after whatever has happened. Exit code 0: "
-        "all rows are done; 1: some failed; 2: nothing ran; 130: stopped by Ctrl-C.",
+        "next to the output files records finished rows: run the same command again to resume after an interruption. "
+        "Exit code 0: all rows are done; 1: some failed; 2: nothing ran; 130: stopped by Ctrl-C.",
     )
     batch.add_argument(
         "jobs",
         type=Path,
         metavar="JOBS",
-        help='a .csv file whose columns are called node.input, or JSON lines {"node.input": value}; a column `name` '
-        "names the files",
+        help='a .csv file with columns node.input, or JSON lines {"node.input": value}; the column `name` sets the '
+        "names of the output files",
     )
-    batch.add_argument("--workflow", type=Path, required=True, metavar="FILE", help="in API format")
-    batch.add_argument("--out", dest="output", type=Path, required=True, metavar="DIR", help="the batch's own folder")
-    batch.add_argument("--server", metavar="URL", help="of a ComfyUI, like http://127.0.0.1:8188 (default: run here)")
+    batch.add_argument("--workflow", type=Path, required=True, metavar="FILE", help="workflow in API format")
+    batch.add_argument(
+        "--out", dest="output", type=Path, required=True, metavar="DIR", help="output folder of this batch alone"
+    )
+    batch.add_argument(
+        "--server", metavar="URL", help="address of a ComfyUI server, like http://127.0.0.1:8188 (default: run here)"
+    )
     batch.add_argument(
         "--models", type=Path, default=Path("models"), metavar="DIR", help="without --server: as for `wanstream run`"
     )
     batch.add_argument(
-        "--input", type=Path, default=Path("input"), metavar="DIR", help="without --server: where LoadImage looks"
+        "--input", type=Path, default=Path("input"), metavar="DIR", help="without --server: folder for LoadImage"
     )
-    batch.add_argument("--device", choices=["cpu", "cuda"], help="without --server: where to compute")
-    batch.add_argument("--journal", type=Path, metavar="FILE", help="default: journal.sqlite in the folder of --out")
-    batch.add_argument("--max-failures", type=_count, metavar="N", help="begin no more rows when N have failed")
+    batch.add_argument("--device", choices=["cpu", "cuda"], help="without --server: compute device")
+    batch.add_argument(
+        "--journal", type=Path, metavar="FILE", help="journal file (default: journal.sqlite in the folder of --out)"
+    )
+    batch.add_argument("--max-failures", type=_count, metavar="N", help="start no more rows after N failures")
     batch.add_argument(
         "--timeout",
         dest="timeout_s",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="give up when a server has not answered for so long (default: 600)",
+        help="give up when a server has not responded for this long (default: 600)",
     )
     batch.add_argument(
         "--share-weights",
         type=_count,
         default=1,
         metavar="N",
-        help="let up to N rows share one stream of weights: every video stays the same, device memory grows",
+        help="run up to N rows together, so that weights are read once for all: same videos, more device memory",
     )
-    batch.add_argument("--dry-run", action="store_true", help="judge every row, queue nothing, write nothing")
+    batch.add_argument("--dry-run", action="store_true", help="validate all rows; queue and write nothing")
     _add_strict(batch)
     batch.set_defaults(subcommand=_batch)
 
@@ -122,15 +128,15 @@ def _add_strict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="fail where something only looks wrong: experts or LoRAs that seem swapped, one file as both experts, a "
-        "LoRA of another kind of model (default: a warning)",
+        help="fail on suspicious inputs: experts or LoRAs that seem swapped, one file as both experts, a LoRA for "
+        "another kind of model (default: a warning)",
     )
 
 
 def _count(text: str) -> int:
     count = int(text)
     if count < 1:
-        raise argparse.ArgumentTypeError(f"{count}: give 1 or more")
+        raise argparse.ArgumentTypeError(f"{count} is too small: give 1 or more")
     return count
 
 
@@ -139,10 +145,10 @@ def _add_sample_model(subcommands: argparse._SubParsersAction[argparse.ArgumentP
         "make-test-model",
         help="write a tiny random model under the real file names",
         description="Writes a models folder with tiny random weights under the names of the real files, "
-        "so that the workflows of this pack run on it, all but native_mixed: ComfyUI's CLIPLoader reads no text "
+        "so that the workflows of this pack run on it, except native_mixed: ComfyUI's CLIPLoader does not read a text "
         "encoder as small as this one. Its videos show noise.",
     )
-    sample.add_argument("folder", type=Path, metavar="DIR", help="the models folder to make")
+    sample.add_argument("folder", type=Path, metavar="DIR", help="the models folder to create")
     sample.set_defaults(subcommand=_sample_model)
 
 
@@ -150,18 +156,18 @@ def _add_probe(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     probe = subcommands.add_parser(
         "probe",
         help="measure this machine for the planner",
-        description="Measures disk, bus, RAM and a Wan block in a few seconds and keeps the figures in the user's "
-        "cache folder, where automatic offloading and `wanstream plan --gpu this` find them.",
+        description="Measures disk, bus, RAM and a Wan block in a few seconds and stores the profile in the user's "
+        "cache folder, for Auto Offload and `wanstream plan --gpu this`.",
     )
     probe.add_argument(
-        "--models", type=Path, metavar="DIR", help="a file of weights, or a folder of them, to read from"
+        "--models", type=Path, metavar="DIR", help="a file or a folder of weights on the disk to measure"
     )
-    probe.add_argument("--device", choices=["cpu", "cuda"], help="what computes (default: a GPU if there is one)")
+    probe.add_argument("--device", choices=["cpu", "cuda"], help="compute device (default: cuda if available)")
     probe.add_argument(
         "--size",
         default="832x480x81",
         metavar="WxHxF",
-        help="video to compute a block of (default: 832x480x81); fewer tokens where that takes too long",
+        help="video size for the measured block (default: 832x480x81); fewer tokens if that takes too long",
     )
     probe.add_argument("--json", action="store_true", help="print JSON")
     probe.set_defaults(subcommand=_probe)
@@ -170,19 +176,21 @@ def _add_probe(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _add_plan(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan = subcommands.add_parser(
         "plan",
-        help="predict what a run takes on a machine, owned or not",
-        description="Simulates a run of Wan2.2 A14B or 5B under every way to offload that fits, and prints the best of "
-        "them with the reason. Nothing is loaded, and all figures are simulated. Only `--gpu this` measures, if "
-        "`wanstream probe` has not.",
+        help="predict time and memory of a run on any machine",
+        description="Simulates a run of Wan2.2 A14B or 5B under every offload policy that fits, and prints the best "
+        "ones with the reason. Nothing is loaded, and all figures are simulated. Only `--gpu this` measures, unless "
+        "`wanstream probe` has done so.",
     )
-    plan.add_argument("--gpu", required=True, metavar="NAME", help='for example "RTX 4060 Ti 16GB"; this: as probed')
-    plan.add_argument("--ram", dest="ram_gb", type=float, metavar="GB", help="all RAM of that machine")
     plan.add_argument(
-        "--ssd", dest="ssd_gb_s", type=float, metavar="GB/S", help="what its disk gives when a large file is read"
+        "--gpu", required=True, metavar="NAME", help='for example "RTX 4060 Ti 16GB"; "this" for this machine'
     )
-    plan.add_argument("--size", required=True, metavar="WxHxF", help="video to make, for example 1280x720x81")
-    plan.add_argument("--model", choices=["a14b", "5b"], default="a14b", help="of Wan2.2 (default: a14b)")
-    plan.add_argument("--steps", type=int, default=20, help="of both experts together (default: 20)")
+    plan.add_argument("--ram", dest="ram_gb", type=float, metavar="GB", help="total RAM of the machine")
+    plan.add_argument(
+        "--ssd", dest="ssd_gb_s", type=float, metavar="GB/S", help="sequential read speed of its disk for a large file"
+    )
+    plan.add_argument("--size", required=True, metavar="WxHxF", help="video size, for example 1280x720x81")
+    plan.add_argument("--model", choices=["a14b", "5b"], default="a14b", help="Wan2.2 model (default: a14b)")
+    plan.add_argument("--steps", type=int, default=20, help="steps of both experts together (default: 20)")
     plan.add_argument(
         "--switch-step", type=int, metavar="STEP", help="first step of the low-noise expert (default: half)"
     )
@@ -190,24 +198,28 @@ def _add_plan(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--cfg",
         choices=["both", "high", "none"],
         default="both",
-        help="experts with guidance: two lanes (default: both)",
+        help="experts with guidance, which compute two lanes (default: both)",
     )
     plan.add_argument(
         "--storage",
         choices=["bf16", "fp8", "Q8_0", "Q5_K", "Q4_K"],
         default="bf16",
-        help="how weights lie in RAM: fp8 is made from a bf16 file, Q are GGUF files (default: bf16)",
+        help="format of the weights in RAM: fp8 is quantised from a bf16 file, Q are GGUF files (default: bf16)",
     )
-    plan.add_argument("--vram", dest="vram_gb", type=float, metavar="GB", help="take no more device memory than this")
-    plan.add_argument("--models", type=Path, metavar="DIR", help="with --gpu this: where weights are read from")
-    plan.add_argument("--device", choices=["cpu", "cuda"], help="with --gpu this: what computes")
-    plan.add_argument("--workers", type=int, metavar="N", help="lay out N of these GPUs: for one video, and for many")
-    plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="with --workers: on one machine (8)")
-    plan.add_argument("--videos", type=int, default=100, metavar="N", help="with --workers: many are so many (100)")
+    plan.add_argument("--vram", dest="vram_gb", type=float, metavar="GB", help="maximum device memory of the run")
+    plan.add_argument("--models", type=Path, metavar="DIR", help="with --gpu this: folder of the weights")
+    plan.add_argument("--device", choices=["cpu", "cuda"], help="with --gpu this: compute device")
+    plan.add_argument("--workers", type=int, metavar="N", help="choose layouts for N of these GPUs")
+    plan.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="with --workers: GPUs per machine (default: 8)"
+    )
+    plan.add_argument(
+        "--videos", type=int, default=100, metavar="N", help="with --workers: number of videos (default: 100)"
+    )
     plan.add_argument(
         "--compare",
         action="store_true",
-        help="also say what weights kept in fp8 and several videos in one pass would take",
+        help="also predict weights stored in fp8, and several videos per run",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(subcommand=_plan)

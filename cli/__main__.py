@@ -1,4 +1,4 @@
-"""`python -m wanstream.cli` is the command `wanstream`."""
+"""Entry point of `python -m wanstream.cli`, the same as the command `wanstream`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands share: workflow files, model folders, video sizes."""
+"""Checks of arguments that several commands share: workflow files, folders, video sizes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..schema import PIXELS_PER_LATENT, VideoShape
 
 
 class ArgumentError(ValueError):
-    """What the command line asks for cannot be run."""
+    """An invalid command line argument; nothing was run."""
 
 
 def read_json(path: Path) -> object:
-    """The value in a JSON file. Raises ArgumentError."""
+    """Return the value in a JSON file. Raises ArgumentError."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as err:
@@ -24,15 +24,15 @@ def read_json(path: Path) -> object:
 
 
 def check_models(models: Path) -> None:
-    """Raise ArgumentError if there is no such folder."""
+    """Raise ArgumentError if the folder does not exist."""
     if not models.is_dir():
         raise ArgumentError(
             f"no folder {models}: give --models DIR, or make small models with `wanstream make-test-model DIR`"
         )
 
 
-def made_folder(path: Path) -> Path:
-    """The folder that `--out` names, made if need be. Raises ArgumentError."""
+def create_output_folder(path: Path) -> Path:
+    """Create the folder of `--out` if necessary, and return it. Raises ArgumentError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as err:
@@ -40,20 +40,16 @@ def made_folder(path: Path) -> Path:
     return path
 
 
-class SizeError(ValueError):
-    """An argument that cannot be understood; nothing was done."""
-
-
 def video_shape(text: str, *, per_latent: int = PIXELS_PER_LATENT) -> VideoShape:
-    """`WIDTHxHEIGHTxFRAMES`. Raises SizeError for anything else, and for sizes that the models cannot make.
+    """Parse `WIDTHxHEIGHTxFRAMES`. Raises ArgumentError, also for sizes that the models do not support.
 
-    `per_latent` are the pixels for each latent pixel of these models, along either side.
+    `per_latent` is the number of pixels per latent pixel along each side.
     """
     found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip().lower())
     if found is None:
-        raise SizeError(f"--size {text}: write WIDTHxHEIGHTxFRAMES, for example 1280x720x81")
+        raise ArgumentError(f"--size {text}: write WIDTHxHEIGHTxFRAMES, for example 1280x720x81")
     width, height, frames = map(int, found.groups())
     try:
         return VideoShape(width=width, height=height, frames=frames, per_latent=per_latent)
     except ValueError as err:
-        raise SizeError(f"--size {text}: {err}") from err
+        raise ArgumentError(f"--size {text}: {err}") from err

@@ -1,4 +1,4 @@
-"""The command line as values: options that are unknown are refused with the nearest known one."""
+"""Argument parser that suggests the nearest option for an unknown one, and its results as dataclasses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Arguments = TypeVar("Arguments")
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that names the nearest option or command where one is mistyped; its subcommands do too."""
+    """An ArgumentParser that suggests the nearest option or command for a mistyped one, also in subcommands."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As ArgumentParser; a subcommand refuses unknown options itself, because it knows its own."""
+        """Parse as ArgumentParser, but refuse unknown options here: only the subcommand's parser has its options."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown, self._option_string_actions)}")
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def values_of(kind: type[Arguments], parsed: argparse.Namespace) -> Arguments:
-    """The dataclass of a subcommand, each field from the option with that `dest`."""
+    """Return a subcommand's dataclass, with each field from the option with that `dest`."""
     values = {field.name: getattr(parsed, field.name) for field in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 

@@ -1,4 +1,4 @@
-"""`wanstream plan`: what a run is predicted to take on a machine, owned or not. Everything printed is simulated."""
+"""`wanstream plan`: simulated time and memory of a run on any machine."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from ..plan import (
 )
 from ..schema import OffloadPolicy, rate_text, size_text
 from .exit_codes import DONE, FAILED, INVALID
-from .plan_arguments import PlanArguments, asked_budgets, asked_machine, asked_value_bytes, offload_job
+from .plan_arguments import PlanArguments, offload_job, planned_value_bytes, requested_budgets, requested_machine
 from .plan_workers import plan_workers
 
-SHOWN = 8
-"""Candidates that get a row of their own."""
+MAX_ROWS = 8
+"""Maximum number of candidates in the table."""
 
 
 def plan(arguments: PlanArguments) -> int:
     """Print the predicted table, or JSON, and return the exit code."""
     try:
-        offload_job(arguments)  # refuses what cannot be planned before this machine is measured
-        machine, budgets = asked_machine(arguments), asked_budgets(arguments)
-        job = offload_job(arguments, value_bytes=asked_value_bytes(arguments))
+        offload_job(arguments)  # refuses invalid arguments before this machine is measured
+        machine, budgets = requested_machine(arguments), requested_budgets(arguments)
+        job = offload_job(arguments, value_bytes=planned_value_bytes(arguments))
     except ValueError as err:
         print(err, file=sys.stderr)
         return INVALID
@@ -49,63 +49,63 @@ def plan(arguments: PlanArguments) -> int:
     except DoesNotFitError as err:
         print(f"does not fit, because {err}", file=sys.stderr)
         return FAILED
-    ways = plan_alternatives(job, machine, budgets) if arguments.compare else ()
+    alternatives = plan_alternatives(job, machine, budgets) if arguments.compare else ()
     if arguments.json:
-        print(plan_json(machine, chosen, ways))
+        print(plan_json(machine, chosen, alternatives))
         return DONE
     print(plan_table(job, machine, chosen))
-    if ways:
-        print(ways_table(ways))
+    if alternatives:
+        print(alternatives_table(alternatives))
     return DONE
 
 
 def plan_table(job: OffloadJob, machine: Machine, chosen: OffloadPlan) -> str:
-    """A row per candidate worth showing, the best first, then what does not fit, then the reason."""
+    """Return the table of the best candidates, then the policies that do not fit, then the reason of the choice."""
     header = ("on the device", "in RAM", "tokens at once", "total", "per step", "stall", "VRAM", "RAM", "switch")
-    rows = tuple(_row(job, candidate) for candidate in shown(job, chosen))
-    misfits = {_words(job, misfit.policy): misfit.why for misfit in chosen.misfits}
+    rows = tuple(_row(job, candidate) for candidate in best_candidates(job, chosen))
+    misfits = {_describe(job, misfit.policy): misfit.why for misfit in chosen.misfits}
     return "\n".join(
         [
             f"simulated for {machine.name}, {size_text(machine.ram_bytes)} of RAM, files at "
             f"{rate_text(machine.disk_bytes_per_s)} ({machine.origin})",
             Table(head=header, rows=rows).text(),
             *(f"does not fit: {words}, because it {why}" for words, why in misfits.items()),
-            f"best: {_words(job, chosen.policy)}: {chosen.reason}",
+            f"best: {_describe(job, chosen.policy)}: {chosen.reason}",
         ]
     )
 
 
-def shown(job: OffloadJob, chosen: OffloadPlan) -> list[Candidate]:
-    """The best candidate of every way to use device and RAM, the fastest first."""
+def best_candidates(job: OffloadJob, chosen: OffloadPlan) -> list[Candidate]:
+    """Return the best candidate of each combination of device and RAM use, the fastest first."""
     best: dict[tuple[object, ...], Candidate] = {}
     for candidate in chosen.candidates:
         policy = candidate.policy
         quarter = -(-policy.blocks_to_swap * 4 // job.expert.blocks)
-        way = (policy.kind, quarter, policy.source, policy.ram_blocks is None)
-        best.setdefault(way, candidate)
-    return list(best.values())[:SHOWN]
+        key = (policy.kind, quarter, policy.source, policy.ram_blocks is None)
+        best.setdefault(key, candidate)
+    return list(best.values())[:MAX_ROWS]
 
 
-def ways_table(ways: Sequence[Alternative]) -> str:
-    """A row per way that fits, the fastest per video first, then why the others do not."""
-    header = ("other ways", "per video", "whole run", "VRAM", "RAM")
+def alternatives_table(alternatives: Sequence[Alternative]) -> str:
+    """Return a row per alternative that fits, in their order, then the reasons of the others."""
+    header = ("alternative", "per video", "whole run", "VRAM", "RAM")
     rows = tuple(
         (
-            way.words,
-            f"{way.video_s:.1f} s",
-            f"{way.plan.total_s:.1f} s",
-            size_text(way.plan.device_bytes),
-            size_text(way.plan.host_bytes),
+            each.words,
+            f"{each.video_s:.1f} s",
+            f"{each.plan.total_s:.1f} s",
+            size_text(each.plan.device_bytes),
+            size_text(each.plan.host_bytes),
         )
-        for way in ways
-        if way.plan is not None
+        for each in alternatives
+        if each.plan is not None
     )
-    lacking = [f"does not fit: {way.words}, because {way.why_not}" for way in ways if way.plan is None]
+    lacking = [f"does not fit: {each.words}, because {each.why_not}" for each in alternatives if each.plan is None]
     return "\n".join([Table(head=header, rows=rows).text(), *lacking])
 
 
-def plan_json(machine: Machine, chosen: OffloadPlan, ways: Sequence[Alternative] = ()) -> str:
-    """The whole result as JSON; `ways` only where they were asked for."""
+def plan_json(machine: Machine, chosen: OffloadPlan, alternatives: Sequence[Alternative] = ()) -> str:
+    """Return the whole result as JSON, with the alternatives if there are any."""
     data: dict[str, Any] = {
         "kind": "simulated",
         "machine": machine.to_dict(),
@@ -118,8 +118,8 @@ def plan_json(machine: Machine, chosen: OffloadPlan, ways: Sequence[Alternative]
         "does_not_fit": [{"policy": asdict(misfit.policy), "because": misfit.why} for misfit in chosen.misfits],
         "timeline": chosen.timeline.to_dict(),
     }
-    if ways:
-        data["ways"] = [_way(way) for way in ways]
+    if alternatives:
+        data["ways"] = [_alternative(each) for each in alternatives]
     return json.dumps(data, indent=2)
 
 
@@ -138,14 +138,14 @@ def _row(job: OffloadJob, candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def _way(way: Alternative) -> dict[str, Any]:
-    if way.plan is None:
-        return {"way": way.words, "videos": way.videos, "because": way.why_not}
-    plan = way.plan
+def _alternative(alternative: Alternative) -> dict[str, Any]:
+    if alternative.plan is None:
+        return {"way": alternative.words, "videos": alternative.videos, "because": alternative.why_not}
+    plan = alternative.plan
     return {
-        "way": way.words,
-        "videos": way.videos,
-        "video_s": way.video_s,
+        "way": alternative.words,
+        "videos": alternative.videos,
+        "video_s": alternative.video_s,
         "total_s": plan.total_s,
         "policy": asdict(plan.policy),
         "device_bytes": plan.device_bytes,
@@ -154,5 +154,5 @@ def _way(way: Alternative) -> dict[str, Any]:
     }
 
 
-def _words(job: OffloadJob, policy: OffloadPolicy) -> str:
+def _describe(job: OffloadJob, policy: OffloadPolicy) -> str:
     return f"{describe_policy(policy, job.expert.blocks)}, {describe_ram(policy)}"

@@ -1,4 +1,4 @@
-"""`wanstream plan --workers`: layouts for one video and for many, and the predicted share of one worker."""
+"""`wanstream plan --workers`: layouts for one video and for many, and the predicted run of one worker."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ..plan import (
     worker_share,
 )
 from ..schema import Mesh, size_text
-from .arguments import SizeError
+from .arguments import ArgumentError
 from .exit_codes import DONE, FAILED, INVALID
-from .plan_arguments import PlanArguments, asked_budgets
+from .plan_arguments import PlanArguments, requested_budgets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def plan_workers(arguments: PlanArguments, job: OffloadJob, machine: Machine) ->
     try:
         _check(arguments)
         counts = dict.fromkeys((1, arguments.videos))
-        proposals = [_propose(arguments, job, machine, asked_budgets(arguments), videos) for videos in counts]
+        proposals = [_propose(arguments, job, machine, requested_budgets(arguments), videos) for videos in counts]
     except DoesNotFitError as err:
         print(f"does not fit, because {err}", file=sys.stderr)
         return FAILED
@@ -79,7 +79,7 @@ def _table(arguments: PlanArguments, job: OffloadJob, machine: Machine, proposal
             Table(head=header, rows=tuple(rows)).text(),
             *(f"{_purpose(each.videos)}: {describe_layout(each.mesh)}" for each in proposals),
             "layouts follow the rule in docs/scaling.md; seconds are simulated for one worker and its share of one "
-            "video, without what workers exchange",
+            "video, without communication between workers",
         ]
     )
 
@@ -117,6 +117,6 @@ def _check(arguments: PlanArguments) -> None:
         ("--videos", arguments.videos),
     ):
         if count is not None and count < 1:
-            raise SizeError(f"{option} {count}: give 1 or more")
+            raise ArgumentError(f"{option} {count}: give 1 or more")
     if arguments.compare:
-        raise SizeError("--compare is about one worker: leave it out, or --workers")
+        raise ArgumentError("--compare plans a single worker: omit it, or --workers")

@@ -1,4 +1,4 @@
-"""`wanstream probe`: measures this machine, prints what was found and keeps it for the planner."""
+"""`wanstream probe`: measures this machine, prints the figures and stores them for the planner."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..devices import DeviceError, compute_device
 from ..host import Profile, measure_machine
 from ..plan import Machine
 from ..schema import VideoShape, rate_text, size_text
-from .arguments import SizeError, video_shape
+from .arguments import ArgumentError, video_shape
 from .exit_codes import DONE, FAILED, INVALID
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeArguments:
-    """What the command line says."""
+    """Arguments of the command line."""
 
     models: Path | None
     device: str | None
@@ -35,8 +35,8 @@ def probe(arguments: ProbeArguments) -> int:
         video = video_shape(arguments.size)
         device = compute_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if arguments.models is not None and not arguments.models.exists():
-            raise SizeError(f"--models {arguments.models}: there is no such file or folder")
-    except (SizeError, DeviceError) as err:
+            raise ArgumentError(f"--models {arguments.models}: no such file or folder")
+    except (ArgumentError, DeviceError) as err:
         print(err, file=sys.stderr)
         return INVALID
     print(f"measuring {device}, which takes some seconds", file=sys.stderr)
@@ -50,11 +50,11 @@ def probe(arguments: ProbeArguments) -> int:
 
 
 def probe_table(profile: Profile, video: VideoShape) -> str:
-    """One line per figure, then how they were measured and where they are kept."""
+    """Return one line per figure, then the notes of the measurement and the path of the stored profile."""
     machine = profile.machine
     rows = tuple((name, figure) for name, figure in _figures(machine, video) if figure)
-    kept = "not kept: see above" if profile.kept_in is None else f"kept in {profile.kept_in}"
-    return "\n".join([machine.name, Table(head=("", ""), rows=rows).text(), *profile.notes, kept])
+    stored = "not stored: see above" if profile.kept_in is None else f"stored in {profile.kept_in}"
+    return "\n".join([machine.name, Table(head=("", ""), rows=rows).text(), *profile.notes, stored])
 
 
 def _figures(machine: Machine, video: VideoShape) -> list[tuple[str, str]]:
@@ -62,14 +62,14 @@ def _figures(machine: Machine, video: VideoShape) -> list[tuple[str, str]]:
     return [
         ("GPU memory", size_text(machine.vram_bytes) if machine.vram_bytes else ""),
         ("RAM", size_text(machine.ram_bytes)),
-        ("RAM to GPU, locked, while computing", _rate(machine.h2d_bytes_per_s)),
-        ("RAM to GPU, ordinary memory", _rate(machine.h2d_pageable_bytes_per_s)),
-        ("GPU to RAM, locked", _rate(machine.d2h_bytes_per_s)),
+        ("RAM to GPU, page-locked, while computing", _rate(machine.h2d_bytes_per_s)),
+        ("RAM to GPU, pageable", _rate(machine.h2d_pageable_bytes_per_s)),
+        ("GPU to RAM, page-locked", _rate(machine.d2h_bytes_per_s)),
         ("file to RAM", _rate(machine.disk_bytes_per_s)),
         ("RAM to RAM", _rate(machine.copy_bytes_per_s)),
         (f"a Wan block at {shown}", f"{machine.flops_per_s / 1e12:.2f} TFLOP/s"),
-        ("decoding fp8 (what comes out)", _rate(machine.decode_bytes_per_s)),
-        ("quantising to fp8 (what goes in)", _rate(machine.quantise_bytes_per_s)),
+        ("decoding fp8 (output bytes)", _rate(machine.decode_bytes_per_s)),
+        ("quantising to fp8 (input bytes)", _rate(machine.quantise_bytes_per_s)),
     ]
 
 
@@ -78,5 +78,5 @@ def _rate(bytes_per_s: float | None) -> str:
 
 
 def _as_json(profile: Profile) -> str:
-    kept = None if profile.kept_in is None else str(profile.kept_in)
-    return json.dumps({"machine": profile.machine.to_dict(), "notes": profile.notes, "kept_in": kept}, indent=2)
+    path = None if profile.kept_in is None else str(profile.kept_in)
+    return json.dumps({"machine": profile.machine.to_dict(), "notes": profile.notes, "kept_in": path}, indent=2)

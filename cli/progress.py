@@ -1,6 +1,6 @@
-"""The progress of a run on stderr: a line per node, with a bar for a node that has steps.
+"""Progress of a run on stderr: a line per node, with a bar for a node that has steps.
 
-Where stderr is not a terminal, as in a log, a bar would be written again and again: there it is a few plain lines.
+If stderr is not a terminal, as in a log, a few plain lines replace the bar, which would be written again and again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..host.embedded import NodeProgress
 _NO_BAR = "{desc}: {elapsed}"
 
 LINE_EVERY_S = 10.0
-"""Between two plain lines of one node."""
+"""Seconds between two plain lines of one node."""
 
 
 def progress_of_run() -> ProgressBars | ProgressLines:
@@ -26,7 +26,7 @@ def progress_of_run() -> ProgressBars | ProgressLines:
 
 
 class ProgressLines:
-    """Writes a plain line when a node ends, and one every 10 s while its steps go on."""
+    """Writes a plain line at the end of each node, and every `LINE_EVERY_S` during its steps."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -35,13 +35,13 @@ class ProgressLines:
         self._begin = self._written = 0.0
 
     def show(self, progress: NodeProgress) -> None:
-        """Note how far the node is; write the line of the node before it, or its own if it is due."""
+        """Store the node's progress; write the line of the previous node, or this node's line if it is due."""
         now = self._clock()
         if self._progress is None or self._progress.node_id != progress.node_id:
             self._end()
             self._begin = self._written = now
             self._progress = progress
-        elif progress.total > 1:  # the end of a node has no steps
+        elif progress.total > 1:  # not at a node's end, which is reported as 1 of 1: its last step is shown
             self._progress = progress
         if now - self._written >= LINE_EVERY_S:
             self._write(now)
@@ -68,14 +68,14 @@ class ProgressLines:
 
 
 class ProgressBars:
-    """Draws the line of the node that runs; the lines of finished nodes stay above it."""
+    """Draws a bar for the running node; the lines of finished nodes stay above it."""
 
     def __init__(self) -> None:
         self._node_id: str | None = None
         self._line: tqdm | None = None
 
     def show(self, progress: NodeProgress) -> None:
-        """Bring the line of the node that reports up to date."""
+        """Update the line of the node."""
         line = self._line_of(progress.node_id)
         if progress.total > 1:
             line.bar_format = None

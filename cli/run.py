@@ -1,4 +1,4 @@
-"""`wanstream run`: a workflow in the embedded host, progress while it runs, the table of its steps at the end."""
+"""`wanstream run`: runs a workflow in the embedded host, shows its progress and prints the table of its steps."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from ..host.embedded import (
 )
 from ..nodes import REPORT, TIMELINE, WARNINGS, WanStreamExtension
 from ..schema import Cancelled, Timeline
-from .arguments import ArgumentError, check_models, made_folder, read_json
+from .arguments import ArgumentError, check_models, create_output_folder, read_json
 from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
-from .overrides import with_changes
+from .overrides import apply_overrides
 from .progress import progress_of_run
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunArguments:
-    """What the command line says."""
+    """Arguments of the command line."""
 
     workflow: Path
     output: Path
     models: Path
     input: Path
-    changes: tuple[str, ...] = ()
-    """Each one `node.input=value`."""
+    overrides: tuple[str, ...] = ()
+    """Each one is `node.input=value`."""
     device: str | None = None
     """None: a GPU if there is one."""
     strict: bool = False
@@ -63,7 +63,7 @@ def run(arguments: RunArguments) -> int:
         with _stop_on_ctrl_c(host), progress_of_run() as progress:
             history = workflow.run(on_progress=progress.show)
     except NodeFailedError as err:
-        if not isinstance(err.__cause__, ValueError | OSError):  # no refusal but a fault, ours or a library's
+        if not isinstance(err.__cause__, ValueError | OSError):  # not a refusal but a bug, ours or a library's
             traceback.print_exception(err.__cause__)
         print(f"failed: {err}", file=sys.stderr)
         return FAILED
@@ -77,30 +77,30 @@ def run(arguments: RunArguments) -> int:
 
 
 def _load(arguments: RunArguments, host: EmbeddedHost) -> Workflow:
-    """The workflow as the command line changes it; raises ValueError if it cannot run, before anything does."""
+    """Return the workflow with the overrides of the command line. Raises ValueError if it is invalid; runs nothing."""
     check_models(arguments.models)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("--device cuda: this torch finds no CUDA device")
     nodes = asyncio.run(WanStreamExtension().get_node_list())
     prompt = api_prompt(read_json(arguments.workflow))
     workflow = load_workflow(
-        with_changes(prompt, arguments.changes, nodes_by_id([*nodes, LoadImage])),
+        apply_overrides(prompt, arguments.overrides, nodes_by_id([*nodes, LoadImage])),
         host=host,
         nodes=nodes,
         folders=Folders(models=arguments.models, output=arguments.output, input=arguments.input),
         device=torch.device(arguments.device) if arguments.device else None,
         strict=arguments.strict,
     )
-    # ComfyUI would run the outputs that are valid; whoever asked for a file wants to know at once that there is none.
+    # ComfyUI would run the valid outputs and drop the others; here a missing file must be reported before the run.
     if workflow.verdict.error or workflow.verdict.node_errors:
         raise ArgumentError(_faults(workflow.verdict))
-    made_folder(arguments.output)
+    create_output_folder(arguments.output)
     return workflow
 
 
 @contextmanager
 def _stop_on_ctrl_c(host: EmbeddedHost) -> Iterator[None]:
-    """Inside, the first Ctrl-C ends the run before the next block or node; a second one ends the process as usual."""
+    """Inside the `with`, the first Ctrl-C ends the run at the next block or node, a second one ends the process."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         host.stop()
@@ -114,10 +114,10 @@ def _stop_on_ctrl_c(host: EmbeddedHost) -> Iterator[None]:
 
 
 def _faults(verdict: Verdict) -> str:
-    """ComfyUI's error types and messages, those of the workflow first, then those of each node."""
+    """Return ComfyUI's error types and messages, those of the workflow first, then those of each node."""
     lines = []
     if verdict.error:
-        # Where nodes are at fault, they say more than the workflow as a whole.
+        # The details of the workflow repeat the faults of its nodes.
         details = "" if verdict.node_errors else verdict.error["details"]
         lines.append(": ".join(filter(None, [verdict.error["type"], verdict.error["message"], details])))
     for node_id, node in verdict.node_errors.items():

@@ -1,4 +1,4 @@
-"""Ctrl-C in two steps: the first asks for an orderly end, the second for one at once."""
+"""Ctrl-C in two stages: the first requests an orderly end, the second an immediate one."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from types import FrameType
 
 
 class StopRequest:
-    """What the user has asked for so far."""
+    """Number of stop requests of the user so far."""
 
     def __init__(self) -> None:
         self._count = 0
 
     @property
-    def soon(self) -> bool:
-        """Begin nothing more."""
+    def requested(self) -> bool:
+        """True after the first request: start nothing more."""
         return self._count > 0
 
     @property
-    def at_once(self) -> bool:
-        """End what runs, too."""
+    def immediate(self) -> bool:
+        """True after the second request: end the running work, too."""
         return self._count > 1
 
-    def ask(self) -> None:
-        """Ask once more."""
+    def request(self) -> None:
+        """Add a request."""
         self._count += 1
 
     @contextmanager
-    def listening(self, on_request: Callable[[], None]) -> Iterator[None]:
-        """Inside, the first two Ctrl-C are requests; the third ends the process as usual.
+    def handle_sigint(self, on_request: Callable[[], None]) -> Iterator[None]:
+        """Inside the `with`, count the first two Ctrl-C as requests; the third ends the process as usual.
 
-        `on_request` is called in the signal handler, after the request is counted: it must only set flags.
+        `on_request` is called in the signal handler after the request is counted, so it must only set flags.
         """
 
         def handle(signum: int, frame: FrameType | None) -> None:
-            self.ask()
-            if self.at_once:
+            self.request()
+            if self.immediate:
                 signal.signal(signal.SIGINT, before)
             on_request()
 

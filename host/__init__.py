@@ -21,7 +21,7 @@ from .run_events import RunEvents, observed, run_settings
 from .worker_registry import StartPool, check_ray, gpus_of, start_pool
 from .workers_plan import SharedRun
 
-# `find_spec` of a top-level name looks for it and imports nothing.
+# `find_spec` of a top-level name finds the package without importing it.
 if TYPE_CHECKING or find_spec("comfy_api") is None:
     from .embedded import io, ui
     from .embedded.io import ComfyExtension
@@ -30,7 +30,7 @@ else:
 
 
 def search_words(*words: str) -> dict[str, Any]:
-    """The argument of `io.Schema` by which ComfyUI's search finds a node by `words`; none in versions without it."""
+    """Return `words` as the search aliases argument of `io.Schema`; empty in ComfyUI versions without aliases."""
     return {"search_aliases": list(words)} if "search_aliases" in _SCHEMA_FIELDS else {}
 
 

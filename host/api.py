@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from .workers_plan import SharedRun, WorkersPlan
 
 SAVING_NODE = "wanstream_node"
-"""The key in a saved file for the id of the node that saved it: the `prompt` next to it may have several that save."""
+"""Metadata key of the id of the node that saved a file: the `prompt` next to it may contain several saving nodes."""
 
 
 class NeedsComfyUIError(ValueError):
-    """The embedded host was asked for what only ComfyUI can do; the message says what to use instead."""
+    """The embedded host does not support an operation of ComfyUI; the message names the alternative."""
 
 
 class LoadedExperts(NamedTuple):
-    """A pair for which there is room on a device, under a policy that may take less than was asked for."""
+    """An open pair, its device, and the policy that fits there; it may use less memory than the requested one."""
 
     pair: ExpertPair
     policy: OffloadPolicy
@@ -49,10 +49,8 @@ class ProgressBar(Protocol):
     def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
         """Set the bar to `done` of its total.
 
-        `denoised` [B, C, T, h, w], normalised, is where the run would end by the present estimate: a host that shows
-        previews makes one of it.
-
-        Raises the host's interrupt when the user has stopped the run and the host checks for it here.
+        `denoised` [B, C, T, h, w], normalised, is the current estimate of the final latents; a host with previews
+        shows it. Raises the host's interrupt if the user has stopped the run and the host checks for that here.
         """
 
 
@@ -60,129 +58,132 @@ class HostApi(Protocol):
     """The services of a host. All of them are called on the thread that executes the node, except `should_stop`."""
 
     def name(self) -> str:
-        """What this host is and its version, for a reader."""
+        """Return the name and version of this host, for display."""
 
     def device(self) -> torch.device:
-        """The device that computes."""
+        """Return the compute device."""
 
     def model_names(self, *folders: str) -> list[str]:
-        """Sorted names of all models in these model folders; an entry of "diffusers" is a folder."""
+        """Return the sorted names of all models in these model folders; an entry of "diffusers" is a folder."""
 
     def model_path(self, name: str, *folders: str) -> Path:
-        """The first of `folders` that holds `name`. Raises OutsideFolderError or ModelNotFoundError."""
+        """Return the path of `name` in the first of `folders` that contains it.
+
+        Raises OutsideFolderError or ModelNotFoundError.
+        """
 
     def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
-        """The next free `<prefix>_<counter>_.<extension>`; its folder exists on return.
+        """Return the next free `<prefix>_<counter>_.<extension>`; its folder exists on return.
 
         `%width%`, `%height%` and `%year%` ... `%second%` in `prefix` are filled in. Raises OutsideFolderError.
         """
 
     def check_output(self, prefix: str) -> None:
-        """Refuse a prefix under which `output_file` could not make a file; makes no folder itself.
+        """Refuse a prefix that `output_file` could not use; creates no folder.
 
         Raises OutsideFolderError or OutputNameError.
         """
 
     def graph_in_files(self) -> bool:
-        """Whether the user lets output files carry the graph that made them."""
+        """Return True if the user allows the graph in the metadata of output files."""
 
     def strict(self) -> bool:
-        """True if the user wants an error instead of a warning for suspicious inputs."""
+        """Return True if the user wants an error instead of a warning for suspicious inputs."""
 
     def output_folder(self) -> Path:
-        """The folder that `output_file` puts files into or below; it need not be there."""
+        """Return the root folder of `output_file`; it may not exist yet."""
 
     def temp_folder(self) -> Path:
-        """An existing folder for files that may be lost."""
+        """Return an existing folder for temporary files."""
 
     def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> ProgressBar:
-        """A new progress bar over `total` steps for the node with this id (None: the one that executes).
+        """Return a new progress bar over `total` steps for the node with this id (None: the executing node).
 
-        With a `unit` the console of a server has a line for it too.
+        With a `unit`, the console of a server shows a line for it too.
         """
 
     def should_stop(self) -> bool:
-        """Whether the user wants the run to end. Asking changes nothing; any thread may ask."""
+        """Return True if the user wants the run to end. Has no side effect and may be called on any thread."""
 
     def is_stop(self, error: BaseException) -> bool:
-        """True for the host's own interrupt, as of `raise_if_stopped`; False for an error."""
+        """Return True for the host's own interrupt, as raised by `raise_if_stopped`; False for an error."""
 
     def raise_if_stopped(self) -> None:
-        """Raise the host's own interrupt if the user wants the run to end; the wish counts as answered then."""
+        """Raise the host's own interrupt if the user wants the run to end, and clear the request."""
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
-        """The open pair that `ref` names, kept open until another one is asked for or `free_experts` is called.
+        """Return the open pair named by `ref`, with its dtype "auto" resolved for `device()`.
 
-        Its dtype "auto" is resolved for `device()`.
+        It is kept open until another pair is requested or `free_experts` is called.
         """
 
     def free_experts(self) -> None:
         """Close the open pair, if any."""
 
     def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
-        """Embeddings of texts by the encoder at `path`, on the CPU; a host may keep them for equal texts.
+        """Return embeddings of texts by the encoder at `path`, on the CPU; a host may cache them.
 
-        Raises what opening the encoder raises, and PromptError.
+        Raises PromptError, and the errors of opening the encoder.
         """
 
     def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
-        """Layout and policy of a run of the experts `ref` on workers; equal runs get the same ones.
+        """Return layout and policy for a run of the experts `ref` on workers; equal runs get equal plans.
 
-        The machine is measured where it is not known yet and something is left to the planner. Raises MeshError for a
-        layout that does not suit the run, and DoesNotFitError where there is too little memory.
+        Measures the machine, which takes seconds, if the plan depends on its speed and no profile exists. Raises
+        MeshError for a layout that does not suit the run, and DoesNotFitError if memory is too small.
         """
 
     def workers(self, ref: WorkersRef, mesh: Mesh) -> Driver:
-        """The running workers that `ref` names, laid out so; kept until others are asked for or the host ends.
+        """Return the driver of the workers named by `ref` with layout `mesh`, and start them if necessary.
 
-        Makes room for them: this process gives back what its own models hold. Raises RayMissingError, and what starting
-        workers raises.
+        Frees the memory of the models in this process first. The workers run until others are requested or the host
+        ends. Raises RayMissingError, and the errors of starting workers.
         """
 
     def worker_pool(self, ref: WorkersRef) -> Pool:
-        """The running workers that `ref` names, each for itself; kept, started and refused as of `workers`."""
+        """Return the workers named by `ref` without a layout, for independent tasks; otherwise as `workers`."""
 
     def free_workers(self) -> None:
-        """End the workers, if there are any."""
+        """End the workers, if any."""
 
     def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> PolicyChoice:
-        """The policy itself; or, for an AutoOffload, the best one for `job` in the memory that is free here.
+        """Return `policy` itself or, for an AutoOffload, the best policy for `job` in the memory that is free here.
 
-        The machine is measured where it is not known yet, which takes some seconds. Raises DoesNotFitError where there
-        is too little memory for any policy.
+        Measures the machine, which takes seconds, if no profile exists. Raises DoesNotFitError if memory is too small
+        for any policy.
         """
 
     def known_machine(self, ref: ExpertsRef, expert: ExpertShape) -> Machine | None:
-        """What is known of the speed of this machine with the files of `ref`, None if nothing is. Measures nothing."""
+        """Return the stored profile of this machine with the files of `ref`, None without one. Measures nothing."""
 
     def run_id(self) -> str | None:
-        """The id of the queue item that is executed (ComfyUI's prompt id); None outside one."""
+        """Return the id of the executing queue item (ComfyUI's prompt id); None outside one."""
 
     def ledger(self) -> QueueItemPhases:
-        """Where the phases of the queue item that is executed are noted; one that nobody reads outside one."""
+        """Return the record of phases of the executing queue item; a throw-away record outside one."""
 
     def executing_node(self) -> str | None:
-        """The id of the node that executes on this thread, as the graph knows it; None outside one."""
+        """Return the graph id of the node that executes on this thread; None outside one."""
 
     def open_to_browsers(self) -> None:
-        """Let pages follow what is announced; called once, before the host's server begins to listen."""
+        """Serve announced events to browsers; called once, before the host's server starts to listen."""
 
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
-        """Tell whoever watches that something has happened; `payload` is plain JSON. Waits for nobody."""
+        """Send an event to all subscribers without waiting; `payload` is plain JSON."""
 
     def dynamic_bytes(self) -> int | None:
-        """Bytes of the device that the host's own dynamic VRAM holds for other models; None where there is none."""
+        """Return device bytes in the host's dynamic VRAM, used by other models; None if the host has none."""
 
     def make_room(self, wanted: int) -> int:
-        """Bytes of the device that a node may compute in now; of RAM on a CPU.
+        """Evict other models until `wanted` bytes are free or none is left; return the usable bytes.
 
-        Other models go until there are as many as `wanted`, or none of them is left.
+        These are bytes of the device, or of RAM on a CPU.
         """
 
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
-        """The pair that `ref` names, with room made for its weights and for `working_bytes` to compute in.
+        """Load the pair named by `ref`, and free `working_bytes` for its computation.
 
-        Where the host has less room, fewer blocks stay resident than `policy` asks for; the log tells it with numbers.
+        If the host has less memory, fewer blocks are resident than `policy` requests; the log shows the numbers.
         """
 
     def guider(
@@ -195,20 +196,20 @@ class HostApi(Protocol):
         flow_shift: float,
         policy: OffloadPolicy | AutoOffload,
     ) -> object:
-        """A native GUIDER that runs both experts of `ref`, streamed as `policy` says, for the host's own samplers.
+        """Return a native GUIDER that runs both experts of `ref` under `policy`, for the host's own samplers.
 
-        What it runs is announced as shown at the node that executes now.
+        Its runs are shown at the node that executes now.
 
-        Raises NeedsComfyUIError where there are no such samplers, and `RequestError` for what the experts cannot use.
+        Raises NeedsComfyUIError if the host has no samplers, and `RequestError` for inputs that the experts refuse.
         """
 
     def schedule_names(self) -> list[str]:
-        """The names that `sigmas` knows; "simple" and "wan" are among them."""
+        """Return the valid names for `sigmas`; "simple" and "wan" are among them."""
 
     def sigmas(self, name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
-        """SIGMAS: the last `steps` + 1 values of that schedule over int(steps / denoise) steps, float32, on the CPU.
+        """Return the last `steps` + 1 sigmas of a schedule over int(steps / denoise) steps, float32, on the CPU.
 
-        Empty for a denoise of 0. Raises `RequestError` for numbers that make no schedule.
+        Empty for a denoise of 0. Raises `RequestError` for numbers that define no schedule.
         """
 
 
@@ -218,7 +219,7 @@ RUNNING_HOST: ContextVar[HostApi | None] = ContextVar("wanstream_host", default=
 
 @contextmanager
 def use_host(host: HostApi) -> Iterator[None]:
-    """Make `host` the current one inside the `with`."""
+    """Make `host` the result of `current_host` inside the `with`."""
     token = RUNNING_HOST.set(host)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Turns a wish for the best policy into one: the planner, this machine, and the memory that is really free."""
+"""Automatic offload policy: the planner, applied to this machine and its free memory."""
 
 from __future__ import annotations
 
@@ -30,26 +30,28 @@ if TYPE_CHECKING:
     from ..wan import ExpertPair
 
 WORTH = 0.05
-"""Share of the rest of a run that another policy must save: a prediction is not better than that, and blocks that have
-to be fetched anew cost time too."""
+"""Share of the remaining time that a revised policy must save.
+
+Predictions are not more accurate than this, and a change of policy fetches blocks again.
+"""
 
 AVAILABLE_SHARE = 0.9
-"""What a run may take of the RAM that is free when it is planned: the rest is for what others take while it goes on."""
+"""Share of the free RAM that a run may use; the rest is for growth of other processes during the run."""
 
 logger = logging.getLogger("wanstream.planner")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeMemory:
-    """Bytes that the experts may take by what is free now, their own counted in; `vram_bytes` None: not a GPU."""
+    """Bytes that the experts may use now, including those they use already; `vram_bytes` is None on a CPU."""
 
     vram_bytes: int | None
     ram_bytes: int
 
-    def within(self, asked: Budgets, machine: Machine) -> Budgets:
-        """The budgets that were asked for, and no more than there is; RAM of which nothing was said is half of all."""
-        ram = asked.ram_bytes if asked.ram_bytes is not None else int(RAM_SHARE * machine.ram_bytes)
-        vram = asked.vram_bytes
+    def within(self, requested: Budgets, machine: Machine) -> Budgets:
+        """Return the requested budgets, limited to this memory; the default for RAM is `RAM_SHARE` of the machine's."""
+        ram = requested.ram_bytes if requested.ram_bytes is not None else int(RAM_SHARE * machine.ram_bytes)
+        vram = requested.vram_bytes
         if self.vram_bytes is not None:
             vram = self.vram_bytes if vram is None else min(vram, self.vram_bytes)
         return Budgets(vram_bytes=vram, ram_bytes=min(ram, self.ram_bytes))
@@ -57,19 +59,20 @@ class FreeMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyChoice:
-    """The policy of one run. `reason` is empty where a user has chosen it."""
+    """The policy of one run. `reason` is empty for the user's own choice."""
 
     policy: OffloadPolicy
     reason: str = ""
     revise: Callable[[StepRecord], OffloadPolicy | None] | None = None
+    """Called with the record of the first step; returns a better policy for the rest, or None."""
 
     def revise_under(self, policy: OffloadPolicy) -> Callable[[StepRecord], OffloadPolicy | None] | None:
-        """What to ask after the first step; nothing where the host had room for another policy only."""
+        """Return `revise` if the host loaded the chosen policy; None if it loaded a smaller one."""
         return self.revise if policy == self.policy else None
 
 
 def free_memory(pair: ExpertPair, device: torch.device, *, free: int, reserved: int) -> FreeMemory:
-    """The room for `pair` where a GPU has `free` bytes beside it, and `reserved` of these are for others."""
+    """Return the memory for `pair` on a GPU with `free` bytes, of which `reserved` must stay free."""
     from ..devices import available_bytes
 
     ram = int(AVAILABLE_SHARE * available_bytes()) + pair.host_bytes
@@ -79,54 +82,54 @@ def free_memory(pair: ExpertPair, device: torch.device, *, free: int, reserved: 
 
 
 ProfileOf = Callable[["torch.device", ExpertShape, Path], Machine]
-"""Device, experts and a file of weights -> the machine, measured or kept."""
+"""Device, expert shape and a file of weights -> the machine, from its stored profile or measured now."""
 
-KnownProfileOf = Callable[["torch.device", ExpertShape, Path], Machine | None]
-"""The same, None where it would have to be measured."""
+StoredProfileOf = Callable[["torch.device", ExpertShape, Path], Machine | None]
+"""The same, but None instead of a measurement."""
 
 
 def measured_machine(
     device: torch.device, expert: ExpertShape, weights: Path, *, make_room: Callable[[], object] = lambda: None
 ) -> Machine:
-    """The kept profile of this machine; where there is none, `make_room` is called and the machine measured now."""
+    """Return the stored profile of this machine; without one, call `make_room` and measure it now."""
     import torch
 
     from .machine_profile import load_machine_profile
 
-    # Hosts run nodes in inference mode, and what probes measure with is changed in other threads.
+    # Hosts run nodes in inference mode, which is thread-local: other threads could not write to the probes' buffers.
     with torch.inference_mode(False):
         return load_machine_profile(device, expert=expert, models=weights, make_room=make_room)
 
 
 def known_machine(device: torch.device, expert: ExpertShape, weights: Path) -> Machine | None:
-    """The kept profile of this machine, None where there is none; nothing is measured."""
-    from .machine_profile import kept_machine
+    """Return the stored profile of this machine, None without one. Measures nothing."""
+    from .machine_profile import stored_machine
 
-    return kept_machine(device, expert=expert, models=weights)
+    return stored_machine(device, expert=expert, models=weights)
 
 
 class AutoPlanner:
-    """Chooses policies, and keeps for later runs what a first step has taught about the machine."""
+    """Chooses policies, and corrects the machine profile for later runs by the first step of each run."""
 
-    def __init__(self, profile_of: ProfileOf = measured_machine, known: KnownProfileOf = known_machine) -> None:
-        self._profile_of, self._known = profile_of, known
-        self._learned: dict[tuple[torch.device, ExpertShape, Path], Machine] = {}
+    def __init__(self, profile_of: ProfileOf = measured_machine, stored: StoredProfileOf = known_machine) -> None:
+        self._profile_of, self._stored = profile_of, stored
+        self._corrected: dict[tuple[torch.device, ExpertShape, Path], Machine] = {}
 
-    def known(self, expert: ExpertShape, *, device: torch.device, weights: Path) -> Machine | None:
-        """The machine as a run has taught it, or as it was measured before; None where neither was. Measures nothing.
+    def known_machine(self, expert: ExpertShape, *, device: torch.device, weights: Path) -> Machine | None:
+        """Return the corrected or stored profile of the machine, None without one. Measures nothing.
 
         Args:
-            expert: whose blocks are computed.
-            device: what computes them.
-            weights: a file on the disk that they are read from.
+            expert: shape of the blocks.
+            device: the compute device.
+            weights: a file on the disk that the blocks are read from.
         """
         key = (device, expert, weights)
-        return self._learned.get(key) or self._known(*key)
+        return self._corrected.get(key) or self._stored(*key)
 
     def machine(self, expert: ExpertShape, *, device: torch.device, weights: Path) -> Machine:
-        """The same, measured now where it is not known, which takes some seconds."""
+        """Return the profile as `known_machine`, or measure the machine now, which takes some seconds."""
         key = (device, expert, weights)
-        return self._learned.get(key) or self._profile_of(*key)
+        return self._corrected.get(key) or self._profile_of(*key)
 
     def choose(
         self,
@@ -135,49 +138,57 @@ class AutoPlanner:
         *,
         device: torch.device,
         weights: Path,
-        room: Callable[[bool], FreeMemory],
+        free_memory_now: Callable[[bool], FreeMemory],
         starts_empty: bool,
     ) -> PolicyChoice:
-        """The best policy for `job` on `device` within the budgets of `auto` and the `room` that there is.
+        """Return the best policy for `job` on `device` within the budgets of `auto` and the free memory.
 
-        `room(evicting)` tells it, with or without what other models would have to give up for it.
-        `starts_empty` says that no block is there yet: only then does a first step tell what the planner foretold.
-        Raises DoesNotFitError, a ValueError with numbers, where there is too little memory for any policy.
+        Args:
+            auto: the user's budgets.
+            job: the run.
+            device: the compute device.
+            weights: a file on the disk that the blocks are read from.
+            free_memory_now: returns the free memory; its argument is True to count evictable memory of other models.
+            starts_empty: True if no block is loaded yet; the first step is comparable to its prediction only then.
+
+        Raises:
+            DoesNotFitError: memory is too small for any policy; a ValueError with numbers.
         """
         key = (device, job.expert, weights)
         machine = self.machine(job.expert, device=device, weights=weights)
-        budgets = room(True).within(auto.budgets, machine)
+        budgets = free_memory_now(True).within(auto.budgets, machine)
         plan = plan_offload(job, machine, budgets)
-        reason = _words(plan, job)
+        reason = _describe(plan, job)
         logger.info("%s", reason)
 
         def revise(record: StepRecord) -> OffloadPolicy | None:
+            # Samplers that are not ours may not call the model once per sigma, as the job assumes.
             if record.expert != job.experts_of_steps[0] or len(job.experts_of_steps) == 1:
-                return None  # a sampler that is not ours calls the model in another way than its sigmas say
-            first = replace(record, index=0)  # a run may start late
-            self._learned[key] = learned = updated_machine(machine, job, plan, first)
-            now = room(False).within(auto.budgets, learned)
-            if now.vram_bytes is not None:  # what the plan takes has been given to us
+                return None
+            first = replace(record, index=0)  # a run may start at a later step
+            self._corrected[key] = corrected = updated_machine(machine, job, plan, first)
+            now = free_memory_now(False).within(auto.budgets, corrected)
+            if now.vram_bytes is not None:  # the memory of the plan is allocated already
                 now = replace(now, vram_bytes=max(now.vram_bytes, plan.device_bytes))
-            return _better(plan, job, learned, now)
+            return _better_policy(plan, job, corrected, now)
 
         return PolicyChoice(policy=plan.policy, reason=reason, revise=revise if starts_empty else None)
 
 
-def _better(plan: OffloadPlan, job: OffloadJob, machine: Machine, budgets: Budgets) -> OffloadPolicy | None:
-    """Another policy for the steps behind the first, where it saves enough of their time."""
+def _better_policy(plan: OffloadPlan, job: OffloadJob, machine: Machine, budgets: Budgets) -> OffloadPolicy | None:
+    """Return a policy that saves at least `WORTH` of the time after the first step, None without one."""
     rest = replace(job, experts_of_steps=job.experts_of_steps[1:], lanes_of_steps=job.lanes_of_steps[1:])
     present = predict(rest, machine, plan.policy)
     try:
         better = plan_offload(rest, machine, budgets)
-    except DoesNotFitError:  # others have taken memory since; what runs goes on
+    except DoesNotFitError:  # other processes have allocated memory since; the present policy continues
         return None
     if better.total_s >= (1 - WORTH) * present.total_s:
         return None
-    logger.info("the first step was not as foretold; for the rest %s", _words(better, rest))
+    logger.info("the first step was not as predicted; for the rest %s", _describe(better, rest))
     return better.policy
 
 
-def _words(plan: OffloadPlan, job: OffloadJob) -> str:
+def _describe(plan: OffloadPlan, job: OffloadJob) -> str:
     on_device = describe_policy(plan.policy, job.expert.blocks)
     return f"chosen: {on_device}, {describe_ram(plan.policy)} ({plan.total_s:.1f} s predicted): {plan.reason}"

@@ -1,4 +1,4 @@
-"""The list of Ray clusters that workers may run in: a settings file of the user, which no graph can change."""
+"""List of Ray clusters for workers: a settings file of the user that no graph can change."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import platformdirs
 from ..schema import HERE, Cluster, WorkersError, cluster_named, read_clusters
 
 VARIABLE = "WANSTREAM_CLUSTERS"
-"""Environment variable that names another file."""
+"""Environment variable with the path of another file."""
 
 logger = logging.getLogger("wanstream.workers")
 
 
 def clusters_file() -> Path:
-    """The file with the list. ComfyUI's user folder is not the place: its web interface lets clients write there."""
+    """Return the path of the list of clusters."""
+    # Not in ComfyUI's user folder: web clients may write files there.
     named = os.environ.get(VARIABLE)
     return Path(named) if named else Path(platformdirs.user_config_dir("wanstream", appauthor=False), "clusters.json")
 
 
 def cluster_names() -> list[str]:
-    """All names to choose from; only those of this machine where the list cannot be read, which is logged."""
+    """Return all cluster names; only those of this machine, with a warning, if the list cannot be read."""
     try:
         return list(_clusters())
     except WorkersError as err:
@@ -33,13 +34,13 @@ def cluster_names() -> list[str]:
 
 
 def cluster(name: object) -> Cluster:
-    """The entry of that name. Raises WorkersError with the names that there are, or for a list that cannot be read."""
+    """Return the entry called `name`. Raises WorkersError with the valid names, or if the list cannot be read."""
     found = HERE.get(name) if isinstance(name, str) else None
     return found or cluster_named(name, _clusters(), str(clusters_file()))
 
 
 def _clusters() -> dict[str, Cluster]:
-    """All entries, token files as absolute paths: `~` is the user's folder, and others begin at that of the list."""
+    """Return all entries with absolute token file paths, resolved against the folder of the list; `~` is expanded."""
     file = clusters_file()
     try:
         text = file.read_text(encoding="utf-8")
@@ -52,5 +53,5 @@ def _clusters() -> dict[str, Cluster]:
 
 
 def _with_whole_paths(entry: Cluster, folder: Path) -> Cluster:
-    # os.path leaves the `~` of an unknown user as it is: the file is then missing, and refused with its path.
+    # os.path, unlike pathlib, does not raise for the `~` of an unknown user: the missing file is refused with its path.
     return replace(entry, token_file=str(folder / os.path.expanduser(entry.token_file))) if entry.token_file else entry

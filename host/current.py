@@ -9,17 +9,16 @@ from .api import RUNNING_HOST, HostApi
 
 
 def current_host() -> HostApi:
-    """Return the host of the running node; outside a run, the one that this process can have.
+    """Return the host of the running node; outside a run, the only host that this process can have.
 
-    A context does not reach new threads: take what another thread needs, such as `should_stop`, from the host before
-    the thread starts.
+    A context variable is not inherited by new threads: pass the host's methods, such as `should_stop`, to a thread.
     """
     return RUNNING_HOST.get() or _process_host()
 
 
 @cache
 def _process_host() -> HostApi:
-    """ComfyUI has one server, one queue and one memory manager per process; without it, an idle embedded host."""
+    """Return the host for ComfyUI, which has one queue and memory manager per process, or an idle embedded host."""
     if find_spec("comfy_api") is None:
         from .embedded.adapter import EmbeddedHost
 

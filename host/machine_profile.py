@@ -1,4 +1,4 @@
-"""What this machine was measured to do, kept in the user's cache folder so that it is measured once."""
+"""Machine profile: measured speeds of this machine, stored in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -29,21 +29,24 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 USUAL_TOKENS = VideoShape(width=832, height=480, frames=81).tokens
 BUSY_TOKENS = 4096
-"""Of the block that computes beside copies: some tens of milliseconds each, whatever the GPU."""
+"""Tokens of the block that computes during the copies of the bus probe: some tens of milliseconds on any GPU."""
 PROBE_BYTES = 6_000_000_000
-"""Of a GPU: a block of A14B, and 4.7 GB of which a pass of `USUAL_TOKENS` takes 3.7. With less, fewer are computed."""
-OWN_FILE_BYTES = 256_000_000
-"""Written, read and removed where there is no file of weights to read."""
+"""GPU memory that the probes use: a block of A14B, and 4.7 GB, of which the forward pass of `USUAL_TOKENS` takes 3.7.
+
+With less memory, the compute probe runs fewer tokens.
+"""
+SCRATCH_FILE_BYTES = 256_000_000
+"""Size of the temporary file for the disk probe if there is no file of weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A machine with what was found while it was measured, and where that is kept."""
+    """A measured machine, with notes on the measurement."""
 
     machine: Machine
     notes: tuple[str, ...]
     kept_in: Path | None
-    """None: it could not be kept."""
+    """File that stores the profile; None if it could not be written."""
 
 
 def load_machine_profile(
@@ -54,33 +57,32 @@ def load_machine_profile(
     folder: Path | None = None,
     make_room: Callable[[], object] = lambda: None,
 ) -> Machine:
-    """The kept profile of this machine, or one that is measured now, which takes some seconds.
+    """Return the stored profile of this machine, or measure it now, which takes some seconds.
+
+    A stored profile of another machine, disk or block shape, or one that cannot be read, is ignored with a warning.
 
     Args:
-        device: what computes, `cpu` or `cuda`.
-        expert: whose blocks are computed.
-        models: a file of weights, or a folder of them, on the disk that weights are read from; None: any disk.
-        folder: where profiles are kept; None: the user's cache folder.
-        make_room: called before anything is measured, to free `PROBE_BYTES` of the device.
-
-    A kept profile of another machine, of another disk or of other blocks is told in the log and not used; nor is one
-    that cannot be read. A folder that cannot be written to is told too, and the figures hold for this call alone.
+        device: the compute device, `cpu` or `cuda`.
+        expert: shape of the blocks of the compute probe.
+        models: a file or a folder of weights on the disk to measure; None: any disk.
+        folder: folder of the profiles; None: the user's cache folder.
+        make_room: called before a measurement, to free `PROBE_BYTES` of the device.
     """
-    kept = _kept(profile_path(device, folder), _wanted(device, expert, models))
-    if isinstance(kept, Machine):
-        return kept
-    if kept:
-        logger.warning("%s: this machine is measured again", kept)
+    stored = _read(profile_path(device, folder), _required_identity(device, expert, models))
+    if isinstance(stored, Machine):
+        return stored
+    if stored:
+        logger.warning("%s: this machine is measured again", stored)
     make_room()
     return measure_machine(device, expert=expert, models=models, folder=folder).machine
 
 
-def kept_machine(
+def stored_machine(
     device: torch.device, *, expert: ExpertShape = T2V_A14B, models: Path | None = None, folder: Path | None = None
 ) -> Machine | None:
-    """The kept profile of this machine, if there is one that holds for these arguments; see `load_machine_profile`."""
-    kept = _kept(profile_path(device, folder), _wanted(device, expert, models))
-    return kept if isinstance(kept, Machine) else None
+    """Return the stored profile of this machine, None without a matching one; see `load_machine_profile`."""
+    stored = _read(profile_path(device, folder), _required_identity(device, expert, models))
+    return stored if isinstance(stored, Machine) else None
 
 
 def measure_machine(
@@ -91,9 +93,9 @@ def measure_machine(
     models: Path | None = None,
     folder: Path | None = None,
 ) -> Profile:
-    """Measure this machine and keep what comes of it; arguments as `load_machine_profile`, `tokens` of one lane.
+    """Measure this machine and store its profile; arguments as `load_machine_profile`, `tokens` per lane.
 
-    Raises OSError when no file can be read.
+    Raises OSError if no file can be read for the disk probe.
     """
     notes: list[str] = []
     machine = _measured(device, expert, tokens, models, notes)
@@ -102,25 +104,25 @@ def measure_machine(
     try:
         _write(path, {"format": FORMAT, "identity": identity, "machine": machine.to_dict(), "notes": notes})
     except OSError as err:
-        logger.warning("the profile of this machine cannot be kept in %s (%s): it is measured again", path, err)
+        logger.warning("cannot write the machine profile %s (%s): the next run measures again", path, err)
         return Profile(machine=machine, notes=tuple(notes), kept_in=None)
     return Profile(machine=machine, notes=tuple(notes), kept_in=path)
 
 
 def profile_path(device: torch.device, folder: Path | None = None) -> Path:
-    """The file that the profile for `device` is kept in."""
+    """Return the path of the profile for `device`."""
     return (folder or Path(platformdirs.user_cache_dir("wanstream", appauthor=False))) / f"machine-{device.type}.json"
 
 
-def _wanted(device: torch.device, expert: ExpertShape, models: Path | None) -> dict[str, Any]:
-    wanted = _identity(device, expert, models)
+def _required_identity(device: torch.device, expert: ExpertShape, models: Path | None) -> dict[str, Any]:
+    identity = _identity(device, expert, models)
     if models is None:
-        del wanted["disk"]  # the one that was measured is as good as any
-    return wanted
+        del identity["disk"]  # any measured disk will do
+    return identity
 
 
-def _kept(path: Path, wanted: Mapping[str, Any]) -> Machine | str:
-    """The machine that `path` tells of, if it is the wanted one; otherwise why not, in words, empty without a file."""
+def _read(path: Path, required: Mapping[str, Any]) -> Machine | str:
+    """Return the machine stored in `path` if its identity matches, else a reason; the reason is "" without a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -131,19 +133,19 @@ def _kept(path: Path, wanted: Mapping[str, Any]) -> Machine | str:
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"it is not of format {FORMAT}")
-        kept, identity = Machine.from_dict(data["machine"]), data["identity"]
+        machine, identity = Machine.from_dict(data["machine"]), data["identity"]
     except (ValueError, KeyError, TypeError) as err:
-        return f"the machine profile {path} is no profile ({err})"
-    changed = [name for name in wanted if not isinstance(identity, dict) or identity.get(name) != wanted[name]]
+        return f"{path} is not a machine profile ({err})"
+    changed = [name for name in required if not isinstance(identity, dict) or identity.get(name) != required[name]]
     if changed:
         was = {name: identity.get(name) for name in changed} if isinstance(identity, dict) else identity
-        now = {name: wanted[name] for name in changed}
+        now = {name: required[name] for name in changed}
         return f"the machine profile {path} is of another machine ({was}, here {now})"
-    return kept
+    return machine
 
 
 def _identity(device: torch.device, expert: ExpertShape, models: Path | None) -> dict[str, Any]:
-    """What a profile holds for; figures of another machine differ in one of these."""
+    """Return the properties that a profile depends on."""
     return {
         "device": device_name(device),
         "torch": torch.__version__,
@@ -157,7 +159,7 @@ def _identity(device: torch.device, expert: ExpertShape, models: Path | None) ->
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU, or of the processor."""
+    """Return the name of the GPU, or of the processor."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     with suppress(OSError):
@@ -168,7 +170,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _ram_bytes() -> int:
-    """All RAM that there is for this process, taken or not: what is free changes, and the profile is kept."""
+    """Return the total RAM available to this process; not the free RAM, which changes while the profile is stored."""
     return min([int(psutil.virtual_memory().total), *cgroup_limits()])
 
 
@@ -185,12 +187,12 @@ def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Pa
     notes.append(f"disk: {disk.how}")
     compute = probe_block(expert, tokens, device)
     if compute.tokens < tokens:
-        notes.append(f"compute: measured with {compute.tokens} tokens, extrapolated to {tokens} by its operations")
+        notes.append(f"compute: measured with {compute.tokens} tokens, extrapolated to {tokens} by operation count")
     bus = _bus(device, expert) if on_gpu else None
     if bus is not None:
         notes.append(f"bus: {bus.words()}")
     if bus is not None and not bus.locked:
-        notes.append("bus: the system refuses to lock pages; all copies are from ordinary memory")
+        notes.append("bus: the system refuses to lock pages; all copies were measured from pageable memory")
     return Machine(
         name=device_name(device),
         origin="measured here",
@@ -216,34 +218,35 @@ def _bus(device: torch.device, expert: ExpertShape) -> BusRates:
 
 @contextmanager
 def _file_to_read(models: Path | None, notes: list[str]) -> Iterator[Path]:
-    """The largest file of weights below `models`, or a file of our own where there is none."""
+    """Yield the largest file of weights below `models`, or a temporary file if there is none."""
     found = None if models is None else _largest_weights(models)
     if found is not None:
         notes.append(f"read: {found}")
         yield found
         return
-    # Beside the models, because that is the disk in question.
-    place = models if models is not None and models.is_dir() else _place_on_disk()
-    with tempfile.NamedTemporaryFile(prefix="wanstream-probe-", dir=place, delete=False) as file:
-        own = Path(file.name)
+    # In the models folder, because its disk is the one to measure.
+    folder = models if models is not None and models.is_dir() else _folder_on_disk()
+    with tempfile.NamedTemporaryFile(prefix="wanstream-probe-", dir=folder, delete=False) as file:
+        scratch = Path(file.name)
         try:
+            # Random bytes, because some file systems compress.
             part = os.urandom(2**20) * 16
-            for _ in range(OWN_FILE_BYTES // len(part)):
+            for _ in range(SCRATCH_FILE_BYTES // len(part)):
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
         except OSError:
-            own.unlink()
+            scratch.unlink()
             raise
-    notes.append(f"read: a file of its own in {own.parent}, there is no file of weights to read")
+    notes.append(f"read: a temporary file in {scratch.parent}, because there is no file of weights to read")
     try:
-        yield own
+        yield scratch
     finally:
-        own.unlink()
+        scratch.unlink()
 
 
-def _place_on_disk() -> Path:
-    """Rather the user's cache folder than that of temporary files, which is RAM on many systems."""
+def _folder_on_disk() -> Path:
+    # The folder of temporary files is in RAM on many systems.
     cache = Path(platformdirs.user_cache_dir())
     return cache if os.access(cache, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -256,7 +259,7 @@ def _largest_weights(models: Path) -> Path | None:
 
 
 def _write(path: Path, data: Mapping[str, Any]) -> None:
-    """Write JSON so that a reader finds the old file or the whole new one."""
+    """Write JSON atomically: a reader finds the old file or the complete new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
         try:

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimateInputs:
-    """All that its memory depends on beside the size of the latents."""
+    """Settings of a run that determine its activation memory, in addition to the size of the latents."""
 
     chunk_tokens: int | None = None
-    """Tokens at once."""
+    """Tokens per chunk of the feed-forward; None: all at once."""
     cache: CacheSettings | None = None
     windows: ContextWindows | None = None
     steps: int = 1
 
     def working_bytes(self, pair: ExpertPair, shape: Sequence[int]) -> int:
-        """Bytes beside the weights for latents of `shape` [B, C, T, h, w], with a negative for each of them."""
+        """Return activation bytes for latents of `shape` [B, C, T, h, w], with a negative lane for each sample."""
         return working_bytes(
             pair,
             computed_shape(shape, self.windows, range(self.steps)),
@@ -38,10 +38,12 @@ class MemoryEstimateInputs:
 
 
 def usable_bytes(device: torch.device, *, free: int | None = None, reserved: int = VRAM_RESERVE) -> int:
-    """Bytes to compute in: of a GPU what is free but for `reserved`, of a CPU most of the RAM that can be taken.
+    """Return the bytes that a run may use: free VRAM minus `reserved` on a GPU, most of the available RAM on a CPU.
 
     Args:
-        free: what is free of the GPU, where the caller knows more than torch does.
+        device: the compute device.
+        free: free bytes of the GPU; None: as reported by the driver.
+        reserved: bytes of the GPU to leave free.
     """
     from ..devices import available_bytes, free_bytes
 

@@ -1,4 +1,4 @@
-"""Events of a run for the page: its beginning, each step, its end, with settings and telemetry."""
+"""Events of a run for the web page: begin, each step, and end, with settings and timelines."""
 
 from __future__ import annotations
 
@@ -28,24 +28,20 @@ SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Settings by which runs differ, in a few words each, as JSON carries them."""
+    """Settings of a run in a few words each, for a table of runs."""
 
     size: str
-    """Width, height and frames, and the number of videos where it is not 1: `832x480x81, 2 videos`."""
+    """Width, height and frames, and the number of videos if it is not 1: `832x480x81, 2 videos`."""
     dtype: str
     policy: str
     lora: str
     """Name and strength of each LoRA; empty without one."""
     workers: int | None = None
-    """The number requested; None: this process computes."""
+    """Requested number of workers; None: this process computes."""
     device_total: int | None = None
-    """Bytes of the device; None on a CPU, and for workers, whose devices may be of several sizes."""
+    """Device memory in bytes; None on a CPU, and for workers, whose devices may differ."""
     ram_total: int | None = None
-    """Bytes of the RAM of this machine; None for workers."""
-
-    def plain(self) -> dict[str, str | int | None]:
-        """The same as JSON."""
-        return asdict(self)
+    """RAM of this machine in bytes; None for workers."""
 
 
 def run_settings(
@@ -57,7 +53,10 @@ def run_settings(
     *,
     workers: WorkersRef | None = None,
 ) -> RunSettings:
-    """The settings of a run on latents of `shape` [B, C, T, h, w], which was `asked` for and begins with `policy`."""
+    """Return the settings of a run on latents of `shape` [B, C, T, h, w] that starts with `policy`.
+
+    `asked` is the policy requested by the user.
+    """
     totals = (None, None) if workers is not None else total_bytes(device)
     chosen = policy_name(policy) + (", RAM" if policy.source == "pinned" else "")
     return RunSettings(
@@ -79,7 +78,7 @@ def _size(shape: Sequence[int]) -> str:
 
 
 def _lora_names(ref: ExpertsRef) -> list[str]:
-    """Each file once, though both experts may take it."""
+    """Return file stems with strengths, each once even if both experts use the file."""
     found: dict[str, None] = {}
     for lora in ref.loras:
         for file, strength in ((lora.high_noise, lora.strength_high), (lora.low_noise, lora.strength_low)):
@@ -89,7 +88,7 @@ def _lora_names(ref: ExpertsRef) -> list[str]:
 
 
 def observed(host: HostApi) -> TelemetryOptions:
-    """For the run of the node that is executed now. Raises ValueError where the environment asks for nonsense."""
+    """Return the options for a run of the executing node. Raises ValueError for invalid environment variables."""
     return TelemetryOptions.asked(os.environ, ledger=host.ledger(), dynamic_bytes=host.dynamic_bytes)
 
 
@@ -101,24 +100,22 @@ Announce: TypeAlias = "Callable[[str, Mapping[str, Any]], None]"
 
 
 class _State(Enum):
-    """Where an announced run is; the value completes the sentence "this run ..."."""
-
-    NEW = "has not begun: use `with`"
-    RUNNING = "goes on"
-    OVER = "is over"
+    NEW = "new"
+    RUNNING = "running"
+    OVER = "over"
 
 
 class RunEvents:
-    """Tells one run from its first step to its end, however it ends; use with `with`, around all of it.
+    """Announces begin, steps and end of one run; a context manager around the whole run, so the end is always sent.
 
     Args:
-        announce: is given the name of each event and its payload.
-        prompt_id: the queue item.
-        node_id: the node that executes.
-        shown_at: the node that the run belongs to where that is another one; None: the same.
-        experts: the expert of each step of this run, in order.
-        predicted: what was simulated for it.
-        settings: what a list of runs shows of its settings.
+        announce: called with the name of each event and its payload.
+        prompt_id: id of the queue item.
+        node_id: id of the executing node.
+        experts: the expert of each step, in order.
+        shown_at: id of the node that displays the run; None: the executing node.
+        predicted: the simulated timeline.
+        settings: shown in the table of runs.
     """
 
     def __init__(
@@ -133,7 +130,7 @@ class RunEvents:
         settings: RunSettings | None = None,
     ) -> None:
         self._announce, self._experts, self._predicted = announce, list(experts), predicted
-        self._settings = None if settings is None else settings.plain()
+        self._settings = None if settings is None else asdict(settings)
         self._ids = {"run": uuid.uuid4().hex, "prompt_id": prompt_id, "node": node_id, "shown_at": shown_at or node_id}
         self._timeline: Timeline | None = None
         self._ranks: dict[int, Timeline] = {}
@@ -141,11 +138,11 @@ class RunEvents:
         self._done = 0
 
     def __enter__(self) -> RunEvents:
-        self._in(_State.NEW)
+        self._check_state(_State.NEW)
         self._state = _State.RUNNING
         pairs = zip(self._experts, self._experts[1:], strict=False)
         switch = next((step for step, (before, now) in enumerate(pairs, start=1) if before != now), None)
-        self._tell(
+        self._send(
             BEGIN,
             steps=len(self._experts),
             experts=self._experts,
@@ -157,21 +154,22 @@ class RunEvents:
         return self
 
     def step(self, record: StepRecord) -> None:
-        """A step is whole. Raises AnnounceOrderError outside `with`."""
-        self._in(_State.RUNNING)
+        """Announce a finished step. Raises StateError outside the `with`."""
+        self._check_state(_State.RUNNING)
         self._done += 1
-        self._tell(STEP, done=self._done, total=max(self._done, len(self._experts)), record=asdict(record))
+        self._send(STEP, done=self._done, total=max(self._done, len(self._experts)), record=asdict(record))
 
     def ended(
         self, timeline: Timeline, predicted: Timeline | None = None, *, ranks: Mapping[int, Timeline] | None = None
     ) -> None:
-        """The run has come to its end with this; `predicted` None leaves what was told at the beginning.
+        """Set the result of the run, which is announced at the end of the `with`. Raises StateError outside it.
 
-        `ranks` is what each worker did, where there were some; samples of their memory are not told.
-
-        Raises AnnounceOrderError outside `with`.
+        Args:
+            timeline: the measured run.
+            predicted: replaces the prediction announced at the beginning; None keeps that one.
+            ranks: timeline of each worker; announced without its memory samples.
         """
-        self._in(_State.RUNNING)
+        self._check_state(_State.RUNNING)
         self._ranks = dict(ranks or {})
         self._timeline, self._predicted = timeline, predicted or self._predicted
 
@@ -179,17 +177,19 @@ class RunEvents:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._state = _State.OVER
-        said = None if error is None else str(error) or type(error).__name__
-        ranks = {str(rank): _plain(replace(told, memory=())) for rank, told in sorted(self._ranks.items())}
+        message = None if error is None else str(error) or type(error).__name__
+        ranks = {str(rank): _plain(replace(ran, memory=())) for rank, ran in sorted(self._ranks.items())}
         timelines = {"timeline": _plain(self._timeline), "predicted": _plain(self._predicted), "ranks": ranks}
-        self._tell(END, **timelines, error=said)
+        self._send(END, **timelines, error=message)
 
-    def _in(self, state: _State) -> None:
-        if self._state is not state:
-            raise StateError(f"this run {self._state.value}")
+    def _check_state(self, expected: _State) -> None:
+        if self._state is not expected:
+            raise StateError(
+                f"the run is {self._state.value}, expected {expected.value}: use RunEvents once, in `with`"
+            )
 
-    def _tell(self, event: str, **what: Any) -> None:
-        self._announce(event, {**self._ids, **what})
+    def _send(self, event: str, **payload: Any) -> None:
+        self._announce(event, {**self._ids, **payload})
 
 
 def _plain(timeline: Timeline | None) -> dict[str, Any] | None:

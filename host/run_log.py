@@ -1,4 +1,4 @@
-"""Log of the last runs for pages that are opened later: settings, telemetry options, bounded entries."""
+"""Log of the last runs, for pages that are opened later."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .run_events import BEGIN, END, STEP
 KEPT_RUNS = 50
 
 LONGEST_NAME = 200
-"""Characters of a title or an id that are kept; the rest of a longer one is cut off."""
+"""Maximum number of characters of a title or an id; longer ones are truncated."""
 
 
 def title_in(prompt: Mapping[str, Any], node_id: str | None) -> str | None:
-    """The title of a node in a posted prompt, which may hold any JSON there; None where it is not a text."""
+    """Return the title of a node in a posted prompt; None if it is missing or, as prompts are untrusted, not a text."""
     return _text_at(prompt, node_id, "_meta", "title")
 
 
 def workflow_in(extra_data: Mapping[str, Any]) -> str | None:
-    """The id of the canvas in what was posted next to a prompt; None without one, or where it is not a text."""
+    """Return the id of the canvas from the extra data of a prompt; None if it is missing or not a text."""
     return _text_at(extra_data, "extra_pnginfo", "workflow", "id")
 
 
@@ -32,33 +32,33 @@ def _text_at(value: object, *path: str | None) -> str | None:
 
 
 class RunLog:
-    """Takes every event in the order in which it is told, and answers with the state that they amount to."""
+    """State of the last `KEPT_RUNS` runs, built from their events in order. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._runs: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
-    def note(self, event: str, payload: Mapping[str, Any]) -> None:
-        """Keep what an event says; events of runs that were forgotten, and of other kinds, are not kept."""
+    def record(self, event: str, payload: Mapping[str, Any]) -> None:
+        """Apply an event; events of other kinds, and of runs that were evicted from the log, are ignored."""
         with self._lock:
             if event == BEGIN:
                 self._runs[payload["run"]] = {**payload, "records": [], "ended": False, "timeline": None, "error": None}
                 while len(self._runs) > KEPT_RUNS:
                     self._runs.popitem(last=False)
             elif event in (STEP, END) and payload["run"] in self._runs:
-                self._go_on(self._runs[payload["run"]], event, payload)
+                self._update(self._runs[payload["run"]], event, payload)
 
-    def told(self) -> dict[str, list[dict[str, Any]]]:
-        """`runs`, the oldest first: copies that no later event changes."""
+    def snapshot(self) -> dict[str, list[dict[str, Any]]]:
+        """Return `runs`, oldest first, as copies that later events do not change."""
         with self._lock:
             return {"runs": [{**run, "records": list(run["records"])} for run in self._runs.values()]}
 
     @staticmethod
-    def _go_on(run: dict[str, Any], event: str, payload: Mapping[str, Any]) -> None:
+    def _update(run: dict[str, Any], event: str, payload: Mapping[str, Any]) -> None:
         if event == STEP:
             run["records"].append(payload["record"])
             return
         timeline = payload["timeline"]
         run.update(ended=True, timeline=timeline, predicted=payload["predicted"], error=payload["error"])
         if timeline is not None:
-            run["records"] = []  # the timeline holds them
+            run["records"] = []  # the timeline contains them

@@ -1,4 +1,4 @@
-"""Workers that are named by value: started once, and found running by the next queue item."""
+"""Registry of running workers by value, so that the next queue item reuses them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from ..distributed import Driver, Pool
 
 StartPool: TypeAlias = "Callable[[WorkersRef, torch.device], Pool]"
-Drive: TypeAlias = "Callable[[Pool, WorkersRef, Mesh, Driver | None], Driver]"
-"""The last one had the workers before."""
+MakeDriver: TypeAlias = "Callable[[Pool, WorkersRef, Mesh, Driver | None], Driver]"
+"""The last argument is the previous driver of the same workers."""
 
-REST_S = 60.0
-"""How long workers may take to give memory back before they are ended, which gives it back too."""
+RELEASE_TIMEOUT_S = 60.0
+"""Seconds that workers may take to release memory; after that they are killed, which releases it too."""
 
 logger = logging.getLogger("wanstream.workers")
 
 
 def check_ray(ref: WorkersRef) -> None:
-    """Raise RayMissingError where `ref` needs Ray and there is none, RaySetupError for an unusable token file.
+    """Raise RayMissingError if `ref` needs Ray and it is not installed, RaySetupError for an unusable token file.
 
-    Imports nothing of Ray.
+    Does not import Ray.
     """
     if ref.address != IN_PROCESS and find_spec("ray") is None:
         raise RayMissingError
@@ -44,14 +44,14 @@ def check_ray(ref: WorkersRef) -> None:
 
 
 def gpus_of(device: torch.device) -> int | None:
-    """How many GPUs workers of this machine may take beside each other; None where `device` is a CPU."""
+    """Return the number of GPUs for workers of this machine; None if `device` is a CPU."""
     import torch
 
     return torch.cuda.device_count() if device.type == "cuda" else None
 
 
 def start_pool(ref: WorkersRef, device: torch.device) -> Pool:
-    """Start the workers that `ref` names, to compute on devices like `device`; blocks until all of them answer."""
+    """Start the workers named by `ref` on devices of the type of `device`; blocks until all of them are ready."""
     from ..distributed import InProcessPool, RayPool
 
     if ref.address == IN_PROCESS:
@@ -59,15 +59,15 @@ def start_pool(ref: WorkersRef, device: torch.device) -> Pool:
     return RayPool(ref, device.type)
 
 
-def drive(pool: Pool, ref: WorkersRef, mesh: Mesh, former: Driver | None) -> Driver:
-    """What has the workers of `pool` compute runs together, as `former` did before."""
+def make_driver(pool: Pool, ref: WorkersRef, mesh: Mesh, previous: Driver | None) -> Driver:
+    """Return a driver for the workers of `pool` that replaces the previous one."""
     from ..distributed import Driver
 
-    return Driver(pool, ref, mesh, follows=former)
+    return Driver(pool, ref, mesh, follows=previous)
 
 
 @dataclass(kw_only=True)
-class _Held:
+class _Entry:
     ref: WorkersRef
     device: torch.device
     pool: Pool
@@ -75,91 +75,101 @@ class _Held:
 
 
 class WorkerRegistry:
-    """Holds at most one set of workers, by value. Thread-safe. They end with this process, if not before.
+    """Registry of at most one set of workers, by value. Thread-safe. The workers end with this process.
 
     Args:
-        start: starts the workers that a reference names.
-        drive: lays them out for a run.
-        rest_s: how long they may take to give memory back.
+        start: starts the workers named by a reference.
+        make_driver: lays them out for a run.
+        release_timeout_s: seconds that a worker may take to release memory.
     """
 
-    def __init__(self, start: StartPool = start_pool, drive: Drive = drive, *, rest_s: float = REST_S) -> None:
-        self._start, self._drive, self._rest_s = start, drive, rest_s
+    def __init__(
+        self,
+        start: StartPool = start_pool,
+        make_driver: MakeDriver = make_driver,
+        *,
+        release_timeout_s: float = RELEASE_TIMEOUT_S,
+    ) -> None:
+        self._start, self._make_driver, self._release_timeout_s = start, make_driver, release_timeout_s
         self._lock = threading.Lock()
-        self._held: _Held | None = None
-        self._planned = WorkersPlanCache()
+        self._entry: _Entry | None = None
+        self._plans = WorkersPlanCache()
 
     def plan(self, run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPlan:
-        """Layout and policy of a run; equal runs get the same ones. See `plan_workers`."""
+        """Return layout and policy of a run; equal runs get equal plans. See `plan_workers`."""
         with self._lock:
-            return self._planned.plan(run, machine_of)
+            return self._plans.plan(run, machine_of)
 
     def get(self, ref: WorkersRef, mesh: Mesh, device: torch.device) -> Driver:
-        """The workers that `ref` names, laid out as `mesh`; others are ended first, so that no two share a device.
+        """Return the workers named by `ref` with layout `mesh`, and start them if necessary.
 
-        The same workers serve references that differ in how a run is shared and in what happens to it alone.
+        References that differ only in layout, goal and `max_restarts` share processes. Other workers are ended first,
+        so that no two sets share a device.
 
-        Raises RayMissingError, and what starting them raises.
+        Raises RayMissingError, and the errors of starting workers.
         """
         with self._lock:
-            held = self._there(ref, device)
-            if held.driver is None or held.driver[:2] != (ref, mesh):
-                former = None if held.driver is None else held.driver[2]
-                held.driver = (ref, mesh, self._drive(held.pool, ref, mesh, former))
-            return held.driver[2]
+            entry = self._running(ref, device)
+            if entry.driver is None or entry.driver[:2] != (ref, mesh):
+                previous = None if entry.driver is None else entry.driver[2]
+                entry.driver = (ref, mesh, self._make_driver(entry.pool, ref, mesh, previous))
+            return entry.driver[2]
 
     def pool(self, ref: WorkersRef, device: torch.device) -> Pool:
-        """The workers that `ref` names, each for itself; otherwise as `get`."""
+        """Return the workers named by `ref` without a layout; otherwise as `get`."""
         with self._lock:
-            return self._there(ref, device).pool
+            return self._running(ref, device).pool
 
-    def rest(self) -> bool:
-        """Let them give back the memory that weights take; they stay, and open their experts again when they run.
+    def release_memory(self) -> bool:
+        """Release the workers' weights; the processes stay alive and open their experts again in the next run.
 
-        One that does not answer is ended, and replaced in the next run. Workers that are running keep their memory;
-        returns whether they were not.
+        A worker that does not respond in time is killed, and replaced in the next run. Returns False, without a
+        change, while a run is in progress.
         """
         with self._lock:
-            held = self._held
-            if held is None:
+            entry = self._entry
+            if entry is None:
                 return True
-            if held.driver is not None and held.driver[2].is_running:
+            if entry.driver is not None and entry.driver[2].is_running:
                 return False
             from ..distributed import WorkerLostError
 
-            asked = {worker.ask("close"): worker for worker in held.pool.workers}
-            done, late = wait(asked, timeout=self._rest_s)
-            for each in late:
-                logger.warning("worker %d kept its memory for %g s and is ended", asked[each].rank, self._rest_s)
-                asked[each].kill()
-            for each in done:
-                with suppress(WorkerLostError):  # who is gone keeps nothing
-                    each.result()
+            requests = {worker.ask("close"): worker for worker in entry.pool.workers}
+            done, late = wait(requests, timeout=self._release_timeout_s)
+            for request in late:
+                rank = requests[request].rank
+                logger.warning(
+                    "worker %d has not released its memory in %g s: killing it", rank, self._release_timeout_s
+                )
+                requests[request].kill()
+            for request in done:
+                with suppress(WorkerLostError):  # a dead worker has no memory to release
+                    request.result()
             return True
 
     def close(self) -> None:
-        """End the workers, if there are any."""
+        """End the workers, if any."""
         with self._lock:
             self._close()
 
-    def _there(self, ref: WorkersRef, device: torch.device) -> _Held:
+    def _running(self, ref: WorkersRef, device: torch.device) -> _Entry:
         check_ray(ref)
-        same = _processes_of(ref)
-        held = self._held
-        if held is not None and (held.ref, held.device) == (same, device) and held.pool.usable:
-            return held
+        key = _process_key(ref)
+        entry = self._entry
+        if entry is not None and (entry.ref, entry.device) == (key, device) and entry.pool.usable:
+            return entry
         self._close()
-        self._held = held = _Held(ref=same, device=device, pool=self._start(ref, device))
+        self._entry = entry = _Entry(ref=key, device=device, pool=self._start(ref, device))
         atexit.register(self.close)
-        return held
+        return entry
 
     def _close(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
+        entry, self._entry = self._entry, None
+        if entry is not None:
             atexit.unregister(self.close)
-            held.pool.close()
+            entry.pool.close()
 
 
-def _processes_of(ref: WorkersRef) -> WorkersRef:
-    """What of a reference makes processes what they are."""
+def _process_key(ref: WorkersRef) -> WorkersRef:
+    """Return `ref` without the settings that only affect a run, not the processes."""
     return replace(ref, mesh=None, goal=GOALS[0], max_restarts=0)

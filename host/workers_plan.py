@@ -1,4 +1,4 @@
-"""How workers share a run: the layout and the policy that all of them take, chosen once for equal runs."""
+"""Plan of a run on workers: its layout and the policy of each worker, computed once for equal runs."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from ..plan import (
 )
 from ..schema import LOCAL, Mesh, OffloadPolicy, WeightPlacement, WorkersRef, check_mesh
 
-GPUS_OF_A_MACHINE = 8
-"""Workers of a cluster that are taken to share a machine."""
+GPUS_PER_MACHINE = 8
+"""Assumed number of a cluster's workers on one machine."""
 
 logger = logging.getLogger("wanstream.planner")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRun:
-    """What is to be shared."""
+    """A run of one or more videos on workers."""
 
     workers: WorkersRef
     job: OffloadJob
-    """All videos on one worker."""
+    """The run of all videos on one worker."""
     videos: int
     asked: OffloadPolicy | AutoOffload
+    """The requested policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersPlan:
-    """How a run is shared. `reasons` tell what was chosen, and what is worth saying of what a user chose."""
+    """Layout and policy of a run. `reasons` explain the planner's choices and contain hints on the user's."""
 
     mesh: Mesh
     policy: OffloadPolicy
@@ -48,16 +49,16 @@ class WorkersPlan:
 
 
 def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPlan:
-    """Layout and policy of `run`; `machine_of` is asked only where something is left to the planner.
+    """Return layout and policy of `run`; `machine_of` is called only if the planner has to choose one of them.
 
-    Raises MeshError for a layout that does not suit the run, and DoesNotFitError where there is too little memory.
+    Raises MeshError for a layout that does not suit the run, and DoesNotFitError if memory is too small.
     """
     mesh, reasons = _layout(run, machine_of)
     if isinstance(run.asked, OffloadPolicy):
         return WorkersPlan(mesh=mesh, policy=run.asked, reasons=reasons)
     share = worker_share(
         mesh,
-        _of_cell(run, mesh),
+        _group_job(run, mesh),
         machine_of(),
         run.asked.budgets,
         workers_per_machine=_workers_per_machine(run.workers),
@@ -72,7 +73,7 @@ def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPl
 def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tuple[str, ...]]:
     count, mesh = run.workers.count, run.workers.mesh
     if mesh is not None:
-        job = _of_cell(run, mesh)
+        job = _group_job(run, mesh)
         return mesh, check_mesh(
             mesh,
             workers=count,
@@ -86,7 +87,7 @@ def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tu
         return Mesh(), ()
     mesh = choose_layout(
         count,
-        _one_video(run),
+        _layout_job(run),
         machine_of(),
         run.asked.budgets if isinstance(run.asked, AutoOffload) else Budgets(),
         samples=run.videos if run.workers.goal == "throughput" else 1,
@@ -98,42 +99,42 @@ def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tu
     return mesh, (reason,)
 
 
-def _one_video(run: SharedRun) -> OffloadJob:
-    """The job of one of the videos where they go separate ways, else of all together."""
+def _layout_job(run: SharedRun) -> OffloadJob:
+    """Return the job to choose a layout for: one video if the goal is throughput, else all videos."""
     if run.workers.mesh is None and run.workers.goal == "throughput":
-        return _of_videos(run, 1)
+        return _job_of_videos(run, 1)
     return run.job
 
 
-def _of_cell(run: SharedRun, mesh: Mesh) -> OffloadJob:
-    """The job of the videos that a group of `mesh` computes at once."""
+def _group_job(run: SharedRun, mesh: Mesh) -> OffloadJob:
+    """Return the job of the largest number of videos that one worker group of `mesh` computes at once."""
     from ..distributed import part_sizes
 
-    return _of_videos(run, max(part_sizes(run.videos, mesh)))
+    return _job_of_videos(run, max(part_sizes(run.videos, mesh)))
 
 
-def _of_videos(run: SharedRun, count: int) -> OffloadJob:
-    """The job of so many of the videos."""
+def _job_of_videos(run: SharedRun, count: int) -> OffloadJob:
+    """Return the job of `count` of the videos."""
     return replace(run.job, lanes={expert: count * lanes // run.videos for expert, lanes in run.job.lanes.items()})
 
 
 def _workers_per_machine(workers: WorkersRef) -> int:
-    return workers.count if workers.address == LOCAL else min(workers.count, GPUS_OF_A_MACHINE)
+    return workers.count if workers.address == LOCAL else min(workers.count, GPUS_PER_MACHINE)
 
 
 def _weights(workers: WorkersRef) -> WeightPlacement:
-    # `auto` is measured when workers start; until then the place that takes most RAM must fit.
+    # `auto` is decided by a measurement when workers start, so the placement with the largest RAM use must fit.
     return "full" if workers.weights == "auto" else workers.weights
 
 
 class WorkersPlanCache:
-    """Gives equal runs the same plan, so that workers find their buffers as the run before left them."""
+    """Cache of the last plan: equal runs get equal plans, so that workers keep their buffers between runs."""
 
     def __init__(self) -> None:
         self._last: tuple[SharedRun, WorkersPlan] | None = None
 
     def plan(self, run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPlan:
-        """As `plan_workers`, which is asked for another run only."""
+        """Return the plan of `run`, computed by `plan_workers` if it differs from the last run."""
         if self._last is None or self._last[0] != run:
             self._last = (run, plan_workers(run, machine_of))
         return self._last[1]

@@ -1,4 +1,4 @@
-"""`wanstream batch`: many videos of one workflow, in this process or on a ComfyUI server, from where it stopped."""
+"""`wanstream batch`: many videos of one workflow, in this process or on a ComfyUI server; resumable."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from functools import cache
 from pathlib import Path
 
 from ...host.embedded import Prompt, api_prompt
-from ..arguments import ArgumentError, made_folder, read_json
+from ..arguments import ArgumentError, create_output_folder, read_json
 from ..exit_codes import DONE, FAILED, INTERRUPTED, INVALID
 from ..stop_request import StopRequest
 from .backends.base import BatchBackend
 from .full_disk import is_full_disk
-from .jobs import Planner, single_jobs, with_values, work_of
+from .jobs import Planner, apply_row, single_jobs, workflow_key
 from .journal import Journal, Lock
 from .journal_entry import State
 from .journal_recovery import open_journal
-from .lanes import check_lanes, lane_of, lane_planner
+from .lanes import check_lanes, lane_planner, row_workflow
 from .media_check import stored_prompt
 from .output_store import OutputStore
 from .progress import BatchBar
-from .resume import Recognise, Start, take_up
+from .resume import FindRows, Start, resume
 from .rows import Row, RowError, read_rows
 from .runner import Limits, Runner
-from .target import BatchTarget, embedded_ground, server_ground
+from .target import BatchTarget, embedded_target, server_target
 
 JOURNAL = "journal.sqlite"
 _TICK_SECONDS = 0.1
@@ -38,23 +38,23 @@ _TICK_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class BatchArguments:
-    """What the command line says."""
+    """Arguments of the command line."""
 
     jobs: Path
     workflow: Path
     output: Path
     server: str | None = None
-    """The address of a ComfyUI server; None: this process."""
+    """Address of a ComfyUI server; None: this process."""
     models: Path = Path("models")
     input: Path = Path("input")
     device: str | None = None
     """None: a GPU if there is one."""
     journal: Path | None = None
-    """None: in the output folder."""
+    """None: `JOURNAL` in the output folder."""
     max_failures: int | None = None
     timeout_s: float = 600.0
     share_weights: int = 1
-    """Rows that may share one stream of weights."""
+    """Maximum number of rows per pass over the weights."""
     dry_run: bool = False
     strict: bool = False
     """Raise an error for suspicious inputs instead of a warning."""
@@ -62,197 +62,198 @@ class BatchArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class _BatchSpec:
-    """What is to be done, and where. Rows that do not fit the workflow have their fault."""
+    """Rows, workflow and target of a batch. Rows that do not fit the workflow have a fault."""
 
     rows: tuple[Row, ...]
     workflow: Prompt
-    ground: BatchTarget
+    target: BatchTarget
     lanes: int
 
-    def planner(self, tell: Callable[[str], None]) -> Planner:
-        """How rows become jobs; `tell` hears which of them could not share one."""
+    def planner(self, report: Callable[[str], None]) -> Planner:
+        """Return the function that groups rows into jobs; it calls `report` with the rows that cannot share one."""
         if self.lanes > 1:
-            return lane_planner(self.workflow, self.ground.sockets, self.lanes, tell)
-        return lambda rows: single_jobs(self.workflow, rows, self.ground.sockets)
+            return lane_planner(self.workflow, self.target.sockets, self.lanes, report)
+        return lambda rows: single_jobs(self.workflow, rows, self.target.sockets)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _BatchState:
-    """What is locked while a batch runs, and where it goes on."""
+    """Files that are locked while a batch runs, and its state at the start."""
 
-    shelf: OutputStore
+    store: OutputStore
     journal: Journal
     start: Start
 
 
 def batch(arguments: BatchArguments) -> int:
-    """Run what is not done yet, print what has failed and how many rows are done, and return the exit code."""
+    """Run the unfinished rows, print the failed ones and the number of finished ones, and return the exit code."""
     with ExitStack() as opened:
         try:
-            todo = _read(arguments)
+            spec = _read(arguments)
             if arguments.dry_run:
-                return _dry_run(todo)
-            desk = _desk(arguments, todo, opened)
+                return _dry_run(spec)
+            state = _open_state(arguments, spec, opened)
         except (ValueError, OSError) as err:
             print(err, file=sys.stderr)
-            _advise(err, arguments.output)
+            _print_hint(err, arguments.output)
             return INVALID
         try:
-            stop = _run(arguments, todo, desk)
+            stop = _run(arguments, spec, state)
         except (ValueError, OSError) as err:
             print(f"failed: {err}", file=sys.stderr)
-            _advise(err, arguments.output)
-            _put_down(desk)
+            _print_hint(err, arguments.output)
+            _clean_up(state)
             return FAILED
-        _put_down(desk)
-        return _summary(arguments, todo, desk.journal, stop)
+        _clean_up(state)
+        return _summary(arguments, spec, state.journal, stop)
 
 
-def _advise(err: Exception, output: Path) -> None:
+def _print_hint(err: Exception, output: Path) -> None:
     if is_full_disk(err):
-        print(f"make room in {output}: the same command goes on then", file=sys.stderr)
+        print(f"free space in {output}, then run the same command again to resume", file=sys.stderr)
 
 
-def _put_down(desk: _BatchState) -> None:
-    """Copy the journal, remove what is of no use any more, and name what is. No error of that counts."""
+def _clean_up(state: _BatchState) -> None:
+    """Back up the journal, remove leftovers and print the remaining latents. Errors do not affect the exit code."""
     try:
-        desk.journal.back_up()
-        left = desk.shelf.sweep(desk.journal.lines_left)
+        state.journal.back_up()
+        remaining = state.store.remove_leftovers(state.journal.lines_left)
     except OSError as err:
-        print(f"the journal was not copied, or the folder not cleared: {err}", file=sys.stderr)
+        print(f"the journal was not copied, or the folder not cleaned up: {err}", file=sys.stderr)
         return
-    for latent, lines in left:
+    for latent, lines in remaining:
         rows = f"line {', '.join(map(str, lines))}" if lines else "a row that is not in the batch"
         print(f"the latent of {rows}, which is not done, is kept in {latent}", file=sys.stderr)
 
 
 def _read(arguments: BatchArguments) -> _BatchSpec:
-    """Rows, workflow and where it runs. Raises ValueError, before anything runs."""
+    """Return rows, workflow and target of the arguments. Raises ValueError; runs nothing."""
     check_lanes(arguments.share_weights)
     rows = read_rows(arguments.jobs)
     workflow = api_prompt(read_json(arguments.workflow))
     if arguments.strict and arguments.server is not None:
-        raise ArgumentError("--strict: the server decides; turn its setting on (Settings, WanStream) instead")
+        raise ArgumentError("--strict has no effect on a server: enable its setting instead (Settings, WanStream)")
     if arguments.server is not None:
-        ground = server_ground(arguments.server, workflow)
+        target = server_target(arguments.server, workflow)
     else:
         folders = {"models": arguments.models, "input_dir": arguments.input, "output": arguments.output}
-        ground = embedded_ground(workflow, **folders, device=arguments.device, strict=arguments.strict)
-    fitted = tuple(_fitted(row, workflow, ground) for row in rows)
-    return _BatchSpec(rows=fitted, workflow=workflow, ground=ground, lanes=arguments.share_weights)
+        target = embedded_target(workflow, **folders, device=arguments.device, strict=arguments.strict)
+    checked = tuple(_checked(row, workflow, target) for row in rows)
+    return _BatchSpec(rows=checked, workflow=workflow, target=target, lanes=arguments.share_weights)
 
 
-def _fitted(row: Row, workflow: Prompt, ground: BatchTarget) -> Row:
-    """The row, with its fault if the workflow has no place for a value of it."""
+def _checked(row: Row, workflow: Prompt, target: BatchTarget) -> Row:
+    """Return the row, with a fault if the workflow lacks one of its inputs."""
     try:
-        with_values(workflow, row, ground.sockets)
+        apply_row(workflow, row, target.sockets)
     except RowError as err:
         return replace(row, fault=str(err))
     return row
 
 
-def _dry_run(todo: _BatchSpec) -> int:
-    """Judge every row and queue nothing."""
+def _dry_run(spec: _BatchSpec) -> int:
+    """Validate all rows without queueing them."""
     valid = []
-    for row in todo.rows:
-        faults = [row.fault] if row.fault else todo.ground.faults(with_values(todo.workflow, row, todo.ground.sockets))
+    for row in spec.rows:
+        faults = [row.fault] if row.fault else spec.target.faults(apply_row(spec.workflow, row, spec.target.sockets))
         for fault in faults:
             print(f"line {row.line}: {fault}", file=sys.stderr)
         valid += [] if faults else [row]
-    unjudged = todo.ground.unjudged(todo.workflow)
-    if unjudged:
-        print(unjudged, file=sys.stderr)
-    jobs = todo.planner(lambda text: print(text, file=sys.stderr))(valid)
-    passes = f", in {len(jobs)} passes" if todo.lanes > 1 else ""
-    print(f"{len(valid)} of {len(todo.rows)} rows are valid{passes}; nothing was queued")
-    return DONE if len(valid) == len(todo.rows) else INVALID
+    unchecked = spec.target.unchecked(spec.workflow)
+    if unchecked:
+        print(unchecked, file=sys.stderr)
+    jobs = spec.planner(lambda text: print(text, file=sys.stderr))(valid)
+    passes = f", in {len(jobs)} passes" if spec.lanes > 1 else ""
+    print(f"{len(valid)} of {len(spec.rows)} rows are valid{passes}; nothing was queued")
+    return DONE if len(valid) == len(spec.rows) else INVALID
 
 
-def _desk(arguments: BatchArguments, todo: _BatchSpec, opened: ExitStack) -> _BatchState:
-    """Everything that this process alone may write now. Raises ValueError or OSError."""
-    shelf = OutputStore(made_folder(arguments.output))
+def _open_state(arguments: BatchArguments, spec: _BatchSpec, opened: ExitStack) -> _BatchState:
+    """Lock and open the output folder and the journal, and restore the state. Raises ValueError or OSError."""
+    store = OutputStore(create_output_folder(arguments.output))
     path = arguments.journal or arguments.output / JOURNAL
-    opened.enter_context(Lock(shelf.workshop / "lock", of=str(arguments.output)))
+    opened.enter_context(Lock(store.work_folder / "lock", of=str(arguments.output)))
     opened.enter_context(Lock(path.with_name(f"{path.name}.lock"), of=str(path)))
-    recognise = _recogniser(todo)
+    find_rows = _row_finder(spec)
     journal, recovered = open_journal(
         path,
-        workflow=_digest(todo.workflow),
-        start=lambda journal: take_up(journal, shelf, todo.rows, recognise).notes,
+        workflow=_digest(spec.workflow),
+        start=lambda journal: resume(journal, store, spec.rows, find_rows).notes,
     )
     opened.enter_context(journal)
-    start = take_up(journal, shelf, todo.rows, recognise)
-    shelf.sweep(journal.lines_left)
-    return _BatchState(shelf=shelf, journal=journal, start=replace(start, notes=(*recovered, *start.notes)))
+    start = resume(journal, store, spec.rows, find_rows)
+    store.remove_leftovers(journal.lines_left)
+    return _BatchState(store=store, journal=journal, start=replace(start, notes=(*recovered, *start.notes)))
 
 
-def _recogniser(todo: _BatchSpec) -> Recognise:
-    """The rows whose workflow a file holds."""
+def _row_finder(spec: _BatchSpec) -> FindRows:
+    """Return the function that finds the rows of a file by the workflow in its metadata."""
 
     @cache
-    def by_work() -> dict[str, list[str]]:
+    def hashes_by_key() -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
-        for row in todo.rows:
+        for row in spec.rows:
             if row.fault is None:
-                prompt = with_values(todo.workflow, row, todo.ground.sockets)
-                found.setdefault(work_of(prompt, todo.ground.sockets), []).append(row.hash)
+                prompt = apply_row(spec.workflow, row, spec.target.sockets)
+                found.setdefault(workflow_key(prompt, spec.target.sockets), []).append(row.hash)
         return found
 
-    def recognise(path: Path) -> list[str]:
+    def find_rows(path: Path) -> list[str]:
         try:
             stored, node_id = stored_prompt(path)
-            prompt = lane_of(api_prompt(stored), str(node_id))
+            prompt = row_workflow(api_prompt(stored), str(node_id))
         except ValueError:
             return []
-        return by_work().get(work_of(prompt, todo.ground.sockets), [])
+        return hashes_by_key().get(workflow_key(prompt, spec.target.sockets), [])
 
-    return recognise
+    return find_rows
 
 
-def _run(arguments: BatchArguments, todo: _BatchSpec, desk: _BatchState) -> StopRequest:
-    """Run the rows to their end, or to where the user wants it. Raises ValueError or OSError."""
-    start, stop = desk.start, StopRequest()
+def _run(arguments: BatchArguments, spec: _BatchSpec, state: _BatchState) -> StopRequest:
+    """Run the rows until all are finished or the user stops the batch. Raises ValueError or OSError."""
+    start, stop = state.start, StopRequest()
     with ExitStack() as opened:
-        bar = opened.enter_context(BatchBar(rows=len(todo.rows), ended=start.done + len(start.faults)))
+        bar = opened.enter_context(BatchBar(rows=len(spec.rows), ended=start.done + len(start.faults)))
         for note in (*(f"line {row.line}: {fault}" for row, fault in start.faults), *start.notes):
             bar.note(note)
-        host = opened.enter_context(todo.ground.opened(desk.shelf.made, bar.show))
+        backend = opened.enter_context(spec.target.opened(state.store.backend_folder, bar.show))
         runner = Runner(
-            host=host,
-            journal=desk.journal,
-            shelf=desk.shelf,
-            planner=todo.planner(bar.note),
-            teller=bar,
+            backend=backend,
+            journal=state.journal,
+            store=state.store,
+            planner=spec.planner(bar.note),
+            reporter=bar,
             stop=stop,
             limits=Limits(failures=arguments.max_failures, timeout_s=arguments.timeout_s),
             sleep=lambda seconds: _sleep(seconds, stop, bar),
             failures=len(start.faults),
         )
-        with stop.listening(lambda: _on_stop(stop, host)):
-            runner.run(start.waiting, start.flights)
+        with stop.handle_sigint(lambda: _on_stop(stop, backend)):
+            runner.run(start.waiting, start.submissions)
     return stop
 
 
 def _sleep(seconds: float, stop: StopRequest, bar: BatchBar) -> None:
-    """Shorter when the user asks for the end meanwhile."""
+    """Sleep until the time is over or the user makes a stop request."""
     end = time.monotonic() + seconds
-    asked = stop.soon
-    while (left := end - time.monotonic()) > 0 and stop.soon == asked and not stop.at_once:
+    requested = stop.requested
+    while (left := end - time.monotonic()) > 0 and stop.requested == requested and not stop.immediate:
         time.sleep(min(left, _TICK_SECONDS))
     bar.tick()
 
 
-def _on_stop(stop: StopRequest, host: BatchBackend) -> None:
-    if stop.at_once:
-        host.halt()
+def _on_stop(stop: StopRequest, backend: BatchBackend) -> None:
+    if stop.immediate:
+        backend.halt()
     else:
-        os.write(2, b"\nstopping after what runs now; Ctrl-C again stops that too\n")
+        # Not `print`: this is a signal handler, and the interrupted code may be printing.
+        os.write(2, b"\nstopping after the running job; press Ctrl-C again to stop it too\n")
 
 
-def _summary(arguments: BatchArguments, todo: _BatchSpec, journal: Journal, stop: StopRequest) -> int:
-    """The rows that failed with their reasons, and how many are done."""
-    known = journal.entries()
-    entries = [known[row.hash] for row in todo.rows]
+def _summary(arguments: BatchArguments, spec: _BatchSpec, journal: Journal, stop: StopRequest) -> int:
+    """Print the failed rows with their reasons and the number of finished ones; return the exit code."""
+    by_hash = journal.entries()
+    entries = [by_hash[row.hash] for row in spec.rows]
     failed = [entry for entry in entries if entry.state is State.failed]
     done = sum(entry.state is State.done for entry in entries)
     for entry in failed:
@@ -260,15 +261,15 @@ def _summary(arguments: BatchArguments, todo: _BatchSpec, journal: Journal, stop
     left = len(entries) - done - len(failed)
     parts = [f"{done} of {len(entries)} rows are done in {arguments.output}"]
     parts += [f"{len(failed)} failed"] if failed else []
-    parts += [f"{left} are left: the same command goes on with them"] if left else []
+    parts += [f"{left} are left: run the same command again to resume"] if left else []
     print("; ".join(parts))
-    if stop.soon and left:
+    if stop.requested and left:
         return INTERRUPTED
     return FAILED if left or failed else DONE
 
 
 def _digest(workflow: Prompt) -> str:
-    """The same for workflows that differ in titles alone."""
+    """Return a digest that is equal for workflows that differ only in titles."""
     plain = {
         node_id: {key: value for key, value in node.items() if key != "_meta"} for node_id, node in workflow.items()
     }

@@ -1,4 +1,4 @@
-"""A full disk: recognised in an exception, and found behind SQLite's words for it."""
+"""Detection of a full disk in exceptions, including SQLite's ambiguous ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The error numbers of a disk, a quota or a file size limit that is used up."""
 
 _PAGES = bytes(16 * 4096)
-"""Room for some pages of a SQLite file: a change of it needs several, and gives them back when it fails."""
+"""Some pages of a SQLite file: a transaction needs several, and releases them when it fails."""
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Return True if `error` or one of its causes is that of a full disk."""
+    """Return True if `error` or one of its causes means a full disk."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             return True
@@ -24,10 +24,10 @@ def is_full_disk(error: BaseException | None) -> bool:
 
 
 def write_failure(path: Path) -> OSError | None:
-    """Return the error that the system has for a longer file at `path`, or None if such a file can be written.
+    """Return the system's error for a longer file at `path`, or None if such a file can be written.
 
-    SQLite reports a used-up quota and a file size limit as "disk I/O error", and a missing folder as "unable to open
-    database file". A nameless file next to `path` meets the same obstacle and its error names it.
+    SQLite reports an exceeded quota and a file size limit as "disk I/O error", and a missing folder as "unable to open
+    database file". Writing a temporary file next to `path` fails with the system's own error.
     """
     try:
         with tempfile.TemporaryFile(dir=path.parent) as probe:

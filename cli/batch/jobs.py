@@ -1,4 +1,4 @@
-"""From rows to what is queued: a workflow with the values of a row in it. Pure functions."""
+"""Jobs of a batch: the workflow with the values of a row. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ...host.embedded import MOST_NESTED, Prompt, Socket, converted, names_listed, nested_deeper
-from ..overrides import ChangeError, node_named
+from ..overrides import OverrideError, find_node
 from .rows import Row, RowError
 from .sharing import node_traits
 
 Sockets: TypeAlias = Mapping[str, Mapping[str, Socket]]
-"""The inputs that each class of nodes describes: class -> name -> input."""
+"""Inputs of the node classes: class -> name -> input."""
 
 _TYPED_AS_TEXT = ("STRING", "COMBO")
 _NESTED = "COMFY_"
-"""What the types of inputs begin with that have further inputs below them, called input.further."""
+"""Prefix of the types of dynamic inputs, whose nested inputs are called input.nested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """One workflow to queue, and the rows that it serves."""
+    """One workflow to queue, and its rows."""
 
     prompt: Prompt
     rows: tuple[Row, ...]
     saves: Mapping[str, frozenset[str] | None]
-    """By the hash of a row: the nodes whose files are that row's. None: all files are."""
+    """By hash of a row: the nodes that save the row's files. None: all nodes."""
 
 
 Planner: TypeAlias = Callable[[Sequence[Row]], list[BatchJob]]
-"""Makes jobs of rows that are known to fit the workflow; every row is in one of them."""
+"""Groups rows without faults into jobs; every row is in one of them."""
 
 
 def single_jobs(workflow: Prompt, rows: Sequence[Row], sockets: Sockets) -> list[BatchJob]:
-    """One job for each row."""
-    return [BatchJob(prompt=with_values(workflow, row, sockets), rows=(row,), saves={row.hash: None}) for row in rows]
+    """Return one job for each row."""
+    return [BatchJob(prompt=apply_row(workflow, row, sockets), rows=(row,), saves={row.hash: None}) for row in rows]
 
 
-def with_values(workflow: Prompt, row: Row, sockets: Sockets) -> Prompt:
-    """A copy of the workflow with the values of the row in it.
+def apply_row(workflow: Prompt, row: Row, sockets: Sockets) -> Prompt:
+    """Return a copy of the workflow with the values of the row.
 
-    Whether a value is allowed is left to the validation of the workflow. Raises RowError for a node or an input that
-    the workflow does not have, and for text that is no value of the input's type.
+    Ranges and choices are not checked here but by the validation of the workflow. Raises RowError for an unknown node
+    or input, and for text that is not a value of the input's type.
     """
     if row.fault is not None:
         raise RowError(row.fault)
@@ -56,13 +56,13 @@ def with_values(workflow: Prompt, row: Row, sockets: Sockets) -> Prompt:
         inputs = node.setdefault("inputs", {})
         given = _typed(key, value, socket, inputs.get(name)) if row.as_text else value
         if nested_deeper(given, MOST_NESTED):
-            raise RowError(f"{key}: the value is nested more than {MOST_NESTED} deep")
+            raise RowError(f"{key}: the value is nested deeper than {MOST_NESTED} levels")
         inputs[name] = given
     return changed
 
 
-def work_of(prompt: Prompt, sockets: Sockets) -> str:
-    """Return a text that is equal for workflows that make the same; titles and the spelling of numbers do not count."""
+def workflow_key(prompt: Prompt, sockets: Sockets) -> str:
+    """Return a text that is equal for equivalent workflows; titles and the notation of numbers are ignored."""
     traits: dict[str, object] = {}
     for node_id, node in prompt.items():
         known = sockets.get(node.get("class_type", ""), {})
@@ -75,22 +75,22 @@ def work_of(prompt: Prompt, sockets: Sockets) -> str:
 
 
 def _target(key: str, workflow: Prompt) -> tuple[str, str]:
-    """The node's id and the name of the input; both may have dots in them."""
+    """Return the node's id and the name of the input; both may contain dots."""
     parts = key.split(".")
     splits = [(".".join(parts[:place]), ".".join(parts[place:])) for place in range(1, len(parts))]
     for name, socket in splits:
         try:
-            return node_named(name, workflow), socket
-        except ChangeError:
+            return find_node(name, workflow), socket
+        except OverrideError:
             continue
     try:
-        return node_named(splits[0][0], workflow), splits[0][1]
-    except ChangeError as err:
+        return find_node(splits[0][0], workflow), splits[0][1]
+    except OverrideError as err:
         raise RowError(f"{key}: {err}") from err
 
 
 def _socket(node: Mapping[str, Any], name: str, known: Mapping[str, Socket]) -> Socket | None:
-    """What the class says of the input; None for one that only the workflow knows. Raises RowError for neither."""
+    """Return the class's description of an input; None if only the workflow has the input. Raises RowError."""
     if name in known:
         return known[name]
     above = known.get(name.partition(".")[0])
@@ -101,11 +101,11 @@ def _socket(node: Mapping[str, Any], name: str, known: Mapping[str, Socket]) -> 
 
 
 def _typed(key: str, text: str, socket: Socket | None, before: object) -> object:
-    """A CSV cell as the value that the input takes; where its type is not known, as what the workflow has there."""
+    """Convert a CSV cell to the type of the input or, if that is unknown, of the value in the workflow."""
     if socket is None and isinstance(before, str):
         return text
     if socket is not None and socket.io_type in _TYPED_AS_TEXT:
-        # Some lists offer numbers.
+        # Some choices are numbers.
         options = socket.options.get("options") or ()
         return next((option for option in options if text not in options and str(option) == text), text)
     if socket is not None and socket.io_type == "BOOLEAN" and text.lower() in {"true", "false"}:
@@ -113,5 +113,5 @@ def _typed(key: str, text: str, socket: Socket | None, before: object) -> object
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as err:
-        kind = "no text" if socket is None else socket.io_type
-        raise RowError(f"{key} is {kind}, and '{text}' is no JSON value: {err}") from err
+        kind = "not a text" if socket is None else socket.io_type
+        raise RowError(f"{key} is {kind}, but '{text}' is not a JSON value: {err}") from err

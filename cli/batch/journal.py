@@ -22,15 +22,15 @@ _DIGITS = 5
 
 
 def file_stems(rows: Sequence[Row], taken: Mapping[str, str]) -> list[str | None]:
-    """The stem of each row's files; no two rows, present or former, have the same.
+    """Return a unique stem for the files of each row.
 
-    `taken` are the stems in use, each with the hash of its row: a row keeps its stem. A row without a name is called by
-    its position, or by the next free number if that is taken. None: the row has a fault, or its name is taken.
+    `taken` maps the stems of present and former rows to their hashes: a row keeps its stem. A row without a name gets
+    its position, or the next free number. None: the row has a fault, or its name is taken.
     """
     owned = {digest: stem for stem, digest in taken.items()}
     used = {stem.casefold() for stem in taken}
     stems: dict[str, str | None] = {}
-    # Names first, so that no number takes one.
+    # Rows with names first, so that no number takes one of the names.
     for row in sorted(rows, key=lambda row: row.name is None):
         if row.hash in owned:
             stems[row.hash] = owned[row.hash]
@@ -45,7 +45,7 @@ def file_stems(rows: Sequence[Row], taken: Mapping[str, str]) -> list[str | None
 
 
 def _number(position: int, used: set[str], rows: int) -> str:
-    """The position; where it is taken, the first free number above all rows."""
+    """Return the position or, if it is taken, the first free number above all rows."""
     number = position
     while f"{number:0{_DIGITS}}" in used:
         number = max(number, rows) + 1
@@ -53,17 +53,17 @@ def _number(position: int, used: set[str], rows: int) -> str:
 
 
 class LockedError(OSError):
-    """Another process holds the lock, or its file cannot be made; `errno` is set where the system has one."""
+    """Another process has the lock, or its file cannot be created; `errno` is that of the system, if any."""
 
     def __str__(self) -> str:
         return str(self.args[-1])
 
 
 class Lock:
-    """Held inside its `with`; the file stays.
+    """Lock of a file inside the `with`; the file is not removed.
 
-    SQLite's exclusive transactions are the locks of files that the standard library has for all systems: the kernel
-    gives them back however the process ends. The file holds nothing else, so that the journal can be read meanwhile.
+    It is an exclusive SQLite transaction, the only portable file lock in the standard library; the kernel releases it
+    however the process ends. The file is not the journal itself, so that the journal stays readable.
     """
 
     def __init__(self, path: Path, *, of: str) -> None:
@@ -71,8 +71,8 @@ class Lock:
         self._connection: sqlite3.Connection | None = None
 
     def __enter__(self) -> Lock:
-        """Raises LockedError at once if another process is inside, or if the file cannot be made."""
-        assert self._connection is None, "the lock is held already"
+        """Raises LockedError at once if another process has the lock, or if the file cannot be created."""
+        assert self._connection is None, "the lock is already acquired"
         connection: sqlite3.Connection | None = None
         try:
             connection = sqlite3.connect(self._path, isolation_level=None, timeout=0)
@@ -81,9 +81,7 @@ class Lock:
             if connection is not None:
                 connection.close()
             if "locked" in str(err):
-                raise LockedError(
-                    f"another `wanstream batch` is at work on {self._of}: wait for it, or stop it"
-                ) from err
+                raise LockedError(f"another `wanstream batch` is using {self._of}: wait for it, or stop it") from err
             cause = write_failure(self._path)
             if cause is not None:
                 raise LockedError(cause.errno, f"{self._path} cannot be locked: {cause.strerror}") from err
@@ -94,12 +92,12 @@ class Lock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._connection is not None, "the lock is not held"
+        assert self._connection is not None, "the lock is not acquired"
         self._connection.close()
         self._connection = None
 
 
-_APPLICATION = 0x57535442  # "WSTB": tells a journal from other SQLite files
+_APPLICATION = 0x57535442  # "WSTB" identifies a journal among SQLite files
 _VERSION = 2
 _ATTEMPTS = "CREATE TABLE attempts (prompt_id TEXT NOT NULL, hash TEXT NOT NULL)"
 _FIRST_TABLES = (
@@ -108,44 +106,44 @@ _FIRST_TABLES = (
     "prompt_id TEXT, attempts INTEGER NOT NULL DEFAULT 0, error TEXT, saves TEXT, files TEXT NOT NULL DEFAULT '[]')",
 )
 _TABLES_OF = {1: _FIRST_TABLES, _VERSION: (*_FIRST_TABLES, _ATTEMPTS)}
-"""The tables of each version of the file. `attempts` has all prompt ids that a row was ever posted under."""
+"""Tables of each version of the file. `attempts` contains all prompt ids under which a row was ever posted."""
 
 
 _BACK_UP_SECONDS = 60.0
-"""Passes that end within this time after a copy was written are only in the next one."""
+"""Minimum time between two backups."""
 
 _LOCKED_SECONDS = 60.0
-"""A program that reads or copies the journal may hold it for so long."""
+"""Maximum time to wait for another program that reads or copies the journal."""
 
-_MADE_BY_SQLITE = ("index", None)
-"""The type and the SQL of an index that comes with a PRIMARY KEY or UNIQUE column."""
+_IMPLICIT_INDEX = ("index", None)
+"""Type and SQL of an index that SQLite creates for a PRIMARY KEY or UNIQUE column."""
 
 
 class JournalError(OSError):
-    """The journal cannot be read or written, or it is that of another batch; `errno` as the system has it."""
+    """The journal cannot be read or written, or belongs to another batch; `errno` is that of the system."""
 
     def __str__(self) -> str:
         return str(self.args[-1])
 
 
 class DamagedJournalError(JournalError):
-    """The file is not the journal that was written: it was cut, overwritten or changed."""
+    """The file was truncated, overwritten or changed."""
 
 
 class OtherWorkflowError(JournalError):
-    """The file is a whole journal, of a batch of another workflow."""
+    """The file is an intact journal of another workflow."""
 
 
 def copy_of(path: Path) -> Path:
-    """The path of the copy that `Journal.back_up` writes."""
+    """Return the path of the backup that `Journal.back_up` writes."""
     return path.with_name(f"{path.name}.before")
 
 
 class Journal:
-    """One batch's journal, open. Only the holder of its lock may use it."""
+    """Open journal of one batch. Only the process that has its lock may use it."""
 
     def __init__(self, path: Path, *, workflow: str) -> None:
-        """Open or make the journal of a batch of the workflow with this digest. Raises JournalError."""
+        """Open or create the journal of a batch of the workflow with this digest. Raises JournalError."""
         self._path = path
         self._backed_up = time.monotonic()
         try:
@@ -153,10 +151,10 @@ class Journal:
         except sqlite3.Error as err:
             raise self._error(err) from err
         try:
-            # Before anything is read: a file of somebody else may hold triggers, views and functions.
+            # Before anything is read: an untrusted file may contain triggers, views and functions.
             with self._transaction(begin=False) as execute:
                 execute("PRAGMA trusted_schema = OFF")
-            self._own(workflow)
+            self._check_or_create(workflow)
             self.entries()
         except JournalError:
             self._connection.close()
@@ -171,42 +169,42 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         self._connection.close()
 
     def entries(self) -> dict[str, Entry]:
-        """All rows by their hash, in the order of their lines."""
+        """Return all rows by their hash, in the order of their lines."""
         with self._transaction() as execute:
             return self._entries(execute)
 
     def stem(self, digest: str) -> str:
-        """What the files of a row that may run are called."""
+        """Return the stem of the files of a row without a fault."""
         with self._transaction() as execute:
             (stem,) = execute("SELECT stem FROM rows WHERE hash = ?", (digest,)).fetchone()
         assert stem is not None, f"row {digest} has failed before it could run"
         return str(stem)
 
     def enter(self, rows: Sequence[Row], *, gone: Callable[[Entry], bool]) -> list[Row]:
-        """Make the journal know exactly these rows, and those former ones whose files are still here, or `placing`.
+        """Replace the rows of the journal, but keep former ones that are `placing`, or done and not `gone`.
 
-        A row that failed before waits again, a row with a fault has failed. Returns the rows that were done and whose
-        files are `gone`: they wait again.
+        Failed rows are set to waiting, rows with a fault to failed. Returns the rows that were done but whose files are
+        `gone`; they are set to waiting.
         """
         with self._transaction() as execute:
             known = self._entries(execute)
             wanted = {row.hash for row in rows}
-            left = [entry for entry in known.values() if entry.hash not in wanted]
-            kept = {entry.hash for entry in left if entry.state is State.placing}
-            kept |= {entry.hash for entry in left if entry.state is State.done and not gone(entry)}
-            dropped = {entry.hash for entry in left} - kept
+            former = [entry for entry in known.values() if entry.hash not in wanted]
+            kept = {entry.hash for entry in former if entry.state is State.placing}
+            kept |= {entry.hash for entry in former if entry.state is State.done and not gone(entry)}
+            dropped = {entry.hash for entry in former} - kept
             execute("UPDATE rows SET line = NULL")
             for digest in dropped:
                 execute("DELETE FROM rows WHERE hash = ?", (digest,))
-            taken = {self._path.stem: "", self._path.name: ""}  # what lies beside the journal is called like that
+            taken = {self._path.stem: "", self._path.name: ""}  # the journal and its companion files
             taken |= {entry.stem: entry.hash for entry in known.values() if entry.stem and entry.hash not in dropped}
             for row, stem in zip(rows, file_stems(rows, taken), strict=True):
                 fault = row.fault or (
-                    f"name '{row.name}' is that of files made of a former row, or of the journal" if not stem else None
+                    f"name '{row.name}' is used by the files of a former row, or by the journal" if not stem else None
                 )
                 state = State.failed if fault else State.waiting
                 execute(
@@ -225,7 +223,7 @@ class Journal:
             return missing
 
     def post(self, saves: Mapping[str, frozenset[str] | None], prompt_id: str) -> None:
-        """The rows of `saves` are about to be sent under this id; `saves` says which nodes' files are whose."""
+        """Record that rows are about to be sent under this id; `saves` maps row hashes to the nodes of their files."""
         with self._transaction() as execute:
             for digest, nodes in saves.items():
                 text = None if nodes is None else json.dumps(sorted(nodes))
@@ -234,7 +232,7 @@ class Journal:
                 execute("INSERT INTO attempts VALUES (?, ?)", (prompt_id, digest))
 
     def lines_left(self, prompt_id: str) -> list[int] | None:
-        """The lines of the rows that were posted under this id and are not done; None for an id that is not known."""
+        """Return the lines of the unfinished rows that were posted under this id; None for an unknown id."""
         with self._transaction() as execute:
             query = "SELECT line, state FROM attempts JOIN rows USING (hash) WHERE attempts.prompt_id = ? ORDER BY line"
             found = execute(query, (prompt_id,)).fetchall()
@@ -243,9 +241,9 @@ class Journal:
             return [line for line, state in found if state != State.done and line is not None]
 
     def adopt(self, digest: str, stem: str, files: Sequence[KeptFile]) -> None:
-        """Make finished files, which have this stem, those of a row that is not done; a row that had the stem has none.
+        """Assign finished files with this stem to an unfinished row, and set it to `placing`.
 
-        The row is then as `place` leaves it.
+        A row that had the stem before loses it.
         """
         text = json.dumps([asdict(file) for file in files])
         before = (State.waiting, State.posted, State.failed)
@@ -255,13 +253,13 @@ class Journal:
 
     @property
     def copy_is_old(self) -> bool:
-        """True if the last attempt to write a copy was more than a minute ago."""
+        """True if the last attempt of a backup was more than a minute ago."""
         return time.monotonic() - self._backed_up > _BACK_UP_SECONDS
 
     def back_up(self) -> None:
-        """Write a copy of the journal next to it, in one step.
+        """Write a copy of the journal next to it, atomically.
 
-        Raises JournalError; DamagedJournalError if the copy cannot be read, and the one before it stays.
+        Raises JournalError, or DamagedJournalError if the copy is not intact; the previous copy is kept then.
         """
         self._backed_up = time.monotonic()
         unfinished = self._path.with_name(f"{self._path.name}.copy")
@@ -269,12 +267,12 @@ class Journal:
             unfinished.unlink(missing_ok=True)
             with closing(sqlite3.connect(unfinished)) as copy:
                 self._connection.backup(copy)
-                # The pages are copied unread: those of a damaged journal would replace its last good copy.
+                # `backup` does not check pages: a damaged journal would replace the last good copy.
                 (found,) = copy.execute("PRAGMA quick_check(1)").fetchone()
             if found != "ok":
                 raise DamagedJournalError(
-                    f"the journal {self._path} is damaged: {found}; {copy_of(self._path).name} stays as it was, and "
-                    "the same command goes on from there"
+                    f"the journal {self._path} is damaged: {found}; {copy_of(self._path).name} was not changed: run "
+                    "the same command again to resume from it"
                 )
             unfinished.replace(copy_of(self._path))
         except (sqlite3.Error, OSError) as err:
@@ -284,30 +282,30 @@ class Journal:
             raise (self._error(err) if isinstance(err, sqlite3.Error) else JournalError(err.errno, str(err))) from err
 
     def wait(self, hashes: Iterable[str]) -> None:
-        """What was sent of these rows is nowhere."""
+        """Set these rows to waiting: the host does not have them."""
         with self._transaction() as execute:
             for digest in hashes:
                 self._move(execute, digest, (State.posted, State.placing), State.waiting, files="[]")
 
     def fail(self, digest: str, error: str) -> None:
-        """The row has come to nothing, for this reason."""
+        """Set the row to failed, with the reason."""
         with self._transaction() as execute:
             self._move(execute, digest, (State.waiting, State.posted), State.failed, error=error)
 
     def place(self, digest: str, files: Sequence[KeptFile]) -> None:
-        """The row's files are here, checked, and on the disk; they are about to get their names."""
-        assert files, "a row is placed by its files"
+        """Record the row's files, which are checked and synced to disk, before they are renamed."""
+        assert files, "a row needs files to be placed"
         text = json.dumps([asdict(file) for file in files])
         with self._transaction() as execute:
             self._move(execute, digest, (State.posted,), State.placing, files=text)
 
     def finish(self, digest: str) -> None:
-        """All files of the row have their names."""
+        """Set the row to done: all its files have their names."""
         with self._transaction() as execute:
             self._move(execute, digest, (State.placing,), State.done, error=None)
 
-    def _own(self, workflow: str) -> None:
-        """Make the tables, or see that they are those of this workflow."""
+    def _check_or_create(self, workflow: str) -> None:
+        """Create the tables in an empty file, or check that they are intact and of this workflow."""
         with self._transaction() as execute:
             (application,) = execute("PRAGMA application_id").fetchone()
             (version,) = execute("PRAGMA user_version").fetchone()
@@ -319,7 +317,7 @@ class Journal:
                 execute("INSERT INTO batch VALUES (?)", (workflow,))
                 return
             if application != _APPLICATION:
-                raise JournalError(f"{self._path} is a database, but no journal of a batch: give another --journal")
+                raise JournalError(f"{self._path} is a database, but not a journal of a batch: give another --journal")
             if version not in _TABLES_OF:
                 raise JournalError(
                     f"{self._path} was written by another version ({version}, this one writes {_VERSION})"
@@ -330,11 +328,11 @@ class Journal:
                 raise DamagedJournalError(f"the journal {self._path} is damaged: {found}")
             (before,) = execute("SELECT workflow FROM batch").fetchone() or (None,)
             if not isinstance(before, str):
-                raise DamagedJournalError(f"the journal {self._path} is damaged: the digest of its workflow is gone")
+                raise DamagedJournalError(f"the journal {self._path} is damaged: the digest of its workflow is missing")
             if before != workflow:
                 raise OtherWorkflowError(
-                    f"{self._path} is the journal of another workflow: a batch has one workflow from its beginning to "
-                    "its end; give another --out (or --journal), or the workflow that it began with"
+                    f"{self._path} is the journal of another workflow, and the workflow of a batch cannot change: give "
+                    "another --out (or --journal), or the original workflow"
                 )
             if version != _VERSION:
                 execute(_ATTEMPTS)
@@ -342,13 +340,13 @@ class Journal:
                 execute(f"PRAGMA user_version = {_VERSION}")
 
     def _check_tables(self, tables: Sequence[Sequence[object]], wanted: Collection[object]) -> None:
-        """Raise JournalError for triggers, views and whatever else this file has never made."""
-        strange = [sql for sql, kind in tables if (kind, sql) != _MADE_BY_SQLITE and sql not in wanted]
-        if strange or not {*wanted} <= {sql for sql, _ in tables}:
-            found = repr(strange or "a table is gone")
+        """Raise JournalError for triggers, views and other objects that this module does not create."""
+        foreign = [sql for sql, kind in tables if (kind, sql) != _IMPLICIT_INDEX and sql not in wanted]
+        if foreign or not {*wanted} <= {sql for sql, _ in tables}:
+            found = repr(foreign or "a table is missing")
             raise JournalError(
-                f"{self._path} was changed by another program ({found:.80}): move it away, and the same command goes "
-                "on with the videos that are in the folder"
+                f"{self._path} was changed by another program ({found:.80}): move it away and run the same command "
+                "again, which resumes with the videos in the folder"
             )
 
     def _entries(self, execute: Callable[..., sqlite3.Cursor]) -> dict[str, Entry]:
@@ -358,8 +356,8 @@ class Journal:
             raise DamagedJournalError(f"the journal {self._path} is damaged: {err}") from err
 
     def _error(self, err: sqlite3.Error) -> JournalError:
-        """The error of a call, with the system's own where SQLite keeps it to itself."""
-        # Of a file that is not a database, and of a malformed one; all others are of a class below this one.
+        """Return the journal's error for one of SQLite, with the system's errno if SQLite hides it."""
+        # Exactly this class, raised for a malformed file or one that is not a database; other errors are subclasses.
         if type(err) is sqlite3.DatabaseError or "decode to UTF-8" in str(err):
             return DamagedJournalError(f"the journal {self._path} is damaged: {err}")
         cause = write_failure(self._path)
@@ -388,7 +386,7 @@ class Journal:
 
     @contextmanager
     def _transaction(self, *, begin: bool = True) -> Iterator[Callable[..., sqlite3.Cursor]]:
-        """All of what is executed inside, or nothing. Without `begin` each statement is one of its own."""
+        """Execute all statements inside the `with` or none; without `begin`, each is its own transaction."""
         try:
             if not begin:
                 yield self._connection.execute

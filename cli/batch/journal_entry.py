@@ -1,4 +1,4 @@
-"""One row of a journal as a value. A journal may come from anybody, so nothing in it is used before it is checked."""
+"""One row of a journal as a value. A journal is untrusted, so every value in it is checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .rows import FILE_NAME
 COLUMNS = "hash, line, stem, state, prompt_id, attempts, error, saves, files"
 
 PROMPT_ID = re.compile(r"\w[\w-]{0,99}")
-"""The form of prompt ids. They become names of folders and parts of addresses, so that no separator may be in them."""
+"""Format of prompt ids; without separators, because they become names of folders and parts of URLs."""
 
 _MADE = re.compile(r"(?:~\d{1,9})?(?:\.\w{1,15})?")
 """The text after the stem in the name of a file: a number if there are several, and a suffix."""
@@ -24,19 +24,19 @@ class State(str, Enum):
     """The state of a row."""
 
     waiting = "waiting"
-    """Nothing of it is anywhere."""
+    """Not sent to a host."""
     posted = "posted"
-    """Its prompt id may be known to the host: the id is written before it is sent."""
+    """Possibly sent to a host: the prompt id is written before it is sent."""
     placing = "placing"
-    """Its files are here and checked; some of them may have their names already."""
+    """Its files are fetched and checked; some of them may have been renamed already."""
     done = "done"
     failed = "failed"
-    """Taken up again by the next run."""
+    """Tried again by the next command."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptFile:
-    """One file of a row, by its name in the batch's folder."""
+    """One file of a row; `name` is that in the output folder."""
 
     name: str
     size: int
@@ -45,9 +45,9 @@ class KeptFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The state of one row. `stem` is the stem of its files' names, `saves` the nodes that save them.
+    """State of one row. `stem` is the stem of its file names, `saves` are the nodes that save them; None: all nodes.
 
-    `line` None: the row is not in the file of rows any more. `saves` None: the files of all nodes.
+    `line` is None for a former row, which is no longer in the file of rows.
     """
 
     hash: str
@@ -62,9 +62,9 @@ class Entry:
 
 
 def entry_of(row: Sequence[Any]) -> Entry:
-    """Return the entry that a row of the table holds, by `COLUMNS`. Raises ValueError for values that make no sense.
+    """Return the entry of a table row in the order of `COLUMNS`. Raises ValueError for invalid values.
 
-    A name of a file must be one that the row's files can have, so that no entry names a file outside the folder.
+    File names must start with the row's stem, so that no entry names a file outside the folder.
     """
     digest, line, stem, state, prompt_id, attempts, error, saves, files = row
     try:
@@ -81,7 +81,7 @@ def entry_of(row: Sequence[Any]) -> Entry:
         )
         _check(entry)
     except (ValueError, TypeError, RecursionError) as err:
-        raise ValueError(f"the row of line {line!r:.20} makes no sense: {err}") from err
+        raise ValueError(f"the row of line {line!r:.20} is invalid: {err}") from err
     return entry
 
 

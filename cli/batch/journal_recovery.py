@@ -1,4 +1,4 @@
-"""The way out of a damaged journal: its last copy, the finished videos in the folder, and the same command again."""
+"""Recovery of a damaged or missing journal from its last copy and the finished videos in the folder."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .journal import DamagedJournalError, Journal, JournalError, OtherWorkflowEr
 
 
 def open_journal(path: Path, *, workflow: str, start: Callable[[Journal], Sequence[str]]) -> tuple[Journal, list[str]]:
-    """Open the journal at `path`, or a new one made of its last copy where it is damaged or gone; and words about that.
+    """Open the journal at `path`, rebuilt from its last copy if it is damaged or missing; return it and notes.
 
-    `start` takes a journal up and returns words about what it found; a new journal replaces a damaged one only after
-    `start` has returned, so that a refusal changes nothing. The damaged file stays under another name, and so does a
-    copy of another batch. Raises JournalError, and what `start` raises.
+    `start` resumes a batch from a journal and returns notes. A rebuilt journal replaces the damaged one only after
+    `start` has returned, so that an error changes nothing. The damaged file, or a copy of another batch, is renamed.
+    Raises JournalError, and the errors of `start`.
     """
     gone = copy_of(path).is_file() and not (path.is_file() and path.stat().st_size)
-    reason = f"the journal {path} is gone"
+    reason = f"the journal {path} is missing"
     try:
         if not gone:
             return Journal(path, workflow=workflow), []
@@ -29,8 +29,8 @@ def open_journal(path: Path, *, workflow: str, start: Callable[[Journal], Sequen
         try:
             source, others = _rebuild(rebuilt, path, workflow)
         except JournalError as err:
-            raise JournalError(f"{reason}; its copy {copy_of(path).name} is of no use: {err}") from err
-        if others and gone:  # The journal was removed to begin another batch.
+            raise JournalError(f"{reason}; its copy {copy_of(path).name} is not usable: {err}") from err
+        if others and gone:  # the user removed the journal to start another batch
             return Journal(path, workflow=workflow), []
         with Journal(rebuilt, workflow=workflow) as journal:
             found = start(journal)
@@ -41,16 +41,16 @@ def open_journal(path: Path, *, workflow: str, start: Callable[[Journal], Sequen
     finally:
         rebuilt.unlink(missing_ok=True)
     kept = f"; it is kept as {aside.name}" if aside else ""
-    return Journal(path, workflow=workflow), [f"{reason}{kept}; the batch goes on from {source}", *found]
+    return Journal(path, workflow=workflow), [f"{reason}{kept}; the batch resumes from {source}", *found]
 
 
 _VIDEOS = "the finished videos in the folder"
 
 
 def _rebuild(rebuilt: Path, path: Path, workflow: str) -> tuple[str, bool]:
-    """Make `rebuilt` a journal of this workflow, of the copy if that is whole.
+    """Write the journal `rebuilt`: the copy if it is intact and of this workflow, else nothing.
 
-    Returns its source in words, and True if the copy is that of another workflow.
+    Returns a description of the source, and True if the copy is of another workflow.
     """
     for leftover in (rebuilt, Path(f"{rebuilt}-journal")):
         leftover.unlink(missing_ok=True)
@@ -71,10 +71,10 @@ def _rebuild(rebuilt: Path, path: Path, workflow: str) -> tuple[str, bool]:
 
 
 def _set_aside(path: Path) -> Path | None:
-    """Rename the damaged journal, and return its name; None if there is none."""
+    """Rename the damaged journal and return its new path; None if it does not exist."""
     names = chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{number}" for number in count(2)))
     aside = next(free for name in names if not (free := path.with_name(name)).exists())
-    # SQLite would roll the changes in this file back in the journal that takes the place of the damaged one.
+    # Otherwise SQLite would apply this rollback file of the damaged journal to its replacement.
     half = Path(f"{path}-journal")
     if half.exists():
         half.replace(f"{aside}-journal")

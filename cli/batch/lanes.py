@@ -1,4 +1,4 @@
-"""`--share-weights N`: rows that run as lanes of one pass, and the workflow that runs them."""
+"""`--share-weights N`: groups rows as lanes of one pass over the weights, and composes its workflow."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...host.embedded import Link, Prompt, as_link
-from .jobs import BatchJob, Planner, Sockets, with_values
+from .jobs import BatchJob, Planner, Sockets, apply_row
 from .rows import Row
 from .sharing import OWN_INPUTS, SAMPLER, difference, lane_refusal, lane_traits, node_traits, sampler_ids, upstream
 
 LANE, LANE_SAMPLER, LANE_LATENT = "WanStreamLane", "WanStreamLaneSampler", "WanStreamLaneLatent"
-MOST_LANES = 1000
-"""What the node that takes lanes apart counts to."""
+MAX_LANES = 1000
+"""Maximum index of the node that selects a lane's latent, plus one."""
 LATENT_OUTPUT = 0
-"""Of the sampler; its other outputs are the lane sampler's own."""
+"""Output of the sampler that is replaced by the lane's latent; the other outputs are those of the lane sampler."""
 
 
 class LanesError(ValueError):
-    """A number of lanes that cannot be, or rows that cannot share a pass; the message says why."""
+    """An invalid number of lanes, or rows that cannot share a pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanePass:
-    """One workflow that runs one row, or several as lanes of one pass over the weights."""
+    """One workflow that runs one row, or several rows as lanes of one pass over the weights."""
 
     rows: tuple[Hashable, ...]
-    """The names of the rows, in the order of their lanes. Words call a row by its name."""
+    """Names of the rows, in the order of their lanes."""
     prompt: Prompt
     node_ids: tuple[Mapping[str, str], ...]
-    """For each row: what stands for each node of its own workflow, own id -> id in `prompt`."""
+    """For each row: node id in the row's own workflow -> node id in `prompt`."""
     reason: str = ""
-    """Why a row runs alone where lanes were asked for."""
+    """Reason why a row could not share a pass."""
 
     @property
     def own_ids(self) -> tuple[frozenset[str], ...]:
-        """For each row: the nodes of `prompt` that are there for it, none of them twice."""
+        """For each row: its nodes of `prompt`; a shared node belongs to the first of its rows."""
         seen: set[str] = set()
         own = []
         for ids in self.node_ids:
@@ -48,10 +48,10 @@ class LanePass:
 
 
 def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ...]:
-    """Passes of at most `lanes` rows that run every row of `prompts` (row name -> its workflow) once.
+    """Return passes of at most `lanes` rows that run every row of `prompts` (row name -> its workflow) once.
 
-    Rows share a pass where only what belongs to one video differs: texts, images, seeds, files to save. Whoever finds
-    no such row runs alone, with the reason. Passes come in the order of their first rows.
+    Rows share a pass if they differ only in properties of one video: texts, images, seeds, output files. A row without
+    a partner runs alone, with the reason. Passes are in the order of their first rows.
 
     Raises LanesError for less than one lane or more than 1000.
     """
@@ -66,25 +66,23 @@ def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ..
             groups.setdefault(json.dumps(lane_traits(prompt), sort_keys=True), []).append(row)
     shares = [rows[at : at + lanes] for rows in groups.values() for at in range(0, len(rows), lanes)]
     for (row,) in (share for share in shares if len(share) == 1):
-        reasons[row] = _lonely(row, prompts, groups.values())
+        reasons[row] = _reason_alone(row, prompts, groups.values())
     alone = [lane_pass({row: prompts[row]}, reason=reason) for row, reason in reasons.items()]
     shared = [lane_pass({row: prompts[row] for row in share}) for share in shares if len(share) > 1]
     order = {row: at for at, row in enumerate(prompts)}
-    return tuple(sorted([*alone, *shared], key=lambda made: order[made.rows[0]]))
+    return tuple(sorted([*alone, *shared], key=lambda each: order[each.rows[0]]))
 
 
 def check_lanes(lanes: int) -> None:
-    """Raise LanesError for less than one lane, or more than there can be."""
-    if not 1 <= lanes <= MOST_LANES:
-        raise LanesError(
-            f"--share-weights {lanes}: give 1 to {MOST_LANES}, how many rows may share one stream of weights"
-        )
+    """Raise LanesError for less than one lane, or more than `MAX_LANES`."""
+    if not 1 <= lanes <= MAX_LANES:
+        raise LanesError(f"--share-weights {lanes}: give a number of rows from 1 to {MAX_LANES}")
 
 
 def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:
-    """The pass of these rows (row name -> its workflow); one row runs by its own workflow, as it is.
+    """Return the pass of these rows (row name -> its workflow); a single row keeps its own workflow.
 
-    Raises LanesError for rows that do not fit together.
+    Raises LanesError for rows that cannot share a pass.
     """
     rows = tuple(prompts)
     if len(rows) == 1:
@@ -99,22 +97,22 @@ def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:
     return LanePass(rows=rows, prompt=composer.prompt(), node_ids=composer.node_ids())
 
 
-def lane_of(prompt: Prompt, node_id: str) -> Prompt:
-    """Return the workflow of the row that the node belongs to, out of the prompt of a pass; a single row's as it is.
+def row_workflow(prompt: Prompt, node_id: str) -> Prompt:
+    """Extract the workflow of the row of a node from the prompt of a pass; a single row's prompt is returned unchanged.
 
-    Titles of nodes stay those of the pass. Raises LanesError for a prompt that `lane_pass` has not composed, and for a
-    node that several rows share.
+    Node titles are those of the pass. Raises LanesError for a prompt that `lane_pass` has not composed, and for a node
+    that several rows share.
     """
     if not any(node.get("class_type") == LANE_SAMPLER for node in prompt.values()):
         return prompt
     try:
-        return _Lane(prompt, node_id).workflow()
+        return _RowExtractor(prompt, node_id).workflow()
     except (LookupError, AttributeError, TypeError) as err:
-        raise LanesError(f"this prompt is not that of a pass: {err!r}") from err
+        raise LanesError(f"this prompt was not composed for a pass: {err!r}") from err
 
 
-def _lonely(row: Hashable, prompts: Mapping[Any, Prompt], groups: Collection[Sequence[Hashable]]) -> str:
-    """Why `row`, which could share a pass, found no other row; `groups` are the rows that fit together."""
+def _reason_alone(row: Hashable, prompts: Mapping[Any, Prompt], groups: Collection[Sequence[Hashable]]) -> str:
+    """Return the reason why `row` has no partner; `groups` are the rows that fit together."""
     others = [rows[0] for rows in groups if row not in rows]
     if [row] in groups and others:
         return difference(lane_traits(prompts[row]), lane_traits(prompts[others[0]]), others[0])
@@ -122,7 +120,7 @@ def _lonely(row: Hashable, prompts: Mapping[Any, Prompt], groups: Collection[Seq
 
 
 class _Composer:
-    """Several workflows that are alike, as one: what rows have in common is there once."""
+    """Merges several similar workflows into one, in which common nodes occur once."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
@@ -144,14 +142,14 @@ class _Composer:
             for own, node in prompt.items():
                 if own in self._samplers:
                     composed[self._lane(row, own)] = self._lane_node(row, own)
-                    composed[self._place(row, own)] = self._lane_latent(row, own)
+                    composed[self._composed_id(row, own)] = self._lane_latent(row, own)
                 elif own not in self._shared and self._owners[row][own] == row:
-                    composed[self._place(row, own)] = _as(node, self._titled(row, node), self._linked(row, node))
+                    composed[self._composed_id(row, own)] = _as(node, self._titled(row, node), self._linked(row, node))
         return composed
 
     def node_ids(self) -> tuple[Mapping[str, str], ...]:
         return tuple(
-            {own: own if own in self._samplers else self._place(row, own) for own in prompt}
+            {own: own if own in self._samplers else self._composed_id(row, own) for own in prompt}
             for row, prompt in enumerate(self._prompts)
         )
 
@@ -173,7 +171,7 @@ class _Composer:
         return _as({"class_type": LANE_LATENT}, self._titled(row, self._prompts[row][sampler]), inputs)
 
     def _linked(self, row: int, node: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs of a row's own node, with links to what stands for the nodes that it reads."""
+        """Return the inputs of a row's node, with links to the composed nodes."""
         inputs = dict(node.get("inputs", {}))
         for name, value in inputs.items():
             link = as_link(value)
@@ -181,22 +179,22 @@ class _Composer:
                 continue
             if link.node_id in self._samplers and link.output != LATENT_OUTPUT:
                 continue
-            inputs[name] = [self._place(row, link.node_id), link.output]
+            inputs[name] = [self._composed_id(row, link.node_id), link.output]
         return inputs
 
-    def _place(self, row: int, own: str) -> str:
-        """The id of what gives a row the results of its node `own`."""
+    def _composed_id(self, row: int, own: str) -> str:
+        """Return the id of the composed node for a row's node `own`."""
         return own if own in self._shared else f"{self._stem}{self._owners[row][own] + 1}_{own}"
 
     def _lane(self, row: int, sampler: str) -> str:
-        return f"{self._stem}_inputs{row + 1}_{sampler}"  # no row's own node has such an id: a number follows there
+        return f"{self._stem}_inputs{row + 1}_{sampler}"  # unlike ids of row nodes, which have a number after the stem
 
     def _titled(self, row: int, node: Mapping[str, Any]) -> str:
         return f"{_title(node)} (lane {row + 1})"
 
 
-class _Lane:
-    """One row of a composed prompt: the inverse of `_Composer`."""
+class _RowExtractor:
+    """Workflow of one row of a composed prompt: the inverse of `_Composer`."""
 
     def __init__(self, prompt: Prompt, node_id: str) -> None:
         self._prompt = prompt
@@ -206,7 +204,7 @@ class _Lane:
         self._of_a_row = re.compile(rf"{re.escape(stem)}(\d+)_(.*)", re.DOTALL)
         row = self._of_a_row.fullmatch(node_id)
         if row is None or not 1 <= int(row[1]) <= len(chain):
-            raise LanesError(f"node {node_id} does not belong to one row")
+            raise LanesError(f"node {node_id} does not belong to a single row")
         self._row = int(row[1]) - 1
 
     def workflow(self) -> Prompt:
@@ -226,13 +224,13 @@ class _Lane:
         return found
 
     def _sampler(self, own: str) -> dict[str, Any]:
-        """Return the sampler of this row, as it was before its inputs were parted."""
+        """Return the original sampler of this row, with the inputs of the lane sampler and of the lane."""
         node, lane = self._prompt[own], self._prompt[self._chains[own][self._row]]
         inputs = {name: value for name, value in {**node["inputs"], **lane["inputs"]}.items() if name != "lanes"}
         return {**node, "class_type": SAMPLER, "inputs": inputs}
 
     def _own(self, node_id: str) -> str:
-        """Return the id that the row's own workflow has for what a node of the pass gives."""
+        """Return the id in the row's own workflow for a node of the pass."""
         if node_id in self._chains:
             return node_id
         match = self._of_a_row.fullmatch(node_id)
@@ -242,7 +240,7 @@ class _Lane:
         return int(match[1]) == self._row + 1
 
     def _chain(self, sampler: str) -> list[str]:
-        """Return the lanes of a lane sampler, the first one first: each is linked to the one before it."""
+        """Return the ids of the lanes of a lane sampler in order; each lane is linked to the previous one."""
         chain: list[str] = []
         link = as_link(self._prompt[sampler]["inputs"]["lanes"])
         while link is not None and link.node_id not in chain:
@@ -252,9 +250,9 @@ class _Lane:
 
 
 def _owners(prompts: Sequence[Prompt], samplers: Collection[str]) -> list[dict[str, int]]:
-    """For each row and node: the first row that has the same node with the same sources, so that it need not run twice.
+    """Return, for each row and node, the first row that has an equal node with equal sources, which can be shared.
 
-    What comes from a sampler is every row's own, and so is what nobody reads: it is there for its effect.
+    Nodes that depend on a sampler belong to their row, and so do nodes without readers, which have side effects.
     """
     first: dict[str, int] = {}
     owners: list[dict[str, int]] = []
@@ -284,44 +282,47 @@ def _as(node: Mapping[str, Any], title: str, inputs: Mapping[str, Any]) -> dict[
     return {**node, "_meta": {"title": title}, "inputs": dict(inputs)}
 
 
-MOST_NAMED = 8
-"""Rows that are named where they have something in common; of more only the number is told."""
+MAX_NAMED = 8
+"""Maximum number of rows that a message lists by name."""
 
 
-def lane_planner(workflow: Prompt, sockets: Sockets, lanes: int, tell: Callable[[str], None]) -> Planner:
-    """Makes jobs of up to `lanes` rows, and tells once which rows run alone and why. Raises LanesError for no lanes."""
+def lane_planner(workflow: Prompt, sockets: Sockets, lanes: int, report: Callable[[str], None]) -> Planner:
+    """Return a planner of jobs with up to `lanes` rows, which reports rows that run alone with their reasons.
+
+    Raises LanesError for an invalid number of lanes.
+    """
     check_lanes(lanes)
 
     def plan(rows: Sequence[Row]) -> list[BatchJob]:
         named = {f"line {row.line}": row for row in rows}
-        passes = lane_passes({name: with_values(workflow, row, sockets) for name, row in named.items()}, lanes)
-        if len(rows) > 1:  # what is tried alone after it failed with others has been told of already
-            for words in describe_unshared(passes):
-                tell(words)
-        return [_job(made, [named[str(name)] for name in made.rows]) for made in passes]
+        passes = lane_passes({name: apply_row(workflow, row, sockets) for name, row in named.items()}, lanes)
+        if len(rows) > 1:  # a single row is a retry after its job failed, which has been reported
+            for line in describe_unshared(passes):
+                report(line)
+        return [_job(each, [named[str(name)] for name in each.rows]) for each in passes]
 
     return plan
 
 
 def describe_unshared(passes: Sequence[LanePass]) -> list[str]:
-    """Which rows run alone for which reason, a line for each reason."""
+    """Return a line for each reason why rows run alone."""
     by_reason: dict[str, list[str]] = {}
-    for made in passes:
-        if made.reason:
-            by_reason.setdefault(made.reason, []).append(str(made.rows[0]))
+    for each in passes:
+        if each.reason:
+            by_reason.setdefault(each.reason, []).append(str(each.rows[0]))
     return [f"{_listed(names)} alone: {reason}" for reason, names in by_reason.items()]
 
 
 def _listed(names: Sequence[str]) -> str:
     if len(names) == 1:
         return f"{names[0]} runs"
-    if len(names) > MOST_NAMED:
+    if len(names) > MAX_NAMED:
         return f"{names[0]} and {len(names) - 1} more run"
     return f"{', '.join(names[:-1])} and {names[-1]} run"
 
 
-def _job(made: LanePass, rows: Sequence[Row]) -> BatchJob:
+def _job(lane_pass: LanePass, rows: Sequence[Row]) -> BatchJob:
     if len(rows) == 1:
-        return BatchJob(prompt=made.prompt, rows=tuple(rows), saves={rows[0].hash: None})
-    saves = {row.hash: own for row, own in zip(rows, made.own_ids, strict=True)}
-    return BatchJob(prompt=made.prompt, rows=tuple(rows), saves=saves)
+        return BatchJob(prompt=lane_pass.prompt, rows=tuple(rows), saves={rows[0].hash: None})
+    saves = {row.hash: own for row, own in zip(rows, lane_pass.own_ids, strict=True)}
+    return BatchJob(prompt=lane_pass.prompt, rows=tuple(rows), saves=saves)

@@ -1,4 +1,4 @@
-"""Whether a file that a batch has made is whole: videos and sounds are decoded to their end, pictures are loaded."""
+"""Integrity check of output files: videos and sounds are decoded to their end, images are loaded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 class UnreadableFileError(ValueError):
-    """A file is empty, cut off or not what its name says."""
+    """A file is empty, truncated, or not of the format of its suffix."""
 
 
 def check_media(path: Path) -> None:
-    """Raise UnreadableFileError unless the file can be read to its end; of other kinds of files only an empty one is
-    refused.
-    """
+    """Raise UnreadableFileError if a video, sound or image cannot be decoded to its end, or if any file is empty."""
     suffix = path.suffix.lower()
     if not path.stat().st_size:
         raise UnreadableFileError(f"{path.name} is empty")
@@ -34,16 +32,16 @@ def check_media(path: Path) -> None:
             _decode(path, "audio")
         elif suffix in _PICTURES:
             _load(path)
-    # What Pillow raises for a broken file is an OSError, a ValueError, or, of PNG, a SyntaxError; for one of too many
-    # pixels, an error that is none of them.
+    # For a broken file Pillow raises OSError, ValueError or, for PNG, SyntaxError; for too many pixels, an error that
+    # is a subclass of none of these.
     except (av.FFmpegError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as err:
         raise UnreadableFileError(f"{path.name} cannot be read to its end: {err}") from err
 
 
 def stored_prompt(path: Path) -> tuple[object, object]:
-    """Return the API workflow that ComfyUI and this pack store in videos and PNG files, and the id of the saving node.
+    """Return the API workflow in the metadata of a video or PNG file, and the id of the node that saved it.
 
-    ComfyUI's own nodes do not store the second. Each is None if the file does not have it.
+    Each is None if the file does not contain it; ComfyUI's own nodes do not store the id.
     """
     suffix = path.suffix.lower()
     texts: Mapping[str, str] = {}
@@ -65,11 +63,11 @@ def _decode(path: Path, kind: str) -> None:
     with av.open(str(path)) as container:
         streams = container.streams.video if kind == "video" else container.streams.audio
         if not streams:
-            raise UnreadableFileError(f"there is no {kind} in it")
-        promised = streams[0].frames if kind == "video" else 0
+            raise UnreadableFileError(f"it has no {kind} stream")
+        expected = streams[0].frames if kind == "video" else 0
         found = sum(1 for _ in container.decode(streams[0]))
-    if not found or found < promised:
-        raise UnreadableFileError(f"{found} frames, {promised or 'some'} promised")
+    if not found or found < expected:
+        raise UnreadableFileError(f"{found} frames, {expected or 'some'} expected")
 
 
 def _load(path: Path) -> None:

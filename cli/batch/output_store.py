@@ -1,8 +1,8 @@
-"""The batch's own folder: a file comes in under a temporary name, is checked, and gets its own name in one step.
+"""Output folder of a batch: a file gets a temporary name, is checked, and is renamed atomically.
 
-    fetched into part(name) -> seal(name): checked, on the disk -> the journal knows it -> place(files): renamed
+    fetch into part_path(name) -> check_part(name): decoded, synced -> journal entry -> place(files): renamed
 
-Whoever is killed between two of these finds what is needed to go on from there.
+A process that is killed between two of these stages can resume from there.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from .media_check import check_media
 from .rows import FILE_NAME
 
 LATENT = ".latent"
-"""The suffix of latents, which are kept until their video is there."""
+"""Suffix of latents, which are kept until their video is finished."""
 
-_WORKSHOP = ".wanstream"
+_WORK_FOLDER = ".wanstream"
 _SUFFIX = re.compile(r"\.\w{1,15}")
 _PIECE = 1 << 20
 _OF_SEVERAL = "~"
-"""Stands between a stem and a number; no name of a row holds it."""
+"""Separator between a stem and a number; names of rows cannot contain it."""
 
 
-def file_names(stem: str, made: Sequence[str]) -> list[str]:
-    """What the files of a row are called here: its stem, and numbers if there are several. `made` are their names."""
-    suffixes = [Path(name).suffix for name in made]
+def file_names(stem: str, saved: Sequence[str]) -> list[str]:
+    """Return the names of a row's files: its stem, numbers if there are several, and the suffixes of `saved`."""
+    suffixes = [Path(name).suffix for name in saved]
     suffixes = [suffix if _SUFFIX.fullmatch(suffix) else "" for suffix in suffixes]
-    if len(made) == 1:
+    if len(saved) == 1:
         return [stem + suffixes[0]]
     return [f"{stem}{_OF_SEVERAL}{number}{suffix}" for number, suffix in enumerate(suffixes, 1)]
 
 
 class OutputStore:
-    """A folder of finished files, and a hidden one in it for those that are not finished."""
+    """A folder of finished files, with a hidden subfolder for unfinished ones."""
 
     def __init__(self, folder: Path) -> None:
-        """Make the folders. Raises OSError."""
+        """Create the folders. Raises OSError."""
         self.folder = folder
-        self.workshop = folder / _WORKSHOP
-        self.made = self.workshop / "made"
-        """The folder an embedded host saves in, with a folder for each prompt id."""
-        self._parts = self.workshop / "parts"
+        self.work_folder = folder / _WORK_FOLDER
+        self.backend_folder = self.work_folder / "made"
+        """Output folder of an embedded host, with a subfolder for each prompt id."""
+        self._parts = self.work_folder / "parts"
         self._parts.mkdir(parents=True, exist_ok=True)
 
-    def part(self, name: str) -> Path:
-        """Where the file that is to be called `name` is written."""
+    def part_path(self, name: str) -> Path:
+        """Return the temporary path of the file `name`."""
         return self._parts / name
 
-    def seal(self, name: str) -> KeptFile:
-        """Check the part and put it on the disk for good. Raises UnreadableFileError, or OSError for a full disk."""
-        return self.inspect(self.part(name))
+    def check_part(self, name: str) -> KeptFile:
+        """Check a part and sync it to disk. Raises UnreadableFileError, or OSError for a full disk."""
+        return self.check_file(self.part_path(name))
 
-    def inspect(self, path: Path) -> KeptFile:
-        """Check a file of this folder or a part, and put it on the disk for good. Raises as `seal`."""
+    def check_file(self, path: Path) -> KeptFile:
+        """Check a finished file or a part and sync it to disk. Raises as `check_part`."""
         check_media(path)
         with path.open("rb+") as file:
             os.fsync(file.fileno())
@@ -67,10 +67,10 @@ class OutputStore:
         return KeptFile(name=path.name, size=path.stat().st_size, sha256=_sha256(path))
 
     def place(self, files: Iterable[KeptFile]) -> bool:
-        """Give sealed parts their names; may be done again. False: neither a part nor the file itself is here."""
+        """Rename checked parts to their final names; idempotent. Returns False if both part and file are missing."""
         for file in files:
-            part, placed = self.part(file.name), self.folder / file.name
-            # What is still a part is as it was sealed: parts are written only before the journal knows them.
+            part, placed = self.part_path(file.name), self.folder / file.name
+            # No digest is needed for a part: parts are written only before the journal has an entry for them.
             if part.exists():
                 part.replace(placed)
             elif not (self.has([file]) and _sha256(placed) == file.sha256):
@@ -79,18 +79,20 @@ class OutputStore:
         return True
 
     def can_place(self, files: Iterable[KeptFile]) -> bool:
-        """Return True if `place` would. Changes nothing."""
+        """Return True if `place` would return True. Changes nothing."""
         return all(
-            self.part(file.name).exists() or (self.has([file]) and _sha256(self.folder / file.name) == file.sha256)
+            self.part_path(file.name).exists() or (self.has([file]) and _sha256(self.folder / file.name) == file.sha256)
             for file in files
         )
 
-    def in_the_way(self, files: Iterable[KeptFile]) -> list[str]:
-        """Return the names of those sealed parts that a file in the folder has already."""
-        return [file.name for file in files if self.part(file.name).exists() and (self.folder / file.name).exists()]
+    def conflicts(self, files: Iterable[KeptFile]) -> list[str]:
+        """Return the names of checked parts that a file in the folder has already."""
+        return [
+            file.name for file in files if self.part_path(file.name).exists() and (self.folder / file.name).exists()
+        ]
 
     def has(self, files: Iterable[KeptFile]) -> bool:
-        """Whether all these files are here, with their sizes."""
+        """Return True if all these files are in the folder, with their sizes."""
         for file in files:
             path = self.folder / file.name
             if not path.is_file() or path.stat().st_size != file.size:
@@ -98,9 +100,9 @@ class OutputStore:
         return True
 
     def finished(self) -> list[tuple[str, list[Path]]]:
-        """Return the files that may be all those of a row, with their stem: sets in the folder, then parts.
+        """Return sets of files that may be the complete files of a row, with their stem; single files first.
 
-        Of a row with several files the first one is in the folder: all its parts were checked before that.
+        A set of several files counts only if the first one is in the folder: all parts were checked before that.
         """
         found: list[tuple[str, list[Path]]] = []
         several: dict[str, dict[int, Path]] = {}
@@ -119,13 +121,13 @@ class OutputStore:
                 found.append((stem, [paths[number] for number in numbers]))
         return found
 
-    def sweep(self, lines_left: Callable[[str], list[int] | None]) -> list[tuple[Path, list[int] | None]]:
-        """Remove what an embedded host has left, but not the latents of rows that are not done: return these.
+    def remove_leftovers(self, lines_left: Callable[[str], list[int] | None]) -> list[tuple[Path, list[int] | None]]:
+        """Remove the files of the embedded host except latents of unfinished rows, which are returned with their lines.
 
-        `lines_left` has the lines of the rows of a prompt id that are not done, None for an id that is not known.
+        `lines_left` returns the lines of the unfinished rows of a prompt id, None for an unknown id.
         """
         kept: list[tuple[Path, list[int] | None]] = []
-        for folder in sorted(self.made.iterdir()) if self.made.is_dir() else ():
+        for folder in sorted(self.backend_folder.iterdir()) if self.backend_folder.is_dir() else ():
             latents, lines = sorted(folder.rglob(f"*{LATENT}")), lines_left(folder.name)
             if latents and lines != []:
                 kept += [(latent, lines) for latent in latents]
@@ -135,17 +137,17 @@ class OutputStore:
                 shutil.rmtree(folder)
         return kept
 
-    def clear(self) -> None:
+    def clear_parts(self) -> None:
         """Remove all parts."""
         for part in self._parts.iterdir():
             part.unlink()
 
-    def strangers(self, stems: Collection[str]) -> list[str]:
-        """Files that are called as the files of rows with these stems would be."""
+    def foreign_files(self, stems: Collection[str]) -> list[str]:
+        """Return existing files with names that rows with these stems would use."""
         wanted = {stem.casefold() for stem in stems}
         found = []
         for path in self.folder.iterdir():
-            # What follows a dot is a suffix, or belongs to the stem of a file that has none.
+            # A stem may contain dots, and a file may have no suffix: both readings of the name count.
             stems = {text.rpartition(_OF_SEVERAL)[0] or text for text in (path.stem, path.name)}
             if path.is_file() and wanted & {stem.casefold() for stem in stems}:
                 found.append(path.name)
@@ -157,7 +159,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _split(stem: str) -> tuple[str, int | None]:
-    """Return the stem of a row and the number of one of its several files; None for the number of a single file."""
+    """Split a file's stem into the row's stem and the file's number; the number is None for a single file."""
     before, mark, number = stem.rpartition(_OF_SEVERAL)
     return (before, int(number)) if mark and number.isdecimal() else (stem, None)
 
@@ -171,9 +173,9 @@ def _sha256(path: Path) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
+    """Sync the names in a folder to disk."""
     if sys.platform == "win32":
-        return  # A folder cannot be opened there, and NTFS keeps a journal of names.
+        return  # folders cannot be opened on Windows, and NTFS journals names
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)

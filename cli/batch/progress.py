@@ -14,24 +14,24 @@ from ...host.embedded import NodeProgress
 from .journal_entry import KeptFile
 from .rows import Row
 
-_MOST = 0.99
-"""No job is at its end before it has ended."""
+_MAX_FRACTION = 0.99
+"""Limit of the estimate for a running job."""
 
 
 class EtaEstimator:
-    """The share of one job after another that is over. Times are those of one clock, in seconds."""
+    """Estimates the finished fraction of the running job. Times are seconds of one clock."""
 
     def __init__(self) -> None:
         self._job: str | None = None
         self._before: dict[str, float] = {}
-        """Seconds of each node of the job before; under "", what no node reports."""
+        """Seconds of each node of the previous job; "" for time outside nodes."""
         self._spent: dict[str, float] = {}
         self._node, self._since = "", 0.0
         self._done, self._total, self._most_steps = 0, 1, 1
         self._reached = 0.0
 
     def begin(self, job: str, now: float) -> None:
-        """This job runs now; nothing happens if it does already."""
+        """Start a job; does nothing if it is already running."""
         if job == self._job:
             return
         self._job, self._spent, self._reached = job, {}, 0.0
@@ -39,22 +39,23 @@ class EtaEstimator:
         self._done, self._total, self._most_steps = 0, 1, 1
 
     def report(self, node: str, done: int, total: int, now: float) -> None:
-        """A node of the job is so far."""
-        self._leave_node(node, now)
+        """Set the progress of a node of the job."""
+        self._change_node(node, now)
         self._done, self._total = done, total
 
     def end(self, now: float) -> None:
-        """The job has ended, and is what the next one is measured by."""
+        """End the job; its node times become the reference for the next one."""
         if self._job is None:
             return
-        self._leave_node(None, now)
+        self._change_node(None, now)
         self._before, self._job = self._spent, None
 
-    def share(self, now: float) -> float:
-        """How much of the job is over, 0 to 1; never less than before. 0 while none runs."""
+    def fraction(self, now: float) -> float:
+        """Return the finished fraction of the job, 0 to 1, never decreasing; 0 without a job."""
         if self._job is None:
             return 0.0
-        self._reached = max(self._reached, min(self._by_time(now) if self._before else self._by_steps(), _MOST))
+        estimate = self._by_time(now) if self._before else self._by_steps()
+        self._reached = max(self._reached, min(estimate, _MAX_FRACTION))
         return self._reached
 
     def _by_time(self, now: float) -> float:
@@ -70,7 +71,7 @@ class EtaEstimator:
         self._most_steps = self._total
         return self._done / self._total
 
-    def _leave_node(self, node: str | None, now: float) -> None:
+    def _change_node(self, node: str | None, now: float) -> None:
         if node != self._node:
             self._spent[self._node] = self._spent.get(self._node, 0.0) + now - self._since
             self._node, self._since = node or "", now
@@ -78,19 +79,19 @@ class EtaEstimator:
 
 _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}<{remaining}{postfix}]"
 _SILENT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}, no answer for {silence:.0f} s]"
-"""While nothing answers there is no time left to estimate."""
+"""Without a remaining time, which cannot be estimated while the backend does not respond."""
 
 
 class _Line(tqdm):  # type: ignore[misc]
-    """A bar that may stand between two rows; what it counts in words are whole ones."""
+    """A bar with a fractional position, which shows the number of whole rows."""
 
-    # No thread of tqdm's: `tick` redraws the bar, and where memory is short the start of a thread may never return.
+    # No monitor thread of tqdm: `tick` redraws the bar, and when memory is short a thread start may never return.
     monitor_interval = 0
     whole: int | None = None
     silence = 0.0
-    """Seconds since the last answer of the host; 0 while it answers."""
+    """Seconds since the last response of the backend; 0 while it responds."""
     silent_before = 0.0
-    """Seconds of earlier silences. The time left is estimated from the others."""
+    """Total seconds of earlier silences, which the rate excludes."""
 
     @property
     def format_dict(self) -> dict[str, Any]:
@@ -102,14 +103,13 @@ class _Line(tqdm):  # type: ignore[misc]
 
 
 class BatchBar:
-    """Implements `BatchReporter`. The time left is that of the rows that this process has seen end, on average.
+    """`BatchReporter` with a progress bar. The remaining time uses the mean duration of rows finished by this process.
 
-    Rows that run count as far as they are: by their steps where they run in this process, by the time that those before
-    them took otherwise.
+    The running rows count fractionally: by the time of the previous job's nodes, or by steps in the first job.
     """
 
     def __init__(self, *, rows: int, ended: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._pace = clock, EtaEstimator()
+        self._clock, self._eta = clock, EtaEstimator()
         self._together = 0
         self._silent_since: float | None = None
         self._bar = _Line(total=rows, initial=ended, desc="batch", smoothing=0, bar_format=_FORMAT, file=sys.stderr)
@@ -128,11 +128,11 @@ class BatchBar:
 
     @property
     def passed(self) -> float:
-        """How many rows are over, with the parts of those that run."""
-        return float(self._whole + self._together * self._pace.share(self._clock()))
+        """Number of finished rows, including fractions of the running ones."""
+        return float(self._whole + self._together * self._eta.fraction(self._clock()))
 
-    def runs(self, job: str, rows: int) -> None:
-        self._pace.begin(job, self._clock())
+    def running(self, job: str, rows: int) -> None:
+        self._eta.begin(job, self._clock())
         self._together = rows
 
     def done(self, row: Row, files: Sequence[KeptFile]) -> None:
@@ -145,24 +145,24 @@ class BatchBar:
     def note(self, text: str) -> None:
         tqdm.write(text, file=sys.stderr)
 
-    def silent(self, silent: bool) -> None:
-        if silent and self._silent_since is None:
+    def unresponsive(self, unresponsive: bool) -> None:
+        if unresponsive and self._silent_since is None:
             self._silent_since = self._clock()
             self._bar.bar_format = _SILENT
-        elif not silent and self._silent_since is not None:
+        elif not unresponsive and self._silent_since is not None:
             self._bar.silent_before += self._clock() - self._silent_since
             self._silent_since, self._bar.silence, self._bar.bar_format = None, 0.0, _FORMAT
         self.tick()
 
     def show(self, progress: NodeProgress) -> None:
-        """How far the node is that runs in this process."""
-        self._pace.report(progress.node_id, progress.done, progress.total, self._clock())
+        """Show the progress of the node that is running in this process."""
+        self._eta.report(progress.node_id, progress.done, progress.total, self._clock())
         part = f" {progress.done}/{progress.total}" if progress.total > 1 else ""
         self._bar.set_postfix_str(f"{progress.node_id}{part}", refresh=False)
         self.tick()
 
     def tick(self) -> None:
-        """Bring the time up to date."""
+        """Redraw the bar with the current time."""
         self._bar.n, self._bar.whole = self.passed, self._whole
         if self._silent_since is not None:
             self._bar.silence = self._clock() - self._silent_since
@@ -172,5 +172,5 @@ class BatchBar:
         self._whole += 1
         self._together = max(0, self._together - 1)
         if not self._together:
-            self._pace.end(self._clock())
+            self._eta.end(self._clock())
         self.tick()

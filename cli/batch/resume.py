@@ -1,4 +1,4 @@
-"""Where a batch goes on: what the journal, the folder and the rows say together, before anything is posted."""
+"""Start state of a batch from its journal, its output folder and its rows."""
 
 from __future__ import annotations
 
@@ -14,59 +14,60 @@ from .output_store import OutputStore
 from .rows import Row
 from .runner import Submission
 
-_TO_BE_MADE = (State.waiting, State.posted, State.failed)
+_UNFINISHED = (State.waiting, State.posted, State.failed)
 
-Recognise = Callable[[Path], Collection[str]]
-"""Returns the hashes of the rows whose workflow is stored in a file."""
+FindRows = Callable[[Path], Collection[str]]
+"""Returns the hashes of the rows whose workflow is in the metadata of a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Rows that wait, rows that were posted before, and how many have come to an end already."""
+    """State of a batch at its start."""
 
     waiting: tuple[Row, ...]
-    flights: tuple[Submission, ...]
+    submissions: tuple[Submission, ...]
+    """Rows that were posted by an earlier command."""
     done: int
+    """Number of finished rows."""
     faults: tuple[tuple[Row, str], ...]
-    """Rows that cannot run, and why."""
+    """Rows that cannot run, with the reason."""
     notes: tuple[str, ...]
 
 
-def take_up(journal: Journal, shelf: OutputStore, rows: Sequence[Row], recognise: Recognise = lambda path: ()) -> Start:
-    """Make the journal know `rows`, and finish what was interrupted while files got their names.
+def resume(journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows: FindRows = lambda path: ()) -> Start:
+    """Enter `rows` into the journal, and complete interrupted renames.
 
-    A finished file that the journal does not have becomes the file of the row that it was made of, if `recognise`
-    finds one. Raises ArgumentError, before any file is moved or removed, if files of others have the names of files
-    that are to be made.
+    Finished files that are not in the journal are assigned to their row, if `find_rows` finds one. Raises
+    ArgumentError, before any file is moved or removed, if foreign files have the names of future output files.
     """
     for entry in _placing(journal):
-        if not shelf.can_place(entry.files):
+        if not store.can_place(entry.files):
             journal.wait([entry.hash])
-    missing = _enter(journal, shelf, rows)
-    adopted = _adopt(journal, shelf, rows, recognise)
+    missing = _enter(journal, store, rows)
+    adopted = _adopt(journal, store, rows, find_rows)
     if adopted:
-        _enter(journal, shelf, rows)
-    _check_names(shelf, [*journal.entries().values()])
+        _enter(journal, store, rows)
+    _check_names(store, [*journal.entries().values()])
     for entry in _placing(journal):
-        if shelf.place(entry.files):
+        if store.place(entry.files):
             journal.finish(entry.hash)
         else:
             journal.wait([entry.hash])
-    shelf.clear()
+    store.clear_parts()
     before = journal.entries()
     for row in rows:
         if row.fault is not None and before[row.hash].state is State.posted:
-            journal.fail(row.hash, row.fault)  # The host has other nodes than when the row was posted.
+            journal.fail(row.hash, row.fault)  # the nodes of the host have changed since the row was posted
     entries = journal.entries()
     posted = [row for row in rows if entries[row.hash].state is State.posted]
     return Start(
         waiting=tuple(row for row in rows if entries[row.hash].state is State.waiting),
-        flights=_flights(posted, entries),
+        submissions=_submissions(posted, entries),
         done=sum(entries[row.hash].state is State.done for row in rows),
         faults=tuple((row, entries[row.hash].error or "") for row in rows if entries[row.hash].state is State.failed),
         notes=(
-            *(f"the files of line {row.line} are gone: they are made again" for row in missing if row not in adopted),
-            *(f"line {row.line} is not made again: a finished file has its workflow" for row in adopted),
+            *(f"line {row.line} runs again: its files are missing" for row in missing if row not in adopted),
+            *(f"line {row.line} does not run again: a finished file contains its workflow" for row in adopted),
         ),
     )
 
@@ -75,68 +76,68 @@ def _placing(journal: Journal) -> list[Entry]:
     return [entry for entry in journal.entries().values() if entry.state is State.placing]
 
 
-def _enter(journal: Journal, shelf: OutputStore, rows: Sequence[Row]) -> list[Row]:
-    return journal.enter(rows, gone=lambda entry: not shelf.has(entry.files))
+def _enter(journal: Journal, store: OutputStore, rows: Sequence[Row]) -> list[Row]:
+    return journal.enter(rows, gone=lambda entry: not store.has(entry.files))
 
 
-def _adopt(journal: Journal, shelf: OutputStore, rows: Sequence[Row], recognise: Recognise) -> list[Row]:
-    """Take finished files that no row has for those of the rows that they were made of; return these rows."""
+def _adopt(journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows: FindRows) -> list[Row]:
+    """Assign finished files without a row to the rows whose workflow they contain; return these rows."""
     entries = journal.entries()
     taken = {(entry.stem or "").casefold() for entry in entries.values() if entry.files}
     waiting = {row.hash: row for row in rows if entries[row.hash].state in {State.waiting, State.posted}}
-    free = [(stem, paths) for stem, paths in shelf.finished() if stem.casefold() not in taken] if waiting else []
-    made_of = [(stem, paths, _made_of(paths, recognise)) for stem, paths in free]
+    free = [(stem, paths) for stem, paths in store.finished() if stem.casefold() not in taken] if waiting else []
+    candidates = [(stem, paths, _rows_of_all(paths, find_rows)) for stem, paths in free]
     adopted: list[Row] = []
-    # If several rows have one workflow, a file goes first to the row that has its name.
+    # If several rows have equal workflows, rows with the file's name have precedence.
     for by_name in (True, False):
-        for stem, paths, digests in made_of:
+        for stem, paths, digests in candidates:
             fitting = [waiting[digest] for digest in digests if digest in waiting and _may_have(waiting[digest], stem)]
             named = [row for row in fitting if entries[row.hash].stem == stem]
             row = next(iter(named if by_name else fitting), None)
             if row is None or stem.casefold() in taken:
                 continue
             try:
-                kept = [shelf.inspect(path) for path in paths]
+                kept = [store.check_file(path) for path in paths]
             except UnreadableFileError:
-                continue  # Half of a file: it is made again.
+                continue  # incomplete: the row runs again
             journal.adopt(row.hash, stem, kept)
             taken.add(stem.casefold())
             adopted.append(waiting.pop(row.hash))
     return adopted
 
 
-def _made_of(paths: Sequence[Path], recognise: Recognise) -> list[str]:
-    """Return the rows that all these files were made of."""
-    first, *others = (recognise(path) for path in paths)
+def _rows_of_all(paths: Sequence[Path], find_rows: FindRows) -> list[str]:
+    """Return the hashes of the rows whose workflow is in all these files."""
+    first, *others = (find_rows(path) for path in paths)
     return [digest for digest in first if all(digest in other for other in others)]
 
 
 def _may_have(row: Row, stem: str) -> bool:
-    """Return True if the files of the row may have this stem: its name, or any number for a row without a name."""
+    """Return True if the files of the row may have this stem: the row's name, or any number if it has none."""
     return stem.casefold() == row.name.casefold() if row.name is not None else stem.isdecimal()
 
 
-def _check_names(shelf: OutputStore, entries: Sequence[Entry]) -> None:
-    """Nothing that this batch has not made is ever replaced."""
-    to_be_made = [entry for entry in entries if entry.line is not None and entry.state in _TO_BE_MADE]
-    strangers = shelf.strangers([entry.stem for entry in to_be_made if entry.stem])
+def _check_names(store: OutputStore, entries: Sequence[Entry]) -> None:
+    """Raise ArgumentError if an output file would replace a file that is not from this batch."""
+    unfinished = [entry for entry in entries if entry.line is not None and entry.state in _UNFINISHED]
+    foreign = store.foreign_files([entry.stem for entry in unfinished if entry.stem])
     for entry in entries:
         if entry.state is State.placing:
-            strangers += shelf.in_the_way(entry.files)
-    if strangers:
-        more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+            foreign += store.conflicts(entry.files)
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         raise ArgumentError(
-            f"{shelf.folder} holds {strangers[0]}{more}, which this batch has not made, or not like that: move it away "
-            "or give another --out"
+            f"{store.folder} contains {foreign[0]}{more}, which is not from this batch or was changed: move it away or "
+            "give another --out"
         )
 
 
-def _flights(posted: Sequence[Row], entries: Mapping[str, Entry]) -> tuple[Submission, ...]:
-    """The rows that were posted under one id are one flight."""
-    flights: dict[str, list[Row]] = {}
+def _submissions(posted: Sequence[Row], entries: Mapping[str, Entry]) -> tuple[Submission, ...]:
+    """Group the rows that were posted under the same id."""
+    rows_by_id: dict[str, list[Row]] = {}
     for row in posted:
-        flights.setdefault(entries[row.hash].prompt_id or "", []).append(row)
+        rows_by_id.setdefault(entries[row.hash].prompt_id or "", []).append(row)
     return tuple(
-        Submission(prompt_id=prompt_id, rows=together, saves={row.hash: entries[row.hash].saves for row in together})
-        for prompt_id, together in flights.items()
+        Submission(prompt_id=prompt_id, rows=rows, saves={row.hash: entries[row.hash].saves for row in rows})
+        for prompt_id, rows in rows_by_id.items()
     )

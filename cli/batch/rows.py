@@ -1,7 +1,7 @@
-"""The rows of a batch: a file of CSV or JSON lines, one video per row. Nothing in here knows a workflow or a server.
+"""Rows of a batch from a file of CSV or JSON lines, one video per row. Independent of workflows and servers.
 
-A row says which inputs of the workflow it changes, as `node.input`, and may give its files a `name`. What cannot be
-read costs that row alone.
+A row sets inputs of the workflow, as `node.input`, and optionally the `name` of its files. An unreadable row fails on
+its own.
 """
 
 from __future__ import annotations
@@ -18,38 +18,37 @@ from pathlib import Path
 from typing import Any
 
 NAME = "name"
-"""The column that no input is called by: what the files of the row are called."""
+"""Column with the name of the row's files; it is not an input."""
 
 _CSV, _JSON_LINES = (".csv",), (".jsonl", ".ndjson")
 _OTHER_SEPARATORS = {";", "\t"}
 FILE_NAME = re.compile(r"\w(?:[\w .,+()-]{0,98}[\w)])?")
-"""The stem that a row may give its files."""
-_OF_WINDOWS = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
-"""Devices there, whatever follows the dot; a folder may be read on another system than that which wrote it."""
+"""Valid stems for the files of a row."""
+_WINDOWS_DEVICE = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
+"""Device names on Windows, with any suffix; refused on all systems, because folders are copied between systems."""
 
 
 class JobsError(ValueError):
-    """The file of rows cannot be used at all; the message names it."""
+    """The file of rows is not usable; the message contains its path."""
 
 
 class RowError(ValueError):
-    """One row cannot be used."""
+    """One row is invalid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One row of the file.
 
-    `values` are as they were written: text in a CSV file (`as_text`), JSON values otherwise. A row with a `fault` has
-    none.
+    `values` are unconverted: text in a CSV file (`as_text`), JSON values otherwise. A row with a `fault` has none.
     """
 
     line: int
-    """Where the row begins in its file, from 1."""
+    """Number of its first line in the file, from 1."""
     position: int
-    """Which row of the file it is, from 1."""
+    """Number of the row in the file, from 1."""
     hash: str
-    """Tells the row from all others, wherever it stands: SHA-256 of what it says and of how often that came before."""
+    """Identity of the row, independent of its position: SHA-256 of its content and the number of earlier duplicates."""
     name: str | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
     as_text: bool = False
@@ -57,7 +56,7 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a .csv, .jsonl or .ndjson file, those that cannot be read with their fault. Raises JobsError."""
+    """Return all rows of a .csv, .jsonl or .ndjson file, unreadable ones with a fault. Raises JobsError."""
     suffix = path.suffix.lower()
     if suffix not in (*_CSV, *_JSON_LINES):
         raise JobsError(f"{path}: rows are read from a .csv file or from JSON lines in a .jsonl file")
@@ -90,8 +89,8 @@ def _csv_rows(content: bytes) -> Iterator[Row]:
             return
         except csv.Error as err:
             if header is None:
-                raise JobsError(f"line {line} is no CSV: {err}") from err
-            yield _row(line, str(err), {}, fault=f"this is no CSV: {err}")
+                raise JobsError(f"line {line} is not CSV: {err}") from err
+            yield _row(line, str(err), {}, fault=f"this is not CSV: {err}")
             continue
         if header is None:
             header = _header(cells)
@@ -103,7 +102,7 @@ def _header(cells: list[str]) -> list[str]:
     header = [cell.strip() for cell in cells]
     wrong = [cell for cell in header if cell != NAME and (not _names_an_input(cell) or set(cell) & _OTHER_SEPARATORS)]
     if wrong:
-        raise JobsError(f"column '{wrong[0]}': a column is called node.input, or {NAME}; columns are parted by commas")
+        raise JobsError(f"column '{wrong[0]}': call columns node.input, or {NAME}, and separate them by commas")
     twice = [cell for cell, count in Counter(header).items() if count > 1]
     if twice:
         raise JobsError(f"there are two columns '{twice[0]}'")
@@ -111,7 +110,7 @@ def _header(cells: list[str]) -> list[str]:
 
 
 def _csv_row(line: int, header: list[str], cells: list[str]) -> Row:
-    """An empty cell leaves the input as the workflow has it; empty cells may be missing at the end of a row."""
+    """Return the row of these cells; an empty or missing cell keeps the workflow's value."""
     if len(cells) > len(header) and any(cells[len(header) :]):
         return _row(line, cells, {}, fault=f"{len(cells)} cells, but {len(header)} columns")
     values = {column: cell for column, cell in zip(header, cells, strict=False) if cell}
@@ -132,11 +131,11 @@ def _json_rows(content: bytes) -> Iterator[Row]:
 
 def _json_object(raw: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(raw.decode(), parse_constant=_refuse_constant, object_pairs_hook=_once)
+        values = json.loads(raw.decode(), parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
     except RowError:
         raise
-    except (ValueError, RecursionError) as err:  # of a decoder: UnicodeDecodeError, JSONDecodeError
-        raise RowError(f"this is no JSON: {err}") from err
+    except (ValueError, RecursionError) as err:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise RowError(f"this is not JSON: {err}") from err
     if not isinstance(values, dict):
         raise RowError('a row is an object: {"node.input": value, ...}')
     wrong = [key for key in values if key != NAME and not _names_an_input(key)]
@@ -148,10 +147,10 @@ def _json_object(raw: bytes) -> dict[str, Any]:
 
 
 def _refuse_constant(constant: str) -> object:
-    raise RowError(f"{constant} is no value that JSON knows")
+    raise RowError(f"{constant} is not a JSON value")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if twice:
         raise RowError(f"'{twice[0]}' is given twice")
@@ -163,20 +162,24 @@ def _names_an_input(key: str) -> bool:
     return bool(node and dot and socket)
 
 
-def _row(line: int, said: object, given: Mapping[str, Any], *, as_text: bool = False, fault: str | None = None) -> Row:
-    """`said` is all that tells this row from another one."""
-    values = {key: value for key, value in given.items() if key != NAME}
-    name = given.get(NAME)
+def _row(
+    line: int, content: object, cells: Mapping[str, Any], *, as_text: bool = False, fault: str | None = None
+) -> Row:
+    """Return a row with `content` as its preliminary hash; see `_distinct`."""
+    values = {key: value for key, value in cells.items() if key != NAME}
+    name = cells.get(NAME)
     if name is not None and fault is None and not FILE_NAME.fullmatch(name):
-        fault = f"{NAME} '{name}' is no name for a file: up to 100 letters, digits, spaces and any of . , + ( ) - _"
-    elif name is not None and fault is None and _OF_WINDOWS.fullmatch(name):
-        fault = f"{NAME} '{name}' is a device on Windows and cannot be a file there"
-    content = json.dumps(said, sort_keys=True)
-    return Row(line=line, position=0, hash=content, name=name, values=values, as_text=as_text, fault=fault)
+        fault = (
+            f"{NAME} '{name}' is not a valid file name: use up to 100 letters, digits, spaces and any of . , + ( ) - _"
+        )
+    elif name is not None and fault is None and _WINDOWS_DEVICE.fullmatch(name):
+        fault = f"{NAME} '{name}' is a device name on Windows: use another name"
+    text = json.dumps(content, sort_keys=True)
+    return Row(line=line, position=0, hash=text, name=name, values=values, as_text=as_text, fault=fault)
 
 
 def _distinct(rows: list[Row]) -> list[Row]:
-    """The rows with their hashes; a name that an earlier row has is a fault."""
+    """Return the rows with their final hashes; a name that an earlier row has is a fault."""
     seen: Counter[str] = Counter()
     owners: dict[str, int] = {}
     distinct = []
@@ -186,6 +189,6 @@ def _distinct(rows: list[Row]) -> list[Row]:
         fault = row.fault
         if row.name is not None and fault is None:
             owner = owners.setdefault(row.name.casefold(), row.line)
-            fault = None if owner == row.line else f"{NAME} '{row.name}' is that of line {owner} already"
+            fault = None if owner == row.line else f"{NAME} '{row.name}' is already used by line {owner}"
         distinct.append(replace(row, hash=digest, fault=fault))
     return distinct

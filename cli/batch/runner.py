@@ -1,10 +1,10 @@
-"""The loop of a batch: posts, polls, fetches, and writes every step into the journal before it takes it.
+"""Main loop of a batch: posts, polls, fetches, and writes every step to the journal before it is done.
 
-That every row ends up with its files once, whoever is killed when, rests on four rules:
-* an id is in the journal before the host can know it, and a host is asked by that id before anything is posted again;
-* each attempt has an id of its own, so what an earlier attempt left behind is never taken for a later one;
-* files get their names after the journal knows their sizes and digests, and giving them again does no harm;
-* only what the host says it does not know is posted again; no answer is no reason.
+Four rules guarantee that every row gets its files exactly once, whichever process is killed at any time:
+* an id is in the journal before it is sent, and its outcome is polled before its rows are posted again;
+* each attempt has its own id, so that the results of an earlier attempt are never mistaken for those of a later one;
+* files are renamed after their sizes and digests are in the journal, and renaming is idempotent;
+* rows are posted again only if the backend reports their id as unknown, not if it does not respond.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from .media_check import UnreadableFileError
 from .output_store import OutputStore, file_names
 from .rows import Row
 
-MOST_LOSSES = 5
-"""So often may a row be lost while it runs: one that takes the server down with it must not do so for ever."""
+MAX_LOSSES = 5
+"""Maximum number of times a row may be lost while it runs: it may be the row that crashes the server."""
 
-_MOST_TRIES = 5
-"""So often may one request for a row fail while the same request succeeds for other rows."""
+_MAX_TRIES = 5
+"""Maximum number of failed requests for a row while the same requests succeed for other rows."""
 
 _FIRST_POLL, _LAST_POLL, _SLOWER = 0.05, 1.0, 1.5
 _FIRST_RETRY, _LAST_RETRY = 0.5, 30.0
 
 
 class BackendTimeoutError(OSError):
-    """The host has not answered for too long."""
+    """The backend has not responded within the time limit."""
 
 
 class UnsentError(UnreachableError):
-    """The host answers, but does not send the files of one row; `waited_s` seconds were waited for these so far."""
+    """The backend responds, but not with the files of one row; `waited_s` is the time waited for them so far."""
 
     def __init__(self, err: UnreachableError, row: Row, waited_s: float) -> None:
         super().__init__(str(err))
@@ -58,222 +58,226 @@ class UnsentError(UnreachableError):
 
 
 class BatchReporter(Protocol):
-    """Tells the user how the batch goes on."""
+    """Output of a batch for the user."""
 
-    def runs(self, job: str, rows: int) -> None:
-        """So many rows are what runs now, or next, under this id."""
+    def running(self, job: str, rows: int) -> None:
+        """Report the running, or next, job and its number of rows; called at every poll."""
 
     def done(self, row: Row, files: Sequence[KeptFile]) -> None:
-        """The row's files have their names."""
+        """Report a finished row."""
 
     def failed(self, row: Row, reason: str) -> None:
-        """The row has come to nothing."""
+        """Report a failed row."""
 
-    def silent(self, silent: bool) -> None:
-        """Say that the host does not answer, or that it answers again."""
+    def unresponsive(self, unresponsive: bool) -> None:
+        """Report that the backend does not respond, or that it responds again."""
 
     def note(self, text: str) -> None:
-        """Something else that the user should know."""
+        """Print any other message."""
 
 
 @dataclass(kw_only=True)
 class Submission:
-    """Rows that were posted under one id. `begun` None: not seen on the host yet. `unanswered`: what its post met."""
+    """Rows that were posted under one id."""
 
     prompt_id: str
     rows: list[Row]
     saves: Mapping[str, frozenset[str] | None]
     begun: bool | None = None
-    unanswered: str = ""
+    """True if it is running, False if it is queued; None: not seen on the backend yet."""
+    post_error: str = ""
+    """Error of a post without a response."""
 
 
 @dataclass(kw_only=True)
 class _Setback:
-    """Failed requests of one kind for a row. `succeeded`: the requests for other rows before the first of them."""
+    """Failed requests of one kind for a row. `succeeded` is the number of successful ones before the first failure."""
 
     succeeded: int
     tries: int = 0
     waited_s: float = 0.0
 
-    def is_of_the_row(self, succeeded: int) -> bool:
-        """Return True if it is the row that fails: it was tried often enough, and others have succeeded meanwhile."""
-        return self.tries >= _MOST_TRIES and succeeded > self.succeeded
+    def is_row_fault(self, succeeded: int) -> bool:
+        """Return True if the row is to blame: it had enough tries, and requests for others have succeeded since."""
+        return self.tries >= _MAX_TRIES and succeeded > self.succeeded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When to give up: after how many failed rows (None: never), after how many seconds without an answer."""
+    """Limits of a batch."""
 
     failures: int | None = None
+    """Number of failed rows after which no more rows are started; None: no limit."""
     timeout_s: float = 600.0
+    """Seconds without a response after which the batch ends."""
 
 
 @dataclass(kw_only=True)
 class Runner:
-    """Runs rows to their end. `sleep` waits for some seconds; `failures` counts the rows that came to nothing."""
+    """Runs rows until they are finished. `sleep` waits for some seconds; `failures` is the number of failed rows."""
 
-    host: BatchBackend
+    backend: BatchBackend
     journal: Journal
-    shelf: OutputStore
+    store: OutputStore
     planner: Planner
-    teller: BatchReporter
+    reporter: BatchReporter
     stop: StopRequest
     limits: Limits
     sleep: Callable[[float], None]
     failures: int = 0
     _waiting: deque[BatchJob] = field(default_factory=deque)
-    _flights: list[Submission] = field(default_factory=list)
+    _submissions: list[Submission] = field(default_factory=list)
     _losses: Counter[str] = field(default_factory=Counter)
     _posted: int = 0
     _fetched: int = 0
-    _unposted: dict[str, _Setback] = field(default_factory=dict)
-    _unsent: dict[str, _Setback] = field(default_factory=dict)
+    _post_setbacks: dict[str, _Setback] = field(default_factory=dict)
+    _fetch_setbacks: dict[str, _Setback] = field(default_factory=dict)
     _outage: bool = False
-    """The last post was not answered. That the host answers questions is no end of it."""
+    """True if the last post got no response; responses to other requests do not end the outage."""
     _copy_failed: bool = False
 
-    def run(self, rows: Sequence[Row], flights: Iterable[Submission]) -> None:
-        """Take care of the rows that wait and of what was posted before.
+    def run(self, rows: Sequence[Row], submissions: Iterable[Submission]) -> None:
+        """Run the waiting rows, and finish the submissions of an earlier command.
 
-        Raises GaveUpError, or OSError where nothing can be written; what is under way stays so in the journal.
+        Raises BackendTimeoutError, or OSError if a file cannot be written; submissions stay posted in the journal.
         """
-        self._flights = list(flights)
+        self._submissions = list(submissions)
         self._waiting = deque(self.planner(rows))
         poll, silence = _FIRST_POLL, 0.0
-        while (self._flights or (self._waiting and not self._closing())) and not self.stop.at_once:
+        while (self._submissions or (self._waiting and not self._stopping())) and not self.stop.immediate:
             try:
-                moved = self._turn()
+                changed = self._post_and_poll()
             except UnreachableError as err:
-                if self.stop.soon:
+                if self.stop.requested:
                     return
                 if isinstance(err, UnsentError):
                     waited = self._wait_for_host(err, err.waited_s) - err.waited_s
-                    self._unsent[err.row.hash].waited_s += waited
+                    self._fetch_setbacks[err.row.hash].waited_s += waited
                     silence = max(silence, _FIRST_RETRY) if self._outage else _FIRST_RETRY
                 else:
                     silence = self._wait_for_host(err, silence)
                 continue
             if silence and not self._outage:
-                self.teller.silent(False)
+                self.reporter.unresponsive(False)
                 silence = 0.0
-            poll = _FIRST_POLL if moved else min(poll * _SLOWER, _LAST_POLL)
-            if self._flights and not moved:
+            poll = _FIRST_POLL if changed else min(poll * _SLOWER, _LAST_POLL)
+            if self._submissions and not changed:
                 self.sleep(poll)
-        self._abandon()
+        self._cancel_all()
 
-    def _closing(self) -> bool:
-        """Whether nothing more is begun."""
-        return self.stop.soon or (self.limits.failures is not None and self.failures >= self.limits.failures)
+    def _stopping(self) -> bool:
+        """Return True if no more rows are to be started."""
+        return self.stop.requested or (self.limits.failures is not None and self.failures >= self.limits.failures)
 
-    def _turn(self) -> bool:
-        """Post what there is room for and look at all that was posted; whether anything has changed."""
-        moved = False
-        while self._waiting and len(self._flights) < self.host.window and not self._closing():
+    def _post_and_poll(self) -> bool:
+        """Post jobs until the window is full, and poll all submissions; return True if anything has changed."""
+        changed = False
+        while self._waiting and len(self._submissions) < self.backend.window and not self._stopping():
             self._post(self._waiting.popleft())
-            moved = True
-        if self._flights:
-            self.teller.runs(self._flights[0].prompt_id, len(self._flights[0].rows))
+            changed = True
+        if self._submissions:
+            self.reporter.running(self._submissions[0].prompt_id, len(self._submissions[0].rows))
         unsent: UnsentError | None = None
-        for flight in list(self._flights):
-            if self._closing() and not flight.begun:
-                self.host.withdraw(flight.prompt_id)
+        for submission in list(self._submissions):
+            if self._stopping() and not submission.begun:
+                self.backend.withdraw(submission.prompt_id)
             try:
-                moved |= self._look(flight)
+                changed |= self._poll(submission)
             except UnsentError as err:
                 unsent = err
-        if unsent is not None and not moved:
+        if unsent is not None and not changed:
             raise unsent
-        return moved
+        return changed
 
     def _post(self, job: BatchJob) -> None:
-        flight = Submission(prompt_id=str(uuid.uuid4()), rows=list(job.rows), saves=job.saves)
-        self.journal.post(job.saves, flight.prompt_id)
-        self._flights.append(flight)
+        submission = Submission(prompt_id=str(uuid.uuid4()), rows=list(job.rows), saves=job.saves)
+        self.journal.post(job.saves, submission.prompt_id)
+        self._submissions.append(submission)
         try:
-            self.host.post(flight.prompt_id, job.prompt)
+            self.backend.post(submission.prompt_id, job.prompt)
         except RefusedError as err:
-            self._taken(flight)
-            self._fail(flight, str(err))
+            self._accepted(submission)
+            self._fail(submission, str(err))
         except UnreachableError as err:
-            flight.unanswered = str(err)
+            submission.post_error = str(err)
             self._outage = True
-            for row in flight.rows:
-                self._unposted.setdefault(row.hash, _Setback(succeeded=self._posted)).tries += 1
+            for row in submission.rows:
+                self._post_setbacks.setdefault(row.hash, _Setback(succeeded=self._posted)).tries += 1
             raise
         else:
-            self._taken(flight)
+            self._accepted(submission)
 
-    def _taken(self, flight: Submission) -> None:
-        """Note that the host has answered a post."""
+    def _accepted(self, submission: Submission) -> None:
+        """Record that the backend has responded to a post."""
         self._outage = False
         self._posted += 1
-        for row in flight.rows:
-            self._unposted.pop(row.hash, None)
+        for row in submission.rows:
+            self._post_setbacks.pop(row.hash, None)
 
-    def _look(self, flight: Submission) -> bool:
-        """Act on what has become of a flight; whether anything has."""
-        outcome = self.host.outcome(flight.prompt_id)
-        if flight.unanswered and not isinstance(outcome, Unknown):
-            self._outage, flight.unanswered = False, ""  # The post has arrived: only its answer has not.
+    def _poll(self, submission: Submission) -> bool:
+        """Poll a submission and handle its outcome; return True if anything has changed."""
+        outcome = self.backend.outcome(submission.prompt_id)
+        if submission.post_error and not isinstance(outcome, Unknown):
+            self._outage, submission.post_error = False, ""  # the post had arrived, only its response was lost
         if isinstance(outcome, UnderWay):
-            changed = outcome.begun != flight.begun
-            flight.begun = outcome.begun
+            changed = outcome.begun != submission.begun
+            submission.begun = outcome.begun
             return changed
         if isinstance(outcome, Unknown):
-            self._lost(flight)
-        elif isinstance(outcome, Interrupted) and flight.begun is None:
-            self._lost(flight)  # By a client that was killed before it could write that down.
+            self._handle_lost(submission)
+        elif isinstance(outcome, Interrupted) and submission.begun is None:
+            self._handle_lost(submission)  # by an earlier command that could not record it
         elif isinstance(outcome, Interrupted):
-            self._fail(flight, "interrupted on the server")
+            self._fail(submission, "interrupted on the server")
         elif isinstance(outcome, JobFailed):
-            self._fail(flight, outcome.reason)
+            self._fail(submission, outcome.reason)
         else:
-            self._collect(flight, outcome)
+            self._collect(submission, outcome)
         return True
 
-    def _collect(self, flight: Submission, ended: Ended) -> None:
-        """Fetch the files of every row; after an interruption it goes on with the row that was interrupted."""
-        while flight.rows:
-            row = flight.rows[0]
-            nodes = flight.saves[row.hash]
-            made = [file for file in ended.files if nodes is None or file.node_id in nodes]
+    def _collect(self, submission: Submission, ended: Ended) -> None:
+        """Fetch the files of every row; finished rows leave the submission, so that a retry continues with the rest."""
+        while submission.rows:
+            row = submission.rows[0]
+            nodes = submission.saves[row.hash]
+            saved = [file for file in ended.files if nodes is None or file.node_id in nodes]
             try:
-                kept = self._fetch(row, made)
+                kept = self._fetch(row, saved)
             except (NoSuchFileError, UnreadableFileError) as err:
-                self.shelf.clear()
+                self.store.clear_parts()
                 self._fail_row(row, str(err))
             except UnreachableError as err:
-                self.shelf.clear()
-                self._not_sent(flight, err)
+                self.store.clear_parts()
+                self._handle_unsent(submission, err)
             else:
                 self.journal.place(row.hash, kept)
-                if not self.shelf.place(kept):
+                if not self.store.place(kept):
                     names = ", ".join(file.name for file in kept)
-                    raise FileNotFoundError(f"{names}: removed from {self.shelf.workshop} after it was checked")
+                    raise FileNotFoundError(f"{names}: removed from {self.store.work_folder} after the check")
                 self.journal.finish(row.hash)
-                self.teller.done(row, kept)
+                self.reporter.done(row, kept)
                 self._fetched += 1
-            flight.rows.remove(row)
-            self._unsent.pop(row.hash, None)
-        self._end(flight)
+            submission.rows.remove(row)
+            self._fetch_setbacks.pop(row.hash, None)
+        self._end(submission)
         self._back_up()
 
-    def _not_sent(self, flight: Submission, err: UnreachableError) -> None:
-        """Fail the first row of a flight if its files do not come while others' do, or raise UnsentError.
+    def _handle_unsent(self, submission: Submission, err: UnreachableError) -> None:
+        """Fail the first row of a submission if only its files cannot be fetched, else raise UnsentError.
 
-        The next try begins with the next row of the flight.
+        The next try starts with the next row of the submission.
         """
-        row = flight.rows[0]
-        setback = self._unsent.setdefault(row.hash, _Setback(succeeded=self._fetched))
+        row = submission.rows[0]
+        setback = self._fetch_setbacks.setdefault(row.hash, _Setback(succeeded=self._fetched))
         setback.tries += 1
-        if setback.is_of_the_row(self._fetched) or setback.waited_s >= self.limits.timeout_s:
-            self._fail_row(row, f"{err}; asked {setback.tries} times in {setback.waited_s:.0f} s")
+        if setback.is_row_fault(self._fetched) or setback.waited_s >= self.limits.timeout_s:
+            self._fail_row(row, f"{err}; {setback.tries} requests in {setback.waited_s:.0f} s")
             return
-        flight.rows.append(flight.rows.pop(0))
+        submission.rows.append(submission.rows.pop(0))
         raise UnsentError(err, row, setback.waited_s) from err
 
     def _back_up(self) -> None:
-        """Copy the journal once in a while. A batch goes on without a copy, but not with a damaged journal."""
+        """Back up the journal if the last copy is old. A failed copy is reported once; a damaged journal raises."""
         if not self.journal.copy_is_old:
             return
         try:
@@ -282,80 +286,80 @@ class Runner:
             raise
         except OSError as err:
             if not self._copy_failed:
-                self.teller.note(f"the journal was not copied: {err}")
+                self.reporter.note(f"the journal was not copied: {err}")
             self._copy_failed = True
 
-    def _fetch(self, row: Row, made: Sequence[MadeFile]) -> list[KeptFile]:
-        if not made:
+    def _fetch(self, row: Row, saved: Sequence[MadeFile]) -> list[KeptFile]:
+        if not saved:
             raise NoSuchFileError("no file was saved: the workflow needs a node that saves in the output folder")
         stem = self.journal.stem(row.hash)
-        names = file_names(stem, [file.filename for file in made])
-        for file, name in zip(made, names, strict=True):
-            self.host.fetch(file, self.shelf.part(name))
-        return [self.shelf.seal(name) for name in names]
+        names = file_names(stem, [file.filename for file in saved])
+        for file, name in zip(saved, names, strict=True):
+            self.backend.fetch(file, self.store.part_path(name))
+        return [self.store.check_part(name) for name in names]
 
-    def _lost(self, flight: Submission) -> None:
-        self._end(flight)
-        self.journal.wait(row.hash for row in flight.rows)
-        if self._closing():
+    def _handle_lost(self, submission: Submission) -> None:
+        self._end(submission)
+        self.journal.wait(row.hash for row in submission.rows)
+        if self._stopping():
             return
-        if flight.unanswered:
-            self._never_arrived(flight)
+        if submission.post_error:
+            self._retry_post(submission)
             return
-        if flight.begun is not False:
-            self._losses.update(row.hash for row in flight.rows)
-        lost = [row for row in flight.rows if self._losses[row.hash] >= MOST_LOSSES]
+        if submission.begun is not False:
+            self._losses.update(row.hash for row in submission.rows)
+        lost = [row for row in submission.rows if self._losses[row.hash] >= MAX_LOSSES]
         for row in lost:
-            self._fail_row(row, f"lost by the host {MOST_LOSSES} times")
-        self._waiting.extendleft(reversed(self.planner([row for row in flight.rows if row not in lost])))
+            self._fail_row(row, f"lost {MAX_LOSSES} times while running")
+        self._waiting.extendleft(reversed(self.planner([row for row in submission.rows if row not in lost])))
 
-    def _never_arrived(self, flight: Submission) -> None:
-        """Post the rows again, after the others: an error of the host costs no row unless it takes other rows."""
-        bad = [row for row in flight.rows if self._unposted[row.hash].is_of_the_row(self._posted)]
+    def _retry_post(self, submission: Submission) -> None:
+        """Post the rows again, after the others; a row fails only if posts of other rows succeed."""
+        bad = [row for row in submission.rows if self._post_setbacks[row.hash].is_row_fault(self._posted)]
         for row in bad:
-            tries = self._unposted.pop(row.hash).tries
-            self._fail_row(row, f"not taken by the host {tries} times; at the last post: {flight.unanswered}")
-        self._waiting.extend(self.planner([row for row in flight.rows if row not in bad]))
+            tries = self._post_setbacks.pop(row.hash).tries
+            self._fail_row(row, f"{tries} posts of it failed; error of the last one: {submission.post_error}")
+        self._waiting.extend(self.planner([row for row in submission.rows if row not in bad]))
 
-    def _fail(self, flight: Submission, reason: str) -> None:
-        """One row fails; of several that were posted together each is tried alone."""
-        self._end(flight)
-        if len(flight.rows) == 1:
-            self._fail_row(flight.rows[0], reason)
+    def _fail(self, submission: Submission, reason: str) -> None:
+        """Fail a submission of one row; of several rows each is tried alone."""
+        self._end(submission)
+        if len(submission.rows) == 1:
+            self._fail_row(submission.rows[0], reason)
             return
-        self.journal.wait(row.hash for row in flight.rows)
-        self.teller.note(f"{len(flight.rows)} rows that ran together failed and are tried one by one: {reason}")
-        self._waiting.extendleft(job for row in reversed(flight.rows) for job in self.planner([row]))
+        self.journal.wait(row.hash for row in submission.rows)
+        self.reporter.note(f"{len(submission.rows)} rows that ran together failed and are retried one by one: {reason}")
+        self._waiting.extendleft(job for row in reversed(submission.rows) for job in self.planner([row]))
 
     def _fail_row(self, row: Row, reason: str) -> None:
         self.journal.fail(row.hash, reason)
         self.failures += 1
-        self.teller.failed(row, reason)
+        self.reporter.failed(row, reason)
 
-    def _end(self, flight: Submission) -> None:
-        self._flights.remove(flight)
-        self.host.forget(flight.prompt_id)
+    def _end(self, submission: Submission) -> None:
+        self._submissions.remove(submission)
+        self.backend.release(submission.prompt_id)
 
-    def _abandon(self) -> None:
-        """Leave nothing behind on the host; what does not answer is asked by its id in the next run."""
-        for flight in list(self._flights):
+    def _cancel_all(self) -> None:
+        """Cancel all submissions; if the backend does not respond, the next command polls them by their ids."""
+        for submission in list(self._submissions):
             try:
-                self.host.withdraw(flight.prompt_id)
-                self.host.interrupt(flight.prompt_id)
+                self.backend.withdraw(submission.prompt_id)
+                self.backend.interrupt(submission.prompt_id)
             except UnreachableError:
                 return
-            self._end(flight)
-            self.journal.wait(row.hash for row in flight.rows)
+            self._end(submission)
+            self.journal.wait(row.hash for row in submission.rows)
 
     def _wait_for_host(self, err: UnreachableError, silence: float) -> float:
-        """Wait before the next try, longer each time; the seconds of silence so far."""
+        """Wait before the next try, longer each time; return the total seconds of silence."""
         if silence >= self.limits.timeout_s:
             raise BackendTimeoutError(
-                f"{err}; given up after {silence:.0f} s: the same command goes on from here"
+                f"{err}; gave up after {silence:.0f} s: run the same command again to resume"
             ) from err
         if not silence:
-            self.teller.note(f"{err}; trying again")
-        self.teller.silent(True)
+            self.reporter.note(f"{err}; trying again")
+        self.reporter.unresponsive(True)
         delay = min(max(silence, _FIRST_RETRY), _LAST_RETRY, max(self.limits.timeout_s - silence, 0.1))
         self.sleep(delay)
         return silence + delay

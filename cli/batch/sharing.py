@@ -1,4 +1,4 @@
-"""Conditions under which rows can share one pass: experts, policy, noise levels, settings, sizes."""
+"""Conditions for rows to share one pass: equal experts, policy, noise levels, settings and sizes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from ...host.embedded import Prompt, as_link
 
 SAMPLER = "WanStreamSampler"
 OWN_INPUTS = ("positive", "negative", "latent", "seed")
-"""Inputs of the sampler that every lane has of its own; all others are those of the pass."""
+"""Inputs of the sampler that may differ between lanes; all others must be equal."""
 
 SIZES = ("width", "height", "frames", "length")
-"""Inputs that say how large a video is, in our nodes and in ComfyUI's. What they do not tell, the lane sampler does."""
+"""Inputs with the size of a video, in our nodes and in ComfyUI's. The lane sampler checks the resulting latents."""
 
 
 def sampler_ids(prompt: Prompt) -> tuple[str, ...]:
-    """The nodes whose work lanes can share."""
+    """Return the ids of the samplers, whose passes lanes can share."""
     return tuple(node_id for node_id, node in prompt.items() if node.get("class_type") == SAMPLER)
 
 
 def upstream(prompt: Prompt, node_ids: Iterable[str]) -> set[str]:
-    """These nodes and all that they read, as far as they are in the workflow."""
+    """Return these nodes and all their direct and indirect sources in the workflow."""
     found: set[str] = set()
     pending = [*node_ids]
     while pending:
@@ -32,19 +32,19 @@ def upstream(prompt: Prompt, node_ids: Iterable[str]) -> set[str]:
 
 
 def lane_refusal(prompt: Prompt) -> str:
-    """Why no row of this workflow can be a lane; empty if it can."""
+    """Return the reason why rows of this workflow cannot be lanes; empty if they can."""
     samplers = sampler_ids(prompt)
     if not samplers:
         return f"its workflow has no {SAMPLER}, the node whose passes lanes share"
     for sampler in samplers:
-        behind = [other for other in samplers if other in _common_sources(prompt, sampler)]
-        if behind:
-            return f"what {sampler} takes for all lanes comes from {behind[0]}, which makes one video"
+        before = [other for other in samplers if other in _common_sources(prompt, sampler)]
+        if before:
+            return f"the settings of {sampler}, common to all lanes, depend on {before[0]}, which makes one video"
     return ""
 
 
 def lane_traits(prompt: Prompt) -> dict[str, object]:
-    """All that lanes of one pass have in common: see `node_traits`."""
+    """Return the properties that must be equal for all lanes of a pass, in the format of `node_traits`."""
     samplers = sampler_ids(prompt)
     common = set().union(*(_common_sources(prompt, sampler) for sampler in samplers))
     own = upstream(prompt, samplers) - common
@@ -62,23 +62,23 @@ def lane_traits(prompt: Prompt) -> dict[str, object]:
 
 
 def node_traits(prompt: Prompt, node_id: str) -> dict[str, object]:
-    """What a node does: its class under its id, and its inputs under `node.input`."""
+    """Return a node's class under its id, and its inputs under `node.input`."""
     node = prompt[node_id]
     inputs = {f"{node_id}.{name}": _plain(value) for name, value in node.get("inputs", {}).items()}
     return {node_id: node.get("class_type"), **inputs}
 
 
 def difference(traits: Mapping[str, object], others: Mapping[str, object], other_row: Hashable) -> str:
-    """The first thing in which a row is unlike `other_row`, in words; empty if there is none."""
+    """Describe the first difference between a row and `other_row`; empty if there is none."""
     for name in {**others, **traits}:
-        mine, theirs = traits.get(name, "missing"), others.get(name, "missing")
-        if mine != theirs or type(mine) is not type(theirs):  # True is 1 in Python, and not in a workflow
-            return f"its {name} is {mine}, that of {other_row} is {theirs}"
+        value, other = traits.get(name, "missing"), others.get(name, "missing")
+        if value != other or type(value) is not type(other):  # True == 1 in Python, but not in a workflow
+            return f"its {name} is {value}, that of {other_row} is {other}"
     return ""
 
 
 def _common_sources(prompt: Prompt, sampler: str) -> set[str]:
-    """The nodes behind those inputs of a sampler that all lanes share."""
+    """Return the direct and indirect sources of the sampler inputs that all lanes share."""
     inputs = prompt[sampler].get("inputs", {})
     return upstream(prompt, _sources(value for name, value in inputs.items() if name not in OWN_INPUTS))
 
@@ -88,5 +88,5 @@ def _sources(values: Iterable[object]) -> list[str]:
 
 
 def _plain(value: object) -> object:
-    """The value, with 4 in place of 4.0: rows may write the same number in different ways."""
+    """Return the value, with 4 instead of 4.0, because rows may contain either notation."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,4 +1,4 @@
-"""Where a batch runs, before anything does: what its nodes take, and what is wrong with a workflow there."""
+"""Batch targets: node inputs and workflow validation of a server or of this process."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ OnProgress = Callable[["NodeProgress"], None]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTarget:
-    """`sockets` are the inputs of all nodes there, `faults` says what is wrong with a workflow, a line each.
-
-    `opened(made, on_progress)` is the host, open inside its `with`; it may leave files in the folder `made`.
-    """
+    """Server or process that runs a batch."""
 
     sockets: Sockets
+    """Inputs of all node classes there."""
     faults: Callable[[Prompt], list[str]]
-    unjudged: Callable[[Prompt], str]
-    """Says what of a workflow only a run can judge; empty for nothing."""
+    """Returns the faults of a workflow, a line each."""
+    unchecked: Callable[[Prompt], str]
+    """Describes the checks that only a run can do; empty if there are none."""
     opened: Callable[[Path, OnProgress], AbstractContextManager[BatchBackend]]
+    """`opened(folder, on_progress)` is the backend, open inside the `with`; it may save files in `folder`."""
 
 
-def server_ground(url: str, workflow: Prompt) -> BatchTarget:
-    """A ComfyUI server that has all nodes of the workflow. Raises ValueError for anything else at that address."""
+def server_target(url: str, workflow: Prompt) -> BatchTarget:
+    """Return the ComfyUI server at `url`. Raises ValueError if it is none, or lacks a node of the workflow."""
     client = ComfyClient(url)
     try:
         version = client.version()
@@ -53,31 +53,31 @@ def server_ground(url: str, workflow: Prompt) -> BatchTarget:
     sockets = sockets_of_server(info)
 
     @contextmanager
-    def opened(made: Path, on_progress: OnProgress) -> Iterator[BatchBackend]:
+    def opened(folder: Path, on_progress: OnProgress) -> Iterator[BatchBackend]:
         yield ServerBackend(client, info)
 
     def faults(prompt: Prompt) -> list[str]:
         with own_checks() as (own, folder):
             return [line.replace(folder, "output") for line in server_faults(prompt, info, sockets, own)]
 
-    def unjudged(prompt: Prompt) -> str:
+    def unchecked(prompt: Prompt) -> str:
         with own_checks() as (own, _):
             others = sorted({node["class_type"] for node in prompt.values()} - own.keys())
         if not others:
             return ""
         return (
-            f"of {', '.join(others)} only types, ranges and choices were judged: a check that such a node makes itself "
-            "runs on the server alone"
+            f"only types, ranges and choices of {', '.join(others)} were checked: a node's own checks run only on the "
+            "server"
         )
 
-    return BatchTarget(sockets=sockets, faults=faults, unjudged=unjudged, opened=opened)
+    return BatchTarget(sockets=sockets, faults=faults, unchecked=unchecked, opened=opened)
 
 
 @contextmanager
 def own_checks() -> Iterator[tuple[Mapping[str, type[ComfyNode]], str]]:
-    """The nodes of this pack, whose own checks can be run inside, and the path that stands for the output folder.
+    """Yield the nodes of this pack, whose own checks can run inside the `with`, and a placeholder output folder.
 
-    There are none where torch is not installed.
+    There are no nodes if torch is not installed.
     """
     try:
         own = _own_nodes()
@@ -90,13 +90,13 @@ def own_checks() -> Iterator[tuple[Mapping[str, type[ComfyNode]], str]]:
 
     from ...host.embedded import EmbeddedHost, Folders
 
-    # Output names are judged by a folder: that of the server cannot be seen from here, and this one is empty. Nor can
-    # its GPUs be counted from here; on a CPU no check limits them.
-    with TemporaryDirectory() as folder:
-        nowhere = Path(folder).resolve()
-        folders = Folders(models=nowhere, output=nowhere, input=nowhere)
+    # Checks of output names need a folder: the server's is not accessible, so an empty one replaces it. The server's
+    # GPUs are not known either; the device is a CPU, for which no check limits the number of workers.
+    with TemporaryDirectory() as temporary:
+        empty = Path(temporary).resolve()
+        folders = Folders(models=empty, output=empty, input=empty)
         with EmbeddedHost().opened(folders, device=torch.device("cpu")):
-            yield own, str(nowhere)
+            yield own, str(empty)
 
 
 @cache
@@ -106,12 +106,12 @@ def _own_nodes() -> Mapping[str, type[ComfyNode]]:
     return nodes_by_id(asyncio.run(WanStreamExtension().get_node_list()))
 
 
-def embedded_ground(
+def embedded_target(
     workflow: Prompt, *, models: Path, input_dir: Path, output: Path, device: str | None, strict: bool = False
 ) -> BatchTarget:
-    """This process. Raises ValueError for a workflow with other nodes than ours, and where there are no models."""
+    """Return this process as a target. Raises ValueError for foreign nodes in the workflow, or without models."""
     check_models(models)
-    # Only here: neither torch nor our nodes are needed where a server computes.
+    # Imported here, because neither torch nor our nodes are needed if a server computes.
     import torch
 
     from ...host.embedded import LoadImage, sockets_of
@@ -124,13 +124,19 @@ def embedded_ground(
     classes = nodes_by_id([*nodes, LoadImage])
     missing = unknown_classes(workflow, classes)
     if missing:
-        hint = "only the nodes of this pack run without ComfyUI: start one, and give its address with --server"
+        hint = "only the nodes of this pack run without ComfyUI: start a server, and give its address with --server"
         raise ArgumentError("\n".join([hint, *missing]))
-    computes = torch.device(device) if device else None
-    around = EmbeddedOptions(nodes=nodes, models=models, input=input_dir, output=output, device=computes, strict=strict)
+    options = EmbeddedOptions(
+        nodes=nodes,
+        models=models,
+        input=input_dir,
+        output=output,
+        device=torch.device(device) if device else None,
+        strict=strict,
+    )
     return BatchTarget(
         sockets={name: {socket.name: socket for socket in sockets_of(node)} for name, node in classes.items()},
-        faults=around.faults,
-        unjudged=lambda prompt: "",
-        opened=lambda made, on_progress: EmbeddedBackend(around, made, on_progress),
+        faults=options.faults,
+        unchecked=lambda prompt: "",
+        opened=lambda folder, on_progress: EmbeddedBackend(options, folder, on_progress),
     )

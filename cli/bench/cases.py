@@ -1,4 +1,4 @@
-"""Which runs a benchmark over workers makes: numbers of workers x layouts x policies x steps. Decides, runs nothing."""
+"""Cases of a benchmark over workers: numbers of workers x layouts x policies x steps. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ...schema import Mesh, MeshError, OffloadPolicy, check_mesh, plan_residency
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
-    """What of the experts decides which layouts suit them."""
+class LayoutTraits:
+    """Properties of the experts and the run that layouts depend on."""
 
     heads: int
     blocks: int
@@ -22,7 +22,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCase:
-    """One thing that is measured."""
+    """One measured configuration."""
 
     mesh: Mesh
     policy: OffloadPolicy
@@ -34,7 +34,7 @@ class BenchCase:
 
     @property
     def mode(self) -> str:
-        """The policy in words."""
+        """Name of the policy."""
         return policy_name(self.policy)
 
     @property
@@ -46,29 +46,30 @@ class BenchCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Cases:
-    """What is measured, those with the same number of workers together; and what cannot be, with the reason."""
+    """The cases to measure, grouped by their number of workers, and the refused ones."""
 
     cases: tuple[BenchCase, ...]
     refused: tuple[tuple[str, str], ...]
+    """Name and reason of each refused case."""
 
 
 def bench_cases(
     counts: Sequence[int],
     layouts: Sequence[Mesh],
     settings: Sequence[Setting],
-    pair: Pair,
+    pair: LayoutTraits,
 ) -> Cases:
-    """Every setting on every layout that has one of these numbers of workers.
+    """Return every setting on every layout with one of these numbers of workers.
 
-    `layouts` empty: for one video those that share its lanes and tokens, for several also those that spread them. One
-    worker has its own.
+    If `layouts` is empty, the defaults are layouts that split the lanes and tokens of a video and, for several videos,
+    also those that distribute the videos. One worker always has the trivial layout.
     """
     cases, refused = list[BenchCase](), dict[str, str]()
     for count in counts:
         chosen = [mesh for mesh in layouts if mesh.size == count]
-        for mesh in chosen if layouts and count > 1 else _usual(count, pair):
+        for mesh in chosen if layouts and count > 1 else _default_layouts(count, pair):
             for setting in settings:
-                assert isinstance(setting.policy, OffloadPolicy), "an automatic policy is another one for every layout"
+                assert isinstance(setting.policy, OffloadPolicy), "an automatic policy differs between layouts"
                 assert setting.steps is not None
                 case = BenchCase(mesh=mesh, policy=setting.policy, steps=setting.steps)
                 try:
@@ -80,23 +81,23 @@ def bench_cases(
     return Cases(cases=tuple(dict.fromkeys(cases)), refused=tuple(refused.items()))
 
 
-def mesh_of(words: str) -> Mesh:
-    """`data 2 x cfg 2` as a mesh. Raises MeshError for anything else."""
+def parse_mesh(words: str) -> Mesh:
+    """Parse a layout like `data 2 x cfg 2`. Raises MeshError."""
     degrees: dict[str, int] = {}
     for part in words.split(" x "):
         axis, _, degree = part.strip().partition(" ")
         if axis not in dict(Mesh().degrees) or not degree.isascii() or not degree.isdecimal() or axis in degrees:
-            raise MeshError(f"{words!r} is no layout: write axes and degrees like `data 2 x cfg 2`, each axis once")
+            raise MeshError(f"{words!r} is not a layout: write axes and degrees like `data 2 x cfg 2`, each axis once")
         degrees[axis] = int(degree)
     return Mesh(**degrees)
 
 
-def usual_counts(most: int) -> tuple[int, ...]:
-    """1, 2, 4, 8 ... as far as there are workers."""
+def default_counts(most: int) -> tuple[int, ...]:
+    """Return the powers of two up to `most`."""
     return tuple(2**power for power in range(most.bit_length()) if 2**power <= most)
 
 
-def _check(case: BenchCase, pair: Pair) -> None:
+def _check(case: BenchCase, pair: LayoutTraits) -> None:
     from ...distributed import part_sizes
 
     lanes = max(part_sizes(pair.videos, case.mesh)) * (2 if pair.guided else 1)
@@ -112,7 +113,7 @@ def _check(case: BenchCase, pair: Pair) -> None:
     plan_residency(case.policy, {"high": pair.blocks, "low": pair.blocks})
 
 
-def _usual(count: int, pair: Pair) -> Iterator[Mesh]:
+def _default_layouts(count: int, pair: LayoutTraits) -> Iterator[Mesh]:
     if count == 1:
         yield Mesh()
         return

@@ -1,4 +1,4 @@
-"""`wanstream bench`: what runs take, on one worker or shared by several; JSON and a page of tables."""
+"""`wanstream bench`: measures runs on one or several workers, and writes JSON and a page of tables."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ...host import check_ray, cluster, gpus_of
 from ...nodes.runs import TrialTimes
 from ...schema import IN_PROCESS, ExpertsRef, Mesh, OffloadPolicy, VideoShape, WorkersRef, check_count
 from ...wan import open_pair
-from ..arguments import ArgumentError, made_folder, video_shape
+from ..arguments import ArgumentError, create_output_folder, video_shape
 from ..exit_codes import DONE, FAILED, INVALID
-from .cases import Cases, bench_cases, mesh_of, usual_counts
-from .experts import bench_request, pair_of, small_experts
+from .cases import Cases, bench_cases, default_counts, parse_mesh
+from .experts import bench_request, layout_traits, small_experts
 from .report import save
 from .runs import Bench, CaseRuns, run_cases
 
-MOST = 64
-ON_CPU = 2
-"""Workers that are measured on a CPU where nobody says how many."""
+MAX_WORKERS = 64
+DEFAULT_CPU_WORKERS = 2
+"""Default maximum number of workers on a CPU."""
 SMALL_SIZE, REAL_SIZE = "128x128x17", "832x480x81"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchArguments:
-    """What the command line says."""
+    """Arguments of the command line."""
 
     distributed: bool
     workers: str
-    """Numbers, with commas; empty: 1, 2, 4, 8 as far as there are GPUs, on a CPU 1 and 2."""
+    """Numbers separated by commas; empty: powers of two up to the number of GPUs, on a CPU 1 and 2."""
     layouts: str
-    """Like `cfg 2, data 2`; empty: the usual ones of each number."""
+    """Like `cfg 2, data 2`; empty: the defaults for each number of workers."""
     policies: str
     steps: str
     size: str
@@ -47,7 +47,7 @@ class BenchArguments:
     warmup: int
     cooldown_s: float
     experts: tuple[Path, ...]
-    """Two files or folders, or one pipeline folder; none: small random ones."""
+    """Two files or folders, or one pipeline folder; empty: small random experts."""
     cluster: str
     """`local`, or an entry of the list of clusters."""
     threads: int
@@ -56,8 +56,8 @@ class BenchArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """The command line, understood."""
+class _BenchSpec:
+    """The parsed command line."""
 
     device: torch.device
     video: VideoShape
@@ -72,24 +72,24 @@ def bench(arguments: BenchArguments) -> int:
     """Measure, write the files, print their paths, and return the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            asked = _asked(arguments)
-            prepared, cases = _prepared(arguments, asked, _experts(arguments, Path(folder)))
-            made_folder(arguments.output)
+            spec = _parse(arguments)
+            prepared, cases = _prepare(arguments, spec, _experts(arguments, Path(folder)))
+            create_output_folder(arguments.output)
         except (ValueError, OSError) as err:
             print(err, file=sys.stderr)
             return INVALID
         for name, why in cases.refused:
-            print(f"left out: {name}: {why}", file=sys.stderr)
+            print(f"skipped: {name}: {why}", file=sys.stderr)
         if not cases.cases:
-            print("nothing is left to be measured", file=sys.stderr)
+            print("no case is left to measure", file=sys.stderr)
             return INVALID
         measured = list[CaseRuns]()
         paths: tuple[Path, ...] = ()
         try:
-            for runs in run_cases(prepared, cases.cases, _tell):
+            for runs in run_cases(prepared, cases.cases, _log):
                 measured.append(runs)
-                paths = _saved(arguments, prepared, cases, measured)
-                _tell(f"{runs.case.name}: {runs.failed or 'measured'}")
+                paths = _save(arguments, prepared, cases, measured)
+                _log(f"{runs.case.name}: {runs.failed or 'measured'}")
         except (ValueError, OSError) as err:
             print(f"failed: {err}", file=sys.stderr)
             return FAILED
@@ -98,8 +98,8 @@ def bench(arguments: BenchArguments) -> int:
     return FAILED if any(runs.failed for runs in measured) else DONE
 
 
-def _saved(arguments: BenchArguments, prepared: Bench, cases: Cases, measured: Sequence[CaseRuns]) -> tuple[Path, ...]:
-    """Write what is known by now, after each case: whole tables take hours on small machines."""
+def _save(arguments: BenchArguments, prepared: Bench, cases: Cases, measured: Sequence[CaseRuns]) -> tuple[Path, ...]:
+    """Write the results so far; called after each case, because all cases may take hours."""
     failed = ((runs.case.name, runs.failed) for runs in measured if runs.failed)
     return save(
         measured,
@@ -110,7 +110,7 @@ def _saved(arguments: BenchArguments, prepared: Bench, cases: Cases, measured: S
     )
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -124,15 +124,15 @@ def _experts(arguments: BenchArguments, folder: Path) -> ExpertsRef:
     return ExpertsRef(high_noise=high.absolute(), low_noise=None if low is None else low.absolute())
 
 
-def _asked(arguments: BenchArguments) -> _Asked:
-    """What is to be measured, before any file is opened. Raises ValueError for what cannot be."""
+def _parse(arguments: BenchArguments) -> _BenchSpec:
+    """Parse the arguments without opening any file. Raises ValueError."""
     try:
         device = compute_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except DeviceError as err:
         raise ArgumentError(str(err)) from err
     settings = TrialMatrix.parse(arguments.policies, "", arguments.steps).settings(OffloadPolicy.layerwise())
     if any(not isinstance(setting.policy, OffloadPolicy) for setting in settings):
-        raise ArgumentError("--policies auto: every layout would have another policy; name policies that stay the same")
+        raise ArgumentError("--policies auto: the policy would differ between layouts; name fixed policies")
     if any(setting.steps is None for setting in settings):
         raise ArgumentError("--steps is empty: give numbers like 10,20")
     threads = arguments.threads or (1 if device.type == "cpu" and arguments.distributed else None)
@@ -146,27 +146,27 @@ def _asked(arguments: BenchArguments) -> _Asked:
         beyond_loopback=place.remote_machines,
         max_restarts=0,
     )
-    asked = _Asked(
+    spec = _BenchSpec(
         device=device,
         video=_video(arguments),
         settings=settings,
         counts=_counts(arguments, device, place.address),
-        layouts=tuple(mesh_of(words) for words in _words(arguments.layouts)),
+        layouts=tuple(parse_mesh(words) for words in _split(arguments.layouts)),
         workers=workers,
         times=TrialTimes(repeats=arguments.repeats, warmup=arguments.warmup, cooldown_s=arguments.cooldown_s),
     )
     check_ray(workers)
-    return asked
+    return spec
 
 
-def _prepared(arguments: BenchArguments, asked: _Asked, experts: ExpertsRef) -> tuple[Bench, Cases]:
-    """What is measured with, and the cases. Raises ValueError or OSError for experts that cannot be opened."""
+def _prepare(arguments: BenchArguments, spec: _BenchSpec, experts: ExpertsRef) -> tuple[Bench, Cases]:
+    """Return the benchmark and its cases. Raises ValueError or OSError for experts that cannot be opened."""
     with open_pair(experts) as opened:
-        pair = pair_of(opened, asked.video, videos=arguments.videos, guidance=arguments.guidance)
+        pair = layout_traits(opened, spec.video, videos=arguments.videos, guidance=arguments.guidance)
         channels = opened.in_channels
-    request = bench_request(asked.video, videos=arguments.videos, guidance=arguments.guidance, in_channels=channels)
-    bench = Bench(experts=experts, request=request, times=asked.times, workers=asked.workers, device=asked.device)
-    return bench, bench_cases(asked.counts, asked.layouts, asked.settings, pair)
+    request = bench_request(spec.video, videos=arguments.videos, guidance=arguments.guidance, in_channels=channels)
+    bench = Bench(experts=experts, request=request, times=spec.times, workers=spec.workers, device=spec.device)
+    return bench, bench_cases(spec.counts, spec.layouts, spec.settings, pair)
 
 
 def _video(arguments: BenchArguments) -> VideoShape:
@@ -178,30 +178,30 @@ def _counts(arguments: BenchArguments, device: torch.device, address: str) -> tu
         return (1,)
     gpus = gpus_of(device)
     if not arguments.workers:
-        return usual_counts(min(MOST, gpus or ON_CPU))
-    words = _words(arguments.workers)
+        return default_counts(min(MAX_WORKERS, gpus or DEFAULT_CPU_WORKERS))
+    words = _split(arguments.workers)
     if bad := [word for word in words if not word.isascii() or not word.isdecimal()]:
-        raise ArgumentError(f"--workers: {bad[0]!r} is no number; write a list like 1,2,4")
+        raise ArgumentError(f"--workers: {bad[0]!r} is not a number; write a list like 1,2,4")
     for count in map(int, words):
-        check_count(count, address, gpus=gpus, most=MOST)
+        check_count(count, address, gpus=gpus, most=MAX_WORKERS)
     return tuple(dict.fromkeys(map(int, words)))
 
 
-def _words(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _method(arguments: BenchArguments, prepared: Bench) -> str:
     video, workers, times = _video(arguments), prepared.workers, prepared.times
-    kind = "the files that were named" if arguments.experts else "two random experts of 8 blocks, 4 heads x 128"
+    kind = "experts from files" if arguments.experts else "two random experts of 8 blocks, 4 heads x 128"
     cluster_name = arguments.cluster if arguments.distributed else IN_PROCESS
     threads = "" if workers.threads is None else f", {workers.threads} CPU thread{'s' * (workers.threads != 1)} each"
     return (
         f"{kind}; {video.width}x{video.height}, {video.frames} frames, {arguments.videos} video"
         f"{'s' * (arguments.videos != 1)} at once, guidance {arguments.guidance:g}, UniPC, 512 random text tokens; "
-        f"workers {cluster_name}{threads}; {times.repeats} measured after {times.warmup} not counted, "
-        f"{times.cooldown_s:g} s of rest before each; times are median (least to most) from the request to the "
-        "latents on the driver; loading is from the first request to the first block's compute, on workers that had "
-        "closed their experts, with the page cache as it was; the start of workers is told apart; memory is the "
-        "device's, on a CPU the process's RAM, as sampled in the runs that count; text encoder and VAE are left out"
+        f"workers {cluster_name}{threads}; {times.repeats} measured runs after {times.warmup} warm-up runs, "
+        f"{times.cooldown_s:g} s of cooldown before each; times are median (minimum to maximum) from the request to "
+        "the latents on the driver; loading is from the first request to the first block's compute, on workers with "
+        "closed experts, with the page cache as it was; the start of workers is listed separately; memory is the "
+        "device's, on a CPU the process's RAM, as sampled in the measured runs; text encoder and VAE are not included"
     )

@@ -1,4 +1,4 @@
-"""Experts and inputs for a benchmark over workers: real files, or small random ones that are made for it."""
+"""Experts and inputs of a benchmark over workers: real files, or small random experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...sampling import DenoiseRequest, seeded_noise
 from ...schema import FRAMES_PER_LATENT, PIXELS_PER_LATENT, ExpertsRef, VideoShape
 from ...testing import TEXT_DIM, TinyShape, make_expert, save_expert_folder
 from ...wan import ExpertPair
-from .cases import Pair
+from .cases import LayoutTraits
 
 SMALL = TinyShape(layers=8, heads=4, ffn_dim=2048)
 TEXT_TOKENS = 512
@@ -18,14 +18,14 @@ SEED = 42
 
 
 def small_experts(folder: Path) -> ExpertsRef:
-    """Write two random experts of `SMALL` in bf16, 0.08 GB each, and name them."""
+    """Write two random experts of `SMALL` in bf16, 0.08 GB each, and return their reference."""
     for name, seed in (("high", 1), ("low", 2)):
         save_expert_folder(make_expert(SMALL, seed=seed), folder / name, dtype=torch.bfloat16)
     return ExpertsRef(high_noise=folder / "high", low_noise=folder / "low")
 
 
 def bench_request(video: VideoShape, *, videos: int, guidance: float, in_channels: int) -> DenoiseRequest:
-    """Noise and texts drawn from seeds, which changes no step's cost; UniPC, switched at the usual boundary."""
+    """Return a UniPC request with the default boundary, and random noise and texts, which cost as much as real ones."""
     shape = (
         videos,
         16,
@@ -49,10 +49,10 @@ def bench_request(video: VideoShape, *, videos: int, guidance: float, in_channel
     )
 
 
-def pair_of(pair: ExpertPair, video: VideoShape, *, videos: int, guidance: float) -> Pair:
-    """What of open experts decides which layouts suit them."""
+def layout_traits(pair: ExpertPair, video: VideoShape, *, videos: int, guidance: float) -> LayoutTraits:
+    """Return the properties of open experts that layouts depend on."""
     config = pair.high.config
-    return Pair(
+    return LayoutTraits(
         heads=config.num_attention_heads,
         blocks=config.num_layers,
         tokens=video.tokens,

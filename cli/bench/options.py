@@ -1,4 +1,4 @@
-"""The options of `wanstream bench`."""
+"""Options of `wanstream bench`."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ def add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the subcommand."""
     bench = subcommands.add_parser(
         "bench",
-        help="measure runs, on one worker or shared by several",
+        help="measure runs on one or several workers",
         description="Measures loading, generation, every step and the memory of every worker, as medians of several "
-        "runs, and writes them as JSON and as a page of tables with their method, machine and versions. Without "
-        "--experts it makes two small random ones, which say how well runs are shared and nothing of real models. Exit "
-        "code 0: done; 1: a case failed; 2: the arguments are wrong.",
+        "runs, and writes them as JSON and as a page of tables with method, machine and versions. Without --experts "
+        "it uses two small random experts, which show how runs scale but not the speed of real models. Exit code 0: "
+        "done; 1: a case failed; 2: the arguments are invalid.",
     )
-    bench.add_argument("--distributed", action="store_true", help="on workers (needs Ray); otherwise in this process")
+    bench.add_argument("--distributed", action="store_true", help="use workers (needs Ray); default: this process")
     bench.add_argument(
-        "--workers", default="", metavar="N,N", help="numbers of workers (default: 1,2,4,8 as far as there are GPUs)"
+        "--workers", default="", metavar="N,N", help="numbers of workers (default: 1,2,4,8 up to the number of GPUs)"
     )
     bench.add_argument(
         "--layouts",
         default="",
         metavar="WORDS",
-        help='for example "cfg 2, data 2, cfg 2 x ulysses 2" (default: the usual ones of each number)',
+        help='for example "cfg 2, data 2, cfg 2 x ulysses 2" (default: common layouts for each number)',
     )
     bench.add_argument("--policies", default="layerwise", metavar="WORDS", help="layerwise, block_swap N, resident")
     bench.add_argument("--steps", default="10,20", metavar="N,N", help="numbers of steps (default: 10,20)")
     bench.add_argument(
-        "--size", default="", metavar="WxHxF", help="video to make (default: 832x480x81, small with random experts)"
+        "--size", default="", metavar="WxHxF", help="video size (default: 832x480x81, 128x128x17 with random experts)"
     )
-    bench.add_argument("--videos", type=int, default=1, metavar="N", help="in one request (default: 1)")
-    bench.add_argument("--guidance", type=float, default=4.0, help="1: one lane for each video (default: 4)")
+    bench.add_argument("--videos", type=int, default=1, metavar="N", help="videos per request (default: 1)")
+    bench.add_argument("--guidance", type=float, default=4.0, help="CFG scale; 1: one lane per video (default: 4)")
     _add_trials(bench)
     bench.add_argument(
         "--experts", type=Path, nargs="+", default=[], metavar="PATH", help="high-noise and low-noise, or one pipeline"
@@ -42,22 +42,22 @@ def add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     bench.add_argument(
         "--cluster", default="local", metavar="NAME", help="local, or an entry of clusters.json (default: local)"
     )
-    bench.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads of a worker (on a CPU: 1)")
-    bench.add_argument("--device", choices=["cpu", "cuda"], help="what computes (default: GPUs if there are any)")
-    bench.add_argument("--out", dest="output", type=Path, required=True, metavar="DIR", help="folder for both files")
+    bench.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads per worker (on a CPU: 1)")
+    bench.add_argument("--device", choices=["cpu", "cuda"], help="compute device (default: cuda if available)")
+    bench.add_argument("--out", dest="output", type=Path, required=True, metavar="DIR", help="folder of both files")
     bench.set_defaults(subcommand=_bench)
 
 
 def _add_trials(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument("--repeats", type=int, default=3, metavar="N", help="runs that count (default: 3)")
-    bench.add_argument("--warmup", type=int, default=1, metavar="N", help="runs before them that do not (default: 1)")
+    bench.add_argument("--repeats", type=int, default=3, metavar="N", help="measured runs (default: 3)")
+    bench.add_argument("--warmup", type=int, default=1, metavar="N", help="warm-up runs before them (default: 1)")
     bench.add_argument(
         "--cooldown",
         dest="cooldown_s",
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="of rest before each run (default: 0)",
+        help="pause before each run (default: 0)",
     )
 
 

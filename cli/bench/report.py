@@ -1,4 +1,4 @@
-"""Report of `wanstream bench`: the figures of each case from its runs and those of one worker, and both files."""
+"""Report of `wanstream bench`: the figures of each case, compared with one worker, as JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Figures = dict[str, Any]
 CASE = "workers"
 TIMES = (
     *("configuration", "start of workers s", "loading s", "generation", "total s", "speedup", "scaling efficiency"),
-    *("latents of one worker", "weights moved", "from worker to worker"),
+    *("latents of one worker", "weights moved", "worker to worker"),
 )
 MEMORY = ("configuration", "worker", "steps", "peak memory", "average memory")
 
@@ -47,7 +47,7 @@ def save(
 ) -> tuple[Path, Path]:
     """Write `workers_<hardware>_<yyyymmdd>.json` and `.md` into `folder`; return both paths.
 
-    `without` are cases that have no figures, with the reason.
+    `without` are names and reasons of cases without figures.
     """
     result = Result(
         case=CASE,
@@ -74,7 +74,7 @@ def page(
     machine: Mapping[str, str],
     without: Sequence[tuple[str, str]],
 ) -> str:
-    """All figures as tables in Markdown."""
+    """Return all figures as tables in Markdown."""
     counted, found = [runs for runs in measured if _counted(runs)], figures(measured)
     tables = [
         Table(title="Loading and generation", head=TIMES, rows=tuple(map(_times, counted, found))),
@@ -93,10 +93,10 @@ def page(
 
 
 def figures(measured: Sequence[CaseRuns]) -> list[Figures]:
-    """The JSON of every case that has counted runs, in their order; times in seconds.
+    """Return the JSON of every case with counted runs, in their order; times in seconds.
 
-    `speedup`, `efficiency` and `same_latents` are against one worker with the same steps and policy, and None where
-    that is missing.
+    `speedup`, `efficiency` and `same_latents` are relative to one worker with the same steps and policy, None if that
+    case is missing.
     """
     alone = {_twin(each.case): each for each in measured if each.case.workers == 1 and _counted(each)}
     return [_figures(each, alone.get(_twin(each.case))) for each in measured if _counted(each)]
@@ -116,13 +116,13 @@ def _figures(runs: CaseRuns, alone: CaseRuns | None) -> Figures:
         "mode": case.mode,
         "steps": case.steps,
         "start_s": runs.start_s,
-        # From the request to the first block's compute, on workers that had closed their experts.
+        # From the request to the first block's compute, on workers with closed experts.
         "load_s": first.timeline.first_block_s,
         "generation_s": {"median": wall.median, "least": wall.low, "most": wall.high},
         "total_s": runs.start_s + first.wall_s,
         "step_s": [step.wall_s for step in usual.timeline.steps],
         "experts": [step.expert for step in usual.timeline.steps],
-        # Of cells of one stage a faster one may take all videos of a run.
+        # A rank may be missing in a run: among the worker groups of one stage, a faster one may take all videos.
         "memory": {rank: _memory([run.ranks[rank] for run in counted if rank in run.ranks]) for rank in ranks},
         "moved_bytes": sum(each.bytes_moved for each in usual.ranks.values()),
         "gathered_bytes": usual.gathered_bytes,
@@ -138,19 +138,19 @@ def _counted(runs: CaseRuns) -> list[BenchRun]:
 
 
 def _wall(runs: CaseRuns) -> Spread:
-    """Seconds of a counted run, from the request to its latents."""
+    """Return the seconds of the counted runs, from the request to the latents."""
     spread = Spread.of(run.wall_s for run in _counted(runs))
     assert spread is not None
     return spread
 
 
 def _twin(case: BenchCase) -> tuple[object, int]:
-    """Key of the case of one worker with which a case is compared."""
+    """Return the key of the one-worker case to compare with."""
     return case.policy, case.steps
 
 
 def _memory(timelines: Sequence[Timeline]) -> Figures:
-    """Bytes of one worker in the counted runs, and the steps that it computed."""
+    """Return the bytes of one worker in the counted runs, and the steps that it computed."""
     steps = [step for each in timelines for step in each.steps]
     sampled = [nbytes for each in timelines for sample in each.memory if (nbytes := held_bytes(sample)) is not None]
     held = [nbytes for step in steps if (nbytes := held_bytes(step)) is not None]
@@ -162,7 +162,7 @@ def _memory(timelines: Sequence[Timeline]) -> Figures:
 
 
 def _variant(runs: CaseRuns) -> Variant:
-    """The case as a variant of a report: cases of as many steps have the same latents."""
+    """Return the case as a variant of a report; cases with the same number of steps are one job with equal latents."""
     case = runs.case
     trials = (Trial(timeline=run.timeline, latents=run.latents, warmup=not run.counts) for run in runs.runs)
     settings = {"Steps": str(case.steps), "Workers": str(case.workers), "Layout": str(case.mesh), "Policy": case.mode}
@@ -192,7 +192,7 @@ def _workers(found: Sequence[Figures]) -> Iterator[tuple[str, ...]]:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """`1-4, 7`, counted from 1."""
+    """Return 0-based steps as 1-based ranges, like `1-4, 7`."""
     groups = [[*group] for _, group in groupby(enumerate(sorted(steps)), key=lambda pair: pair[1] - pair[0])]
     ends = [(group[0][1] + 1, group[-1][1] + 1) for group in groups]
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

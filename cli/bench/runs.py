@@ -1,4 +1,4 @@
-"""Makes the runs of a benchmark over workers and keeps their figures."""
+"""Runs of a benchmark over workers, and their figures."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
     from ...distributed import Pool
 
-ANSWER_S = 120.0
-"""How long workers may take to close their experts."""
+CLOSE_TIMEOUT_S = 120.0
+"""Seconds that workers may take to close their experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRun:
-    """One run. Times in seconds."""
+    """Result of one run."""
 
     wall_s: float
-    """From the request to the latents."""
+    """Seconds from the request to the latents."""
     timeline: Timeline
     """One record per step, over all videos."""
     ranks: Mapping[int, Timeline]
     latents: str
-    """SHA-256 of the result."""
+    """SHA-256 of the latents."""
     gathered_bytes: int
     counts: bool
     """False for a warm-up."""
@@ -42,63 +42,63 @@ class BenchRun:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseRuns:
-    """All runs of a case, the first one on workers that had closed their experts; or why there are none."""
+    """All runs of a case, the first one on workers with closed experts; `failed` is an error message."""
 
     case: BenchCase
     start_s: float
-    """What starting the workers took, until all of them answered."""
+    """Seconds from the start of the workers until all of them were ready."""
     runs: tuple[BenchRun, ...] = ()
     failed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is measured with: the same experts and the same request for every case."""
+    """Settings that all cases share."""
 
     experts: ExpertsRef
     request: DenoiseRequest
     times: TrialTimes
     workers: WorkersRef
-    """Their number and layout are those of each case."""
+    """Number and layout are replaced by those of each case."""
     device: torch.device
 
 
 def run_cases(
-    bench: Bench, cases: Sequence[BenchCase], tell: Callable[[str], None], start: StartPool = start_pool
+    bench: Bench, cases: Sequence[BenchCase], log: Callable[[str], None], start: StartPool = start_pool
 ) -> Iterator[CaseRuns]:
-    """Run all cases, in their order; workers are started once for all cases with the same number of them.
+    """Run all cases, in their order; consecutive cases with the same number of workers share them.
 
-    A case that cannot run says so in `failed`, and the next ones go on. Raises what starting workers raises.
+    An error of a case is in its `failed` and does not end the others. Raises the errors of starting workers.
     """
     for count, group in groupby(cases, key=lambda case: case.workers):
-        tell(f"starting {count} worker{'s' * (count != 1)}")
-        begun = time.monotonic()
+        log(f"starting {count} worker{'s' * (count != 1)}")
+        started = time.monotonic()
         with closing(start(replace(bench.workers, count=count), bench.device)) as pool:
-            start_s = time.monotonic() - begun
+            start_s = time.monotonic() - started
             for case in group:
-                yield _run_case(bench, case, pool, start_s, tell)
+                yield _run_case(bench, case, pool, start_s, log)
 
 
-def _run_case(bench: Bench, case: BenchCase, pool: Pool, start_s: float, tell: Callable[[str], None]) -> CaseRuns:
+def _run_case(bench: Bench, case: BenchCase, pool: Pool, start_s: float, log: Callable[[str], None]) -> CaseRuns:
     from ...distributed import Driver, WorkerLostError
 
     ref = replace(bench.workers, count=case.workers, mesh=case.mesh)
     driver, request = Driver(pool, ref, case.mesh), with_steps(bench.request, case.steps)
-    for asked in [worker.ask("close") for worker in pool.workers]:
-        with suppress(WorkerLostError):  # in the case before; the driver replaces it
-            asked.result(ANSWER_S)
+    for request_to_close in [worker.ask("close") for worker in pool.workers]:
+        with suppress(WorkerLostError):  # lost in the previous case; the driver replaces it
+            request_to_close.result(CLOSE_TIMEOUT_S)
     runs = list[BenchRun]()
     for number in range(bench.times.runs):
-        tell(f"{case.name}: run {number + 1} of {bench.times.runs}")
+        log(f"{case.name}: run {number + 1} of {bench.times.runs}")
         pause(bench.times.cooldown_s, lambda: None)
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             ran = driver.denoise(bench.experts, request, case.policy)
         except (ValueError, RuntimeError, OSError) as err:
             return CaseRuns(case=case, start_s=start_s, runs=tuple(runs), failed=str(err).splitlines()[0])
         runs.append(
             BenchRun(
-                wall_s=time.monotonic() - begun,
+                wall_s=time.monotonic() - started,
                 timeline=ran.timeline,
                 ranks=ran.timelines,
                 latents=tensor_digest(ran.latents),

@@ -30,7 +30,7 @@ from ..folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
     WEIGHT_FILES,
-    KeptNames,
+    CachedFileNames,
     OutputFile,
     check_output,
     diffusers_folders,
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 
 
 def dynamic_bytes() -> int | None:
-    """Bytes of device memory under dynamic VRAM, of all models; None where this ComfyUI does not use it.
+    """Return the device bytes in dynamic VRAM, of all models; None if this ComfyUI does not use it.
 
-    Versions before 0.12 have none; later ones use it on NVIDIA under Linux and Windows unless it is switched off.
+    ComfyUI 0.12 and later use it on NVIDIA GPUs under Linux and Windows unless it is disabled.
     """
     if find_spec("comfy.memory_management") is None:
         return None
@@ -70,8 +70,8 @@ def dynamic_bytes() -> int | None:
     return int(control.get_total_vram_usage())
 
 
-class _Bar:
-    """ComfyUI's progress bar; it shows previews, and looks whether the user has pressed Cancel."""
+class _NodeBar:
+    """ComfyUI's progress bar, with previews; an update raises ComfyUI's interrupt if the user has pressed Cancel."""
 
     def __init__(self, total: int, node_id: str | None, unit: str | None) -> None:
         self._bar = comfy.utils.ProgressBar(total, node_id=node_id)
@@ -83,14 +83,14 @@ class _Bar:
     def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
         if self._line is not None:
             self._line.update(done)
-        self._bar.update_absolute(done, self._total, None if denoised is None else self._picture(denoised))
+        self._bar.update_absolute(done, self._total, None if denoised is None else self._preview_image(denoised))
 
-    def _picture(self, denoised: torch.Tensor) -> object | None:
+    def _preview_image(self, denoised: torch.Tensor) -> object | None:
         if self._preview is None:
             from .preview import LatentPreview
 
             self._preview = LatentPreview(denoised)
-        return self._preview.picture(denoised)
+        return self._preview.image(denoised)
 
 
 class ComfyHost:
@@ -100,14 +100,15 @@ class ComfyHost:
         self, open_pair: Callable[[ExpertsRef], ExpertPair] | None = None, planner: AutoPlanner | None = None
     ) -> None:
         self._open_pair = open_pair
-        self._planner = planner or AutoPlanner(partial(measured_machine, make_room=self._room_to_measure))
-        self._gguf = KeptNames(GGUF_FILES)
+        self._planner = planner or AutoPlanner(partial(measured_machine, make_room=self._make_room_for_probes))
+        self._gguf = CachedFileNames(GGUF_FILES)
         self._ledgers = PhaseRegistry()
-        self._watch: ServerEvents | None = None
+        self._events: ServerEvents | None = None
         self._workers = WorkerRegistry()
-        self._workers_patcher: WorkersPatcher | None = None  # ComfyUI's list keeps none alive
+        # Strong references, because ComfyUI's list of loaded models keeps only weak ones.
+        self._workers_patcher: WorkersPatcher | None = None
+        self._patcher: ExpertsPatcher | None = None  # of the open pair
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
-        self._patcher: ExpertsPatcher | None = None  # of the open pair; ComfyUI's list keeps none alive
 
     @cached_property
     def _experts(self) -> ExpertsRegistry:
@@ -127,24 +128,24 @@ class ComfyHost:
         for kind in folders:
             if kind == "diffusers":
                 # ComfyUI lists only files; its own diffusers loader walks these folders as well.
-                for place in folder_paths.get_folder_paths(kind):
-                    found.update(diffusers_folders(Path(place)))
+                for folder in folder_paths.get_folder_paths(kind):
+                    found.update(diffusers_folders(Path(folder)))
             else:
                 names = folder_paths.get_filename_list(kind)
                 found.update(name for name in names if name.lower().endswith(WEIGHT_FILES))
             if kind in GGUF_FOLDERS:
-                # ComfyUI does not list them, and what it lists is not ours to change.
-                for place in folder_paths.get_folder_paths(kind):
-                    found.update(self._gguf.below(Path(place)))
+                # Not by registering `.gguf` with ComfyUI: that would change the lists of other nodes.
+                for folder in folder_paths.get_folder_paths(kind):
+                    found.update(self._gguf.below(Path(folder)))
         return sorted(found)
 
     def model_path(self, name: str, *folders: str) -> Path:
-        places = {kind: [Path(place) for place in folder_paths.get_folder_paths(kind)] for kind in folders}
-        return find_model(name, places)
+        by_kind = {kind: [Path(folder) for folder in folder_paths.get_folder_paths(kind)] for kind in folders}
+        return find_model(name, by_kind)
 
     def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
         output = folder_paths.get_output_directory()
-        # ComfyUI refuses such a prefix as well, but with a bare Exception; and it counts "video/" wrongly.
+        # Checked and normalised here: ComfyUI refuses with a bare Exception, and numbers the files of "video/" wrongly.
         inside(Path(output), prefix)
         folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
             os.path.normpath(prefix), output, width, height
@@ -159,7 +160,7 @@ class ComfyHost:
         return not comfy.cli_args.args.disable_metadata
 
     def strict(self) -> bool:
-        # Users of a server that has several share the choice of the default one: no node can see who queued it.
+        # The default user's setting applies to all users of a server: a node cannot see who queued it.
         return setting_is_on(Path(folder_paths.get_user_directory()) / "default" / SETTINGS, STRICT)
 
     def output_folder(self) -> Path:
@@ -171,7 +172,7 @@ class ComfyHost:
         return folder
 
     def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> ProgressBar:
-        return _Bar(total, node_id, unit)
+        return _NodeBar(total, node_id, unit)
 
     def should_stop(self) -> bool:
         stop: bool = comfy.model_management.processing_interrupted()
@@ -197,7 +198,7 @@ class ComfyHost:
         self._patcher = None
 
     def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
-        # Not kept here: ComfyUI's own cache does not run the node again for equal texts.
+        # Not cached here: ComfyUI's node cache does not execute the node again for equal texts.
         from ...devices import auto_dtype
         from ...wan import open_text_encoder
 
@@ -221,18 +222,18 @@ class ComfyHost:
         from .workers_patcher import WorkersPatcher
 
         self.free_experts()
-        self._workers_patcher = self._workers_patcher or WorkersPatcher(self._workers.rest, self.device())
-        # One of the workers computes on the GPU of this process, whose other models would be in its way.
-        self._workers_patcher.list_alone()
+        self._workers_patcher = self._workers_patcher or WorkersPatcher(self._workers.release_memory, self.device())
+        # One of the workers shares the GPU of this process, so the models of this process must be evicted.
+        self._workers_patcher.load_exclusively()
 
     def free_workers(self) -> None:
         self._workers.close()
 
     def patcher(self, ref: ExpertsRef, policy: OffloadPolicy, *, flow_shift: float | None = None) -> ExpertsPatcher:
-        """What ComfyUI's memory manager and guiders know `ref` by; it stays right whatever is opened meanwhile.
+        """Return a patcher of `ref` for ComfyUI's memory manager and guiders.
 
-        `flow_shift` None leaves the one that ComfyUI gives Wan by default. Raises ValueError for a policy that does not
-        fit the experts.
+        It stays valid when other experts are opened. A `flow_shift` of None is ComfyUI's default for Wan. Raises
+        ValueError for a policy that does not fit the experts.
         """
         from ...devices import in_own_dtype
         from .patcher import ExpertsModel, ExpertsPatcher
@@ -245,7 +246,7 @@ class ComfyHost:
             self._patchers[ref.opened] = self._patcher = root
         patcher = root.clone()
         patcher.ref, patcher.policy = ref, policy
-        patcher.model_size()  # refuses a policy that does not fit now, and not while ComfyUI rebuilds its list
+        patcher.model_size()  # raises for a wrong policy here, not later while ComfyUI changes its list of models
         if flow_shift is not None:
             patcher.add_object_patch("model_sampling", FlowSampling(flow_shift))
         return patcher
@@ -255,17 +256,19 @@ class ComfyHost:
             return PolicyChoice(policy=policy)
         pair, device = self.experts(ref), self.device()
 
-        def room(evicting: bool) -> FreeMemory:
-            # Beside what it reserves (--reserve-vram), ComfyUI keeps some room for what nobody counts.
+        def free_memory_now(evicting: bool) -> FreeMemory:
+            # ComfyUI's minimum covers --reserve-vram and memory that no model accounts for.
             free = comfy.model_management.get_free_memory(device) + (_evictable(device) if evicting else 0)
             reserved = comfy.model_management.minimum_inference_memory()
             return free_memory(pair, device, free=int(free), reserved=int(reserved))
 
         empty = not pair.loaded_bytes
-        return self._planner.choose(policy, job, device=device, weights=ref.high_noise, room=room, starts_empty=empty)
+        return self._planner.choose(
+            policy, job, device=device, weights=ref.high_noise, free_memory_now=free_memory_now, starts_empty=empty
+        )
 
     def known_machine(self, ref: ExpertsRef, expert: ExpertShape) -> Machine | None:
-        return self._planner.known(expert, device=self.device(), weights=ref.high_noise)
+        return self._planner.known_machine(expert, device=self.device(), weights=ref.high_noise)
 
     def run_id(self) -> str | None:
         context = get_executing_context()
@@ -278,19 +281,18 @@ class ComfyHost:
     def open_to_browsers(self) -> None:
         from .server_events import ServerEvents
 
-        self._watch = ServerEvents()
-        self._watch.open()
+        self._events = ServerEvents()
+        self._events.open()
 
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
-        if self._watch is not None:
-            self._watch.announce(event, payload)
+        if self._events is not None:
+            self._events.announce(event, payload)
 
     def ledger(self) -> QueueItemPhases:
         run_id = self.run_id()
         return QueueItemPhases() if run_id is None else self._ledgers.of(run_id)
 
     def dynamic_bytes(self) -> int | None:
-
         return dynamic_bytes()
 
     def make_room(self, wanted: int) -> int:
@@ -327,27 +329,32 @@ class ComfyHost:
             choice = self.choose_policy(ref, policy, job)
             return replace(choice, policy=cached_policy(choice.policy, settings.cache))
 
-        is_left = isinstance(policy, AutoOffload)
-        known = cached_policy(OffloadPolicy.layerwise() if isinstance(policy, AutoOffload) else policy, settings.cache)
-        made_by = self.executing_node()
+        # The smallest policy until the first run, which has the sizes that the planner needs.
+        first = OffloadPolicy.layerwise() if isinstance(policy, AutoOffload) else policy
+        guider_node = self.executing_node()
 
-        def watch(
-            experts: Sequence[str], expected: Timeline | None, began_with: OffloadPolicy, shape: Sequence[int]
+        def make_events(
+            experts: Sequence[str], predicted: Timeline | None, first_policy: OffloadPolicy, shape: Sequence[int]
         ) -> RunEvents:
-            # By now a sampler executes; its run is shown at the guider.
+            # Called while a sampler node executes; its run is shown at the guider node.
             return RunEvents(
                 self.announce,
                 prompt_id=self.run_id(),
                 node_id=self.executing_node(),
-                shown_at=made_by,
+                shown_at=guider_node,
                 experts=experts,
-                predicted=expected,
-                settings=run_settings(ref, policy, began_with, shape, self.device()),
+                predicted=predicted,
+                settings=run_settings(ref, policy, first_policy, shape, self.device()),
             )
 
-        patcher = self.patcher(ref, known, flow_shift=flow_shift)
-        kept = partial(self.known_machine, ref)
-        guider = ExpertsGuider(patcher, settings, watch, partial(observed, self), kept, choose if is_left else None)
+        guider = ExpertsGuider(
+            self.patcher(ref, cached_policy(first, settings.cache), flow_shift=flow_shift),
+            settings,
+            make_events,
+            partial(observed, self),
+            partial(self.known_machine, ref),
+            choose if isinstance(policy, AutoOffload) else None,
+        )
         guider.set_conds(positive, negative)
         return guider
 
@@ -361,21 +368,21 @@ class ComfyHost:
 
         return schedule_sigmas(name, steps, denoise, flow_shift)
 
-    def _room_to_measure(self) -> None:
-        """A GPU that is full of other models, say a text encoder, cannot be measured, and nobody else evicts them."""
+    def _make_room_for_probes(self) -> None:
+        # A GPU that is full of other models, such as a text encoder, cannot be measured, and nothing else evicts them.
         from ..machine_profile import PROBE_BYTES
 
         if self.device().type == "cuda":
             comfy.model_management.free_memory(PROBE_BYTES, self.device())
 
     def _count_pins(self) -> None:
-        """A pair that was closed has given its page-locked memory back."""
+        # Opening or closing a pair may have closed another one, which unlocks its pages.
         for patcher in list(self._patchers.values()):
             patcher.model.count_pins()
 
 
 def _evictable(device: torch.device) -> int:
-    """Bytes of `device` that ComfyUI takes from other models when it makes room for experts."""
+    """Return the bytes of `device` in other models, which ComfyUI can evict."""
     from .patcher import ExpertsPatcher
 
     loaded = [entry for entry in comfy.model_management.current_loaded_models if entry.device == device]

@@ -1,4 +1,4 @@
-"""ComfyUI's GUIDER for streamed experts: its samplers drive the model, and their history crosses the switch."""
+"""GUIDER for streamed experts: ComfyUI's samplers call the model, and keep their history across the expert switch."""
 
 from __future__ import annotations
 
@@ -31,62 +31,72 @@ from ...telemetry import Recorder, TelemetryOptions
 from ..auto_policy import PolicyChoice
 from ..error_names import plainly_named
 from ..memory import MemoryEstimateInputs
-from .guider_run import Choose, GuiderRun, Known, Watch, foretold, guider_job
+from .guider_run import ChoosePolicy, GuiderRunState, KnownMachine, MakeEvents, guider_job, predicted_run
 from .guider_steps import GuiderSettings, GuiderSteps
-from .sampler_dry_run import one_level, predicted_sigmas, sampler_name
+from .sampler_dry_run import common_sigma, predicted_sigmas, sampler_name
 
 if TYPE_CHECKING:
     from .patcher import ExpertsPatcher
 
 
 HIGHEST_SIGMA = 1 + 1e-4
-"""Some schedules come back to 1 through functions that round."""
+"""Slightly above 1, because of rounding in some schedules."""
 
 CONDITIONS = "sampler_calc_cond_batch_function"
-"""The model option through which ComfyUI lets others compute what the conditions of one call give."""
+"""ComfyUI's model option for a function that computes the predictions of all conditions of a call."""
 
 logger = logging.getLogger("wanstream.host")
 
 
 class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
-    """A CFGGuider whose model is the pair of streamed experts. See `ComfyHost.guider`."""
+    """A CFGGuider whose model is a pair of streamed experts. See `ComfyHost.guider`.
+
+    Args:
+        patcher: the experts in ComfyUI's memory manager.
+        settings: boundary, guidance, cache and context windows.
+        make_events: creates the events of a run.
+        telemetry_options: returns the options of a run.
+        known_machine: returns the stored profile of this machine.
+        choose: chooses the policy before each run; None: the patcher's policy.
+    """
 
     def __init__(
         self,
         patcher: ExpertsPatcher,
         settings: GuiderSettings,
-        watch: Watch,
-        observe: Callable[[], TelemetryOptions],
-        known: Known,
-        choose: Choose | None = None,
+        make_events: MakeEvents,
+        telemetry_options: Callable[[], TelemetryOptions],
+        known_machine: KnownMachine,
+        choose: ChoosePolicy | None = None,
     ) -> None:
         super().__init__(patcher)
-        self.settings, self._watch, self._observe, self._known = settings, watch, observe, known
+        self.settings, self._make_events = settings, make_events
+        self._telemetry_options, self._known_machine = telemetry_options, known_machine
         self._choose = choose
-        self._choice = PolicyChoice(policy=OffloadPolicy.layerwise())  # until one is made
+        self._choice = PolicyChoice(policy=OffloadPolicy.layerwise())  # placeholder until `_choose` is called
         self.timeline: Timeline | None = None
-        """Of the last run: one step per call of the model."""
+        """Timeline of the last run, one step per model call."""
         self.recompiled = 0
-        """Calls of the last run that were not the predicted ones."""
-        self._given: dict[str, Sequence[Any]] = {}
-        self._run: GuiderRun | None = None
+        """Number of calls in the last run that differed from the prediction."""
+        self._conditioning: dict[str, Sequence[Any]] = {}
+        self._run: GuiderRunState | None = None
 
     def set_conds(self, positive: Sequence[Any], negative: Sequence[Any]) -> None:
-        self._given = {"positive": positive, "negative": negative}
-        for side, given in self._given.items():
-            single_entry(side, given)  # what is refused is refused before ComfyUI makes anything of it
+        self._conditioning = {"positive": positive, "negative": negative}
+        for side, conditioning in self._conditioning.items():
+            single_entry(side, conditioning)  # refused here, before ComfyUI converts it
         super().set_conds(positive, negative)
 
-    @plainly_named  # called by a node of ComfyUI
+    @plainly_named  # a node of ComfyUI calls it
     def sample(
         self, noise: Any, latent_image: Any, sampler: Any, sigmas: torch.Tensor, *run: Any, **settings: Any
     ) -> torch.Tensor:
         if latent_image.is_nested:
-            raise RequestError("the latent has several parts, Wan makes video alone: use an empty video latent")
+            raise RequestError("the latent has several parts, but Wan generates only video: use an empty video latent")
         guider_steps = self._guider_steps_of(noise.shape, sigmas)
         if self._choose is not None and guider_steps.steps > 0:
             self._choose_policy(self._choose, noise.shape, guider_steps)
-        self.model_patcher.model.needs = MemoryEstimateInputs(
+        self.model_patcher.model.memory_inputs = MemoryEstimateInputs(
             chunk_tokens=self.model_patcher.policy.chunk_tokens,
             cache=self.settings.cache,
             windows=self.settings.windows,
@@ -96,11 +106,10 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         return samples
 
     def _guider_steps_of(self, shape: Sequence[int], sigmas: torch.Tensor) -> GuiderSteps:
-        """The steps of a run on latents of `shape`."""
         return GuiderSteps(settings=self.settings, sigmas=tuple(sigmas.tolist()), frames=shape[2])
 
-    def _choose_policy(self, choose: Choose, shape: Sequence[int], guider_steps: GuiderSteps) -> None:
-        """Before ComfyUI makes room for the policy: have one chosen, for one call of the model per step."""
+    def _choose_policy(self, choose: ChoosePolicy, shape: Sequence[int], guider_steps: GuiderSteps) -> None:
+        """Choose the policy for one model call per step, before ComfyUI makes room for it."""
         patcher = self.model_patcher
         patcher.model.open(patcher.ref)
         job = guider_job(patcher.model.pair, guider_steps, guider_steps.sigmas[:-1], shape, patcher.load_device)
@@ -120,21 +129,21 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         seed: int | None,
         **more: Any,
     ) -> torch.Tensor:
-        """Where ComfyUI has made room for the model and prepared all tensors, and the sampler has not begun."""
+        """Run the sampler. ComfyUI calls this after it has loaded the model and prepared all tensors."""
         self.timeline = None
         guider_steps = self._guider_steps_of(noise.shape, sigmas)
-        asked = self._predicted(sampler, sigmas, seed, guider_steps)
-        run = self._run = self._begun(noise, denoise_mask, asked, guider_steps, sampler_name(sampler))
+        levels = self._predict_sigmas(sampler, sigmas, seed, guider_steps)
+        run = self._run = self._start_run(noise, denoise_mask, levels, guider_steps, sampler_name(sampler))
         try:
-            with run.watched:
-                with run.passes:
+            with run.events:
+                with run.model_calls:
                     samples: torch.Tensor = super().inner_sample(
                         *(noise, latent_image, device, sampler, sigmas, denoise_mask, callback, disable_pbar, seed),
                         **more,
                     )
-                told = tuple(filter(None, (self._choice.reason, *run.policy.changes)))
-                self.timeline = replace(run.recorder.timeline(), changes=told)
-                run.watched.ended(self.timeline)
+                notes = tuple(filter(None, (self._choice.reason, *run.policy.changes)))
+                self.timeline = replace(run.recorder.timeline(), changes=notes)
+                run.events.ended(self.timeline)
         except SamplingCancelled:
             comfy.model_management.throw_exception_if_processing_interrupted()
             raise
@@ -142,62 +151,66 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             if err.obj is not self.inner_model:
                 raise
             raise RequestError(
-                f"the sampler {sampler_name(sampler)} asks for {err.name} of the model, which streamed experts do not "
-                "have: choose one of ComfyUI's samplers (KSamplerSelect)"
+                f"the sampler {sampler_name(sampler)} reads the attribute {err.name} of the model, which streamed "
+                "experts do not have: choose one of ComfyUI's samplers (KSamplerSelect)"
             ) from err
         finally:
-            self._run, self.recompiled = None, run.passes.recompiled
+            self._run, self.recompiled = None, run.model_calls.recompiled
         return samples
 
-    def _begun(
+    def _start_run(
         self,
         noise: torch.Tensor,
         denoise_mask: torch.Tensor | None,
-        asked: Sequence[float],
+        levels: Sequence[float],
         guider_steps: GuiderSteps,
         sampler: str,
-    ) -> GuiderRun:
-        """A run that is asked for the noise levels `asked`, in that order; nothing is fetched yet."""
-        pair, policy, place = self.model_patcher.loaded_experts()
+    ) -> GuiderRunState:
+        """Return the state of a run with calls at the noise levels `levels`, in that order; fetches nothing yet."""
+        pair, policy, device = self.model_patcher.loaded_experts()
         request = self._request(noise, denoise_mask)
         check_fits(request, pair)
-        engine, experts = pair.engine(policy, place), [self.settings.expert(sigma) for sigma in asked]
-        shape, guided, kept = guider_steps.computed_shape(noise.shape), guider_steps.guided(asked), self.settings.cache
-        going = RunPolicy(
+        engine, experts = pair.engine(policy, device), [self.settings.expert(sigma) for sigma in levels]
+        cache = self.settings.cache
+        run_policy = RunPolicy(
             pair,
             policy,
             engine.device,
-            shape=shape,
-            guided=any(guided.values()),
-            cache=kept,
+            shape=guider_steps.computed_shape(noise.shape),
+            guided=any(guider_steps.guided(levels).values()),
+            cache=cache,
             revise=self._choice.revise_under(policy),
         )
-        going.refuse_without_ram()
-        cached = CachedCalls.of(kept, guider_steps.calls(asked, len(noise)))
-        recorder = Recorder(engine.device, observe=self._observe())
-        passes = ModelCalls(
+        run_policy.refuse_without_ram()
+        cached = CachedCalls.of(cache, guider_steps.calls(levels, len(noise)))
+        recorder = Recorder(engine.device, observe=self._telemetry_options())
+        model_calls = ModelCalls(
             engine,
             experts,
             recorder=recorder,
             should_stop=comfy.model_management.processing_interrupted,
-            policy=going,
+            policy=run_policy,
             nag=self.settings.more_guidance.nag,
             cached=cached,
         )
         inputs = LaneInputs(request, engine.device)
-        timesteps = [sigma * TRAIN_TIMESTEPS for sigma in asked]
+        timesteps = [sigma * TRAIN_TIMESTEPS for sigma in levels]
         prefetch_embeddings(
-            engine, inputs, zip(experts, timesteps, strict=True), guided=guider_steps.reads_negative(asked)
+            engine, inputs, zip(experts, timesteps, strict=True), guided=guider_steps.reads_negative(levels)
         )
-        expected = foretold(
-            pair, policy, guider_steps, asked, known=self._known, engine=engine, shape=noise.shape, cached=cached
+        predicted = predicted_run(
+            *(pair, policy, guider_steps, levels),
+            known_machine=self._known_machine,
+            engine=engine,
+            shape=noise.shape,
+            cached=cached,
         )
-        return GuiderRun(
+        return GuiderRunState(
             inputs=inputs,
-            passes=passes,
-            policy=going,
+            model_calls=model_calls,
+            policy=run_policy,
             recorder=recorder,
-            watched=self._watch(experts, expected, policy, noise.shape),
+            events=self._make_events(experts, predicted, policy, noise.shape),
             shape=noise.shape,
             guider_steps=guider_steps,
             sampler=sampler,
@@ -206,11 +219,11 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     def predict_noise(
         self, x: torch.Tensor, timestep: torch.Tensor, model_options: Mapping[str, Any] = {}, seed: int | None = None
     ) -> torch.Tensor:
-        """One call: the estimate of x0 [B, 16, T, h, w] for `x` at the sigma that `timestep` [B] really is."""
+        """Return the estimate of x0 [B, 16, T, h, w] for `x`; `timestep` [B] contains sigmas in spite of its name."""
         assert self._run is not None, "ComfyUI calls the model inside inner_sample"
-        sigma, run = one_level(timestep), self._run
+        sigma, run = common_sigma(timestep), self._run
         if CONDITIONS in model_options:
-            raise RequestError(f"another node computes the conditions itself ({CONDITIONS}): remove it")
+            raise RequestError(f"another node overrides the computation of conditions ({CONDITIONS}): remove it")
 
         def conditions(call: Mapping[str, Any]) -> list[torch.Tensor]:
             with_negative = call["conds"][1] is not None
@@ -228,58 +241,60 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         )
         return denoised
 
-    def _denoised(self, run: GuiderRun, x: torch.Tensor, sigma: float, *, with_negative: bool) -> list[torch.Tensor]:
-        """What the positive and the negative give, each [B, 16, T, h, w] float32; zeros for a negative left out."""
+    def _denoised(
+        self, run: GuiderRunState, x: torch.Tensor, sigma: float, *, with_negative: bool
+    ) -> list[torch.Tensor]:
+        """Return x0 of the positive and the negative, each [B, 16, T, h, w] float32; zeros for an omitted negative."""
         if x.shape != run.shape:
             raise RequestError(
                 f"the sampler {run.sampler} changes the size of the latent from {list(run.shape)} to {list(x.shape)}, "
-                "and the streamed experts were given their image and memory for the first: choose another sampler"
+                "but the image condition and the memory of the run are for the first: choose another sampler"
             )
-        run.guider_steps.check_call(run.passes.calls, sigma)
+        run.guider_steps.check_call(run.model_calls.calls, sigma)
         expert, windows = self.settings.expert(sigma), run.guider_steps.windows(sigma)
-        held = run.guider_steps.scale(sigma) == 1 and self.settings.more_guidance.nag is not None
-        lanes = run.inputs.lanes(x, with_negative=with_negative, attach_nag=held, windows=windows)
-        velocities = run.passes.forward(expert, lanes, sigma)
-        run.watched.step(run.recorder.last)
-        every = torch.cat(velocities if windows is None else windows.whole(velocities)).float()
-        if not every.isfinite().all():
-            source = "their answer" if x.isfinite().all() else f"what the sampler {run.sampler} gave them"
+        attach_nag = run.guider_steps.scale(sigma) == 1 and self.settings.more_guidance.nag is not None
+        lanes = run.inputs.lanes(x, with_negative=with_negative, attach_nag=attach_nag, windows=windows)
+        velocities = run.model_calls.forward(expert, lanes, sigma)
+        run.events.step(run.recorder.last)
+        velocity = torch.cat(velocities if windows is None else windows.whole(velocities)).float()
+        if not velocity.isfinite().all():
+            source = "the result" if x.isfinite().all() else f"the latent from the sampler {run.sampler}"
             raise NonFiniteLatentError(
                 f"{source} is NaN or infinite at sigma {sigma:.4f} ({expert}-noise expert): choose another sampler or "
-                "sigmas; where that does not help, an input or a weight is broken"
+                "other sigmas; if that does not help, an input or a weight is broken"
             )
-        sides = [x - velocity * sigma for velocity in every.split(len(x))]
+        sides = [x - each * sigma for each in velocity.split(len(x))]
         return sides if with_negative else [*sides, torch.zeros_like(x)]
 
     def _request(self, noise: torch.Tensor, denoise_mask: torch.Tensor | None) -> DenoiseRequest:
-        """The inputs of this run, checked as those of our own sampler are."""
+        """Return the inputs of this run, with the same checks as in our own sampler."""
         mask = None if denoise_mask is None else denoise_mask.cpu()
         latent = {"samples": torch.zeros(noise.shape), "noise_mask": mask}
-        inputs = native_inputs(self._given["positive"], self._given["negative"], latent)
+        inputs = native_inputs(self._conditioning["positive"], self._conditioning["negative"], latent)
         return DenoiseRequest(
             noise.float(),
             inputs.positive,
             negative=inputs.negative,
             image_condition=inputs.image_condition,
             image_embedding=inputs.image_embedding,
-            # What it keeps is ComfyUI's to keep; TI2V-5B is told which frames these are.
+            # ComfyUI restores the masked frames itself; TI2V-5B needs the mask for its per-frame timesteps.
             mask=inputs.mask if self.model_patcher.model.keeps_frames else None,
             boundary_ratio=self.settings.boundary_ratio,
             guidance=self.settings.guidance,
         )
 
-    def _predicted(
+    def _predict_sigmas(
         self, sampler: Any, sigmas: torch.Tensor, seed: int | None, guider_steps: GuiderSteps
     ) -> Sequence[float]:
-        """The noise level of each call that the sampler is going to make."""
+        """Return the predicted noise level of each model call of the sampler."""
         highest = float(sigmas.max())
         if highest > HIGHEST_SIGMA:
             raise RequestError(
-                f"a sigma is {highest:g}, and flow models have none above 1: make the SIGMAS with Wan Sigmas"
+                f"a sigma is {highest:g}, but flow models have none above 1: make the SIGMAS with Wan Sigmas"
             )
-        asked, name = predicted_sigmas(self, sampler, sigmas, seed), sampler_name(sampler)
-        guider_steps.check_calls(asked, name)
-        if asked is None:
-            logger.info("the sampler %s was not tried beforehand: expecting one model call per step", name)
+        levels, name = predicted_sigmas(self, sampler, sigmas, seed), sampler_name(sampler)
+        guider_steps.check_calls(levels, name)
+        if levels is None:
+            logger.info("the sampler %s was not dry-run: expecting one model call per step", name)
             return guider_steps.sigmas[:-1]
-        return asked
+        return levels

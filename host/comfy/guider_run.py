@@ -1,4 +1,4 @@
-"""Runs of ComfyUI's samplers through the guider: its settings, its policy, its construction."""
+"""State and prediction of one run of a ComfyUI sampler through the guider."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from ..auto_policy import PolicyChoice
 from ..run_events import RunEvents
 from .guider_steps import GuiderSteps
 
-Choose: TypeAlias = Callable[[OffloadJob], PolicyChoice]
-"""Asked before each run, for the policy of that run."""
+ChoosePolicy: TypeAlias = Callable[[OffloadJob], PolicyChoice]
+"""Chooses the policy of a run; called before each run."""
 
-Known: TypeAlias = Callable[[ExpertShape], "Machine | None"]
-"""Gives the kept profile of this machine, None where there is none."""
+KnownMachine: TypeAlias = Callable[[ExpertShape], "Machine | None"]
+"""Returns the stored profile of this machine, None without one."""
 
-Watch: TypeAlias = Callable[[Sequence[str], "Timeline | None", OffloadPolicy, Sequence[int]], RunEvents]
-"""Gives what announces a run: its experts by call, its prediction, its policy and the shape of its latents."""
+MakeEvents: TypeAlias = Callable[[Sequence[str], "Timeline | None", OffloadPolicy, Sequence[int]], RunEvents]
+"""Creates the events of a run from its experts by call, its prediction, its policy and the shape of its latents."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GuiderRun:
-    """What a run needs in each call of the model, and what it tells at its end."""
+class GuiderRunState:
+    """State of one run, shared by its model calls."""
 
     inputs: LaneInputs
-    passes: ModelCalls
+    model_calls: ModelCalls
     policy: RunPolicy
     recorder: Recorder
-    watched: RunEvents
+    events: RunEvents
     shape: torch.Size
+    """Shape of the latents, [B, C, T, h, w]."""
     guider_steps: GuiderSteps
     sampler: str
-    """Its name."""
+    """Name of the sampler."""
 
 
 def guider_job(
     pair: ExpertPair, guider_steps: GuiderSteps, levels: Sequence[float], shape: Sequence[int], device: torch.device
 ) -> OffloadJob:
-    """The job of calls at those noise levels, one or more, on latents of `shape` [B, C, T, h, w]."""
+    """Return the job of calls at `levels`, at least one, on latents of `shape` [B, C, T, h, w]."""
     calls = guider_steps.calls(levels, shape[0]).values()
     experts, lanes = [expert for expert, _ in calls], tuple(len(names) for _, names in calls)
     job = offload_job(
@@ -56,26 +57,23 @@ def guider_job(
     return cached_job(job, pair, guider_steps.settings.cache)
 
 
-def foretold(
+def predicted_run(
     pair: ExpertPair,
     policy: OffloadPolicy,
     guider_steps: GuiderSteps,
     levels: Sequence[float],
     *,
-    known: Known,
+    known_machine: KnownMachine,
     engine: ExpertEngine,
     shape: Sequence[int],
     cached: CachedCalls | None,
 ) -> Timeline | None:
-    """The simulated run of calls at `levels` on latents of `shape`; None on an unknown machine.
-
-    Also None without calls: what a sampler asks for is not always known.
-    """
+    """Simulate calls at `levels` on latents of `shape`; None without calls or without a profile of this machine."""
     if not levels:
         return None
     device = engine.device
     job = guider_job(pair, guider_steps, levels, shape, device)
     if cached is not None:
         job = replace(job, skipped_steps=cached.skipped)
-    machine = known(job.expert)
+    machine = known_machine(job.expert)
     return None if machine is None else predicted_calls(pair, job, levels, policy, machine=machine, device=device)

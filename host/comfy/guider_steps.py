@@ -1,4 +1,4 @@
-"""Settings of a guider, and the step that each call of the model belongs to."""
+"""Settings of a guider, and the step of each model call."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ...schema import ContextWindows
 
 @dataclass(frozen=True, kw_only=True)
 class GuiderSettings:
-    """When each expert runs, and how strongly it follows the prompt. Raises `RequestError` for another ratio."""
+    """Boundary, guidance, step cache and context windows. Raises RequestError for a ratio outside 0 to 1."""
 
     boundary_ratio: float
     guidance: tuple[float, float]
     """CFG scale of the (high, low) expert; 1 computes no negative lane."""
     more_guidance: Guidance = field(default_factory=Guidance)
-    """A scale for each step, which wins over `guidance`, and NAG."""
+    """NAG, and a scale for each step, which takes precedence over `guidance`."""
     cache: CacheSettings | None = None
-    """What calls of the model may take over from the ones before."""
+    """Reuse of results of earlier model calls."""
     windows: ContextWindows | None = None
-    """How a video that is too long for the experts is looked at in pieces."""
+    """Context windows for a video that is too long for the experts."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.boundary_ratio <= 1:
@@ -45,16 +45,16 @@ class GuiderSettings:
             )
 
     def expert(self, sigma: float) -> str:
-        """The expert of a call at noise level `sigma`."""
+        """Return the expert of a call at noise level `sigma`."""
         return expert_at(sigma * TRAIN_TIMESTEPS, self.boundary_ratio)
 
     def scale(self, expert: str) -> float:
-        """The CFG scale of an expert, where no step has one of its own."""
+        """Return the CFG scale of an expert; per-step scales take precedence."""
         return self.guidance[0 if expert == "high" else 1]
 
 
-SAME_LEVEL = 1e-5
-"""Noise levels nearer than this are the same, come to by two ways of reckoning."""
+SIGMA_TOLERANCE = 1e-5
+"""Noise levels closer than this differ only by rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +65,16 @@ class GuiderSteps:
     sigmas: tuple[float, ...]
     """Steps + 1 noise levels."""
     frames: int
-    """Of the latent."""
+    """Latent frames."""
 
     def __post_init__(self) -> None:
-        said, steps = self.settings.more_guidance, self.steps
+        guidance, steps = self.settings.more_guidance, self.steps
         if steps < 1:
             return
-        check_guidance(self.settings.guidance, said.steps, steps=steps)
+        check_guidance(self.settings.guidance, guidance.steps, steps=steps)
         levels = self.sigmas[:-1]
         scales = [self.scale(level) for level in levels]
-        if said.nag is not None:
+        if guidance.nag is not None:
             check_nag(scales, has_negative=True)
         windows, cache = self.settings.windows, self.settings.cache
         if windows is not None:
@@ -89,70 +89,70 @@ class GuiderSteps:
         return len(self.sigmas) - 1
 
     def step(self, sigma: float) -> int:
-        """The step of a call at noise level `sigma`, 0-based; sigmas may fall, as always, or rise."""
-        falls = self.sigmas[0] >= self.sigmas[-1]
-        begun = [
+        """Return the 0-based step of a call at noise level `sigma`; sigmas may also rise, for unsampling."""
+        descending = self.sigmas[0] >= self.sigmas[-1]
+        started = [
             step
             for step, level in enumerate(self.sigmas[:-1])
-            if (level >= sigma - SAME_LEVEL if falls else level <= sigma + SAME_LEVEL)
+            if (level >= sigma - SIGMA_TOLERANCE if descending else level <= sigma + SIGMA_TOLERANCE)
         ]
-        return begun[-1] if begun else 0
+        return started[-1] if started else 0
 
     def scale(self, sigma: float) -> float:
-        """The CFG scale of a call."""
+        """Return the CFG scale of a call at `sigma`."""
         scales = self.settings.more_guidance.steps
         if scales is None:
             return self.settings.scale(self.settings.expert(sigma))
         return scales[min(self.step(sigma), len(scales) - 1)]
 
     def guided(self, levels: Sequence[float]) -> dict[str, bool]:
-        """Whether calls of each expert at these levels have negative lanes."""
-        found = {"high": False, "low": False}
+        """Return, for each expert, True if some of its calls at these levels have negative lanes."""
+        guided = {"high": False, "low": False}
         for level in levels:
-            found[self.settings.expert(level)] |= self.scale(level) != 1
-        return found
+            guided[self.settings.expert(level)] |= self.scale(level) != 1
+        return guided
 
     def reads_negative(self, levels: Sequence[float]) -> dict[str, bool]:
-        """Whether calls of each expert at these levels read the negative text."""
+        """Return, for each expert, True if some of its calls at these levels read the negative text."""
         nag = self.settings.more_guidance.nag is not None
         return {expert: guided or nag for expert, guided in self.guided(levels).items()}
 
     def windows(self, sigma: float) -> StepWindows | None:
-        """The context windows of a call."""
+        """Return the context windows of a call."""
         settings = self.settings.windows
         return None if settings is None else StepWindows(settings, self.step(sigma), self.frames)
 
     def lanes(self, level: float, samples: int) -> tuple[LaneName, ...]:
-        """Of a call at that level, unless its sampler reads the negative where guidance is 1."""
+        """Return the lanes of a call at `level`; a sampler may still read the negative at guidance 1."""
         return lane_names(samples, with_negative=self.scale(level) != 1, windows=self.windows(level))
 
     def calls(self, levels: Sequence[float], samples: int) -> Mapping[int, tuple[str, Sequence[LaneName]]]:
-        """Of each call to come, by number: its expert and its lanes."""
+        """Return the expert and the lanes of each future call, by its number."""
         return {call: (self.settings.expert(level), self.lanes(level, samples)) for call, level in enumerate(levels)}
 
     def computed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """See `sampling.windows.computed_shape`."""
+        """Return the largest shape that a call computes; see `sampling.computed_shape`."""
         return computed_shape(shape, self.settings.windows, range(max(1, self.steps)))
 
-    def check_calls(self, asked: Sequence[float] | None, sampler: str) -> None:
-        """Refuse a cache by magnitudes for a sampler whose calls are not known, or are not one for each step."""
+    def check_calls(self, levels: Sequence[float] | None, sampler: str) -> None:
+        """Refuse MagCache unless the sampler calls the model once per step at the step's sigma; None: unknown calls."""
         if not isinstance(self.settings.cache, MagCache):
             return
-        if asked is not None and len(asked) == self.steps and all(map(_near, asked, self.sigmas)):
+        if levels is not None and len(levels) == self.steps and all(map(_near, levels, self.sigmas)):
             return
-        calls = "when it calls the model is not known" if asked is None else f"it calls the model {len(asked)} times"
+        calls = "has unknown model calls" if levels is None else f"makes {len(levels)} model calls"
         raise RequestError(
-            f"a cache by magnitudes was measured with one call of the model in each of {self.steps} steps, and of the "
-            f"sampler {sampler} {calls}, or at other noise levels: choose euler or another sampler that calls once in "
-            "a step, or the first-block cache"
+            f"magcache was calibrated with one model call in each of {self.steps} steps, but the sampler {sampler} "
+            f"{calls}, or calls at other noise levels: choose euler or another sampler with one call per step, or the "
+            "first-block cache"
         )
 
     def check_call(self, call: int, sigma: float) -> None:
-        """Refuse a call that is not the one that a cache by magnitudes reckons with."""
+        """Refuse a call that MagCache was not calibrated for."""
         if isinstance(self.settings.cache, MagCache) and not (call < self.steps and _near(sigma, self.sigmas[call])):
             raise RequestError(
-                f"call {call} of the model is at noise level {sigma:.4f}, and a cache by magnitudes reckons with one "
-                f"call for each of {self.steps} steps: use the first-block cache"
+                f"model call {call} is at noise level {sigma:.4f}, but magcache was calibrated with one call for each "
+                f"of {self.steps} steps: use the first-block cache"
             )
 
 

@@ -1,4 +1,4 @@
-"""A streamed pair of experts as ComfyUI's memory manager sees it: a model that it measures, loads and evicts."""
+"""Streamed experts as a model in ComfyUI's memory manager, which measures, loads and evicts it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from ..memory import MemoryEstimateInputs
 
 logger = logging.getLogger("wanstream.memory")
 
-WHILE_RUNNING = 10**40
-"""What experts that run say they have loaded, in bytes. Whoever has less than ComfyUI asks for, which may be 1e32, is
-detached and forgotten; experts that run cannot give anything back, and have to be on the list when the run is over."""
+SIZE_WHILE_RUNNING = 10**40
+"""Reported size in bytes during a run.
+
+ComfyUI detaches a model that is smaller than the bytes it wants to free, which may be 1e32, and drops it from its list.
+During a run no memory can be released, and the model must still be on the list afterwards.
+"""
 
 
 class ExpertsModel(torch.nn.Module):
-    """Stands where ComfyUI expects the model: Wan's settings and no parameters; the weights are the pair's own.
+    """Model object for ComfyUI, with Wan's settings and without parameters; the weights belong to the pair.
 
-    All patchers of the same files share it, and by it ComfyUI knows them for clones of each other.
+    All patchers of the same files share it: ComfyUI identifies clones by their model.
 
     Args:
         ref: names the files.
-        experts: opens pairs and keeps open the one that was asked for last.
+        experts: opens pairs, and keeps the last requested one open.
     """
 
     def __init__(self, ref: ExpertsRef, experts: Callable[[ExpertsRef], ExpertPair]) -> None:
@@ -41,12 +44,12 @@ class ExpertsModel(torch.nn.Module):
         self.ref = ref
         self._experts = experts
         self.pair = experts(ref)
-        self.asked = OffloadPolicy.layerwise()
-        """The policy that was asked for last."""
+        self.requested = OffloadPolicy.layerwise()
+        """The policy of the last load request."""
         self.policy: OffloadPolicy | None = None
-        """What was loaded for it: the same, or one that takes less."""
-        self.needs = MemoryEstimateInputs()
-        """Of the run to come: ComfyUI asks how much it computes in before it loads the policy."""
+        """The loaded policy: the requested one, or a smaller one."""
+        self.memory_inputs = MemoryEstimateInputs()
+        """Settings of the next run, because ComfyUI queries its activation memory before it loads the policy."""
         self.model_config = self._family({"image_model": "wan2.1", "model_type": "t2v"})
         self.model_type = comfy.model_base.ModelType.FLOW
         self.latent_format = self.model_config.latent_format
@@ -57,12 +60,12 @@ class ExpertsModel(torch.nn.Module):
 
     @property
     def keeps_frames(self) -> bool:
-        """Whether what a mask keeps stays as it is and has timestep 0, as in TI2V-5B; others get it with noise."""
+        """True if masked frames stay noise-free with timestep 0, as in TI2V-5B; other models get them with noise."""
         return self.pair.in_channels == WAN22.channels
 
     @property
     def _family(self) -> Callable[[dict[str, str]], Any]:
-        """ComfyUI's settings for models whose latents are like this one's."""
+        """ComfyUI's model settings for this latent space."""
         supported = comfy.supported_models
         family: Callable[[dict[str, str]], Any] = supported.WAN22_T2V if self.keeps_frames else supported.WAN21_T2V
         return family
@@ -71,49 +74,50 @@ class ExpertsModel(torch.nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as err:
-            # Said so that whoever catches it knows whose attribute it is; torch does not.
+            # With `name` and `obj`, unlike torch's error, so that the guider can recognise it.
             raise AttributeError(str(err), name=name, obj=self) from None
 
     @property
     def block_counts(self) -> Mapping[str, int]:
-        """Blocks of each expert."""
+        """Number of blocks of each expert."""
         return self.pair.block_counts
 
     def open(self, ref: ExpertsRef) -> None:
-        """Since the last run other experts may have been opened, or other LoRAs set."""
+        """Open `ref` again: other experts or LoRAs may have been opened since the last run."""
         self.pair = self._experts(ref)
 
-    def load(self, asked: OffloadPolicy, budget: float, device: torch.device) -> None:
-        """Have the engine on `device`, for as much of the policy as `budget` bytes for all weights allow."""
+    def load(self, requested: OffloadPolicy, budget: float, device: torch.device) -> None:
+        """Create the engine on `device`, with the largest part of the policy whose weights fit into `budget` bytes."""
         device_bytes = self.pair.device_bytes
-        fitted = fit_policy(asked, self.block_counts, budget=budget, device_bytes=device_bytes)
-        if self.policy is not None and self.asked == asked and self.pair.loaded_bytes:
+        fitted = fit_policy(requested, self.block_counts, budget=budget, device_bytes=device_bytes)
+        if self.policy is not None and self.requested == requested and self.pair.loaded_bytes:
             fitted = stay_near(self.policy, fitted, budget=budget, device_bytes=device_bytes)
-        if fitted != asked:
+        if fitted != requested:
             logger.info(
                 "%s are free for the experts: %s instead of %s",
                 _size(max(0.0, budget)),
-                self._described(fitted),
-                self._described(asked),
+                self._describe(fitted),
+                self._describe(requested),
             )
-        self.pair.engine(fitted, device).take_buffers()  # ComfyUI reckons with them from now on
-        self.asked, self.policy = asked, fitted
+        # Allocated now, not at the first fetch: ComfyUI counts these bytes as used from here on.
+        self.pair.engine(fitted, device).take_buffers()
+        self.requested, self.policy = requested, fitted
         self.count_pins()
 
     def release(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         self.pair.close()
         self.count_pins()
 
     def count_pins(self) -> None:
-        """Make ComfyUI's count of page-locked memory, where it keeps one, include what the pair has locked by now."""
+        """Add the pair's page-locked bytes to ComfyUI's total, in versions that have one."""
         pinned = self.pair.pinned_bytes
         management = comfy.model_management
         if hasattr(management, "TOTAL_PINNED_MEMORY"):
             management.TOTAL_PINNED_MEMORY = max(0, management.TOTAL_PINNED_MEMORY + pinned - self._counted_pins)
         self._counted_pins = pinned
 
-    def _described(self, policy: OffloadPolicy) -> str:
+    def _describe(self, policy: OffloadPolicy) -> str:
         residency, _ = plan_residency(policy, self.block_counts)
         resident = min(len(blocks) for blocks in residency.residents.values())
         blocks = min(self.block_counts.values())
@@ -126,12 +130,12 @@ class ExpertsModel(torch.nn.Module):
         return self.pair.compute_dtype
 
     def memory_required(self, input_shape: Sequence[int], cond_shapes: Mapping[str, Any] | None = None) -> int:
-        """Bytes to compute in, beside the weights, for latents of that shape, with a negative for each of them.
+        """Return the activation bytes for latents of `input_shape`, with a negative lane for each sample.
 
-        ComfyUI reckons the least that a model needs without negatives, which it can compute in a pass of their own.
-        Ours never are, and what is not in that least goes to blocks.
+        ComfyUI estimates a model's minimum without negatives, because it can compute them in a separate pass. Our
+        engine never does, and it uses all memory above the minimum for blocks.
         """
-        return self.needs.working_bytes(self.pair, input_shape)
+        return self.memory_inputs.working_bytes(self.pair, input_shape)
 
     def process_latent_in(self, latent: torch.Tensor) -> torch.Tensor:
         normalised: torch.Tensor = self.latent_format.process_in(latent)
@@ -144,7 +148,7 @@ class ExpertsModel(torch.nn.Module):
     def scale_latent_inpaint(
         self, sigma: torch.Tensor, noise: torch.Tensor, latent_image: torch.Tensor, **_: object
     ) -> torch.Tensor:
-        """What a mask keeps, at the noise level `sigma` [B]."""
+        """Return the masked part of the latent at noise level `sigma` [B]."""
         if self.keeps_frames:
             return latent_image
         per_sample = sigma.reshape([sigma.shape[0]] + [1] * (noise.ndim - 1))
@@ -152,7 +156,7 @@ class ExpertsModel(torch.nn.Module):
         return kept
 
     def extra_conds(self, **_: object) -> dict[str, Any]:
-        """Nothing: the guider reads the conditioning itself."""
+        """Return nothing: the guider reads the conditioning itself."""
         return {}
 
     def extra_conds_shapes(self, **_: object) -> dict[str, Any]:
@@ -160,15 +164,15 @@ class ExpertsModel(torch.nn.Module):
 
     def apply_model(self, *_: object, **__: object) -> torch.Tensor:
         raise ValueError(
-            "the streamed experts cannot run as a MODEL, because only their guider knows which of them is due: "
-            "use Wan Guider with SamplerCustomAdvanced, or Wan Sampler"
+            "the streamed experts cannot run as a MODEL, because only their guider selects the expert of a step: use "
+            "Wan Guider with SamplerCustomAdvanced, or Wan Sampler"
         )
 
 
 class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
-    """What ComfyUI's list of loaded models holds.
+    """Entry of the experts in ComfyUI's list of loaded models.
 
-    `ref` names experts and LoRAs, `policy` says how much of them to load; None: as much as was asked for last.
+    `ref` names experts and LoRAs, `policy` is the one to load; None: the last requested one.
     """
 
     def __init__(
@@ -179,7 +183,7 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         size: int = 0,
         weight_inplace_update: bool = False,
     ) -> None:
-        # Before the base class, which asks for the size.
+        # Set before the base class's __init__, which calls `model_size`.
         self.ref = model.ref
         self.policy: OffloadPolicy | None = None
         super().__init__(model, load_device, offload_device, size, weight_inplace_update)
@@ -190,7 +194,7 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         return cloned
 
     def loaded_experts(self) -> LoadedExperts:
-        """What to run with, once ComfyUI has loaded this patcher."""
+        """Return the loaded pair; ComfyUI must have loaded this patcher."""
         assert self.model.policy is not None, "ComfyUI has not loaded the experts"
         return LoadedExperts(pair=self.model.pair, policy=self.model.policy, device=self.load_device)
 
@@ -198,18 +202,15 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         return False
 
     def model_size(self) -> int:
-        """Device bytes that the policy takes, for which ComfyUI makes room; more if more is there."""
+        """Return the device bytes that ComfyUI must provide: those of the policy, or the loaded ones if more."""
         pair: ExpertPair = self.model.pair
-        return max(pair.device_bytes(self.policy or self.model.asked), pair.loaded_bytes)
+        return max(pair.device_bytes(self.policy or self.model.requested), pair.loaded_bytes)
 
     def loaded_size(self) -> int:
-        """Device bytes taken now, and while a run goes on more than anybody needs.
-
-        ComfyUI asks before all that it decides, so it reckons with the right pins then.
-        """
-        self.model.count_pins()
+        """Return the device bytes in use; `SIZE_WHILE_RUNNING` during a run."""
+        self.model.count_pins()  # here, because ComfyUI calls this before each of its memory decisions
         pair: ExpertPair = self.model.pair
-        return WHILE_RUNNING if pair.running else pair.loaded_bytes
+        return SIZE_WHILE_RUNNING if pair.running else pair.loaded_bytes
 
     def lowvram_patch_counter(self) -> int:
         return 0
@@ -219,23 +220,23 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         return pinned
 
     def model_mmap_residency(self, free: bool = False) -> tuple[int, int]:
-        """Host bytes that are there, and that are wanted: equal, so that nobody else's RAM is freed for us."""
+        """Return resident and required host bytes: equal, so that ComfyUI frees no other model's RAM for us."""
         pinned = self.pinned_memory_size()
         return pinned, pinned
 
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
     ) -> int:
-        """Take up to `extra_memory` bytes more than now, for as much of the policy as that allows."""
+        """Load as much of the policy as up to `extra_memory` more device bytes allow; return the added bytes."""
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             self.unpatch_model(self.offload_device, unpatch_weights=False)
             self.patch_model(load_weights=False)
         before = self.loaded_size()
         try:
             self.model.open(self.ref)
-            self.model.load(self.policy or self.model.asked, before + extra_memory, device_to)
+            self.model.load(self.policy or self.model.requested, before + extra_memory, device_to)
         except BaseException:
-            self.detach()  # ComfyUI does not list us yet, so nobody else would
+            self.detach()  # not on ComfyUI's list yet, so ComfyUI would never detach it
             raise
         self.model.device = device_to
         return self.loaded_size() - before
@@ -243,37 +244,37 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
     def partially_unload(
         self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
     ) -> int:
-        """Free whole blocks; returns the bytes freed, 0 where all blocks would not be enough.
+        """Free whole blocks; return the freed bytes, 0 if all blocks together are too few.
 
-        While a run goes on, which a preview may load its VAE into, nothing can be freed. ComfyUI is told that it was,
-        or it would take us off its list with all that we hold; what it loads then makes do with the room there is.
+        Frees nothing during a run, when a preview may load its VAE, but returns `memory_to_free`: otherwise ComfyUI
+        would drop the experts from its list while they use memory. The other model gets the memory that is free.
         """
         pair: ExpertPair = self.model.pair
         before = pair.loaded_bytes
         if pair.running:
-            logger.info("the experts are running, and their %s stay", _size(before))
+            logger.info("the experts are running: their %s are not freed", _size(before))
             return math.ceil(memory_to_free)
-        outside, block = self._outside_and_block()
+        outside, block = self._non_block_and_block_bytes()
         if memory_to_free > before - outside:
-            return 0  # ComfyUI detaches us then
+            return 0  # ComfyUI then detaches the experts
         freed: int = pair.give_back(math.ceil(memory_to_free))
         self.model.count_pins()
         logger.info("freed %s of %s for another model: %d blocks", _size(freed), _size(before), round(freed / block))
         return freed
 
     def partially_unload_ram(self, ram_to_unload: float) -> None:
-        """Blocks in page-locked RAM go all at once, and what is on the device with them."""
-        if ram_to_unload > 0 and self.model.asked.source == "pinned" and self.model.pair.pinned_bytes:
+        """Release everything, on the device too, because page-locked blocks cannot be released one by one."""
+        if ram_to_unload > 0 and self.model.requested.source == "pinned" and self.model.pair.pinned_bytes:
             self.detach()
 
     def detach(self, unpatch_all: bool = True) -> ExpertsModel:
-        """Give everything back; with `unpatch_all` False, or while a run goes on, nothing.
+        """Release all memory, except during a run.
 
-        False means that ComfyUI is about to load us again.
+        With `unpatch_all` False nothing is released: ComfyUI is about to load the experts again.
         """
         model: ExpertsModel = self.model
         if unpatch_all and model.pair.running:
-            logger.info("the experts are running and stay")
+            logger.info("the experts are running: they are not unloaded")
             return model
         if unpatch_all:
             before = self.loaded_size()
@@ -283,8 +284,8 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         super().detach(unpatch_all)
         return model
 
-    def _outside_and_block(self) -> tuple[int, int]:
-        """Device bytes of what does not stream, and of one buffer."""
+    def _non_block_and_block_bytes(self) -> tuple[int, int]:
+        """Return the device bytes of the weights outside the blocks, and of one buffer."""
         one, two = (self.model.pair.device_bytes(OffloadPolicy.layerwise(ahead)) for ahead in (0, 1))
         return 2 * one - two, two - one
 

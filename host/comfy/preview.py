@@ -1,4 +1,4 @@
-"""ComfyUI's own preview of a latent: what its samplers show beside the progress bar."""
+"""ComfyUI's latent preview next to the progress bar."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ FORMATS = {WAN21: comfy.latent_formats.Wan21, WAN22: comfy.latent_formats.Wan22}
 
 
 class LatentPreview:
-    """Pictures of where a run is heading, by the method that the user has chosen; off by default, and then nothing.
+    """Preview images by the method that the user has chosen in ComfyUI; none by default.
 
-    latent2rgb costs a product of the first frame's latent [C, h, w] with a C x 3 matrix; taesd decodes that frame with
-    the small VAE of `vae_approx`.
+    latent2rgb multiplies the first frame's latent [C, h, w] with a C x 3 matrix; taesd decodes that frame with the
+    small VAE of `vae_approx`.
     """
 
     def __init__(self, like: torch.Tensor) -> None:
-        """Of latents [B, C, T, h, w] with the channels and on the device of `like`."""
+        """Prepare previews of latents [B, C, T, h, w] with the channels and on the device of `like`."""
         self._previewer: Any = latent_preview.get_previewer(like.device, FORMATS[space_of(like.shape[1])]())
 
-    def picture(self, denoised: torch.Tensor) -> object | None:
-        """What the progress bar shows of `denoised` [B, C, T, h, w], normalised; None where previews are off."""
+    def image(self, denoised: torch.Tensor) -> object | None:
+        """Return the preview image of `denoised` [B, C, T, h, w], normalised; None if previews are disabled."""
         if self._previewer is None:
             return None
-        picture: object = self._previewer.decode_latent_to_preview_image("JPEG", denoised)
-        return picture
+        image: object = self._previewer.decode_latent_to_preview_image("JPEG", denoised)
+        return image

@@ -1,8 +1,7 @@
-"""At which noise levels a sampler will call the model: it is run once on next to nothing, before the real run.
+"""Dry run of a sampler on a tiny latent, to predict the noise levels of its model calls.
 
-When a sampler calls the model depends on its sigmas and not on the latents, the adaptive ones apart; so what is traced
-here is what will be. Only ComfyUI's own samplers are traced: they keep nothing from run to run, and what they raise on
-a few elements they would raise in the real run, from the same sigmas.
+The calls of a sampler depend on its sigmas and not on the latents, except for adaptive samplers. Only ComfyUI's own
+samplers are dry-run: they keep no state between runs, and an error in the dry run would occur in the real run too.
 """
 
 from __future__ import annotations
@@ -18,58 +17,57 @@ import torch
 
 from ...sampling import RequestError
 
-TINY = (1, 16, 1, 2, 2)
-"""Shape of the latents that a sampler is traced on: five dimensions, because some samplers look at them."""
+LATENT_SHAPE = (1, 16, 1, 2, 2)
+"""Shape of the dry run's latent; five dimensions, because some samplers check them."""
 
-MOST_CALLS = 2000
-"""Calls after which a trace ends: an adaptive sampler need not end on its own."""
+MAX_CALLS = 2000
+"""Maximum number of calls: an adaptive sampler may not terminate."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class _EnoughError(Exception):
-    """Ends a trace."""
+class _MaxCallsError(Exception):
+    """Ends a dry run."""
 
 
-class _Traced:
-    """Stands where the guider stands, with all that samplers ask of it, and answers every call with nothing."""
+class _DryRunGuider:
+    """Guider with all attributes that samplers read; records the sigma of each call and predicts zeros."""
 
     def __init__(self, guider: Any) -> None:
         self.inner_model, self.model_patcher = guider.inner_model, guider.model_patcher
-        self.asked: list[float] = []
+        self.sigmas: list[float] = []
 
     def __call__(self, x: torch.Tensor, sigma: torch.Tensor, model_options: Any, seed: int | None) -> torch.Tensor:
-        self.asked.append(float(sigma[0]))
-        if len(self.asked) == MOST_CALLS:
-            raise _EnoughError
-        nothing = torch.zeros_like(x)
-        # Samplers of the CFG++ kind read what the negative gives through a function that they put into the options.
+        self.sigmas.append(float(sigma[0]))
+        if len(self.sigmas) == MAX_CALLS:
+            raise _MaxCallsError
+        zeros = torch.zeros_like(x)
+        # Not simply zeros: CFG++ samplers read the negative prediction in a function that they put into the options.
         denoised: torch.Tensor = comfy.samplers.cfg_function(
-            self.inner_model, nothing, nothing, 1.0, x, sigma, model_options=model_options
+            self.inner_model, zeros, zeros, 1.0, x, sigma, model_options=model_options
         )
         return denoised
 
 
 def predicted_sigmas(guider: Any, sampler: Any, sigmas: torch.Tensor, seed: int | None) -> list[float] | None:
-    """The sigma of each call that `sampler` will make over `sigmas` [steps + 1]; None for one that cannot be traced.
+    """Return the sigma of each model call of `sampler` over `sigmas` [steps + 1]; None if it cannot be dry-run.
 
-    `guider` is a CFGGuider whose `inner_model` is there. Nothing of the random state is used up. Raises what the
-    sampler raises of such sigmas.
+    `guider` is a CFGGuider with an `inner_model`. Random states do not change. Raises the sampler's own errors.
     """
-    if not _is_comfys(sampler):
+    if not _is_comfyui_sampler(sampler):
         return None
-    traced = _Traced(guider)
+    dry_run = _DryRunGuider(guider)
     options: dict[str, Any] = {"model_options": {"transformer_options": {}}, "seed": seed}
-    # A copy: some samplers write into their sigmas.
-    own_sigmas, nothing = sigmas.detach().cpu().clone(), torch.zeros(TINY)
-    with random_state_kept(), suppress(_EnoughError):
-        sampler.sample(traced, own_sigmas, options, None, nothing, nothing.clone(), None, True)
-    return traced.asked
+    # A copy: some samplers write to their sigmas.
+    own_sigmas, zeros = sigmas.detach().cpu().clone(), torch.zeros(LATENT_SHAPE)
+    with preserve_random_state(), suppress(_MaxCallsError):
+        sampler.sample(dry_run, own_sigmas, options, None, zeros, zeros.clone(), None, True)
+    return dry_run.sigmas
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Whatever draws random numbers inside, or seeds, leaves no trace: torch (every device in use), numpy, Python."""
+def preserve_random_state() -> Iterator[None]:
+    """Restore the random states of torch (every device in use), numpy and Python after the `with`."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     numpys, pythons = numpy.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=devices):
@@ -81,13 +79,13 @@ def random_state_kept() -> Iterator[None]:
 
 
 def sampler_name(sampler: Any) -> str:
-    """What to call a SAMPLER in a message."""
+    """Return the name of a SAMPLER for messages."""
     function = getattr(sampler, "sampler_function", None)
     return str(getattr(function, "__name__", type(sampler).__name__)).removeprefix("sample_")
 
 
-def _is_comfys(sampler: Any) -> bool:
-    """Whether all code in a SAMPLER is ComfyUI's, which keeps no state; options of others may be anything."""
+def _is_comfyui_sampler(sampler: Any) -> bool:
+    """Return True if all functions in a SAMPLER are ComfyUI's: others may keep state between runs."""
     if type(sampler) is not comfy.samplers.KSAMPLER:
         return False
     options = (*sampler.extra_options.values(), *sampler.inpaint_options.values())
@@ -99,12 +97,12 @@ def _module(function: Callable[..., object]) -> str:
     return str(getattr(function, "__module__", ""))
 
 
-def one_level(timestep: torch.Tensor) -> float:
-    """The noise level of a call, the same for all samples of the batch."""
+def common_sigma(timestep: torch.Tensor) -> float:
+    """Return the noise level of a call. Raises RequestError if samples of the batch have different ones."""
     levels: list[float] = timestep.flatten().tolist()
     if len(set(levels)) != 1:
         raise RequestError(
-            f"the sampler asks for {len(set(levels))} noise levels in one call, and one expert serves one: "
+            f"the sampler uses {len(set(levels))} noise levels in one model call, but streamed experts support one: "
             "choose another sampler"
         )
     return levels[0]

@@ -1,7 +1,7 @@
 """Events of runs from a ComfyUI server to all browsers, and the route that returns the last runs.
 
-`PromptServer` sends the events and serves the route; its queue holds the graph of the item that runs. Nothing of
-ComfyUI is replaced.
+`PromptServer` sends the events and serves the route; its queue contains the graph of the running item. Nothing in
+ComfyUI is patched.
 
     GET  /wanstream/runs    {"runs": [...]}: the last runs of this server, for a page that is opened later
 """
@@ -19,34 +19,34 @@ from ..run_log import RunLog, title_in, workflow_in
 
 
 class ServerEvents:
-    """Sends the events of runs to all browsers and keeps them for pages that are opened later."""
+    """Sends the events of runs to all browsers and logs them for pages that are opened later."""
 
     def __init__(self) -> None:
         self.log = RunLog()
 
     def open(self) -> None:
-        """Serve the route; called once, before the server begins to listen. Nothing without a server."""
+        """Serve the route; called once, before the server starts to listen. Does nothing without a server."""
         server = getattr(PromptServer, "instance", None)
         if server is None or any(getattr(route, "path", None) == "/wanstream/runs" for route in server.routes):
             return  # another copy of this pack serves it
         server.routes.get("/wanstream/runs")(self._runs)
 
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
-        """Tell all browsers, and keep it for those that come later."""
+        """Send an event to all browsers and record it; a begin event gets the canvas id and the node's title."""
         if event == BEGIN:
             prompt, workflow = _queued(payload["prompt_id"])
             payload = {**payload, "workflow": workflow, "title": title_in(prompt, payload["shown_at"])}
-        self.log.note(event, payload)
+        self.log.record(event, payload)
         server = getattr(PromptServer, "instance", None)
         if server is not None:
             server.send_sync(event, payload, None)
 
     async def _runs(self, request: web.Request) -> web.Response:
-        return web.json_response(self.log.told())
+        return web.json_response(self.log.snapshot())
 
 
 def _queued(prompt_id: str | None) -> tuple[Mapping[str, Any], str | None]:
-    """The graph of a running queue item, and the id of the canvas that it came from; None for one without."""
+    """Return the graph of a running queue item and the id of its canvas, None without one."""
     server = getattr(PromptServer, "instance", None)
     running = [] if server is None else server.prompt_queue.get_current_queue_volatile()[0]
     for item in running:

@@ -1,4 +1,4 @@
-"""ComfyUI's schedules of noise levels, for Wan's flow."""
+"""ComfyUI's sigma schedules for Wan's flow models."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import comfy.model_sampling
 import comfy.samplers
 import torch
 
-from ...sampling import check_flow_shift
-from ...sampling import schedules as partial
+from ...sampling import check_flow_shift, schedules
 
 
 class FlowSampling(comfy.model_sampling.ModelSamplingDiscreteFlow, comfy.model_sampling.CONST):  # type: ignore[misc]
-    """What ComfyUI's samplers and schedules ask of a flow model: the noise levels of one flow shift."""
+    """Noise levels of one flow shift, as the `model_sampling` of ComfyUI's samplers and schedules."""
 
     def __init__(self, flow_shift: float) -> None:
         super().__init__()
@@ -20,18 +19,18 @@ class FlowSampling(comfy.model_sampling.ModelSamplingDiscreteFlow, comfy.model_s
 
 
 def schedule_names() -> list[str]:
-    """ComfyUI's schedules and, last, the one of Wan2.2 and diffusers."""
+    """Return the names of ComfyUI's schedules and, last, "wan", the schedule of Wan2.2 and diffusers."""
     return [*comfy.samplers.SCHEDULER_NAMES, "wan"]
 
 
 def schedule_sigmas(name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
-    """The last `steps` + 1 values of a schedule of int(steps / denoise) steps, float32, on the CPU."""
+    """Return the last `steps` + 1 values of a schedule of int(steps / denoise) steps, float32, on the CPU."""
     if name == "wan":
-        return partial.schedule_sigmas(name, steps, denoise, flow_shift)
+        return schedules.schedule_sigmas(name, steps, denoise, flow_shift)
     sampling = FlowSampling(flow_shift)
 
     def make(total: int) -> torch.Tensor:
-        made: torch.Tensor = comfy.samplers.calculate_sigmas(sampling, name, total)
-        return made.cpu()
+        sigmas: torch.Tensor = comfy.samplers.calculate_sigmas(sampling, name, total)
+        return sigmas.cpu()
 
-    return partial.partial_sigmas(make, steps, denoise)
+    return schedules.partial_sigmas(make, steps, denoise)

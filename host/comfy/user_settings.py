@@ -1,4 +1,4 @@
-"""ComfyUI's file of a user's settings, as far as it holds ours."""
+"""Our settings in ComfyUI's settings file of a user."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 logger = logging.getLogger("wanstream.host")
 
 SETTINGS = "comfy.settings.json"
-"""Name of the file, in the folder of a user; ComfyUI writes it whenever a setting changes."""
+"""Name of the file in a user's folder; ComfyUI writes it whenever a setting changes."""
 STRICT = "WanStream.Strict"
 
 
 def setting_is_on(file: Path, name: str) -> bool:
-    """True if the setting `name` is true in `file`; a file that is not there, or that cannot be read, has none."""
+    """Return True if the setting `name` is true in `file`; False for a missing or unreadable file."""
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return False
     except (OSError, ValueError, RecursionError) as err:
-        # ComfyUI goes on with its defaults as well.
-        logger.warning("%s could not be read, so %s is off: %s", file, name, err)
+        # No error: ComfyUI uses its defaults then as well.
+        logger.warning("cannot read %s, so %s is off: %s", file, name, err)
         return False
     return isinstance(settings, dict) and settings.get(name) is True

@@ -1,4 +1,4 @@
-"""What workers hold on the GPU of this process, as ComfyUI's memory manager sees it: a model that it can unload."""
+"""Workers on the GPU of this process as a model that ComfyUI's memory manager can unload."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import comfy.model_patcher
 import torch
 
 ALL = 1e30
-"""Bytes; as ComfyUI asks for when it unloads everything."""
+"""Bytes, as in ComfyUI's own requests to unload everything."""
 
 logger = logging.getLogger("wanstream.memory")
 
 
 class WorkersModel(torch.nn.Module):
-    """Stands where ComfyUI expects a model. It has no parameters: weights are in other processes."""
+    """Model object for ComfyUI, without parameters: the weights are in other processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,20 +24,20 @@ class WorkersModel(torch.nn.Module):
 
 
 class WorkersPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
-    """Lies in ComfyUI's list of loaded models from a run of workers on, until ComfyUI wants their memory.
+    """Entry of the workers in ComfyUI's list of loaded models, from their first run until ComfyUI unloads it.
 
     Args:
-        rest: lets the workers give back what weights take; says whether it did, which it does not during a run.
-        load_device: of this process; one of the workers computes there too.
+        release_memory: releases the workers' weights; returns False during a run, when it cannot.
+        load_device: device of this process, which one of the workers shares.
     """
 
-    def __init__(self, rest: Callable[[], bool], load_device: torch.device) -> None:
-        # Before the base class, which asks for the size.
-        self._rest = rest
+    def __init__(self, release_memory: Callable[[], bool], load_device: torch.device) -> None:
+        # Set before the base class's __init__, which calls methods of this class.
+        self._release_memory = release_memory
         super().__init__(WorkersModel(), load_device, torch.device("cpu"))
 
-    def list_alone(self) -> None:
-        """Be in ComfyUI's list, and of the GPU's models the only one there."""
+    def load_exclusively(self) -> None:
+        """Put this entry into ComfyUI's list and evict all other models of the GPU."""
         management = comfy.model_management
         management.load_models_gpu([self])
         if self.load_device.type == "cuda":
@@ -48,7 +48,7 @@ class WorkersPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         return False
 
     def model_size(self) -> int:
-        """Nothing for which room must be made: the workers find out themselves what there is."""
+        """Return 0, so that ComfyUI makes no room: workers check the free memory themselves."""
         return 0
 
     def loaded_size(self) -> int:
@@ -72,18 +72,19 @@ class WorkersPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
     def partially_unload(
         self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
     ) -> int:
-        """Nothing: ComfyUI detaches us then."""
+        """Return 0, so that ComfyUI detaches this entry."""
         return 0
 
     def partially_unload_ram(self, ram_to_unload: float) -> None:
-        """Blocks in RAM are shared between workers, and go with everything else."""
+        """Do nothing: blocks in RAM are shared between workers and released only by `detach`."""
 
     def detach(self, unpatch_all: bool = True) -> WorkersModel:
-        """Let the workers give everything back; `unpatch_all` False means that ComfyUI is about to load us again."""
+        """Release the workers' weights, unless `unpatch_all` is False: ComfyUI is about to load them again."""
         model: WorkersModel = self.model
         if unpatch_all:
+            released = self._release_memory()
             logger.info(
-                "the workers have unloaded their experts" if self._rest() else "the workers are running and stay"
+                "the workers have unloaded their experts" if released else "the workers are running: not unloaded"
             )
         super().detach(unpatch_all)
         return model

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedBar:
-    """Hands every change on; shows no previews."""
+    """Progress bar that calls `report`; without previews."""
 
     report: Callable[[int, int], None]
-    """Is given how much is done, and of how much."""
+    """Called with `done` and `total`."""
     total: int
 
     def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
@@ -56,7 +56,7 @@ class EmbeddedBar:
 
 @dataclass(frozen=True, kw_only=True)
 class Folders:
-    """Where a run finds and leaves its files; `models` is laid out as ComfyUI's (`diffusion_models/`, `vae/`, ...)."""
+    """Folders of a run; `models` has the layout of ComfyUI's (`diffusion_models/`, `vae/`, ...)."""
 
     models: Path
     output: Path
@@ -65,7 +65,7 @@ class Folders:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeProgress:
-    """How far a node is: `done` of `total`."""
+    """Progress of a node: `done` of `total`."""
 
     node_id: str
     class_type: str
@@ -74,7 +74,7 @@ class NodeProgress:
 
 
 class EmbeddedHost:
-    """Implements `HostApi` for one run at a time; the experts stay open between its runs."""
+    """`HostApi` for one run at a time; the experts are kept open between runs."""
 
     def __init__(self, planner: AutoPlanner | None = None) -> None:
         self._planner = planner or AutoPlanner()
@@ -113,14 +113,22 @@ class EmbeddedHost:
         *,
         strict: bool = False,
     ) -> Iterator[None]:
-        """Serve these folders and compute on `device` (None: a GPU if there is one) inside the `with`.
+        """Make this the current host inside the `with`, with these folders and this device.
 
-        `on_event` is given what nodes announce. `strict` makes an error of what only looks wrong.
+        Args:
+            folders: folders of models, inputs and outputs.
+            on_progress: called with the progress of each node.
+            device: the compute device; None: a GPU if there is one.
+            on_event: called with the events that nodes announce.
+            strict: raise an error instead of a warning for suspicious inputs.
 
-        Raises StateError while this host runs another workflow.
+        Raises:
+            StateError: this host is running another workflow.
         """
         if not self._busy.acquire(blocking=False):
-            raise StateError("this embedded host runs a workflow already: wait for it, or use another EmbeddedHost")
+            raise StateError(
+                "this embedded host is already running a workflow: wait for it, or use another EmbeddedHost"
+            )
         self._stop.clear()
         self._folders, self._on_progress, self._device = folders, on_progress, device
         self._on_event = on_event
@@ -136,7 +144,7 @@ class EmbeddedHost:
 
     @contextmanager
     def node(self, node_id: str, class_type: str) -> Iterator[None]:
-        """Report the node's progress under this id inside the `with`: first 0 of 1, last 1 of 1."""
+        """Make this the executing node inside the `with`; reports 0 of 1 at its start and 1 of 1 at its end."""
         self._running = (node_id, class_type)
         try:
             self._report(0, 1)
@@ -146,14 +154,14 @@ class EmbeddedHost:
             self._running = None
 
     def stop(self) -> None:
-        """Ask the run to end at its next opportunity; any thread may ask."""
+        """Request the end of the run, at the next block or node; may be called on any thread."""
         self._stop.set()
 
     @property
     def folders(self) -> Folders:
         """The folders of the run. Raises StateError outside one."""
         if self._folders is None:
-            raise StateError("no workflow is being run: the embedded host has folders only inside a run")
+            raise StateError("no workflow is running: the embedded host has folders only during a run")
         return self._folders
 
     def name(self) -> str:
@@ -165,12 +173,12 @@ class EmbeddedHost:
         return self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def input_names(self) -> list[str]:
-        """Sorted names of the files that lie directly in the input folder; none outside a run."""
+        """Return the sorted names of the files directly in the input folder; none outside a run."""
         folder = self._folders.input if self._folders else None
         return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder and folder.is_dir() else []
 
     def input_path(self, name: str) -> Path:
-        """Where the input file `name`, or `name [input]`, lies. Raises OutsideFolderError."""
+        """Return the path of the input file `name`, or `name [input]`. Raises OutsideFolderError."""
         return inside(self.folders.input, name.removesuffix(" [input]"))
 
     def model_names(self, *folders: str) -> list[str]:
@@ -202,7 +210,7 @@ class EmbeddedHost:
         return self.folders.output
 
     def temp_folder(self) -> Path:
-        # Never removed: it holds what could not be written anywhere else.
+        # Never removed: it contains latents that could not be saved anywhere else.
         if self._temp is None:
             self._temp = Path(tempfile.mkdtemp(prefix="wanstream-"))
         return self._temp
@@ -254,15 +262,17 @@ class EmbeddedHost:
 
         pair, device = self.experts(ref), self.device()
 
-        def room(evicting: bool) -> FreeMemory:
-            # No other models live here.
+        def free_memory_now(evicting: bool) -> FreeMemory:
+            # `evicting` makes no difference: this host has no other models.
             return free_memory(pair, device, free=free_bytes(device) or 0, reserved=VRAM_RESERVE)
 
         empty = not pair.loaded_bytes
-        return self._planner.choose(policy, job, device=device, weights=ref.high_noise, room=room, starts_empty=empty)
+        return self._planner.choose(
+            policy, job, device=device, weights=ref.high_noise, free_memory_now=free_memory_now, starts_empty=empty
+        )
 
     def known_machine(self, ref: ExpertsRef, expert: ExpertShape) -> Machine | None:
-        return self._planner.known(expert, device=self.device(), weights=ref.high_noise)
+        return self._planner.known_machine(expert, device=self.device(), weights=ref.high_noise)
 
     def run_id(self) -> str | None:
         return self._run_id
@@ -296,13 +306,13 @@ class EmbeddedHost:
         return usable_bytes(self.device())
 
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
-        # No other models live here, so the room is what it is.
+        # This host has no other models to evict.
         return LoadedExperts(pair=self.experts(ref), policy=policy, device=self.device())
 
     def guider(self, *_: object, **__: object) -> object:
         raise NeedsComfyUIError(
-            "a GUIDER needs ComfyUI, whose samplers it drives: run this workflow there, or use Wan Sampler, which "
-            "takes the same experts, texts and sigmas"
+            "a GUIDER needs ComfyUI, because it works with ComfyUI's samplers: run this workflow there, or use Wan "
+            "Sampler, which takes the same experts, texts and sigmas"
         )
 
     def schedule_names(self) -> list[str]:

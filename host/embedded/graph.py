@@ -1,4 +1,4 @@
-"""The shape of an API-format workflow: nodes by id, inputs that are constants or links. Pure functions."""
+"""API-format workflows: nodes by id, with constants or links as inputs. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Prompt: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 MOST_NESTED = 100
-"""The deepest nesting of lists and objects in an input. What copies or writes a value calls itself for each level."""
+"""Maximum nesting of lists and objects in an input: copying and serialising recurse once per level."""
 
 
 class WorkflowFormatError(ValueError):
@@ -21,7 +21,7 @@ class WorkflowFormatError(ValueError):
 
 
 class UnsupportedNodeError(ValueError):
-    """A node asks for something that only ComfyUI can do."""
+    """A node needs a feature that only ComfyUI has."""
 
 
 class Link(NamedTuple):
@@ -33,29 +33,30 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One node of a run: its constant inputs, its links, and the nodes whose results no later step reads."""
+    """One node of a run, with its constant inputs and its links."""
 
     node_id: str
     constants: Mapping[str, Any]
     links: Mapping[str, Link]
     done_with: tuple[str, ...]
+    """Nodes whose results no later step reads."""
 
 
 def api_prompt(document: object) -> Prompt:
-    """The workflow in a parsed JSON document: the workflow itself or the body of a `POST /prompt`.
+    """Return the workflow in a parsed JSON document: the workflow itself or the body of a `POST /prompt`.
 
-    Raises WorkflowFormatError for anything else, above all a workflow in the canvas format.
+    Raises WorkflowFormatError for anything else, such as a workflow in the canvas format.
     """
     prompt = document.get("prompt", document) if isinstance(document, dict) else document
     if not isinstance(prompt, dict):
-        raise WorkflowFormatError("no workflow in here: an object with one entry per node is expected")
+        raise WorkflowFormatError("this is not a workflow: an object with one entry per node is expected")
     if isinstance(prompt.get("nodes"), list):
         raise WorkflowFormatError("this workflow is in the canvas format: save it with Workflow > Export (API)")
     for node_id, node in prompt.items():
         if not isinstance(node, dict) or not isinstance(node.get("inputs", {}), dict):
             raise WorkflowFormatError(f"node '{node_id}' is not an object with 'class_type' and 'inputs'")
         if nested_deeper(node, MOST_NESTED):
-            raise WorkflowFormatError(f"node '{node_id}' has values that are nested more than {MOST_NESTED} deep")
+            raise WorkflowFormatError(f"node '{node_id}' has values nested deeper than {MOST_NESTED} levels")
         if not isinstance(node.get("class_type"), str | None):
             raise WorkflowFormatError(
                 f"node '{node_id}': class_type {node['class_type']!r:.80} is not the name of a class"
@@ -75,19 +76,20 @@ def nested_deeper(value: object, most: int) -> bool:
 
 
 def as_link(value: object) -> Link | None:
-    """The link that an input's value is, or None for a constant."""
+    """Return the value of an input as a link, or None for a constant."""
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int | float):
         return Link(*value)
     return None
 
 
 def nodes_by_id(nodes: Iterable[type[ComfyNode]]) -> dict[str, type[ComfyNode]]:
-    """The node classes by the `class_type` that a workflow calls them. Raises UnsupportedNodeError."""
+    """Return the node classes by their `class_type` in workflows. Raises UnsupportedNodeError."""
     by_id = {}
     for node in nodes:
         if not issubclass(node, ComfyNode):
             raise UnsupportedNodeError(
-                f"{node.__name__} was made for the ComfyUI that this Python finds: run it there, or start elsewhere"
+                f"{node.__name__} was built for the ComfyUI that this Python can import: run it in ComfyUI, or start "
+                "Python in another folder"
             )
         schema = node.define_schema()
         lists = schema.is_input_list or any(output.is_output_list for output in schema.outputs)
@@ -98,15 +100,15 @@ def nodes_by_id(nodes: Iterable[type[ComfyNode]]) -> dict[str, type[ComfyNode]]:
 
 
 def plan_steps(prompt: Prompt, nodes: Mapping[str, type[ComfyNode]], outputs: Iterable[str]) -> tuple[Step, ...]:
-    """Every node that `outputs` need, once, after all that it reads.
+    """Return every node that `outputs` depend on, once, after its sources.
 
-    `nodes` are the classes by `class_type`. The workflow must have passed validation: no cycles, no dangling links.
-    Inputs that a node does not know are left out.
+    `nodes` are the classes by `class_type`. The workflow must be valid: no cycles, no dangling links. Inputs that a
+    node does not declare are dropped.
     """
     inputs: dict[str, dict[str, Any]] = {}
     for node_id, node in prompt.items():
-        known = {socket.id for socket in nodes[node["class_type"]].define_schema().inputs}
-        inputs[node_id] = {name: value for name, value in node.get("inputs", {}).items() if name in known}
+        declared = {socket.id for socket in nodes[node["class_type"]].define_schema().inputs}
+        inputs[node_id] = {name: value for name, value in node.get("inputs", {}).items() if name in declared}
     links = {
         node_id: {name: link for name, value in given.items() if (link := as_link(value))}
         for node_id, given in inputs.items()
@@ -127,7 +129,7 @@ def plan_steps(prompt: Prompt, nodes: Mapping[str, type[ComfyNode]], outputs: It
 
 
 def execution_order(sources: Mapping[str, Iterable[str]], outputs: Iterable[str]) -> tuple[str, ...]:
-    """Every node that `outputs` need, each after all its `sources` (the nodes that it reads)."""
+    """Return every node that `outputs` depend on, each after all its `sources` (the nodes that it reads)."""
     order: dict[str, None] = {}
     pending = [*outputs][::-1]
     while pending:

@@ -1,6 +1,6 @@
-"""The part of ComfyUI's V3 `io` module that our nodes use, for running them without ComfyUI.
+"""Subset of ComfyUI's V3 `io` module for our nodes, to run them without ComfyUI.
 
-Left out, and refused where a workflow is run: node expansion, lazy inputs, list inputs and outputs.
+Node expansion, lazy inputs, and list inputs and outputs are missing; workflows with them are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .types import (
 
 
 class Hidden(str, Enum):
-    """What a node may ask for besides its inputs."""
+    """Values that a node may request in addition to its inputs."""
 
     unique_id = "UNIQUE_ID"
     prompt = "PROMPT"
@@ -46,7 +46,7 @@ class Hidden(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenHolder:
-    """What the host knows about the running node; None where the node did not ask for it."""
+    """Hidden values of the running node; None for those that it did not request."""
 
     unique_id: str | None = None
     prompt: Mapping[str, Any] | None = None
@@ -55,7 +55,7 @@ class HiddenHolder:
 
 @dataclass(frozen=True)
 class Schema:
-    """Everything about a node but its code: the 14 fields of every ComfyUI since 0.3.64, and one of later ones."""
+    """Description of a node: the 14 fields of every ComfyUI since 0.3.64, and one of later versions."""
 
     node_id: str
     display_name: str | None = None
@@ -65,7 +65,7 @@ class Schema:
     hidden: Sequence[Hidden] = ()
     description: str = ""
     search_aliases: Sequence[str] = ()
-    """Words by which ComfyUI's search finds the node: 0.11 and later."""
+    """Additional words for ComfyUI's node search; ComfyUI 0.11 and later."""
     is_input_list: bool = False
     is_output_node: bool = False
     is_deprecated: bool = False
@@ -75,13 +75,13 @@ class Schema:
     enable_expand: bool = False
 
     def all_hidden(self) -> tuple[Hidden, ...]:
-        """What the node asked for, and the prompt and workflow that every output node gets unasked."""
-        unasked = (Hidden.prompt, Hidden.extra_pnginfo) if self.is_output_node else ()
-        return tuple(dict.fromkeys((*self.hidden, *unasked)))
+        """Return the requested hidden values, plus prompt and workflow for an output node."""
+        implicit = (Hidden.prompt, Hidden.extra_pnginfo) if self.is_output_node else ()
+        return tuple(dict.fromkeys((*self.hidden, *implicit)))
 
 
 class NodeOutput:
-    """The results of a node in the order of its outputs, and what its place in the history shows (`ui`)."""
+    """Results of a node in the order of its outputs, and its `ui` dictionary for the history."""
 
     def __init__(self, *args: Any, ui: UIOutput | Mapping[str, Any] | None = None) -> None:
         self.args = args
@@ -93,7 +93,7 @@ class UIOutput(ABC):
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """The `ui` dictionary: every value is a list or a tuple."""
+        """Return the `ui` dictionary: every value is a list or a tuple."""
 
 
 class ComfyNode:
@@ -103,7 +103,7 @@ class ComfyNode:
 
     @classmethod
     def define_schema(cls) -> Schema:
-        """Describe the node; called whenever inputs are looked at, so it must be cheap."""
+        """Describe the node; called for every validation and listing, so it must be cheap."""
         raise NotImplementedError
 
     @classmethod
@@ -113,17 +113,17 @@ class ComfyNode:
 
     @classmethod
     def validate_inputs(cls, *args: Any, **kwargs: Any) -> bool | str:
-        """True, or what is wrong with the inputs named in the signature; the host checks only the others itself."""
+        """Return True or an error message for the inputs in the signature; the host checks only the other inputs."""
         raise NotImplementedError
 
     @classmethod
     def fingerprint_inputs(cls, *args: Any, **kwargs: Any) -> Any:
-        """Equal values mean that ComfyUI may reuse the former results; the embedded host keeps none."""
+        """Return a cache key: ComfyUI may reuse earlier results if it is equal; the embedded host caches none."""
         raise NotImplementedError
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, Any]]:  # noqa: N802 (ComfyUI's name)
-        """All inputs as `{"required" | "optional": {id: (type, options)}, "hidden": {id: (type,)}}`."""
+        """Return all inputs as `{"required" | "optional": {id: (type, options)}, "hidden": {id: (type,)}}`."""
         schema = cls.define_schema()
         kinds: dict[str, dict[str, Any]] = {"required": {}}
         for socket in schema.inputs:
@@ -135,14 +135,14 @@ class ComfyNode:
 
 
 class ComfyExtension(ABC):
-    """What a pack hands to ComfyUI."""
+    """Entry point of a node pack."""
 
-    async def on_load(self) -> None:  # noqa: B027 (may be left as it is)
-        """Called once after the pack was imported."""
+    async def on_load(self) -> None:  # noqa: B027 (optional hook)
+        """Run once after the import of the pack."""
 
     @abstractmethod
     async def get_node_list(self) -> list[type[ComfyNode]]:
-        """All nodes of the pack."""
+        """Return all nodes of the pack."""
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The one node of ComfyUI that the embedded host brings along: LoadImage, for image-to-video workflows."""
+"""LoadImage for image-to-video workflows, the only core node in the embedded host."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..folders import OutsideFolderError
 from . import io
 from .adapter import EmbeddedHost
 
-_PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+_IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 _NO_MASK = (64, 64)
 
 
 class LoadImage(io.ComfyNode):
-    """Reads an image of the input folder as ComfyUI does: every frame, turned upright, alpha as an inverted mask."""
+    """Load an image of the input folder as ComfyUI does: every frame, upright, alpha as an inverted mask."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        pictures = [name for name in _host().input_names() if name.lower().endswith(_PICTURES)]
+        images = [name for name in _host().input_names() if name.lower().endswith(_IMAGES)]
         return io.Schema(
             node_id="LoadImage",
             display_name="Load Image",
             category="image",
-            inputs=[io.Combo.Input("image", options=pictures, upload=io.UploadType.image)],
+            inputs=[io.Combo.Input("image", options=images, upload=io.UploadType.image)],
             outputs=[io.Image.Output(), io.Mask.Output()],
         )
 
@@ -44,9 +44,9 @@ class LoadImage(io.ComfyNode):
 
     @classmethod
     def execute(cls, image: str) -> io.NodeOutput:
-        """IMAGE [frames, H, W, 3] and MASK [frames, H, W] (64 x 64 zeros without alpha), float32 in 0..1."""
+        """Return IMAGE [frames, H, W, 3] and MASK [frames, H, W] (64 x 64 zeros without alpha), float32 in 0..1."""
         with Image.open(_host().input_path(image)) as file:
-            # The further pictures of an MPO are the other eye or a thumbnail.
+            # The other images of an MPO file are the second eye or a thumbnail.
             wanted = islice(ImageSequence.Iterator(file), 1 if file.format == "MPO" else None)
             upright = [ImageOps.exif_transpose(frame) for frame in wanted]
         frames = [frame for frame in upright if frame.size == upright[0].size]
@@ -56,19 +56,19 @@ class LoadImage(io.ComfyNode):
 
 def _host() -> EmbeddedHost:
     host = current_host()
-    assert isinstance(host, EmbeddedHost), f"the embedded LoadImage runs under {host.name()}"
+    assert isinstance(host, EmbeddedHost), f"the embedded LoadImage is running in {host.name()}"
     return host
 
 
 def _pixels(frame: Image.Image) -> torch.Tensor:
-    """[H, W, 3] in 0..1."""
-    # Conversion cuts 32-bit grey off at 255, so it is brought into range first.
+    """Return [H, W, 3] in 0..1."""
+    # `convert` clips 32-bit grey at 255, so it is scaled first.
     shown = frame.point(lambda grey: grey * (1 / 255)) if frame.mode == "I" else frame
     return torch.from_numpy(np.asarray(shown.convert("RGB"), dtype=np.float32) / 255.0)
 
 
 def _mask(frame: Image.Image) -> torch.Tensor:
-    """[H, W] in 0..1, 1 where the image is transparent."""
+    """Return [H, W] in 0..1, 1 for transparent pixels."""
     if "A" in frame.getbands():
         alpha = frame.getchannel("A")
     elif frame.mode == "P" and "transparency" in frame.info:

@@ -1,7 +1,7 @@
-"""Execution of API-format workflows without ComfyUI: validate, put the nodes in order, execute each once.
+"""Execution of API-format workflows without ComfyUI: validate, sort the nodes, execute each once.
 
-What a node can notice is as in ComfyUI: inference mode, hidden inputs, `ui` results in the history, and outputs that
-fail validation are dropped if others pass. Only the open experts are kept from run to run, by the host.
+As in ComfyUI, nodes run in inference mode and get hidden inputs, `ui` results are in the history, and invalid outputs
+are dropped if others are valid. Results are not cached between runs; the host only keeps the experts open.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from .validate import InvalidWorkflowError, Verdict, validate_prompt
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What a run leaves behind.
-
-    `outputs`: the `ui` dictionary of every node that shows something. `results`: the outputs of the nodes that were to
-    be kept. `node_errors`: the faults that made outputs drop out; empty if the whole workflow was valid.
-    """
+    """Results of a run, by node id."""
 
     outputs: Mapping[str, Mapping[str, list[Any]]]
+    """The `ui` dictionary of every node that has one."""
     results: Mapping[str, tuple[Any, ...]]
+    """The outputs of the nodes in `keep`."""
     node_errors: Mapping[str, Mapping[str, Any]]
+    """Faults of dropped outputs; empty if the whole workflow was valid."""
 
 
 class NodeFailedError(RuntimeError):
-    """A node raised while it ran; `__cause__` is what it raised."""
+    """A node raised an exception, the `__cause__`."""
 
     def __init__(self, node_id: str, class_type: str, cause: Exception) -> None:
         kind = "" if isinstance(cause, ValueError | OSError) else f"{type(cause).__name__}: "
@@ -47,7 +46,7 @@ class NodeFailedError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Workflow:
-    """A workflow that was validated for a host; see `load_workflow`."""
+    """A workflow, validated for a host; see `load_workflow`."""
 
     host: EmbeddedHost
     nodes: Mapping[str, type[ComfyNode]]
@@ -64,19 +63,19 @@ class Workflow:
         extra_pnginfo: Mapping[str, Any] | None = None,
         keep: Collection[str] = (),
     ) -> History:
-        """Execute the nodes that the valid outputs need.
+        """Execute the nodes that the valid outputs depend on.
 
         Args:
             on_progress: called with the progress of each node, on this thread.
             on_event: called with the events that nodes announce.
             extra_pnginfo: the hidden input of that name.
-            keep: ids of nodes whose outputs the history shall hold.
+            keep: ids of nodes whose outputs are added to the history.
 
         Raises:
-            InvalidWorkflowError: the workflow as a whole is not valid; nothing was run.
+            InvalidWorkflowError: no output of the workflow is valid; nothing was run.
             NodeFailedError: a node raised.
             Cancelled: `EmbeddedHost.stop` was called.
-            StateError: the host runs another workflow.
+            StateError: the host is running another workflow.
         """
         if self.verdict.error is not None:
             raise InvalidWorkflowError(self.verdict)
@@ -96,12 +95,15 @@ def load_workflow(
     device: torch.device | None = None,
     strict: bool = False,
 ) -> Workflow:
-    """Validate a workflow made of `nodes` and LoadImage against the files at hand. Runs nothing.
+    """Validate a workflow of `nodes` and LoadImage against the files in `folders`. Runs nothing.
 
     Args:
-        prompt: API format; None is refused by the verdict, as ComfyUI does.
-        device: None means a GPU if there is one.
-        strict: raise an error for suspicious inputs instead of a warning.
+        prompt: workflow in API format; None gets a verdict with an error, as in ComfyUI.
+        host: the host that will run it.
+        nodes: the node classes.
+        folders: folders of models, inputs and outputs.
+        device: the compute device; None: a GPU if there is one.
+        strict: raise an error instead of a warning for suspicious inputs.
     """
     by_id = nodes_by_id([*nodes, LoadImage])
     with host.opened(folders, device=device):
@@ -110,7 +112,7 @@ def load_workflow(
 
 
 def _execute(workflow: Workflow, extra_pnginfo: Mapping[str, Any] | None, keep: Collection[str]) -> History:
-    """Execute the nodes that the valid outputs need; a result is dropped after the last node that reads it."""
+    """Execute the nodes that the valid outputs depend on; free each result after the last node that reads it."""
     live: dict[str, tuple[Any, ...]] = {}
     shown: dict[str, dict[str, list[Any]]] = {}
     kept: dict[str, tuple[Any, ...]] = {}
@@ -134,11 +136,11 @@ def _execute(workflow: Workflow, extra_pnginfo: Mapping[str, Any] | None, keep: 
 
 
 def _call(
-    host: EmbeddedHost, node_id: str, node: type[ComfyNode], arguments: Mapping[str, Any], known: Mapping[Hidden, Any]
+    host: EmbeddedHost, node_id: str, node: type[ComfyNode], arguments: Mapping[str, Any], hidden: Mapping[Hidden, Any]
 ) -> NodeOutput:
-    """Execute one node on a copy of its class, as ComfyUI does, so that nothing can be left on the class."""
+    """Execute one node on a copy of its class, as ComfyUI does, so that no state can stay on the class."""
     schema = node.define_schema()
-    holder = HiddenHolder(**{hidden.name: known[hidden] for hidden in schema.all_hidden()})
+    holder = HiddenHolder(**{each.name: hidden[each] for each in schema.all_hidden()})
     running: type[ComfyNode] = type(node.__name__, (node,), {"hidden": holder})
     with host.node(node_id, schema.node_id):
         try:
@@ -150,13 +152,13 @@ def _call(
             raise NodeFailedError(node_id, schema.node_id, err) from err
 
 
-def _as_output(returned: object, promised: int) -> NodeOutput:
+def _as_output(returned: object, expected: int) -> NodeOutput:
     if isinstance(returned, NodeOutput):
         output = returned
     elif returned is None or isinstance(returned, tuple):
         output = NodeOutput(*(returned or ()))
     else:
         raise TypeError(f"a node returns NodeOutput, a tuple or None, not {type(returned).__name__}")
-    if len(output.args) != promised:
-        raise TypeError(f"{len(output.args)} results returned, {promised} outputs promised")
+    if len(output.args) != expected:
+        raise TypeError(f"the node returned {len(output.args)} results, but has {expected} outputs")
     return output

@@ -1,7 +1,7 @@
-"""The types of ComfyUI's V3 `io` module that our nodes use, with the arguments of ComfyUI 0.3.64, our floor.
+"""Types of ComfyUI's V3 `io` module for our nodes, with the arguments of ComfyUI 0.3.64, the oldest supported one.
 
-An argument that only a later ComfyUI knows is a TypeError here, so it cannot slip into a node unseen. Stricter than
-there: everything but an input's id and a combo's options is given by keyword.
+An argument of a later ComfyUI raises a TypeError here, so that no node uses it by accident. Unlike in ComfyUI, all
+arguments except an input's id and a combo's options are keyword-only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 
 class FolderType(str, Enum):
-    """Which of the host's folders a file lies in."""
+    """Folder kinds of a host."""
 
     input = "input"
     output = "output"
@@ -21,20 +21,20 @@ class FolderType(str, Enum):
 
 
 class UploadType(str, Enum):
-    """What the upload button of a combo accepts."""
+    """Kinds of files for the upload button of a combo."""
 
     image = "image_upload"
     video = "video_upload"
 
 
 class NumberDisplay(str, Enum):
-    """How a number is edited."""
+    """Widgets of a number."""
 
     number = "number"
     slider = "slider"
 
 
-# How an argument is called where the frontend and the validation read it; the others keep their names.
+# Argument names that differ in the options read by the frontend and the validation.
 _OPTION_NAMES = {"display_mode": "display", "force_input": "forceInput", "dynamic_prompts": "dynamicPrompts"}
 _NOT_OPTIONS = {"id", "optional"}
 
@@ -52,11 +52,11 @@ class AnyInput:
     lazy: bool | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """The options of this input as `INPUT_TYPES()` carries them: what is None does not appear."""
-        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_OPTIONS}
+        """Return the options of this input for `INPUT_TYPES()`, without those that are None."""
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_OPTIONS}
         return {
             _OPTION_NAMES.get(name, name): value.value if isinstance(value, Enum) else value
-            for name, value in given.items()
+            for name, value in options.items()
             if value is not None
         }
 
@@ -74,7 +74,7 @@ class AnyOutput:
 
 
 class ComfyTypeIO:
-    """A type that runs along an edge and has no widget."""
+    """A type of links, without a widget."""
 
     io_type: ClassVar[str] = "*"
 
@@ -86,7 +86,7 @@ class ComfyTypeIO:
 
 
 def Custom(io_type: str) -> type[ComfyTypeIO]:  # noqa: N802 (ComfyUI's name)
-    """The edge type called `io_type`: one of our own, or one of ComfyUI's without a widget."""
+    """Return the link type called `io_type`: one of ours, or one of ComfyUI's without a widget."""
     named = {"io_type": io_type}
     sides = {
         "Input": type("Input", (ComfyTypeIO.Input,), named),

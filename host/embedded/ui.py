@@ -1,4 +1,4 @@
-"""The part of ComfyUI's V3 `ui` module that our nodes use: what a node shows below itself and leaves in the history."""
+"""Subset of ComfyUI's V3 `ui` module for our nodes: results shown below a node and stored in the history."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .types import FolderType
 
 
 class SavedResult(dict[str, str]):
-    """A file that a node has written, as the frontend asks for it."""
+    """A file written by a node, with the fields of the frontend's `/view` requests."""
 
     def __init__(self, filename: str, subfolder: str, type: FolderType) -> None:
         super().__init__(filename=filename, subfolder=subfolder, type=type.value)

@@ -1,8 +1,8 @@
-"""Decides whether a workflow may run: ComfyUI's rules, error types and error shapes.
+"""Workflow validation with ComfyUI's rules, error types and error format.
 
-The rules are those of `execution.validate_prompt`, oddities included: a constant on a socket without a widget passes, a
-node reports only its own faults, one valid output is enough. Two things are told better than ComfyUI does: what a
-dangling link points at, and where a cycle runs.
+The rules are those of `execution.validate_prompt`, including its oddities: a constant on a socket without a widget is
+valid, a node reports only its own faults, one valid output is enough. Two messages contain more than ComfyUI's: the
+target of a dangling link, and the nodes of a cycle.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ from .io import ComfyNode
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What validation found.
-
-    `prompt` is the workflow with its constants converted to the types of their sockets, `outputs` the output nodes that
-    may run (none if `error` is set), `node_errors` the faults by node, also those that cost only some of the outputs.
-    """
+    """Result of a validation."""
 
     prompt: Prompt
+    """The workflow with constants converted to the types of their sockets."""
     outputs: tuple[str, ...] = ()
+    """The valid output nodes; none if `error` is set."""
     error: Fault | None = None
     node_errors: Mapping[str, Mapping[str, Any]]
+    """The faults by node, including those that invalidate only some of the outputs."""
 
     def lines(self) -> list[str]:
-        """The faults for a reader, one per line."""
+        """Return the faults as text, one per line."""
         by_node = [
             f"node {node_id} ({node['class_type']}): {found['message']}: {found['details']}"
             for node_id, node in self.node_errors.items()
@@ -56,7 +55,7 @@ class Verdict:
 
 
 class InvalidWorkflowError(ValueError):
-    """No output of the workflow may run; `verdict` says why."""
+    """No output of the workflow is valid; `verdict` contains the faults."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__("\n".join(["the workflow cannot run:", *verdict.lines()]))
@@ -64,11 +63,11 @@ class InvalidWorkflowError(ValueError):
 
 
 class DanglingLinkError(LookupError):
-    """A link leads to a node or an output that does not exist."""
+    """A link points to a node or an output that does not exist."""
 
 
 def validate_prompt(prompt: Prompt | None, nodes: Mapping[str, type[ComfyNode]]) -> Verdict:
-    """Judge a workflow made of `nodes` (by id). Never raises for a fault of the workflow."""
+    """Validate a workflow of `nodes` (by id). Never raises for a fault of the workflow."""
     if prompt is None:
         return _refused({}, fault("no_prompt", "No prompt provided", "No prompt provided"))
     for node_id, node in prompt.items():
@@ -95,7 +94,7 @@ def _missing_node(node_id: str, node: Mapping[str, Any]) -> Fault:
 
 
 class _Walk:
-    """The way from the outputs to every node that they need; each node is judged once."""
+    """Depth-first walk from the outputs to their sources; each node is validated once."""
 
     def __init__(self, prompt: Prompt, nodes: Mapping[str, type[ComfyNode]]) -> None:
         self._nodes = nodes
@@ -112,7 +111,7 @@ class _Walk:
         good: list[str] = []
         node_errors: dict[str, dict[str, Any]] = {}
         for output in outputs:
-            if self._judge(output, "exception_during_validation", "Exception when validating node", {}):
+            if self._validate(output, "exception_during_validation", "Exception when validating node", {}):
                 good.append(output)
                 continue
             for node_id, faults in self._faults.items():
@@ -126,8 +125,8 @@ class _Walk:
         details = [f"{found['message']}: {found['details']}" for found in of_outputs] + self._cycles
         return fault("prompt_outputs_failed_validation", "Prompt outputs failed validation", "\n".join(details))
 
-    def _judge(self, node_id: str, kind: str, message: str, about: Mapping[str, object]) -> bool:
-        """Whether a node and all that it needs are valid; an exception becomes the node's fault of this kind."""
+    def _validate(self, node_id: str, kind: str, message: str, about: Mapping[str, object]) -> bool:
+        """Return True if a node and all its sources are valid; an exception becomes the node's fault of this kind."""
         if node_id in self._path:
             cycle = [*self._path[self._path.index(node_id) :], node_id]
             self._cycles.append(f"Dependency cycle detected: {' -> '.join(cycle)}")
@@ -136,7 +135,7 @@ class _Walk:
             self._path.append(node_id)
             try:
                 faults, sources_valid = self._inspect(node_id)
-            except Exception as err:  # noqa: BLE001 (a node's own check may raise anything; it is reported, not lost)
+            except Exception as err:  # noqa: BLE001 (a node's own check may raise anything; it is reported)
                 faults, sources_valid = [exception_fault(err, about, kind=kind, message=message)], False
             self._path.pop()
             self._valid[node_id] = sources_valid and not faults
@@ -145,13 +144,13 @@ class _Walk:
         return self._valid[node_id]
 
     def _inspect(self, node_id: str) -> tuple[list[Fault], bool]:
-        """The node's own faults, and whether all nodes that it reads are valid; converts its constants."""
+        """Return the node's own faults, and True if all its sources are valid; converts its constants in place."""
         node = self._nodes[self._prompt[node_id]["class_type"]]
         inputs = self._prompt[node_id]["inputs"]
         check = own_check(node)
         sockets = sockets_of(node)
-        known = {socket.name for socket in sockets}
-        faults: list[Fault] = [unknown_fault(name, sockets) for name in inputs if name not in known]
+        names = {socket.name for socket in sockets}
+        faults: list[Fault] = [unknown_fault(name, sockets) for name in inputs if name not in names]
         received: dict[str, str] = {}
         sources_valid = True
         for socket in sockets:
@@ -175,13 +174,13 @@ class _Walk:
         return faults, sources_valid
 
     def _linked_type(self, socket: Socket, link: list[Any]) -> str:
-        """What the linked output carries. Raises DanglingLinkError."""
+        """Return the type of the linked output. Raises DanglingLinkError."""
         source, index = link
         if not isinstance(source, str) or source not in self._prompt:
             raise DanglingLinkError(f"'{socket.name}' is linked to node '{source}', which is not in the workflow")
         class_type = self._prompt[source]["class_type"]
         outputs = self._nodes[class_type].define_schema().outputs
-        # ComfyUI indexes a Python list, so -1 is its last output.
+        # ComfyUI indexes a Python list, so -1 is a valid index of the last output.
         if not isinstance(index, int) or not -len(outputs) <= index < len(outputs):
             count = len(outputs)
             raise DanglingLinkError(
@@ -191,4 +190,6 @@ class _Walk:
 
     def _source_valid(self, socket: Socket, link: list[Any]) -> bool:
         about = socket.about(linked_node=link)
-        return self._judge(link[0], "exception_during_inner_validation", "Exception when validating inner node", about)
+        return self._validate(
+            link[0], "exception_during_inner_validation", "Exception when validating inner node", about
+        )

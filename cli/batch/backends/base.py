@@ -1,4 +1,4 @@
-"""What a batch needs of whoever computes: a ComfyUI server, or the embedded host of this process."""
+"""Interface of the backends of a batch: a ComfyUI server, or the embedded host of this process."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ....host.embedded import Prompt
 
 
 class UnreachableError(OSError):
-    """No answer, or half of one: what was asked for may have happened or not. Asking again later may help."""
+    """No response, or an incomplete one: the request may have been executed or not. A retry may succeed."""
 
 
 class RefusedError(ValueError):
-    """The host does not run a workflow; the message says why, in words."""
+    """The backend refuses a workflow; the message contains the reason."""
 
 
 class NoSuchFileError(ValueError):
-    """The host does not have a file that it says it made."""
+    """The backend does not have a file that it has listed as output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MadeFile:
-    """A file in the host's output folder, and the node that saved it."""
+    """A file in the backend's output folder, and the node that saved it."""
 
     node_id: str
     filename: str
@@ -32,61 +32,61 @@ class MadeFile:
 
 @dataclass(frozen=True, kw_only=True)
 class UnderWay:
-    """The workflow is in the host's queue."""
+    """The workflow is in the backend's queue, or running if `begun`."""
 
     begun: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The workflow has run to its end; the files that it saved, in the order of its nodes."""
+    """The workflow has finished; `files` are its output files, in the order of its nodes."""
 
     files: tuple[MadeFile, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFailed:
-    """The workflow ended early, for this reason."""
+    """The workflow failed."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interrupted:
-    """Somebody has stopped the workflow while it ran."""
+    """The workflow was stopped by a user while it was running."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """The host knows no such workflow: it never arrived, was taken out of the queue, or was lost in a restart."""
+    """The backend has no such workflow: it never arrived, was removed from the queue, or was lost in a restart."""
 
 
 Outcome: TypeAlias = UnderWay | Ended | JobFailed | Interrupted | Unknown
 
 
 class BatchBackend(Protocol):
-    """Runs workflows under ids that the batch gives them. Every method but `halt` may raise UnreachableError."""
+    """Runs workflows under ids chosen by the batch. Every method except `halt` may raise UnreachableError."""
 
     window: int
-    """How many workflows it is given at once, so that it is never idle."""
+    """Number of workflows to post at once, so that the backend is never idle."""
 
     def post(self, prompt_id: str, prompt: Prompt) -> None:
-        """Queue a workflow. Raises RefusedError unless all its outputs are going to be made."""
+        """Queue a workflow. Raises RefusedError unless all its outputs are valid."""
 
     def outcome(self, prompt_id: str) -> Outcome:
-        """What has become of a workflow."""
+        """Return the state of a workflow; the embedded backend runs it in this call."""
 
     def fetch(self, file: MadeFile, part: Path) -> None:
-        """Write the whole file to `part`. Raises NoSuchFileError, or OSError where it cannot be written."""
+        """Write the whole file to `part`. Raises NoSuchFileError, or OSError if it cannot be written."""
 
     def withdraw(self, prompt_id: str) -> None:
-        """Take a workflow out of the queue, if it has not begun."""
+        """Remove a workflow from the queue; does nothing if it has started."""
 
     def interrupt(self, prompt_id: str) -> None:
-        """Stop a workflow that has begun; nothing happens if it has ended."""
+        """Stop a running workflow; does nothing if it has ended."""
 
-    def forget(self, prompt_id: str) -> None:
-        """Its files are fetched, or not wanted."""
+    def release(self, prompt_id: str) -> None:
+        """Release the results of a workflow: its files are fetched or not needed."""
 
     def halt(self) -> None:
-        """End an `outcome` that computes, soon. Called by a signal, at any time."""
+        """Request the end of a running `outcome`. Called by a signal handler, at any time."""

@@ -1,4 +1,4 @@
-"""The embedded host as the host of a batch: each workflow runs in this process while it is asked for its outcome."""
+"""Embedded host as a batch backend: `outcome` runs the workflow in this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .base import Ended, JobFailed, MadeFile, Outcome, RefusedError, Unknown
 
 
 class DiskFullError(OSError):
-    """A node could not write its file; there is no sense in going on with other rows. `errno` is what it met."""
+    """A node could not write its file because the disk is full, which ends the batch. `errno` is the node's."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -37,7 +37,7 @@ class DiskFullError(OSError):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedOptions:
-    """The environment of a workflow: node classes, folders of models, inputs and results, device (None: a GPU)."""
+    """Environment of a workflow: node classes, folders, and device (None: a GPU if there is one)."""
 
     nodes: Sequence[type[ComfyNode]]
     models: Path
@@ -48,28 +48,28 @@ class EmbeddedOptions:
     """Raise an error for suspicious inputs instead of a warning."""
 
     def load(self, prompt: Prompt, host: EmbeddedHost, output: Path | None = None) -> Workflow:
-        """Validate a workflow; its files go below `output`, by default this environment's."""
+        """Validate a workflow that saves its files below `output`; None: the default output folder."""
         folders = Folders(models=self.models, output=output or self.output, input=self.input)
         return load_workflow(
             prompt, host=host, nodes=self.nodes, folders=folders, device=self.device, strict=self.strict
         )
 
     def faults(self, prompt: Prompt) -> list[str]:
-        """Faults of a workflow, a line each."""
+        """Return the faults of a workflow, a line each."""
         return self.load(prompt, EmbeddedHost()).verdict.lines()
 
 
 class EmbeddedBackend:
-    """Implements `BatchBackend`. The experts stay open from row to row; they are closed at the end of the `with`."""
+    """`BatchBackend` in this process. The experts are kept open between rows and closed at the end of the `with`."""
 
     window = 1
 
     def __init__(
-        self, around: EmbeddedOptions, workshop: Path, on_progress: Callable[[NodeProgress], None] | None = None
+        self, options: EmbeddedOptions, folder: Path, on_progress: Callable[[NodeProgress], None] | None = None
     ) -> None:
-        """What the workflows save lies below `workshop` until it is fetched."""
-        self._around = around
-        self._workshop = workshop
+        """Create a backend whose workflows save their files below `folder`, until they are fetched."""
+        self._options = options
+        self._folder = folder
         self._on_progress = on_progress
         self._host = EmbeddedHost()
         self._posted: dict[str, Workflow] = {}
@@ -84,7 +84,7 @@ class EmbeddedBackend:
         self._host.free_experts()
 
     def post(self, prompt_id: str, prompt: Prompt) -> None:
-        workflow = self._around.load(prompt, self._host, self._workshop / prompt_id)
+        workflow = self._options.load(prompt, self._host, self._folder / prompt_id)
         if faults := workflow.verdict.lines():
             raise RefusedError("; ".join(faults))
         self._posted[prompt_id] = workflow
@@ -99,7 +99,7 @@ class EmbeddedBackend:
         except NodeFailedError as err:
             if isinstance(err.__cause__, OSError) and err.__cause__.errno in FULL_DISK:
                 raise DiskFullError(err.__cause__.errno, str(err)) from err
-            if not isinstance(err.__cause__, ValueError | OSError):  # no refusal but a fault, ours or a library's
+            if not isinstance(err.__cause__, ValueError | OSError):  # not a refusal but a bug, ours or a library's
                 traceback.print_exception(err.__cause__)
             return JobFailed(reason=str(err))
         except Cancelled:
@@ -108,24 +108,24 @@ class EmbeddedBackend:
         return self._ended[prompt_id]
 
     def fetch(self, file: MadeFile, part: Path) -> None:
-        (self._workshop / file.subfolder / file.filename).replace(part)
+        (self._folder / file.subfolder / file.filename).replace(part)
 
     def withdraw(self, prompt_id: str) -> None:
         self._posted.pop(prompt_id, None)
 
     def interrupt(self, prompt_id: str) -> None:
-        """Nothing: what runs here has ended whenever the batch can ask."""
+        """Do nothing: `outcome` blocks, so no workflow is running when the batch calls this."""
 
-    def forget(self, prompt_id: str) -> None:
+    def release(self, prompt_id: str) -> None:
         self._ended.pop(prompt_id, None)
-        self._remove(self._workshop / prompt_id)
+        self._remove(self._folder / prompt_id)
 
     def halt(self) -> None:
         self._host.stop()
 
     @staticmethod
     def _remove(folder: Path) -> None:
-        """Remove the folder, but not before its row is done if a latent in it has no video yet."""
+        """Remove the folder unless it contains a latent, whose video does not exist yet."""
         if folder.is_dir() and not any(folder.rglob(f"*{LATENT}")):
             shutil.rmtree(folder)
 

@@ -1,7 +1,7 @@
-"""What a ComfyUI server says of its nodes (`/object_info`), and what is wrong with a workflow by that. Pure functions.
+"""Validation of workflows against a ComfyUI server's `/object_info`. Pure functions.
 
-A node's own checks run on the server alone, except those of this pack's classes, which can be run here as well. So a
-value that only they could allow is not called wrong here: what this file finds, the server finds too, and more.
+Own checks of nodes run only on the server, except those of this pack's classes, which can run here. The faults found
+here are a subset of the server's: a value that an own check might accept is not refused here.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from ..jobs import Sockets
 ObjectInfo: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 _KINDS = ("required", "optional")
-# Lists that grow while the server runs: a node with such an input looks for the file itself.
+# Options of choices that change while the server runs: nodes with such an input check the file themselves.
 _GROWING = ("image_upload", "video_upload", "audio_upload", "file_upload", "remote")
 _NESTED = "COMFY_"
 _CHOICE = "COMBO"
 _COMPARED = ("INT", "FLOAT", "STRING", "BOOLEAN", _CHOICE)
-"""What values of other types are, and whether they have a limit, their nodes know alone."""
+"""Types of inputs with generic checks; values of other types are checked only by their nodes."""
 
 
 def sockets_of_server(info: ObjectInfo) -> Sockets:
-    """The inputs of every class of nodes."""
+    """Return the inputs of every node class."""
     return {class_type: {socket.name: socket for socket in _sockets(node)} for class_type, node in info.items()}
 
 
 def unknown_classes(prompt: Prompt, known: Container[str]) -> list[str]:
-    """A line for each node whose class is not known."""
+    """Return a line for each node with an unknown class."""
     return [
-        f"node {node_id}: there is no class {node.get('class_type')} here"
+        f"node {node_id}: unknown class {node.get('class_type')}"
         for node_id, node in prompt.items()
         if node.get("class_type") not in known
     ]
@@ -55,9 +55,9 @@ def unknown_classes(prompt: Prompt, known: Container[str]) -> list[str]:
 def server_faults(
     prompt: Prompt, info: ObjectInfo, sockets: Sockets, own: Mapping[str, type[ComfyNode]] | None = None
 ) -> list[str]:
-    """Return what is wrong with a workflow of classes that the server has, a line each.
+    """Return the faults of a workflow of known classes, a line each.
 
-    `own` are the classes whose own checks can be run here.
+    `own` are the classes whose own checks can run here.
     """
     lines = []
     for node_id, node in prompt.items():
@@ -71,11 +71,11 @@ def server_faults(
 
 def _sockets(node: Mapping[str, Any]) -> Iterator[Socket]:
     for kind in _KINDS:
-        # Packs describe their inputs as they like, also those that the workflow has nothing to do with.
+        # Tolerant of malformed descriptions: some packs have them, also for classes that the workflow does not use.
         described = (node.get("input") or {}).get(kind) or {}
         for name, (io_type, *rest) in ((name, of) for name, of in described.items() if of and isinstance(of, list)):
             options = dict(rest[0]) if rest and isinstance(rest[0], Mapping) else {}
-            if isinstance(io_type, list):  # the older way to describe a choice
+            if isinstance(io_type, list):  # the older format of a choice
                 io_type, options = "COMBO", {**options, "options": io_type}
             yield Socket(name=name, io_type=str(io_type), options=options, required=kind == "required")
 
@@ -87,10 +87,10 @@ def _node_faults(
     sockets: Mapping[str, Socket],
     own: type[ComfyNode] | None,
 ) -> list[Fault]:
-    """The faults of one node; those of its own check come last, and only where its constants have the right types."""
+    """Return the faults of one node, last those of its own check, which runs only if the constants have valid types."""
     inputs = dict(node.get("inputs", {}))
     check = own_check(own) if own is not None else None
-    # The server's list judges these; to the own check, which has that of this machine, they are unknown as links are.
+    # Checked against the server's choices; the own check, which has this machine's, gets None for them as for links.
     elsewhere = _of_the_server(own, sockets) if own is not None and check is not None else set[str]()
     faults, typed = [], True
     for socket in sockets.values():
@@ -109,13 +109,13 @@ def _node_faults(
     if own is not None and check is not None and typed:
         try:
             faults += own_faults(own, check, {**inputs, **dict.fromkeys(elsewhere & inputs.keys())}, {})
-        except Exception as err:  # noqa: BLE001 (a node's own check may raise anything; it is reported, not lost)
+        except Exception as err:  # noqa: BLE001 (a node's own check may raise anything; it is reported)
             faults.append(exception_fault(err))
     return faults
 
 
 def _of_the_server(own: type[ComfyNode], sockets: Mapping[str, Socket]) -> set[str]:
-    """Names of the choices of which the server has another list than this machine, such as its Ray clusters."""
+    """Return the names of inputs with other choices on the server than on this machine, such as its Ray clusters."""
     here = {socket.name: socket.options.get("options") for socket in sockets_of(own) if socket.io_type == _CHOICE}
     return {name for name in here.keys() & sockets.keys() if sockets[name].options.get("options") != here[name]}
 
@@ -133,6 +133,6 @@ def _link_fault(prompt: Prompt, socket: Socket, link: list[Any], info: ObjectInf
     source, index = link
     offered = info[prompt[source]["class_type"]].get("output", ()) if source in prompt else ()
     if not isinstance(index, int) or not -len(offered) <= index < len(offered):
-        return fault("dangling_link", "Linked to an output that is not there", f"{socket.name}: {link}")
+        return fault("dangling_link", "Linked to an output that does not exist", f"{socket.name}: {link}")
     received = offered[index]
     return link_type_fault(socket, link, "COMBO" if isinstance(received, list) else str(received))

@@ -1,4 +1,4 @@
-"""A ComfyUI server as the host of a batch."""
+"""ComfyUI server as a batch backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OK, _BAD_REQUEST, _TOO_LARGE, _BROKEN = 200, 400, 413, 500
 
 
 class ServerBackend:
-    """Implements `BatchBackend`. One workflow runs there while another one waits, so that the server is never idle."""
+    """`BatchBackend` on a server. One workflow runs while another one waits, so that the server is never idle."""
 
     window = 2
 
@@ -25,27 +25,27 @@ class ServerBackend:
         self._whole: set[str] = set()
 
     def post(self, prompt_id: str, prompt: Prompt) -> None:
-        """A server runs what is valid of a workflow and drops the rest: here it is all or nothing."""
+        """Queue a workflow, and cancel it if the server drops some of its outputs as invalid."""
         status, answer = self._client.post_prompt(prompt_id, prompt)
         if status >= _BROKEN:
             raise UnreachableError(f"{self._client.url} answers with status {status}")
         if status not in {_OK, _BAD_REQUEST, _TOO_LARGE}:
-            raise NotComfyUIError(f"{self._client.url} does not take workflows from here (status {status})")
+            raise NotComfyUIError(f"{self._client.url} does not accept workflows (status {status})")
         if status == _OK and not isinstance(answer, dict):
-            raise UnreachableError(f"the answer of {self._client.url} to a workflow is not whole")
-        said = answer if isinstance(answer, dict) else {}
-        if status == _OK and said.get("prompt_id") != prompt_id:
-            self.withdraw(str(said.get("prompt_id")))
-            raise NotComfyUIError(f"{self._client.url} gives ids of its own: a batch needs ComfyUI 0.3.64 or later")
-        if status == _OK and not said.get("node_errors"):
+            raise UnreachableError(f"the response of {self._client.url} to a workflow is incomplete")
+        response = answer if isinstance(answer, dict) else {}
+        if status == _OK and response.get("prompt_id") != prompt_id:
+            self.withdraw(str(response.get("prompt_id")))
+            raise NotComfyUIError(f"{self._client.url} ignores prompt ids: a batch needs ComfyUI 0.3.64 or later")
+        if status == _OK and not response.get("node_errors"):
             self._whole.add(prompt_id)
             return
         if status == _OK:
             self.withdraw(prompt_id)
             self.interrupt(prompt_id)
         with self._client.shape("/prompt"):
-            words = _words(said)
-        raise RefusedError(words or f"the server refuses it with status {status}")
+            faults = _describe_faults(response)
+        raise RefusedError(faults or f"the server refuses it with status {status}")
 
     def outcome(self, prompt_id: str) -> Outcome:
         job = self._client.job(prompt_id)
@@ -53,7 +53,7 @@ class ServerBackend:
             return Unknown()
         with self._client.shape(f"/api/jobs/{prompt_id}"):
             outcome = _outcome(job)
-        # Whoever did not hear the answer to its post does not know whether outputs were dropped.
+        # If the response to the post was lost, the server may have dropped outputs.
         if isinstance(outcome, Ended) and prompt_id not in self._whole and not self._was_whole(prompt_id):
             return Unknown()
         return outcome
@@ -67,11 +67,11 @@ class ServerBackend:
     def interrupt(self, prompt_id: str) -> None:
         self._client.interrupt(prompt_id)
 
-    def forget(self, prompt_id: str) -> None:
+    def release(self, prompt_id: str) -> None:
         self._whole.discard(prompt_id)
 
     def halt(self) -> None:
-        """Nothing: no method of this host computes."""
+        """Do nothing: no method of this backend blocks."""
 
     def _was_whole(self, prompt_id: str) -> bool:
         executed = self._client.executed(prompt_id)
@@ -86,7 +86,7 @@ class ServerBackend:
 
 
 def _outcome(job: Mapping[str, Any]) -> Outcome:
-    """Return what `/api/jobs/ID` says."""
+    """Return the outcome of a response of `/api/jobs/ID`."""
     if job["status"] in {"pending", "in_progress"}:
         return UnderWay(begun=job["status"] == "in_progress")
     if job["status"] == "cancelled":
@@ -96,8 +96,8 @@ def _outcome(job: Mapping[str, Any]) -> Outcome:
     return Ended(files=_files(job.get("outputs") or {}))
 
 
-def _words(answer: Mapping[str, Any]) -> str:
-    """The server's faults, the nodes' before that of the workflow."""
+def _describe_faults(answer: Mapping[str, Any]) -> str:
+    """Return the faults of the nodes or, if there are none, that of the workflow."""
     error = answer.get("error")
     if error is not None and not isinstance(error, dict):
         return str(error)
@@ -106,20 +106,20 @@ def _words(answer: Mapping[str, Any]) -> str:
 
 
 def _failure(error: Mapping[str, Any]) -> str:
-    message = str(error.get("exception_message", "the server does not say why")).strip()
+    message = str(error.get("exception_message", "the server returned no reason")).strip()
     if "node_id" not in error:
         return message
     return f"node {error['node_id']} ({error.get('node_type')}): {message}"
 
 
 def _files(outputs: Mapping[str, Any]) -> tuple[MadeFile, ...]:
-    """What lies in the output folder; previews lie in the temporary one."""
+    """Return the files in the output folder; previews are in the temporary folder."""
     files: dict[MadeFile, None] = {}
     for node_id, shown in sorted(outputs.items()):
         for values in shown.values() if isinstance(shown, dict) else ():
             for value in values if isinstance(values, list) else ():
                 if isinstance(value, dict) and value.get("type") == "output" and value.get("filename"):
-                    # A node of anybody's may show anything.
+                    # Converted to text, because nodes of other packs may return anything.
                     filename, subfolder = str(value["filename"]), str(value.get("subfolder") or "")
                     files[MadeFile(node_id=node_id, filename=filename, subfolder=subfolder)] = None
     return tuple(files)

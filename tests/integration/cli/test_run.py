@@ -132,7 +132,7 @@ def test_a_fault_that_is_no_refusal_shows_where_it_is(
     [
         (None, "cannot be read: No such file"),
         ("not json", "is not JSON"),
-        ("[]", "no workflow in here"),
+        ("[]", "this is not a workflow"),
         ('{"nodes": [], "links": []}', "Export (API)"),
         ('{"1": {"class_type": "KSampler", "inputs": {}}}', "missing_node_type"),
         ("{}", "prompt_no_outputs"),
@@ -160,7 +160,7 @@ def test_an_output_that_is_no_folder_is_refused_before_the_run(
 ) -> None:
     (tmp_path / "out").write_text("a file", encoding="utf-8")
     assert main(arguments(*SMALL)) == INVALID
-    assert "is not a folder, and the file needs one of that name" in capsys.readouterr().err
+    assert "is not a folder, but one is needed there" in capsys.readouterr().err
 
 
 def test_a_node_that_fails_is_named(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:

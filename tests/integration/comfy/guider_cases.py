@@ -37,7 +37,7 @@ load_pack()
 from wanstream.host import current_host  # noqa: E402
 from wanstream.host.auto_policy import AutoPlanner  # noqa: E402
 from wanstream.host.comfy.guider import ExpertsGuider  # noqa: E402
-from wanstream.host.comfy.sampler_dry_run import predicted_sigmas, random_state_kept  # noqa: E402
+from wanstream.host.comfy.sampler_dry_run import predicted_sigmas, preserve_random_state  # noqa: E402
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas  # noqa: E402
 from wanstream.plan import AutoOffload, Machine  # noqa: E402
 from wanstream.sampling import (  # noqa: E402
@@ -95,7 +95,7 @@ class NativePair(comfy.samplers.CFGGuider):
 class Unpredicted(ExpertsGuider):
     """Our guider, which tries no sampler beforehand."""
 
-    def _predicted(self, *_: Any) -> list[float]:
+    def _predict_sigmas(self, *_: Any) -> list[float]:
         return []
 
 
@@ -170,7 +170,9 @@ def sampler_case(side: Side, name: str) -> dict[str, object]:
     after = _state()
     native = sampled(theirs, sampler, sigmas)
     steps = ours.timeline.steps
-    plain = Unpredicted(ours.model_patcher, ours.settings, ours._watch, ours._observe, ours._known)
+    plain = Unpredicted(
+        ours.model_patcher, ours.settings, ours._make_events, ours._telemetry_options, ours._known_machine
+    )
     plain.set_conds(side.positive, side.negative)
     unpredicted = sampled(plain, sampler, sigmas)
     found = {
@@ -305,11 +307,11 @@ def foretold_case(side: Side) -> dict[str, object]:
     current_host().announce = lambda event, payload: (
         told.append(payload["predicted"]) if event == "wanstream.begin" else None
     )
-    current_host()._planner, before = AutoPlanner(known=lambda *_: None), current_host()._planner
+    current_host()._planner, before = AutoPlanner(stored=lambda *_: None), current_host()._planner
     guider = side.ours()
     try:
         sampled(guider, sampler, _simple())
-        current_host()._planner = AutoPlanner(known=lambda *_: _slow_machine())
+        current_host()._planner = AutoPlanner(stored=lambda *_: _slow_machine())
         current_host().free_experts()
         sampled(guider, sampler, _simple())
     finally:
@@ -481,12 +483,12 @@ def random_state_case(side: Side) -> dict[str, object]:
         torch.manual_seed(9)
         torch.rand(3), numpy.random.rand(3), random.random()
 
-    with random_state_kept():
+    with preserve_random_state():
         draw()
         inside = _state()
     after = _state()
     try:
-        with random_state_kept():
+        with preserve_random_state():
             draw()
             raise ZeroDivisionError
     except ZeroDivisionError:

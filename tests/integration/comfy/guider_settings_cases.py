@@ -102,7 +102,9 @@ def many_calls_case(side: Side) -> dict[str, object]:
     settings = {"cache": SOME, "windows": WINDOWS, "guidance": HELD}
     guider = side.ours(**settings)
     first, again = run_long(guider, "heun"), run_long(guider, "heun")
-    plain = Unpredicted(guider.model_patcher, guider.settings, guider._watch, guider._observe, guider._known)
+    plain = Unpredicted(
+        guider.model_patcher, guider.settings, guider._make_events, guider._telemetry_options, guider._known_machine
+    )
     plain.set_conds(side.positive, side.negative)
     return {
         "finite": bool(first.isfinite().all()),
@@ -170,7 +172,7 @@ def foretold_skips_case(side: Side) -> dict[str, object]:
     told, before = [], current_host()._planner
     cache = magnitudes(side)
     current_host().free_experts()
-    current_host()._planner = AutoPlanner(known=lambda *_: _slow_machine())
+    current_host()._planner = AutoPlanner(stored=lambda *_: _slow_machine())
     current_host().announce = lambda event, payload: (
         told.append(payload["predicted"]) if event == "wanstream.begin" else None
     )

@@ -573,7 +573,7 @@ def room_to_measure(files: Files) -> Any:
     with world(files) as (here, _):
         neighbour = here.neighbour(10 * 2**30)
         here.capacity = here.taken + 2**30
-        here.host._room_to_measure()
+        here.host._make_room_for_probes()
         return here.free() - PROBE_BYTES, neighbour.loaded_size() > 0
 
 

@@ -95,7 +95,7 @@ def test_rows_that_the_server_refuses_fail_in_its_words(
     for words in [
         "line 2 failed: node 1 (EmptyImage): Value 0 smaller than min of 1: width",
         "line 3 failed: EmptyImage has no input size; it has width, height, batch_size, color",
-        "line 4 failed: this is no JSON",
+        "line 4 failed: this is not JSON",
         "line 5 failed: 7.color: no such node; the workflow has 1, 2",
         "line 6 failed: node 1 (EmptyImage): Failed to convert an input value to a INT value",
         "line 7 failed: node 2 (SaveImage)",
@@ -167,7 +167,7 @@ def test_a_dry_run_queues_nothing(
     printed = capsys.readouterr()
     assert printed.out == "2 of 4 rows are valid; nothing was queued\n"
     assert "line 2: node 1 (EmptyImage): Value -1 smaller than min of 0: color" in printed.err
-    assert "line 3: node 2 (SaveImage): Linked to an output that is not there" in printed.err
+    assert "line 3: node 2 (SaveImage): Linked to an output that does not exist" in printed.err
     assert server.get("/history") == before
     assert not (tmp_path / "out").exists()
 
@@ -177,7 +177,7 @@ def test_a_workflow_with_nodes_that_the_server_lacks(batch: Batch, capsys: pytes
     assert main(batch({"1.color": 1}, workflow=workflow)) == INVALID
     told = capsys.readouterr().err
     assert "cannot run on http://127.0.0.1" in told
-    assert "node 5: there is no class NobodysNode here" in told
+    assert "node 5: unknown class NobodysNode" in told
 
 
 def test_a_workflow_that_only_shows_its_picture(
@@ -246,7 +246,7 @@ def test_a_full_disk_ends_the_batch_and_the_same_command_goes_on(batch: Batch, t
     assert client(call, log, before=limit).wait(60) == FAILED
     told = log.read_text(encoding="utf-8")
     assert "File too large" in told
-    assert f"make room in {tmp_path / 'out'}: the same command goes on then" in told
+    assert f"free space in {tmp_path / 'out'}, then run the same command again to resume" in told
     assert "Traceback" not in told
     assert colours(tmp_path / "out") == {"00001.png": 1}
     assert main(call) == DONE

@@ -171,7 +171,7 @@ def test_a_trial_leaves_the_random_state_as_it_was(case: Case) -> None:
 def test_a_sampler_of_another_pack_runs_once_and_right(case: Case) -> None:
     found = case("foreign")
     assert found["runs"] == 1
-    assert found["told"] == ["the sampler midpoint was not tried beforehand: expecting one model call per step"]
+    assert found["told"] == ["the sampler midpoint was not dry-run: expecting one model call per step"]
     assert found["difference"] <= CLOSE
     ours, theirs = found["calls"]
     assert ours == theirs
@@ -204,10 +204,10 @@ def test_previews_are_comfyuis(case: Case) -> None:
     ("what", "kind", "message"),
     [
         ("resizing sampler", "RequestError", "the sampler lcm_upscale changes the size of the latent from"),
-        ("sigmas of another model", "RequestError", "a sigma is 14.6, and flow models have none above 1"),
-        ("levels per sample", "RequestError", "asks for 2 noise levels in one call"),
-        ("not a number", "NonFiniteLatentError", "what the sampler broken gave them is NaN or infinite at sigma 1.0"),
-        ("asks for modules", "RequestError", "the sampler curious asks for diffusion_model of the model"),
+        ("sigmas of another model", "RequestError", "a sigma is 14.6, but flow models have none above 1"),
+        ("levels per sample", "RequestError", "uses 2 noise levels in one model call"),
+        ("not a number", "NonFiniteLatentError", "the latent from the sampler broken is NaN or infinite at sigma 1.0"),
+        ("asks for modules", "RequestError", "the sampler curious reads the attribute diffusion_model of the model"),
         ("replaced conditions", "RequestError", "sampler_calc_cond_batch_function"),
         ("control", "ConditioningError", "positive carries a ControlNet (control)"),
         ("size", "RequestError", "a latent of 8 x 5 does not divide"),

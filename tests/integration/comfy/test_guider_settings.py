@@ -86,9 +86,9 @@ def test_steps_that_magnitudes_leave_out_are_foretold(case: Case) -> None:
         ("guidance list too long", "guidance_steps has 7 numbers for 6 steps"),
         ("NAG without a step", "NAG acts in steps of guidance 1, and this run has none"),
         ("windows too long", "windows of 29 frames (8 latent) are longer than the video of 25"),
-        ("magnitudes, two calls", "of the sampler heun it calls the model 11 times"),
+        ("magnitudes, two calls", "the sampler heun makes 11 model calls"),
         ("magnitudes, other levels", "the cache was calibrated for 6 steps, this run has 4"),
-        ("magnitudes, sampler of another pack", "of the sampler foreign when it calls the model is not known"),
+        ("magnitudes, sampler of another pack", "the sampler foreign has unknown model calls"),
         ("magnitudes, moving windows", "the context windows shift in every step"),
     ],
 )

@@ -126,7 +126,7 @@ def test_experts_that_run_stay_and_can_be_evicted_after_the_run(found: dict[str,
     if evicted is None:
         pytest.skip("this ComfyUI forgets every model with --disable-smart-memory, whatever the model says")
     assert (evicted["equal"], evicted["listed"], evicted["left"]) == (True, 1, 0)
-    assert evicted["said"].startswith("the experts are running, and their ")
+    assert evicted["said"].startswith("the experts are running: their ")
 
 
 def test_experts_stay_on_the_list_when_their_guider_goes_and_when_a_policy_is_refused(found: dict[str, Any]) -> None:

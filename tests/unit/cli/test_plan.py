@@ -1,4 +1,4 @@
-"""`wanstream plan` prints what the planner says, for machines that nobody here owns."""
+"""`wanstream plan` prints the planner's results for other machines."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from wanstream import devices
 from wanstream.cli import main
-from wanstream.cli.arguments import SizeError
-from wanstream.cli.plan import shown
-from wanstream.cli.plan_arguments import PlanArguments, asked_value_bytes, offload_job
+from wanstream.cli.arguments import ArgumentError
+from wanstream.cli.plan import best_candidates
+from wanstream.cli.plan_arguments import PlanArguments, offload_job, planned_value_bytes
 from wanstream.plan import Budgets, OffloadPlan, plan_offload
 from wanstream.plan.machine import GPUS, expected_machine
 from wanstream.schema import TI2V_5B
@@ -38,7 +38,7 @@ def test_the_table_shows_the_planners_own_figures(capsys: pytest.CaptureFixture[
     lines = printed.splitlines()
     assert lines[0].startswith("simulated for RTX 4060 Ti 16GB, 34.4 GB of RAM, files at 3.50 GB/s")
     assert GPUS["RTX 4060 Ti 16GB"].source in lines[0]
-    rows = shown(offload_job(ASKED), expected)
+    rows = best_candidates(offload_job(ASKED), expected)
     assert rows[0].policy == expected.policy
     for line, candidate in zip(lines[2:], rows, strict=False):
         figures = re.split(r" {2,}", line)
@@ -63,7 +63,7 @@ def test_json_has_every_candidate(capsys: pytest.CaptureFixture[str]) -> None:
 def test_other_ways_are_told_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--vram", "9", "--compare"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    (start,) = (number for number, line in enumerate(lines) if line.startswith("other ways"))
+    (start,) = (number for number, line in enumerate(lines) if line.startswith("alternative"))
     assert main([*COMMAND, "--vram", "9", "--compare", "--json"]) == 0
     ways = json.loads(capsys.readouterr().out)["ways"]
     fitting = [way for way in ways if "video_s" in way]
@@ -101,9 +101,9 @@ def test_the_5b_model_is_one_expert_of_fewer_tokens() -> None:
     assert (job.expert, job.tokens, job.block_counts) == (TI2V_5B, 31 * 22 * 40, {"high": 30})
     assert {*job.experts_of_steps} == {"high"}
     assert (job.computed_bytes, job.resident_bytes) == (327_155_712, TI2V_5B.resident_bytes())
-    with pytest.raises(SizeError, match=r"height is 720, it must be a multiple of 32: use 736"):
+    with pytest.raises(ArgumentError, match=r"height is 720, it must be a multiple of 32: use 736"):
         offload_job(replace(asked, size="1280x720x121"))
-    with pytest.raises(SizeError, match=r"--switch-step 5: 5b is one expert"):
+    with pytest.raises(ArgumentError, match=r"--switch-step 5: 5b has a single expert"):
         offload_job(replace(asked, switch_step=5))
     assert _plan(asked).total_s < _plan(replace(ASKED, size="1280x704x121")).total_s / 5
 
@@ -132,7 +132,7 @@ def test_less_memory_than_two_buffers_is_refused_with_numbers(capsys: pytest.Cap
         ({"--switch-step": "21"}, "--steps 20 --switch-step 21"),
         ({"--vram": "0"}, "--vram 0.0: it must be a number above 0"),
         ({"--vram": "inf"}, "--vram inf: it must be a number above 0"),
-        ({"--gpu": "this", "--models": "/nowhere/at/all"}, "--models /nowhere/at/all: there is no such file or folder"),
+        ({"--gpu": "this", "--models": "/nowhere/at/all"}, "--models /nowhere/at/all: no such file or folder"),
         ({"--gpu": "this", "--ram": "0"}, "--ram 0.0: it must be a number above 0"),
         ({"--ram": None}, "give --ram GB and --ssd GB/s of that machine, or --gpu this"),
     ],
@@ -151,11 +151,11 @@ def test_a_run_on_this_machine_is_planned_in_the_dtype_that_it_would_compute_in(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "auto_dtype", lambda device: dtype)
-    size = asked_value_bytes(replace(ASKED, gpu="this"))
+    size = planned_value_bytes(replace(ASKED, gpu="this"))
     assert size == dtype.itemsize
     job, usual = offload_job(ASKED, value_bytes=size), offload_job(ASKED)
     assert job.computed_bytes == job.expert.streamed_parameters * size
     assert job.resident_bytes * 2 == usual.resident_bytes * size
     assert (job.stored_bytes, job.file_bytes) == (usual.stored_bytes, usual.file_bytes)
     assert job.decodes == (dtype != torch.bfloat16)
-    assert asked_value_bytes(ASKED) == 2
+    assert planned_value_bytes(ASKED) == 2

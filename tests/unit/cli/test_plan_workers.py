@@ -31,7 +31,7 @@ def test_the_table_has_a_layout_for_one_video_and_one_for_many(capsys: pytest.Ca
     assert main([*COMMAND, "--workers", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("4 workers with RTX 4090, up to 8 on a machine with 137 GB of RAM")
-    assert "without what workers exchange" in lines[-1]
+    assert "without communication between workers" in lines[-1]
     rows = {row[0]: row for row in (re.split(r" {2,}", line.strip()) for line in lines[2:4])}
     for videos in (1, 100):
         mesh, worker = _plan(4, videos)
@@ -68,7 +68,7 @@ def test_little_memory_chooses_another_layout_or_is_refused(capsys: pytest.Captu
         (["--workers", "0"], "--workers 0: give 1 or more"),
         (["--workers", "2", "--gpus-per-node", "0"], "--gpus-per-node 0: give 1 or more"),
         (["--workers", "2", "--videos", "0"], "--videos 0: give 1 or more"),
-        (["--workers", "2", "--compare"], "--compare is about one worker: leave it out, or --workers"),
+        (["--workers", "2", "--compare"], "--compare plans a single worker: omit it, or --workers"),
         (["--workers", "37"], "37 workers cannot share 1 video of 32760 tokens and 40 heads evenly: use 36"),
     ],
 )

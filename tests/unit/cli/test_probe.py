@@ -1,4 +1,4 @@
-"""`wanstream probe` prints what was measured and says where it is kept."""
+"""`wanstream probe` prints the measured figures and the path of the stored profile."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_the_table(tmp_path: Path) -> None:
     assert figures["RAM"] == "64.0 GB"
     assert figures["file to RAM"] == "3.46 GB/s"
     assert figures["a Wan block at 832x480x81"] == "90.86 TFLOP/s"
-    assert "RAM to GPU, locked, while computing" in figures
-    assert lines[-2:] == ["disk: past the page cache", f"kept in {tmp_path}"]
+    assert "RAM to GPU, page-locked, while computing" in figures
+    assert lines[-2:] == ["disk: past the page cache", f"stored in {tmp_path}"]
 
 
 def test_a_cpu_has_no_lines_of_a_bus_and_what_is_not_kept_is_said() -> None:
@@ -36,14 +36,14 @@ def test_a_cpu_has_no_lines_of_a_bus_and_what_is_not_kept_is_said() -> None:
     machine = Machine.from_dict({**gpu.to_dict(), **bus, "computes_on": "cpu", "vram_bytes": 0})
     table = probe_table(Profile(machine=machine, notes=(), kept_in=None), VIDEO)
     assert "GPU" not in table
-    assert table.endswith("not kept: see above")
+    assert table.endswith("not stored: see above")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--size", "big"], "--size big: write WIDTHxHEIGHTxFRAMES"),
-        (["--models", "/nowhere/at/all"], "--models /nowhere/at/all: there is no such file or folder"),
+        (["--models", "/nowhere/at/all"], "--models /nowhere/at/all: no such file or folder"),
     ],
 )
 def test_wrong_arguments(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

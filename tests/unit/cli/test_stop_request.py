@@ -27,12 +27,12 @@ def ctrl_c() -> None:
 def test_two_requests_are_counted_and_the_third_ends_the_process_as_usual() -> None:
     before = signal.getsignal(signal.SIGINT)
     stop, heard = StopRequest(), []
-    with stop.listening(lambda: heard.append(stop.at_once)):
-        assert not stop.soon
+    with stop.handle_sigint(lambda: heard.append(stop.immediate)):
+        assert not stop.requested
         ctrl_c()
-        assert (stop.soon, stop.at_once) == (True, False)
+        assert (stop.requested, stop.immediate) == (True, False)
         ctrl_c()
-        assert stop.at_once
+        assert stop.immediate
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()
     assert heard == [False, True]
@@ -41,6 +41,6 @@ def test_two_requests_are_counted_and_the_third_ends_the_process_as_usual() -> N
 
 def test_outside_nothing_is_changed() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with StopRequest().listening(lambda: None):
+    with StopRequest().handle_sigint(lambda: None):
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before

@@ -11,7 +11,7 @@ import pytest
 from wanstream.host.embedded.adapter import Folders
 from wanstream.host.folders import (
     GGUF_FILES,
-    KeptNames,
+    CachedFileNames,
     ModelNotFoundError,
     OutputNameError,
     OutsideFolderError,
@@ -53,15 +53,15 @@ def test_no_output_outside_the_output_folder(tmp_path: Path, name: str) -> None:
 
 IMPOSSIBLE = {
     "NUL": ("video/a\0b", "NUL character"),
-    "half a character": ("a\ud800", "half a character, at place 1"),
-    "a long name": ("x" * 300, "takes 300 bytes, and 232 are possible there: shorten it"),
-    "a long name in another script": ("\u5bb6" * 80, "takes 240 bytes, and 232 are possible"),
-    "a long folder": (f"{'y' * 256}/x", "takes 256 bytes, and 255 are possible"),
-    "a long path": ("abc/" * 1200 + "x", "the path takes"),
+    "half a character": ("a\ud800", "a lone surrogate at index 1"),
+    "a long name": ("x" * 300, "has 300 bytes, and the limit is 232: shorten it"),
+    "a long name in another script": ("\u5bb6" * 80, "has 240 bytes, and the limit is 232"),
+    "a long folder": (f"{'y' * 256}/x", "has 256 bytes, and the limit is 255"),
+    "a long path": ("abc/" * 1200 + "x", "the path has"),
     "a file for a folder": ("there/x", "there is not a folder"),
     "a file further up": ("there/sub/sub/x", "there is not a folder"),
     "a link that leads nowhere": ("dangling/x", "dangling is not a folder"),
-    "a folder that must not be written": ("locked/sub/x", "nothing can be written in"),
+    "a folder that must not be written": ("locked/sub/x", "is not writable"),
 }
 
 
@@ -144,7 +144,7 @@ def test_gguf_files_are_offered_for_experts_only(tmp_path: Path) -> None:
 
 
 def test_names_are_kept_until_a_folder_changes(tmp_path: Path) -> None:
-    names, top = KeptNames(GGUF_FILES), tmp_path / "models"
+    names, top = CachedFileNames(GGUF_FILES), tmp_path / "models"
 
     def at(folder: Path, second: int) -> None:
         os.utime(folder, (second, second))

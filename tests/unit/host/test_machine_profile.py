@@ -15,7 +15,7 @@ import torch
 
 from wanstream.devices.available_ram import cgroup_limits
 from wanstream.host import machine_profile as module
-from wanstream.host.machine_profile import Profile, kept_machine, load_machine_profile, measure_machine, profile_path
+from wanstream.host.machine_profile import Profile, load_machine_profile, measure_machine, profile_path, stored_machine
 from wanstream.plan import Machine
 from wanstream.schema import ExpertShape
 
@@ -50,7 +50,7 @@ def kept(measured: Profile, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def measures_at_once(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every further measurement find what `measured` found, in no time."""
+    """Make every further measurement return `measured` at once."""
     monkeypatch.setattr(module, "_measured", lambda *_: measured.machine)
 
 
@@ -72,7 +72,7 @@ def test_what_is_measured(measured: Profile, models: Path) -> None:
     assert machine.name
     assert measured.notes[0] == f"read: {models / 'diffusion_models' / 'large.safetensors'}"
     assert measured.notes[1].startswith("disk: ")
-    # All 300 tokens were computed, or a busy machine was given fewer and that is told.
+    # All 300 tokens were computed, or fewer on a busy machine, with a note.
     assert len(measured.notes) == 2 or measured.notes[2].startswith("compute: measured with "), measured.notes
 
 
@@ -100,15 +100,15 @@ def test_what_is_kept_can_be_asked_for_without_measuring(
     kept: Path, models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for place in (models, None):
-        machine = kept_machine(CPU, expert=TINY, models=place, folder=kept)
+        machine = stored_machine(CPU, expert=TINY, models=place, folder=kept)
         assert machine is not None
         assert machine.copy_bytes_per_s == 12345.0
     other = ExpertShape(width=512, ffn_width=512, blocks=2)
-    assert kept_machine(CPU, expert=other, models=models, folder=kept) is None
+    assert stored_machine(CPU, expert=other, models=models, folder=kept) is None
     _change(kept, format=2)
     before = profile_path(CPU, kept).read_bytes()
-    assert kept_machine(CPU, expert=TINY, models=models, folder=kept) is None
-    assert kept_machine(CPU, expert=TINY, models=models, folder=tmp_path / "nowhere") is None
+    assert stored_machine(CPU, expert=TINY, models=models, folder=kept) is None
+    assert stored_machine(CPU, expert=TINY, models=models, folder=tmp_path / "nowhere") is None
     assert profile_path(CPU, kept).read_bytes() == before
     assert not (tmp_path / "nowhere").exists()
     assert not caplog.records, "nothing is measured again, so there is nothing to tell"
@@ -159,7 +159,7 @@ def test_what_is_no_profile_is_told_and_measured_again(
     path.write_text(text, encoding="utf-8")
     with caplog.at_level(logging.WARNING):
         machine = load_machine_profile(CPU, expert=TINY, models=models, folder=kept)
-    assert "is no profile" in caplog.records[0].getMessage()
+    assert "is not a machine profile" in caplog.records[0].getMessage()
     assert Machine.from_dict(json.loads(path.read_text(encoding="utf-8"))["machine"]) == machine
 
 
@@ -177,7 +177,7 @@ def test_a_folder_that_takes_nothing_does_not_stop_a_run(
     profile = measure_machine(CPU, expert=TINY, tokens=300, models=models, folder=tmp_path / "file" / "cache")
     assert profile.kept_in is None
     assert profile.machine.flops_per_s > 0
-    assert "cannot be kept" in caplog.records[0].getMessage()
+    assert "cannot write the machine profile" in caplog.records[0].getMessage()
 
 
 def test_no_space_for_the_profile_leaves_the_old_one(
@@ -193,7 +193,7 @@ def test_no_space_for_the_profile_leaves_the_old_one(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     assert profile.kept_in is None
-    assert "cannot be kept" in caplog.records[0].getMessage()
+    assert "cannot write the machine profile" in caplog.records[0].getMessage()
     assert path.read_text(encoding="utf-8") == before
     assert list(kept.iterdir()) == [path]
 
@@ -209,7 +209,7 @@ def test_without_weights_a_file_is_written_read_and_removed(tmp_path: Path) -> N
     empty, cache = tmp_path / "models", tmp_path / "cache"
     empty.mkdir()
     profile = measure_machine(CPU, expert=TINY, tokens=300, models=empty, folder=cache)
-    assert profile.notes[0] == f"read: a file of its own in {empty}, there is no file of weights to read"
+    assert profile.notes[0] == f"read: a temporary file in {empty}, because there is no file of weights to read"
     assert list(empty.iterdir()) == []
 
 
@@ -221,5 +221,5 @@ def test_without_a_folder_of_models_the_disk_of_the_cache_is_read(
     """The folder for temporary files lies in RAM on many systems, and would look like the fastest disk there is."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     profile = measure_machine(CPU, expert=TINY, tokens=300)
-    assert profile.notes[0] == f"read: a file of its own in {tmp_path}, there is no file of weights to read"
+    assert profile.notes[0] == f"read: a temporary file in {tmp_path}, because there is no file of weights to read"
     assert [path.name for path in tmp_path.iterdir()] == ["wanstream"]

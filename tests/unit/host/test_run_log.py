@@ -1,4 +1,4 @@
-"""What is kept of announced runs: as much as a page needs that comes later, and not more."""
+"""Run log: the state that a page needs if it is opened later, with a bounded number of runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TIMELINE = Timeline(steps=(STEP,), kind="measured")
 
 
 def run_in(log: RunLog, node_id: str = "7", *, experts: tuple[str, ...] = ("high", "low")) -> RunEvents:
-    return RunEvents(log.note, prompt_id="p", node_id=node_id, experts=experts)
+    return RunEvents(log.record, prompt_id="p", node_id=node_id, experts=experts)
 
 
 def test_a_page_that_comes_in_the_middle_sees_the_steps_so_far() -> None:
     log = RunLog()
     with run_in(log) as run:
         run.step(STEP)
-        (kept,) = log.told()["runs"]
+        (kept,) = log.snapshot()["runs"]
         assert (len(kept["records"]), kept["ended"], kept["timeline"]) == (1, False, None)
         run.step(STEP)
         assert len(kept["records"]) == 1, "an answer does not change any more"
@@ -31,7 +31,7 @@ def test_a_run_that_is_over_keeps_its_timeline_alone() -> None:
     with run_in(log) as run:
         run.step(STEP)
         run.ended(TIMELINE)
-    (kept,) = log.told()["runs"]
+    (kept,) = log.snapshot()["runs"]
     assert (kept["ended"], kept["error"], kept["records"]) == (True, None, [])
     assert kept["timeline"] == TIMELINE.to_dict()
 
@@ -44,7 +44,7 @@ def test_a_run_that_failed_keeps_its_steps() -> None:
             raise ValueError("no room")
     except ValueError:
         pass
-    (kept,) = log.told()["runs"]
+    (kept,) = log.snapshot()["runs"]
     assert (kept["ended"], kept["error"], len(kept["records"])) == (True, "no room", 1)
 
 
@@ -55,13 +55,13 @@ def test_the_oldest_runs_are_forgotten_and_their_steps_with_them() -> None:
             with run_in(log, str(number)):
                 pass
         first.step(STEP)
-    assert [run["node"] for run in log.told()["runs"]] == [str(number) for number in range(KEPT_RUNS)]
+    assert [run["node"] for run in log.snapshot()["runs"]] == [str(number) for number in range(KEPT_RUNS)]
 
 
 def test_what_is_of_no_use_later_is_not_kept() -> None:
     log = RunLog()
-    log.note("wanstream.other", {"at": 1.0})
-    assert log.told() == {"runs": []}
+    log.record("wanstream.other", {"at": 1.0})
+    assert log.snapshot() == {"runs": []}
 
 
 IMAGE = ["img", {"src": "x", "onerror": "alert(1)"}]

@@ -1,8 +1,9 @@
-"""The settings by which runs of a list can be told from each other."""
+"""Settings of runs in the table of runs."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,4 +67,4 @@ def test_settings_are_announced_with_the_beginning() -> None:
     with RunEvents(announce, prompt_id="p", node_id="7", experts=["high"], settings=settings):
         pass
     assert told[0][0] == BEGIN
-    assert told[0][1]["settings"] == settings.plain()
+    assert told[0][1]["settings"] == asdict(settings)

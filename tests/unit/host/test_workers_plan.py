@@ -1,4 +1,4 @@
-"""How a run is shared among workers: what a user says is kept, what is left open is planned, and equal runs agree."""
+"""Plans of runs on workers: the user's choices are kept, the rest is planned, and equal runs get equal plans."""
 
 from __future__ import annotations
 

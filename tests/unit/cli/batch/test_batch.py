@@ -77,7 +77,7 @@ def test_a_batch_makes_a_file_for_each_row_and_names_the_lines_that_are_none(
     printed = capsys.readouterr()
     assert printed.out == f"3 of 8 rows are done in {out}; 5 failed\n"
     for told in [
-        "line 3 failed: this is no JSON",
+        "line 3 failed: this is not JSON",
         "line 4 failed: WanStreamSampler has no input sed; did you mean seed? it has experts",
         "line 5 failed: KSampler.x: no such node; the workflow has experts",
         "line 6 failed: node sampler (WanStreamSampler): Exception when validating inner node",
@@ -90,7 +90,7 @@ def test_a_batch_makes_a_file_for_each_row_and_names_the_lines_that_are_none(
         *((1, "00001", "done", 1), (2, "shot", "done", 1), (3, None, "failed", 0), (4, None, "failed", 0)),
         *((5, None, "failed", 0), (6, "00006", "failed", 1), (7, "00007", "failed", 1), (8, "00008", "done", 1)),
     ]
-    # Nothing is left beside the files and the journal.
+    # Only the files and the journal remain.
     journals = {"journal.sqlite", "journal.sqlite.before", "journal.sqlite.lock"}
     assert {path.name for path in out.iterdir()} == {*made(out), *journals, ".wanstream"}
     assert [path for path in (out / ".wanstream").rglob("*") if path.is_file()] == [out / ".wanstream" / "lock"]
@@ -106,7 +106,7 @@ def test_the_same_command_again_makes_only_what_is_missing(
     assert [seed_of(out / name) for name in made(out)] == [1, 2, 3]
     (out / "00002.mp4").unlink()
     assert main(batch({"sampler.seed": 1}, {"sampler.seed": 2}, {"sampler.seed": 3})) == DONE
-    assert "the files of line 2 are gone: they are made again" in capsys.readouterr().err
+    assert "line 2 runs again: its files are missing" in capsys.readouterr().err
     assert [seed_of(out / name) for name in made(out)] == [1, 2, 3]
     assert (out / "00001.mp4").stat().st_mtime_ns == before["00001.mp4"]
     assert (out / "00002.mp4").stat().st_mtime_ns > before["00002.mp4"]
@@ -148,7 +148,7 @@ def test_a_row_that_fails_while_it_runs_does_not_stop_the_others(
     assert "line 1 failed: node experts (WanStreamExperts)" in capsys.readouterr().err
     assert main(batch(mixed, {"sampler.seed": 3}, more=["--max-failures", "1"])) == FAILED
     assert made(tmp_path / "out") == ["00002.mp4"]
-    assert "1 are left: the same command goes on" in capsys.readouterr().out
+    assert "1 are left: run the same command again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_nodes_of_others_need_a_server(batch: Batch, capsys: pytest.CaptureFixtu
     assert main(batch({"sampler.seed": 1}, workflow=workflow)) == INVALID
     told = capsys.readouterr().err
     assert "--server" in told
-    assert "node 9: there is no class KSampler here" in told
+    assert "node 9: unknown class KSampler" in told
 
 
 def test_a_journal_belongs_to_one_workflow_and_one_client(
@@ -195,10 +195,10 @@ def test_a_journal_belongs_to_one_workflow_and_one_client(
         assert main(batch({"sampler.seed": 2}, more=own_journal)) == INVALID
     with Lock(tmp_path / "other.sqlite.lock", of="x"):
         assert main(batch({"sampler.seed": 2}, more=own_journal)) == INVALID
-    assert capsys.readouterr().err.count("another `wanstream batch` is at work on") == 2
-    # Another journal does not know the file that is there.
+    assert capsys.readouterr().err.count("another `wanstream batch` is using") == 2
+    # The existing file is not in the other journal.
     assert main(batch({"sampler.seed": 2}, more=own_journal)) == INVALID
-    assert "holds 00001.mp4, which this batch has not made" in capsys.readouterr().err
+    assert "contains 00001.mp4, which is not from this batch" in capsys.readouterr().err
     assert seed_of(tmp_path / "out" / "00001.mp4") == 1
 
 
@@ -210,7 +210,7 @@ ENDLESS = {"sampler.steps": 1000}
 
 
 def wait_for(process: subprocess.Popen[str], text: str) -> None:
-    """Read what the process says until `text` comes; bars end their lines with carriage returns."""
+    """Read the output of the process up to `text`; bars end their lines with carriage returns."""
     assert process.stderr is not None
     said = ""
     while text not in said:
@@ -228,14 +228,14 @@ def test_ctrl_c_ends_after_the_row_and_a_second_one_at_once(batch: Batch, tmp_pa
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate()
         assert process.returncode == INTERRUPTED
-    assert said == f"1 of 2 rows are done in {tmp_path / 'out'}; 1 are left: the same command goes on with them\n"
+    assert said == f"1 of 2 rows are done in {tmp_path / 'out'}; 1 are left: run the same command again to resume\n"
     assert made(tmp_path / "out") == ["00001.mp4"]
 
     call = command(batch({"sampler.seed": 1, "sampler.steps": 40}, {"sampler.seed": 2, **ENDLESS}, {"sampler.seed": 3}))
     with subprocess.Popen(call, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         wait_for(process, "sampler 2/1000")
         process.send_signal(signal.SIGINT)
-        wait_for(process, "Ctrl-C again stops that too")
+        wait_for(process, "press Ctrl-C again to stop it too")
         process.send_signal(signal.SIGINT)
         said, told = process.communicate()
         assert process.returncode == INTERRUPTED
@@ -277,7 +277,7 @@ def test_a_full_disk_ends_the_batch_and_the_same_command_goes_on(
     assert done.returncode in {FAILED, INVALID}
     assert reason in done.stderr
     assert "File too large" in done.stderr
-    assert f"make room in {tmp_path / 'out'}: the same command goes on then" in done.stderr
+    assert f"free space in {tmp_path / 'out'}, then run the same command again to resume" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "out").glob("*.mp4"))
     assert main(batch(*rows)) == DONE

@@ -28,13 +28,13 @@ def test_a_row_counts_as_far_as_it_is_and_lanes_together(capsys: pytest.CaptureF
     now = [0.0]
     row = Row(line=1, position=1, hash="h")
     with BatchBar(rows=8, ended=2, clock=lambda: now[0]) as bar:
-        bar.runs("a", 1)
+        bar.running("a", 1)
         bar.show(NodeProgress(node_id="sampler", class_type="S", done=5, total=20))
         assert bar.passed == 2.25
         now[0] = 10.0
         bar.done(row, [])
         assert bar.passed == 3.0
-        bar.runs("b", 4)
+        bar.running("b", 4)
         now[0] = 15.0
         bar.show(NodeProgress(node_id="sampler", class_type="S", done=10, total=20))
         assert bar.passed == 5.0, "half of four rows that run together"
@@ -63,13 +63,13 @@ def test_the_bar_says_that_nothing_answers_and_its_time_left_does_not_grow(
         now[0] += 60
         bar.done(Row(line=1, position=1, hash="h"), [])
         assert "<03:00" in capsys.readouterr().err.split("\r")[-1]
-        bar.silent(True)
+        bar.unresponsive(True)
         now[0] += 300
         bar.tick()
         gone = capsys.readouterr().err.split("\r")[-1]
         assert "1/4 [06:00, no answer for 300 s]" in gone
         assert "<" not in gone
-        bar.silent(False)
+        bar.unresponsive(False)
         back = capsys.readouterr().err.split("\r")[-1]
         assert "1/4 [06:00<03:00" in back
         assert "answer" not in back

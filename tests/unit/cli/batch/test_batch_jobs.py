@@ -1,4 +1,4 @@
-"""Values of a row in a workflow: which node and input are meant, and what a CSV cell becomes."""
+"""Values of a row in a workflow: lookup of node and input, and conversion of CSV cells."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.batch.jobs import single_jobs, with_values
+from wanstream.cli.batch.jobs import apply_row, single_jobs
 from wanstream.cli.batch.rows import Row, RowError
 from wanstream.host.embedded.checks import Socket
 
@@ -58,7 +58,7 @@ def row_of(values: dict[str, Any], *, as_text: bool = True) -> Row:
 )
 def test_a_cell_becomes_what_the_input_takes(key: str, text: str, node: str, value: object) -> None:
     before = copy.deepcopy(WORKFLOW)
-    changed = with_values(WORKFLOW, row_of({key: text}), SOCKETS)
+    changed = apply_row(WORKFLOW, row_of({key: text}), SOCKETS)
     name = key.split(".", 1)[1]
     assert changed[node]["inputs"][name] == value
     assert type(changed[node]["inputs"][name]) is type(value)
@@ -66,7 +66,7 @@ def test_a_cell_becomes_what_the_input_takes(key: str, text: str, node: str, val
 
 
 def test_json_values_stay_as_they_are() -> None:
-    changed = with_values(WORKFLOW, row_of({"3.seed": "7", "save.prefix": 5}, as_text=False), SOCKETS)
+    changed = apply_row(WORKFLOW, row_of({"3.seed": "7", "save.prefix": 5}, as_text=False), SOCKETS)
     assert changed["3"]["inputs"]["seed"] == "7"
     assert changed["save"]["inputs"]["prefix"] == 5
 
@@ -75,16 +75,16 @@ def test_json_values_stay_as_they_are() -> None:
     ("key", "text", "reason"),
     [
         ("4.seed", "7", "no such node; the workflow has 3, 1, 129:86"),
-        ("Loader.file", "x", "several nodes are a Loader: use an id, 1, 129:86"),
+        ("Loader.file", "x", "several nodes are of the class Loader: use an id, 1, 129:86"),
         ("3.sed", "7", "Sampler has no input sed; did you mean seed\\? it has seed, cfg, model"),
-        ("3.seed", "seven", "3.seed is INT, and 'seven' is no JSON value"),
+        ("3.seed", "seven", "3.seed is INT, but 'seven' is not a JSON value"),
         ("save.loop", "yes", "save.loop is BOOLEAN"),
-        ("129:86.made_up", "x", "129:86.made_up is no text"),
+        ("129:86.made_up", "x", "129:86.made_up is not a text"),
     ],
 )
 def test_what_the_workflow_has_no_place_for_is_refused(key: str, text: str, reason: str) -> None:
     with pytest.raises(RowError, match=reason):
-        with_values(WORKFLOW, row_of({key: text}), SOCKETS)
+        apply_row(WORKFLOW, row_of({key: text}), SOCKETS)
 
 
 def test_every_row_is_a_job_of_its_own_that_owns_all_files() -> None:

@@ -56,7 +56,7 @@ def videos(folder: Path) -> dict[str, np.ndarray]:
 
 
 def apart(one: np.ndarray, other: np.ndarray) -> float:
-    """How far two videos are apart: x264 does not encode the same frames to the same bits every time."""
+    """Difference of two videos: x264 does not encode equal frames to equal bits every time."""
     return float(abs(one - other).mean())
 
 
@@ -122,7 +122,7 @@ def test_a_lane_that_fails_costs_the_others_nothing_but_time(
     rows = [{"name": name, "image.image": f"{name}.png"} for name in ("one", "two", "three")]
     assert batch(rows, "--share-weights", "3", name="i2v") == FAILED
     told = capsys.readouterr().err
-    assert "3 rows that ran together failed and are tried one by one" in told
+    assert "3 rows that ran together failed and are retried one by one" in told
     assert "line 2" in told
     assert sorted(videos(tmp_path / "out")) == ["one.mp4", "three.mp4"]
     assert len(set(prompt_ids(tmp_path / "out"))) == 3

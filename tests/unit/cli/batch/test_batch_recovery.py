@@ -93,7 +93,7 @@ def test_the_same_command_goes_on_after_its_journal_was_damaged(
     told = capsys.readouterr().err
     if damage not in {"empty", "gone"}:
         assert "is damaged" in told
-        assert "it is kept as journal.sqlite.damaged; the batch goes on from" in told
+        assert "it is kept as journal.sqlite.damaged; the batch resumes from" in told
         assert (out / "journal.sqlite.damaged").is_file()
     if copy == "whole":
         assert "its last copy, journal.sqlite.before" in told
@@ -134,7 +134,7 @@ def test_a_video_of_another_workflow_is_never_taken_for_a_row(
     workflow["sampler"]["inputs"]["steps"] = 3
     (tmp_path / "workflow.json").write_text(json.dumps(workflow))
     assert batch() == INVALID
-    assert "which this batch has not made" in capsys.readouterr().err
+    assert "which is not from this batch" in capsys.readouterr().err
     assert {path.name for path in out.iterdir()} == before, "a refusal changes nothing"
     assert contents(out) == made
     workflow["sampler"]["inputs"]["steps"] = 20
@@ -156,7 +156,7 @@ def test_a_copy_of_another_batch_is_kept_and_not_gone_on_from(
     assert batch([{"sampler.seed": 7, "name": "x"}]) == DONE
     told = capsys.readouterr().err
     assert "is damaged" in told
-    assert "it is kept as journal.sqlite.damaged; the batch goes on from the finished videos in the folder" in told
+    assert "it is kept as journal.sqlite.damaged; the batch resumes from the finished videos in the folder" in told
     assert {name: contents(out)[name] for name in made} == made
     assert states(out) == [("x", "done")]
     assert (out / "journal.sqlite.damaged.before").read_bytes() == copy
@@ -173,8 +173,8 @@ def test_recovery_names_the_rows_that_it_has_found(
     capsys.readouterr()
     assert batch() == DONE
     told = capsys.readouterr().err
-    assert "line 1 is not made again: a finished file has its workflow" in told
-    assert "line 3 is not made again" in told
+    assert "line 1 does not run again: a finished file contains its workflow" in told
+    assert "line 3 does not run again" in told
     assert "line 2 is not made again" not in told
 
 
@@ -365,4 +365,4 @@ def test_a_video_without_a_workflow_in_the_way_is_refused_as_before(
     (tmp_path / "out").mkdir()
     write_mp4(tmp_path / "out" / "00001.mp4", frames_of(1), fps=16, crf=30, metadata={"prompt": "[" * 50})
     assert batch() == INVALID
-    assert "holds 00001.mp4, which this batch has not made" in capsys.readouterr().err
+    assert "contains 00001.mp4, which is not from this batch" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A file of rows: what is read, which fault costs one row, which one all."""
+"""Files of rows: formats, faults of single rows, and faults of whole files."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def test_json_lines_keep_their_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (b"{", "this is no JSON"),
-        (b"\xff", "this is no JSON"),
+        (b"{", "this is not JSON"),
+        (b"\xff", "this is not JSON"),
         (b"[1]", "a row is an object"),
         (b'{"seed": 1}', "'seed': write node.input"),
         (b'{".seed": 1}', "'.seed': write node.input"),
         (b'{"a.b": 1, "a.b": 2}', "'a.b' is given twice"),
-        (b'{"a.b": NaN}', "NaN is no value"),
+        (b'{"a.b": NaN}', "NaN is not a JSON value"),
         (b'{"name": 7}', "name is a text"),
-        (b'{"name": "../x"}', "no name for a file"),
-        (b'{"name": "x."}', "no name for a file"),
-        (b'{"name": "a~1"}', "no name for a file"),
-        (b'{"name": "Con.1"}', "is a device on Windows"),
-        (b'{"name": "ONE"}', "name 'ONE' is that of line 1 already"),
-        (b"[" * 100_000, "this is no JSON"),
+        (b'{"name": "../x"}', "not a valid file name"),
+        (b'{"name": "x."}', "not a valid file name"),
+        (b'{"name": "a~1"}', "not a valid file name"),
+        (b'{"name": "Con.1"}', "is a device name on Windows"),
+        (b'{"name": "ONE"}', "name 'ONE' is already used by line 1"),
+        (b"[" * 100_000, "this is not JSON"),
     ],
 )
 def test_a_json_line_that_is_no_row_costs_itself_alone(tmp_path: Path, bad: bytes, reason: str) -> None:
@@ -64,7 +64,7 @@ def test_a_csv_row_that_is_none_costs_itself_alone(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "jobs.csv", 'a.b,a.c\n1,2,3\n4,5,,\n6,"7"8\n9,10\n11,"12\n')
     assert [row.line for row in rows if row.fault] == [2, 4, 6]
     assert "3 cells, but 2 columns" in str(rows[0].fault)
-    assert "this is no CSV" in str(rows[2].fault)
+    assert "this is not CSV" in str(rows[2].fault)
     assert [dict(row.values) for row in rows if not row.fault] == [{"a.b": "4", "a.c": "5"}, {"a.b": "9", "a.c": "10"}]
 
 
@@ -75,11 +75,11 @@ def test_a_csv_row_that_is_none_costs_itself_alone(tmp_path: Path) -> None:
         ("jobs.csv", "", "has no rows"),
         ("jobs.csv", "a.b\n", "has no rows"),
         ("jobs.jsonl", "\n\n", "has no rows"),
-        ("jobs.csv", "a.b;a.c\n1;2\n".replace("a.c", "c"), "columns are parted by commas"),
+        ("jobs.csv", "a.b;a.c\n1;2\n".replace("a.c", "c"), "and separate them by commas"),
         ("jobs.csv", "a.b,seed\n1,2\n", "column 'seed'"),
         ("jobs.csv", "a.b,a.b\n1,2\n", "two columns 'a.b'"),
         ("jobs.csv", b"a.b\n1\n\xe4\n", "line 3 is not UTF-8"),
-        ("jobs.csv", '"a.b\n', "line 1 is no CSV"),
+        ("jobs.csv", '"a.b\n', "line 1 is not CSV"),
     ],
 )
 def test_a_file_without_rows_is_refused(tmp_path: Path, name: str, content: str | bytes, reason: str) -> None:

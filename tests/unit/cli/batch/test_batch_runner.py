@@ -1,8 +1,8 @@
-"""The loop of a batch against a host that loses things and a client that is killed anywhere.
+"""Main loop of a batch against an unreliable server and with a client that is killed at any point.
 
-`World` is a server in memory: a queue that is worked off one by one, a history, an output folder. A restart loses the
-first two. `Chance` decides before and after every call whether the answer is lost, the server restarts, or the client
-is killed; a killed client is started again on what it left on the disk.
+`World` is a server in memory with a queue, a history and an output folder; a restart loses the first two. `Chance`
+decides before and after every call if the response is lost, the server restarts, or the client is killed; a killed
+client is started again on the same folder.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from wanstream.cli.batch.jobs import BatchJob
 from wanstream.cli.batch.journal import Journal
 from wanstream.cli.batch.journal_entry import KeptFile, State
 from wanstream.cli.batch.output_store import OutputStore
-from wanstream.cli.batch.resume import take_up
+from wanstream.cli.batch.resume import resume
 from wanstream.cli.batch.rows import Row
-from wanstream.cli.batch.runner import MOST_LOSSES, BackendTimeoutError, Limits, Runner
+from wanstream.cli.batch.runner import MAX_LOSSES, BackendTimeoutError, Limits, Runner
 from wanstream.cli.stop_request import StopRequest
 
 ROWS = 12
@@ -64,7 +64,7 @@ def plan_of(size: int) -> Callable[[Sequence[Row]], list[BatchJob]]:
 
 
 class World:
-    """A server: each look at it brings what is first in its queue one step further."""
+    """A server: each poll advances the first job in its queue by one step."""
 
     window = 2
 
@@ -107,7 +107,7 @@ class World:
             self.queue.pop(0)
             self.history[prompt_id] = Interrupted()
 
-    def forget(self, prompt_id: str) -> None:
+    def release(self, prompt_id: str) -> None:
         pass
 
     def halt(self) -> None:
@@ -139,12 +139,12 @@ class World:
 
 
 class Silent:
-    """A teller that keeps what it is told."""
+    """A reporter that records its messages."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def runs(self, job: str, rows: int) -> None:
+    def running(self, job: str, rows: int) -> None:
         pass
 
     def done(self, row: Row, files: Sequence[KeptFile]) -> None:
@@ -156,34 +156,34 @@ class Silent:
     def note(self, text: str) -> None:
         self.told.append(text)
 
-    def silent(self, silent: bool) -> None:
-        self.told.append("silent" if silent else "answers")
+    def unresponsive(self, unresponsive: bool) -> None:
+        self.told.append("silent" if unresponsive else "answers")
 
 
 class Bench:
     """A client that can be started again and again on one folder."""
 
-    def __init__(self, folder: Path, host: Any, *, rows: Sequence[Row] = (), size: int = 1) -> None:
-        self.folder, self.host, self.rows, self.size = folder, host, rows or rows_of(ROWS), size
-        self.teller, self.stop = Silent(), StopRequest()
+    def __init__(self, folder: Path, backend: Any, *, rows: Sequence[Row] = (), size: int = 1) -> None:
+        self.folder, self.backend, self.rows, self.size = folder, backend, rows or rows_of(ROWS), size
+        self.reporter, self.stop = Silent(), StopRequest()
         self.limits = Limits()
         self.slept: list[float] = []
 
-    def run(self, journal: Journal | None = None, shelf: OutputStore | None = None) -> Runner:
-        shelf = shelf or OutputStore(self.folder)
+    def run(self, journal: Journal | None = None, store: OutputStore | None = None) -> Runner:
+        store = store or OutputStore(self.folder)
         with journal or Journal(self.folder / "journal.sqlite", workflow="w") as journal:
-            start = take_up(journal, shelf, self.rows)
+            start = resume(journal, store, self.rows)
             runner = Runner(
-                host=self.host,
+                backend=self.backend,
                 journal=journal,
-                shelf=shelf,
+                store=store,
                 planner=plan_of(self.size),
-                teller=self.teller,
+                reporter=self.reporter,
                 stop=self.stop,
                 limits=self.limits,
                 sleep=self.slept.append,
             )
-            runner.run(start.waiting, start.flights)
+            runner.run(start.waiting, start.submissions)
             return runner
 
     def states(self) -> list[State]:
@@ -205,9 +205,9 @@ def test_every_row_has_its_file_and_none_is_posted_twice(tmp_path: Path) -> None
     bench = Bench(tmp_path, World())
     bench.run()
     bench.check(range(1, ROWS + 1))
-    assert len(bench.host.made) == ROWS
+    assert len(bench.backend.made) == ROWS
     bench.run()
-    assert len(bench.host.made) == ROWS
+    assert len(bench.backend.made) == ROWS
 
 
 class Chance:
@@ -237,8 +237,8 @@ class Chance:
         if what == "kill":
             raise Killed
         if what == "stop":
-            self.stop.ask()
-            self.stop.ask()
+            self.stop.request()
+            self.stop.request()
             return
         if what == "restart":
             self.world.restart()
@@ -256,7 +256,7 @@ class Wire:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *arguments: self._chance.around(getattr(self._world, name), *arguments, remote=True)
 
-    def forget(self, prompt_id: str) -> None:
+    def release(self, prompt_id: str) -> None:
         pass
 
     def fetch(self, file: MadeFile, part: Path) -> None:
@@ -288,20 +288,20 @@ class MortalJournal(Journal):
         self.chance.around(super().finish, *arguments, remote=False)
 
 
-class MortalShelf(OutputStore):
-    """A shelf at which the client may die before and after each file is checked, has its name, or is removed."""
+class MortalStore(OutputStore):
+    """A store at which the client may die before and after each file is checked, has its name, or is removed."""
 
     chance: Chance
 
-    def seal(self, name: str) -> KeptFile:
-        sealed: KeptFile = self.chance.around(super().seal, name, remote=False)
-        return sealed
+    def check_part(self, name: str) -> KeptFile:
+        checked: KeptFile = self.chance.around(super().check_part, name, remote=False)
+        return checked
 
-    def clear(self) -> None:
-        self.chance.around(super().clear, remote=False)
+    def clear_parts(self) -> None:
+        self.chance.around(super().clear_parts, remote=False)
 
     def place(self, files: Iterable[KeptFile]) -> bool:
-        return all(self.chance.around(super(MortalShelf, self).place, [file], remote=False) for file in files)
+        return all(self.chance.around(super(MortalStore, self).place, [file], remote=False) for file in files)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -313,19 +313,19 @@ def test_whatever_is_killed_when_every_row_has_one_file(tmp_path: Path, size: in
         chance = Chance(seed, world)
         bench = Bench(tmp_path / str(seed), Wire(world, chance), size=size)
         for _ in range(chance.left + 1):
-            shelf = MortalShelf(bench.folder)
+            store = MortalStore(bench.folder)
             journal = MortalJournal(bench.folder / "journal.sqlite", workflow="w")
-            shelf.chance = journal.chance = chance
+            store.chance = journal.chance = chance
             bench.stop = chance.stop = StopRequest()
             try:
-                bench.run(journal, shelf)
+                bench.run(journal, store)
             except Killed:
                 continue
-            if not bench.stop.soon:
+            if not bench.stop.requested:
                 break
         bench.check(number for number in range(1, ROWS + 1) if number != 5)
         assert bench.states().count(State.failed) == 1
-        failures = {told for told in bench.teller.told if told.startswith("failed")}
+        failures = {told for told in bench.reporter.told if told.startswith("failed")}
         assert failures == {"failed 5: too big"}, "what this client has stopped has not failed"
         happened += chance.happened
     assert {"kill", "stop", "restart", "silence"} == set(happened)
@@ -338,7 +338,7 @@ def test_a_row_that_takes_the_server_down_fails_and_the_others_are_done(tmp_path
     bench = Bench(tmp_path, world)
     bench.run()
     bench.check(number for number in range(1, ROWS + 1) if number != 4)
-    assert f"failed 4: lost by the host {MOST_LOSSES} times" in bench.teller.told
+    assert f"failed 4: lost {MAX_LOSSES} times while running" in bench.reporter.told
 
 
 class Withholding(World):
@@ -362,9 +362,9 @@ def test_files_that_never_come_cost_their_rows_alone(tmp_path: Path, withheld: l
     bench.run()
     bench.check(number for number in range(1, ROWS + 1) if str(number) not in withheld)
     assert bench.states().count(State.failed) == len(withheld)
-    failed = {told.partition(";")[0] for told in bench.teller.told if told.startswith("failed")}
+    failed = {told.partition(";")[0] for told in bench.reporter.told if told.startswith("failed")}
     assert failed == {f"failed {row}: http://there does not send it now (status 500)" for row in withheld}
-    assert len(bench.host.made) == ROWS, "nothing is computed twice"
+    assert len(bench.backend.made) == ROWS, "nothing is computed twice"
 
 
 def test_the_only_file_that_is_left_is_requested_for_the_timeout_and_then_fails(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_the_only_file_that_is_left_is_requested_for_the_timeout_and_then_fails(
     bench.run()
     assert sum(bench.slept) == pytest.approx(100.0, abs=1.0)
     assert bench.states() == [State.failed]
-    (failed,) = [told for told in bench.teller.told if told.startswith("failed")]
+    (failed,) = [told for told in bench.reporter.told if told.startswith("failed")]
     assert failed.endswith("in 100 s")
 
 
@@ -404,17 +404,17 @@ class Refusing(World):
 
 def test_an_outage_of_posts_alone_fails_no_row(tmp_path: Path) -> None:
     bench = Bench(tmp_path, World())
-    bench.host = Refusing(bench.slept, 300.0)
+    bench.backend = Refusing(bench.slept, 300.0)
     bench.run()
     bench.check(range(1, ROWS + 1))
-    assert not any(told.startswith("failed") for told in bench.teller.told)
+    assert not any(told.startswith("failed") for told in bench.reporter.told)
 
 
 def test_an_outage_of_posts_alone_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
     bench = Bench(tmp_path, World())
-    bench.host = Refusing(bench.slept, 1e9)
+    bench.backend = Refusing(bench.slept, 1e9)
     bench.limits = Limits(timeout_s=100.0)
-    with pytest.raises(BackendTimeoutError, match="status 503; given up after 100 s"):
+    with pytest.raises(BackendTimeoutError, match="status 503; gave up after 100 s"):
         bench.run()
     assert sum(bench.slept) == pytest.approx(100.0)
     assert State.failed not in bench.states()
@@ -440,7 +440,7 @@ def test_a_copy_that_cannot_be_written_costs_a_note(tmp_path: Path, monkeypatch:
     bench = Bench(tmp_path, World())
     bench.run()
     bench.check(range(1, ROWS + 1))
-    assert len([told for told in bench.teller.told if "the journal was not copied" in told]) == 1
+    assert len([told for told in bench.reporter.told if "the journal was not copied" in told]) == 1
 
 
 class Broken(World):
@@ -456,8 +456,8 @@ def test_a_row_that_a_server_cannot_take_fails_with_what_the_server_said(tmp_pat
     bench = Bench(tmp_path, Broken())
     bench.run()
     bench.check(number for number in range(1, ROWS + 1) if number != 4)
-    (failed,) = [told for told in bench.teller.told if told.startswith("failed")]
-    assert failed == ("failed 4: not taken by the host 5 times; at the last post: http://there answers with status 500")
+    (failed,) = [told for told in bench.reporter.told if told.startswith("failed")]
+    assert failed == ("failed 4: 5 posts of it failed; error of the last one: http://there answers with status 500")
 
 
 def test_rows_that_fail_together_are_tried_alone(tmp_path: Path) -> None:
@@ -466,7 +466,7 @@ def test_rows_that_fail_together_are_tried_alone(tmp_path: Path) -> None:
     bench = Bench(tmp_path, world, size=4)
     bench.run()
     bench.check(number for number in range(1, ROWS + 1) if number != 5)
-    assert [told for told in bench.teller.told if told.startswith("failed")] == ["failed 5: too big"]
+    assert [told for told in bench.reporter.told if told.startswith("failed")] == ["failed 5: too big"]
     assert world.made.count("6") == 1
 
 
@@ -499,7 +499,7 @@ def test_a_workflow_that_saves_nothing_is_a_failure_in_words(tmp_path: Path) -> 
     world._save = lambda prompt: Ended(files=())  # type: ignore[method-assign]
     bench = Bench(tmp_path, world, rows=rows_of(1))
     bench.run()
-    assert "no file was saved" in bench.teller.told[0]
+    assert "no file was saved" in bench.reporter.told[0]
 
 
 def test_an_empty_file_is_a_failure_in_words(tmp_path: Path) -> None:
@@ -509,7 +509,7 @@ def test_an_empty_file_is_a_failure_in_words(tmp_path: Path) -> None:
 
     bench = Bench(tmp_path, Hollow(), rows=rows_of(1))
     bench.run()
-    assert bench.teller.told == ["failed 1: 00001.txt is empty"]
+    assert bench.reporter.told == ["failed 1: 00001.txt is empty"]
     bench.check([])
 
 
@@ -518,7 +518,7 @@ def test_silence_ends_the_run_after_a_while_and_nothing_is_lost(tmp_path: Path) 
     bench = Bench(tmp_path, world)
     bench.limits = Limits(timeout_s=100.0)
     world.silent = True
-    with pytest.raises(BackendTimeoutError, match="given up after 100 s"):
+    with pytest.raises(BackendTimeoutError, match="gave up after 100 s"):
         bench.run()
     assert sum(bench.slept) == pytest.approx(100.0)
     assert bench.slept[:3] == [0.5, 0.5, 1.0]
@@ -537,7 +537,7 @@ def test_short_silences_do_not_add_up(tmp_path: Path) -> None:
             return super().outcome(prompt_id)
 
     bench = Bench(tmp_path, Stammering())
-    bench.host.window = 1
+    bench.backend.window = 1
     bench.limits = Limits(timeout_s=1.0)
     bench.run()
     bench.check(range(1, ROWS + 1))
@@ -546,7 +546,7 @@ def test_short_silences_do_not_add_up(tmp_path: Path) -> None:
 
 def test_a_row_that_others_take_out_of_the_queue_is_posted_as_often_as_it_takes(tmp_path: Path) -> None:
     class Cleared(World):
-        left = 2 * MOST_LOSSES
+        left = 2 * MAX_LOSSES
 
         def outcome(self, prompt_id: str) -> Outcome:
             self.left -= 1
@@ -564,7 +564,7 @@ def test_a_row_that_others_take_out_of_the_queue_is_posted_as_often_as_it_takes(
 
 def test_what_a_killed_client_had_half_fetched_is_removed(tmp_path: Path) -> None:
     bench = Bench(tmp_path, World())
-    OutputStore(tmp_path).part("00099.txt").write_text("half")
+    OutputStore(tmp_path).part_path("00099.txt").write_text("half")
     bench.run()
     bench.check(range(1, ROWS + 1))
 
@@ -579,19 +579,19 @@ class Impatient(World):
     def outcome(self, prompt_id: str) -> Outcome:
         if len(self.made) == 2 and self.queue and self.queue[0][2] == 2:
             for _ in range(self._times):
-                self._stop.ask()
+                self._stop.request()
         return super().outcome(prompt_id)
 
 
 @pytest.mark.parametrize(("times", "done"), [(1, [1, 2, 3]), (2, [1, 2])])
 def test_ctrl_c_leaves_nothing_on_the_server(tmp_path: Path, times: int, done: list[int]) -> None:
     bench = Bench(tmp_path, World())
-    bench.host = Impatient(bench.stop, times)
+    bench.backend = Impatient(bench.stop, times)
     bench.run()
     bench.check(done)
-    assert bench.host.queue == []
+    assert bench.backend.queue == []
     assert bench.states() == [State.done] * len(done) + [State.waiting] * (ROWS - len(done))
-    bench.host, bench.stop = World(), StopRequest()
+    bench.backend, bench.stop = World(), StopRequest()
     bench.run()
     bench.check(range(1, ROWS + 1))
 
@@ -603,14 +603,14 @@ def test_a_client_that_is_killed_while_it_stops_a_row_has_not_failed_it(tmp_path
             raise Killed
 
     bench = Bench(tmp_path, World())
-    bench.host = world = Last(bench.stop, 2)
+    bench.backend = world = Last(bench.stop, 2)
     with pytest.raises(Killed):
         bench.run()
     assert Interrupted() in world.history.values()
     bench.stop, world._times = StopRequest(), 0
     bench.run()
     bench.check(range(1, ROWS + 1))
-    assert not any(told.startswith("failed") for told in bench.teller.told)
+    assert not any(told.startswith("failed") for told in bench.reporter.told)
 
 
 def test_a_row_that_somebody_else_stops_fails_in_words(tmp_path: Path) -> None:
@@ -623,26 +623,26 @@ def test_a_row_that_somebody_else_stops_fails_in_words(tmp_path: Path) -> None:
 
     bench = Bench(tmp_path, Stopped(steps=3), rows=rows_of(1))
     bench.run()
-    assert bench.teller.told == ["failed 1: interrupted on the server"]
+    assert bench.reporter.told == ["failed 1: interrupted on the server"]
 
 
 def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "00003.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"00003\.txt, which this batch has not made"):
+    with pytest.raises(ValueError, match=r"00003\.txt, which is not from this batch"):
         Bench(tmp_path, World()).run()
     assert (tmp_path / "00003.txt").read_text() == "mine"
 
 
 def test_a_sealed_part_never_replaces_a_file_of_others_and_a_refusal_moves_nothing(tmp_path: Path) -> None:
-    bench, shelf = Bench(tmp_path, World(), rows=rows_of(3)), OutputStore(tmp_path)
+    bench, store = Bench(tmp_path, World(), rows=rows_of(3)), OutputStore(tmp_path)
     with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
         journal.enter(bench.rows, gone=lambda entry: True)
         for number in (1, 2):
-            shelf.part(f"0000{number}.txt").write_text(f"row {number}")
+            store.part_path(f"0000{number}.txt").write_text(f"row {number}")
             journal.post({f"hash {number}": None}, f"id{number}")
-            journal.place(f"hash {number}", [shelf.seal(f"0000{number}.txt")])
+            journal.place(f"hash {number}", [store.check_part(f"0000{number}.txt")])
     (tmp_path / "00002.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"00002\.txt, which this batch has not made"):
+    with pytest.raises(ValueError, match=r"00002\.txt, which is not from this batch"):
         bench.run()
     assert {path.name for path in tmp_path.glob("*.txt")} == {"00002.txt"}
     assert (tmp_path / "00002.txt").read_text() == "mine"
@@ -658,18 +658,18 @@ def test_a_file_that_was_removed_is_made_again_alone(tmp_path: Path) -> None:
     (tmp_path / "00003.txt").unlink()
     bench.run()
     bench.check(range(1, ROWS + 1))
-    assert [made for made in bench.host.made if bench.host.made.count(made) > 1] == ["3", "3"]
+    assert [made for made in bench.backend.made if bench.backend.made.count(made) > 1] == ["3", "3"]
 
 
 def test_a_checked_file_that_somebody_removes_ends_the_batch_in_words(tmp_path: Path) -> None:
     class Robbed(OutputStore):
-        def seal(self, name: str) -> KeptFile:
-            sealed = super().seal(name)
-            self.part(name).unlink()
-            return sealed
+        def check_part(self, name: str) -> KeptFile:
+            checked = super().check_part(name)
+            self.part_path(name).unlink()
+            return checked
 
     bench = Bench(tmp_path, World(), rows=rows_of(1))
-    with pytest.raises(FileNotFoundError, match=r"00001\.txt: removed from .* after it was checked"):
-        bench.run(shelf=Robbed(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"00001\.txt: removed from .* after the check"):
+        bench.run(store=Robbed(tmp_path))
     bench.run()
     bench.check([1])

@@ -1,4 +1,4 @@
-"""The HTTP client against a server of canned answers: what a real ComfyUI gives only in bad moments."""
+"""HTTP client against a server with canned responses, which a real ComfyUI gives only in rare cases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Answer = tuple[int, Any] | None
 
 
 class Canned:
-    """Answers by route, and what was asked for."""
+    """Canned responses by route, and the received requests."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
@@ -148,12 +148,12 @@ def test_a_download_that_breaks_off_is_silence_and_not_a_file(canned: Canned, tm
     canned.promise = 9
     with pytest.raises(UnreachableError, match=r"5 of 9 bytes|broke off"):
         client.download("a.png", "", tmp_path / "part")
-    with pytest.raises(UnreachableError, match="broke off"):
+    with pytest.raises(UnreachableError, match="the connection was lost"):
         client.object_info()
 
 
 def test_a_file_that_the_server_does_not_give(canned: Canned, tmp_path: Path) -> None:
-    with pytest.raises(NoSuchFileError, match=r"made 'a\.png' but does not give it \(status 404\)"):
+    with pytest.raises(NoSuchFileError, match=r"saved 'a\.png' but does not return it \(status 404\)"):
         ComfyClient(canned.url).download("a.png", "", tmp_path / "part")
     assert not (tmp_path / "part").exists()
 
@@ -191,7 +191,7 @@ def test_a_server_that_is_in_trouble_is_not_taken_for_another_program(canned: Ca
 
 def test_half_an_answer_to_a_post_is_asked_about_again(canned: Canned) -> None:
     canned.answers |= {"/prompt": (200, b'{"prompt_id": "id", "numb'), "/queue": (200, b"")}
-    with pytest.raises(UnreachableError, match="not whole"):
+    with pytest.raises(UnreachableError, match="incomplete"):
         host_of(canned).post("id", PROMPT)
 
 
@@ -225,7 +225,7 @@ def test_a_post_in_all_its_ways(canned: Canned) -> None:
     faults = {"2": {"class_type": "Save", "errors": [{"type": "t", "message": "Too big", "details": "fps"}]}}
     with pytest.raises(RefusedError, match=r"node 2 \(Save\): Too big: fps"):
         post((200, {"prompt_id": "id", "number": 1, "node_errors": faults}))
-    # What is left of it must not run.
+    # The rest of it must not run.
     assert canned.asked[1:] == [("/queue", {"delete": ["id"]}), ("/interrupt", {"prompt_id": "id"})]
     with pytest.raises(RefusedError, match="No outputs: none"):
         post((400, {"error": {"type": "t", "message": "No outputs", "details": "none"}, "node_errors": {}}))
@@ -235,7 +235,7 @@ def test_a_post_in_all_its_ways(canned: Canned) -> None:
         post((413, b"too large"))
     with pytest.raises(UnreachableError, match="status 500"):
         post((500, b"oops"))
-    with pytest.raises(NotComfyUIError, match=r"does not take workflows from here \(status 403"):
+    with pytest.raises(NotComfyUIError, match=r"does not accept workflows \(status 403"):
         post((403, b""))
     with pytest.raises(NotComfyUIError, match=r"ComfyUI 0\.3\.64 or later"):
         post((200, {"prompt_id": "another", "node_errors": {}}))
@@ -270,7 +270,7 @@ def test_jobs_of_a_newer_server(canned: Canned) -> None:
         ((200, {"status": "in_progress"}), UnderWay(begun=True)),
         ((200, {"status": "cancelled"}), Interrupted()),
         ((200, {"status": "failed", "execution_error": {"exception_message": "x"}}), JobFailed(reason="x")),
-        ((200, {"status": "failed"}), JobFailed(reason="the server does not say why")),
+        ((200, {"status": "failed"}), JobFailed(reason="the server returned no reason")),
     ]:
         canned.answers["/api/jobs/id"] = answer
         assert host.outcome("id") == outcome
@@ -308,7 +308,7 @@ def test_an_older_server_is_asked_for_its_queue_and_history(canned: Canned) -> N
 def test_a_workflow_whose_post_was_not_answered_counts_only_if_nothing_of_it_was_dropped(
     canned: Canned, path: str
 ) -> None:
-    """Whoever is killed while it posts has not heard of `node_errors`."""
+    """A client that is killed during a post has not received `node_errors`."""
     canned.answers["/api/jobs/id"] = (200, {"status": "completed", "outputs": SAVED})
     canned.answers["/queue"] = (200, {"queue_running": [], "queue_pending": []})
     if path != "/api/jobs/id":
@@ -330,13 +330,13 @@ def test_an_answer_that_is_none_is_silence(canned: Canned, call: Callable[[Comfy
 
 @pytest.mark.parametrize("status", [301, 307])
 def test_an_address_that_sends_elsewhere_is_told(canned: Canned, status: int) -> None:
-    """What is posted to it would arrive as a question, or twice."""
+    """A redirected POST would arrive as a GET, or twice."""
     canned.answers["/system_stats"] = (status, b"")
     canned.answers["/elsewhere"] = (200, {"system": {"comfyui_version": "1"}})
-    with pytest.raises(NotComfyUIError, match=rf"sends its callers elsewhere \(status {status}\)"):
+    with pytest.raises(NotComfyUIError, match=rf"redirects to another address \(status {status}\)"):
         ComfyClient(canned.url).version()
     canned.answers["/prompt"] = (status, b"")
-    with pytest.raises(NotComfyUIError, match="does not take workflows"):
+    with pytest.raises(NotComfyUIError, match="does not accept workflows"):
         host_of(canned).post("id", PROMPT)
 
 

@@ -1,4 +1,4 @@
-"""The journal: the way of a row, what survives, what is refused, and who may write."""
+"""Journal: states of a row, persistence, refusals, and locking."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_row_goes_its_way_and_another_process_sees_where_it_is(tmp_path: Path)
         assert (first.state, first.files) == (State.placing, (FILE,))
         assert (second.state, second.error) == (State.failed, "too big")
         journal.finish("hash 1")
-        # The next run takes up what has failed, and leaves what is done.
+        # The next command retries failed rows and keeps finished ones.
         journal.enter([row_of(1), row_of(2)], gone=never)
         assert states(journal) == [State.done, State.waiting]
 
@@ -99,7 +99,7 @@ def test_rows_may_come_go_and_move(tmp_path: Path) -> None:
         journal.enter([at(4, 1), at(1, 2), at(5, 3, "Shot")], gone=never)
         stems = {digest: entry.stem for digest, entry in journal.entries().items()}
         assert stems == {"hash 3": "shot", "hash 4": "00004", "hash 1": "00001", "hash 5": None}
-        assert "is that of files made of a former row" in str(journal.entries()["hash 5"].error)
+        assert "is used by the files of a former row" in str(journal.entries()["hash 5"].error)
         # The files of the former row are moved away: the name is free.
         journal.enter([at(4, 1), at(1, 2), at(5, 3, "Shot")], gone=lambda entry: entry.stem == "shot")
         assert journal.entries()["hash 5"].stem == "Shot"
@@ -118,7 +118,7 @@ def test_no_row_is_called_like_the_journal(tmp_path: Path) -> None:
         journal.enter([row_of(1, name="videos"), row_of(2, name="videos.SQLITE"), row_of(3, name="video")], gone=never)
         first, second, third = journal.entries().values()
         assert (first.state, second.state, third.state) == (State.failed, State.failed, State.waiting)
-        assert str(first.error).endswith("is that of files made of a former row, or of the journal")
+        assert str(first.error).endswith("is used by the files of a former row, or by the journal")
 
 
 def test_files_that_are_gone_are_made_again(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_what_is_no_journal_is_left_alone(tmp_path: Path, kind: str) -> None:
 
 
 def crafted(path: Path, *changes: str) -> Path:
-    """A journal with one row that was posted, changed by somebody else."""
+    """A journal with one posted row, changed by another program."""
     with Journal(path, workflow="w") as journal:
         journal.enter([row_of(1)], gone=never)
         journal.post({"hash 1": None}, "id")
@@ -185,7 +185,7 @@ def named(name: str) -> str:
 )
 def test_a_journal_of_somebody_else_cannot_name_a_file_outside_its_folder(tmp_path: Path, name: str) -> None:
     """`placing` moves the file that it names."""
-    with pytest.raises(DamagedJournalError, match=r"line 2 makes no sense: .* is not"):
+    with pytest.raises(DamagedJournalError, match=r"line 2 is invalid: .* is not"):
         Journal(crafted(tmp_path / "journal.sqlite", named(name)), workflow="w")
 
 
@@ -311,7 +311,7 @@ def holder(path: Path) -> subprocess.Popen[str]:
 def test_a_lock_has_one_holder_and_dies_with_it(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with holder(path) as other:
-        with pytest.raises(LockedError, match="another `wanstream batch` is at work on the batch"):
+        with pytest.raises(LockedError, match="another `wanstream batch` is using the batch"):
             with Lock(path, of="the batch"):
                 pass
         other.kill()

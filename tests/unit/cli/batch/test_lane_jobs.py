@@ -1,4 +1,4 @@
-"""Rows of a batch as jobs of several lanes: whose files are whose, and who is told to run alone."""
+"""Rows of a batch as jobs of several lanes: the files of each row, and the reasons of rows that run alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.batch.jobs import single_jobs, with_values
+from wanstream.cli.batch.jobs import apply_row, single_jobs
 from wanstream.cli.batch.lanes import LanesError, lane_planner
 from wanstream.cli.batch.rows import Row, read_rows
 
@@ -38,7 +38,7 @@ def test_every_row_knows_the_nodes_that_save_its_files(tmp_path: Path) -> None:
             node_id for node_id, node in job.prompt.items() if node["class_type"] == "WanStreamLane"
         } - {"lane1_sampler", "lane2_sampler"}
     assert third.saves == {given[4].hash: None}
-    assert third.prompt == with_values(WORKFLOW, given[4], {})
+    assert third.prompt == apply_row(WORKFLOW, given[4], {})
     assert told == ["line 5 runs alone: no other row is left to share a pass with"]
 
 
@@ -86,5 +86,5 @@ def test_a_row_that_is_tried_again_by_itself_is_not_told_of(tmp_path: Path) -> N
 
 
 def test_no_lanes_are_refused_before_anything_is_planned() -> None:
-    with pytest.raises(LanesError, match="--share-weights 0: give 1 to 1000"):
+    with pytest.raises(LanesError, match="--share-weights 0: give a number of rows from 1 to 1000"):
         lane_planner(WORKFLOW, {}, 0, lambda text: None)

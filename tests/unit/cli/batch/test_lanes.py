@@ -1,4 +1,4 @@
-"""Rows as lanes of one pass: what is shared, what every row keeps, and who runs alone with which reason."""
+"""Rows as lanes of one pass: shared nodes, nodes of each row, and the reasons of rows that run alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from wanstream.cli.batch.lanes import (
     LANE,
     LANE_LATENT,
     LANE_SAMPLER,
-    MOST_LANES,
+    MAX_LANES,
     LanePass,
     LanesError,
-    lane_of,
     lane_pass,
     lane_passes,
+    row_workflow,
 )
 from wanstream.cli.batch.sharing import OWN_INPUTS, SAMPLER
 from wanstream.host.embedded.graph import as_link
@@ -227,15 +227,15 @@ def test_one_lane_leaves_every_row_as_it_is() -> None:
     ]
 
 
-@pytest.mark.parametrize("lanes", [0, -1, MOST_LANES + 1])
+@pytest.mark.parametrize("lanes", [0, -1, MAX_LANES + 1])
 def test_numbers_of_lanes_that_cannot_be_are_refused(lanes: int) -> None:
-    with pytest.raises(LanesError, match=f"--share-weights {lanes}: give 1 to 1000, how many rows"):
+    with pytest.raises(LanesError, match=f"--share-weights {lanes}: give a number of rows from 1 to 1000"):
         lane_passes(seeds(1), lanes)
 
 
 def test_the_last_lane_that_there_can_be_is_one_that_the_node_takes_out() -> None:
     index = next(socket for socket in SCHEMAS[LANE_LATENT].inputs if socket.id == "index")
-    assert index.as_dict()["max"] == MOST_LANES - 1
+    assert index.as_dict()["max"] == MAX_LANES - 1
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_settings_that_come_from_another_video_cannot_be_shared() -> None:
         return prompt
 
     for made in lane_passes({1: chained(1), 2: chained(2)}, 2):
-        assert made.reason == "what sampler takes for all lanes comes from first, which makes one video"
+        assert made.reason == "the settings of sampler, common to all lanes, depend on first, which makes one video"
 
 
 def test_a_broken_workflow_is_left_to_those_who_judge_workflows() -> None:
@@ -314,21 +314,21 @@ def test_a_pass_gives_every_row_its_own_workflow_back(name: str) -> None:
     made = lane_pass(prompts)
     for prompt, ids in zip(prompts.values(), made.node_ids, strict=True):
         for save in ("save", "lane"):
-            back = lane_of(made.prompt, ids[save])
+            back = row_workflow(made.prompt, ids[save])
             plain = {own: (node["class_type"], node["inputs"]) for own, node in back.items()}
             assert plain == {own: (node["class_type"], node["inputs"]) for own, node in prompt.items()}
 
 
 def test_the_workflow_of_one_row_is_given_back_as_it_is() -> None:
     prompt = row()
-    assert lane_of(prompt, "save") is prompt
-    assert lane_of(prompt, "None") is prompt
+    assert row_workflow(prompt, "save") is prompt
+    assert row_workflow(prompt, "None") is prompt
 
 
 @pytest.mark.parametrize("node_id", ["experts", "sampler", "lane4_save", "lane0_save", "None", ""])
 def test_a_node_that_belongs_to_no_row_is_refused(node_id: str) -> None:
-    with pytest.raises(LanesError, match="does not belong to one row"):
-        lane_of(only(seeds(1, 2, 3)).prompt, node_id)
+    with pytest.raises(LanesError, match="does not belong to a single row"):
+        row_workflow(only(seeds(1, 2, 3)).prompt, node_id)
 
 
 @pytest.mark.parametrize(
@@ -336,4 +336,4 @@ def test_a_node_that_belongs_to_no_row_is_refused(node_id: str) -> None:
 )
 def test_a_composed_prompt_of_somebody_else_is_refused(sampler: dict[str, Any]) -> None:
     with pytest.raises(LanesError):
-        lane_of({"sampler": {"class_type": LANE_SAMPLER, **sampler}, "x": {}}, "lane1_save")
+        row_workflow({"sampler": {"class_type": LANE_SAMPLER, **sampler}, "x": {}}, "lane1_save")

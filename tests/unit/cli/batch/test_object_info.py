@@ -1,4 +1,4 @@
-"""What is wrong with a workflow by a server's `/object_info`, in both of the forms in which choices are described."""
+"""Faults of a workflow by a server's `/object_info`, in both of the forms in which choices are described."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_a_sound_workflow_has_no_faults() -> None:
         ("3", "seed", "x", "node 3 (Sampler): Failed to convert an input value to a INT value"),
         ("3", "model", None, "node 3 (Sampler): Required input is missing: model"),
         ("3", "model", ["2", 0], "received_type(IMAGE) mismatch input_type(MODEL)"),
-        ("3", "model", ["9", 0], "Linked to an output that is not there: model: ['9', 0]"),
-        ("3", "model", ["1", 2], "Linked to an output that is not there"),
+        ("3", "model", ["9", 0], "Linked to an output that does not exist: model: ['9', 0]"),
+        ("3", "model", ["1", 2], "Linked to an output that does not exist"),
         ("3", "model", ["1"], "Bad linked input"),
     ],
 )
@@ -97,8 +97,8 @@ def test_a_workflow_that_shows_nothing() -> None:
 def test_classes_that_are_not_there() -> None:
     broken = {**WORKFLOW, "5": {"class_type": "KSampler"}, "6": {}}
     assert unknown_classes(broken, INFO) == [
-        "node 5: there is no class KSampler here",
-        "node 6: there is no class None here",
+        "node 5: unknown class KSampler",
+        "node 6: unknown class None",
     ]
 
 
@@ -242,4 +242,4 @@ def test_what_a_dry_run_cannot_judge_is_named(
     call = ["batch", str(tmp_path / "jobs.jsonl"), "--workflow", str(tmp_path / "workflow.json"), "--dry-run"]
     assert main([*call, "--out", str(tmp_path / "out"), "--server", server_url]) == DONE
     told = capsys.readouterr().err
-    assert "of Loader, Picture, Sampler, Save only types, ranges and choices were judged" in told
+    assert "only types, ranges and choices of Loader, Picture, Sampler, Save were checked" in told

@@ -1,4 +1,4 @@
-"""`wanstream bench`: which cases there are, what is said of them, and the files."""
+"""`wanstream bench`: its cases, its report and its files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from wanstream.bench.trial_matrix import TrialMatrix
 from wanstream.cli import main
-from wanstream.cli.bench.cases import BenchCase, Pair, bench_cases, mesh_of, usual_counts
+from wanstream.cli.bench.cases import BenchCase, LayoutTraits, bench_cases, default_counts, parse_mesh
 from wanstream.cli.bench.experts import bench_request, small_experts
 from wanstream.cli.bench.report import figures, page
 from wanstream.cli.bench.runs import Bench, BenchRun, CaseRuns, run_cases
@@ -20,7 +20,7 @@ from wanstream.distributed.transport.in_process import InProcessPool
 from wanstream.nodes.runs.trials import TrialTimes
 from wanstream.schema import MemorySample, Mesh, MeshError, OffloadPolicy, StepRecord, Timeline, VideoShape, WorkersRef
 
-PAIR = Pair(heads=4, blocks=8, tokens=1600, guided=True, videos=1)
+PAIR = LayoutTraits(heads=4, blocks=8, tokens=1600, guided=True, videos=1)
 LAYERWISE = OffloadPolicy.layerwise()
 TINY = ["--size", "32x32x5", "--steps", "2", "--repeats", "2", "--warmup", "0"]
 
@@ -30,7 +30,7 @@ def settings(policies: str = "layerwise", steps: str = "4") -> Any:
 
 
 def meshes(**changes: Any) -> list[str]:
-    pair = Pair(**{**PAIR.__dict__, **changes})
+    pair = LayoutTraits(**{**PAIR.__dict__, **changes})
     return [str(case.mesh) for case in bench_cases((1, 2, 4), (), settings(), pair).cases]
 
 
@@ -52,11 +52,11 @@ def test_every_setting_is_measured_on_the_chosen_layouts() -> None:
 
 
 def test_workers_that_are_powers_of_two() -> None:
-    assert [usual_counts(most) for most in (1, 2, 3, 8, 9)] == [(1,), (1, 2), (1, 2), (1, 2, 4, 8), (1, 2, 4, 8)]
+    assert [default_counts(most) for most in (1, 2, 3, 8, 9)] == [(1,), (1, 2), (1, 2), (1, 2, 4, 8), (1, 2, 4, 8)]
 
 
 def test_videos_of_a_cell_are_lanes_that_two_sides_share() -> None:
-    asked = Pair(**{**PAIR.__dict__, "guided": False, "videos": 4})
+    asked = LayoutTraits(**{**PAIR.__dict__, "guided": False, "videos": 4})
     layouts = [Mesh(cfg=2), Mesh(data=2, cfg=2), Mesh(data=4, cfg=2)]
     cases = bench_cases((2, 4, 8), layouts, settings(), asked)
     assert [str(case.mesh) for case in cases.cases] == ["cfg 2", "data 2 x cfg 2"]
@@ -79,9 +79,9 @@ def test_what_cannot_be_is_left_out_with_its_reason() -> None:
 
 @pytest.mark.parametrize("words", ["cfg", "cfg 2 2", "cfg two", "depth 2", "cfg 2 x cfg 2", "cfg 2, data 2", ""])
 def test_words_that_are_no_layout(words: str) -> None:
-    assert mesh_of("data 2 x cfg 2") == Mesh(data=2, cfg=2)
+    assert parse_mesh("data 2 x cfg 2") == Mesh(data=2, cfg=2)
     with pytest.raises(MeshError):
-        mesh_of(words)
+        parse_mesh(words)
 
 
 def timeline(seconds: float, rss: int, experts: tuple[str, ...] = ("high", "high", "low")) -> Timeline:
@@ -199,11 +199,11 @@ def test_it_measures_in_this_process_and_writes_both_files(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--distributed", "--workers", "1,two"], "'two' is no number"),
+        (["--distributed", "--workers", "1,two"], "'two' is not a number"),
         (["--distributed", "--workers", "65"], "65 workers: give 1 to 64"),
         (["--distributed", "--cluster", "10.0.0.7:1"], "the cluster is '10.0.0.7:1', and there are local, in-process"),
-        (["--layouts", "cfg two"], "is no layout"),
-        (["--policies", "auto"], "name policies that stay the same"),
+        (["--layouts", "cfg two"], "is not a layout"),
+        (["--policies", "auto"], "name fixed policies"),
         (["--steps", "0"], "steps"),
         (["--repeats", "0"], "measure nothing"),
         (["--size", "30x30"], "--size 30x30"),
@@ -223,7 +223,7 @@ def test_where_every_case_is_refused_nothing_is_written(tmp_path: Path, capsys: 
     assert main(["bench", *TINY, *options]) == 2
     said = capsys.readouterr().err
     assert "only 8 blocks" in said
-    assert "nothing is left to be measured" in said
+    assert "no case is left to measure" in said
     assert not [*tmp_path.iterdir()]
 
 

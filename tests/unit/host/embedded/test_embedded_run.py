@@ -1,4 +1,4 @@
-"""Execution without ComfyUI: what a node can notice, and what is left behind."""
+"""Execution without ComfyUI: the environment of nodes, and the results of runs."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_results_must_match_the_promised_outputs(run: Callable[..., History], no
         def execute(cls, value: int) -> tuple[int, ...]:
             return (value,)
 
-    with pytest.raises(NodeFailedError, match="1 results returned, 2 outputs promised"):
+    with pytest.raises(NodeFailedError, match="the node returned 1 results, but has 2 outputs"):
         run(PROMPT, nodes=[Short, nodes.Add, nodes.Show])
 
 
@@ -196,7 +196,7 @@ def test_nodes_of_a_real_comfyui_are_refused() -> None:
     class Foreign:
         """Derives from another `io.ComfyNode` than the embedded one."""
 
-    with pytest.raises(UnsupportedNodeError, match="Foreign was made for the ComfyUI"):
+    with pytest.raises(UnsupportedNodeError, match="Foreign was built for the ComfyUI"):
         nodes_by_id([Foreign])  # type: ignore[list-item]
 
 

@@ -1,4 +1,4 @@
-"""What is told of a run: in order, as plain JSON, and to its end however it ends."""
+"""Events of a run: in order, as plain JSON, with an end event for every kind of end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREDICTED = Timeline(steps=(record(0),), kind="simulated")
 
 
 class Told(list[tuple[str, dict[str, Any]]]):
-    """Keeps what was announced, as it arrives on the other side."""
+    """Recorder of announced events after a JSON round trip."""
 
     def __call__(self, event: str, payload: Mapping[str, Any]) -> None:
         self.append((event, json.loads(json.dumps(payload))))
@@ -106,10 +106,10 @@ def test_more_calls_than_were_expected_are_told() -> None:
 
 def test_a_wrong_order_is_refused() -> None:
     run = announced(Told())
-    with pytest.raises(StateError, match="has not begun"):
+    with pytest.raises(StateError, match="the run is new"):
         run.step(record(0))
     with run:
-        with pytest.raises(StateError, match="goes on"):
+        with pytest.raises(StateError, match="the run is running"):
             run.__enter__()
-    with pytest.raises(StateError, match="is over"):
+    with pytest.raises(StateError, match="the run is over"):
         run.ended(TIMELINE)

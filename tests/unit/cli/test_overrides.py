@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.cli.overrides import ChangeError, with_changes
+from wanstream.cli.overrides import OverrideError, apply_overrides
 from wanstream.host import io
 
 
@@ -46,7 +46,7 @@ PROMPT = {
     ],
 )  # fmt: skip
 def test_a_value_is_read_as_its_input_wants_it(change: str, node: str, socket: str, value: object) -> None:
-    changed = with_changes(PROMPT, [change], NODES)[node]["inputs"][socket]
+    changed = apply_overrides(PROMPT, [change], NODES)[node]["inputs"][socket]
     assert changed == value
     assert type(changed) is type(value)
 
@@ -59,17 +59,17 @@ def test_a_value_is_read_as_its_input_wants_it(change: str, node: str, socket: s
         (".steps=4", "write node.input=value"),
         ("sampler.=4", "write node.input=value"),
         ("decoder.steps=4", "no such node; the workflow has sampler, 1.5, 2"),
-        ("Other.steps=4", "several nodes are a Other: use an id, 1.5, 2"),
+        ("Other.steps=4", "several nodes are of the class Other: use an id, 1.5, 2"),
         ("sampler.stepz=4", "Sampler has no input stepz; did you mean steps\\? it has steps, shift, text, solver"),
-        ("sampler.steps=four", "steps is INT, and 'four' is no JSON value"),
+        ("sampler.steps=four", "steps is INT, but 'four' is not a JSON value"),
     ],
 )
 def test_a_change_that_changes_nothing_is_refused(change: str, reason: str) -> None:
-    with pytest.raises(ChangeError, match=reason):
-        with_changes(PROMPT, [change], NODES)
+    with pytest.raises(OverrideError, match=reason):
+        apply_overrides(PROMPT, [change], NODES)
 
 
 def test_the_workflow_itself_is_left_alone_and_the_last_change_wins() -> None:
-    changed = with_changes(PROMPT, ["sampler.steps=4", "sampler.steps=5"], NODES)
+    changed = apply_overrides(PROMPT, ["sampler.steps=4", "sampler.steps=5"], NODES)
     assert changed["sampler"]["inputs"] == {"steps": 5, "text": "a cat"}
     assert PROMPT["sampler"]["inputs"]["steps"] == 20

@@ -1,4 +1,4 @@
-"""What a call of the model is in somebody else's sampler: its step, its guidance, its windows, and what is refused."""
+"""Steps of model calls in ComfyUI's samplers: their guidance, windows and lanes, and the refused settings."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def test_magnitudes_need_one_call_for_each_step() -> None:
     known.check_calls(SIGMAS[:-1], "euler")
     known.check_call(2, 0.6)
     for asked in (None, (1.0, 0.9, 0.9, 0.6), (1.0, 0.9, 0.6), (1.0, 0.8, 0.6, 0.3)):
-        with pytest.raises(RequestError, match="measured with one call of the model in each of 4 steps"):
+        with pytest.raises(RequestError, match="calibrated with one model call in each of 4 steps"):
             known.check_calls(asked, "heun")
     for call, sigma in ((2, 0.9), (4, 0.1)):
-        with pytest.raises(RequestError, match=f"call {call} of the model is at noise level"):
+        with pytest.raises(RequestError, match=f"model call {call} is at noise level"):
             known.check_call(call, sigma)
     asks = guider_steps(cache=FirstBlockCache())
     asks.check_calls(None, "heun")

@@ -1,4 +1,4 @@
-"""Which host is picked."""
+"""Selection of the host."""
 
 from __future__ import annotations
 

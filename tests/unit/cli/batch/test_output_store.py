@@ -1,4 +1,4 @@
-"""The batch's own folder: what is checked, what a file is called, and names that are given again."""
+"""Output folder of a batch: checks, names, and repeated renames of files."""
 
 from __future__ import annotations
 
@@ -32,61 +32,61 @@ MAKERS = [("a.png", picture), ("a.jpg", picture), ("a.webp", picture), ("a.mp4",
 
 @pytest.mark.parametrize(("name", "make"), MAKERS)
 def test_a_whole_file_is_sealed_and_placed_once_and_again(tmp_path: Path, name: str, make: object) -> None:
-    shelf = OutputStore(tmp_path)
-    made = make(shelf.part(name)).read_bytes()  # type: ignore[operator]
-    sealed = shelf.seal(name)
-    assert (sealed.name, sealed.size) == (name, len(made))
+    store = OutputStore(tmp_path)
+    made = make(store.part_path(name)).read_bytes()  # type: ignore[operator]
+    checked = store.check_part(name)
+    assert (checked.name, checked.size) == (name, len(made))
     assert not (tmp_path / name).exists()
     for _ in range(2):
-        assert shelf.place([sealed])
+        assert store.place([checked])
         assert (tmp_path / name).read_bytes() == made
-        assert not shelf.part(name).exists()
-        assert shelf.has([sealed])
+        assert not store.part_path(name).exists()
+        assert store.has([checked])
 
 
 @pytest.mark.parametrize(("name", "make"), MAKERS)
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
 def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, name: str, make: object, share: float) -> None:
-    shelf = OutputStore(tmp_path)
-    part = make(shelf.part(name))  # type: ignore[operator]
+    store = OutputStore(tmp_path)
+    part = make(store.part_path(name))  # type: ignore[operator]
     part.write_bytes(part.read_bytes()[: int(part.stat().st_size * share)])
     with pytest.raises(UnreadableFileError, match=name.replace(".", r"\.")):
-        shelf.seal(name)
+        store.check_part(name)
 
 
 def test_a_video_that_is_cut_between_two_frames_is_refused(tmp_path: Path) -> None:
     """No decoder complains there: only the number of frames tells."""
-    shelf = OutputStore(tmp_path)
-    part = video(shelf.part("a.mp4"))
+    store = OutputStore(tmp_path)
+    part = video(store.part_path("a.mp4"))
     with av.open(str(part)) as container:
         starts = sorted(packet.pos for packet in container.demux(video=0) if packet.size)
     part.write_bytes(part.read_bytes()[: starts[-2]])
     with pytest.raises(UnreadableFileError, match=r"a\.mp4"):
-        shelf.seal("a.mp4")
+        store.check_part("a.mp4")
 
 
 def test_a_page_of_a_proxy_is_no_video(tmp_path: Path) -> None:
-    shelf = OutputStore(tmp_path)
+    store = OutputStore(tmp_path)
     for name in ("a.mp4", "a.png", "a.flac"):
-        shelf.part(name).write_text("<html>busy, come back later</html>")
+        store.part_path(name).write_text("<html>busy, come back later</html>")
         with pytest.raises(UnreadableFileError):
-            shelf.seal(name)
+            store.check_part(name)
 
 
 def test_a_picture_of_too_many_pixels_costs_its_row_alone(tmp_path: Path) -> None:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    shelf = OutputStore(tmp_path)
+    store = OutputStore(tmp_path)
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0))
-    shelf.part("a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
+    store.part_path("a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
     with pytest.raises(UnreadableFileError, match=r"a\.png cannot be read to its end.*pixels"):
-        shelf.seal("a.png")
+        store.check_part("a.png")
 
 
 def test_a_sound_is_no_video(tmp_path: Path) -> None:
-    shelf = OutputStore(tmp_path)
-    with av.open(str(shelf.part("a.mp4")), "w", format="mp4") as container:
+    store = OutputStore(tmp_path)
+    with av.open(str(store.part_path("a.mp4")), "w", format="mp4") as container:
         stream = container.add_stream("aac", rate=44100)
         frame = av.AudioFrame(format="fltp", layout="mono", samples=1024)
         frame.sample_rate = 44100
@@ -94,21 +94,21 @@ def test_a_sound_is_no_video(tmp_path: Path) -> None:
             plane.update(bytes(plane.buffer_size))
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-    with pytest.raises(UnreadableFileError, match="there is no video in it"):
-        shelf.seal("a.mp4")
+    with pytest.raises(UnreadableFileError, match="it has no video stream"):
+        store.check_part("a.mp4")
 
 
 def test_a_file_that_is_nowhere_or_another_is_not_placed(tmp_path: Path) -> None:
-    shelf = OutputStore(tmp_path)
-    picture(shelf.part("a.png"))
-    sealed = shelf.seal("a.png")
-    shelf.clear()
-    assert not shelf.place([sealed])
-    (tmp_path / "a.png").write_bytes(b"x" * sealed.size)
-    assert not shelf.place([sealed])
-    assert shelf.has([sealed]), "by its size alone"
+    store = OutputStore(tmp_path)
+    picture(store.part_path("a.png"))
+    checked = store.check_part("a.png")
+    store.clear_parts()
+    assert not store.place([checked])
+    (tmp_path / "a.png").write_bytes(b"x" * checked.size)
+    assert not store.place([checked])
+    assert store.has([checked]), "by its size alone"
     (tmp_path / "a.png").write_bytes(b"x")
-    assert not shelf.has([sealed])
+    assert not store.has([checked])
 
 
 def test_names() -> None:
@@ -118,24 +118,24 @@ def test_names() -> None:
 
 
 def test_only_files_that_would_be_replaced_are_in_the_way(tmp_path: Path) -> None:
-    shelf = OutputStore(tmp_path)
+    store = OutputStore(tmp_path)
     for name in ("00001.mp4", "00001~2.png", "SHOT_1.mp4", "shot.png", "00001_notes.txt", "journal.sqlite"):
         (tmp_path / name).touch()
     (tmp_path / "00002").mkdir()
     (tmp_path / "shot 1.5").touch()
     (tmp_path / "shot 2.5~3").touch()
-    assert shelf.strangers(["shot 1.5", "shot 2.5"]) == ["shot 1.5", "shot 2.5~3"], (
+    assert store.foreign_files(["shot 1.5", "shot 2.5"]) == ["shot 1.5", "shot 2.5~3"], (
         "files of these stems without suffix"
     )
-    assert shelf.strangers(["00001", "00002", "shot_1"]) == ["00001.mp4", "00001~2.png", "SHOT_1.mp4"]
+    assert store.foreign_files(["00001", "00002", "shot_1"]) == ["00001.mp4", "00001~2.png", "SHOT_1.mp4"]
 
 
 @pytest.mark.parametrize("lines", [None, [2]])
 def test_half_a_video_does_not_stay_with_the_latent_that_is_kept(tmp_path: Path, lines: list[int] | None) -> None:
-    shelf = OutputStore(tmp_path)
-    folder = shelf.made / "id" / "video"
+    store = OutputStore(tmp_path)
+    folder = store.backend_folder / "id" / "video"
     folder.mkdir(parents=True)
     for name in ("save_00001_.latent", "save_00001_.mp4.part"):
         (folder / name).touch()
-    assert shelf.sweep(lambda prompt_id: lines) == [(folder / "save_00001_.latent", lines)]
+    assert store.remove_leftovers(lambda prompt_id: lines) == [(folder / "save_00001_.latent", lines)]
     assert [path.name for path in folder.iterdir()] == ["save_00001_.latent"]

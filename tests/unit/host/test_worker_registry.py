@@ -48,7 +48,7 @@ class FakeWorker:
 
 
 class FakePool:
-    """Notes what happens to it."""
+    """Pool that records its calls."""
 
     def __init__(self, ref: WorkersRef, device: torch.device) -> None:
         self.ref, self.device = ref, device
@@ -127,18 +127,18 @@ def test_workers_that_cannot_be_replaced_any_more_are_started_anew(
 
 
 def test_resting_keeps_them_and_closing_does_not(kept: WorkerRegistry, started: list[FakePool]) -> None:
-    assert kept.rest()
+    assert kept.release_memory()
     kept.close()
     two = replace(ONE, count=2)
     driver = kept.get(two, Mesh(cfg=2), CPU)
     driver.is_running = True
-    assert not kept.rest()
+    assert not kept.release_memory()
     assert started[0].said == [], "what runs is left alone"
     driver.is_running = False
-    assert kept.rest()
+    assert kept.release_memory()
     assert started[0].said == ["close", "close"], "each of them closes its experts"
     started[0].is_gone = True
-    assert kept.rest(), "who is gone keeps nothing"
+    assert kept.release_memory(), "a dead worker has no memory"
     started[0].said.clear()
     kept.get(two, Mesh(cfg=2), CPU)
     kept.close()
@@ -151,18 +151,18 @@ def test_resting_keeps_them_and_closing_does_not(kept: WorkerRegistry, started: 
 def test_a_worker_that_does_not_give_its_memory_back_is_ended(
     started: list[FakePool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """ComfyUI asks for it when it loads another model, which must not fail because a worker hangs."""
+    """ComfyUI releases memory when it loads another model, which must not fail because a worker hangs."""
 
     def start(ref: WorkersRef, device: torch.device) -> FakePool:
         started.append(FakePool(ref, device))
         return started[-1]
 
-    kept = WorkerRegistry(start, FakeDriver, rest_s=0.05)
+    kept = WorkerRegistry(start, FakeDriver, release_timeout_s=0.05)
     kept.get(replace(ONE, count=2), Mesh(cfg=2), CPU)
     started[0].hangs = True
-    assert kept.rest()
+    assert kept.release_memory()
     assert sorted(started[0].said) == ["close", "close", "kill", "kill"]
-    assert "worker 1 kept its memory for 0.05 s and is ended" in caplog.text
+    assert "worker 1 has not released its memory in 0.05 s" in caplog.text
 
 
 def test_a_start_that_fails_leaves_nothing_behind() -> None:

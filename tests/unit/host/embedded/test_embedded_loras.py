@@ -44,7 +44,7 @@ def lora(models: Path) -> LoraRef:
 
 @pytest.fixture
 def opened() -> list[ExpertsRef]:
-    """What the registry opened, in order."""
+    """Pairs opened by the registry, in order."""
     return []
 
 
@@ -75,7 +75,7 @@ def run(pair: ExpertPair) -> torch.Tensor:
 
 
 def bytes_read() -> int:
-    """Bytes that this process has asked the system for."""
+    """Bytes allocated by this process."""
     with open("/proc/self/io", encoding="ascii") as counters:
         return int(counters.readline().removeprefix("rchar: "))
 

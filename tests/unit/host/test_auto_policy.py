@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from wanstream.devices.available_ram import available_bytes
-from wanstream.host.auto_policy import AutoPlanner, FreeMemory, _better, free_memory
+from wanstream.host.auto_policy import AutoPlanner, FreeMemory, _better_policy, free_memory
 from wanstream.host.embedded.adapter import EmbeddedHost
 from wanstream.plan import AutoOffload, Budgets, DoesNotFitError, Machine, OffloadJob, plan_offload
 from wanstream.plan.predict import predict
@@ -69,7 +69,7 @@ def _room(vram: int | None = 12 * GB, ram: int = 32 * GB) -> Callable[[bool], Fr
 
 def _choose(planner: AutoPlanner, room: Callable[[bool], FreeMemory], job: OffloadJob = JOB, **budgets: int) -> Any:
     auto = AutoOffload(budgets=Budgets(**budgets))
-    return planner.choose(auto, job, device=CUDA, weights=WEIGHTS, room=room, starts_empty=True)
+    return planner.choose(auto, job, device=CUDA, weights=WEIGHTS, free_memory_now=room, starts_empty=True)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_budgets_below_the_minimum_are_refused_with_numbers() -> None:
 
 
 def _record(policy: OffloadPolicy, machine: Machine, index: int = 0) -> StepRecord:
-    """What the first step is like on `machine`."""
+    """Record of the first step on `machine`."""
     (first, *_) = predict(JOB, machine, policy).timeline.steps
     return replace(first, index=index)
 
@@ -140,11 +140,11 @@ def test_a_slow_bus_is_learned_from_and_the_next_run_knows_it() -> None:
     ids=["much more", "three blocks more", "one block more", "the same", "too little for any"],
 )
 def test_another_policy_must_save_a_twentieth_of_the_rest(vram: int, ram: int, swapped: int | None) -> None:
-    """One block more saves 1.9 %, three save 5.8 %. Where others have taken the memory, what runs goes on."""
+    """One block more saves 1.9 %, three save 5.8 %. If others have taken the memory, the policy is kept."""
     few, slow = replace(JOB, tokens=4_000), replace(GPU, h2d_bytes_per_s=1e9)
     start = plan_offload(few, replace(GPU, h2d_bytes_per_s=1e12), Budgets(vram_bytes=6 * GB, ram_bytes=2 * GB))
     assert start.policy.blocks_to_swap == 36
-    better = _better(start, few, slow, Budgets(vram_bytes=vram * GB, ram_bytes=ram * GB))
+    better = _better_policy(start, few, slow, Budgets(vram_bytes=vram * GB, ram_bytes=ram * GB))
     assert (better and better.blocks_to_swap) == swapped
 
 
@@ -160,7 +160,7 @@ def test_a_first_step_of_steps_with_lanes_of_their_own_is_learned_from_too() -> 
 
 def test_what_is_not_empty_at_first_teaches_nothing() -> None:
     choice = AutoPlanner(lambda *_: GPU).choose(
-        AutoOffload(), JOB, device=CUDA, weights=WEIGHTS, room=_room(), starts_empty=False
+        AutoOffload(), JOB, device=CUDA, weights=WEIGHTS, free_memory_now=_room(), starts_empty=False
     )
     assert choice.revise is None
 
@@ -179,7 +179,7 @@ def test_a_revised_policy_counts_on_nothing_that_others_still_hold() -> None:
         return FreeMemory(vram_bytes=12 * GB if evict else GB, ram_bytes=2 * GB if evict else 0)
 
     choice = _choose(AutoPlanner(lambda *_: GPU), room)
-    choice.revise(_record(choice.policy, GPU))  # does not raise: what the plan takes is there
+    choice.revise(_record(choice.policy, GPU))  # does not raise: the memory of the plan is allocated
     assert evicting == [True, False]
 
 
@@ -286,9 +286,9 @@ def test_a_door_knows_the_machine_as_it_was_kept_or_learned(
 def test_what_a_first_step_has_taught_is_what_is_known() -> None:
     planner = AutoPlanner(lambda *_: GPU, lambda *_: None)
     choice = _choose(planner, _room())
-    assert planner.known(JOB.expert, device=CUDA, weights=WEIGHTS) is None
+    assert planner.known_machine(JOB.expert, device=CUDA, weights=WEIGHTS) is None
     choice.revise(_record(choice.policy, replace(GPU, flops_per_s=40e12)))
-    learned = planner.known(JOB.expert, device=CUDA, weights=WEIGHTS)
+    learned = planner.known_machine(JOB.expert, device=CUDA, weights=WEIGHTS)
     assert learned is not None
     assert learned.flops_per_s == pytest.approx(40e12, rel=0.01)
-    assert planner.known(JOB.expert, device=CPU, weights=WEIGHTS) is None
+    assert planner.known_machine(JOB.expert, device=CPU, weights=WEIGHTS) is None
