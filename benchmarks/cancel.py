@@ -22,10 +22,10 @@ from typing import Any
 
 from record import record
 
-from wanstream.cli.bench.experts import SMALL, bench_request, small_experts
+from wanstream.cli.bench.cases import SMALL, bench_request, small_experts
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.ray.pool import RayPool
-from wanstream.nodes.runs.trials import tensor_digest, with_steps
+from wanstream.nodes.runs.benchmark import tensor_digest, with_steps
 from wanstream.sampling import DenoiseRequest, SamplingCancelled, StepProgress
 from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, VideoShape, WorkersRef
 

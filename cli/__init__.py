@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .bench.options import add_bench
-from .command_line import Parser, values_of
-from .exit_codes import DONE, FAILED, INTERRUPTED
+from .arguments import DONE, FAILED, INTERRUPTED, Parser, values_of
+from .bench.command import add_bench
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -256,7 +255,6 @@ def _probe(parsed: argparse.Namespace) -> int:
 
 
 def _plan(parsed: argparse.Namespace) -> int:
-    from .plan import plan
-    from .plan_arguments import PlanArguments
+    from .plan import PlanArguments, plan
 
     return plan(values_of(PlanArguments, parsed))

@@ -1,12 +1,100 @@
-"""Checks of arguments that several commands share: workflow files, folders, video sizes."""
+"""Parsing of command lines, exit codes, Ctrl-C, and the arguments that several commands share."""
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import json
 import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
 from ..schema import PIXELS_PER_LATENT, VideoShape
+
+DONE = 0
+FAILED = 1
+"""A node, a row or a measurement failed."""
+INVALID = 2
+"""The workflow or the arguments are invalid; nothing ran."""
+INTERRUPTED = 130
+"""Ctrl-C: 128 + SIGINT, as shells count."""
+
+
+Arguments = TypeVar("Arguments")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that suggests the nearest option or command for a mistyped one, also in subcommands."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse as ArgumentParser, but refuse unknown options here: only the subcommand's parser has its options."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown, self._option_string_actions)}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message to stderr, and exit with 2."""
+        if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            known = [name.strip("' ") for name in choice[2].split(",")]
+            message += _nearest([choice[1]], known)
+        super().error(message)
+
+
+def values_of(kind: type[Arguments], parsed: argparse.Namespace) -> Arguments:
+    """Return a subcommand's dataclass, with each field from the option with that `dest`."""
+    values = {field.name: getattr(parsed, field.name) for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _nearest(unknown: Sequence[str], known: Any) -> str:
+    near = [found for name in unknown for found in difflib.get_close_matches(name.split("=")[0], list(known), n=1)]
+    return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+class StopRequest:
+    """Number of stop requests of the user so far."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    @property
+    def requested(self) -> bool:
+        """True after the first request: start nothing more."""
+        return self._count > 0
+
+    @property
+    def immediate(self) -> bool:
+        """True after the second request: end the running work, too."""
+        return self._count > 1
+
+    def request(self) -> None:
+        """Add a request."""
+        self._count += 1
+
+    @contextmanager
+    def handle_sigint(self, on_request: Callable[[], None]) -> Iterator[None]:
+        """Inside the `with`, count the first two Ctrl-C as requests; the third ends the process as usual.
+
+        `on_request` is called in the signal handler after the request is counted, so it must only set flags.
+        """
+
+        def handle(signum: int, frame: FrameType | None) -> None:
+            self.request()
+            if self.immediate:
+                signal.signal(signal.SIGINT, before)
+            on_request()
+
+        before = signal.signal(signal.SIGINT, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 class ArgumentError(ValueError):

@@ -1,30 +1,283 @@
-"""`wanstream plan`: simulated time and memory of a run on any machine."""
+"""`wanstream plan`: predicts a run on a machine, owned or not; every figure is simulated."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ..bench import Table
 from ..plan import (
     Alternative,
+    Budgets,
     Candidate,
     DoesNotFitError,
     Machine,
     OffloadJob,
     OffloadPlan,
+    choose_layout,
+    describe_layout,
     describe_policy,
     describe_ram,
+    expected_machine,
     plan_alternatives,
     plan_offload,
+    worker_share,
 )
-from ..schema import OffloadPolicy, rate_text, size_text
-from .exit_codes import DONE, FAILED, INVALID
-from .plan_arguments import PlanArguments, offload_job, planned_value_bytes, requested_budgets, requested_machine
-from .plan_workers import plan_workers
+from ..schema import (
+    BF16_BYTES,
+    PIXELS_PER_LATENT,
+    T2V_A14B,
+    TI2V_5B,
+    WAN22_PIXELS_PER_LATENT,
+    ExpertShape,
+    Mesh,
+    OffloadPolicy,
+    rate_text,
+    size_text,
+)
+from .arguments import DONE, FAILED, INVALID, ArgumentError, video_shape
+
+GB = 1e9
+GIB = 2**30
+STORAGES = {"bf16": 2.0, "fp8": 1.0, "Q8_0": 34 / 32, "Q5_K": 176 / 256, "Q4_K": 144 / 256}
+"""Bytes per stored weight; fp8 is quantised from a bf16 file on arrival, the Q formats are GGUF."""
+GUIDED = {"both": (2, 2), "high": (2, 1), "none": (1, 1)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """A model to plan a run for."""
+
+    expert: ExpertShape
+    places: tuple[str, ...]
+    """Names of its experts."""
+    per_latent: int
+    """Number of pixels per latent pixel along each side."""
+
+
+MODELS = {
+    "a14b": PlannedModel(expert=T2V_A14B, places=("high", "low"), per_latent=PIXELS_PER_LATENT),
+    "5b": PlannedModel(expert=TI2V_5B, places=("high",), per_latent=WAN22_PIXELS_PER_LATENT),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments:
+    """Arguments of the command line."""
+
+    gpu: str
+    ram_gb: float | None
+    """In units of 2^30 bytes, as memory is sold; all other GB are 10^9 bytes."""
+    ssd_gb_s: float | None
+    size: str
+    model: str = "a14b"
+    """One of `MODELS`."""
+    steps: int = 20
+    switch_step: int | None = None
+    """First step of the low-noise expert; None: half of the steps."""
+    cfg: str = "both"
+    storage: str = "bf16"
+    vram_gb: float | None = None
+    models: Path | None = None
+    device: str | None = None
+    workers: int | None = None
+    """Number of workers to choose layouts for; None: plan one run on one GPU."""
+    gpus_per_node: int = 8
+    """Workers on one machine."""
+    videos: int = 100
+    """Number of videos for the layout with the best throughput."""
+    compare: bool = False
+    """Also plan other storage formats and several videos per run."""
+    json: bool = False
+
+
+def offload_job(arguments: PlanArguments, *, value_bytes: int = BF16_BYTES) -> OffloadJob:
+    """Return the job of the command line, computed in values of `value_bytes` bytes. Raises ArgumentError."""
+    model = MODELS[arguments.model]
+    video = video_shape(arguments.size, per_latent=model.per_latent)
+    expert = model.expert
+    stored = int(expert.streamed_parameters * STORAGES[arguments.storage])
+    computed = expert.streamed_bytes(bytes_per_weight=value_bytes)
+    # A single-expert model has the guidance of its one entry in `places`.
+    lanes = dict(zip(("high", "low"), GUIDED[arguments.cfg], strict=True))
+    return OffloadJob(
+        expert=expert,
+        tokens=video.tokens,
+        lanes={place: lanes[place] for place in model.places},
+        experts_of_steps=_steps(arguments, single="low" not in model.places),
+        stored_bytes=stored,
+        file_bytes=expert.streamed_bytes() if arguments.storage == "fp8" else stored,
+        computed_bytes=computed,
+        resident_bytes=len(model.places) * expert.resident_bytes() * value_bytes // BF16_BYTES,
+        value_bytes=value_bytes,
+    )
+
+
+def _steps(arguments: PlanArguments, *, single: bool) -> tuple[str, ...]:
+    """Return the expert of each step. Raises ArgumentError."""
+    steps, switch = arguments.steps, arguments.switch_step
+    if single and switch is not None:
+        raise ArgumentError(f"--switch-step {switch}: {arguments.model} has a single expert: omit the option")
+    high = steps if single else steps // 2 if switch is None else switch
+    if steps < 1 or not 0 <= high <= steps:
+        raise ArgumentError(
+            f"--steps {steps} --switch-step {high}: give at least 1 step, and a switch step from 0 to that number"
+        )
+    return ("high",) * high + ("low",) * (steps - high)
+
+
+def requested_machine(arguments: PlanArguments) -> Machine:
+    """Return the machine of `--gpu`; "this" is measured if it has no profile. Raises ValueError and OSError."""
+    if arguments.gpu == "this":
+        return _this_machine(arguments)
+    if arguments.ram_gb is None or arguments.ssd_gb_s is None:
+        raise ArgumentError("give --ram GB and --ssd GB/s of that machine, or --gpu this")
+    if not (0 < arguments.ram_gb < math.inf and 0 < arguments.ssd_gb_s < math.inf):
+        raise ArgumentError(f"--ram {arguments.ram_gb} --ssd {arguments.ssd_gb_s}: both must be numbers above 0")
+    return expected_machine(
+        arguments.gpu, ram_bytes=int(arguments.ram_gb * GIB), disk_bytes_per_s=arguments.ssd_gb_s * GB
+    )
+
+
+def planned_value_bytes(arguments: PlanArguments) -> int:
+    """Return the bytes per value of `compute_dtype` auto; machines other than this one are assumed to have bf16."""
+    if arguments.gpu != "this":
+        return BF16_BYTES
+    from ..devices import auto_dtype
+
+    return auto_dtype(arguments.device).itemsize
+
+
+def _this_machine(arguments: PlanArguments) -> Machine:
+    import torch  # takes seconds, and plans for other machines do not need it
+
+    from ..devices import DeviceError, compute_device
+    from ..host import load_machine_profile
+
+    try:
+        device = compute_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except DeviceError as err:
+        raise ArgumentError(str(err)) from err
+    if arguments.models is not None and not arguments.models.exists():
+        raise ArgumentError(f"--models {arguments.models}: no such file or folder")
+    for option, value in (("--ram", arguments.ram_gb), ("--ssd", arguments.ssd_gb_s)):
+        if value is not None and not 0 < value < math.inf:
+            raise ArgumentError(f"{option} {value}: it must be a number above 0")
+    machine = load_machine_profile(device, models=arguments.models)
+    if arguments.ram_gb is not None:
+        machine = replace(machine, ram_bytes=int(arguments.ram_gb * GIB))
+    if arguments.ssd_gb_s is not None:
+        machine = replace(machine, disk_bytes_per_s=arguments.ssd_gb_s * GB)
+    return machine
+
+
+def requested_budgets(arguments: PlanArguments) -> Budgets:
+    """Return the memory budgets of the run. Raises ArgumentError."""
+    if arguments.vram_gb is not None and not 0 < arguments.vram_gb < math.inf:
+        raise ArgumentError(f"--vram {arguments.vram_gb}: it must be a number above 0")
+    return Budgets(vram_bytes=None if arguments.vram_gb is None else int(arguments.vram_gb * GB))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A layout for a number of videos, and the plan of one of its workers for one video."""
+
+    videos: int
+    mesh: Mesh
+    worker: OffloadPlan
+
+
+def plan_workers(arguments: PlanArguments, job: OffloadJob, machine: Machine) -> int:
+    """Print the proposed layouts, or JSON, and return the exit code."""
+    try:
+        _check(arguments)
+        counts = dict.fromkeys((1, arguments.videos))
+        proposals = [_propose(arguments, job, machine, requested_budgets(arguments), videos) for videos in counts]
+    except DoesNotFitError as err:
+        print(f"does not fit, because {err}", file=sys.stderr)
+        return FAILED
+    except ValueError as err:
+        print(err, file=sys.stderr)
+        return INVALID
+    print(_json(machine, proposals) if arguments.json else _table(arguments, job, machine, proposals))
+    return DONE
+
+
+def _propose(arguments: PlanArguments, job: OffloadJob, machine: Machine, budgets: Budgets, videos: int) -> Proposal:
+    assert arguments.workers is not None
+    here = arguments.gpus_per_node
+    mesh = choose_layout(arguments.workers, job, machine, budgets, samples=videos, workers_per_machine=here)
+    share = worker_share(mesh, job, machine, budgets, workers_per_machine=here)
+    return Proposal(videos=videos, mesh=mesh, worker=plan_offload(share.job, share.machine, share.budgets))
+
+
+def _table(arguments: PlanArguments, job: OffloadJob, machine: Machine, proposals: list[Proposal]) -> str:
+    header = ("videos", "layout", "each worker", "weights", "one video", "VRAM")
+    rows = [
+        (
+            str(each.videos),
+            str(each.mesh),
+            describe_policy(each.worker.policy, job.expert.blocks),
+            describe_ram(each.worker.policy),
+            f"{each.worker.total_s:.1f} s",
+            size_text(each.worker.device_bytes),
+        )
+        for each in proposals
+    ]
+    return "\n".join(
+        [
+            f"{arguments.workers} workers with {machine.name}, up to {arguments.gpus_per_node} on a machine with "
+            f"{size_text(machine.ram_bytes)} of RAM ({machine.origin})",
+            Table(head=header, rows=tuple(rows)).text(),
+            *(f"{_purpose(each.videos)}: {describe_layout(each.mesh)}" for each in proposals),
+            "layouts follow the rule in docs/scaling.md; seconds are simulated for one worker and its share of one "
+            "video, without communication between workers",
+        ]
+    )
+
+
+def _json(machine: Machine, proposals: list[Proposal]) -> str:
+    return json.dumps(
+        {
+            "kind": "simulated",
+            "machine": machine.to_dict(),
+            "proposals": [
+                {
+                    "videos": each.videos,
+                    "mesh": asdict(each.mesh),
+                    "reason": describe_layout(each.mesh),
+                    "policy": asdict(each.worker.policy),
+                    "video_s_without_exchanges": each.worker.total_s,
+                    "device_bytes": each.worker.device_bytes,
+                    "host_bytes": each.worker.host_bytes,
+                }
+                for each in proposals
+            ],
+        },
+        indent=2,
+    )
+
+
+def _purpose(videos: int) -> str:
+    return "one video" if videos == 1 else f"{videos} videos"
+
+
+def _check(arguments: PlanArguments) -> None:
+    for option, count in (
+        ("--workers", arguments.workers),
+        ("--gpus-per-node", arguments.gpus_per_node),
+        ("--videos", arguments.videos),
+    ):
+        if count is not None and count < 1:
+            raise ArgumentError(f"{option} {count}: give 1 or more")
+    if arguments.compare:
+        raise ArgumentError("--compare plans a single worker: omit it, or --workers")
+
 
 MAX_ROWS = 8
 """Maximum number of candidates in the table."""

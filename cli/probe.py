@@ -14,8 +14,7 @@ from ..devices import DeviceError, compute_device
 from ..host import Profile, measure_machine
 from ..plan import Machine
 from ..schema import VideoShape, rate_text, size_text
-from .arguments import ArgumentError, video_shape
-from .exit_codes import DONE, FAILED, INVALID
+from .arguments import DONE, FAILED, INVALID, ArgumentError, video_shape
 
 
 @dataclass(frozen=True, kw_only=True)

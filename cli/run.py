@@ -29,8 +29,7 @@ from ..host.embedded import (
 )
 from ..nodes import REPORT, TIMELINE, WARNINGS, WanStreamExtension
 from ..schema import Cancelled, Timeline
-from .arguments import ArgumentError, check_models, create_output_folder, read_json
-from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
+from .arguments import DONE, FAILED, INTERRUPTED, INVALID, ArgumentError, check_models, create_output_folder, read_json
 from .overrides import apply_overrides
 from .progress import progress_of_run
 

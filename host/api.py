@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ..telemetry import QueueItemPhases
     from ..wan import ExpertPair
     from .auto_policy import PolicyChoice
-    from .comfy.guider_steps import GuiderSettings
-    from .workers_plan import SharedRun, WorkersPlan
+    from .comfy.guider_session import GuiderSettings
+    from .workers import SharedRun, WorkersPlan
 
 SAVING_NODE = "wanstream_node"
 """Metadata key of the id of the node that saved a file: the `prompt` next to it may contain several saving nodes."""

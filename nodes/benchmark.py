@@ -14,10 +14,9 @@ from ..host import current_host, io, search_words
 from . import sockets
 from .decode import name_refusal
 from .inputs import report_once
-from .runs.benchmark import Benchmark, measure, named_runs
+from .runs.benchmark import MAX_PAUSE_S, MAX_RUNS, Benchmark, TrialTimes, measure, named_runs
 from .runs.report_files import ReportFiles
 from .runs.run_experts import SamplerRun
-from .runs.trials import MAX_PAUSE_S, MAX_RUNS, TrialTimes
 from .sampler import TIMELINE
 
 TITLE = "WanStream benchmark"

@@ -14,21 +14,14 @@ from functools import cache
 from pathlib import Path
 
 from ...host.embedded import Prompt, api_prompt
-from ..arguments import ArgumentError, create_output_folder, read_json
-from ..exit_codes import DONE, FAILED, INTERRUPTED, INVALID
-from ..stop_request import StopRequest
+from ..arguments import DONE, FAILED, INTERRUPTED, INVALID, ArgumentError, StopRequest, create_output_folder, read_json
 from .backends.base import BatchBackend
-from .full_disk import is_full_disk
-from .jobs import Planner, apply_row, single_jobs, workflow_key
-from .journal import Journal, Lock
-from .journal_entry import State
-from .journal_recovery import open_journal
+from .journal import Journal, Lock, State, is_full_disk
 from .lanes import check_lanes, lane_planner, row_workflow
-from .media_check import stored_prompt
-from .output_store import OutputStore
+from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
-from .resume import FindRows, Start, resume
-from .rows import Row, RowError, read_rows
+from .resume import FindRows, Start, open_journal, resume
+from .rows import Planner, Row, RowError, apply_row, read_rows, single_jobs, workflow_key
 from .runner import Limits, Runner
 from .target import BatchTarget, embedded_target, server_target
 

@@ -1,17 +1,89 @@
-"""`--share-weights N`: groups rows as lanes of one pass over the weights, and composes its workflow."""
+"""`--share-weights N`: rows that can share one pass, and the workflow that runs them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...host.embedded import Link, Prompt, as_link
-from .jobs import BatchJob, Planner, Sockets, apply_row
-from .rows import Row
-from .sharing import OWN_INPUTS, SAMPLER, difference, lane_refusal, lane_traits, node_traits, sampler_ids, upstream
+from .rows import BatchJob, Planner, Row, Sockets, apply_row, node_traits
+
+SAMPLER = "WanStreamSampler"
+OWN_INPUTS = ("positive", "negative", "latent", "seed")
+"""Inputs of the sampler that may differ between lanes; all others must be equal."""
+
+SIZES = ("width", "height", "frames", "length")
+"""Inputs with the size of a video, in our nodes and in ComfyUI's. The lane sampler checks the resulting latents."""
+
+
+def sampler_ids(prompt: Prompt) -> tuple[str, ...]:
+    """Return the ids of the samplers, whose passes lanes can share."""
+    return tuple(node_id for node_id, node in prompt.items() if node.get("class_type") == SAMPLER)
+
+
+def upstream(prompt: Prompt, node_ids: Iterable[str]) -> set[str]:
+    """Return these nodes and all their direct and indirect sources in the workflow."""
+    found: set[str] = set()
+    pending = [*node_ids]
+    while pending:
+        node_id = pending.pop()
+        if node_id not in found and node_id in prompt:
+            found.add(node_id)
+            pending += _sources(prompt[node_id].get("inputs", {}).values())
+    return found
+
+
+def lane_refusal(prompt: Prompt) -> str:
+    """Return the reason why rows of this workflow cannot be lanes; empty if they can."""
+    samplers = sampler_ids(prompt)
+    if not samplers:
+        return f"its workflow has no {SAMPLER}, the node whose passes lanes share"
+    for sampler in samplers:
+        before = [other for other in samplers if other in _common_sources(prompt, sampler)]
+        if before:
+            return f"the settings of {sampler}, common to all lanes, depend on {before[0]}, which makes one video"
+    return ""
+
+
+def lane_traits(prompt: Prompt) -> dict[str, object]:
+    """Return the properties that must be equal for all lanes of a pass, in the format of `node_traits`."""
+    samplers = sampler_ids(prompt)
+    common = set().union(*(_common_sources(prompt, sampler) for sampler in samplers))
+    own = upstream(prompt, samplers) - common
+    traits: dict[str, object] = {}
+    for node_id in (node_id for node_id in prompt if node_id in common):
+        traits |= node_traits(prompt, node_id)
+    for node_id in (node_id for node_id in prompt if node_id in own):
+        if node_id in samplers:
+            without = {f"{node_id}.{name}" for name in OWN_INPUTS}
+            traits |= {name: value for name, value in node_traits(prompt, node_id).items() if name not in without}
+        else:
+            sizes = {f"{node_id}.{name}" for name in SIZES}
+            traits |= {name: value for name, value in node_traits(prompt, node_id).items() if name in sizes}
+    return traits
+
+
+def difference(traits: Mapping[str, object], others: Mapping[str, object], other_row: Hashable) -> str:
+    """Describe the first difference between a row and `other_row`; empty if there is none."""
+    for name in {**others, **traits}:
+        value, other = traits.get(name, "missing"), others.get(name, "missing")
+        if value != other or type(value) is not type(other):  # True == 1 in Python, but not in a workflow
+            return f"its {name} is {value}, that of {other_row} is {other}"
+    return ""
+
+
+def _common_sources(prompt: Prompt, sampler: str) -> set[str]:
+    """Return the direct and indirect sources of the sampler inputs that all lanes share."""
+    inputs = prompt[sampler].get("inputs", {})
+    return upstream(prompt, _sources(value for name, value in inputs.items() if name not in OWN_INPUTS))
+
+
+def _sources(values: Iterable[object]) -> list[str]:
+    return [link.node_id for value in values if (link := as_link(value))]
+
 
 LANE, LANE_SAMPLER, LANE_LATENT = "WanStreamLane", "WanStreamLaneSampler", "WanStreamLaneLatent"
 MAX_LANES = 1000

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ...host.embedded import NodeProgress
-from .journal_entry import KeptFile
+from .journal import KeptFile
 from .rows import Row
 
 _MAX_FRACTION = 0.99

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..stop_request import StopRequest
+from ..arguments import StopRequest
 from .backends.base import (
     BatchBackend,
     Ended,
@@ -28,12 +28,9 @@ from .backends.base import (
     Unknown,
     UnreachableError,
 )
-from .jobs import BatchJob, Planner
-from .journal import DamagedJournalError, Journal
-from .journal_entry import KeptFile
-from .media_check import UnreadableFileError
-from .output_store import OutputStore, file_names
-from .rows import Row
+from .journal import DamagedJournalError, Journal, KeptFile
+from .output_store import OutputStore, UnreadableFileError, file_names
+from .rows import BatchJob, Planner, Row
 
 MAX_LOSSES = 5
 """Maximum number of times a row may be lost while it runs: it may be the row that crashes the server."""

@@ -17,7 +17,7 @@ from .backends.base import BatchBackend, UnreachableError
 from .backends.comfy_client import ComfyClient
 from .backends.object_info import server_faults, sockets_of_server, unknown_classes
 from .backends.server import ServerBackend
-from .jobs import Sockets
+from .rows import Sockets
 
 if TYPE_CHECKING:
     from ...host.embedded import NodeProgress

@@ -38,8 +38,7 @@ from ..folders import (
     inside,
 )
 from ..run_events import RunEvents, observed, run_settings
-from ..worker_registry import WorkerRegistry
-from ..workers_plan import SharedRun, WorkersPlan
+from ..workers import SharedRun, WorkerRegistry, WorkersPlan
 from .console_line import ConsoleLine
 from .user_settings import SETTINGS, STRICT, setting_is_on
 
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from ...distributed import Driver, Pool
     from ...wan import ExpertPair, ExpertsRegistry
     from .guider import ExpertsGuider
-    from .guider_steps import GuiderSettings
+    from .guider_session import GuiderSettings
     from .patcher import ExpertsPatcher
     from .preview import LatentPreview
     from .server_events import ServerEvents
@@ -237,7 +236,7 @@ class ComfyHost:
         """
         from ...devices import in_own_dtype
         from .patcher import ExpertsModel, ExpertsPatcher
-        from .sigmas import FlowSampling
+        from .samplers import FlowSampling
 
         ref = in_own_dtype(ref, self.device())
         root = self._patchers.get(ref.opened)
@@ -359,12 +358,12 @@ class ComfyHost:
         return guider
 
     def schedule_names(self) -> list[str]:
-        from .sigmas import schedule_names
+        from .samplers import schedule_names
 
         return schedule_names()
 
     def sigmas(self, name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
-        from .sigmas import schedule_sigmas
+        from .samplers import schedule_sigmas
 
         return schedule_sigmas(name, steps, denoise, flow_shift)
 

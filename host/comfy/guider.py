@@ -31,9 +31,17 @@ from ...telemetry import Recorder, TelemetryOptions
 from ..auto_policy import PolicyChoice
 from ..error_names import plainly_named
 from ..memory import MemoryEstimateInputs
-from .guider_run import ChoosePolicy, GuiderRunState, KnownMachine, MakeEvents, guider_job, predicted_run
-from .guider_steps import GuiderSettings, GuiderSteps
-from .sampler_dry_run import common_sigma, predicted_sigmas, sampler_name
+from .guider_session import (
+    ChoosePolicy,
+    GuiderRunState,
+    GuiderSettings,
+    GuiderSteps,
+    KnownMachine,
+    MakeEvents,
+    guider_job,
+    predicted_run,
+)
+from .samplers import common_sigma, predicted_sigmas, sampler_name
 
 if TYPE_CHECKING:
     from .patcher import ExpertsPatcher

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from .adapter import EmbeddedHost, Folders, NodeProgress
-from .checks import (
+from .graph import MOST_NESTED, Link, Prompt, api_prompt, as_link, nested_deeper, nodes_by_id
+from .io import ComfyNode
+from .load_image import LoadImage
+from .run import History, NodeFailedError, Workflow, load_workflow
+from .validate import (
     Fault,
     Socket,
+    Verdict,
     converted,
     exception_fault,
     fault,
@@ -18,11 +23,6 @@ from .checks import (
     sockets_of,
     value_fault,
 )
-from .graph import MOST_NESTED, Link, Prompt, api_prompt, as_link, nested_deeper, nodes_by_id
-from .io import ComfyNode
-from .load_image import LoadImage
-from .run import History, NodeFailedError, Workflow, load_workflow
-from .validate import Verdict
 
 __all__ = [
     "MOST_NESTED",

@@ -28,8 +28,7 @@ from ..folders import (
     output_file,
     weight_files,
 )
-from ..worker_registry import WorkerRegistry
-from ..workers_plan import SharedRun, WorkersPlan
+from ..workers import SharedRun, WorkerRegistry, WorkersPlan
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .trials import TrialTimes, pause, tensor_digest, with_steps
+from .benchmark import TrialTimes, pause, tensor_digest, with_steps
 from .video_file import write_mp4
 
 __all__ = [

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from wanstream.cli.batch.media_check import check_media
+from wanstream.cli.batch.output_store import check_media
 from wanstream.testing.model import write_tiny_model
 from wanstream.tests.faults.cases import KINDS, Kind, Place, SkippedError
 from wanstream.tests.faults.points import Points

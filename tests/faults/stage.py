@@ -20,7 +20,7 @@ import av
 import numpy as np
 
 from wanstream.cli import main
-from wanstream.cli.exit_codes import DONE, INTERRUPTED
+from wanstream.cli.arguments import DONE, INTERRUPTED
 
 TRACEBACK = 99
 """The exit code of a client that ended with an exception."""

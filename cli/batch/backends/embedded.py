@@ -23,7 +23,7 @@ from ....host.embedded import (
     load_workflow,
 )
 from ....schema import Cancelled
-from ..full_disk import FULL_DISK
+from ..journal import FULL_DISK
 from ..output_store import LATENT
 from .base import Ended, JobFailed, MadeFile, Outcome, RefusedError, Unknown
 

@@ -25,7 +25,7 @@ from ....host.embedded import (
     sockets_of,
     value_fault,
 )
-from ..jobs import Sockets
+from ..rows import Sockets
 
 ObjectInfo: TypeAlias = Mapping[str, Mapping[str, Any]]
 

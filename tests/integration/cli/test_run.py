@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from wanstream.cli import main
-from wanstream.cli.exit_codes import DONE, FAILED, INTERRUPTED, INVALID
+from wanstream.cli.arguments import DONE, FAILED, INTERRUPTED, INVALID
 from wanstream.nodes.latents import WanStreamEmptyLatent
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"

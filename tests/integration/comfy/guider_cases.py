@@ -37,7 +37,7 @@ load_pack()
 from wanstream.host import current_host  # noqa: E402
 from wanstream.host.auto_policy import AutoPlanner  # noqa: E402
 from wanstream.host.comfy.guider import ExpertsGuider  # noqa: E402
-from wanstream.host.comfy.sampler_dry_run import predicted_sigmas, preserve_random_state  # noqa: E402
+from wanstream.host.comfy.samplers import predicted_sigmas, preserve_random_state  # noqa: E402
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas  # noqa: E402
 from wanstream.plan import AutoOffload, Machine  # noqa: E402
 from wanstream.sampling import (  # noqa: E402

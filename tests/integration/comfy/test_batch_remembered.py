@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from wanstream.cli import main
-from wanstream.cli.exit_codes import DONE
+from wanstream.cli.arguments import DONE
 from wanstream.tools.comfyui import Server
 
 pytestmark = pytest.mark.comfy

@@ -21,9 +21,9 @@ import pytest
 from PIL import Image
 
 from wanstream.cli import main
+from wanstream.cli.arguments import DONE, FAILED, INTERRUPTED, INVALID
 from wanstream.cli.batch.command import JOURNAL
 from wanstream.cli.batch.rows import read_rows
-from wanstream.cli.exit_codes import DONE, FAILED, INTERRUPTED, INVALID
 from wanstream.tools.comfyui import PACK, ROOT, ComfyUI, Server, free_port, running_server
 
 pytestmark = pytest.mark.comfy

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from wanstream.cli import main
-from wanstream.cli.exit_codes import DONE
+from wanstream.cli.arguments import DONE
 from wanstream.schema import Timeline
 from wanstream.testing.model import write_tiny_model
 from wanstream.tools.comfyui import PACK, ComfyUI, Server, running_server

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from wanstream.host.embedded.adapter import Folders
-from wanstream.host.embedded.checks import Socket, own_check, sockets_of
 from wanstream.host.embedded.load_image import LoadImage
+from wanstream.host.embedded.validate import Socket, own_check, sockets_of
 from wanstream.nodes import WanStreamExtension
 from wanstream.tests.support.embedded import embedded_host, validate_workflow
 from wanstream.tools.comfyui import ComfyUI

@@ -17,7 +17,7 @@ import torch
 
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.ray.pool import RayPool
-from wanstream.nodes.runs.trials import tensor_digest
+from wanstream.nodes.runs.benchmark import tensor_digest
 from wanstream.sampling import DenoiseRequest, StepProgress, denoise
 from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
 from wanstream.schema.refs import path_maps

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from wanstream.cli import main
-from wanstream.cli.exit_codes import DONE, FAILED, INVALID
+from wanstream.cli.arguments import DONE, FAILED, INVALID
 from wanstream.tests.faults.replaced import computing_replaced, named_models
 
 T2V = json.loads((Path(__file__).parents[3] / "workflows" / "api" / "t2v.json").read_text(encoding="utf-8"))

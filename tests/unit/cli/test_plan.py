@@ -12,8 +12,7 @@ import torch
 from wanstream import devices
 from wanstream.cli import main
 from wanstream.cli.arguments import ArgumentError
-from wanstream.cli.plan import best_candidates
-from wanstream.cli.plan_arguments import PlanArguments, offload_job, planned_value_bytes
+from wanstream.cli.plan import PlanArguments, best_candidates, offload_job, planned_value_bytes
 from wanstream.plan import Budgets, OffloadPlan, plan_offload
 from wanstream.plan.machine import GPUS, expected_machine
 from wanstream.schema import TI2V_5B

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from wanstream.cli import main
-from wanstream.cli.plan_arguments import PlanArguments, offload_job
+from wanstream.cli.plan import PlanArguments, offload_job
 from wanstream.plan import Budgets, OffloadPlan, plan_offload
 from wanstream.plan.machine import expected_machine
 from wanstream.plan.parallel_layout import choose_layout, worker_share

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from wanstream.cli.stop_request import StopRequest
+from wanstream.cli.arguments import StopRequest
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.comfy.guider_steps import GuiderSettings, GuiderSteps
+from wanstream.host.comfy.guider_session import GuiderSettings, GuiderSteps
 from wanstream.plan.visits import SkipRule
 from wanstream.sampling import RequestError
 from wanstream.sampling.cache.mag_table import MagTable

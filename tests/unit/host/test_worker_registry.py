@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.host.worker_registry import WorkerRegistry
+from wanstream.host.workers import WorkerRegistry
 from wanstream.schema import Mesh, WorkersRef
 from wanstream.schema.refs import IN_PROCESS
 
@@ -19,7 +19,7 @@ ONE = WorkersRef(count=1, address=IN_PROCESS)
 CPU = torch.device("cpu")
 
 SETUP = """
-from wanstream.host.worker_registry import WorkerRegistry, check_ray
+from wanstream.host.workers import WorkerRegistry, check_ray
 from wanstream.plan import Mesh, WorkersRef
 import torch
 ONE = WorkersRef(count=1, address="in-process")

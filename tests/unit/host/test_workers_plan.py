@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.workers_plan import SharedRun, WorkersPlanCache, plan_workers
+from wanstream.host.workers import SharedRun, WorkersPlanCache, plan_workers
 from wanstream.plan import AutoOffload, Budgets, DoesNotFitError, Machine, OffloadJob
 from wanstream.plan.machine import expected_machine
 from wanstream.schema import T2V_A14B, Mesh, MeshError, OffloadPolicy, VideoShape, WorkersRef

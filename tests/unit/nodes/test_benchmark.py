@@ -19,7 +19,7 @@ from wanstream.host.embedded.adapter import NodeProgress
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
-from wanstream.nodes.runs.trials import tensor_digest
+from wanstream.nodes.runs.benchmark import tensor_digest
 from wanstream.schema import Cancelled, Timeline
 from wanstream.schema.text_format import seconds_text
 from wanstream.tests.support.embedded import embedded_host, run_workflow

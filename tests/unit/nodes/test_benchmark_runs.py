@@ -15,9 +15,8 @@ from wanstream.bench.trial_matrix import MatrixError, TrialMatrix
 from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.driver.worker_group import WorkerFailedError
 from wanstream.host.embedded.adapter import Folders, NodeProgress
-from wanstream.nodes.runs.benchmark import Benchmark, measure, named_runs
+from wanstream.nodes.runs.benchmark import Benchmark, TrialTimes, measure, named_runs
 from wanstream.nodes.runs.run_experts import SamplerRun
-from wanstream.nodes.runs.trials import TrialTimes
 from wanstream.offload import NoRamError
 from wanstream.plan import AutoOffload, DoesNotFitError
 from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, RunState, StepProgress

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.nodes.runs.trials import (
+from wanstream.nodes.runs.benchmark import (
     TrialTimes,
     as_trial,
     describe_request,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from wanstream.cli import main
-from wanstream.cli.exit_codes import DONE, FAILED, INVALID
+from wanstream.cli.arguments import DONE, FAILED, INVALID
 from wanstream.host import io
 from wanstream.host.comfy.user_settings import STRICT, setting_is_on
 from wanstream.host.embedded.run import History, NodeFailedError

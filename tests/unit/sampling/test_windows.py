@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.nodes.runs.trials import describe_request
+from wanstream.nodes.runs.benchmark import describe_request
 from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests, request_job, split_request
 from wanstream.sampling.errors import NoRoomError
 from wanstream.sampling.memory import check_room, tokens_of, working_bytes

@@ -15,8 +15,8 @@ import av
 import pytest
 
 from wanstream.cli import main
+from wanstream.cli.arguments import DONE, FAILED, INTERRUPTED, INVALID
 from wanstream.cli.batch.journal import Lock
-from wanstream.cli.exit_codes import DONE, FAILED, INTERRUPTED, INVALID
 
 T2V = Path(__file__).parents[4] / "workflows" / "api" / "t2v.json"
 SMALL = {"latent": {"width": 32, "height": 32, "frames": 5}, "sampler": {"steps": 2}, "save": {"crf": 30}}

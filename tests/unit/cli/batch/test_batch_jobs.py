@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.batch.jobs import apply_row, single_jobs
-from wanstream.cli.batch.rows import Row, RowError
-from wanstream.host.embedded.checks import Socket
+from wanstream.cli.batch.rows import Row, RowError, apply_row, single_jobs
+from wanstream.host.embedded.validate import Socket
 
 WORKFLOW: dict[str, Any] = {
     "3": {"class_type": "Sampler", "inputs": {"seed": 1, "cfg": 4.5, "model": ["1", 0]}},

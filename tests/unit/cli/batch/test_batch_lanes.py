@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from wanstream.cli import main
-from wanstream.cli.exit_codes import DONE, FAILED, INVALID
+from wanstream.cli.arguments import DONE, FAILED, INVALID
 
 WORKFLOWS = Path(__file__).parents[4] / "workflows" / "api"
 SMALL = {"width": 32, "height": 32, "frames": 5, "steps": 2}

@@ -11,8 +11,8 @@ import av
 import pytest
 
 from wanstream.cli import main
+from wanstream.cli.arguments import DONE, FAILED, INVALID
 from wanstream.cli.batch import command as batch_module
-from wanstream.cli.exit_codes import DONE, FAILED, INVALID
 from wanstream.host.embedded.run import NodeFailedError, Workflow
 from wanstream.nodes.runs.video_file import write_mp4
 from wanstream.tests.faults.replaced import computing_replaced, frames_of, named_models

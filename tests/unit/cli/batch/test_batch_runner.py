@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from wanstream.cli.arguments import StopRequest
 from wanstream.cli.batch import journal as journal_module
 from wanstream.cli.batch.backends.base import (
     Ended,
@@ -28,14 +29,11 @@ from wanstream.cli.batch.backends.base import (
     Unknown,
     UnreachableError,
 )
-from wanstream.cli.batch.jobs import BatchJob
-from wanstream.cli.batch.journal import Journal
-from wanstream.cli.batch.journal_entry import KeptFile, State
+from wanstream.cli.batch.journal import Journal, KeptFile, State
 from wanstream.cli.batch.output_store import OutputStore
 from wanstream.cli.batch.resume import resume
-from wanstream.cli.batch.rows import Row
+from wanstream.cli.batch.rows import BatchJob, Row
 from wanstream.cli.batch.runner import MAX_LOSSES, BackendTimeoutError, Limits, Runner
-from wanstream.cli.stop_request import StopRequest
 
 ROWS = 12
 

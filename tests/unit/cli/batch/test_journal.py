@@ -12,9 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.cli.batch.full_disk import is_full_disk
-from wanstream.cli.batch.journal import DamagedJournalError, Journal, JournalError, Lock, LockedError, copy_of
-from wanstream.cli.batch.journal_entry import Entry, KeptFile, State
+from wanstream.cli.batch.journal import (
+    DamagedJournalError,
+    Entry,
+    Journal,
+    JournalError,
+    KeptFile,
+    Lock,
+    LockedError,
+    State,
+    copy_of,
+    is_full_disk,
+)
 from wanstream.cli.batch.rows import Row
 
 FILE = KeptFile(name="00001.mp4", size=3, sha256="abc")

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.batch.jobs import apply_row, single_jobs
 from wanstream.cli.batch.lanes import LanesError, lane_planner
-from wanstream.cli.batch.rows import Row, read_rows
+from wanstream.cli.batch.rows import Row, apply_row, read_rows, single_jobs
 
 WORKFLOW = json.loads((Path(__file__).parents[4] / "workflows" / "api" / "t2v.json").read_text(encoding="utf-8"))
 

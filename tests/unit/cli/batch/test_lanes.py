@@ -15,13 +15,14 @@ from wanstream.cli.batch.lanes import (
     LANE_LATENT,
     LANE_SAMPLER,
     MAX_LANES,
+    OWN_INPUTS,
+    SAMPLER,
     LanePass,
     LanesError,
     lane_pass,
     lane_passes,
     row_workflow,
 )
-from wanstream.cli.batch.sharing import OWN_INPUTS, SAMPLER
 from wanstream.host.embedded.graph import as_link
 from wanstream.nodes import WanStreamExtension
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from wanstream.cli.batch.media_check import UnreadableFileError
-from wanstream.cli.batch.output_store import OutputStore, file_names
+from wanstream.cli.batch.output_store import OutputStore, UnreadableFileError, file_names
 from wanstream.nodes.runs.video_file import write_mp4
 
 

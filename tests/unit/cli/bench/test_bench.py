@@ -12,12 +12,19 @@ import torch
 
 from wanstream.bench.trial_matrix import TrialMatrix
 from wanstream.cli import main
-from wanstream.cli.bench.cases import BenchCase, LayoutTraits, bench_cases, default_counts, parse_mesh
-from wanstream.cli.bench.experts import bench_request, small_experts
+from wanstream.cli.bench.cases import (
+    BenchCase,
+    LayoutTraits,
+    bench_cases,
+    bench_request,
+    default_counts,
+    parse_mesh,
+    small_experts,
+)
 from wanstream.cli.bench.report import figures, page
 from wanstream.cli.bench.runs import Bench, BenchRun, CaseRuns, run_cases
 from wanstream.distributed.transport.in_process import InProcessPool
-from wanstream.nodes.runs.trials import TrialTimes
+from wanstream.nodes.runs.benchmark import TrialTimes
 from wanstream.schema import MemorySample, Mesh, MeshError, OffloadPolicy, StepRecord, Timeline, VideoShape, WorkersRef
 
 PAIR = LayoutTraits(heads=4, blocks=8, tokens=1600, guided=True, videos=1)

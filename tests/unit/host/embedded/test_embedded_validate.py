@@ -150,7 +150,7 @@ def test_an_unknown_input_is_refused_with_the_nearest_name(validate: Callable[[A
 
 
 def test_long_lists_are_not_told(validate: Callable[[Any], Verdict], tmp_path: Path, nodes: SimpleNamespace) -> None:
-    from wanstream.host.embedded.checks import Socket, value_fault
+    from wanstream.host.embedded.validate import Socket, value_fault
 
     options = {"options": [str(i) for i in range(21)]}
     found = value_fault(Socket(name="x", io_type="COMBO", options=options, required=True), "y")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.nodes.runs.trials import describe_request, job_digest
+from wanstream.nodes.runs.benchmark import describe_request, job_digest
 from wanstream.plan import Machine
 from wanstream.plan.visits import SkipRule
 from wanstream.sampling import DenoiseRequest, RequestError, merge_requests, request_job, working_bytes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.nodes.runs.trials import job_digest
+from wanstream.nodes.runs.benchmark import job_digest
 from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests, split_request
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair

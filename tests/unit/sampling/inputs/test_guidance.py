@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wanstream.distributed.driver.partition import stage_steps
-from wanstream.nodes.runs.trials import describe_request, job_digest
+from wanstream.nodes.runs.benchmark import describe_request, job_digest
 from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests, request_job, split_request
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair

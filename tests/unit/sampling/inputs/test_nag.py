@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
-from wanstream.nodes.runs.trials import describe_request
+from wanstream.nodes.runs.benchmark import describe_request
 from wanstream.sampling import (
     DenoiseRequest,
     RequestError,

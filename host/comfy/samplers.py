@@ -1,4 +1,4 @@
-"""Dry run of a sampler on a tiny latent, to predict the noise levels of its model calls.
+"""ComfyUI's samplers: schedules of noise levels, and the dry run that predicts the model calls of a sampler.
 
 The calls of a sampler depend on its sigmas and not on the latents, except for adaptive samplers. Only ComfyUI's own
 samplers are dry-run: they keep no state between runs, and an error in the dry run would occur in the real run too.
@@ -11,11 +11,40 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import comfy.model_sampling
 import comfy.samplers
 import numpy
 import torch
 
-from ...sampling import RequestError
+from ...sampling import RequestError, check_flow_shift, schedules
+
+
+class FlowSampling(comfy.model_sampling.ModelSamplingDiscreteFlow, comfy.model_sampling.CONST):  # type: ignore[misc]
+    """Noise levels of one flow shift, as the `model_sampling` of ComfyUI's samplers and schedules."""
+
+    def __init__(self, flow_shift: float) -> None:
+        super().__init__()
+        check_flow_shift(flow_shift)
+        self.set_parameters(shift=flow_shift)
+
+
+def schedule_names() -> list[str]:
+    """Return the names of ComfyUI's schedules and, last, "wan", the schedule of Wan2.2 and diffusers."""
+    return [*comfy.samplers.SCHEDULER_NAMES, "wan"]
+
+
+def schedule_sigmas(name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
+    """Return the last `steps` + 1 values of a schedule of int(steps / denoise) steps, float32, on the CPU."""
+    if name == "wan":
+        return schedules.schedule_sigmas(name, steps, denoise, flow_shift)
+    sampling = FlowSampling(flow_shift)
+
+    def make(total: int) -> torch.Tensor:
+        sigmas: torch.Tensor = comfy.samplers.calculate_sigmas(sampling, name, total)
+        return sigmas.cpu()
+
+    return schedules.partial_sigmas(make, steps, denoise)
+
 
 LATENT_SHAPE = (1, 16, 1, 2, 2)
 """Shape of the dry run's latent; five dimensions, because some samplers check them."""
