@@ -10,11 +10,11 @@ from .report import Report, Trial, Variant
 from .report_tables import run_table
 from .results import Result
 from .table import Table
-from .trial_matrix import MOST_AHEAD, MOST_STEPS, Policy, Setting, TrialMatrix, policy_name
+from .trial_matrix import MAX_PREFETCH, MAX_STEPS, Policy, Setting, TrialMatrix, policy_name
 
 __all__ = [
-    "MOST_AHEAD",
-    "MOST_STEPS",
+    "MAX_PREFETCH",
+    "MAX_STEPS",
     "Policy",
     "Report",
     "Result",

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from PIL import Image, ImageDraw, ImageFont
 
-from ..schema import StepRecord, second_digits, seconds_text, size_text
+from ..schema import StepRecord, format_seconds, format_size, second_digits
 from .figures import TOTAL, Spread, held_bytes
 from .report import Report, Variant
 
@@ -145,7 +145,7 @@ def _draw_overview(canvas: _Canvas, report: Report) -> None:
         low, high = left + total.low * scale, left + total.high * scale
         canvas.line(low, y + 15, high, y + 15, "ink")
         ratio = f", {total.median / base.median:.2f}x" if base is not None and base.median and place else ""
-        canvas.text(high + 8, y + 19, f"{seconds_text(total.median)} s{ratio}")
+        canvas.text(high + 8, y + 19, f"{format_seconds(total.median)} s{ratio}")
 
 
 def _draw_panel(canvas: _Canvas, variant: Variant, top: float, seconds: float, memory: int) -> None:
@@ -156,11 +156,11 @@ def _draw_panel(canvas: _Canvas, variant: Variant, top: float, seconds: float, m
     left, right, floor = MARGIN + 48, WIDTH - MARGIN, top + PANEL - 38
     height = floor - top - 56 - STRIP
     hidden = "" if usual.overlap is None else f", {100 * usual.overlap:.0f} % of the transfers hidden"
-    figures = f"{TOTAL.text(total)}, moved {size_text(usual.bytes_moved)}{hidden}"
+    figures = f"{TOTAL.text(total)}, moved {format_size(usual.bytes_moved)}{hidden}"
     canvas.text(MARGIN, top + 22, variant.name, size=14, max_width=560)
     canvas.text(right, top + 22, figures, colour="soft", anchor="rs")
     for part in (0.0, 0.5, 1.0):
-        y, label = floor - part * height, seconds_text(part * seconds, second_digits([seconds]))
+        y, label = floor - part * height, format_seconds(part * seconds, second_digits([seconds]))
         canvas.line(left, y, right, y, "faint")
         canvas.text(left - 8, y + 4, f"{label} s", colour="soft", anchor="rs")
     if not usual.steps:
@@ -214,4 +214,4 @@ def _draw_memory(
     if known:
         name = "RAM" if steps[0].device_bytes is None else "VRAM"
         canvas.text(left - 8, floor - 12, name, colour="memory", anchor="rs")
-        canvas.text(left - 8, floor + 2, size_text(max(nbytes for _, nbytes in known)), colour="memory", anchor="rs")
+        canvas.text(left - 8, floor + 2, format_size(max(nbytes for _, nbytes in known)), colour="memory", anchor="rs")

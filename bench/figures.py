@@ -8,7 +8,16 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from ..schema import MemorySample, StepRecord, Timeline, rate_text, second_digits, seconds_text, share_text, size_text
+from ..schema import (
+    MemorySample,
+    StepRecord,
+    Timeline,
+    format_rate,
+    format_seconds,
+    format_share,
+    format_size,
+    second_digits,
+)
 from .report import Variant
 
 Unit = Literal["s", "bytes", "bytes/s", "share"]
@@ -17,8 +26,8 @@ Unit = Literal["s", "bytes", "bytes/s", "share"]
 def figure_text(value: float, unit: Unit, digits: int) -> str:
     """Format one value with its unit; seconds are formatted without."""
     if unit == "s":
-        return seconds_text(value, digits)
-    return {"bytes": size_text, "bytes/s": rate_text, "share": share_text}[unit](value)
+        return format_seconds(value, digits)
+    return {"bytes": format_size, "bytes/s": format_rate, "share": format_share}[unit](value)
 
 
 @dataclass(frozen=True, kw_only=True)

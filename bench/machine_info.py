@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ..schema import size_text
+from ..schema import format_size
 
 # torch takes seconds to import, and `wanstream plan` writes its tables without it: functions import it.
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def describe_machine(device: torch.device) -> dict[str, str]:
     description = {
         "Device": device_name(device),
         "Processor": f"{processor_name()}, {os.cpu_count()} cores ({torch.get_num_threads()} for torch)",
-        "RAM": size_text(psutil.virtual_memory().total),
+        "RAM": format_size(psutil.virtual_memory().total),
         "System": f"{platform.system()} {platform.release()}",
         "Versions": f"Python {platform.python_version()}, torch {torch.__version__}",
     }
@@ -47,7 +47,7 @@ def device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return "CPU"
     properties = torch.cuda.get_device_properties(device)
-    return f"{properties.name}, {size_text(properties.total_memory)}"
+    return f"{properties.name}, {format_size(properties.total_memory)}"
 
 
 def processor_name() -> str:

@@ -13,9 +13,9 @@ from ..schema import (
     RateRange,
     StepRecord,
     Timeline,
+    format_seconds,
+    format_size,
     second_digits,
-    seconds_text,
-    size_text,
     together,
 )
 from .figures import TOTAL, Figure, Spread, Unit, figure_text, held_bytes, known_figures, over_steady_s, steady_s
@@ -76,7 +76,7 @@ def _predicted(variant: Variant, report: Report) -> str:
         return ""
     wall = variant.predicted.wall_s
     measured = "" if total is None or wall <= 0 else f" (measured: {total.median / wall:.2f}x)"
-    return f"{seconds_text(wall)} s{measured}"
+    return f"{format_seconds(wall)} s{measured}"
 
 
 def _latents(variant: Variant, report: Report) -> str:
@@ -138,9 +138,9 @@ def phase_table(report: Report) -> Table | None:
     rows = tuple(
         (
             phase.name,
-            seconds_text(phase.start_s, digits),
-            seconds_text(phase.wall_s, digits),
-            *("" if nbytes is None else size_text(nbytes) for nbytes in (phase.device_bytes, phase.rss_bytes)),
+            format_seconds(phase.start_s, digits),
+            format_seconds(phase.wall_s, digits),
+            *("" if nbytes is None else format_size(nbytes) for nbytes in (phase.device_bytes, phase.rss_bytes)),
         )
         for phase in report.phases
     )
@@ -199,7 +199,7 @@ def _step_row(steps: Sequence[StepRecord], ends: Sequence[float], phase: str, di
     """Return the cells of one step; `ends` are the times at which the runs finished it."""
     walls, reads = [step.wall_s for step in steps], any(step.read_bytes for step in steps)
     times = (min(walls), max(walls), statistics.median(ends), statistics.median(walls))
-    low, high, end, wall = (seconds_text(value, digits) for value in times)
+    low, high, end, wall = (format_seconds(value, digits) for value in times)
     cells = []
     for name, unit, value in STEP_FIGURES:
         spread = Spread.of(value(step) for step in steps) if reads or name not in READ_COLUMNS else None
@@ -236,7 +236,7 @@ def _over_steady(runs: Sequence[Timeline], place: int, digits: int) -> str:
     steady = Spread.of(steady_s(run, expert) for run in runs)
     if over is None or steady is None:
         return ""
-    seconds = seconds_text(over.median, digits)
+    seconds = format_seconds(over.median, digits)
     sign = "" if seconds.startswith("-") else "+"
     return f": {sign}{seconds} s ({round(100 * over.median / steady.median):+d} %) over a steady step"
 
@@ -263,9 +263,9 @@ def _run_cells(record: StepRecord | Timeline, memory: int | None) -> tuple[str, 
         f"{record.wall_s:.2f}",
         f"{record.stall_s:.2f}",
         f"{record.decode_s:.2f}" if record.decode_s else "",
-        size_text(record.bytes_moved),
-        size_text(record.read_bytes) if record.read_bytes else "",
-        "" if memory is None else size_text(memory),
+        format_size(record.bytes_moved),
+        format_size(record.read_bytes) if record.read_bytes else "",
+        "" if memory is None else format_size(memory),
     )
 
 
@@ -289,7 +289,7 @@ def _histogram(title: str, counted: Sequence[RateRange]) -> Table:
     for low, high in zip(RATE_BORDERS, (*RATE_BORDERS[1:], None), strict=True):
         found = by_border.get(low) or RateRange(from_gb_per_s=low, fetches=0, nbytes=0, busy_s=0.0)
         label = f"over {low} GB/s" if high is None else f"{low}-{high} GB/s"
-        rows.append((label, str(found.fetches), size_text(found.nbytes), f"{seconds_text(found.busy_s, digits)} s"))
+        rows.append((label, str(found.fetches), format_size(found.nbytes), f"{format_seconds(found.busy_s, digits)} s"))
     return Table(title=title, head=("Range", "Fetches", "Data", "Time"), rows=tuple(rows))
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def usual_device() -> torch.device:
+def default_device() -> torch.device:
     """Return the first GPU, or the CPU if there is none."""
     import torch
 
@@ -30,7 +30,7 @@ class Result:
     """Name of the measurement, used in file names."""
     method: str
     figures: Mapping[str, Any]
-    hardware: Mapping[str, Any] = field(default_factory=lambda: hardware(usual_device()))
+    hardware: Mapping[str, Any] = field(default_factory=lambda: hardware(default_device()))
     versions: Mapping[str, str] = field(default_factory=versions)
     date: str = field(default_factory=lambda: date.today().isoformat())
 

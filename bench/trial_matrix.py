@@ -13,8 +13,8 @@ from ..schema import OffloadPolicy
 Policy: TypeAlias = OffloadPolicy | AutoOffload
 
 POLICY_SYNTAX = "layerwise, block_swap N, resident or auto"
-MOST_AHEAD = 8
-MOST_STEPS = 1000
+MAX_PREFETCH = 8
+MAX_STEPS = 1000
 STREAMING = ("layerwise", "block_swap")
 """Kinds of policies that have a prefetch depth."""
 
@@ -57,8 +57,8 @@ class TrialMatrix:
             _check_policy(name)
         matrix = cls(
             policies=names,
-            prefetch=_numbers("prefetch", prefetch, least=0, most=MOST_AHEAD),
-            steps=_numbers("steps", steps, least=1, most=MOST_STEPS),
+            prefetch=_numbers("prefetch", prefetch, least=0, most=MAX_PREFETCH),
+            steps=_numbers("steps", steps, least=1, most=MAX_STEPS),
         )
         if matrix.policies:
             # Refuse a prefetch list without a streaming policy here, not when the run starts. The base does not matter.

@@ -20,7 +20,7 @@ from record import record
 from wanstream.devices import clock_for
 from wanstream.offload.formats.decode import CHUNK_VALUES, decode_tensor
 from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS, QuantFormat
-from wanstream.testing.quantised import random_packs
+from wanstream.testing.quantised import random_groups
 
 SHAPE = (5120, 13824)
 REPEATS = 7
@@ -30,7 +30,7 @@ PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8 cast": torch.float8
 def packs_of(packing: QuantFormat) -> torch.Tensor:
     """Return random packs of the whole matrix."""
     count = SHAPE[0] * SHAPE[1] // packing.values
-    packs = random_packs(GGMLQuantizationType[packing.name], count, np.random.default_rng(0), scale=0.01)
+    packs = random_groups(GGMLQuantizationType[packing.name], count, np.random.default_rng(0), scale=0.01)
     return torch.from_numpy(packs)
 
 

@@ -27,7 +27,7 @@ from wanstream.nodes.runs.video_file import write_mp4
 from wanstream.testing.components import save_vae_file
 from wanstream.testing.weights import make_vae, make_wan22_vae
 from wanstream.wan.latent_space import WAN21, WAN22, LatentSpace
-from wanstream.wan.vae.memory import HEAP_BYTES, fitting_tiling
+from wanstream.wan.vae.memory import HEAP_BYTES, choose_tiling
 from wanstream.wan.vae.tiles import Tiling
 from wanstream.wan.vae.vae import WanVae, open_vae
 
@@ -96,7 +96,7 @@ def measure(case: DecodeCase, budget: int, work: Path, seconds: float) -> dict[s
     latents = case.latents()
     with open_vae(work / "vae.safetensors") as vae:
         needs = vae.decode_needs(latents, to_file=True)
-        tiling = fitting_tiling(needs, budget, shared=True)
+        tiling = choose_tiling(needs, budget, shared=True)
         # Warm-up: read the weights and initialise the libraries.
         for _ in vae.stream(latents[:, :, :1, :2, :2], device="cpu"):
             pass

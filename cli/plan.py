@@ -37,8 +37,8 @@ from ..schema import (
     ExpertShape,
     Mesh,
     OffloadPolicy,
-    rate_text,
-    size_text,
+    format_rate,
+    format_size,
 )
 from .arguments import DONE, FAILED, INVALID, ArgumentError, video_shape
 
@@ -225,14 +225,14 @@ def _table(arguments: PlanArguments, job: OffloadJob, machine: Machine, proposal
             describe_policy(each.worker.policy, job.expert.blocks),
             describe_ram(each.worker.policy),
             f"{each.worker.total_s:.1f} s",
-            size_text(each.worker.device_bytes),
+            format_size(each.worker.device_bytes),
         )
         for each in proposals
     ]
     return "\n".join(
         [
             f"{arguments.workers} workers with {machine.name}, up to {arguments.gpus_per_node} on a machine with "
-            f"{size_text(machine.ram_bytes)} of RAM ({machine.origin})",
+            f"{format_size(machine.ram_bytes)} of RAM ({machine.origin})",
             Table(head=header, rows=tuple(rows)).text(),
             *(f"{_purpose(each.videos)}: {describe_layout(each.mesh)}" for each in proposals),
             "layouts follow the rule in docs/scaling.md; seconds are simulated for one worker and its share of one "
@@ -319,8 +319,8 @@ def plan_table(job: OffloadJob, machine: Machine, chosen: OffloadPlan) -> str:
     misfits = {_describe(job, misfit.policy): misfit.why for misfit in chosen.misfits}
     return "\n".join(
         [
-            f"simulated for {machine.name}, {size_text(machine.ram_bytes)} of RAM, files at "
-            f"{rate_text(machine.disk_bytes_per_s)} ({machine.origin})",
+            f"simulated for {machine.name}, {format_size(machine.ram_bytes)} of RAM, files at "
+            f"{format_rate(machine.disk_bytes_per_s)} ({machine.origin})",
             Table(head=header, rows=rows).text(),
             *(f"does not fit: {words}, because it {why}" for words, why in misfits.items()),
             f"best: {_describe(job, chosen.policy)}: {chosen.reason}",
@@ -347,8 +347,8 @@ def alternatives_table(alternatives: Sequence[Alternative]) -> str:
             each.words,
             f"{each.video_s:.1f} s",
             f"{each.plan.total_s:.1f} s",
-            size_text(each.plan.device_bytes),
-            size_text(each.plan.host_bytes),
+            format_size(each.plan.device_bytes),
+            format_size(each.plan.host_bytes),
         )
         for each in alternatives
         if each.plan is not None
@@ -385,8 +385,8 @@ def _row(job: OffloadJob, candidate: Candidate) -> tuple[str, ...]:
         f"{candidate.total_s:.1f} s",
         f"{candidate.total_s / len(job.experts_of_steps):.2f} s",
         f"{100 * candidate.stall_s / candidate.total_s:.1f} %",
-        size_text(candidate.device_bytes),
-        size_text(candidate.host_bytes),
+        format_size(candidate.device_bytes),
+        format_size(candidate.host_bytes),
         f"+{candidate.switch_s:.1f} s",
     )
 

@@ -13,7 +13,7 @@ from ..bench import Table
 from ..devices import DeviceError, compute_device
 from ..host import Profile, measure_machine
 from ..plan import Machine
-from ..schema import VideoShape, rate_text, size_text
+from ..schema import VideoShape, format_rate, format_size
 from .arguments import DONE, FAILED, INVALID, ArgumentError, video_shape
 
 
@@ -59,8 +59,8 @@ def probe_table(profile: Profile, video: VideoShape) -> str:
 def _figures(machine: Machine, video: VideoShape) -> list[tuple[str, str]]:
     shown = f"{video.width}x{video.height}x{video.frames}"
     return [
-        ("GPU memory", size_text(machine.vram_bytes) if machine.vram_bytes else ""),
-        ("RAM", size_text(machine.ram_bytes)),
+        ("GPU memory", format_size(machine.vram_bytes) if machine.vram_bytes else ""),
+        ("RAM", format_size(machine.ram_bytes)),
         ("RAM to GPU, page-locked, while computing", _rate(machine.h2d_bytes_per_s)),
         ("RAM to GPU, pageable", _rate(machine.h2d_pageable_bytes_per_s)),
         ("GPU to RAM, page-locked", _rate(machine.d2h_bytes_per_s)),
@@ -73,7 +73,7 @@ def _figures(machine: Machine, video: VideoShape) -> list[tuple[str, str]]:
 
 
 def _rate(bytes_per_s: float | None) -> str:
-    return "" if bytes_per_s is None else rate_text(bytes_per_s)
+    return "" if bytes_per_s is None else format_rate(bytes_per_s)
 
 
 def _as_json(profile: Profile) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .available_ram import available_bytes, cgroup_limits, surely_lacks
+from .available_ram import available_bytes, cgroup_limits, insufficient_ram
 from .clock import Clock, DeviceError, DeviceEvent, MemoryMeter, clock_for, compute_device, free_bytes, total_bytes
-from .compute_dtype import AUTO, ComputeDtype, auto_dtype, common_dtype, dtype_name, in_own_dtype, resolved_dtype
+from .compute_dtype import AUTO, ComputeDtype, auto_dtype, common_dtype, dtype_name, resolve_dtype, with_resolved_dtype
 from .oom import forget, is_out_of_memory
 
 __all__ = [
@@ -23,9 +23,9 @@ __all__ = [
     "dtype_name",
     "forget",
     "free_bytes",
-    "in_own_dtype",
+    "insufficient_ram",
     "is_out_of_memory",
-    "resolved_dtype",
-    "surely_lacks",
+    "resolve_dtype",
     "total_bytes",
+    "with_resolved_dtype",
 ]

@@ -74,7 +74,7 @@ def available_bytes(root: Path = ROOT) -> int:
     return min([int(psutil.virtual_memory().available), *cgroup_free_bytes(root)])
 
 
-def surely_lacks(nbytes: int, *, available: int | None = None, root: Path = ROOT) -> int | None:
+def insufficient_ram(nbytes: int, *, available: int | None = None, root: Path = ROOT) -> int | None:
     """Return the available bytes if a process that is estimated to need `nbytes` more would be killed, else None.
 
     A needless refusal is worse than a late one. Free swap and reclaimable kernel caches therefore count as available,

@@ -37,12 +37,12 @@ def auto_dtype(device: torch.device | str | None = None) -> torch.dtype:
     return _gpu_dtype(resolved) if resolved.type == "cuda" else _cpu_dtype()
 
 
-def resolved_dtype(compute_dtype: ComputeDtype, device: torch.device | str | None = None) -> torch.dtype:
+def resolve_dtype(compute_dtype: ComputeDtype, device: torch.device | str | None = None) -> torch.dtype:
     """Return `compute_dtype` itself, or `auto_dtype(device)` for "auto"."""
     return auto_dtype(device) if isinstance(compute_dtype, str) and compute_dtype == AUTO else compute_dtype
 
 
-def in_own_dtype(ref: ExpertsRef, device: torch.device) -> ExpertsRef:
+def with_resolved_dtype(ref: ExpertsRef, device: torch.device) -> ExpertsRef:
     """Return `ref` with "auto" resolved to the `auto_dtype` of `device`, the compute device of this process.
 
     A resolved "auto" and an explicit choice of the same dtype are then equal references. Workers resolve "auto"

@@ -16,11 +16,11 @@ from ..plan import (
     Machine,
     OffloadJob,
     OffloadPlan,
+    calibrate_machine,
     describe_policy,
     describe_ram,
     plan_offload,
     predict,
-    updated_machine,
 )
 from ..schema import ExpertShape, OffloadPolicy, StepRecord
 
@@ -166,7 +166,7 @@ class AutoPlanner:
             if record.expert != job.experts_of_steps[0] or len(job.experts_of_steps) == 1:
                 return None
             first = replace(record, index=0)  # a run may start at a later step
-            self._corrected[key] = corrected = updated_machine(machine, job, plan, first)
+            self._corrected[key] = corrected = calibrate_machine(machine, job, plan, first)
             now = free_memory_now(False).within(auto.budgets, corrected)
             if now.vram_bytes is not None:  # the memory of the plan is allocated already
                 now = replace(now, vram_bytes=max(now.vram_bytes, plan.device_bytes))

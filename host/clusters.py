@@ -9,7 +9,7 @@ from pathlib import Path
 
 import platformdirs
 
-from ..schema import HERE, Cluster, WorkersError, cluster_named, read_clusters
+from ..schema import BUILTIN_CLUSTERS, Cluster, WorkersError, cluster_named, read_clusters
 
 VARIABLE = "WANSTREAM_CLUSTERS"
 """Environment variable with the path of another file."""
@@ -30,12 +30,12 @@ def cluster_names() -> list[str]:
         return list(_clusters())
     except WorkersError as err:
         logger.warning("%s", err)
-        return list(HERE)
+        return list(BUILTIN_CLUSTERS)
 
 
 def cluster(name: object) -> Cluster:
     """Return the entry called `name`. Raises WorkersError with the valid names, or if the list cannot be read."""
-    found = HERE.get(name) if isinstance(name, str) else None
+    found = BUILTIN_CLUSTERS.get(name) if isinstance(name, str) else None
     return found or cluster_named(name, _clusters(), str(clusters_file()))
 
 
@@ -45,7 +45,7 @@ def _clusters() -> dict[str, Cluster]:
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        return dict(HERE)
+        return dict(BUILTIN_CLUSTERS)
     except (OSError, ValueError) as err:
         raise WorkersError(f"the list of clusters {file} cannot be read: {err}") from err
     folder = file.absolute().parent

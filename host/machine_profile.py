@@ -21,7 +21,7 @@ from ..devices import auto_dtype, cgroup_limits, dtype_name
 from ..offload import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
 from ..plan import Machine
 from ..schema import T2V_A14B, ExpertShape, VideoShape
-from ..wan import block_pass, probe_block, sample_block
+from ..wan import block_pass, probe_block, random_block
 from .folders import GGUF_FILES, WEIGHT_FILES
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Pa
 
 def _bus(device: torch.device, expert: ExpertShape) -> BusRates:
     with torch.inference_mode():
-        compute = block_pass(sample_block(expert, device), expert, BUSY_TOKENS, device)
+        compute = block_pass(random_block(expert, device), expert, BUSY_TOKENS, device)
         return probe_bus(device, compute=compute)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..bench import MOST_AHEAD, MOST_STEPS, Report, TrialMatrix, summary
+from ..bench import MAX_PREFETCH, MAX_STEPS, Report, TrialMatrix, summary
 from ..host import current_host, io, search_words
 from . import sockets
 from .decode import name_refusal
@@ -154,12 +154,12 @@ def _matrix_inputs() -> list[io.Input]:
         ),
         io.String.Input(
             "prefetch",
-            tooltip=f"Prefetch depths (0 to {MOST_AHEAD}) to try with layerwise and block_swap: 1, 2. Empty: that of "
+            tooltip=f"Prefetch depths (0 to {MAX_PREFETCH}) to try with layerwise and block_swap: 1, 2. Empty: that of "
             "the run. Each multiplies the runs; one more block ahead costs 0.70 GB in bf16.",
         ),
         io.String.Input(
             "steps",
-            tooltip=f"Numbers of steps (1 to {MOST_STEPS}) to try: 4, 8. Empty: that of the run. Each multiplies the "
+            tooltip=f"Numbers of steps (1 to {MAX_STEPS}) to try: 4, 8. Empty: that of the run. Each multiplies the "
             "runs. Short runs measure a step as well as long ones.",
         ),
     ]

@@ -9,10 +9,18 @@ from typing import Any
 
 import torch
 
-from ..devices import surely_lacks
+from ..devices import insufficient_ram
 from ..host import current_host, io, search_words
-from ..sampling import IMAGE_SEEN, NoRoomError, begun_latent, framed_video, start_end_mask, start_frames, start_mask
-from ..schema import FP32_BYTES, VideoShape, need_text
+from ..sampling import (
+    IMAGE_EMBEDDING_KEY,
+    InsufficientMemoryError,
+    latent_with_first_frames,
+    start_end_mask,
+    start_frames,
+    start_mask,
+    video_with_start_end,
+)
+from ..schema import FP32_BYTES, VideoShape, format_need
 from ..wan import SPACES, WAN21, LatentSpace, open_image_encoder, open_vae
 from .decode import vae_input
 from .inputs import report_once
@@ -80,10 +88,10 @@ def size_refusal(space: LatentSpace = WAN21, **size: object) -> bool | str:
 def check_tensor_ram(nbytes: int, name: str) -> None:
     """Raise NoRoomError for a tensor whose allocation would make the system kill the process."""
     # `torch.zeros` itself would not fail: Linux overcommits memory and kills the process at the first writes.
-    lacking = surely_lacks(nbytes)
+    lacking = insufficient_ram(nbytes)
     if lacking is not None:
-        raise NoRoomError(
-            f"{name} takes {need_text(nbytes)} of RAM, and {need_text(lacking)} are free (swap included): make the "
+        raise InsufficientMemoryError(
+            f"{name} takes {format_need(nbytes)} of RAM, and {format_need(lacking)} are free (swap included): make the "
             "video smaller or shorter, or batch_size smaller"
         )
 
@@ -224,19 +232,21 @@ class WanStreamImageToVideo(io.ComfyNode):
             _check_one_image(end_image, clip_vision)
             return io.NodeOutput(positive, negative, _latent_from_image(path, image, shape, batch_size))
         check_tensor_ram(shape.width * shape.height * shape.frames * 3 * FP32_BYTES, "the video with the start image")
-        video = framed_video(image, end_image, shape)
+        video = video_with_start_end(image, end_image, shape)
         count = len(image)
         mask = start_mask(count, shape) if end_image is None else start_end_mask(count, len(end_image), shape)
         values: dict[str, object] = {"concat_latent_image": encode_here(path, video), "concat_mask": mask}
         if clip_vision != NONE:
             encoder = open_image_encoder(current_host().model_path(clip_vision, "diffusers", "clip_vision"))
-            values[IMAGE_SEEN] = encoder.encode(image[:1], device=current_host().device(), crop=CROPS[clip_crop])
+            values[IMAGE_EMBEDDING_KEY] = encoder.encode(
+                image[:1], device=current_host().device(), crop=CROPS[clip_crop]
+            )
         return io.NodeOutput(_with(positive, values), _with(negative, values), empty_latent(space, shape, batch_size))
 
 
 def _latent_from_image(vae: Path, image: torch.Tensor, shape: VideoShape, batch_size: int) -> dict[str, torch.Tensor]:
     """Return a LATENT of Wan2.2 5B with the images as its first frames and a noise mask that protects them."""
-    return begun_latent(encode_here(vae, start_frames(image, shape)), shape, batch_size)
+    return latent_with_first_frames(encode_here(vae, start_frames(image, shape)), shape, batch_size)
 
 
 def _check_one_image(end_image: torch.Tensor | None, clip_vision: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..devices import AUTO, dtype_name
 from ..host import current_host, io, search_words
 from ..schema import Attention, ExpertsRef, LoraRef, Storage
-from ..wan import STORAGES, expert_suspicions, lora_suspicions
+from ..wan import STORAGES, expert_mismatches, lora_mismatches
 from . import sockets
 from .inputs import attention_input, compile_input, warnings_ui
 
@@ -84,7 +84,7 @@ class WanStreamExperts(io.ComfyNode):
         with current_host().ledger().phase("open", current_host().device()):
             pair = current_host().experts(ref)
         log_auto_dtype(ref, pair)
-        return io.NodeOutput(ref, ui=warnings_ui(expert_suspicions(pair.high, pair.low)))
+        return io.NodeOutput(ref, ui=warnings_ui(expert_mismatches(pair.high, pair.low)))
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> bool:
@@ -225,7 +225,7 @@ class WanStreamLora(io.ComfyNode):
         ref = replace(experts, loras=(*experts.loras, lora))
         # Opened here so that a bad file is reported on this node and not on the sampler.
         pair = current_host().experts(ref)
-        warnings = lora_suspicions(lora.high_noise, lora.low_noise, pair.high, single=experts.single)
+        warnings = lora_mismatches(lora.high_noise, lora.low_noise, pair.high, single=experts.single)
         return io.NodeOutput(ref, ui=warnings_ui(warnings))
 
     @classmethod

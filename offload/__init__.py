@@ -24,7 +24,7 @@ from .host_memory.shared_segment import SharedSegment, sweep
 from .patches import BlockPatch, WeightPatch
 from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
 from .sharding.group import GatherBrokenError, Sharded, StoppedTogether, shard_bytes
-from .sources.base import NoRamError
+from .sources.base import InsufficientRamError
 from .sources.file import FileSource, read_tensors
 from .sources.quantised import QuantisedSource, quantised_format, scale_bytes
 
@@ -42,7 +42,7 @@ __all__ = [
     "FileVersion",
     "GatherBrokenError",
     "HostPages",
-    "NoRamError",
+    "InsufficientRamError",
     "OffloadEngine",
     "PageLockError",
     "QuantFormat",

@@ -14,13 +14,13 @@ from statistics import median
 import torch
 
 from ..devices import clock_for
-from .engine.threads import one_thread_pool
+from .engine.threads import torch_thread_pool
 from .formats.decode import decode_tensor
 from .formats.fp8 import QUANTISED_DTYPE, quantise_rows, work_memory
 from .formats.layout import host_bytes
 from .host_memory.page_lock import CudaPageLock, PageLockError
 from .host_memory.pages import map_memory
-from .sources.quantised import MOST_THREADS
+from .sources.quantised import MAX_THREADS
 from .sources.read_plan import ALIGNMENT, O_DIRECT, ReadPiece
 from .sources.reader import FileReader
 
@@ -147,7 +147,7 @@ def probe_decode(device: torch.device) -> float:
 
 def probe_quantise() -> float:
     """Return the bf16 bytes per second that all threads of a quantised source together convert to fp8."""
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    threads = min(MAX_THREADS, os.cpu_count() or 1)
     values = torch.zeros(SIDE, SIDE, dtype=torch.bfloat16)
     into, scales = torch.empty(SIDE, SIDE, dtype=QUANTISED_DTYPE), torch.empty(SIDE, 1)
     rows = [range(part * SIDE // threads, (part + 1) * SIDE // threads) for part in range(threads)]
@@ -157,7 +157,7 @@ def probe_quantise() -> float:
         part_rows = slice(rows[part].start, rows[part].stop)
         quantise_rows(values[part_rows], into[part_rows], scales[part_rows], work[part])
 
-    with one_thread_pool(threads, "wanstream-probe") as pool:
+    with torch_thread_pool(threads, "wanstream-probe") as pool:
 
         def all_parts() -> None:
             jobs = [pool.submit(quantise, part) for part in range(threads)]

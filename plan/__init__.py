@@ -10,18 +10,18 @@ from .offload_job import AutoOffload, Budgets, OffloadJob
 from .parallel_layout import choose_layout, describe_layout, heads_of, stage_boundaries, worker_share
 from .planner import Candidate, OffloadPlan, describe_policy, describe_ram, plan_offload
 from .predict import predict
-from .profile_update import updated_machine
+from .profile_update import calibrate_machine
 from .ram_program import DIRECT, RamProgram, RamResidency, RunPrograms, compile_ram, plan_ram
-from .shrink import bytes_to_free, eviction_order, fit_policy, smaller_policy, stay_near
-from .transfer_program import AT_ONCE, KEPT, Fetch, TransferProgram, compile_program
+from .shrink import bytes_to_free, eviction_order, keep_near_policy, next_smaller_policy, shrink_to_budget
+from .transfer_program import IMMEDIATE, KEPT, Fetch, TransferProgram, compile_program
 from .verify import check_program, check_ram
 from .visits import TRAIN_TIMESTEPS, BlockKey, SkipRule, Visit, expert_at, skipped_steps, split_at_boundary, step_visits
 from .what_if import Alternative, plan_alternatives
 
 __all__ = [
-    "AT_ONCE",
     "CHUNKS",
     "DIRECT",
+    "IMMEDIATE",
     "KEPT",
     "RAM_SHARE",
     "RAW_SLOTS",
@@ -46,6 +46,7 @@ __all__ = [
     "TransferProgram",
     "Visit",
     "bytes_to_free",
+    "calibrate_machine",
     "check_program",
     "check_ram",
     "choose_layout",
@@ -57,18 +58,17 @@ __all__ = [
     "eviction_order",
     "expected_machine",
     "expert_at",
-    "fit_policy",
     "heads_of",
+    "keep_near_policy",
+    "next_smaller_policy",
     "plan_alternatives",
     "plan_offload",
     "plan_ram",
     "predict",
+    "shrink_to_budget",
     "skipped_steps",
-    "smaller_policy",
     "split_at_boundary",
     "stage_boundaries",
-    "stay_near",
     "step_visits",
-    "updated_machine",
     "worker_share",
 ]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..schema import OffloadPolicy, Residency, need_text, plan_residency
+from ..schema import OffloadPolicy, Residency, format_need, plan_residency
 from .machine import Machine
 from .offload_job import Budgets, OffloadJob
 from .ram_program import RamResidency, plan_ram
@@ -57,17 +57,17 @@ class MemoryNeeds:
 
     def describe_device(self) -> str:
         """Format the device memory as `2 buffers of 0.70 GB + 0.03 GB resident + 4.20 GB to compute in`."""
-        terms = [f"{self.buffers} buffer{'s' * (self.buffers != 1)} of {need_text(self.buffer_bytes)}"]
-        terms.append(f"{need_text(self.resident_bytes)} resident")
+        terms = [f"{self.buffers} buffer{'s' * (self.buffers != 1)} of {format_need(self.buffer_bytes)}"]
+        terms.append(f"{format_need(self.resident_bytes)} resident")
         if self.raw_bytes:
-            terms.append(f"{need_text(self.raw_bytes)} for decoding")
-        terms.append(f"{need_text(self.working_bytes)} to compute in")
+            terms.append(f"{format_need(self.raw_bytes)} for decoding")
+        terms.append(f"{format_need(self.working_bytes)} to compute in")
         return " + ".join(terms)
 
     def describe_host(self) -> str:
         """Format the RAM as `12 slots of 0.70 GB + 0.10 GB resident`."""
-        slots = f"{self.ram_slots} slot{'s' * (self.ram_slots != 1)} of {need_text(self.slot_bytes)}"
-        return slots + (f" + {need_text(self.host_resident_bytes)} resident" if self.host_resident_bytes else "")
+        slots = f"{self.ram_slots} slot{'s' * (self.ram_slots != 1)} of {format_need(self.slot_bytes)}"
+        return slots + (f" + {format_need(self.host_resident_bytes)} resident" if self.host_resident_bytes else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +82,18 @@ class MemoryBudget:
     def shortage(self, needs: MemoryNeeds) -> str | None:
         """Return the reason, with numbers, for which `needs` do not fit; None if they fit."""
         if needs.device_bytes > self.device:
-            return f"needs {needs.describe_device()} = {need_text(needs.device_bytes)}; {need_text(self.device)} given"
+            return (
+                f"needs {needs.describe_device()} = {format_need(needs.device_bytes)}; {format_need(self.device)} given"
+            )
         if self.shared and needs.device_bytes + needs.host_bytes > self.host:
             both = (
                 f"{needs.describe_device()} and {needs.describe_host()}" if needs.ram_slots else needs.describe_device()
             )
-            whole = need_text(needs.device_bytes + needs.host_bytes)
-            return f"needs {both} = {whole} of RAM; {need_text(self.host)} given"
+            whole = format_need(needs.device_bytes + needs.host_bytes)
+            return f"needs {both} = {whole} of RAM; {format_need(self.host)} given"
         if needs.host_bytes > self.host:
-            return f"needs {needs.describe_host()} = {need_text(needs.host_bytes)} of RAM; {need_text(self.host)} given"
+            whole = format_need(needs.host_bytes)
+            return f"needs {needs.describe_host()} = {whole} of RAM; {format_need(self.host)} given"
         return None
 
     def slots(self, needs: MemoryNeeds) -> int:
@@ -142,7 +145,7 @@ def working_bytes(job: OffloadJob, chunk_tokens: int | None) -> int:
         chunk_tokens=chunk_tokens,
         ring=job.ring,
         ulysses=job.ulysses,
-        kept_states=job.kept_states,
+        cached_states=job.cached_states,
     )
 
 

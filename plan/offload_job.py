@@ -40,7 +40,7 @@ class OffloadJob:
     ring: int = 1
     ulysses: int = 1
     """`ring` x `ulysses` workers share the tokens of every lane."""
-    kept_states: int = 0
+    cached_states: int = 0
     """Tensors of the size of a hidden state that a cache keeps for each lane."""
     lanes_of_steps: tuple[int, ...] = ()
     """Lanes of each step if they vary between the steps of an expert, else (). The planner uses `lanes`, the maximum;

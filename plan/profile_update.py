@@ -21,7 +21,7 @@ CORRECTED = ", corrected by a first step"
 BISECTIONS = 24
 
 
-def updated_machine(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> Machine:
+def calibrate_machine(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> Machine:
     """Return `machine` with its rates corrected by the first step of `plan`.
 
     Its compute time gives `flops_per_s`. If its stall differs from the simulated one, the slower route to the device,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..schema import OffloadPolicy, Residency, spread_evenly
-from .transfer_program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
+from .transfer_program import IMMEDIATE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
 from .visits import BlockKey, Visit
 
 DIRECT = -1
@@ -139,7 +139,7 @@ def _merge_programs(visits: Sequence[Visit], *parts: tuple[Sequence[int], int, T
     untouched: dict[int, BlockKey] = {}
     for numbers, first_slot, part in parts:
         for block, slot, start_after, needed_by, last in part.fetches:
-            start = AT_ONCE if start_after == AT_ONCE else numbers[start_after]
+            start = IMMEDIATE if start_after == IMMEDIATE else numbers[start_after]
             fetches.append(Fetch(block, first_slot + slot, start, numbers[needed_by], numbers[last]))
         for number, slot, fetch in zip(numbers, part.visit_buffer, part.visit_fetch, strict=True):
             slot_of[number] = first_slot + slot

@@ -13,7 +13,7 @@ MIN_PREFETCH = 1
 """Smallest prefetch depth of a shrunk policy, unless the user chose 0: without it nothing overlaps."""
 
 
-def fit_policy(
+def shrink_to_budget(
     policy: OffloadPolicy,
     block_counts: Mapping[str, int],
     *,
@@ -33,7 +33,7 @@ def fit_policy(
     return smallest
 
 
-def stay_near(
+def keep_near_policy(
     present: OffloadPolicy, fitted: OffloadPolicy, *, budget: float, device_bytes: Callable[[OffloadPolicy], int]
 ) -> OffloadPolicy:
     """Return `present` if it is within `budget` bytes and `fitted` has at most one resident block more, else `fitted`.
@@ -63,7 +63,7 @@ def _with(policy: OffloadPolicy, kind: PolicyKind, *, ahead: int, swapped: int =
     return replace(policy, kind=kind, prefetch_blocks=ahead, blocks_to_swap=swapped)
 
 
-def smaller_policy(
+def next_smaller_policy(
     policy: OffloadPolicy,
     block_counts: Mapping[str, int],
     *,
@@ -73,12 +73,13 @@ def smaller_policy(
 ) -> OffloadPolicy | None:
     """Return the nearest policy that takes `missing` bytes less of the device, or None if no policy is smaller.
 
-    The number of residents is reduced first, then the prefetch depth, as in `fit_policy`. The result is used even if it
+    The number of residents is reduced first, then the prefetch depth, as in `shrink_to_budget`. The result is used
+    even if it
     saves less than `missing`, because more memory may be free than was reported. Last, fewer of the `tokens` of a lane
     go through feed-forward and norms at once, which costs time in every block.
     """
     present = device_bytes(policy)
-    fitted = fit_policy(policy, block_counts, budget=present - max(1, missing), device_bytes=device_bytes)
+    fitted = shrink_to_budget(policy, block_counts, budget=present - max(1, missing), device_bytes=device_bytes)
     if device_bytes(fitted) < present:
         return fitted
     at_once = tokens if policy.chunk_tokens is None else min(tokens, policy.chunk_tokens)

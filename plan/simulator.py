@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..schema import StepRecord, Timeline, run_phases
 from .memory import RAW_SLOTS
 from .ram_program import DIRECT, RamProgram
-from .transfer_program import AT_ONCE, KEPT, TransferProgram
+from .transfer_program import IMMEDIATE, KEPT, TransferProgram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class Queues:
         self._left_file.append(ready)
         if self._hardware.decode_computes and visit is not None and visit != DIRECT:
             return ready
-        buffer_free = 0.0 if fetch.start_after == AT_ONCE else self._done[fetch.start_after]
+        buffer_free = 0.0 if fetch.start_after == IMMEDIATE else self._done[fetch.start_after]
         decodes = self._decode_s[expert] > 0 and not self._hardware.decode_computes
         # A block that is decoded on arrival crosses the bus into a raw slot; only its decoding waits for the buffer.
         start = max(self._bus_free, ready, self._decoded[-RAW_SLOTS] if decodes else buffer_free)
@@ -189,7 +189,7 @@ class Queues:
         if len(self._read) == len(fetches):
             return None
         after = fetches[len(self._read)].start_after
-        slot_free = 0.0 if after == AT_ONCE else self._slot_free[after]
+        slot_free = 0.0 if after == IMMEDIATE else self._slot_free[after]
         return None if slot_free is None else max(self._disk_free, slot_free)
 
     def _read_next(self, start: float) -> None:

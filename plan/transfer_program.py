@@ -75,7 +75,7 @@ def max_overlap(lifetimes: Sequence[Lifetime]) -> int:
     return max(accumulate(change))
 
 
-AT_ONCE = -1
+IMMEDIATE = -1
 """`start_after` of a fetch that waits for no visit of the program."""
 
 KEPT = -1
@@ -89,7 +89,7 @@ class ProgramError(ValueError):
 class Fetch(NamedTuple):
     """Transfer of one block into one buffer.
 
-    It may start when visit `start_after` is done (`AT_ONCE`: immediately) and must be complete before visit
+    It may start when visit `start_after` is done (`IMMEDIATE`: immediately) and must be complete before visit
     `needed_by`; the buffer is free again when visit `last` is done. All three are indices into the program's visits.
     """
 
@@ -221,7 +221,7 @@ def _assign_buffers(
             buffer_of.append(kept[number])
             fetch_of.append(KEPT)
             continue
-        free_since, buffer = (AT_ONCE, idle.popleft()) if idle else heappop(busy)
+        free_since, buffer = (IMMEDIATE, idle.popleft()) if idle else heappop(busy)
         assert free_since < lifetime.first, "more lifetimes overlap than there are buffers"
         heappush(busy, (lifetime.last, buffer))
         buffer_of.append(buffer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .ram_program import DIRECT, RamProgram
-from .transfer_program import AT_ONCE, KEPT, ProgramError, TransferProgram
+from .transfer_program import IMMEDIATE, KEPT, ProgramError, TransferProgram
 
 
 def check_program(program: TransferProgram) -> None:
@@ -27,7 +27,7 @@ def check_ram(program: TransferProgram, ram: RamProgram) -> None:
     check_program(ram.program)
     if len(ram.visit_of_fetch) != len(program.fetches):
         raise ProgramError(f"{len(program.fetches)} fetches, but {len(ram.visit_of_fetch)} of them are served from RAM")
-    due, needed_by, visits = 0, AT_ONCE, len(ram.program.visits)
+    due, needed_by, visits = 0, IMMEDIATE, len(ram.program.visits)
     for number, (fetch, visit) in enumerate(zip(program.fetches, ram.visit_of_fetch, strict=True)):
         if visit == DIRECT:
             continue
@@ -87,10 +87,10 @@ def _check_visits(program: TransferProgram) -> None:
 
 def _check_queue(program: TransferProgram) -> None:
     """Check that a queue that processes the fetches in this order cannot deadlock."""
-    waited_for = AT_ONCE
+    waited_for = IMMEDIATE
     for number, fetch in enumerate(program.fetches):
         waited_for = max(waited_for, fetch.start_after)
-        if fetch.start_after < AT_ONCE or waited_for >= fetch.needed_by:
+        if fetch.start_after < IMMEDIATE or waited_for >= fetch.needed_by:
             raise ProgramError(
                 f"fetch {number} is needed by visit {fetch.needed_by}, "
                 f"but the queue reaches it only after visit {waited_for}"
@@ -103,7 +103,7 @@ def _check_buffers(program: TransferProgram) -> None:
         program.visit_buffer[visit]: visit for visit, number in enumerate(program.visit_fetch) if number == KEPT
     }
     for number, fetch in enumerate(program.fetches):
-        if fetch.start_after < occupied_until.get(fetch.buffer, AT_ONCE):
+        if fetch.start_after < occupied_until.get(fetch.buffer, IMMEDIATE):
             raise ProgramError(
                 f"fetch {number} may start after visit {fetch.start_after}, "
                 f"but its buffer {fetch.buffer} is read until visit {occupied_until[fetch.buffer]}"

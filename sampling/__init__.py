@@ -5,15 +5,15 @@ from __future__ import annotations
 from .cache.base import CachedCalls
 from .cache.calibrate import calibrate, calibration_bytes, calibration_job
 from .cache.mag_table import NEAR_SIGMA, MagTable
-from .cache.settings import PRESETS, CacheSettings, FirstBlockCache, MagCache, cached_policy
+from .cache.settings import PRESETS, CacheSettings, FirstBlockCache, MagCache, policy_with_cache
 from .context_windows import StepWindows, computed_shape
 from .denoise import DenoiseResult, denoise, denoise_part
-from .errors import NonFiniteLatentError, NoRoomError, RequestError, SamplingCancelled, SmallerPolicyError
+from .errors import InsufficientMemoryError, NonFiniteLatentError, RequestError, SamplingCancelled, SmallerPolicyError
 from .estimate import cached_job, offload_job, predicted_calls, predicted_timeline, request_job
 from .inputs.batching import merge_requests, split_request
-from .inputs.checks import check_guidance, check_step_plan, check_windows, check_windows_stay
-from .inputs.conditioning import IMAGE_SEEN, NativeInputs, native_inputs, native_latent, single_entry
-from .inputs.first_frame import begun_latent, framed_video, start_end_mask, start_frames, start_mask
+from .inputs.checks import check_guidance, check_step_plan, check_windows, check_windows_repeat
+from .inputs.conditioning import IMAGE_EMBEDDING_KEY, NativeInputs, native_inputs, native_latent, single_entry
+from .inputs.first_frame import latent_with_first_frames, start_end_mask, start_frames, start_mask, video_with_start_end
 from .inputs.model_checks import check_fits
 from .inputs.request import DenoiseRequest, Guidance, check_nag, parse_scales
 from .loop.denoiser import StepProgress
@@ -26,7 +26,7 @@ from .schedules import SCHEDULES, check_flow_shift, check_steps, schedule_sigmas
 from .solvers import SOLVERS
 
 __all__ = [
-    "IMAGE_SEEN",
+    "IMAGE_EMBEDDING_KEY",
     "LOCAL_FORWARD",
     "NEAR_SIGMA",
     "PRESETS",
@@ -40,13 +40,13 @@ __all__ = [
     "DenoiseResult",
     "FirstBlockCache",
     "Guidance",
+    "InsufficientMemoryError",
     "LaneInputs",
     "LaneName",
     "MagCache",
     "MagTable",
     "ModelCalls",
     "NativeInputs",
-    "NoRoomError",
     "NonFiniteLatentError",
     "ParallelForward",
     "RequestError",
@@ -58,9 +58,7 @@ __all__ = [
     "SmallerPolicyError",
     "StepProgress",
     "StepWindows",
-    "begun_latent",
     "cached_job",
-    "cached_policy",
     "calibrate",
     "calibration_bytes",
     "calibration_job",
@@ -72,17 +70,18 @@ __all__ = [
     "check_step_plan",
     "check_steps",
     "check_windows",
-    "check_windows_stay",
+    "check_windows_repeat",
     "computed_shape",
     "denoise",
     "denoise_part",
-    "framed_video",
     "lane_names",
+    "latent_with_first_frames",
     "merge_requests",
     "native_inputs",
     "native_latent",
     "offload_job",
     "parse_scales",
+    "policy_with_cache",
     "predicted_calls",
     "predicted_timeline",
     "prefetch_embeddings",
@@ -95,5 +94,6 @@ __all__ = [
     "start_frames",
     "start_mask",
     "tokens_of",
+    "video_with_start_end",
     "working_bytes",
 ]

@@ -30,7 +30,7 @@ class NonFiniteLatentError(ValueError, StoppedTogether):
     """The latent contains NaN or infinity after a step."""
 
 
-class NoRoomError(ValueError, torch.OutOfMemoryError):
+class InsufficientMemoryError(ValueError, torch.OutOfMemoryError):
     """Too little device memory even for the smallest policy; the message lists the policies that were tried.
 
     It is an OutOfMemoryError too, so that hosts unload other models as they do for torch's own error.

@@ -12,7 +12,7 @@ from ..plan import RAW_SLOTS, Machine, OffloadJob, predict
 from ..schema import HEAD_DIM, ExpertShape, OffloadPolicy, StepRecord, Timeline
 from ..wan import ExpertPair
 from .cache.magcache import MagSteps
-from .cache.settings import CacheSettings, FirstBlockCache, MagCache, cached_policy
+from .cache.settings import CacheSettings, FirstBlockCache, MagCache, policy_with_cache
 from .inputs.request import DenoiseRequest
 from .loop.lanes import names_at
 from .loop.parallel import LOCAL_FORWARD
@@ -37,7 +37,7 @@ def cached_job(job: OffloadJob, pair: ExpertPair, cache: CacheSettings | None) -
         return job
     # The first block is resident with this cache. Under a policy with residents this counts one buffer too many.
     first = pair.computed_bytes if isinstance(cache, FirstBlockCache) else 0
-    return replace(job, kept_states=cache.kept_states, resident_bytes=job.resident_bytes + first)
+    return replace(job, cached_states=cache.cached_states, resident_bytes=job.resident_bytes + first)
 
 
 def _guided(request: DenoiseRequest, expert: str) -> bool:
@@ -109,7 +109,7 @@ def predicted_timeline(
         ValueError: the policy does not fit the experts.
     """
     step_plan, job = request.step_plan, request_job(pair, request, device)
-    policy = cached_policy(policy, request.cache)
+    policy = policy_with_cache(policy, request.cache)
     if isinstance(request.cache, MagCache):
         stages = {step: (step_plan.experts[step], names_at(request, step)) for step in step_plan.steps}
         skips = MagSteps(request.cache, LOCAL_FORWARD).known_skips(stages)
@@ -141,7 +141,7 @@ def _simulated(
     device: torch.device,
 ) -> Timeline:
     """Simulate `job`; `places` has the number and the noise level of each step."""
-    engine = pair.present_engine(policy, compute_device(device))
+    engine = pair.current_engine(policy, compute_device(device))
     programs = None if engine is None else engine.programs(job.visits)
     simulated = predict(job, machine, policy, programs=programs, by_step=True).timeline
     found = {step.index: step for step in simulated.steps}

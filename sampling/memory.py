@@ -8,12 +8,12 @@ from math import prod
 
 import torch
 
-from ..devices import available_bytes, free_bytes, surely_lacks
-from ..plan import CHUNKS, fit_policy
+from ..devices import available_bytes, free_bytes, insufficient_ram
+from ..plan import CHUNKS, shrink_to_budget
 from ..schema import FP32_BYTES, HEAD_DIM, PATCH, ExpertShape, OffloadPolicy
 from ..wan import ExpertPair
 from .cache.settings import CacheSettings
-from .errors import NoRoomError
+from .errors import InsufficientMemoryError
 from .inputs.request import DenoiseRequest
 from .loop.parallel import WHOLE_STEP, Share
 
@@ -26,7 +26,7 @@ def working_bytes(
     chunk_tokens: int | None = None,
     share: Share = WHOLE_STEP,
     cache: CacheSettings | None = None,
-    kept_states: int = 0,
+    cached_states: int = 0,
 ) -> int:
     """Estimate the bytes in addition to the weights for steps on latents of `shape` [B, 16, T, h, w].
 
@@ -46,7 +46,7 @@ def working_bytes(
         chunk_tokens=chunk_tokens,
         ring=share.ring,
         ulysses=share.ulysses,
-        kept_states=kept_states + (0 if cache is None else cache.kept_states),
+        cached_states=cached_states + (0 if cache is None else cache.cached_states),
     )
 
 
@@ -109,7 +109,7 @@ def check_room(
         if fitting
         else "Not even one of them would fit: make the video smaller or shorter"
     )
-    raise NoRoomError(
+    raise InsufficientMemoryError(
         f"{request.batch} videos at once need {_gb(needed(request.batch))} of working memory and {_gb(weights)} for "
         f"weights in the fewest buffers; {_gb(available + weights)} are free for both. {remedy}, or close other "
         "programs that use the device"
@@ -147,17 +147,17 @@ def check_step_ram(
         return max(0, pair.device_bytes(policy, device=device) - pair.loaded_bytes), working + latents
 
     weights, working = needs(policy)
-    lacking = surely_lacks(weights + working, available=available)
+    lacking = insufficient_ram(weights + working, available=available)
     if lacking is None:
         return
     smallest, _ = _smallest(pair, policy, tokens_of(shape), device)
-    fits = surely_lacks(sum(needs(smallest)), available=lacking) is None
+    fits = insufficient_ram(sum(needs(smallest)), available=lacking) is None
     remedy = (
         "Choose Wan Auto Offload, which computes fewer tokens at once (a smaller policy, with chunk_tokens, in Python)"
         if fits
         else "Make the video smaller or shorter, or use context windows"
     )
-    raise NoRoomError(
+    raise InsufficientMemoryError(
         f"a step needs about {_gb(working)} of RAM in addition to {_gb(weights)} for weights, and {_gb(lacking)} are "
         f"free (swap included): the system would end this process. {remedy}, or close other programs"
     )
@@ -167,7 +167,7 @@ def _smallest(
     pair: ExpertPair, policy: OffloadPolicy, tokens: int, device: torch.device
 ) -> tuple[OffloadPolicy, int | None]:
     """Return the smallest policy that a run would fall back to from `policy`, and its `chunk_tokens`."""
-    smallest = fit_policy(
+    smallest = shrink_to_budget(
         policy, pair.block_counts, budget=0, device_bytes=lambda each: pair.device_bytes(each, device=device)
     )
     fewest = min(chunk for chunk in CHUNKS if chunk is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .clusters import HERE, Cluster, check_address, cluster_named, host_and_port, is_loopback, read_clusters
+from .clusters import BUILTIN_CLUSTERS, Cluster, check_address, cluster_named, host_and_port, is_loopback, read_clusters
 from .context_windows import BLENDS, ContextWindows, Windows
 from .errors import Cancelled, StateError
 from .mesh import Mesh, MeshError, check_mesh
@@ -44,7 +44,7 @@ from .shapes import (
     ExpertShape,
     VideoShape,
 )
-from .text_format import need_text, rate_text, second_digits, seconds_text, share_text, size_text
+from .text_format import format_need, format_rate, format_seconds, format_share, format_size, second_digits
 from .timeline import (
     PHASES,
     RATE_BORDERS,
@@ -62,11 +62,11 @@ from .version import VERSION
 __all__ = [
     "BF16_BYTES",
     "BLENDS",
+    "BUILTIN_CLUSTERS",
     "FP32_BYTES",
     "FRAMES_PER_LATENT",
     "GOALS",
     "HEAD_DIM",
-    "HERE",
     "IMAGE_TOKENS",
     "IN_PROCESS",
     "LOCAL",
@@ -117,18 +117,18 @@ __all__ = [
     "check_mesh",
     "cluster_named",
     "describe_workers",
+    "format_need",
+    "format_rate",
+    "format_seconds",
+    "format_share",
+    "format_size",
     "host_and_port",
     "is_loopback",
-    "need_text",
     "plan_residency",
     "rate_range",
-    "rate_text",
     "read_clusters",
     "run_phases",
     "second_digits",
-    "seconds_text",
-    "share_text",
-    "size_text",
     "spread_evenly",
     "together",
 ]

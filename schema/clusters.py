@@ -35,7 +35,7 @@ class Cluster:
     paths: tuple[PathMap, ...] = ()
 
 
-HERE = {LOCAL: Cluster(address=LOCAL), IN_PROCESS: Cluster(address=IN_PROCESS)}
+BUILTIN_CLUSTERS = {LOCAL: Cluster(address=LOCAL), IN_PROCESS: Cluster(address=IN_PROCESS)}
 """Built-in entries: this machine."""
 
 
@@ -50,7 +50,7 @@ def read_clusters(text: str, source: str) -> dict[str, Cluster]:
         raise WorkersError(f"{source} is not JSON ({err}): write {{}} into it for an empty list") from err
     if not isinstance(listed, dict):
         raise WorkersError(f'{source} is not a list of clusters: write {{"name": {{"address": "host:port"}}}}')
-    return {**HERE, **{name: _cluster(name, entry, source) for name, entry in listed.items()}}
+    return {**BUILTIN_CLUSTERS, **{name: _cluster(name, entry, source) for name, entry in listed.items()}}
 
 
 def cluster_named(name: object, clusters: Mapping[str, Cluster], source: str) -> Cluster:
@@ -68,7 +68,7 @@ def check_address(address: str, *, beyond_loopback: bool, token_file: str) -> No
 
     `beyond_loopback` and `token_file` are refused for workers of this machine.
     """
-    if address in HERE:
+    if address in BUILTIN_CLUSTERS:
         if beyond_loopback or token_file:
             raise WorkersError(
                 f"workers at {address!r} listen on 127.0.0.1 only and generate their own token: set remote_machines "
@@ -120,8 +120,8 @@ def is_loopback(host: str) -> bool:
 
 def _cluster(name: str, entry: Any, source: str) -> Cluster:
     where = f"the entry {name!r} of {source}"
-    if not name.strip() or name in HERE:
-        raise WorkersError(f"{where} cannot have that name: use a name other than {' and '.join(HERE)}")
+    if not name.strip() or name in BUILTIN_CLUSTERS:
+        raise WorkersError(f"{where} cannot have that name: use a name other than {' and '.join(BUILTIN_CLUSTERS)}")
     kinds: dict[str, type] = {**REQUIRED, **OPTIONAL}
     if not isinstance(entry, dict) or not REQUIRED.keys() <= entry.keys() <= kinds.keys():
         raise WorkersError(f"{where} must have {', '.join(REQUIRED)} and may have {', '.join(OPTIONAL)}, nothing else")

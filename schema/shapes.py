@@ -169,7 +169,7 @@ class ExpertShape:
         chunk_tokens: int | None = None,
         ring: int = 1,
         ulysses: int = 1,
-        kept_states: int = 0,
+        cached_states: int = 0,
     ) -> int:
         """Return the peak device memory of a step's activations, in addition to the weights.
 
@@ -200,7 +200,7 @@ class ExpertShape:
         rotary = tokens * 2 * HEAD_DIM * FP32_BYTES
         # Hidden states of the lanes that are not in the block, and embedded texts, in rows of D values.
         waiting = (lanes - 1) * local_tokens + tokens - local_tokens + (2 * lanes + 2) * TEXT_TOKENS
-        waiting += kept_states * lanes * local_tokens
+        waiting += cached_states * lanes * local_tokens
         if self.image_width is not None:
             # Every lane has one tensor of image and text rows, and a block their keys and values.
             waiting += (lanes + 2) * (TEXT_TOKENS + IMAGE_TOKENS)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
-def size_text(nbytes: float) -> str:
+def format_size(nbytes: float) -> str:
     """Format bytes in decimal units with three digits: 702800000 -> "703 MB"."""
     size, unit = float(nbytes), 0
     while size >= 999.5 and unit < len(_UNITS) - 1:
@@ -16,17 +16,17 @@ def size_text(nbytes: float) -> str:
     return f"{size:.{digits}f} {_UNITS[unit]}"
 
 
-def need_text(nbytes: float) -> str:
+def format_need(nbytes: float) -> str:
     """Format bytes in GB with two decimals, so that a need and a slightly smaller budget read differently."""
     return f"{nbytes / 1e9:.2f} GB"
 
 
-def rate_text(bytes_per_s: float) -> str:
+def format_rate(bytes_per_s: float) -> str:
     """Format bytes per second: 24600000000 -> "24.6 GB/s"."""
-    return f"{size_text(bytes_per_s)}/s"
+    return f"{format_size(bytes_per_s)}/s"
 
 
-def share_text(share: float) -> str:
+def format_share(share: float) -> str:
     """Format a share in percent: 0.125 -> "12.5 %"."""
     return f"{100 * share:.1f} %"
 
@@ -37,7 +37,7 @@ def second_digits(values: Iterable[float]) -> int:
     return next((digits for digits, least in enumerate((100.0, 1.0, 0.1), start=1) if most >= least), 4)
 
 
-def seconds_text(value: float, digits: int | None = None) -> str:
+def format_seconds(value: float, digits: int | None = None) -> str:
     """Format seconds without their unit, with `digits` decimals or as many as suit the value."""
     places = second_digits([value]) if digits is None else digits
     # + 0.0 turns -0.0 into 0.0: a rounded zero must not have a sign.

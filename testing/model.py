@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
-from ..schema import size_text
+from ..schema import format_size
 from ..wan import HEADS, PREFIX, WIDTH
 from .components import (
     link_components,
@@ -177,8 +177,8 @@ class TinyModel:
     def summary(self) -> str:
         """Return a line for each file of weights, and one for the total."""
         weights = {path: nbytes for path, nbytes in self.files.items() if path.suffix == ".safetensors"}
-        lines = [f"{size_text(nbytes):>8}  {path}" for path, nbytes in weights.items()]
-        return "\n".join([*lines, f"{size_text(self.nbytes):>8}  on disk, in {self.folder}"])
+        lines = [f"{format_size(nbytes):>8}  {path}" for path, nbytes in weights.items()]
+        return "\n".join([*lines, f"{format_size(self.nbytes):>8}  on disk, in {self.folder}"])
 
 
 def write_tiny_model(

@@ -199,7 +199,7 @@ def save_expert_gguf(
     return dequantised
 
 
-def random_packs(
+def random_groups(
     kind: GGMLQuantizationType, count: int, random: np.random.Generator, *, scale: float = 1.0
 ) -> npt.NDArray[np.uint8]:
     """Return random packs of a quantised type, [count, bytes], with the given scale."""
@@ -216,8 +216,8 @@ def _random_packs(
 ) -> npt.NDArray[np.uint8]:
     """Return random packs with the shape and standard deviation of `values`: [..., bytes of a row]."""
     per_pack, pack_bytes = GGML_QUANT_SIZES[kind]
-    spread = float(dequantize(random_packs(kind, 256, random), kind).std())
-    packs = random_packs(kind, values.size // per_pack, random, scale=float(values.std()) / spread)
+    spread = float(dequantize(random_groups(kind, 256, random), kind).std())
+    packs = random_groups(kind, values.size // per_pack, random, scale=float(values.std()) / spread)
     return packs.reshape(*values.shape[:-1], values.shape[-1] // per_pack * pack_bytes)
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from .arrange import NOTE, NOTE_TYPE, Box, Layout, Size, columns, least_size, models_of, note, place
-from .comfyui import ROOT, NoComfyUIError, find_comfyui, furnish, running_server
+from .comfyui import ROOT, NoComfyUIError, find_comfyui, populate, running_server
 from .frontend import CLASSIC, EMPTY, NODES_2, Frontend, NoBrowserError, opened_frontend, running_browser
 from .graphs import numbered
-from .shown_run import furnish_results, show_run
+from .shown_run import populate_results, show_run
 from .thumbnails import thumbnail
 
 WORKFLOWS = ROOT / "workflows"
@@ -101,8 +101,8 @@ def main(names: Sequence[str]) -> int:
 
 def build(files: Sequence[Path], base: Path) -> None:
     """Build each of these API files, with a server whose base directory is `base`."""
-    furnish(base)
-    furnish_results(base)
+    populate(base)
+    populate_results(base)
     width, height = VIEW
     heights: dict[Path, list[float]] = {}
     with running_browser() as browser, running_server(find_comfyui(), base) as server:

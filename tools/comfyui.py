@@ -27,7 +27,7 @@ PACK = "WanStream"
 """Name of the pack's folder, which is the title of its section in the template browser."""
 
 
-def furnish(base: Path) -> None:
+def populate(base: Path) -> None:
     """Put this pack, the test model and a picture into a base directory."""
     for folder in ("custom_nodes", "input", "output"):
         (base / folder).mkdir()

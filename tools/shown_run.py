@@ -44,7 +44,7 @@ DISPATCH = """async ([events, previews, [width, height]]) => {
 SHOWN_MS = 1500
 
 
-def furnish_results(base: Path) -> None:
+def populate_results(base: Path) -> None:
     """Write a video into the output folder of a base directory, for nodes to show."""
     width, height = VIDEO_SIZE
     write_mp4(base / "output" / VIDEO, [torch.zeros(height, width, 3)], fps=16, crf=30, metadata={})

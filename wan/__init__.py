@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from .checkpoint.key_names import native_transformer_name
 from .checkpoint.meta_model import NoInitialValues
-from .checkpoint.mismatches import expert_suspicions, lora_suspicions
+from .checkpoint.mismatches import expert_mismatches, lora_mismatches
 from .experts.engine import ExpertEngine
 from .experts.open import ExpertsRegistry, open_experts, open_pair
 from .experts.pair import ExpertPair
 from .experts.storage import STORAGES
 from .image_encoder import HEADS, PREFIX, WIDTH, open_image_encoder
 from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normalise, space_of
-from .text.embedding_cache import KeptTexts
+from .text.embedding_cache import EmbeddingCache
 from .text.encoder import open_text_encoder
 from .transformer.forward import BlockCache, Lane, SkipDecision, forward_lanes
 from .transformer.kernels import ATTENTIONS
 from .transformer.nag import Nag, attach_nag
 from .transformer.per_frame_timestep import frame_timesteps
-from .transformer.probe import block_pass, probe_block, sample_block
-from .vae.memory import GB, HEAP_BYTES, DecodeNeeds, VaeRoomError, fitting_tiling, shared_tiling
+from .transformer.probe import block_pass, probe_block, random_block
+from .vae.memory import GB, HEAP_BYTES, DecodeNeeds, VaeMemoryError, choose_tiling, shared_tiling
 from .vae.tiles import TileBlender, Tiling, TilingError, crop, empty_frames
-from .vae.vae import NoRoomToDecodeError, WanVae, check_latents, in_words, open_vae, with_smaller_tiles
+from .vae.vae import DecodeOutOfMemoryError, WanVae, check_latents, describe_tiling, open_vae, retry_with_smaller_tiles
 from .vae.weights import family_of, native_vae_name, native_wan22_vae_name
 
 __all__ = [
@@ -36,34 +36,34 @@ __all__ = [
     "WIDTH",
     "BlockCache",
     "DecodeNeeds",
+    "DecodeOutOfMemoryError",
+    "EmbeddingCache",
     "ExpertEngine",
     "ExpertPair",
     "ExpertsRegistry",
-    "KeptTexts",
     "Lane",
     "LatentSpace",
     "Nag",
     "NoInitialValues",
-    "NoRoomToDecodeError",
     "SkipDecision",
     "TileBlender",
     "Tiling",
     "TilingError",
-    "VaeRoomError",
+    "VaeMemoryError",
     "WanVae",
     "attach_nag",
     "block_pass",
     "check_latents",
+    "choose_tiling",
     "crop",
     "denormalise",
+    "describe_tiling",
     "empty_frames",
-    "expert_suspicions",
+    "expert_mismatches",
     "family_of",
-    "fitting_tiling",
     "forward_lanes",
     "frame_timesteps",
-    "in_words",
-    "lora_suspicions",
+    "lora_mismatches",
     "native_transformer_name",
     "native_vae_name",
     "native_wan22_vae_name",
@@ -74,8 +74,8 @@ __all__ = [
     "open_text_encoder",
     "open_vae",
     "probe_block",
-    "sample_block",
+    "random_block",
+    "retry_with_smaller_tiles",
     "shared_tiling",
     "space_of",
-    "with_smaller_tiles",
 ]

@@ -29,7 +29,7 @@ from .checkpoint.components import (
     require_config,
     require_sizes,
 )
-from .checkpoint.files import CheckpointError, read_stored
+from .checkpoint.files import CheckpointError, read_checkpoint
 from .checkpoint.meta_model import set_parameters
 
 if TYPE_CHECKING:
@@ -71,14 +71,14 @@ def open_image_encoder(path: Path | str) -> ImageEncoder:
     """
     path = Path(path)
     if path.is_file():
-        stored = read_stored(path)
+        stored = read_checkpoint(path)
         tensors = _vision_tensors(path, stored.tensors)
         config, described = _config_from_shapes(path, tensors), "the rest of the file"
     else:
         folder = component_folder(path, "image_encoder")
         config, described = _config_of(folder), CONFIG
         path = folder / CONFIG
-        tensors = _vision_tensors(folder, read_stored(folder, weights=WEIGHTS).tensors)
+        tensors = _vision_tensors(folder, read_checkpoint(folder, weights=WEIGHTS).tensors)
     model = build_on_meta(path, lambda: _model(config))
     weights = match_weights(path, tensors, model, described_by=described, key_of=lambda name: PREFIX + name)
     return ImageEncoder(model, weights, image_size=config["image_size"])

@@ -23,7 +23,7 @@ from ...bench import (
     summary,
     versions,
 )
-from ...schema import Timeline, seconds_text, size_text
+from ...schema import Timeline, format_seconds, format_size
 from .cases import BenchCase
 from .runs import BenchRun, CaseRuns
 
@@ -172,15 +172,15 @@ def _variant(runs: CaseRuns) -> Variant:
 def _times(runs: CaseRuns, case: Figures) -> tuple[str, ...]:
     return (
         case["name"],
-        seconds_text(case["start_s"]),
-        "-" if case["load_s"] is None else seconds_text(case["load_s"]),
+        format_seconds(case["start_s"]),
+        "-" if case["load_s"] is None else format_seconds(case["load_s"]),
         _wall(runs).text("s"),
-        seconds_text(case["total_s"]),
+        format_seconds(case["total_s"]),
         "-" if case["speedup"] is None else f"{case['speedup']:.2f}x",
         "-" if case["efficiency"] is None else f"{100 * case['efficiency']:.0f} %",
         {None: "-", True: "equal", False: "other"}[case["same_latents"]],
-        size_text(case["moved_bytes"]),
-        size_text(case["gathered_bytes"]),
+        format_size(case["moved_bytes"]),
+        format_size(case["gathered_bytes"]),
     )
 
 
@@ -188,7 +188,7 @@ def _workers(found: Sequence[Figures]) -> Iterator[tuple[str, ...]]:
     for case in found:
         for rank, memory in case["memory"].items():
             steps = _ranges(memory["steps"])
-            yield case["name"], str(rank), steps, size_text(memory["peak"]), size_text(memory["average"])
+            yield case["name"], str(rank), steps, format_size(memory["peak"]), format_size(memory["average"])
 
 
 def _ranges(steps: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ from ...schema import ExpertsRef, Mesh, OffloadPolicy, StateError, WorkersRef
 from ..messages import StepReport, WorkerFacts
 from ..transport.path_map import check_paths, paths_of
 from ..transport.pool import Pool, WorkerLostError
-from ..transport.threads import on_own_thread
+from ..transport.threads import run_in_thread
 from .partition import MergedProgress, part_sizes, stage_steps
 from .rendezvous import Rendezvous
 from .results import DistributedResult, TaskLog, make_result
@@ -165,7 +165,7 @@ class Driver:
         """Connect the workers of all groups at once, those that are not joined yet. Returns their facts."""
         paths = [str(path) for path in paths_of(work.experts)]
         connecting = [
-            on_own_thread("wanstream-connect", self._connect_group, group, paths) for group in self._groups.values()
+            run_in_thread("wanstream-connect", self._connect_group, group, paths) for group in self._groups.values()
         ]
         while wait(connecting, timeout=POLL_S).not_done:
             if should_stop is not None and should_stop():

@@ -16,7 +16,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from ...sampling import SamplingCancelled
 from ..transport.pool import WorkerLostError
-from ..transport.threads import on_own_thread
+from ..transport.threads import run_in_thread
 from .schedule import Assignment, GroupId, JobSchedule
 from .stage_run import GroupEvent, JobEnded, RepairEnded, StageGroup, StageRun, StepTaken
 
@@ -43,7 +43,7 @@ class StepGroup(Generic[S]):
         assert state is not None, "a step function needs an initial state"
         self._group = assignment.group
         self._is_stopped.clear()
-        on_own_thread("wanstream-stage", self._compute, assignment, state, wake)
+        run_in_thread("wanstream-stage", self._compute, assignment, state, wake)
 
     def poll(self) -> list[GroupEvent[S]]:
         """See `StageGroup.poll`."""

@@ -15,7 +15,7 @@ from ...sampling import DenoiseRequest, SamplingCancelled
 from ...schema import ExpertsRef, Mesh, OffloadPolicy, PathMap
 from ..messages import RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.pool import Pool, WorkerHandle, WorkerLostError
-from ..transport.threads import on_own_thread
+from ..transport.threads import run_in_thread
 from ..worker.errors import WorkerTimeoutError
 from .heartbeat import Heartbeat, silence_limit
 from .outcome import TaskEnd, TaskOutcome, classify_failure
@@ -141,7 +141,7 @@ class WorkerGroup:
 
     def repair(self, wake: threading.Event) -> None:
         """See `StageGroup.repair`."""
-        self._repairing = on_own_thread("wanstream-repair", self._repair)
+        self._repairing = run_in_thread("wanstream-repair", self._repair)
         self._repairing.add_done_callback(lambda _: wake.set())
 
     def disable(self) -> None:

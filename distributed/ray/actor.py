@@ -25,7 +25,7 @@ def actor_class(ray: Any) -> Any:
     """
 
     class WanStreamWorker:
-        def start(self, package: str, folders: list[str], threads: int | None, workers_here: int) -> Any:
+        def start(self, package: str, folders: list[str], threads: int | None, workers_on_machine: int) -> Any:
             import importlib
             import importlib.util
             import sys
@@ -53,7 +53,7 @@ def actor_class(ray: Any) -> Any:
                 sys.modules[package] = module
                 spec.loader.exec_module(module)
             worker = importlib.import_module(f"{package}.distributed.ray.worker")
-            self._worker = worker.RayWorker(threads=threads, workers_here=workers_here)
+            self._worker = worker.RayWorker(threads=threads, workers_on_machine=workers_on_machine)
             return self._worker.started()
 
         @ray.method(concurrency_group="calls")  # type: ignore[untyped-decorator]

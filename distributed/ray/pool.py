@@ -18,7 +18,7 @@ from ...schema import LOCAL, WorkersRef, check_address, is_loopback
 from ..messages import RunTask, TaskResult, WorkerFacts
 from ..transport.path_map import places
 from ..transport.pool import OnReport, WorkerLostError
-from ..transport.threads import WorkThread, on_own_thread
+from ..transport.threads import WorkThread, run_in_thread
 from ..transport.versions import check_versions
 from ..worker.worker import Worker
 from .actor import FOLDER, PACKAGE, actor_class
@@ -85,7 +85,7 @@ class RayWorkerHandle:
             if self._ray.is_initialized():
                 self._ray.kill(self._actor)
             if self._process is not None:
-                on_own_thread("wanstream end of a worker", _end, self._process)
+                run_in_thread("wanstream end of a worker", _end, self._process)
 
     def wait_for_end(self, timeout_s: float) -> None:
         """Wait until its process is gone, and its memory with it, if it is on this machine."""

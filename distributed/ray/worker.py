@@ -37,14 +37,14 @@ class RayWorker:
         workers_here: number of workers on this machine.
     """
 
-    def __init__(self, *, threads: int | None, workers_here: int) -> None:
+    def __init__(self, *, threads: int | None, workers_on_machine: int) -> None:
         ray = import_ray()
         self._node_id = str(ray.get_runtime_context().get_node_id())
         self._worker = Worker(
             "cuda:0" if ray.get_gpu_ids() else "cpu",
             address=ray.util.get_node_ip_address(),
             machine=self._node_id,
-            threads=threads or max(1, _cores() // workers_here),
+            threads=threads or max(1, _cores() // workers_on_machine),
         )
         self._thread = WorkThread("wanstream worker")
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..messages import RunTask, TaskResult
 from ..worker.worker import Worker
 from .pool import OnReport, WorkerLostError
-from .threads import WorkThread, on_own_thread
+from .threads import WorkThread, run_in_thread
 
 END_TIMEOUT_S = 60.0
 
@@ -31,13 +31,13 @@ class InProcessWorker:
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
         """See `WorkerHandle.ask`."""
-        return on_own_thread("wanstream ask", self._alive, methodcaller(method, *args), self._worker)
+        return run_in_thread("wanstream ask", self._alive, methodcaller(method, *args), self._worker)
 
     def run(self, task: RunTask, on_report: OnReport) -> Future[TaskResult]:
         """See `WorkerHandle.run`."""
         with self._lock:
             if self._killed:
-                return on_own_thread("wanstream run", self._run, task, on_report)
+                return run_in_thread("wanstream run", self._run, task, on_report)
             self._run_ids.add(task.run_id)
             return self._thread.submit(self._run, task, on_report)
 

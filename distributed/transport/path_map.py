@@ -27,23 +27,23 @@ def places(path: Path, maps: Sequence[PathMap]) -> tuple[Path, ...]:
     return tuple(dict.fromkeys((*found, path)))
 
 
-def located(path: Path, maps: Sequence[PathMap]) -> Path:
+def resolve_path(path: Path, maps: Sequence[PathMap]) -> Path:
     """Return the first candidate for `path` that exists on this machine, or the first one if none exists."""
     every = places(path, maps)
     return next((place for place in every if place.exists()), every[0])
 
 
-def located_experts(experts: ExpertsRef, maps: Sequence[PathMap]) -> ExpertsRef:
+def resolve_experts(experts: ExpertsRef, maps: Sequence[PathMap]) -> ExpertsRef:
     """Return the same experts and LoRAs with paths of this machine."""
 
     def here(path: Path | None) -> Path | None:
-        return None if path is None else located(path, maps)
+        return None if path is None else resolve_path(path, maps)
 
     loras = tuple(
         replace(lora, high_noise=here(lora.high_noise), low_noise=here(lora.low_noise)) for lora in experts.loras
     )
     return replace(
-        experts, high_noise=located(experts.high_noise, maps), low_noise=here(experts.low_noise), loras=loras
+        experts, high_noise=resolve_path(experts.high_noise, maps), low_noise=here(experts.low_noise), loras=loras
     )
 
 

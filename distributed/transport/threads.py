@@ -39,7 +39,7 @@ class WorkThread:
             del call  # releases its arguments: the next call may come much later
 
 
-def on_own_thread(name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+def run_in_thread(name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
     """Run a call at once, on a new daemon thread."""
     future: Future[R] = Future()
     threading.Thread(target=settle, args=(future, function, *args), kwargs=kwargs, name=name, daemon=True).start()

@@ -27,8 +27,8 @@ from ...wan import (
     check_latents,
     crop,
     empty_frames,
+    retry_with_smaller_tiles,
     shared_tiling,
-    with_smaller_tiles,
 )
 from ..driver.heartbeat import Heartbeat, silence_limit
 from ..messages import WorkerFacts
@@ -263,7 +263,7 @@ def decode_in_shared_tiles(
     """Decode as `decode_on_workers`, and retry with smaller tiles when a worker runs out of memory.
 
     Each try has a new run id, counts its tiles from 0 and replaces up to `max_restarts` workers. Raises as
-    `decode_on_workers` and `with_smaller_tiles`.
+    `decode_on_workers` and `retry_with_smaller_tiles`.
     """
 
     def attempt(tiling: Tiling | None) -> torch.Tensor:
@@ -273,7 +273,7 @@ def decode_in_shared_tiles(
             pool, retry, max_restarts=max_restarts, timeout_s=timeout_s, should_stop=should_stop, on_tile=on_tile
         )
 
-    return with_smaller_tiles(attempt, needs, job.tiling, on_change, is_short=_is_short)
+    return retry_with_smaller_tiles(attempt, needs, job.tiling, on_change, is_oom=_is_short)
 
 
 def _is_short(error: RuntimeError) -> bool:

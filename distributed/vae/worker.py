@@ -13,7 +13,7 @@ from ...devices import available_bytes, free_bytes
 from ...plan import VRAM_RESERVE
 from ...schema import Cancelled, PathMap
 from ...wan import WanVae, open_vae
-from ..transport.path_map import located
+from ..transport.path_map import resolve_path
 
 RAM_SHARE = 0.5
 """Fraction of the available RAM for decoders on a CPU; the rest is for the frames of the driver."""
@@ -68,7 +68,7 @@ class TileDecoder:
                 raise DecodeCancelled(f"the decode {task.run_id} was stopped")
 
         with self._lock:
-            vae = self._vae(located(task.vae, task.paths), task.dtype)
+            vae = self._vae(resolve_path(task.vae, task.paths), task.dtype)
             return vae.decode_tile(task.latents, device=self._device, check=check)
 
     def free(self) -> None:

@@ -32,7 +32,16 @@ import torch.distributed as dist
 from ...devices import available_bytes, clock_for, free_bytes
 from ...offload import CudaPageLock, PageLockError, Sharded, map_memory, shard_bytes
 from ...sampling import DenoiseRequest, request_job, working_bytes
-from ...schema import ON_DEVICE, SHARDED, WHOLE_WEIGHTS, OffloadPolicy, WeightPlacement, need_text, rate_text, size_text
+from ...schema import (
+    ON_DEVICE,
+    SHARDED,
+    WHOLE_WEIGHTS,
+    OffloadPolicy,
+    WeightPlacement,
+    format_need,
+    format_rate,
+    format_size,
+)
 from ...wan import ExpertPair, probe_block
 from ..worker.groups import ProcessGroups
 from ..worker.lane_split import group_forward
@@ -114,16 +123,16 @@ def _reason(figures: WeightFigures, fetches: dict[WeightPlacement, float], best:
     hidden = "hidden behind compute" if fetches[best] <= figures.visit_s else "not hidden behind compute"
     costs = ", ".join(f"{placement} {_ms(fetch_s)}" for placement, fetch_s in fetches.items())
     slower = figures.h2d_concurrent_s / figures.h2d_s
-    bus = f"the bus gives {rate_text(figures.block_bytes / figures.h2d_s)} to one of {figures.workers} workers"
+    bus = f"the bus gives {format_rate(figures.block_bytes / figures.h2d_s)} to one of {figures.workers} workers"
     if slower > 1.1:
-        bus += f" and {rate_text(figures.block_bytes / figures.h2d_concurrent_s)} to each of them at once"
+        bus += f" and {format_rate(figures.block_bytes / figures.h2d_concurrent_s)} to each of them at once"
     else:
         bus += " and as much to each of them at once"
-    shards = f"; shards in VRAM need {need_text(figures.shards_bytes)}, {need_text(figures.free_bytes)} are free"
+    shards = f"; shards in VRAM need {format_need(figures.shards_bytes)}, {format_need(figures.free_bytes)} are free"
     return (
-        f"{best} weights: a block of {size_text(figures.block_bytes)} in {_ms(fetches[best])}, {hidden} "
+        f"{best} weights: a block of {format_size(figures.block_bytes)} in {_ms(fetches[best])}, {hidden} "
         f"({_ms(figures.visit_s)} for each); {costs}; {bus}, a gather moves "
-        f"{rate_text(figures.block_bytes / figures.gather_s)}{'' if fits else shards}"
+        f"{format_rate(figures.block_bytes / figures.gather_s)}{'' if fits else shards}"
     )
 
 

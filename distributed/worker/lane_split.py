@@ -79,7 +79,7 @@ class GroupForward:
             return tokens
         return tokens.chunk(shares, dim=1)[self._groups.group_rank % shares]
 
-    def agreed(self, sums: torch.Tensor) -> AllReduced:
+    def all_reduce_sums(self, sums: torch.Tensor) -> AllReduced:
         """See `ParallelForward.agreed`.
 
         Raises:

@@ -22,7 +22,7 @@ from ...sampling import LOCAL_FORWARD, RunSlice, StepProgress, denoise_part
 from ...schema import VERSION, ExpertsRef, PathMap
 from ...wan import ExpertsRegistry, open_pair
 from ..messages import RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
-from ..transport.path_map import located, located_experts, weight_bytes
+from ..transport.path_map import resolve_experts, resolve_path, weight_bytes
 from ..vae.worker import DecodeTask, TileDecoder, decode_budget
 from ..weights.weights import GroupWeights, RunWeights
 from .errors import PeerLostError
@@ -116,7 +116,7 @@ class Worker:
         Raises:
             OSError: a path exists and cannot be read.
         """
-        mapped = {path: located(Path(path), maps) for path in paths}
+        mapped = {path: resolve_path(Path(path), maps) for path in paths}
         on_gpu = self._device.type == "cuda"
         groups = self._groups
         return WorkerFacts(
@@ -177,7 +177,7 @@ class Worker:
         groups, weights, is_stopped = self._groups, self._weights, partial(self._is_stopped, task.run_id)
         with self._running_as(task.run_id):
             _check_rendezvous(task, groups)
-            pair = self._experts.get(located_experts(task.experts, task.paths))
+            pair = self._experts.get(resolve_experts(task.experts, task.paths))
             placed = RunWeights() if weights is None else weights.for_run(pair, task.request, task.policy)
             pair.shard(placed.sharded)
             role = _TaskRole.of(groups)

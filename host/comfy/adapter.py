@@ -19,9 +19,9 @@ import folder_paths
 import torch
 from comfy_execution.utils import get_executing_context
 
-from ...devices import in_own_dtype
+from ...devices import with_resolved_dtype
 from ...plan import AutoOffload, Machine, OffloadJob
-from ...sampling import cached_policy
+from ...sampling import policy_with_cache
 from ...schema import ExpertShape, ExpertsRef, Mesh, OffloadPolicy, Timeline, WorkersRef
 from ...telemetry import PhaseRegistry, QueueItemPhases
 from ..api import LoadedExperts, ProgressBar
@@ -184,7 +184,7 @@ class ComfyHost:
         comfy.model_management.throw_exception_if_processing_interrupted()
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
-        ref = in_own_dtype(ref, self.device())
+        ref = with_resolved_dtype(ref, self.device())
         try:
             return self._experts.get(ref)
         finally:
@@ -234,11 +234,11 @@ class ComfyHost:
         It stays valid when other experts are opened. A `flow_shift` of None is ComfyUI's default for Wan. Raises
         ValueError for a policy that does not fit the experts.
         """
-        from ...devices import in_own_dtype
+        from ...devices import with_resolved_dtype
         from .patcher import ExpertsModel, ExpertsPatcher
         from .samplers import FlowSampling
 
-        ref = in_own_dtype(ref, self.device())
+        ref = with_resolved_dtype(ref, self.device())
         root = self._patchers.get(ref.opened)
         if root is None:
             root = ExpertsPatcher(ExpertsModel(ref, self.experts), self.device(), torch.device("cpu"))
@@ -322,11 +322,11 @@ class ComfyHost:
     ) -> ExpertsGuider:
         from .guider import ExpertsGuider
 
-        ref = in_own_dtype(ref, self.device())
+        ref = with_resolved_dtype(ref, self.device())
 
         def choose(job: OffloadJob) -> PolicyChoice:
             choice = self.choose_policy(ref, policy, job)
-            return replace(choice, policy=cached_policy(choice.policy, settings.cache))
+            return replace(choice, policy=policy_with_cache(choice.policy, settings.cache))
 
         # The smallest policy until the first run, which has the sizes that the planner needs.
         first = OffloadPolicy.layerwise() if isinstance(policy, AutoOffload) else policy
@@ -347,7 +347,7 @@ class ComfyHost:
             )
 
         guider = ExpertsGuider(
-            self.patcher(ref, cached_policy(first, settings.cache), flow_shift=flow_shift),
+            self.patcher(ref, policy_with_cache(first, settings.cache), flow_shift=flow_shift),
             settings,
             make_events,
             partial(observed, self),

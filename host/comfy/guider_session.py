@@ -25,7 +25,7 @@ from ...sampling import (
     check_guidance,
     check_nag,
     check_windows,
-    check_windows_stay,
+    check_windows_repeat,
     computed_shape,
     lane_names,
     offload_job,
@@ -96,7 +96,7 @@ class GuiderSteps:
         if isinstance(cache, MagCache):
             cache.table.check_steps(self.sigmas, [self.settings.expert(level) for level in levels], scales)
             if windows is not None:
-                check_windows_stay(windows, range(steps), self.frames)
+                check_windows_repeat(windows, range(steps), self.frames)
 
     @property
     def steps(self) -> int:

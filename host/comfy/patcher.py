@@ -13,7 +13,7 @@ import comfy.model_patcher
 import comfy.supported_models
 import torch
 
-from ...plan import fit_policy, stay_near
+from ...plan import keep_near_policy, shrink_to_budget
 from ...schema import ExpertsRef, OffloadPolicy, plan_residency
 from ...wan import WAN22, ExpertPair
 from ..api import LoadedExperts
@@ -89,9 +89,9 @@ class ExpertsModel(torch.nn.Module):
     def load(self, requested: OffloadPolicy, budget: float, device: torch.device) -> None:
         """Create the engine on `device`, with the largest part of the policy whose weights fit into `budget` bytes."""
         device_bytes = self.pair.device_bytes
-        fitted = fit_policy(requested, self.block_counts, budget=budget, device_bytes=device_bytes)
+        fitted = shrink_to_budget(requested, self.block_counts, budget=budget, device_bytes=device_bytes)
         if self.policy is not None and self.requested == requested and self.pair.loaded_bytes:
-            fitted = stay_near(self.policy, fitted, budget=budget, device_bytes=device_bytes)
+            fitted = keep_near_policy(self.policy, fitted, budget=budget, device_bytes=device_bytes)
         if fitted != requested:
             logger.info(
                 "%s are free for the experts: %s instead of %s",
@@ -100,7 +100,7 @@ class ExpertsModel(torch.nn.Module):
                 self._describe(requested),
             )
         # Allocated now, not at the first fetch: ComfyUI counts these bytes as used from here on.
-        self.pair.engine(fitted, device).take_buffers()
+        self.pair.engine(fitted, device).allocate_buffers()
         self.requested, self.policy = requested, fitted
         self.count_pins()
 
@@ -257,7 +257,7 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         outside, block = self._non_block_and_block_bytes()
         if memory_to_free > before - outside:
             return 0  # ComfyUI then detaches the experts
-        freed: int = pair.give_back(math.ceil(memory_to_free))
+        freed: int = pair.release_memory(math.ceil(memory_to_free))
         self.model.count_pins()
         logger.info("freed %s of %s for another model: %d blocks", _size(freed), _size(before), round(freed / block))
         return freed

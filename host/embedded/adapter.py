@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ...plan import Machine
     from ...schema import ExpertShape
     from ...telemetry import QueueItemPhases
-    from ...wan import ExpertPair, ExpertsRegistry, KeptTexts
+    from ...wan import EmbeddingCache, ExpertPair, ExpertsRegistry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +97,10 @@ class EmbeddedHost:
         return ExpertsRegistry()
 
     @cached_property
-    def _texts(self) -> KeptTexts:
-        from ...wan import KeptTexts
+    def _texts(self) -> EmbeddingCache:
+        from ...wan import EmbeddingCache
 
-        return KeptTexts()
+        return EmbeddingCache()
 
     @contextmanager
     def opened(
@@ -229,9 +229,9 @@ class EmbeddedHost:
             raise Cancelled("the run was stopped")
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
-        from ...devices import in_own_dtype
+        from ...devices import with_resolved_dtype
 
-        return self._experts.get(in_own_dtype(ref, self.device()))
+        return self._experts.get(with_resolved_dtype(ref, self.device()))
 
     def free_experts(self) -> None:
         self._experts.free()

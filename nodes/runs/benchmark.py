@@ -16,7 +16,7 @@ import torch
 from ...bench import Policy, Report, Trial, TrialMatrix, Variant, describe_machine, policy_name
 from ...distributed import RestartLimitError, WorkerFailedError
 from ...host import current_host
-from ...offload import NoRamError
+from ...offload import InsufficientRamError
 from ...plan import DoesNotFitError, describe_ram
 from ...sampling import DenoiseRequest, DenoiseResult, RequestError, StepProgress
 from ...schema import (
@@ -349,7 +349,7 @@ def _run_variant(candidate: BenchmarkRun, benchmark: Benchmark, bar: _TrialBar, 
     except (
         torch.OutOfMemoryError,
         DoesNotFitError,
-        NoRamError,
+        InsufficientRamError,
         MeshError,
         WorkerFailedError,
         RestartLimitError,

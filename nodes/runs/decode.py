@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ...devices import surely_lacks
+from ...devices import insufficient_ram
 from ...host import OutputFile, ProgressBar, current_host
-from ...schema import PIXELS_PER_LATENT, WorkersRef, need_text, size_text
+from ...schema import PIXELS_PER_LATENT, WorkersRef, format_need, format_size
 from ...wan import (
     GB,
     HEAP_BYTES,
     DecodeNeeds,
     Tiling,
-    VaeRoomError,
+    VaeMemoryError,
     WanVae,
     check_latents,
-    fitting_tiling,
-    in_words,
+    choose_tiling,
+    describe_tiling,
     open_vae,
+    retry_with_smaller_tiles,
     space_of,
-    with_smaller_tiles,
 )
 from .latent_backup import keep_latent_until_done
 from .video_file import write_mp4
@@ -112,7 +112,7 @@ def decode_shared(
             videos=len(latents),
             check=current_host().raise_if_stopped,
         )
-        add_note(f"decoded in {in_words(tiling)}, by the memory of the workers ({len(pool.workers)})")
+        add_note(f"decoded in {describe_tiling(tiling)}, by the memory of the workers ({len(pool.workers)})")
     job = DecodeJob(
         latents=latents,
         tiling=tiling,
@@ -207,10 +207,10 @@ def encode_here(vae: Path, video: torch.Tensor) -> torch.Tensor:
         needs, device = opened.encode_needs(video), current_host().device()
         wanted = opened.weight_bytes + needs.device_bytes(None) + needs.host_bytes(None)
         # shared=True: the frames are in the memory in which they are encoded.
-        tiling = fitting_tiling(needs, current_host().make_room(wanted + HEAP_BYTES) - opened.weight_bytes, shared=True)
+        tiling = choose_tiling(needs, current_host().make_room(wanted + HEAP_BYTES) - opened.weight_bytes, shared=True)
         if tiling is not None:
-            logger.info("encoded in %s: whole frames do not fit in memory", in_words(tiling))
-        return with_smaller_tiles(
+            logger.info("encoded in %s: whole frames do not fit in memory", describe_tiling(tiling))
+        return retry_with_smaller_tiles(
             lambda tiling: opened.encode(video, device=device, tiling=tiling), needs, tiling, logger.info
         )
 
@@ -237,7 +237,7 @@ def decode_here(
         def attempt(tiling: Tiling | None) -> T:
             return decode(opened, tiling, _DecodeProgress(latents, tiling, node_id).check)
 
-        return with_smaller_tiles(attempt, needs, first, add_note), notes
+        return retry_with_smaller_tiles(attempt, needs, first, add_note), notes
 
 
 def _first_tiling(
@@ -250,11 +250,11 @@ def _first_tiling(
         _check_decode_ram(needs, settings.tiling)
         return settings.tiling
     budget = min(room, settings.memory_bytes) if settings.memory_bytes else room
-    tiling = fitting_tiling(needs, budget, shared=current_host().device().type == "cpu")
+    tiling = choose_tiling(needs, budget, shared=current_host().device().type == "cpu")
     if tiling is not None:
         add_note(
-            f"decoded in {in_words(tiling)}: whole frames take {size_text(needs.device_bytes(None))}, "
-            f"{size_text(budget)} given"
+            f"decoded in {describe_tiling(tiling)}: whole frames take {format_size(needs.device_bytes(None))}, "
+            f"{format_size(budget)} given"
         )
     _check_decode_ram(needs, tiling)
     return tiling
@@ -264,7 +264,7 @@ def _check_decode_ram(needs: DecodeNeeds, tiling: Tiling | None) -> None:
     """Raise VaeRoomError for frames that do not fit into RAM: the system would kill the process."""
     on_cpu = current_host().device().type == "cpu"
     needed = needs.host_bytes(tiling) + (needs.device_bytes(tiling) if on_cpu else 0)
-    lacking = surely_lacks(needed)
+    lacking = insufficient_ram(needed)
     if lacking is None:
         return
     remedies = ["make the video shorter or smaller"]
@@ -272,8 +272,8 @@ def _check_decode_ram(needs: DecodeNeeds, tiling: Tiling | None) -> None:
         remedies.insert(0, "decode straight into a file (Wan Decode to Video), which keeps a fourth of each frame")
     if on_cpu and tiling is not None:
         remedies.insert(0, "set tile_size to 0, which chooses tiles by the memory")
-    raise VaeRoomError(
-        f"decoding {needs.frames} frames takes about {need_text(needed)} of RAM, and {need_text(lacking)} are free "
+    raise VaeMemoryError(
+        f"decoding {needs.frames} frames takes about {format_need(needed)} of RAM, and {format_need(lacking)} are free "
         f"(swap included), so the system would kill this process: {', or '.join(remedies)}"
     )
 

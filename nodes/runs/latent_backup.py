@@ -14,7 +14,7 @@ import torch
 
 from ...devices import is_out_of_memory
 from ...host import current_host
-from ...wan import NoRoomToDecodeError, VaeRoomError
+from ...wan import DecodeOutOfMemoryError, VaeMemoryError
 
 logger = logging.getLogger("wanstream.nodes")
 
@@ -82,8 +82,8 @@ def keep_latent_until_done(samples: torch.Tensor | None, *, after_cancel: bool =
 def _with_place(err: Exception, kept: Path) -> Exception:
     """Return an error of the same kind whose message names the file."""
     place = f"The latent is kept in {kept}: remove the cause, load it with LoadLatent and decode it again"
-    if isinstance(err, VaeRoomError) or (isinstance(err, RuntimeError) and is_out_of_memory(err)):
-        return NoRoomToDecodeError(f"{err}. {place}")
+    if isinstance(err, VaeMemoryError) or (isinstance(err, RuntimeError) and is_out_of_memory(err)):
+        return DecodeOutOfMemoryError(f"{err}. {place}")
     if isinstance(err, OSError):
         return VideoNotSavedError(err.errno, f"{err.strerror or err}. {place}")
     if isinstance(err, ValueError):

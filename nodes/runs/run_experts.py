@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ...devices import in_own_dtype
+from ...devices import with_resolved_dtype
 from ...distributed import part_sizes
 from ...host import RunEvents, SharedRun, current_host, observed, run_settings
 from ...plan import AutoOffload
@@ -16,9 +16,9 @@ from ...sampling import (
     DenoiseResult,
     SamplingCancelled,
     StepProgress,
-    cached_policy,
     check_room,
     denoise,
+    policy_with_cache,
     predicted_timeline,
     request_job,
     working_bytes,
@@ -66,7 +66,7 @@ def prepare_here(
 ) -> PreparedRun:
     """Prepare a run on the host's device; the host's Cancel ends it before the next block."""
     choice = current_host().choose_policy(ref, requested, job)
-    choice = replace(choice, policy=cached_policy(choice.policy, request.cache))
+    choice = replace(choice, policy=policy_with_cache(choice.policy, request.cache))
     chunk = choice.policy.chunk_tokens
     needed = working_bytes(pair, request.computed_shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache)
     # ComfyUI unloads other models here, and may lower the policy to the memory that it gets. So the room is checked and
@@ -165,7 +165,7 @@ def run_experts(
         traces: Folder for a trace of the run; None writes one only if the environment says so. Workers write none.
     """
     if workers is None:
-        ref = in_own_dtype(ref, current_host().device())  # before the settings: reports show the dtype
+        ref = with_resolved_dtype(ref, current_host().device())  # before the settings: reports show the dtype
     pair = current_host().experts(ref)
     job = request_job(pair, request, current_host().device())
     if workers is None:

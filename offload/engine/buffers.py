@@ -35,7 +35,7 @@ class BufferState(Enum):
     DONE = "done"
 
 
-class BlockPlace:
+class BlockStorage:
     """Storage for one block: its key and its state. `index` is its number in programs."""
 
     word = "place"
@@ -97,7 +97,7 @@ class BlockPlace:
             raise StateError(f"{self.word} {self.index} holds {self.key}, but {call} needs {key}")
 
 
-class BlockBuffer(BlockPlace):
+class BlockBuffer(BlockStorage):
     """Buffer of the pool. Without `memory` it is absent until `restore`.
 
     The memory is 1-D uint8 whose address is a multiple of 256. It stays at this address until `release_memory`.

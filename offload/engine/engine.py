@@ -227,7 +227,7 @@ class OffloadEngine:
         finally:
             self.release()
 
-    def give_back(self, nbytes: int) -> int:
+    def release_memory(self, nbytes: int) -> int:
         """Free whole buffers, the least useful first, until `nbytes` or all memory is free; return the bytes freed.
 
         All other device memory is freed last. The next run allocates and fetches the missing parts.
@@ -290,7 +290,7 @@ class OffloadEngine:
             if self.buffers[index].state is BufferState.ABSENT:
                 self.buffers[index].restore(allocate_flat(self._route.buffer_bytes, self.device))
 
-    def take_buffers(self) -> None:
+    def allocate_buffers(self) -> None:
         """Allocate all buffers now, for callers that count their memory before a run.
 
         Raises:

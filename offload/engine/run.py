@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ...devices import Clock, DeviceEvent, clock_for
-from ...plan import AT_ONCE, KEPT, Fetch, RunPrograms, Visit
+from ...plan import IMMEDIATE, KEPT, Fetch, RunPrograms, Visit
 from ...schema import StateError
 from ...telemetry import BlockArrival, Ranges, Recorder, ranged
 from ..host_memory.ram_run import RamRun
@@ -49,7 +49,7 @@ class EngineRun:
         self._recorder = recorder
         self._clock: Clock = recorder.clock if recorder is not None else clock_for(engine.device)
         self._sync = ThreadSync()
-        self._thread = RunThread("wanstream-fetch", self._fetch_all, failed=self._sync.no_more)
+        self._thread = RunThread("wanstream-fetch", self._fetch_all, failed=self._sync.end_issuing)
         self._pending_blocks: list[PendingBlock | None] = [None] * len(self.program.fetches)
         self._recent_ends: deque[DeviceEvent] = deque(maxlen=PACE)
         """Ends of the last `PACE` visits."""
@@ -279,7 +279,7 @@ class EngineRun:
             self._sync.await_released(self.program.fetches[number - GATHERS_AHEAD].needed_by)
         # The end of visit `start_after` must be recorded before a stream can wait for it.
         self._sync.await_released(fetch.start_after)
-        after = self._origin if fetch.start_after == AT_ONCE else self._visit_ends.pop(fetch.start_after)
+        after = self._origin if fetch.start_after == IMMEDIATE else self._visit_ends.pop(fetch.start_after)
         buffer = self._engine.buffers[fetch.buffer]
         buffer.begin_fill(fetch.block)
         if slot is None:

@@ -43,7 +43,7 @@ class ThreadSync:
             self._released.add(visit)
             self._changed.notify_all()
 
-    def no_more(self) -> None:
+    def end_issuing(self) -> None:
         """Make waits for fetches that were not issued raise: the producer has failed. Issued fetches stay valid."""
         with self._changed:
             self._no_more = True
@@ -139,7 +139,7 @@ class RunThread:
 _setting = threading.Lock()
 
 
-def one_thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
+def torch_thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
     """Return a pool of up to `threads` threads, each of which runs torch single-threaded.
 
     The number of torch threads of all other threads does not change, including threads that start later.

@@ -71,7 +71,7 @@ class SlotMemory(Protocol):
             capacity: bytes to allocate if that is more than `nbytes`, for larger blocks that follow in the same slot.
 
         Raises:
-            SourceError: the memory cannot be shared, or there is not enough RAM (`NoRamError`).
+            SourceError: the memory cannot be shared, or there is not enough RAM (`InsufficientRamError`).
             torch.OutOfMemoryError: the device has not enough memory.
         """
         ...

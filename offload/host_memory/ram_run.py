@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...plan import AT_ONCE, DIRECT, KEPT, BlockKey, Fetch, RamProgram
+from ...plan import DIRECT, IMMEDIATE, KEPT, BlockKey, Fetch, RamProgram
 from ...telemetry import ReadSpan, Recorder
 from ..engine.threads import RunStopped, RunThread, ThreadSync
 from ..sources.base import BlockSource, TimedSource
@@ -35,7 +35,7 @@ class RamRun:
         self._spans: dict[int, ReadSpan] = {}  # by read
         self._straight: dict[int, ReadSpan] = {}  # by fetch of the device program
         self._sync = ThreadSync()
-        self._thread = RunThread("wanstream-ram", self._read_all, failed=self._sync.no_more)
+        self._thread = RunThread("wanstream-ram", self._read_all, failed=self._sync.end_issuing)
         self._last_taken: dict[int, int] = {}  # slot -> visit
 
     @property
@@ -99,7 +99,7 @@ class RamRun:
         program = self._ram.program
         slot = self._slots[program.visit_buffer[visit]]
         # A CPU decodes from the slot when the visit computes, so the last fetch may not have left the slot yet.
-        self._sync.await_released(self._last_taken.get(slot.index, AT_ONCE))
+        self._sync.await_released(self._last_taken.get(slot.index, IMMEDIATE))
         self._await_read(program.visit_fetch[visit])
         slot.acquire(program.visits[visit].key)
         self._last_taken[slot.index] = visit

@@ -12,9 +12,9 @@ import torch
 from ...devices import available_bytes
 from ...plan import BlockKey, RamResidency
 from ...schema import Residency
-from ..engine.buffers import BlockPlace, BufferState
+from ..engine.buffers import BlockStorage, BufferState
 from ..formats.layout import host_bytes
-from ..sources.base import BlockSource, NoRamError
+from ..sources.base import BlockSource, InsufficientRamError
 from .base import Reservation, SlotMemory
 from .page_lock import LockedBlocks, PageLock
 from .pages import in_pages, map_memory
@@ -60,7 +60,7 @@ class HostPages:
         in_use = self.nbytes if self._shared is None else max(self.nbytes, self._shared.filled_bytes)
         usable = (available_bytes() if available is None else available) + in_use
         if nbytes > usable:
-            raise NoRamError(
+            raise InsufficientRamError(
                 f"{nbytes / 1e9:.1f} GB of RAM for {blocks} blocks, {usable / 1e9:.1f} GB are available: {REMEDY}"
             )
 
@@ -112,7 +112,7 @@ class HostPages:
         return self._pages[slot].memory
 
 
-class RamSlot(BlockPlace):
+class RamSlot(BlockStorage):
     """One slot. `begin_fill`: a read starts; `issued`: the read has ended; `acquire`: a fetch copies from the slot.
 
     Attributes:
@@ -293,13 +293,15 @@ def _padded(slots: list[RamSlot | None], length: int) -> list[RamSlot | None]:
 def _map(nbytes: int) -> torch.Tensor:
     available = available_bytes()
     if nbytes > available:
-        raise NoRamError(
+        raise InsufficientRamError(
             f"{nbytes / 1e9:.1f} GB of RAM for one more block, {available / 1e9:.1f} GB are available: {REMEDY}"
         )
     try:
         return map_memory(nbytes)[:nbytes]
     except OSError as err:
-        raise NoRamError(f"{nbytes / 1e9:.1f} GB of RAM for a block were refused ({err.strerror}): {REMEDY}") from err
+        raise InsufficientRamError(
+            f"{nbytes / 1e9:.1f} GB of RAM for a block were refused ({err.strerror}): {REMEDY}"
+        ) from err
 
 
 def _touch(memory: torch.Tensor, filled: int) -> None:

@@ -51,18 +51,18 @@ class ShardSource:
         """True if blocks are quantised while they are read, so that ranks must exchange the scales."""
         return isinstance(self._inner, QuantisedSource)
 
-    def own_scales(self, key: BlockKey) -> torch.Tensor:
+    def local_scales(self, key: BlockKey) -> torch.Tensor:
         """Return the scales of this rank's rows, 1-D fp32 over all rows of the block; 0 for the other rows."""
         assert isinstance(self._inner, QuantisedSource), "only quantised blocks have scales of ranks"
-        scales = self._inner.own_scales(key)
+        scales = self._inner.local_scales(key)
         return torch.cat([torch.zeros(0), *(scales[name].flatten() for name in sorted(scales))])
 
-    def put_scales(self, key: BlockKey, every: torch.Tensor) -> None:
-        """Set the scales of all rows of a block, in the order of `own_scales`."""
+    def set_scales(self, key: BlockKey, every: torch.Tensor) -> None:
+        """Set the scales of all rows of a block, in the order of `local_scales`."""
         assert isinstance(self._inner, QuantisedSource), "only quantised blocks have scales of ranks"
-        own = self._inner.own_scales(key)
+        own = self._inner.local_scales(key)
         parts = every.split([own[name].numel() for name in sorted(own)])
-        self._inner.put_scales(key, {name: part.view(-1, 1) for name, part in zip(sorted(own), parts, strict=True)})
+        self._inner.set_scales(key, {name: part.view(-1, 1) for name, part in zip(sorted(own), parts, strict=True)})
 
     def close(self) -> None:
         """Do nothing: the caller closes `inner`."""
@@ -96,7 +96,7 @@ class GatheredScales:
         """
         if key in self._completed or not self._shards.has_row_scales:
             return
-        own = self._shards.own_scales(key)
+        own = self._shards.local_scales(key)
         size = self._gathering.sharded.gather.size
         if own.numel():
             local = own.to(self._device)
@@ -104,5 +104,5 @@ class GatheredScales:
             self._gathering.all_gather(every.view(-1).view(torch.uint8), local.view(torch.uint8))
             # Rows of other ranks are 0 and all scales are positive. Ranks that both read a row computed the same scale.
             own = every.amax(0).cpu()
-        self._shards.put_scales(key, own)
+        self._shards.set_scales(key, own)
         self._completed.add(key)

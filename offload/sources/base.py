@@ -17,7 +17,7 @@ class SourceError(OSError):
     """A block could not be read. The message names the file or block, and the remedy."""
 
 
-class NoRamError(SourceError):
+class InsufficientRamError(SourceError):
     """There is not enough RAM for blocks. The message has both figures."""
 
 

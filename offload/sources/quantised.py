@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...plan import BlockKey
-from ..engine.threads import one_thread_pool
+from ..engine.threads import torch_thread_pool
 from ..formats.fp8 import QUANTISABLE_DTYPES, QUANTISED_DTYPE, NotFiniteError, quantise_rows, row_scales, work_memory
 from ..formats.layout import BlockFormat, FlatLayout, FlatTensor, allocate_flat, block_format, host_bytes, tensor_views
 from .base import RangeSource, SourceError
@@ -98,7 +98,7 @@ def row_pieces(stored: BlockFormat, *, piece_bytes: int = PIECE_BYTES) -> Iterat
 
 
 # One thread quantises 2.2 GB of bf16 per second (2 cores), and few disks are faster than four threads.
-MOST_THREADS = 4
+MAX_THREADS = 4
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -142,7 +142,7 @@ class QuantisedSource:
     """
 
     def __init__(self, inner: RowSource, *, threads: int | None = None, piece_bytes: int = PIECE_BYTES) -> None:
-        self._threads = min(MOST_THREADS, os.cpu_count() or 1) if threads is None else threads
+        self._threads = min(MAX_THREADS, os.cpu_count() or 1) if threads is None else threads
         if self._threads < 1:
             raise ValueError(f"{threads} threads cannot quantise: use 1 or more")
         self._inner = inner
@@ -185,7 +185,7 @@ class QuantisedSource:
         return self.file_bytes(key) * len(wanted) // self._formats[key].stored.nbytes
 
     def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
-        """See `RangeSource.read_range`. Reads whole rows at both ends; `own_scales` has the scales of all rows read."""
+        """See `RangeSource.read_range`. Reads whole rows at both ends; `local_scales` has the scales of all of them."""
         whole = allocate_flat(self._formats[key].stored.nbytes, "cpu")  # pages that are never touched use no RAM
         scales = self._read(key, tensor_views(whole, self._formats[key].stored), wanted)
         first = self._range_scales.setdefault(key, scales)
@@ -193,11 +193,11 @@ class QuantisedSource:
             raise self._changed(key)
         np.copyto(host_bytes(into[: len(wanted)]), host_bytes(whole[wanted.start : wanted.stop]))
 
-    def own_scales(self, key: BlockKey) -> Tensors:
+    def local_scales(self, key: BlockKey) -> Tensors:
         """Return the scales that `read_range` computed, [rows, 1] by parameter name; 0 for all other rows."""
         return self._range_scales[key]
 
-    def put_scales(self, key: BlockKey, scales: Tensors) -> None:
+    def set_scales(self, key: BlockKey, scales: Tensors) -> None:
         """Set all scales of a block, gathered from the ranks that have read its rows."""
         self._scales[key] = {**self._inner.scales(key), **scales}
 
@@ -295,7 +295,7 @@ class QuantisedSource:
                 raise SourceError("the source was closed; open it again to read from it")
             if self._pool is None:
                 # torch computes with one thread in each: its own pool of threads would compete with the compute thread.
-                self._pool = one_thread_pool(self._threads, "wanstream-quantise")
+                self._pool = torch_thread_pool(self._threads, "wanstream-quantise")
             return self._pool
 
 

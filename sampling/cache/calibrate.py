@@ -78,7 +78,7 @@ class CalibrationPass:
         self._names, self._lengths = names, lengths
         self._entered: dict[int, torch.Tensor] = {}
 
-    def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
+    def skip_all(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
         """See `BlockCache.without_blocks`."""
         raise AssertionError("calibration skips nothing")
 
@@ -90,7 +90,7 @@ class CalibrationPass:
         """See `BlockCache.choose`."""
         return SkipDecision(range(len(self._entered)), True)
 
-    def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
+    def skip_rest(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
         """See `BlockCache.from_first`."""
         raise AssertionError("calibration skips nothing")
 
@@ -107,13 +107,13 @@ class CalibrationPass:
 
 def calibration_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
     """Return the planner's job for `calibrate` with `request`."""
-    return replace(request_job(pair, replace(request, cache=None), device), kept_states=KEPT_STATES)
+    return replace(request_job(pair, replace(request, cache=None), device), cached_states=KEPT_STATES)
 
 
 def calibration_bytes(pair: ExpertPair, request: DenoiseRequest, *, chunk_tokens: int | None) -> int:
     """Estimate the bytes that `calibrate` needs in addition to the weights; see `working_bytes`."""
     shape, guided = request.computed_shape, request.guided
-    return working_bytes(pair, shape, guided=guided, chunk_tokens=chunk_tokens, kept_states=KEPT_STATES)
+    return working_bytes(pair, shape, guided=guided, chunk_tokens=chunk_tokens, cached_states=KEPT_STATES)
 
 
 def calibrate(

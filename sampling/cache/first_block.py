@@ -75,7 +75,7 @@ class FirstBlockPass:
         self.skipped_lanes = 0
         self.skips_rest = False
 
-    def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
+    def skip_all(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
         """See `BlockCache.without_blocks`."""
         raise AssertionError("a first-block cache computes the first block in every step")
 
@@ -94,7 +94,7 @@ class FirstBlockPass:
         """See `BlockCache.choose`."""
         sums = torch.stack([each.to("cpu", torch.float64) for each in self._sums])
         # Every worker decides by the same sums, so that all of them skip, or visit, the same blocks.
-        own, every = self._split.agreed(sums)
+        own, every = self._split.all_reduce_sums(sums)
         going = [lane for lane, each in enumerate(own.tolist()) if not self._is_similar(each)]
         visits = not all(self._is_similar(each) for each in every.tolist())
         self.skipped_lanes, self.skips_rest = len(self._sums) - len(going), not visits
@@ -105,7 +105,7 @@ class FirstBlockPass:
                 del self._added[lane], self._after_first[lane]
         return SkipDecision(going, visits)
 
-    def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
+    def skip_rest(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
         """See `BlockCache.from_first`."""
         return hidden + self._kept[self._names[lane]].rest
 

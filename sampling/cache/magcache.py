@@ -70,7 +70,7 @@ class MagPass:
         self._entered: dict[int, torch.Tensor] = {}
         self.skipped_lanes = len(added) if whole else 0
 
-    def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
+    def skip_all(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
         """See `BlockCache.without_blocks`."""
         return self._split.own_tokens(tokens) + self._added[lane]
 
@@ -83,7 +83,7 @@ class MagPass:
         """See `BlockCache.choose`."""
         return SkipDecision(range(len(self._entered)), True)
 
-    def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
+    def skip_rest(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
         """See `BlockCache.from_first`."""
         raise AssertionError("MagCache skips all blocks or none")
 

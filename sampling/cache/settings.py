@@ -29,7 +29,7 @@ class FirstBlockCache:
             raise RequestError(f"the cache's threshold is {self.threshold}: give 0 (skips nothing) or more")
 
     @property
-    def kept_states(self) -> int:
+    def cached_states(self) -> int:
         """Most tensors that the cache keeps for a lane at a time, each of the size of its hidden state."""
         # Two from step to step; a third while other lanes are in the first block: the present residual of that block.
         return 3
@@ -47,7 +47,7 @@ class MagCache:
     rule: SkipRule
 
     @property
-    def kept_states(self) -> int:
+    def cached_states(self) -> int:
         """See `FirstBlockCache.kept_states`."""
         return 1
 
@@ -63,7 +63,7 @@ class MagCache:
 CacheSettings: TypeAlias = FirstBlockCache | MagCache
 
 
-def cached_policy(policy: OffloadPolicy, cache: CacheSettings | None) -> OffloadPolicy:
+def policy_with_cache(policy: OffloadPolicy, cache: CacheSettings | None) -> OffloadPolicy:
     """Return the policy for a run with that cache: a first-block cache makes the first block resident."""
     return replace(policy, pin_first_block=True) if isinstance(cache, FirstBlockCache) else policy
 

@@ -95,7 +95,7 @@ def check_windows(windows: ContextWindows, frames: int) -> None:
         raise RequestError(str(err)) from err
 
 
-def check_windows_stay(windows: ContextWindows, steps: Sequence[int], frames: int) -> None:
+def check_windows_repeat(windows: ContextWindows, steps: Sequence[int], frames: int) -> None:
     """Raise RequestError if the windows shift in every step, so that MagCache could never skip one.
 
     Args:

@@ -25,10 +25,10 @@ from .mask import latent_mask
 
 logger = logging.getLogger("wanstream.sampling")
 
-IMAGE_SEEN = "clip_vision_output"
+IMAGE_EMBEDDING_KEY = "clip_vision_output"
 """Key of the start image's CLIP embedding, as ComfyUI's image-to-video nodes set it."""
 
-READ = frozenset({"concat_latent_image", "concat_mask", IMAGE_SEEN})
+READ = frozenset({"concat_latent_image", "concat_mask", IMAGE_EMBEDDING_KEY})
 """Keys that are converted into a request."""
 
 RANGES = (("start_percent", "end_percent"), ("clip_start_percent", "clip_end_percent"))
@@ -67,7 +67,7 @@ REFUSED: Mapping[str, str] = {
 }
 
 # Tensors that come with a text, whatever the model; no Wan model of ComfyUI reads them.
-BESIDE_THE_TEXT: Mapping[str, str] = {
+TEXT_TENSORS: Mapping[str, str] = {
     "pooled_output": "one vector of a text; UMT5 makes none",
     "pooled_output_controlnet": "the same, for a ControlNet, which is refused",
     "cross_attn": "overwritten by the text of the entry",
@@ -121,7 +121,7 @@ def check_keys(side: str, options: Mapping[str, Any]) -> None:
         ConditioningError: a key is not supported; the message names it.
     """
     for key, value in options.items():
-        if key in READ or key in BESIDE_THE_TEXT or _is_nothing(value):
+        if key in READ or key in TEXT_TENSORS or _is_nothing(value):
             continue
         if key in REFUSED:
             raise ConditioningError(
@@ -133,7 +133,7 @@ def check_keys(side: str, options: Mapping[str, Any]) -> None:
             raise ConditioningError(
                 f"{side} carries a tensor, or too many objects to search, under '{key}', which is not known here and "
                 "may change the video: remove the node that writes it. Known tensors: "
-                f"{_listed([*READ, *BESIDE_THE_TEXT, *IGNORED])}"
+                f"{_listed([*READ, *TEXT_TENSORS, *IGNORED])}"
             )
     _check_ranges(side, options)
     if options.get("strength") == 0:  # any other strength cancels out, as there is only one entry
@@ -364,14 +364,14 @@ def _side(
 
 def _image_embedding(conditioning: Conditioning) -> torch.Tensor | None:
     """Return the hidden states before CLIP's last layer from ComfyUI's output object, if there is one."""
-    output = conditioning[0][1].get(IMAGE_SEEN)
+    output = conditioning[0][1].get(IMAGE_EMBEDDING_KEY)
     if output is None:
         return None
     states = getattr(output, "penultimate_hidden_states", None)
     if not isinstance(states, torch.Tensor):
         raise ConditioningError(
-            f"{IMAGE_SEEN} is a {type(output).__name__} without penultimate_hidden_states: connect the output of "
-            "CLIP Vision Encode"
+            f"{IMAGE_EMBEDDING_KEY} is a {type(output).__name__} without penultimate_hidden_states: "
+            "connect the output of CLIP Vision Encode"
         )
     return states
 

@@ -18,7 +18,7 @@ GREY = 0.5
 """Value of the frames to generate before encoding: 0 in the VAE's range of -1..1."""
 
 
-def framed_video(start: torch.Tensor, end: torch.Tensor | None, shape: VideoShape) -> torch.Tensor:
+def video_with_start_end(start: torch.Tensor, end: torch.Tensor | None, shape: VideoShape) -> torch.Tensor:
     """Return a grey video [frames, height, width, 3] that begins with `start` and ends with `end`.
 
     Both are images [N, H, W, 3 or 4] in 0..1, cropped around their centre to the video's aspect ratio and then scaled.
@@ -67,7 +67,7 @@ def start_frames(start: torch.Tensor, shape: VideoShape) -> torch.Tensor:
     return _fitted(start, shape)
 
 
-def begun_latent(encoded: torch.Tensor, shape: VideoShape, batch: int) -> dict[str, torch.Tensor]:
+def latent_with_first_frames(encoded: torch.Tensor, shape: VideoShape, batch: int) -> dict[str, torch.Tensor]:
     """Return a LATENT for Wan2.2 5B that begins with `encoded`, raw [1, C, t, h, w], and is empty after it.
 
     Its `noise_mask` [1, 1, T, h, w] is 0 in the given latent frames and 1 elsewhere.

@@ -29,7 +29,7 @@ from .checks import (
     check_step_plan,
     check_texts,
     check_windows,
-    check_windows_stay,
+    check_windows_repeat,
 )
 from .mask import frame_timestep_scales
 
@@ -188,7 +188,7 @@ class DenoiseRequest:
         if isinstance(self.cache, MagCache):
             self.cache.table.check_steps(self._schedule().sigmas, step_plan.experts, step_plan.guidance)
             if self.windows is not None:
-                check_windows_stay(self.windows, step_plan.steps, self.noise.shape[2])
+                check_windows_repeat(self.windows, step_plan.steps, self.noise.shape[2])
         check_start(
             step_plan.start_sigma,
             step=self.start_step,

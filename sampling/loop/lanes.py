@@ -100,10 +100,10 @@ class LaneInputs:
         return [
             Lane(latents=part, text=text, image=image, against=against, freedom=part_scales, name=next(names))
             for texts, against_texts in zip(sides, (nag_texts, nothing), strict=False)
-            for own, own_scales, text, image, against in zip(
+            for own, local_scales, text, image, against in zip(
                 parts, scales, texts, embeddings, against_texts, strict=True
             )
-            for part, part_scales in zip(own, own_scales, strict=True)
+            for part, part_scales in zip(own, local_scales, strict=True)
         ]
 
     def timesteps(self, timestep: float) -> set[float]:

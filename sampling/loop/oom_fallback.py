@@ -10,11 +10,11 @@ from typing import TypeAlias
 import torch
 
 from ...devices import free_bytes, is_out_of_memory
-from ...plan import bytes_to_free, describe_policy, smaller_policy
+from ...plan import bytes_to_free, describe_policy, next_smaller_policy
 from ...schema import OffloadPolicy, StepRecord
 from ...wan import ExpertEngine, ExpertPair
-from ..cache.settings import CacheSettings, cached_policy
-from ..errors import NoRoomError, SmallerPolicyError
+from ..cache.settings import CacheSettings, policy_with_cache
+from ..errors import InsufficientMemoryError, SmallerPolicyError
 from ..memory import check_step_ram, tokens_of, visit_flops, working_bytes
 from .interruptible import LONG_VISIT_FLOPS
 from .parallel import LOCAL_FORWARD, ParallelForward
@@ -118,7 +118,7 @@ class RunPolicy:
             self._pair, self._shape, guided=self._guided, chunk_tokens=chunk, share=share, cache=self._cache
         )
         attempt = len(self._tried) - 1
-        smaller = smaller_policy(
+        smaller = next_smaller_policy(
             self.policy,
             self._pair.block_counts,
             missing=bytes_to_free(attempt, block=self._block, working_bytes=working, free_bytes=free),
@@ -126,7 +126,7 @@ class RunPolicy:
             device_bytes=self._bytes,
         )
         if smaller is None:
-            raise NoRoomError(self._no_room_message(where, message, working, free))
+            raise InsufficientMemoryError(self._no_room_message(where, message, working, free))
         text = f"out of memory in {where}: {self._describe(smaller)} instead of {self._describe(self.policy)}"
         if not self.split.alone:
             raise SmallerPolicyError(f"{text} ({message})", smaller)
@@ -137,7 +137,7 @@ class RunPolicy:
         self._tried.append(smaller)
 
     def _with_cache(self, policy: OffloadPolicy) -> OffloadPolicy:
-        return cached_policy(policy, self._cache)
+        return policy_with_cache(policy, self._cache)
 
     def _bytes(self, policy: OffloadPolicy) -> int:
         return self._pair.device_bytes(policy, device=self.device)

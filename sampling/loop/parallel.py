@@ -90,7 +90,7 @@ class ParallelForward(Protocol):
     def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return this worker's part of a lane's tokens [1, S, dim]."""
 
-    def agreed(self, sums: torch.Tensor) -> AllReduced:
+    def all_reduce_sums(self, sums: torch.Tensor) -> AllReduced:
         """Add `sums` up over the workers that share each lane's tokens.
 
         Blocks until every worker has called it, which all do at the same points.
@@ -118,7 +118,7 @@ class LocalForward:
         """See `ParallelForward.own_tokens`."""
         return tokens
 
-    def agreed(self, sums: torch.Tensor) -> AllReduced:
+    def all_reduce_sums(self, sums: torch.Tensor) -> AllReduced:
         """See `ParallelForward.agreed`."""
         return AllReduced(sums, sums)
 

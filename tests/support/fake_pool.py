@@ -19,7 +19,7 @@ import torch
 
 from wanstream.distributed.messages import RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.distributed.transport.threads import on_own_thread
+from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
 from wanstream.sampling import RunState, SamplingCancelled
 from wanstream.schema import PathMap, StepRecord, Timeline
@@ -87,11 +87,11 @@ class FakeWorker:
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
         function = self._leave_slowly if method == "leave" else getattr(self, f"_{method}")
-        return on_own_thread("fake ask", self._alive, function, *args)
+        return run_in_thread("fake ask", self._alive, function, *args)
 
     def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> Future[TaskResult]:
         self._pool.sent.append((self._rank, task))
-        return on_own_thread("fake run", self._alive, self._run, task, on_report)
+        return run_in_thread("fake run", self._alive, self._run, task, on_report)
 
     def log_tail(self) -> str:
         return f"the log of process {self.pid}"

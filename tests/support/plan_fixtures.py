@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from wanstream.plan import AT_ONCE, BlockKey, OffloadJob, TransferProgram, Visit, step_visits
+from wanstream.plan import IMMEDIATE, BlockKey, OffloadJob, TransferProgram, Visit, step_visits
 from wanstream.plan import Machine as RatedMachine
 from wanstream.schema import ExpertShape, Residency, spread_evenly
 
@@ -69,7 +69,7 @@ class Machine:
     def run(self, program: TransferProgram, visits: int | None = None) -> dict[int, BlockKey]:
         """Run the first `visits` visits (default: all) and return the contents that the issued fetches leave."""
         visits = len(program.visits) if visits is None else visits
-        done = {AT_ONCE: self._computed_until}
+        done = {IMMEDIATE: self._computed_until}
         waiting = list(program.fetches)
         for visit in range(visits + 1):
             while waiting and waiting[0].start_after < visit:

@@ -19,7 +19,7 @@ import torch
 
 from wanstream.distributed.messages import RunTask, StepReport, TaskResult
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.distributed.transport.threads import WorkThread, on_own_thread
+from wanstream.distributed.transport.threads import WorkThread, run_in_thread
 from wanstream.distributed.worker.worker import Worker
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.wan import ExpertPair
@@ -82,7 +82,7 @@ def serve(here: SimpleNamespace, address: str, key: bytes, rank: int, short_at: 
             if method == "run":
                 done = runs.submit(worker.run, *args, partial(tell, number, "told"))
             else:
-                done = on_own_thread("ask", getattr(worker, method), *args)
+                done = run_in_thread("ask", getattr(worker, method), *args)
             done.add_done_callback(partial(answer, number))
     runs.close()
     worker.close()

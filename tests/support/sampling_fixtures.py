@@ -19,7 +19,7 @@ from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.engine import ExpertEngine
-from wanstream.wan.experts.open import open_experts, open_one_expert
+from wanstream.wan.experts.open import open_experts, open_single_model
 
 SHAPE = (1, 16, 2, 4, 6)
 HIGH, LOW = 1, 2
@@ -72,7 +72,7 @@ def open_one(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[..., 
     opened: list[ExpertPair] = []
 
     def make(*, seed: int = HIGH, **shape: int) -> ExpertPair:
-        opened.append(open_one_expert(tiny_expert_folder(seed=seed, **shape), compute_dtype=torch.float32))
+        opened.append(open_single_model(tiny_expert_folder(seed=seed, **shape), compute_dtype=torch.float32))
         return opened[-1]
 
     yield make

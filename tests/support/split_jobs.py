@@ -25,7 +25,7 @@ from wanstream.testing.weights import TinyShape, in_dtype, make_expert
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.open import ExpertsRegistry
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
-from wanstream.wan.transformer.compiled_block import compiler_named
+from wanstream.wan.transformer.compiled_block import get_compiler
 from wanstream.wan.transformer.kernels import Kernels
 
 LOOPBACK = "127.0.0.1"
@@ -131,9 +131,9 @@ def job_run_compiled(
     shares = []
     for compiler in (None, "eager", "eager"):
         compute_with(here, experts, compiler)
-        before, graphs = here.groups.gathered_bytes, compiler_named("eager").graphs
+        before, graphs = here.groups.gathered_bytes, get_compiler("eager").graphs
         latents = compute(here, experts, request, policy, RunSlice(split=group_forward(here.groups)))
-        gathered, compiled = here.groups.gathered_bytes - before, compiler_named("eager").graphs - graphs
+        gathered, compiled = here.groups.gathered_bytes - before, get_compiler("eager").graphs - graphs
         shares.append({"latents": latents, "gathered": gathered, "graphs": compiled})
     compute_with(here, experts, None)
     return shares

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...offload import FileTensor
-from .files import WEIGHTS, CheckpointError, read_stored
+from .files import WEIGHTS, CheckpointError, read_checkpoint
 
 CONFIG = "config.json"
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -102,7 +102,7 @@ def component_weights(
         CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file.
         CheckpointError: as `match_weights`.
     """
-    return match_weights(folder, read_stored(folder, weights=weights).tensors, module, aliases=aliases)
+    return match_weights(folder, read_checkpoint(folder, weights=weights).tensors, module, aliases=aliases)
 
 
 def match_weights(

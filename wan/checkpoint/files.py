@@ -37,7 +37,7 @@ class CheckpointTensors:
     metadata: Mapping[str, str]
 
 
-def read_stored(path: Path, *, weights: str = WEIGHTS) -> CheckpointTensors:
+def read_checkpoint(path: Path, *, weights: str = WEIGHTS) -> CheckpointTensors:
     """Read the headers of the file `path`, or, in a folder, of the file `weights` or of the shards in its index.
 
     Raises:

@@ -66,7 +66,7 @@ def is_image_to_video_name(name: str) -> bool:
     return _IMAGE.search(name) is not None and _TEXT.search(name) is None
 
 
-def expert_suspicions(high: Expert, low: Expert) -> list[str]:
+def expert_mismatches(high: Expert, low: Expert) -> list[str]:
     """Return warnings about a pair of experts, each a sentence with a remedy."""
     if _is_same_file(high.path, low.path):
         return [f"{high.path.name} is both experts: choose the low-noise file of the model as low_noise"]
@@ -78,7 +78,7 @@ def expert_suspicions(high: Expert, low: Expert) -> list[str]:
     return _swapped_or_misplaced("expert", _place_of(high.path), _place_of(low.path), high.path.name, low.path.name)
 
 
-def lora_suspicions(high: Path | None, low: Path | None, expert: Expert, *, single: bool) -> list[str]:
+def lora_mismatches(high: Path | None, low: Path | None, expert: Expert, *, single: bool) -> list[str]:
     """Return warnings about the LoRAs of the two experts of a model.
 
     Args:

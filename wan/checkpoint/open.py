@@ -11,7 +11,7 @@ import torch
 from ...offload import FileTensor, file_version, read_tensors
 from .components import CONFIG, read_config
 from .detect import Shape, WanConfig, config_from_shapes, refuse_other_classes, refuse_other_models, refuse_other_types
-from .files import CheckpointError, is_gguf, read_stored
+from .files import CheckpointError, is_gguf, read_checkpoint
 from .fp8_layouts import FP8_DTYPES, resolve_scales
 from .gguf import check_architecture, restore_shapes
 from .key_names import both_names, parameter_names
@@ -46,7 +46,7 @@ def open_expert(path: Path) -> Expert:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
         CheckpointError: the tensors are not those of one Wan2.1 or Wan2.2 expert; names the first wrong one.
     """
-    stored = read_stored(path)
+    stored = read_checkpoint(path)
     if is_gguf(path):
         check_architecture(path, stored.metadata)
     if (path / CONFIG).is_file():

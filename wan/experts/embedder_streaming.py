@@ -18,7 +18,7 @@ from ...plan import BlockKey
 from ..checkpoint.meta_model import materialise, parameter_dtype, set_parameters
 from ..checkpoint.open import Expert
 from ..lora.apply import write_patched
-from .embedders import PARTS, EmbedderPart, part_of
+from .embedders import PARTS, EmbedderPart, embedder_part
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -151,4 +151,4 @@ class EmbedderWeights:
 
 
 def _names(expert: Expert, part: EmbedderPart) -> list[str]:
-    return [name for name in expert.weights if part_of(name) == part]
+    return [name for name in expert.weights if embedder_part(name) == part]

@@ -26,7 +26,7 @@ Rows: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 EMBEDDER = "condition_embedder."
 
 
-def part_of(parameter: str) -> EmbedderPart | None:
+def embedder_part(parameter: str) -> EmbedderPart | None:
     """Return the embedder part of a model parameter; None for other parameters, those of the image branch included."""
     if not parameter.startswith(EMBEDDER) or parameter.startswith(f"{EMBEDDER}image_embedder."):
         return None

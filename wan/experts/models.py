@@ -22,7 +22,7 @@ from ..checkpoint.open import Expert
 from ..lora.apply import PatchedParameters
 from ..transformer.block_kernels import BlockKernels
 from .embedder_streaming import EmbedderWeights
-from .embedders import PARTS, EmbedderPart, part_of
+from .embedders import PARTS, EmbedderPart, embedder_part
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -93,7 +93,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         invalidated, and their weights are read again; no other weights are.
         """
         for name, embedder in self._embedders.items():
-            changed = {part_of(parameter) for parameter in (*self._patches.get(name, {}), *patches.get(name, {}))}
+            changed = {embedder_part(parameter) for parameter in (*self._patches.get(name, {}), *patches.get(name, {}))}
             for part in PARTS:
                 if part in changed:
                     embedder.invalidate(part)
@@ -182,7 +182,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
 
     def _resident_patches(self, name: str) -> Mapping[str, WeightPatch]:
         patches = self._patches.get(name, {})
-        return {parameter: patches[parameter] for parameter in patches if part_of(parameter) is None}
+        return {parameter: patches[parameter] for parameter in patches if embedder_part(parameter) is None}
 
     def _read(self, name: str) -> tuple[Tensors, Tensors]:
         return read_tensors(self._resident[name]), read_tensors(self._scales[name])
@@ -208,7 +208,9 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
 
 def _resident_tensors(expert: Expert, model: WanTransformer3DModel) -> dict[str, FileTensor]:
     streamed = {f"blocks.{i}.{name}" for i, block in enumerate(model.blocks) for name in streamed_names(block)}
-    return {name: tensor for name, tensor in expert.weights.items() if name not in streamed and part_of(name) is None}
+    return {
+        name: tensor for name, tensor in expert.weights.items() if name not in streamed and embedder_part(name) is None
+    }
 
 
 def _scales_of(expert: Expert, tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ...devices import AUTO, ComputeDtype, resolved_dtype
+from ...devices import AUTO, ComputeDtype, resolve_dtype
 from ...schema import ExpertsRef, LoraRef, Storage
 from ..checkpoint.detect import IMAGE_LAYER
 from ..checkpoint.files import CheckpointError
@@ -21,7 +21,7 @@ from ..transformer.kernels import INDUCTOR, Kernels, check_installed
 from .pair import ExpertPair
 from .storage import STORAGES, log_unquantised
 
-__all__ = ["COMPUTE_DTYPES", "ExpertPair", "open_experts", "open_one_expert"]
+__all__ = ["COMPUTE_DTYPES", "ExpertPair", "open_experts", "open_single_model"]
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -67,7 +67,7 @@ def open_experts(
     return ExpertPair(high=high, low=low, compute_dtype=dtype, storage=storage, direct=direct, shared=shared)
 
 
-def open_one_expert(
+def open_single_model(
     path: str | PathLike[str],
     *,
     compute_dtype: ComputeDtype = AUTO,
@@ -127,7 +127,7 @@ def _require_image_branch(expert: Expert) -> None:
 
 def _checked(compute_dtype: ComputeDtype, storage: Storage) -> torch.dtype:
     """Return the compute dtype. Raises ValueError for an unsupported dtype or storage."""
-    dtype = resolved_dtype(compute_dtype)
+    dtype = resolve_dtype(compute_dtype)
     if dtype not in COMPUTE_DTYPES:
         raise ValueError(
             f"compute_dtype is {compute_dtype}; {', '.join(map(str, COMPUTE_DTYPES))} or 'auto' can be computed with"
@@ -186,7 +186,7 @@ def open_pair(ref: ExpertsRef, *, shared: bool = False) -> ExpertPair:
     """Open the experts of `ref` without its LoRAs; only headers are read. `shared` is that of `open_experts`."""
     dtype: ComputeDtype = AUTO if ref.compute_dtype == AUTO else getattr(torch, ref.compute_dtype)
     if ref.single:
-        return open_one_expert(ref.high_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)
+        return open_single_model(ref.high_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)
     return open_experts(ref.high_noise, ref.low_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)
 
 

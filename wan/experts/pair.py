@@ -14,7 +14,7 @@ from ..lora.apply import LoraFactors, LoraStack, lora_host_bytes, stack_identity
 from ..lora.file import LoraFile
 from ..lora.fit import fit_stack
 from ..transformer.kernels import Kernels
-from .embedders import part_of
+from .embedders import embedder_part
 from .engine import ExpertEngine
 from .storage import BlockBytes, block_bytes, device_bytes, row_scale_bytes, shards_bytes
 
@@ -156,7 +156,7 @@ class ExpertPair:
         self._engine.set_loras(self._active_loras(), self._factors)
         return self._engine
 
-    def present_engine(self, policy: OffloadPolicy, device: torch.device) -> ExpertEngine | None:
+    def current_engine(self, policy: OffloadPolicy, device: torch.device) -> ExpertEngine | None:
         """Return the current engine if it has this policy and device, else None; does not create or change one."""
         return self._engine if self._engine_key == (policy, device) else None
 
@@ -230,13 +230,13 @@ class ExpertPair:
     def host_resident_bytes(self) -> int:
         """Estimated host memory of a run in addition to its slots: LoRAs as stored and folded, and one embedder."""
         embedders = [
-            sum(tensor.nbytes for name, tensor in expert.weights.items() if part_of(name) is not None)
+            sum(tensor.nbytes for name, tensor in expert.weights.items() if embedder_part(name) is not None)
             for expert in self.experts.values()
         ]
         loras = [lora for stack in self._active_loras().values() for lora, _ in stack]
         return max(embedders) + lora_host_bytes(loras, self.compute_dtype)
 
-    def give_back(self, nbytes: int) -> int:
+    def release_memory(self, nbytes: int) -> int:
         """Free buffers until `nbytes` of device memory are free or none is left; return the bytes freed.
 
         The next run allocates and fetches missing blocks again. `close` frees all memory.
@@ -244,7 +244,7 @@ class ExpertPair:
         Raises:
             RuntimeError: a run is in progress; nothing is changed.
         """
-        return 0 if self._engine is None else self._engine.give_back(nbytes)
+        return 0 if self._engine is None else self._engine.release_memory(nbytes)
 
     def close(self) -> None:
         """Free the engine with its buffers, threads and open files, and the loaded LoRA factors.

@@ -27,7 +27,7 @@ from ...schema import OffloadPolicy, Storage, plan_residency
 from ..checkpoint.detect import WanConfig
 from ..checkpoint.meta_model import FIRST_BLOCK, block_streams, parameter_dtype, parameter_shapes, table_bytes
 from ..checkpoint.open import Expert
-from .embedders import part_of
+from .embedders import embedder_part
 
 STORAGES: tuple[Storage, ...] = ("as stored", "fp8")
 
@@ -152,7 +152,7 @@ def device_bytes(
     resident = sum(
         math.prod(shape) * parameter_dtype(name, compute_dtype).itemsize
         for name, shape in shapes.items()
-        if name not in streamed and part_of(name) is None
+        if name not in streamed and embedder_part(name) is None
     )
     return buffers * buffer.nbytes + len(counts) * (resident + table_bytes(config))
 

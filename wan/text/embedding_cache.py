@@ -22,7 +22,7 @@ _EncoderVersion: TypeAlias = tuple[tuple[str, FileVersion], ...]
 _Key: TypeAlias = tuple[_EncoderVersion, str, str]
 
 
-class KeptTexts:
+class EmbeddingCache:
     """Least-recently-used cache of text embeddings in RAM. Thread-safe.
 
     A cached text costs no read of the encoder. Its embedding is bit-equal to that of encoding it again, because the

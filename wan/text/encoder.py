@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...devices import AUTO, ComputeDtype, resolved_dtype
+from ...devices import AUTO, ComputeDtype, resolve_dtype
 from ...offload import FileSource, FileTensor, attach_offload, read_tensors, streamed_names
 from ...plan import BlockKey
 from ...schema import OffloadPolicy
@@ -40,7 +40,7 @@ from ..checkpoint.components import (
     require_config,
     require_sizes,
 )
-from ..checkpoint.files import CheckpointError, read_stored
+from ..checkpoint.files import CheckpointError, read_checkpoint
 from ..checkpoint.fp8_layouts import FP8_DTYPES, resolve_scales
 from ..checkpoint.meta_model import set_parameters
 from .tokenizer import SENTENCE_MODEL, Tokenizer, open_sentence_tokenizer, open_tokenizer, tokenise
@@ -104,7 +104,7 @@ def open_umt5_file(path: Path) -> Umt5:
     Raises:
         CheckpointFileError: the file is missing, damaged, a pickle, of another model, or has no tokenizer.
     """
-    stored = read_stored(path)
+    stored = read_checkpoint(path)
     _refuse_other_models(path, stored.tensors)
     tensors = {key: tensor for key, tensor in stored.tensors.items() if key not in (SENTENCE_MODEL, UNUSED)}
     resolved = resolve_scales(path, tensors, stored.metadata, read_tensors)
@@ -198,7 +198,7 @@ def open_text_encoder(path: Path | str, *, compute_dtype: ComputeDtype = AUTO) -
         CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file; the config or the
             tensors are not those of a UMT5 encoder of width 4096; the tokenizer is missing.
     """
-    path, dtype = Path(path), resolved_dtype(compute_dtype)
+    path, dtype = Path(path), resolve_dtype(compute_dtype)
     if path.is_file():
         return TextEncoder(open_umt5_file(path), compute_dtype=dtype)
     return TextEncoder(open_umt5_folder(component_folder(path, "text_encoder")), compute_dtype=dtype)

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from .chunked_block import ChunkedBlocks
-from .compiled_block import CompiledBlocks, compiler_named
+from .compiled_block import CompiledBlocks, get_compiler
 from .kernels import ATTENTIONS, Kernels
-from .per_frame_block import TimedBlocks
+from .per_frame_block import PerFrameBlocks
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_wan import WanTransformerBlock
@@ -25,7 +25,7 @@ class BlockKernels:
 
     def __init__(self, blocks: Iterable[WanTransformerBlock], *, timed: bool = False) -> None:
         self._blocks = list(blocks)
-        self._timed = TimedBlocks(self._blocks) if timed else None
+        self._timed = PerFrameBlocks(self._blocks) if timed else None
         self._kernels = Kernels()
         self._chunk_tokens: int | None = None
         self._chunked: ChunkedBlocks | None = None
@@ -34,7 +34,7 @@ class BlockKernels:
     @property
     def graphs(self) -> int:
         """Block graphs that this process has compiled so far; a step that compiles one gives no usable timing."""
-        return 0 if self._kernels.compiler is None else compiler_named(self._kernels.compiler).graphs
+        return 0 if self._kernels.compiler is None else get_compiler(self._kernels.compiler).graphs
 
     def set(self, kernels: Kernels, chunk_tokens: int | None) -> None:
         """Compute with `kernels`, and outside attention with `chunk_tokens` tokens at once (None: all).
@@ -64,10 +64,10 @@ class BlockKernels:
         if kernels.compiler is not None and chunk_tokens is not None:
             logger.warning("blocks compute %d tokens at once to save memory: they are not compiled", chunk_tokens)
         elif kernels.compiler is not None:
-            self._compiled = CompiledBlocks(self._blocks, compiler_named(kernels.compiler))
+            self._compiled = CompiledBlocks(self._blocks, get_compiler(kernels.compiler))
         # Chunked and compiled forwards handle per-frame timesteps themselves.
         if self._timed is not None and self._compiled is None and chunk_tokens is None:
-            self._timed = TimedBlocks(self._blocks)
+            self._timed = PerFrameBlocks(self._blocks)
 
     def _set_chunk(self, chunk_tokens: int | None) -> None:
         if self._chunked is not None:

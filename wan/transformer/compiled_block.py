@@ -32,7 +32,7 @@ logger = logging.getLogger("wanstream.kernels")
 
 
 class BlockCompiler:
-    """Backend of `torch.compile` that counts its graphs; get it from `compiler_named`."""
+    """Backend of `torch.compile` that counts its graphs; get it from `get_compiler`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class BlockCompiler:
 
 
 @functools.cache
-def compiler_named(name: str) -> BlockCompiler:
+def get_compiler(name: str) -> BlockCompiler:
     """Return the compiler of that name: one per process, because torch caches graphs by the identity of the backend."""
     return BlockCompiler(name)
 

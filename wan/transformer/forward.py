@@ -43,7 +43,7 @@ class BlockCache(Protocol):
     def whole(self) -> bool:
         """True if no lane needs any block."""
 
-    def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
+    def skip_all(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
         """Predict the output of the last block from all tokens of a lane; return this worker's part."""
 
     def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ class BlockCache(Protocol):
     def choose(self) -> SkipDecision:
         """Return the lanes that continue, once the first block has computed all of them."""
 
-    def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
+    def skip_rest(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
         """Predict the output of the last block from that of the first, for a lane that does not continue."""
 
     def ended(self, lane: int, hidden: torch.Tensor) -> None:
@@ -186,7 +186,7 @@ def _through_blocks(
 ) -> list[torch.Tensor]:
     """Return the tokens of each lane after the last block."""
     if shortcut is not None and shortcut.whole:
-        return [shortcut.without_blocks(at, _tokens(model, lane)) for at, lane in enumerate(lanes)]
+        return [shortcut.skip_all(at, _tokens(model, lane)) for at, lane in enumerate(lanes)]
     hidden: list[torch.Tensor] = []
     going: Sequence[int] = range(len(lanes))
     for index, block in enumerate(model.blocks):
@@ -214,7 +214,7 @@ def _ended(hidden: Sequence[torch.Tensor], going: Sequence[int], shortcut: Block
     """Return the tokens of lanes that passed the last block, and the predicted tokens of the others."""
     for at in going:
         shortcut.ended(at, hidden[at])
-    return [tokens if at in going else shortcut.from_first(at, tokens) for at, tokens in enumerate(hidden)]
+    return [tokens if at in going else shortcut.skip_rest(at, tokens) for at, tokens in enumerate(hidden)]
 
 
 def _tokens(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:

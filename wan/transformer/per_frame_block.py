@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .nag import Texts
 
 
-class TimedBlocks(PatchedForwards):
+class PerFrameBlocks(PatchedForwards):
     """Blocks that also accept a `FrameModulation`; see `PatchedForwards`."""
 
     def __init__(self, blocks: Iterable[WanTransformerBlock]) -> None:

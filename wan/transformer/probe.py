@@ -36,7 +36,7 @@ def probe_block(shape: ExpertShape, tokens: int, device: torch.device, *, most_s
 
     Starts with a few tokens and grows. Each time is the median of three passes; on a slow device, of fewer.
     """
-    block = sample_block(shape, device)
+    block = random_block(shape, device)
     tried = min(tokens, MIN_TOKENS)
     while True:
         rate = shape.block_flops(tried) / _block_s(block, shape, tried, device, most_s=most_s / 4)
@@ -49,7 +49,7 @@ def probe_block(shape: ExpertShape, tokens: int, device: torch.device, *, most_s
         tried = fitting[-1]
 
 
-def sample_block(shape: ExpertShape, device: torch.device) -> WanTransformerBlock:
+def random_block(shape: ExpertShape, device: torch.device) -> WanTransformerBlock:
     """Return a block in `auto_dtype(device)` with small random weights and fp32 norms, as in diffusers."""
     added = None if shape.image_width is None else shape.width
     with torch.device("meta"):

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ...schema import FP32_BYTES, FRAMES_PER_LATENT, PIXELS_PER_LATENT, need_text
+from ...schema import FP32_BYTES, FRAMES_PER_LATENT, PIXELS_PER_LATENT, format_need
 from ..checkpoint.meta_model import set_parameters
 from .tiles import MIN_TILE_LATENT, OVERLAP, Tiling, decoded_frames
 
@@ -155,7 +155,7 @@ HEAP_BYTES = 500_000_000
 GB = 1e9
 
 
-class VaeRoomError(ValueError):
+class VaeMemoryError(ValueError):
     """Too little memory for the smallest tile; the message says how much is needed and how much is given."""
 
 
@@ -217,7 +217,7 @@ class DecodeNeeds:
         return list(rows.values())
 
 
-def fitting_tiling(needs: DecodeNeeds, budget: int, *, shared: bool) -> Tiling | None:
+def choose_tiling(needs: DecodeNeeds, budget: int, *, shared: bool) -> Tiling | None:
     """Return the tiling for a decode within `budget` bytes, None for full frames.
 
     Args:
@@ -232,7 +232,7 @@ def fitting_tiling(needs: DecodeNeeds, budget: int, *, shared: bool) -> Tiling |
         return None
     fitting = [tiling for tiling in _tilings(needs) if needs.fit(tiling, budget, shared=shared)]
     if not fitting:
-        raise VaeRoomError(too_little(needs, budget, shared=shared))
+        raise VaeMemoryError(too_little(needs, budget, shared=shared))
     # Of equal work, the larger tiles are chosen: they have fewer seams.
     large = [tiling for tiling in fitting if tiling.pixels >= NEARLY_LARGEST * fitting[-1].pixels]
     return min(large, key=lambda tiling: (tiling.computed(needs.height, needs.width), -tiling.pixels))
@@ -242,7 +242,7 @@ def shared_tiling(needs: DecodeNeeds, budget: int, *, shared: bool, workers: int
     """Return the tiling in which `workers` workers decode `videos` videos together, each within `budget` bytes.
 
     Every worker gets a tile if possible. Among the largest such tilings, the one in which the busiest worker computes
-    least is chosen; a full frame is one tile here. `needs` and `shared` are as in `fitting_tiling`.
+    least is chosen; a full frame is one tile here. `needs` and `shared` are as in `choose_tiling`.
 
     Raises:
         VaeRoomError: no tile of 8 latent pixels or more fits.
@@ -251,7 +251,7 @@ def shared_tiling(needs: DecodeNeeds, budget: int, *, shared: bool, workers: int
     every = [*_tilings(needs), Tiling.of(picture, needs.per_latent)]
     fitting = [tiling for tiling in every if needs.fit(tiling, budget, shared=shared)]
     if not fitting:
-        raise VaeRoomError(too_little(needs, budget, shared=shared))
+        raise VaeMemoryError(too_little(needs, budget, shared=shared))
 
     def count(tiling: Tiling) -> int:
         return videos * len(tiling.tiles(needs.height, needs.width))
@@ -276,11 +276,11 @@ def too_little(needs: DecodeNeeds, budget: int, *, shared: bool) -> str:
     smallest = Tiling.of(MIN_TILE_LATENT * needs.per_latent, needs.per_latent)
     width, height = needs.width * needs.per_latent, needs.height * needs.per_latent
     for_frames = (
-        f" and {need_text(needs.host_bytes(smallest) + HEAP_BYTES)} for its {needs.frames} frames" if shared else ""
+        f" and {format_need(needs.host_bytes(smallest) + HEAP_BYTES)} for its {needs.frames} frames" if shared else ""
     )
     return (
         f"{needs.task} {width}x{height} frames in tiles of {smallest.pixels} pixels, the smallest, takes "
-        f"{need_text(needs.device_bytes(smallest))} of working memory{for_frames}; {need_text(budget)} given: "
+        f"{format_need(needs.device_bytes(smallest))} of working memory{for_frames}; {format_need(budget)} given: "
         "give it more memory, or unload other models"
     )
 

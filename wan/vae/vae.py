@@ -17,7 +17,7 @@ from ...schema import FP32_BYTES, FRAMES_PER_LATENT
 from ..checkpoint.components import component_folder
 from ..checkpoint.meta_model import set_parameters
 from ..latent_space import SPACES, LatentSpace, space_of
-from .memory import DecodeNeeds, VaeRoomError, decode_pixel_bytes, encode_pixel_bytes, smaller_tiling
+from .memory import DecodeNeeds, VaeMemoryError, decode_pixel_bytes, encode_pixel_bytes, smaller_tiling
 from .tiles import TileBlender, Tiling, as_pixels, convert_pixels, crop, decode_tile, decoded_frames, empty_frames
 from .weights import VaeWeights, family_of, open_vae_file, open_vae_folder
 
@@ -299,20 +299,20 @@ def tiled_frames(
 Result = TypeVar("Result")
 
 
-class NoRoomToDecodeError(VaeRoomError, torch.OutOfMemoryError):
+class DecodeOutOfMemoryError(VaeMemoryError, torch.OutOfMemoryError):
     """Memory ran out even with the smallest tiles.
 
     Also a `torch.OutOfMemoryError`, so that hosts unload other models after it.
     """
 
 
-def with_smaller_tiles(
+def retry_with_smaller_tiles(
     decode: Callable[[Tiling | None], Result],
     needs: DecodeNeeds,
     first: Tiling | None,
     on_change: Callable[[str], None] = lambda change: None,
     *,
-    is_short: Callable[[RuntimeError], bool] = is_out_of_memory,
+    is_oom: Callable[[RuntimeError], bool] = is_out_of_memory,
 ) -> Result:
     """Call `decode` with smaller and smaller tiles until memory suffices; return its result.
 
@@ -331,18 +331,20 @@ def with_smaller_tiles(
         try:
             return decode(tiling)
         except RuntimeError as err:
-            if not is_short(err):
+            if not is_oom(err):
                 raise
             # The traceback references the tensors of the failed attempt: keep only its text, and retry outside this
             # `except` block, which keeps the exception alive.
             error = forget(err)
         smaller = smaller_tiling(needs, tiling)
         if smaller is None:
-            raise NoRoomToDecodeError(f"no memory for {needs.task} {in_words(tiling)}, the smallest size: {error}")
-        on_change(f"no memory for {needs.task} {in_words(tiling)}: retrying with {in_words(smaller)}")
+            raise DecodeOutOfMemoryError(
+                f"no memory for {needs.task} {describe_tiling(tiling)}, the smallest size: {error}"
+            )
+        on_change(f"no memory for {needs.task} {describe_tiling(tiling)}: retrying with {describe_tiling(smaller)}")
         tiling = smaller
 
 
-def in_words(tiling: Tiling | None) -> str:
+def describe_tiling(tiling: Tiling | None) -> str:
     """Return "tiles of 256 pixels" or "whole frames", for messages."""
     return "whole frames" if tiling is None else f"tiles of {tiling.pixels} pixels"

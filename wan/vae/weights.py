@@ -25,7 +25,7 @@ from ..checkpoint.components import (
     require_config,
     require_sizes,
 )
-from ..checkpoint.files import CheckpointError, read_stored
+from ..checkpoint.files import CheckpointError, read_checkpoint
 from ..latent_space import SPACES, WAN21, WAN22, LatentSpace
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def open_vae_file(path: Path) -> VaeWeights:
     Raises:
         CheckpointFileError: the file is missing, damaged, a pickle, or of another model.
     """
-    stored = read_stored(path).tensors
+    stored = read_checkpoint(path).tensors
     family = _family_in(path, stored)
     native = any(key.startswith(NATIVE_MARK) for key in stored)
     key_of = family.native if native else str

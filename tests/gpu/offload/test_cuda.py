@@ -431,7 +431,7 @@ def test_fp8_is_decoded_and_patched_and_all_of_it_is_given_back(tmp_path: Path, 
                         seen.append(blocks[visit.block].weight.clone())
             loaded = handle.loaded_bytes
             assert loaded > 2 * WIDTH * WIDTH * 2 + WIDTH * WIDTH, "two buffers, undecoded bytes, factors"
-            assert handle.give_back(1 << 60) == loaded
+            assert handle.release_memory(1 << 60) == loaded
             assert handle.loaded_bytes == 0
             for number, weight in enumerate(seen):
                 assert torch.equal(weight, expected[number % BLOCKS]), number
@@ -443,12 +443,12 @@ def test_memory_is_given_back_while_the_device_still_computes(stacks, hidden, pl
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with attach(stacks, POLICIES[policy]) as handle:
-        handle.take_buffers()
+        handle.allocate_buffers()
         loaded = handle.loaded_bytes
         with torch.cuda.stream(stream):
             value = streamed(handle, stacks, hidden, slow=1)
         allocated = torch.cuda.memory_allocated()
-        assert handle.give_back(1 << 60) == loaded
+        assert handle.release_memory(1 << 60) == loaded
         assert handle.loaded_bytes == 0
         assert allocated - torch.cuda.memory_allocated() >= loaded
         # The stream that allocated the buffers did not compute with them. It may write into their memory at once.
@@ -456,7 +456,7 @@ def test_memory_is_given_back_while_the_device_still_computes(stacks, hidden, pl
         stream.synchronize()
         assert torch.equal(value, expected)
         del ruins
-        assert handle.give_back(1) == 0
+        assert handle.release_memory(1) == 0
         assert torch.equal(streamed(handle, stacks, hidden), expected)
         assert handle.loaded_bytes == loaded
 
@@ -465,7 +465,7 @@ def test_residents_that_stay_are_not_fetched_again(stacks, hidden, plain):
     expected = plain(STEPS)
     with attach(stacks, OffloadPolicy.resident()) as handle:
         streamed(handle, stacks, hidden)
-        assert handle.give_back(2 * BLOCK_BYTES) == 2 * BLOCK_BYTES
+        assert handle.release_memory(2 * BLOCK_BYTES) == 2 * BLOCK_BYTES
         program = handle.compile(step_visits(STEPS, handle.block_counts))
         assert [fetch.block for fetch in program.fetches] == [BlockKey("low", 4), BlockKey("low", 5)]
         assert torch.equal(streamed(handle, stacks, hidden), expected)

@@ -11,7 +11,7 @@ from wanstream.offload.formats.decode import decode_tensor
 from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.testing.quantised import q4_k_m, random_packs, save_expert_gguf
+from wanstream.testing.quantised import q4_k_m, random_groups, save_expert_gguf
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.open import open_experts
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def groups_of(name: str, count: int) -> torch.Tensor:
-    return torch.from_numpy(random_packs(GGMLQuantizationType[name], count, np.random.default_rng(0), scale=0.01))
+    return torch.from_numpy(random_groups(GGMLQuantizationType[name], count, np.random.default_rng(0), scale=0.01))
 
 
 @pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)

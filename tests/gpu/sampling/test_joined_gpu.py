@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from wanstream.devices import free_bytes
-from wanstream.sampling import DenoiseRequest, NoRoomError, check_room, denoise, merge_requests, working_bytes
+from wanstream.sampling import (
+    DenoiseRequest,
+    InsufficientMemoryError,
+    check_room,
+    denoise,
+    merge_requests,
+    working_bytes,
+)
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
@@ -83,7 +90,7 @@ def test_lanes_that_do_not_fit_are_refused_before_they_are_computed(
     assert free is not None
     needed = working_bytes(pair, request.noise.shape, guided=True) + pair.device_bytes(LAYERWISE, device=CUDA)
     others = torch.empty(free - needed // 4, dtype=torch.uint8, device=CUDA)
-    with pytest.raises(NoRoomError, match="4 videos at once need"):
+    with pytest.raises(InsufficientMemoryError, match="4 videos at once need"):
         check_room(pair, request, LAYERWISE, CUDA)
     del others
     torch.cuda.empty_cache()

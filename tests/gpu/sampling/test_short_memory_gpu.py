@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wanstream.devices import free_bytes
-from wanstream.sampling import DenoiseRequest, NoRoomError, denoise
+from wanstream.sampling import DenoiseRequest, InsufficientMemoryError, denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
@@ -92,7 +92,7 @@ def test_where_two_buffers_do_not_fit_the_device_is_free_afterwards(
     before = torch.cuda.memory_allocated()
     weights = pair.device_bytes(OffloadPolicy.layerwise(1), device=CUDA)
     limit(before + weights + 2**21)
-    with pytest.raises(NoRoomError, match="no smaller policy is left") as refused:
+    with pytest.raises(InsufficientMemoryError, match="no smaller policy is left") as refused:
         _run(pair, wide)
     assert " GB are free" in str(refused.value) or " MB are free" in str(refused.value)
     assert torch.cuda.memory_allocated() - before <= weights, "nothing of the failed steps is left"

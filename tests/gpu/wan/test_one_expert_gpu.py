@@ -13,7 +13,7 @@ from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.model import make_image_encoder, save_image_encoder
 from wanstream.wan import Lane, forward_lanes
-from wanstream.wan.experts.open import open_one_expert
+from wanstream.wan.experts.open import open_single_model
 from wanstream.wan.image_encoder import clip_pixels, open_image_encoder
 
 pytestmark = [
@@ -38,7 +38,7 @@ def test_an_image_branch_streams(chunk: int | None, tiny_expert_folder: Callable
     assert lane.image is not None
     given = [tensor.bfloat16() for tensor in (lane.latents, lane.text, lane.image)]
     policy = OffloadPolicy(kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, chunk_tokens=chunk)
-    with torch.inference_mode(), open_one_expert(folder) as pair:
+    with torch.inference_mode(), open_single_model(folder) as pair:
         latents, text, image = given
         expected = model(latents, torch.tensor([937.5]).cuda(), text, image, return_dict=False)[0]
         engine = pair.engine(policy, "cuda")

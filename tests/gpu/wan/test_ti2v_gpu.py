@@ -12,7 +12,7 @@ from diffusers import WanTransformer3DModel
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import Lane, forward_lanes
-from wanstream.wan.experts.open import open_one_expert
+from wanstream.wan.experts.open import open_single_model
 from wanstream.wan.transformer.kernels import INDUCTOR, Kernels
 
 pytestmark = [
@@ -35,7 +35,7 @@ def test_streamed_forward_is_the_models_own(
     text = torch.randn(1, 9, 4096, generator=draw).cuda()
     model = WanTransformer3DModel.from_pretrained(folder).requires_grad_(False).cuda()
     times = (torch.tensor(FREEDOM) * TIME).repeat_interleave(64)[None].cuda()
-    with open_one_expert(folder, compute_dtype=torch.float32) as pair, torch.inference_mode():
+    with open_single_model(folder, compute_dtype=torch.float32) as pair, torch.inference_mode():
         expected = model(latents, times, text, return_dict=False)[0]
         pair.kernels = kernels
         engine = pair.engine(

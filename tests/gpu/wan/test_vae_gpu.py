@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.wan.vae.memory import fitting_tiling
+from wanstream.wan.vae.memory import choose_tiling
 from wanstream.wan.vae.tiles import Tiling
-from wanstream.wan.vae.vae import WanVae, open_vae, with_smaller_tiles
+from wanstream.wan.vae.vae import WanVae, open_vae, retry_with_smaller_tiles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ def test_a_decode_stays_within_its_budget(vae: WanVae, share: float) -> None:
     latents = latents_of(vae)
     needs = vae.decode_needs(latents)
     budget = int(share * needs.device_bytes(None))
-    tiling = fitting_tiling(needs, budget, shared=False)
+    tiling = choose_tiling(needs, budget, shared=False)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     frames = vae.decode(latents, device="cuda", tiling=tiling)
@@ -52,7 +52,7 @@ def test_a_shortage_leads_to_smaller_tiles(vae: WanVae) -> None:
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + needs.device_bytes(None) // 3) / total)
     try:
-        frames = with_smaller_tiles(
+        frames = retry_with_smaller_tiles(
             lambda tiling: vae.decode(latents, device="cuda", tiling=tiling), needs, None, changes.append
         )
     finally:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wanstream.tools.comfyui import NoComfyUIError, Server, find_comfyui, furnish, running_server
+from wanstream.tools.comfyui import NoComfyUIError, Server, find_comfyui, populate, running_server
 from wanstream.tools.frontend import Frontend, NoBrowserError, opened_frontend, running_browser
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     except NoComfyUIError as err:
         pytest.skip(str(err))
     base = tmp_path_factory.mktemp("browser")
-    furnish(base)
+    populate(base)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(base / "cache"))  # what is measured of this machine is not the user's
         with running_server(comfyui, base) as server:

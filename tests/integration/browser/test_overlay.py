@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
-from wanstream.schema.text_format import rate_text, seconds_text, size_text
+from wanstream.schema.text_format import format_rate, format_seconds, format_size
 from wanstream.schema.timeline import Timeline
 from wanstream.tools.build_workflows import SHOW
 from wanstream.tools.comfyui import PACK, Server, find_comfyui
@@ -189,10 +189,10 @@ def assert_shows(shown: Mapping[str, Any], timeline: Timeline) -> None:
     for name, field in fields.items():
         assert [float(bar[name]) for bar in shown["bars"]] == [getattr(step, field) for step in timeline.steps]
     count = len(timeline.steps)
-    took = f"{seconds_text(timeline.wall_s)} s" if timeline.wall_s < 60 else f"{timeline.wall_s // 60:.0f}:"
+    took = f"{format_seconds(timeline.wall_s)} s" if timeline.wall_s < 60 else f"{timeline.wall_s // 60:.0f}:"
     assert shown["line"].startswith(f"{count} steps in {took}")
     assert " s/step · " in shown["line"]
-    shown_stall = f"stall {seconds_text(timeline.stall_s)} s" in shown["line"]
+    shown_stall = f"stall {format_seconds(timeline.stall_s)} s" in shown["line"]
     assert shown_stall == (timeline.stall_s > 0.005 * timeline.wall_s)
     assert re.search(r"[\d.]+( [MG]B)? of [\d.]+ GB RAM$", shown["line"])
     experts = [step.expert for step in timeline.steps]
@@ -321,7 +321,7 @@ def test_the_overlay_speaks_chinese_where_comfyui_does(browser: Browser, server:
             assert page.shown()["line"] == "WanStream：尚无运行"
             shown = page.run()
             timeline = timeline_of(server)
-            assert shown["line"].startswith(f"4 步，用时 {seconds_text(timeline.wall_s)} s · ")
+            assert shown["line"].startswith(f"4 步，用时 {format_seconds(timeline.wall_s)} s · ")
             assert "内存" in shown["line"]
             assert "指向一个条形" in shown["numbers"]
             assert any("内存" in text for text in page.badges().values())
@@ -502,11 +502,11 @@ def test_arrow_keys_go_through_the_steps_and_tell_their_numbers(page: Page) -> N
         page.page.keyboard.press("ArrowRight")
         said = page.shown()["numbers"]
         assert f"step {step.index} ({step.expert})" in said
-        assert f"{seconds_text(step.wall_s)} s = compute {seconds_text(step.compute_s)} s" in said
-        assert f"stall {seconds_text(step.stall_s)} s" in said
-        assert f"{size_text(step.bytes_moved)} moved" in said
+        assert f"{format_seconds(step.wall_s)} s = compute {format_seconds(step.compute_s)} s" in said
+        assert f"stall {format_seconds(step.stall_s)} s" in said
+        assert f"{format_size(step.bytes_moved)} moved" in said
         if step.read_bytes_per_s is not None:
-            assert f"{size_text(step.read_bytes)} read at {rate_text(step.read_bytes_per_s)}" in said
+            assert f"{format_size(step.read_bytes)} read at {format_rate(step.read_bytes_per_s)}" in said
     page.page.keyboard.press("Escape")
     assert "Point at a bar" in page.shown()["numbers"]
 
@@ -546,10 +546,10 @@ def test_the_overlay_the_table_the_export_and_the_report_have_the_numbers_of_the
     open_table(classic)
     row = classic.page.locator(".wanstream-table tbody tr[data-run]").first
     cells = {cell.get_attribute("data-figure"): cell.inner_text() for cell in row.locator("td[data-figure]").all()}
-    assert cells["wall"] == f"{seconds_text(timeline.wall_s)} s"
-    assert cells["stall"] == f"{seconds_text(timeline.stall_s)} s"
-    assert cells["moved"] == size_text(timeline.bytes_moved)
-    assert cells["read"] == size_text(timeline.read_bytes)
+    assert cells["wall"] == f"{format_seconds(timeline.wall_s)} s"
+    assert cells["stall"] == f"{format_seconds(timeline.stall_s)} s"
+    assert cells["moved"] == format_size(timeline.bytes_moved)
+    assert cells["read"] == format_size(timeline.read_bytes)
 
     run = classic.shown()["run"]
     (exported,) = (each for each in json.loads(download(classic, "JSON"))["runs"] if each["run"] == run)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from wanstream.schema.text_format import rate_text, seconds_text, share_text, size_text
+from wanstream.schema.text_format import format_rate, format_seconds, format_share, format_size
 from wanstream.tools.comfyui import PACK, Server
 from wanstream.tools.frontend import Frontend, opened_frontend
 
@@ -84,10 +84,10 @@ def snapshot_of(*runs: dict[str, Any], known: Sequence[str] = ()) -> Event:
 @pytest.mark.parametrize(
     ("name", "python", "values"),
     [
-        ("sizeText", size_text, [0, 1, 999, 1000, 9996, 99_960, 999_600, 702_800_000, 57_123_456_789, 3.2e15]),
-        ("rateText", rate_text, [0, 12_345_678_901]),
-        ("shareText", share_text, [0, 0.1234, 1]),
-        ("secondsText", lambda value: f"{seconds_text(value)} s", [0, 0.01234, 0.1234, 1.234, 12.34, 123.4]),
+        ("sizeText", format_size, [0, 1, 999, 1000, 9996, 99_960, 999_600, 702_800_000, 57_123_456_789, 3.2e15]),
+        ("rateText", format_rate, [0, 12_345_678_901]),
+        ("shareText", format_share, [0, 0.1234, 1]),
+        ("secondsText", lambda value: f"{format_seconds(value)} s", [0, 0.01234, 0.1234, 1.234, 12.34, 123.4]),
     ],
 )
 def test_words_are_those_of_reports(modules: Modules, name: str, python: Any, values: list[float]) -> None:

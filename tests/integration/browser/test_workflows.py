@@ -16,7 +16,7 @@ from wanstream.tools.build_workflows import DRAWN, SHOW
 from wanstream.tools.comfyui import PACK, Server, find_comfyui
 from wanstream.tools.frontend import CLASSIC, NODES_2, Frontend, opened_frontend
 from wanstream.tools.graphs import by_name, numbered
-from wanstream.tools.shown_run import furnish_results, show_run
+from wanstream.tools.shown_run import populate_results, show_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -87,7 +87,7 @@ def test_after_a_run_no_node_is_covered_and_each_is_in_its_group(
 ) -> None:
     if renderer is NODES_2 and find_comfyui().version() < (0, 4):
         pytest.skip("the Nodes 2.0 of this ComfyUI is a trial that shows no widgets of others")
-    furnish_results(server.base)
+    populate_results(server.base)
     faults = []
     with opened_frontend(browser, server, width=2600, height=1600, settings=renderer) as frontend:
         for number, name in enumerate(NAMES):

@@ -73,8 +73,8 @@ class OnCpu:
     def loaded_bytes(self) -> int:
         return SCALE * int(self._pair.loaded_bytes)
 
-    def give_back(self, nbytes: int) -> int:
-        return SCALE * int(self._pair.give_back(-(-nbytes // SCALE)))
+    def release_memory(self, nbytes: int) -> int:
+        return SCALE * int(self._pair.release_memory(-(-nbytes // SCALE)))
 
     @property
     def pinned_bytes(self) -> int:

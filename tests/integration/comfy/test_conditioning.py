@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.sampling.inputs.conditioning import BESIDE_THE_TEXT, IGNORED, READ, REFUSED
+from wanstream.sampling.inputs.conditioning import IGNORED, READ, REFUSED, TEXT_TENSORS
 from wanstream.tools.comfyui import ComfyUI
 
 CASES = """
@@ -150,5 +150,5 @@ def test_whatever_a_model_of_comfyui_reads_is_known_or_a_number(comfyui: ComfyUI
     source = (comfyui.path / "comfy" / "model_base.py").read_text(encoding="utf-8")
     reads = set(re.findall(r"kwargs\.get\(\"(\w+)\"", source))
     assert {"reference_latents", "concat_latent_image"} <= reads
-    known = {*READ, *REFUSED, *BESIDE_THE_TEXT, *IGNORED, *NUMBERS, *OVERWRITTEN, *SAMPLERS_OWN}
+    known = {*READ, *REFUSED, *TEXT_TENSORS, *IGNORED, *NUMBERS, *OVERWRITTEN, *SAMPLERS_OWN}
     assert not reads - known, "a newer ComfyUI reads more: see whether a Wan model does"

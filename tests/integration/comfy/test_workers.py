@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanstream.tools.comfyui import POLL_SECONDS, RUN_SECONDS, START_SECONDS, ComfyUI, Server, furnish, running_server
+from wanstream.tools.comfyui import POLL_SECONDS, RUN_SECONDS, START_SECONDS, ComfyUI, Server, populate, running_server
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -40,7 +40,7 @@ def with_ray(comfyui: ComfyUI) -> ComfyUI:
 def served(with_ray: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with the test model. It ends as by Ctrl-C, and takes whatever its tests have started."""
     base = tmp_path_factory.mktemp("workers")
-    furnish(base)
+    populate(base)
     # A shell in the background lets its programs ignore Ctrl-C, and so would the server.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with running_server(with_ray, base) as server:

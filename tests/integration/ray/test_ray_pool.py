@@ -17,7 +17,7 @@ from wanstream.distributed.messages import RendezvousSpec, RunTask, StepReport, 
 from wanstream.distributed.ray.environment import RaySetupError
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.distributed.transport.threads import on_own_thread
+from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.sampling import RequestError, SamplingCancelled
 from wanstream.schema import ExpertsRef, Mesh, WorkersRef
 from wanstream.schema.refs import WorkersError
@@ -262,7 +262,7 @@ def test_closing_leaves_nothing_behind(pool: RayPool, make_task: MakeTask) -> No
     begun = threading.Event()
     run = pool.workers[1].run(make_task(request=LONG), lambda _: begun.set())
     assert begun.wait(LIMIT_S)
-    replacing = on_own_thread("replace", pool.replace, 0)
+    replacing = run_in_thread("replace", pool.replace, 0)
     deadline = time.monotonic() + LIMIT_S
     while set(own.children(recursive=True)) <= {*children} and time.monotonic() < deadline:
         time.sleep(0.05)

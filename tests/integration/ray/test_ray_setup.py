@@ -31,7 +31,7 @@ from wanstream.distributed.ray.environment import (
 )
 from wanstream.distributed.ray.pool import check_exposure, describe_exit, tail
 from wanstream.distributed.ray.worker import Started
-from wanstream.distributed.transport.threads import on_own_thread
+from wanstream.distributed.transport.threads import run_in_thread
 
 LIMIT_S = 120
 
@@ -174,7 +174,7 @@ def test_one_thread_at_a_time_changes_the_environment() -> None:
             return os.environ.get("RAY_OF_THE_FIRST")
 
     with temporary_environment({"RAY_OF_THE_FIRST": "1"}), temporary_environment({ONE_MACHINE: "0"}):
-        second = on_own_thread("second", enter)
+        second = run_in_thread("second", enter)
         assert not entered.wait(0.1)
     assert second.result(LIMIT_S) is None
     assert dict(os.environ) == before
@@ -253,7 +253,7 @@ def test_an_entry_without_a_token_gets_none_of_this_process(tmp_path: Path, monk
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        heard = on_own_thread("listener", keep, listening)
+        heard = run_in_thread("listener", keep, listening)
         with on_loopback(), token_of_cluster(""), pytest.raises(RaySetupError):
             check_cluster(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=25)
         heard.result(60)

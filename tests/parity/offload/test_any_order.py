@@ -147,6 +147,6 @@ def test_always_the_bits_of_a_fresh_engine(stacks: Stacks, policy: OffloadPolicy
                 assert set(handle.contents().values()) == held - changed
             elif isinstance(action, GiveBack):
                 loaded = handle.loaded_bytes
-                freed = handle.give_back(action.buffers * size)
+                freed = handle.release_memory(action.buffers * size)
                 assert freed == min(action.buffers * size, loaded)
                 assert handle.loaded_bytes == loaded - freed

@@ -16,7 +16,7 @@ from wanstream.bench import Report, Variant
 from wanstream.bench.documents import csv_document, html_document, json_document, summary
 from wanstream.bench.report_tables import step_table
 from wanstream.schema import StepRecord, Timeline
-from wanstream.schema.text_format import rate_text, size_text
+from wanstream.schema.text_format import format_rate, format_size
 
 MakeTimeline = Callable[..., Timeline]
 MakeVariant = Callable[..., Variant]
@@ -134,13 +134,13 @@ def test_table_page_and_summary_say_the_numbers_of_the_timeline(report: Report) 
         seconds |= {"Stall (s)": step.stall_s, "Stall, files (s)": step.stall_on_read_s}
         assert {name: said[name] for name in seconds} == {name: f"{value:.2f}" for name, value in seconds.items()}
         sizes = {"Moved": step.bytes_moved, "Read": step.read_bytes, "VRAM peak": step.device_bytes}
-        assert {name: said[name] for name in sizes} == {name: size_text(value or 0) for name, value in sizes.items()}
-        assert said["To buffers"] == rate_text(step.copied_bytes / step.copy_s)
-        assert said["From files"] == rate_text(step.read_bytes / step.read_s)
+        assert {name: said[name] for name in sizes} == {name: format_size(value or 0) for name, value in sizes.items()}
+        assert said["To buffers"] == format_rate(step.copied_bytes / step.copy_s)
+        assert said["From files"] == format_rate(step.read_bytes / step.read_s)
     figures = {row[0]: row[1] for row in page.tables["Head to head, ratios to the first"][1:]}
     assert figures["Total denoising"] == f"{timeline.wall_s:.2f} s (1 run)"
     assert figures["Stall"] == f"{timeline.stall_s:.2f} s (1 run)"
-    assert figures["Moved to buffers"] == f"{size_text(timeline.bytes_moved)} (1 run)"
+    assert figures["Moved to buffers"] == f"{format_size(timeline.bytes_moved)} (1 run)"
 
 
 def test_the_page_needs_no_other_file_and_runs_nothing(report: Report) -> None:

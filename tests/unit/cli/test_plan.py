@@ -16,7 +16,7 @@ from wanstream.cli.plan import PlanArguments, best_candidates, offload_job, plan
 from wanstream.plan import Budgets, OffloadPlan, plan_offload
 from wanstream.plan.machine import GPUS, expected_machine
 from wanstream.schema import TI2V_5B
-from wanstream.schema.text_format import size_text
+from wanstream.schema.text_format import format_size
 
 ASKED = PlanArguments(gpu="RTX 4060 Ti 16GB", ram_gb=32, ssd_gb_s=3.5, size="1280x720x81")
 COMMAND = ["plan", "--gpu", "RTX 4060 Ti 16GB", "--ram", "32", "--ssd", "3.5", "--size", "1280x720x81"]
@@ -43,7 +43,7 @@ def test_the_table_shows_the_planners_own_figures(capsys: pytest.CaptureFixture[
         figures = re.split(r" {2,}", line)
         assert figures[3] == f"{candidate.total_s:.1f} s"
         assert figures[4] == f"{candidate.total_s / 20:.2f} s"
-        assert figures[6:8] == [size_text(candidate.device_bytes), size_text(candidate.host_bytes)]
+        assert figures[6:8] == [format_size(candidate.device_bytes), format_size(candidate.host_bytes)]
     for misfit in expected.misfits:
         assert f"because it {misfit.why}" in printed
     assert lines[-1].endswith(expected.reason)

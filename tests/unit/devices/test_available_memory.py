@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from wanstream.devices.available_ram import available_bytes, cgroup_free_bytes, cgroup_limits, surely_lacks
+from wanstream.devices.available_ram import available_bytes, cgroup_free_bytes, cgroup_limits, insufficient_ram
 
 HUGE = "9223372036854771712"  # cgroup version 1 writes this number if there is no limit
 
@@ -81,13 +81,13 @@ def test_the_smallest_room_counts(tmp_path):
 def test_only_what_surely_fails_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=6_000_000))
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=4_000_000))
-    assert surely_lacks(11_000_000, root=tmp_path) is None
-    assert surely_lacks(11_000_001, root=tmp_path) == 10_000_000
+    assert insufficient_ram(11_000_000, root=tmp_path) is None
+    assert insufficient_ram(11_000_001, root=tmp_path) == 10_000_000
     files = {"proc/self/cgroup": "0::/a\n", **v2("a", "5000000", 4_000_000), **swap_v2("a", "0", 0)}
     groups = write(tmp_path, files)
-    assert surely_lacks(1_100_000, root=groups) is None
-    assert surely_lacks(1_100_001, root=groups) == 1_000_000, "a control group leaves less than the system has"
-    assert surely_lacks(3, available=2) == 2
+    assert insufficient_ram(1_100_000, root=groups) is None
+    assert insufficient_ram(1_100_001, root=groups) == 1_000_000, "a control group leaves less than the system has"
+    assert insufficient_ram(3, available=2) == 2
 
 
 def swap_v2(folder: str, limit: str, used: int) -> dict[str, str]:
@@ -120,13 +120,13 @@ def test_a_group_may_swap_what_it_is_allowed_before_anything_is_refused(tmp_path
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=5000))
     write(tmp_path, files)
-    assert surely_lacks(int(1.1 * room), root=tmp_path) is None
-    assert surely_lacks(int(1.1 * room) + 2, root=tmp_path) == room
+    assert insufficient_ram(int(1.1 * room), root=tmp_path) is None
+    assert insufficient_ram(int(1.1 * room) + 2, root=tmp_path) == room
     assert available_bytes(tmp_path) == 400, "what can be taken without swapping"
 
 
 def test_nothing_surely_fails_where_the_system_enlarges_its_swap(monkeypatch):
-    assert surely_lacks(10**18) is not None
+    assert insufficient_ram(10**18) is not None
     monkeypatch.setattr(psutil, "LINUX", False)
-    assert surely_lacks(10**18) is None
-    assert surely_lacks(3, available=2) is None
+    assert insufficient_ram(10**18) is None
+    assert insufficient_ram(3, available=2) is None

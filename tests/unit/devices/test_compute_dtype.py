@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from wanstream.devices import auto_dtype
-from wanstream.devices.compute_dtype import common_dtype, resolved_dtype
+from wanstream.devices.compute_dtype import common_dtype, resolve_dtype
 from wanstream.schema import ExpertsRef
 from wanstream.wan import open_text_encoder
 from wanstream.wan.experts.open import open_experts, open_pair
@@ -75,8 +75,8 @@ def test_a_gpu_computes_in_the_first_that_it_has_units_for(
 
 
 def test_a_choice_wins_and_several_devices_use_the_widest() -> None:
-    assert resolved_dtype(FP16, CPU) == FP16
-    assert resolved_dtype("auto", CPU) == auto_dtype(CPU)
+    assert resolve_dtype(FP16, CPU) == FP16
+    assert resolve_dtype("auto", CPU) == auto_dtype(CPU)
     assert common_dtype([BF16, FP16]) == FP16
     assert common_dtype([FP16, FP32, BF16]) == FP32
 

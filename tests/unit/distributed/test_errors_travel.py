@@ -12,14 +12,14 @@ from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
 from wanstream.offload.formats.fp8 import NotFiniteError
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
-from wanstream.sampling import NoRoomError, RequestError, SamplingCancelled, SmallerPolicyError
+from wanstream.sampling import InsufficientMemoryError, RequestError, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import OffloadPolicy
 from wanstream.wan.checkpoint.files import CheckpointError
 
 ERRORS = [
     SamplingCancelled(3, 5),
     SmallerPolicyError("less", OffloadPolicy.layerwise(2)),
-    NoRoomError("no room"),
+    InsufficientMemoryError("no room"),
     RequestError("no"),
     CheckpointFileError(Path("/a"), "is gone"),
     CheckpointError(Path("/a"), "is gone"),

@@ -15,12 +15,12 @@ from wanstream.distributed.worker.errors import PeerLostError
 from wanstream.host.error_names import name_errors_of, plainly_named
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.sampling import RequestError
-from wanstream.sampling.errors import NoRoomError, SmallerPolicyError
+from wanstream.sampling.errors import InsufficientMemoryError, SmallerPolicyError
 from wanstream.schema import OffloadPolicy
 
 OURS: list[Callable[[], Exception]] = [
     lambda: RequestError("70 is not a multiple"),
-    lambda: NoRoomError("9.3 GB"),
+    lambda: InsufficientMemoryError("9.3 GB"),
     lambda: SmallerPolicyError("again", OffloadPolicy.layerwise()),
     lambda: PeerLostError(104, "gone"),
     lambda: CheckpointFileError(Path("a.safetensors"), "is truncated"),

@@ -21,7 +21,7 @@ from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs.benchmark import tensor_digest
 from wanstream.schema import Cancelled, Timeline
-from wanstream.schema.text_format import seconds_text
+from wanstream.schema.text_format import format_seconds
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"
@@ -104,8 +104,8 @@ def test_every_place_shows_the_numbers_of_the_samplers_timeline(run: Run, folder
     _, summary = history.results["benchmark"]
     page = (folders["output"] / "figures" / "run_00001_.html").read_text(encoding="utf-8")
     for text in (summary, page):
-        assert f"{seconds_text(timeline.wall_s)} s (1 run)" in text
-        assert f"{seconds_text(timeline.first_block_s or 0)} s (1 run)" in text
+        assert f"{format_seconds(timeline.wall_s)} s (1 run)" in text
+        assert f"{format_seconds(timeline.first_block_s or 0)} s (1 run)" in text
 
 
 def test_runs_that_are_repeated_give_the_samplers_latents(run: Run, folders: dict[str, Path]) -> None:

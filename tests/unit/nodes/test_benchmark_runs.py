@@ -17,7 +17,7 @@ from wanstream.distributed.driver.worker_group import WorkerFailedError
 from wanstream.host.embedded.adapter import Folders, NodeProgress
 from wanstream.nodes.runs.benchmark import Benchmark, TrialTimes, measure, named_runs
 from wanstream.nodes.runs.run_experts import SamplerRun
-from wanstream.offload import NoRamError
+from wanstream.offload import InsufficientRamError
 from wanstream.plan import AutoOffload, DoesNotFitError
 from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, RunState, StepProgress
 from wanstream.schema import Cancelled, Mesh, MeshError, OffloadPolicy, StepRecord, Timeline, WorkersRef
@@ -223,7 +223,8 @@ def test_steps_that_workers_tell_once_for_each_part_are_counted_once(progress: l
 
 
 @pytest.mark.parametrize(
-    "kind", [torch.OutOfMemoryError, DoesNotFitError, NoRamError, MeshError, WorkerFailedError, RestartLimitError]
+    "kind",
+    [torch.OutOfMemoryError, DoesNotFitError, InsufficientRamError, MeshError, WorkerFailedError, RestartLimitError],
 )
 def test_a_variant_without_room_or_without_its_workers_is_noted_and_the_others_go_on(
     kind: type[Exception], progress: list[NodeProgress]

@@ -24,12 +24,12 @@ from wanstream.nodes.runs.decode import encode_here
 from wanstream.nodes.runs.latent_backup import VideoNotSavedError
 from wanstream.nodes.runs.video_file import write_mp4
 from wanstream.nodes.workers import workers_inputs
-from wanstream.sampling import NoRoomError
+from wanstream.sampling import InsufficientMemoryError
 from wanstream.schema import Cancelled
 from wanstream.tests.support.embedded import embedded_host, run_workflow
-from wanstream.wan.vae.memory import HEAP_BYTES, VaeRoomError, too_little
+from wanstream.wan.vae.memory import HEAP_BYTES, VaeMemoryError, too_little
 from wanstream.wan.vae.tiles import Tiling, as_pixels
-from wanstream.wan.vae.vae import NoRoomToDecodeError, open_vae, with_smaller_tiles
+from wanstream.wan.vae.vae import DecodeOutOfMemoryError, open_vae, retry_with_smaller_tiles
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 VAE = "wan_2.1_vae.safetensors"
@@ -179,7 +179,7 @@ def test_a_budget_below_one_tile_is_refused_and_the_latent_is_there(
         NodeFailedError, match=r"in tiles of 64 pixels, .*; 0\.10 GB given.* The latent is kept in"
     ) as no:
         decode(class_type, memory_gb=0.1)
-    assert isinstance(no.value.__cause__, VaeRoomError)
+    assert isinstance(no.value.__cause__, VaeMemoryError)
     (kept,) = output.rglob("*.latent")
     assert str(kept) in str(no.value)
     assert torch.equal(load_file(kept)["latent_tensor"], LATENT)
@@ -213,12 +213,12 @@ def test_frames_for_which_there_is_too_little_ram_are_refused_and_the_latent_is_
     output: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decode_run, "surely_lacks", lambda nbytes: 1_000_000_000 if nbytes else None)
+    monkeypatch.setattr(decode_run, "insufficient_ram", lambda nbytes: 1_000_000_000 if nbytes else None)
     with pytest.raises(
         NodeFailedError, match=rf"decoding 5 frames takes about .* 1\.00 GB are free .*{ways}"
     ) as failed:
         decode(class_type, **inputs)
-    assert isinstance(failed.value.__cause__, VaeRoomError)
+    assert isinstance(failed.value.__cause__, VaeMemoryError)
     (kept,) = output.rglob("*.latent")
     assert torch.equal(load_file(kept)["latent_tensor"], LATENT)
 
@@ -278,7 +278,7 @@ def test_no_memory_at_all_costs_the_decode_but_not_the_latent(decode: Decode, ou
         NodeFailedError, match=r"tiles of 64 pixels, the smallest size: none\. The latent is kept"
     ) as no:
         decode("WanStreamVAEDecode", on_progress=always_short)
-    assert isinstance(no.value.__cause__, NoRoomToDecodeError)
+    assert isinstance(no.value.__cause__, DecodeOutOfMemoryError)
     (kept,) = output.rglob("*.latent")
     assert kept.parent == output / "latents"
 
@@ -319,14 +319,14 @@ def test_a_latent_or_a_start_video_for_which_there_is_too_little_ram_is_not_made
     monkeypatch: pytest.MonkeyPatch, sample_models: Path, tmp_path: Path
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(latent, "surely_lacks", lambda nbytes: asked.append(nbytes) or 2_000_000_000)
-    with pytest.raises(NoRoomError, match=r"the latent takes 4\.31 GB of RAM, and 2\.00 GB are free"):
+    monkeypatch.setattr(latent, "insufficient_ram", lambda nbytes: asked.append(nbytes) or 2_000_000_000)
+    with pytest.raises(InsufficientMemoryError, match=r"the latent takes 4\.31 GB of RAM, and 2\.00 GB are free"):
         WanStreamEmptyLatent.execute(width=4096, height=4096, frames=1025, batch_size=1)
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     size = {"width": 4096, "height": 4096, "frames": 1025}
     with (
         embedded_host.opened(folders, device=torch.device("cpu")),
-        pytest.raises(NoRoomError, match=r"the video with the start image takes 206\.36 GB of RAM"),
+        pytest.raises(InsufficientMemoryError, match=r"the video with the start image takes 206\.36 GB of RAM"),
     ):
         WanStreamImageToVideo.execute([], [], vae=VAE, image=torch.zeros(1, 8, 8, 3), batch_size=1, **size)
     assert asked == [16 * 257 * 512 * 512 * 4, 4096 * 4096 * 1025 * 3 * 4]
@@ -348,5 +348,5 @@ def test_a_start_image_is_encoded_in_the_tiles_that_fit(sample_models: Path, tmp
                 raise torch.OutOfMemoryError
             return vae.encode(video, device="cpu", tiling=tiling)
 
-        tiled = with_smaller_tiles(encode, vae.encode_needs(video), None)
+        tiled = retry_with_smaller_tiles(encode, vae.encode_needs(video), None)
         assert torch.equal(tiled, vae.encode(video, device="cpu", tiling=Tiling.of(64)))

@@ -28,8 +28,8 @@ from wanstream.nodes.runs.latent_backup import (
 from wanstream.nodes.runs.video_file import VideoFileError
 from wanstream.schema import Cancelled
 from wanstream.tests.support.embedded import embedded_host, run_workflow, validate_workflow
-from wanstream.wan.vae.memory import VaeRoomError
-from wanstream.wan.vae.vae import NoRoomToDecodeError
+from wanstream.wan.vae.memory import VaeMemoryError
+from wanstream.wan.vae.vae import DecodeOutOfMemoryError
 
 LATENT = torch.arange(512.0).view(1, 16, 2, 4, 4)
 
@@ -155,8 +155,8 @@ ERRORS = {
     "a full disk": (VideoFileError(errno.ENOSPC, "x could not be written: no room"), VideoNotSavedError, "no room"),
     "a refusal": (ValueError("odd size"), VideoRefusedError, "odd size"),
     "a fault": (TypeError("None has no shape"), VideoFailedError, "TypeError: None has no shape"),
-    "no memory": (torch.OutOfMemoryError("none left"), NoRoomToDecodeError, "none left"),
-    "no memory for a tile": (VaeRoomError("too little"), NoRoomToDecodeError, "too little"),
+    "no memory": (torch.OutOfMemoryError("none left"), DecodeOutOfMemoryError, "none left"),
+    "no memory for a tile": (VaeMemoryError("too little"), DecodeOutOfMemoryError, "too little"),
 }
 
 
@@ -221,8 +221,8 @@ def test_without_a_place_for_the_copy_the_video_is_made_all_the_same(
     with caplog.at_level(logging.WARNING, "wanstream.nodes"):
         with keep_latent_until_done(LATENT):
             done = True
-        with pytest.raises(VaeRoomError, match=r"^too little$"), keep_latent_until_done(LATENT):
-            raise VaeRoomError("too little")
+        with pytest.raises(VaeMemoryError, match=r"^too little$"), keep_latent_until_done(LATENT):
+            raise VaeMemoryError("too little")
     assert done
     assert caplog.text.count("could not be saved before the video is made") == 2
 

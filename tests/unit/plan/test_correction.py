@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from wanstream.plan import Budgets, Machine, OffloadJob, plan_offload, updated_machine
+from wanstream.plan import Budgets, Machine, OffloadJob, calibrate_machine, plan_offload
 from wanstream.plan.memory import memory_needs
 from wanstream.plan.predict import predict
 from wanstream.schema import OffloadPolicy, StepRecord
@@ -24,7 +24,7 @@ def test_the_time_of_computing_gives_its_rate(rate_machine: Rated, make_job: Job
     job, believed = make_job(), rate_machine(read=0.01, copy=0.01)
     chosen = plan_offload(job, believed, Budgets())
     real = replace(believed, flops_per_s=factor * believed.flops_per_s)
-    found = updated_machine(believed, job, chosen, _first_step(job, real, chosen.policy))
+    found = calibrate_machine(believed, job, chosen, _first_step(job, real, chosen.policy))
     assert found == replace(real, origin="made up, corrected by a first step")
 
 
@@ -33,7 +33,7 @@ def test_a_first_step_of_fewer_lanes_is_not_taken_for_fast_computing(rate_machin
     chosen = plan_offload(job, believed, Budgets())
     alone = replace(job, lanes={"high": 1, "low": 1})
     lighter = replace(job, lanes_of_steps=(1, *(2,) * (len(job.experts_of_steps) - 1)))
-    found = updated_machine(believed, lighter, chosen, _first_step(alone, believed, chosen.policy))
+    found = calibrate_machine(believed, lighter, chosen, _first_step(alone, believed, chosen.policy))
     assert found.flops_per_s == pytest.approx(believed.flops_per_s, rel=1e-6)
     assert found.disk_bytes_per_s == pytest.approx(believed.disk_bytes_per_s)
 
@@ -42,7 +42,7 @@ def test_a_machine_that_is_corrected_again_says_so_once(rate_machine: Rated, mak
     job, machine = make_job(), rate_machine()
     chosen = plan_offload(job, machine, Budgets())
     first = chosen.timeline.steps[0]
-    again = updated_machine(updated_machine(machine, job, chosen, first), job, chosen, first)
+    again = calibrate_machine(calibrate_machine(machine, job, chosen, first), job, chosen, first)
     assert again.origin == "made up, corrected by a first step"
 
 
@@ -51,7 +51,7 @@ def test_the_cost_of_chunks_is_not_taken_for_slow_compute(rate_machine: Rated, m
     job, believed = make_job(tokens=tokens), rate_machine(read=0.01, copy=0.01)
     smallest = memory_needs(job, believed, replace(OffloadPolicy.layerwise(1), chunk_tokens=2048))
     chosen = plan_offload(job, believed, Budgets(vram_bytes=smallest.device_bytes))
-    found = updated_machine(believed, job, chosen, _first_step(job, believed, chosen.policy))
+    found = calibrate_machine(believed, job, chosen, _first_step(job, believed, chosen.policy))
     assert found.flops_per_s == pytest.approx(believed.flops_per_s, rel=1e-6)
 
 
@@ -74,7 +74,7 @@ def test_an_unpredicted_stall_corrects_the_slower_rate(
     real = replace(believed, **{field: factor * getattr(believed, field)})
     measured = _first_step(job, real, chosen.policy)
     assert abs(measured.stall_s - chosen.timeline.steps[0].stall_s) > 0.02 * measured.wall_s
-    found = updated_machine(believed, job, chosen, measured)
+    found = calibrate_machine(believed, job, chosen, measured)
     assert getattr(found, field) == pytest.approx(getattr(real, field), rel=0.02)
     assert replace(found, **{field: 1.0}) == replace(real, **{field: 1.0, "origin": found.origin})
 
@@ -86,7 +86,7 @@ def test_another_plan_follows_from_a_slower_disk(rate_machine: Rated, make_job: 
     chosen = plan_offload(job, believed, budgets)
     assert chosen.policy.source == "file"
     real = replace(believed, disk_bytes_per_s=believed.disk_bytes_per_s / 4)
-    again = plan_offload(job, updated_machine(believed, job, chosen, _first_step(job, real, chosen.policy)), budgets)
+    again = plan_offload(job, calibrate_machine(believed, job, chosen, _first_step(job, real, chosen.policy)), budgets)
     assert again.policy.ram_blocks == 8
     assert predict(job, real, again.policy).total_s < 0.8 * predict(job, real, chosen.policy).total_s
 
@@ -95,7 +95,7 @@ def test_a_step_without_waiting_says_that_disk_and_bus_are_fast_enough(rate_mach
     job, believed = make_job(), rate_machine(read=4.0)
     chosen = plan_offload(job, believed, Budgets())
     calm = replace(chosen.timeline.steps[0], wall_s=8.0, compute_s=8.0, stall_s=0.0)
-    found = updated_machine(believed, job, chosen, calm)
+    found = calibrate_machine(believed, job, chosen, calm)
     assert _first_step(job, found, chosen.policy).stall_s < 0.02 * 8
     assert found.disk_bytes_per_s > 3 * believed.disk_bytes_per_s
 
@@ -104,7 +104,7 @@ def test_a_cpu_has_a_disk_and_a_copy(rate_cpu: Rated, make_job: Job) -> None:
     job, believed = make_job(), rate_cpu(read=0.5)
     chosen = plan_offload(job, believed, Budgets())
     real = replace(believed, disk_bytes_per_s=believed.disk_bytes_per_s / 5)
-    found = updated_machine(believed, job, chosen, _first_step(job, real, chosen.policy))
+    found = calibrate_machine(believed, job, chosen, _first_step(job, real, chosen.policy))
     assert found.disk_bytes_per_s == pytest.approx(real.disk_bytes_per_s, rel=0.02)
     assert found.h2d_bytes_per_s is None
 
@@ -113,6 +113,6 @@ def test_only_the_first_step_of_the_plan_is_taken(rate_machine: Rated, make_job:
     job, machine = make_job(), rate_machine()
     chosen = plan_offload(job, machine, Budgets())
     with pytest.raises(ValueError, match="step 1 of the high expert was measured; the plan begins with step 0 of high"):
-        updated_machine(machine, job, chosen, chosen.timeline.steps[1])
+        calibrate_machine(machine, job, chosen, chosen.timeline.steps[1])
     with pytest.raises(ValueError, match=r"computed for 0\.0 s"):
-        updated_machine(machine, job, chosen, replace(chosen.timeline.steps[0], compute_s=0.0))
+        calibrate_machine(machine, job, chosen, replace(chosen.timeline.steps[0], compute_s=0.0))

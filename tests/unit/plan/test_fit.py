@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.plan import fit_policy, stay_near
+from wanstream.plan import keep_near_policy, shrink_to_budget
 from wanstream.schema import OffloadPolicy, plan_residency
 
 COUNTS = {"high": 40, "low": 40}
@@ -23,7 +23,7 @@ def _bytes(policy: OffloadPolicy) -> int:
 
 
 def _fit(policy: OffloadPolicy, buffers: float) -> OffloadPolicy:
-    return fit_policy(policy, COUNTS, budget=OUTSIDE + buffers, device_bytes=_bytes)
+    return shrink_to_budget(policy, COUNTS, budget=OUTSIDE + buffers, device_bytes=_bytes)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def test_the_present_policy_is_kept_until_two_more_blocks_fit(
     present: OffloadPolicy, buffers: float, kept: OffloadPolicy
 ) -> None:
     fitted = _fit(BLOCK_SWAP(20), buffers)
-    assert stay_near(present, fitted, budget=OUTSIDE + buffers, device_bytes=_bytes) == kept
+    assert keep_near_policy(present, fitted, budget=OUTSIDE + buffers, device_bytes=_bytes) == kept
 
 
 @pytest.mark.parametrize("change", [{"ram_blocks": 8}, {"chunk_tokens": 512}, {"ram_blocks": None}], ids=str)
 def test_policies_with_other_ram_or_token_settings_are_not_near(change: dict[str, int]) -> None:
     present = replace(BLOCK_SWAP(30), source="pinned", ram_blocks=7)
     fitted = replace(BLOCK_SWAP(30), **{"source": "pinned", "ram_blocks": 7, **change})
-    assert stay_near(present, fitted, budget=1e32, device_bytes=_bytes) == fitted
-    assert stay_near(present, present, budget=1e32, device_bytes=_bytes) == present
+    assert keep_near_policy(present, fitted, budget=1e32, device_bytes=_bytes) == fitted
+    assert keep_near_policy(present, present, budget=1e32, device_bytes=_bytes) == present
     neighbour = replace(present, blocks_to_swap=29)
-    assert stay_near(present, neighbour, budget=1e32, device_bytes=_bytes) == present
+    assert keep_near_policy(present, neighbour, budget=1e32, device_bytes=_bytes) == present

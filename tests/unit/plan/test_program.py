@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanstream.plan import (
-    AT_ONCE,
+    IMMEDIATE,
     KEPT,
     BlockKey,
     Fetch,
@@ -108,9 +108,9 @@ def test_the_bus_goes_forward_only(runs: Any, data: Any) -> None:
         assert before.start_after <= after.start_after
         assert before.needed_by < after.needed_by
     for fetch in program.fetches:
-        assert AT_ONCE <= fetch.start_after < fetch.needed_by <= fetch.last
+        assert IMMEDIATE <= fetch.start_after < fetch.needed_by <= fetch.last
     # The buffer is free from exactly then on: nothing waits longer than it must, and no two wait for the same visit.
-    awaited = [fetch.start_after for fetch in program.fetches if fetch.start_after != AT_ONCE]
+    awaited = [fetch.start_after for fetch in program.fetches if fetch.start_after != IMMEDIATE]
     assert set(awaited) <= program.last_use
     assert len(set(awaited)) == len(awaited)
 
@@ -175,9 +175,9 @@ def test_a_program_that_fits_on_a_page() -> None:
     program = compile_program(visits, Residency(residents={"high": frozenset({0})}), 3)
     high = [BlockKey("high", block) for block in range(3)]
     assert program.fetches == (
-        Fetch(high[0], buffer=0, start_after=AT_ONCE, needed_by=0, last=3),
-        Fetch(high[1], buffer=1, start_after=AT_ONCE, needed_by=1, last=1),
-        Fetch(high[2], buffer=2, start_after=AT_ONCE, needed_by=2, last=2),
+        Fetch(high[0], buffer=0, start_after=IMMEDIATE, needed_by=0, last=3),
+        Fetch(high[1], buffer=1, start_after=IMMEDIATE, needed_by=1, last=1),
+        Fetch(high[2], buffer=2, start_after=IMMEDIATE, needed_by=2, last=2),
         Fetch(high[1], buffer=1, start_after=1, needed_by=4, last=4),
         Fetch(high[2], buffer=2, start_after=2, needed_by=5, last=5),
     )
@@ -257,7 +257,7 @@ def test_residents_of_a_single_step_are_a_deep_ring() -> None:
     assert buffers_needed(wan_steps(1, 0), even(20)) == 1
     program = compile_program(wan_steps(1, 0), even(20), 22)
     assert len(program.fetches) == 40
-    assert [fetch.start_after for fetch in program.fetches] == [AT_ONCE] * 22 + list(range(18))
+    assert [fetch.start_after for fetch in program.fetches] == [IMMEDIATE] * 22 + list(range(18))
 
 
 def test_experts_of_different_depth_share_the_pool() -> None:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanstream.plan import (
-    AT_ONCE,
     DIRECT,
+    IMMEDIATE,
     KEPT,
     BlockKey,
     RamProgram,
@@ -134,7 +134,7 @@ class Replay:
             if number == len(ram.program.fetches):
                 return False
             after = ram.program.fetches[number].start_after
-            return after == AT_ONCE or after in self._emptied
+            return after == IMMEDIATE or after in self._emptied
         if who == "device":
             return self._at["bus"] > program.visit_fetch[number]
         if number == len(program.fetches) or self._at["device"] <= program.fetches[number].start_after:
@@ -285,7 +285,7 @@ def test_a_ram_program_that_fits_on_a_page() -> None:
     assert [visit.key for visit in ram.program.visits] == [*high, *high]
     assert [visit.step for visit in ram.program.visits] == [0, 0, 0, 1, 1, 1]
     reads = [(read.block.block, read.buffer, read.start_after, read.needed_by) for read in ram.program.fetches]
-    assert reads == [(0, 1, AT_ONCE, 0), (1, 0, AT_ONCE, 1), (2, 1, 0, 2), (0, 1, 2, 3), (2, 1, 3, 5)]
+    assert reads == [(0, 1, IMMEDIATE, 0), (1, 0, IMMEDIATE, 1), (2, 1, 0, 2), (0, 1, 2, 3), (2, 1, 3, 5)]
     assert ram.program.visit_buffer == (1, 0, 1, 1, 0, 1)
 
 
@@ -391,7 +391,9 @@ def test_the_pair_that_is_broken_below_is_right() -> None:
         pytest.param(
             with_read(2, start_after=2), "reaches it only after visit 2", id="a read that waits for its fetch"
         ),
-        pytest.param(with_read(2, start_after=AT_ONCE), "its buffer 1 is read until visit 0", id="a slot still in use"),
+        pytest.param(
+            with_read(2, start_after=IMMEDIATE), "its buffer 1 is read until visit 0", id="a slot still in use"
+        ),
         pytest.param(with_read(2, buffer=0), "in buffer 1, .* in buffer 0", id="read into another slot"),
         pytest.param(
             replace(pair()[1], visit_of_fetch=(0, 1, 2)), "6 fetches, but 3 of them", id="fetches that are not served"

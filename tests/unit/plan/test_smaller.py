@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.plan.shrink import bytes_to_free, smaller_policy
+from wanstream.plan.shrink import bytes_to_free, next_smaller_policy
 from wanstream.schema import OffloadPolicy, plan_residency
 
 COUNTS = {"high": 40, "low": 40}
@@ -20,7 +20,7 @@ def _bytes(policy: OffloadPolicy) -> int:
 
 
 def _smaller(policy: OffloadPolicy, missing: float = 1, tokens: int = 75_600) -> OffloadPolicy | None:
-    return smaller_policy(policy, COUNTS, missing=missing, tokens=tokens, device_bytes=_bytes)
+    return next_smaller_policy(policy, COUNTS, missing=missing, tokens=tokens, device_bytes=_bytes)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from wanstream.testing.quantised import q4_k_m, save_expert_gguf
 from wanstream.wan import ExpertPair, Nag
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.lora.file import open_lora
-from wanstream.wan.transformer.compiled_block import compiler_named
+from wanstream.wan.transformer.compiled_block import get_compiler
 from wanstream.wan.transformer.kernels import INDUCTOR, Kernels
 
 EAGER, TRACED = "eager", "aot_eager"
@@ -87,12 +87,12 @@ def test_two_experts_a_switch_a_lora_and_a_second_queue_need_one_graph(
 
     plain = run()
     assert graphs() == 0, "nothing is compiled that was not requested"
-    before = compiler_named(TRACED).graphs
+    before = get_compiler(TRACED).graphs
     for experts in (pair, again):
         experts.close()
         experts.kernels = Kernels(compiler=TRACED)
     compiled = run()
-    assert graphs() == compiler_named(TRACED).graphs - before == 1
+    assert graphs() == get_compiler(TRACED).graphs - before == 1
     assert not counters["graph_break"]
     for one, own in zip(compiled, plain, strict=True):
         assert torch.equal(one, own)

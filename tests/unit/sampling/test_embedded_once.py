@@ -12,7 +12,7 @@ import torch
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
-from wanstream.wan.experts.embedders import part_of
+from wanstream.wan.experts.embedders import embedder_part
 
 OpenPair = Callable[..., ExpertPair]
 Request = Callable[..., DenoiseRequest]
@@ -22,7 +22,7 @@ POLICY = OffloadPolicy.layerwise(1)
 def _bytes_of(pair: ExpertPair, part: str) -> int:
     """Blocks of both experts."""
     experts = (pair.high, pair.low)
-    return sum(t.nbytes for expert in experts for name, t in expert.weights.items() if part_of(name) == part)
+    return sum(t.nbytes for expert in experts for name, t in expert.weights.items() if embedder_part(name) == part)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from wanstream.devices.available_ram import ESTIMATE_MARGIN
-from wanstream.sampling import DenoiseRequest, NoRoomError, check_room, denoise, working_bytes
+from wanstream.sampling import DenoiseRequest, InsufficientMemoryError, check_room, denoise, working_bytes
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.memory import LATENT_COPIES, check_step_ram
 from wanstream.schema import OffloadPolicy
@@ -52,7 +52,7 @@ def test_what_fits_under_the_smallest_policy_is_let_through(
     enough = needed(pair, 4, chunk=2048)
     assert enough < needed(pair, 4)
     check_room(pair, lanes(4), policy, CPU, free=enough)
-    with pytest.raises(NoRoomError, match=r"4 videos at once need .* 3 of them would fit: use 3 lanes"):
+    with pytest.raises(InsufficientMemoryError, match=r"4 videos at once need .* 3 of them would fit: use 3 lanes"):
         check_room(pair, lanes(4), policy, CPU, free=enough - 1)
 
 
@@ -60,9 +60,9 @@ def test_what_a_cache_keeps_needs_room_too(open_pair: OpenPair, lanes: Callable[
     pair, cache = open_pair(), FirstBlockCache()
     enough, state = needed(pair, 2, chunk=2048), (5 * 64 * 80) * 256 * 4  # tokens x width x fp32
     check_room(pair, lanes(2), LAYERWISE, CPU, free=enough)
-    kept = cache.kept_states * 4 * state
+    kept = cache.cached_states * 4 * state
     check_room(pair, lanes(2, cache=cache), LAYERWISE, CPU, free=enough + kept)
-    with pytest.raises(NoRoomError, match="1 of them would fit"):
+    with pytest.raises(InsufficientMemoryError, match="1 of them would fit"):
         check_room(pair, lanes(2, cache=cache), LAYERWISE, CPU, free=enough + kept - 1)
 
 
@@ -71,7 +71,7 @@ def test_the_number_that_fits_is_told(fitting: int, open_pair: OpenPair, lanes: 
     pair = open_pair()
     free = needed(pair, fitting, chunk=2048)
     check_room(pair, lanes(fitting), LAYERWISE, CPU, free=free)
-    with pytest.raises(NoRoomError, match=f"{fitting} of them would fit: use {fitting} lanes"):
+    with pytest.raises(InsufficientMemoryError, match=f"{fitting} of them would fit: use {fitting} lanes"):
         check_room(pair, lanes(5), LAYERWISE, CPU, free=free)
 
 
@@ -79,7 +79,7 @@ def test_the_numbers_are_those_of_a_run(open_pair: OpenPair, lanes: Callable[...
     pair = open_pair()
     working = working_bytes(pair, (8, *LARGE), guided=True, chunk_tokens=2048)
     weights = pair.device_bytes(LAYERWISE, device=CPU)
-    with pytest.raises(NoRoomError) as refused:
+    with pytest.raises(InsufficientMemoryError) as refused:
         check_room(pair, lanes(8), LAYERWISE, CPU, free=20_000_000)
     said = str(refused.value)
     assert f"8 videos at once need {working / 1e9:.2f} GB of working memory" in said
@@ -92,7 +92,7 @@ def test_lanes_without_guidance_take_half(open_pair: OpenPair, lanes: Callable[.
     pair = open_pair()
     free = needed(pair, 4, guided=False, chunk=2048)
     check_room(pair, lanes(4, guidance=(1.0, 1.0)), LAYERWISE, CPU, free=free)
-    with pytest.raises(NoRoomError):
+    with pytest.raises(InsufficientMemoryError):
         check_room(pair, lanes(4, guidance=(1.0, 3.0)), LAYERWISE, CPU, free=free)
 
 
@@ -104,7 +104,7 @@ def test_no_prefetch_asks_for_one_buffer(open_pair: OpenPair, lanes: Callable[..
     pair, none_ahead = open_pair(), OffloadPolicy.layerwise(0)
     free = needed(pair, 2, chunk=2048) - 1
     check_room(pair, lanes(2), none_ahead, CPU, free=free)
-    with pytest.raises(NoRoomError):
+    with pytest.raises(InsufficientMemoryError):
         check_room(pair, lanes(2), LAYERWISE, CPU, free=free)
 
 
@@ -123,7 +123,7 @@ def test_a_run_on_a_cpu_is_refused_where_it_surely_takes_more_ram_than_there_is(
     pair, shape = open_pair(), (1, *LARGE)
     needs = estimate(pair)
     check_step_ram(pair, shape, LAYERWISE, CPU, guided=True, available=int(needs / ESTIMATE_MARGIN) + 1)
-    with pytest.raises(NoRoomError) as refused:
+    with pytest.raises(InsufficientMemoryError) as refused:
         check_step_ram(pair, shape, LAYERWISE, CPU, guided=True, available=int(needs / ESTIMATE_MARGIN) - 1)
     weights = pair.device_bytes(LAYERWISE, device=CPU)
     assert f"needs about {(needs - weights) / 1e9:.2f} GB of RAM in addition to" in str(refused.value)
@@ -156,7 +156,7 @@ def test_what_another_policy_keeps_in_ram_is_given_back_before_ram_is_counted(
 
 def test_where_no_policy_fits_the_video_must_be_smaller(open_pair: OpenPair) -> None:
     pair = open_pair()
-    with pytest.raises(NoRoomError, match="Make the video smaller or shorter, or use context windows"):
+    with pytest.raises(InsufficientMemoryError, match="Make the video smaller or shorter, or use context windows"):
         check_step_ram(pair, (1, *LARGE), LAYERWISE, CPU, guided=True, available=estimate(pair, chunk=2048) // 2)
 
 
@@ -172,6 +172,6 @@ def test_a_video_that_no_machine_has_ram_for_is_refused_before_its_first_block(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=25 * 10**9))
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=10**9))
     request = make_request(noise=torch.zeros(1).expand(size))
-    with pytest.raises(NoRoomError, match=r"needs about \d\d\d\.\d\d GB of RAM .* GB are free"):
+    with pytest.raises(InsufficientMemoryError, match=r"needs about \d\d\d\.\d\d GB of RAM .* GB are free"):
         denoise(pair, request, policy=LAYERWISE, device="cpu")
     assert not pair.running

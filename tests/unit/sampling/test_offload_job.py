@@ -9,7 +9,7 @@ from wanstream.offload.host_memory.pages import in_pages
 from wanstream.plan import step_visits
 from wanstream.sampling import offload_job
 from wanstream.schema import OffloadPolicy, VideoShape
-from wanstream.wan.experts.open import open_experts, open_one_expert
+from wanstream.wan.experts.open import open_experts, open_single_model
 
 UNGUIDED = {"high": False, "low": False}
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -49,7 +49,7 @@ def test_the_planner_knows_which_files_are_decoded_on_arrival(tiny_expert_file, 
 def test_the_planner_hears_of_the_5b_model_what_it_is(tiny_expert_file):
     """Widths, channels and bytes from the file headers; 16 pixels per latent pixel; a single model."""
     path = tiny_expert_file(dtype=torch.bfloat16, in_channels=48, heads=3, ffn_dim=640, layers=2)
-    with open_one_expert(path, compute_dtype=torch.bfloat16) as pair:
+    with open_single_model(path, compute_dtype=torch.bfloat16) as pair:
         guided = {"high": True, "low": True}
         job = offload_job(pair, (1, 48, 31, 44, 80), GPU, experts_of_steps=["high"] * 2, guided=guided)
         expert = job.expert

@@ -77,12 +77,12 @@ def test_asking_makes_no_engine_and_changes_none(open_pair: OpenPair, make_reque
     predicted_timeline(pair, request, POLICIES[1], machine=MACHINE, device=CPU)
     assert pair.loaded_bytes == 0
     denoise(pair, request, policy=POLICIES[1], device=CPU)
-    engine = pair.present_engine(POLICIES[1], CPU)
+    engine = pair.current_engine(POLICIES[1], CPU)
     assert engine is not None
     loaded = pair.loaded_bytes
     cold = predicted_timeline(pair, request, POLICIES[0], machine=MACHINE, device=CPU)
-    assert pair.present_engine(POLICIES[0], CPU) is None
-    assert (pair.present_engine(POLICIES[1], CPU), pair.loaded_bytes) == (engine, loaded)
+    assert pair.current_engine(POLICIES[0], CPU) is None
+    assert (pair.current_engine(POLICIES[1], CPU), pair.loaded_bytes) == (engine, loaded)
     assert cold.bytes_moved == 8 * pair.stored_bytes, "under another policy it starts from nothing"
 
 

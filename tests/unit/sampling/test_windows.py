@@ -12,7 +12,7 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.nodes.runs.benchmark import describe_request
 from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests, request_job, split_request
-from wanstream.sampling.errors import NoRoomError
+from wanstream.sampling.errors import InsufficientMemoryError
 from wanstream.sampling.memory import check_room, tokens_of, working_bytes
 from wanstream.sampling.solvers import make_solver
 from wanstream.schema import OffloadPolicy
@@ -167,7 +167,7 @@ def test_memory_and_time_are_reckoned_by_windows(open_pair: OpenPair, make_long:
     needed = working_bytes(pair, request.computed_shape, guided=True)
     room = pair.device_bytes(OffloadPolicy.layerwise(0), device=CPU)
     check_room(pair, request, LAYERWISE, CPU, free=room + 2 * needed)
-    with pytest.raises(NoRoomError, match="2 videos at once"):
+    with pytest.raises(InsufficientMemoryError, match="2 videos at once"):
         check_room(pair, request, LAYERWISE, CPU, free=room + needed // 2)
 
 

@@ -23,7 +23,7 @@ from wanstream.schema import ExpertShape
 from wanstream.schema.shapes import IMAGE_TOKENS
 from wanstream.wan import Lane, Nag, attach_nag, forward_lanes
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
-from wanstream.wan.transformer.per_frame_block import TimedBlocks
+from wanstream.wan.transformer.per_frame_block import PerFrameBlocks
 
 LATENT = (5, 40, 56)
 TOKENS = 5 * 20 * 28
@@ -123,7 +123,7 @@ def test_frames_with_timesteps_of_their_own_take_no_more_than_the_estimate(
     model = computed_in(make_tiny_expert(heads=4, layers=2, ffn_dim=1382, in_channels=48), dtype)
     latents, text = torch.zeros(1, 48, *LATENT), torch.zeros(1, 16, 4096, dtype=dtype)
     lanes = [Lane(latents=latents, text=text, freedom=(0.0, *(1.0,) * 4))]
-    attached = TimedBlocks(model.blocks) if chunk is None else ChunkedBlocks(model.blocks, chunk)
+    attached = PerFrameBlocks(model.blocks) if chunk is None else ChunkedBlocks(model.blocks, chunk)
     with torch.no_grad(), Alive([*model.parameters(), *model.buffers(), latents, text]) as alive:
         forward_lanes(model, lanes, torch.tensor([900.0]), lambda block: nullcontext())
     attached.detach()

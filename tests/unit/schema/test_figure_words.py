@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.schema.text_format import need_text, rate_text, second_digits, seconds_text, share_text, size_text
+from wanstream.schema.text_format import (
+    format_need,
+    format_rate,
+    format_seconds,
+    format_share,
+    format_size,
+    second_digits,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,12 +29,12 @@ from wanstream.schema.text_format import need_text, rate_text, second_digits, se
     ],
 )
 def test_sizes_have_three_digits(nbytes: int, text: str) -> None:
-    assert size_text(nbytes) == text
-    assert rate_text(nbytes) == f"{text}/s"
+    assert format_size(nbytes) == text
+    assert format_rate(nbytes) == f"{text}/s"
 
 
 def test_a_need_and_the_room_that_is_almost_enough_differ() -> None:
-    assert [need_text(nbytes) for nbytes in (24_420_000_000, 24_380_000_000)] == ["24.42 GB", "24.38 GB"]
+    assert [format_need(nbytes) for nbytes in (24_420_000_000, 24_380_000_000)] == ["24.42 GB", "24.38 GB"]
 
 
 @pytest.mark.parametrize(
@@ -44,15 +51,15 @@ def test_a_need_and_the_room_that_is_almost_enough_differ() -> None:
     ],
 )
 def test_short_times_have_more_digits(value: float, text: str) -> None:
-    assert seconds_text(value) == text
+    assert format_seconds(value) == text
 
 
 def test_a_column_has_the_digits_of_its_longest_time() -> None:
     assert second_digits([0.01, -662.2, 3]) == 1
     assert second_digits([0.01, 0.02]) == 4
     assert second_digits([]) == 4
-    assert seconds_text(0.0123, 1) == "0.0"
+    assert format_seconds(0.0123, 1) == "0.0"
 
 
 def test_shares_are_in_percent() -> None:
-    assert [share_text(share) for share in (0, 0.1254, 1)] == ["0.0 %", "12.5 %", "100.0 %"]
+    assert [format_share(share) for share in (0, 0.1254, 1)] == ["0.0 %", "12.5 %", "100.0 %"]

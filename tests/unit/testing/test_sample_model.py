@@ -23,7 +23,7 @@ from wanstream.testing.model import (
     write_tiny_model,
 )
 from wanstream.wan import open_text_encoder, open_vae
-from wanstream.wan.experts.open import open_experts, open_one_expert
+from wanstream.wan.experts.open import open_experts, open_single_model
 from wanstream.wan.image_encoder import WIDTH, open_image_encoder
 from wanstream.wan.lora.file import open_lora
 
@@ -98,14 +98,14 @@ class TestContents:
         ("name", "image_dim"), [(T2V_FILE, None), (T2V_PIPELINE, None), (I2V_FILE, WIDTH)], ids=str
     )
     def test_wan21_is_one_expert(self, sample_models, name, image_dim):
-        with open_one_expert(sample_models / name) as pair:
+        with open_single_model(sample_models / name) as pair:
             assert pair.is_single
             assert pair.high.config.image_dim == image_dim
             assert pair.in_channels == (16 if image_dim is None else 36)
 
     @pytest.mark.parametrize("name", [TI2V_FILE, TI2V_PIPELINE], ids=str)
     def test_5b_is_one_expert(self, sample_models, name):
-        with open_one_expert(sample_models / name) as pair:
+        with open_single_model(sample_models / name) as pair:
             assert (pair.is_single, pair.in_channels, pair.high.config.family) == (True, 48, "ti2v")
 
     def test_diffusers_opens_the_pipeline_of_5b(self, sample_models):

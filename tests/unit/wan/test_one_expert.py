@@ -16,8 +16,8 @@ from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy
 from wanstream.testing.quantised import matrices, save_expert_gguf
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
-from wanstream.wan.experts.embedders import part_of
-from wanstream.wan.experts.open import ExpertsRegistry, open_experts, open_one_expert
+from wanstream.wan.experts.embedders import embedder_part
+from wanstream.wan.experts.open import ExpertsRegistry, open_experts, open_single_model
 from wanstream.wan.lora.file import open_lora
 
 IMAGE = {"in_channels": 36, "image_dim": 80}
@@ -70,7 +70,7 @@ def test_it_computes_what_diffusers_computes(
     model = WanTransformer3DModel.from_pretrained(tiny_expert_folder(**shape), torch_dtype=dtype).requires_grad_(False)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # aligned as our views are
-    with open_one_expert(tiny_expert_folder(**shape), compute_dtype=dtype) as pair:
+    with open_single_model(tiny_expert_folder(**shape), compute_dtype=dtype) as pair:
         lane = _lane(pair)
         assert torch.equal(_streamed(pair, lane), _reference(model, lane))
 
@@ -102,8 +102,8 @@ def test_it_is_known_in_every_form(
         path = tiny_expert_file(**shape, prefix="model.diffusion_model.")
     else:
         path = tiny_expert_file(**shape, fp8="scaled_fp8" if form == "fp8" else None)
-    folder = open_one_expert(tiny_expert_folder(**shape), compute_dtype=torch.float32)
-    with folder, open_one_expert(path, compute_dtype=torch.float32) as pair:
+    folder = open_single_model(tiny_expert_folder(**shape), compute_dtype=torch.float32)
+    with folder, open_single_model(path, compute_dtype=torch.float32) as pair:
         assert pair.is_single
         assert pair.experts == {"high": pair.high}
         assert pair.high.config == folder.high.config
@@ -119,10 +119,10 @@ def test_it_is_known_in_every_form(
 @EACH
 def test_memory_is_that_of_one(shape: dict[str, int], tiny_expert_folder: Folder) -> None:
     folder = tiny_expert_folder(**shape)
-    with open_one_expert(folder, compute_dtype=torch.float32) as pair:
+    with open_single_model(folder, compute_dtype=torch.float32) as pair:
         predicted = pair.device_bytes(POLICY, device="cpu")
         engine = pair.engine(POLICY, "cpu")
-        engine.take_buffers()
+        engine.allocate_buffers()
         assert list(engine.models) == ["high"]
         assert engine.models["high"] is not None  # loads the resident parameters
         assert pair.loaded_bytes == predicted
@@ -130,7 +130,7 @@ def test_memory_is_that_of_one(shape: dict[str, int], tiny_expert_folder: Folder
 
 def test_a_pair_takes_twice_what_stays(tiny_expert_folder: Folder) -> None:
     folder = tiny_expert_folder()
-    with open_one_expert(folder) as one, open_experts(folder, folder) as two:
+    with open_single_model(folder) as one, open_experts(folder, folder) as two:
         assert two.device_bytes(OffloadPolicy.resident(), device="cpu") == 2 * one.device_bytes(
             OffloadPolicy.resident(), device="cpu"
         )
@@ -138,11 +138,11 @@ def test_a_pair_takes_twice_what_stays(tiny_expert_folder: Folder) -> None:
 
 
 def test_the_image_branch_stays_on_the_device(tiny_expert_folder: Folder) -> None:
-    with open_one_expert(tiny_expert_folder(**IMAGE)) as pair:
+    with open_single_model(tiny_expert_folder(**IMAGE)) as pair:
         branch = [name for name in pair.high.weights if ".image_embedder." in name]
         assert len(branch) == 8
-        assert {part_of(name) for name in branch} == {None}
-        assert part_of("condition_embedder.text_embedder.linear_1.weight") == "text"
+        assert {embedder_part(name) for name in branch} == {None}
+        assert embedder_part("condition_embedder.text_embedder.linear_1.weight") == "text"
 
 
 def test_a_lora_changes_the_image_branch(tiny_expert_folder: Folder, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_lora_changes_the_image_branch(tiny_expert_folder: Folder, tmp_path: P
     down, up, difference = tensors.values()
     model.blocks[1].attn2.add_v_proj.weight += up @ down
     model.condition_embedder.image_embedder.ff.net[2].weight += difference
-    with open_one_expert(folder, compute_dtype=torch.float32) as pair:
+    with open_single_model(folder, compute_dtype=torch.float32) as pair:
         lane = _lane(pair)
         before = _streamed(pair, lane)
         pair.set_loras(high=[(open_lora(tmp_path / "lora.safetensors"), 1.0)], low=[])
@@ -201,7 +201,7 @@ def test_an_image_branch_that_is_missing_is_told(
 ) -> None:
     path = _without(tiny_expert_file(**IMAGE), tmp_path / "i2v.safetensors", *starts)
     with pytest.raises(CheckpointError, match=message):
-        open_one_expert(path)
+        open_single_model(path)
 
 
 def test_what_is_no_single_expert_is_refused(
@@ -210,15 +210,15 @@ def test_what_is_no_single_expert_is_refused(
     for name in ("transformer", "transformer_2"):
         (tmp_path / name).symlink_to(tiny_expert_folder())
     with pytest.raises(CheckpointError, match="holds two transformers"):
-        open_one_expert(tmp_path)
+        open_single_model(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
-        open_one_expert(tmp_path / "nothing")
+        open_single_model(tmp_path / "nothing")
     image = tiny_expert_file(**IMAGE)
     with pytest.raises(CheckpointError, match=r"has an image branch, .* open it as a single model"):
         open_experts(image, image)
     for settings in ({"compute_dtype": torch.float64}, {"storage": "fp4"}):
         with pytest.raises(ValueError, match=r"compute_dtype is|storage is"):
-            open_one_expert(tiny_expert_folder(), **settings)  # type: ignore[arg-type]
+            open_single_model(tiny_expert_folder(), **settings)  # type: ignore[arg-type]
 
 
 def test_a_lora_for_late_steps_alone_is_refused(tiny_expert_folder: Folder, lora_file: Callable[..., Path]) -> None:

@@ -17,12 +17,12 @@ from wanstream.schema import OffloadPolicy
 from wanstream.testing.quantised import matrices, save_expert_gguf
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
-from wanstream.wan.experts.open import open_experts, open_one_expert
+from wanstream.wan.experts.open import open_experts, open_single_model
 from wanstream.wan.lora.file import open_lora
 from wanstream.wan.transformer.block_kernels import BlockKernels
-from wanstream.wan.transformer.compiled_block import compiler_named
+from wanstream.wan.transformer.compiled_block import get_compiler
 from wanstream.wan.transformer.kernels import Kernels
-from wanstream.wan.transformer.per_frame_block import TimedBlocks
+from wanstream.wan.transformer.per_frame_block import PerFrameBlocks
 from wanstream.wan.transformer.per_frame_timestep import (
     FrameModulation,
     RowSpan,
@@ -88,8 +88,8 @@ def test_it_is_known_in_every_form(
         path = tiny_expert_file(**SHAPE, prefix="model.diffusion_model.")
     else:
         path = tiny_expert_file(**SHAPE, fp8="scaled_fp8" if form == "fp8" else None)
-    folder = open_one_expert(tiny_expert_folder(**SHAPE), compute_dtype=torch.float32)
-    with folder, open_one_expert(path, compute_dtype=torch.float32) as pair:
+    folder = open_single_model(tiny_expert_folder(**SHAPE), compute_dtype=torch.float32)
+    with folder, open_single_model(path, compute_dtype=torch.float32) as pair:
         config = pair.high.config
         assert (config.family, config.in_channels, config.out_channels) == ("ti2v", 48, 48)
         assert config == folder.high.config
@@ -114,7 +114,7 @@ def test_a_lane_is_the_models_own_forward_with_a_timestep_for_every_token(
 ) -> None:
     folder = tiny_expert_folder(**SHAPE)
     model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype).requires_grad_(False)
-    with open_one_expert(folder, compute_dtype=dtype) as pair:
+    with open_single_model(folder, compute_dtype=dtype) as pair:
         found, company = _streamed(pair, [_lane(freedom), _lane((1.0, 0.0, 1.0))])
         # A row of a matrix product is rounded otherwise alone than among those of all tokens.
         assert _distance(found, _reference(model, _lane(freedom))) <= (1e-6 if dtype == torch.float32 else 1e-2)
@@ -125,7 +125,7 @@ def test_a_lane_is_the_models_own_forward_with_a_timestep_for_every_token(
 @pytest.mark.parametrize("chunk", [1, 5, 7, 12, 10**6])
 def test_chunks_of_any_size(chunk: int, tiny_expert_folder: Folder) -> None:
     """Chunks end within spans, and spans end within chunks."""
-    with open_one_expert(tiny_expert_folder(**SHAPE), compute_dtype=torch.float32) as pair:
+    with open_single_model(tiny_expert_folder(**SHAPE), compute_dtype=torch.float32) as pair:
         [expected] = _streamed(pair, [_lane()])
         kernels = pair.engine(POLICY, "cpu").models.kernels
         kernels.set(Kernels(), chunk)
@@ -175,7 +175,7 @@ def test_blocks_compute_it_in_every_way_and_are_their_own_again(blocks: list[Wan
 
 def test_graphs_are_one_for_any_number_of_timesteps(blocks: list[WanTransformerBlock]) -> None:
     """Expect one more graph for lanes whose frames share a timestep."""
-    kernels, compiler = BlockKernels(blocks, timed=True), compiler_named("eager")
+    kernels, compiler = BlockKernels(blocks, timed=True), get_compiler("eager")
     kernels.set(Kernels(compiler="eager"), None)
     counted = []
     for tokens, rows in ((40, 2), (40, 2), (40, 3), (40, 4)):
@@ -192,7 +192,7 @@ def test_graphs_are_one_for_any_number_of_timesteps(blocks: list[WanTransformerB
 
 
 def test_what_is_attached_is_detached_and_hooks_lie_outside(blocks: list[WanTransformerBlock]) -> None:
-    timed = TimedBlocks(blocks)
+    timed = PerFrameBlocks(blocks)
     ours = blocks[0].forward
     blocks[0].forward = lambda *given: ours(*given)
     with pytest.raises(RuntimeError, match="a hook wraps block 0: remove it before"):
@@ -204,7 +204,7 @@ def test_what_is_attached_is_detached_and_hooks_lie_outside(blocks: list[WanTran
     assert not any("forward" in vars(block) for block in blocks)
     blocks[1].forward = lambda *given: WanTransformerBlock.forward(blocks[1], *given)
     with pytest.raises(RuntimeError, match="a hook wraps block 1"):
-        TimedBlocks(blocks)
+        PerFrameBlocks(blocks)
     assert "forward" not in vars(blocks[0])
 
 
@@ -255,10 +255,10 @@ def test_no_token_gets_a_copy_of_its_rows(blocks: list[WanTransformerBlock]) -> 
 
 
 def test_memory_is_known_before_anything_is_read(tiny_expert_folder: Folder) -> None:
-    with open_one_expert(tiny_expert_folder(**SHAPE), compute_dtype=torch.float32) as pair:
+    with open_single_model(tiny_expert_folder(**SHAPE), compute_dtype=torch.float32) as pair:
         predicted = pair.device_bytes(POLICY, device="cpu")
         engine = pair.engine(POLICY, "cpu")
-        engine.take_buffers()
+        engine.allocate_buffers()
         assert engine.models["high"] is not None
         assert pair.loaded_bytes == predicted
 
@@ -275,7 +275,7 @@ def test_a_lora_changes_what_runs_and_what_stays(tiny_expert_folder: Folder, tmp
     down, up, bias = tensors.values()
     model.blocks[1].attn1.to_q.weight += up @ down
     model.condition_embedder.time_embedder.linear_1.bias += bias
-    with open_one_expert(folder, compute_dtype=torch.float32) as pair:
+    with open_single_model(folder, compute_dtype=torch.float32) as pair:
         [before] = _streamed(pair, [_lane()])
         pair.set_loras(high=[(open_lora(tmp_path / "lora.safetensors"), 1.0)], low=[])
         [found] = _streamed(pair, [_lane()])

@@ -24,7 +24,7 @@ from wanstream.distributed.driver.worker_group import WorkerFailedError, WorkerG
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.transport.path_map import MissingPathError
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.distributed.transport.threads import on_own_thread
+from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.sampling import (
     DenoiseRequest,
     NonFiniteLatentError,
@@ -366,7 +366,7 @@ def test_a_repair_of_a_former_driver_is_awaited(fakes: Any, request_of: Any, exp
     with pytest.raises(SamplingCancelled):
         first.denoise(experts_ref(), request_of(), LAYERWISE, should_stop=repairing.is_set)
     second = Driver(pool, WorkersRef(count=2, timeout_s=20.0, max_restarts=0), Mesh(ulysses=2), follows=first)
-    running = on_own_thread("second", second.denoise, experts_ref(), request_of(), LAYERWISE)
+    running = run_in_thread("second", second.denoise, experts_ref(), request_of(), LAYERWISE)
     threading.Timer(0.3, go_on.set).start()
     result = running.result(60)
     assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))

@@ -8,12 +8,12 @@ from wanstream.distributed.driver.worker_group import TaskOutcome, classify_fail
 from wanstream.distributed.messages import TaskResult
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
-from wanstream.sampling import NoRoomError, SamplingCancelled, SmallerPolicyError
+from wanstream.sampling import InsufficientMemoryError, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import OffloadPolicy, Timeline
 
 GONE, PEER, HUNG = WorkerLostError("gone", 1), PeerLostError("peer"), WorkerTimeoutError("hung")
 SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))
-WRONG, CANCELLED = NoRoomError("no room"), SamplingCancelled(3, 4)
+WRONG, CANCELLED = InsufficientMemoryError("no room"), SamplingCancelled(3, 4)
 RESULT = TaskResult(run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0)
 
 LOST, FAILED, SMALLER, STOPPED = (

@@ -21,11 +21,11 @@ from wanstream.distributed.driver.stage_run import JobEnded, StepTaken
 from wanstream.distributed.driver.worker_group import Work, WorkerFailedError, WorkerGroup
 from wanstream.distributed.messages import RunTask, StepReport, TaskResult
 from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
-from wanstream.sampling import NoRoomError, RunState, SamplingCancelled, SmallerPolicyError
+from wanstream.sampling import InsufficientMemoryError, RunState, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import Mesh, OffloadPolicy, StepRecord, Timeline, WorkersRef
 
 RESULT = TaskResult(run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0)
-CANCELLED, PEER, WRONG = SamplingCancelled(3, 4), PeerLostError("peer"), NoRoomError("no room")
+CANCELLED, PEER, WRONG = SamplingCancelled(3, 4), PeerLostError("peer"), InsufficientMemoryError("no room")
 RECORD = StepRecord(index=0, expert="high", sigma=1.0, wall_s=0.001, compute_s=0.001, stall_s=0.0, bytes_moved=0)
 LIMIT_S = 60.0
 SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))

@@ -12,10 +12,10 @@ from wanstream.distributed.transport.path_map import (
     DifferentFilesError,
     MissingPathError,
     check_paths,
-    located,
-    located_experts,
     paths_of,
     places,
+    resolve_experts,
+    resolve_path,
     weight_bytes,
 )
 from wanstream.schema import ExpertsRef, LoraRef, PathMap
@@ -67,12 +67,12 @@ def test_a_path_has_a_place_for_each_map_whose_folder_holds_it_and_its_own(
 def test_a_path_is_where_the_first_of_its_places_is_there(tmp_path: Path) -> None:
     here, first, second = (tmp_path / name for name in ("here", "first", "second"))
     maps = tuple(PathMap(here=str(here), there=str(there)) for there in (first, second))
-    assert located(here / "high", maps) == first / "high", "what is nowhere is told by where it should be"
+    assert resolve_path(here / "high", maps) == first / "high", "what is nowhere is told by where it should be"
     for folder in (here, second, first):
         folder.mkdir()
         (folder / "high").touch()
-        assert located(here / "high", maps) == folder / "high"
-    assert located(here / "high", ()) == here / "high"
+        assert resolve_path(here / "high", maps) == folder / "high"
+    assert resolve_path(here / "high", ()) == here / "high"
 
 
 def test_every_path_of_the_experts_is_located_and_nothing_else(tmp_path: Path) -> None:
@@ -81,14 +81,14 @@ def test_every_path_of_the_experts_is_located_and_nothing_else(tmp_path: Path) -
         (tmp_path / name).touch()
     lora = LoraRef(high_noise=Path("/models/l.safetensors"), strength_high=0.5)
     experts = ExpertsRef(high_noise=Path("/models/pair"), compute_dtype="float32", storage="fp8", loras=(lora,))
-    assert located_experts(experts, maps) == replace(
+    assert resolve_experts(experts, maps) == replace(
         experts, high_noise=tmp_path / "pair", loras=(replace(lora, high_noise=tmp_path / "l.safetensors"),)
     )
     both = replace(experts, low_noise=Path("/models/low"))
-    assert located_experts(both, maps).low_noise == tmp_path / "low"
-    assert located_experts(both, ()) == both
+    assert resolve_experts(both, maps).low_noise == tmp_path / "low"
+    assert resolve_experts(both, ()) == both
     low = replace(both, loras=(LoraRef(low_noise=Path("/models/l.safetensors")),))
-    assert located_experts(low, maps).loras == (LoraRef(low_noise=tmp_path / "l.safetensors"),)
+    assert resolve_experts(low, maps).loras == (LoraRef(low_noise=tmp_path / "l.safetensors"),)
 
 
 def test_paths_of_experts_are_told_once_each() -> None:

@@ -16,9 +16,9 @@ from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.vae.decode import DecodeJob, TileDone, decode_in_shared_tiles, tiles_by_memory
 from wanstream.distributed.vae.worker import DecodeTask, decode_budget
 from wanstream.distributed.worker.worker import Worker
-from wanstream.wan.vae.memory import DecodeNeeds, VaeRoomError
+from wanstream.wan.vae.memory import DecodeNeeds, VaeMemoryError
 from wanstream.wan.vae.tiles import Tiling, TilingError
-from wanstream.wan.vae.vae import NoRoomToDecodeError, open_vae
+from wanstream.wan.vae.vae import DecodeOutOfMemoryError, open_vae
 
 LATENTS = 3 * torch.randn(1, 16, 2, 11, 12, generator=torch.Generator().manual_seed(0))
 FIRST = Tiling.of(88)
@@ -78,7 +78,7 @@ def test_no_memory_for_the_smallest_tile_is_told_with_what_was_tried(
     tile_pools: Callable[..., Any], decode: Callable[..., torch.Tensor]
 ) -> None:
     workers = tile_pools(2, no_room_above(3))
-    with pytest.raises(NoRoomToDecodeError, match="tiles of 64 pixels, the smallest size: no room for a tile"):
+    with pytest.raises(DecodeOutOfMemoryError, match="tiles of 64 pixels, the smallest size: no room for a tile"):
         decode(workers)
 
 
@@ -147,7 +147,7 @@ def test_workers_on_cpus_share_the_ram_of_their_machine() -> None:
 
 
 def test_too_little_memory_and_none_that_is_known_are_refused() -> None:
-    with pytest.raises(VaeRoomError, match=r"0\.00 GB given"):
+    with pytest.raises(VaeMemoryError, match=r"0\.00 GB given"):
         tiles(gpu(GB // 2), gpu(80 * GB))
     with pytest.raises(TilingError, match="no worker reported its free memory within 30 s: set tile_size"):
         tiles(WorkerLostError("gone", 0))

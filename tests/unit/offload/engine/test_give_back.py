@@ -79,17 +79,17 @@ def test_everything_is_given_back_and_comes_again(stacks, expected, policy):
         assert handle.loaded_bytes == buffers * BLOCK_BYTES
         for _ in range(2):
             memory = storages(handle)
-            assert handle.give_back(1 << 60) == buffers * BLOCK_BYTES
+            assert handle.release_memory(1 << 60) == buffers * BLOCK_BYTES
             assert all(storage.expired() for storage in memory), "somebody keeps the memory of a buffer"
             assert handle.loaded_bytes == 0
             assert handle.contents() == {}
-            assert handle.give_back(1) == 0
+            assert handle.release_memory(1) == 0
             value, fetched = run(handle, stacks)
             assert torch.equal(value, expected)
             assert fetched == cold
             assert handle.loaded_bytes == buffers * BLOCK_BYTES
     assert handle.loaded_bytes == 0
-    assert handle.give_back(1) == 0
+    assert handle.release_memory(1) == 0
 
 
 def test_neither_a_run_that_was_kept_nor_one_that_failed_holds_the_memory(stacks, slow_source):
@@ -105,7 +105,7 @@ def test_neither_a_run_that_was_kept_nor_one_that_failed_holds_the_memory(stacks
         with pytest.raises(KeyboardInterrupt), handle.run(visits) as cut:
             with cut.visit(*visits[0]):
                 raise KeyboardInterrupt
-        handle.give_back(1 << 60)
+        handle.release_memory(1 << 60)
         assert all(storage.expired() for storage in memory)
         assert (len(contexts), whole.fetched[0].block, cut.fetched[0].block) == (BLOCKS, *[BlockKey("high", 0)] * 2)
 
@@ -127,7 +127,7 @@ def test_empty_buffers_go_first_then_streamed_blocks_then_residents(stacks):
         handle.set_patches({BlockKey("high", 2): other})
         left = []
         for _ in range(5):
-            assert handle.give_back(1) == BLOCK_BYTES
+            assert handle.release_memory(1) == BLOCK_BYTES
             left.append(set(handle.contents().values()))
         assert left == [
             blocks("high", 1, 3, 4, 5),
@@ -141,7 +141,7 @@ def test_empty_buffers_go_first_then_streamed_blocks_then_residents(stacks):
 def test_a_part_is_given_back_in_whole_buffers_and_only_that_is_fetched_again(stacks, expected):
     with attach(stacks, OffloadPolicy.resident()) as handle:
         run(handle, stacks)
-        assert handle.give_back(2 * BLOCK_BYTES + 1) == 3 * BLOCK_BYTES
+        assert handle.release_memory(2 * BLOCK_BYTES + 1) == 3 * BLOCK_BYTES
         assert handle.loaded_bytes == (2 * BLOCKS - 3) * BLOCK_BYTES
         value, fetched = run(handle, stacks)
         assert torch.equal(value, expected)
@@ -152,7 +152,7 @@ def test_a_part_is_given_back_in_whole_buffers_and_only_that_is_fetched_again(st
 def test_residents_survive_as_long_as_streamed_blocks_are_enough(stacks, expected):
     with attach(stacks, OffloadPolicy.block_swap(3, 1)) as handle:
         run(handle, stacks, ["high"])
-        assert handle.give_back(3 * BLOCK_BYTES) == 3 * BLOCK_BYTES
+        assert handle.release_memory(3 * BLOCK_BYTES) == 3 * BLOCK_BYTES
         _, fetched = run(handle, stacks, ["high"])
         assert fetched == [BlockKey("high", number) for number in (0, 1, 3, 5)], "2 and 4 stayed"
         assert torch.equal(run(handle, stacks)[0], expected)
@@ -163,7 +163,7 @@ def test_only_what_a_run_fetches_into_is_allocated(stacks, fresh):
     with attach(stacks, OffloadPolicy.resident()) as handle:
         if not fresh:
             run(handle, stacks)
-            handle.give_back(1 << 60)
+            handle.release_memory(1 << 60)
         run(handle, stacks, ["high"])
         assert handle.loaded_bytes == BLOCKS * BLOCK_BYTES
         run(handle, stacks)
@@ -194,20 +194,20 @@ def test_a_device_without_room_for_the_buffers_says_so_when_a_run_begins():
                 raise AssertionError("it has begun")
             assert (handle.running, handle.loaded_bytes) == (False, 0)
         with pytest.raises(RuntimeError, match="memory"):
-            handle.take_buffers()
+            handle.allocate_buffers()
         assert not handle.running
 
 
 def test_all_buffers_are_taken_at_once_for_who_reckons_with_them(stacks, expected):
     with attach(stacks, OffloadPolicy.block_swap(3, 1)) as handle:
-        handle.take_buffers()
+        handle.allocate_buffers()
         memory = storages(handle)
         assert handle.loaded_bytes == len(memory) * BLOCK_BYTES == 5 * BLOCK_BYTES
         assert torch.equal(run(handle, stacks)[0], expected)
-        handle.take_buffers()
+        handle.allocate_buffers()
         assert [storage.expired() for storage in memory] == [False] * 5, "those that are there stay"
         with handle.run(handle.pass_visits(1, "high")), pytest.raises(RuntimeError, match="already running"):
-            handle.take_buffers()
+            handle.allocate_buffers()
     assert all(storage.expired() for storage in memory)
 
 
@@ -215,7 +215,7 @@ def test_all_buffers_are_taken_at_once_for_who_reckons_with_them(stacks, expecte
 def test_nothing_is_asked_and_nothing_is_given(stacks, nbytes):
     with attach(stacks, OffloadPolicy.layerwise(1)) as handle:
         run(handle, stacks)
-        assert handle.give_back(nbytes) == 0
+        assert handle.release_memory(nbytes) == 0
         assert handle.loaded_bytes == 2 * BLOCK_BYTES
 
 
@@ -226,7 +226,7 @@ def test_a_running_engine_gives_nothing_back(stacks, expected):
             for visit in going.program.visits:
                 with going.visit(*visit):
                     with pytest.raises(RuntimeError, match="already running"):
-                        handle.give_back(1)
+                        handle.release_memory(1)
                     value = stacks[visit.expert][visit.block](value)
         assert handle.loaded_bytes == 2 * BLOCK_BYTES
     assert torch.equal(value, expected)
@@ -236,7 +236,7 @@ def test_a_run_that_was_planned_before_cannot_begin_after(stacks, expected):
     with attach(stacks, OffloadPolicy.resident()) as handle:
         run(handle, stacks)
         stale = handle.run(step_visits(STEPS, handle.block_counts))
-        handle.give_back(BLOCK_BYTES)
+        handle.release_memory(BLOCK_BYTES)
         with pytest.raises(StateError, match=r"is absent with None: keep needs it to be done"), stale:
             pass
         value, fetched = run(handle, stacks)
@@ -247,7 +247,7 @@ def test_a_run_that_was_planned_before_cannot_begin_after(stacks, expected):
 def test_memory_that_came_again_in_inference_mode_serves_other_threads(stacks, expected):
     values = []
     with attach(stacks, OffloadPolicy.block_swap(3, 1)) as handle:
-        handle.give_back(1 << 60)
+        handle.release_memory(1 << 60)
         with torch.inference_mode():
             values.append(run(handle, stacks)[0])
         assert not any(buffer.memory.is_inference() for buffer in handle.buffers)
@@ -265,7 +265,7 @@ def test_between_forwards_of_a_model_memory_may_go(make_stack, run_plain):
     with attach_offload(stack, policy=OffloadPolicy.layerwise(1), device=CPU) as handle:
         for _ in range(2):
             assert torch.equal(run_plain(stack, hidden), run_plain(plain, hidden))
-            assert handle.give_back(1 << 60) == 2 * BLOCK_BYTES
+            assert handle.release_memory(1 << 60) == 2 * BLOCK_BYTES
         with pytest.raises(RuntimeError, match=r"shape|size|mat"):
             stack[0].up(hidden)  # no parameter is bound to released memory
 

@@ -84,7 +84,7 @@ def test_what_was_issued_is_whole_and_is_not_fetched_again(
     expected, fetched = whole_pass(handle, stack, value)
     assert fetched == BLOCKS
     ahead = blocks + 3  # as many as there are buffers
-    handle.give_back(handle.loaded_bytes)
+    handle.release_memory(handle.loaded_bytes)
     moved = stop_after(handle, stack, blocks, value, ahead)
     assert moved == ahead * handle.fetch_bytes(BlockKey("high", 0))
     held = {BlockKey("high", block) for block in range(blocks, ahead)}

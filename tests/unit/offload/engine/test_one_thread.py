@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.offload.engine.threads import one_thread_pool
+from wanstream.offload.engine.threads import torch_thread_pool
 
 THREADS = 3
 
@@ -31,7 +31,7 @@ def arithmetic() -> torch.Tensor:
 def test_the_pool_computes_alone_and_leaves_the_others_as_they_are():
     seen: list[int] = []
     before = arithmetic()
-    with one_thread_pool(2, "alone") as pool:
+    with torch_thread_pool(2, "alone") as pool:
         both = threading.Barrier(2)
 
         def work() -> int:
@@ -57,6 +57,6 @@ def test_no_second_pool_of_torch_is_started():
         pytest.skip("threads are counted in /proc")
     arithmetic()  # starts the pool of this thread
     before = len(list(tasks.iterdir()))
-    with one_thread_pool(1, "alone") as pool:
+    with torch_thread_pool(1, "alone") as pool:
         during = pool.submit(lambda: (arithmetic(), len(list(tasks.iterdir())))[1]).result()
     assert during == before + 1

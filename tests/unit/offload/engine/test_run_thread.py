@@ -46,7 +46,7 @@ def test_what_was_issued_is_there_when_nothing_more_comes():
     progress.note_issued(2)
     thread, ended = waiting(progress, "issued")
     released, still = waiting(progress, "released")
-    progress.no_more()
+    progress.end_issuing()
     thread.join(60)
     assert ended == ["stopped"]
     progress.await_issued(2)

@@ -20,7 +20,7 @@ from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
 from wanstream.offload.formats.gguf_header import PACKED_TYPES, PLAIN_TYPES, READABLE_TYPES, read_gguf_header
 from wanstream.offload.formats.safetensors_header import CheckpointFileError, read_header
 from wanstream.offload.sources.file import read_tensors
-from wanstream.testing.quantised import random_packs
+from wanstream.testing.quantised import random_groups
 
 F32, TEXT, LIST = 0, 8, 9
 
@@ -73,7 +73,7 @@ def everything(tmp_path_factory) -> Path:
     writer.add_float64("third", 1 / 3)
     for name, packing in QUANT_FORMATS.items():
         kind = GGMLQuantizationType[name]
-        packs = random_packs(kind, 6 * 512 // packing.values, random)
+        packs = random_groups(kind, 6 * 512 // packing.values, random)
         writer.add_tensor(name.lower(), packs.reshape(6, -1), raw_dtype=kind)
     values = random.standard_normal((3, 2, 1, 2, 2), dtype=np.float32)
     writer.add_tensor("f32", values)

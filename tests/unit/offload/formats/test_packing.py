@@ -18,7 +18,7 @@ from wanstream.offload.formats.layout import allocate_flat, block_format, tensor
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.file import FileSource, read_tensors
 from wanstream.plan import BlockKey
-from wanstream.testing.quantised import random_packs
+from wanstream.testing.quantised import random_groups
 
 COMPUTED = [torch.float32, torch.float16, torch.bfloat16]
 ROWS, COLUMNS = 33, 512
@@ -30,7 +30,7 @@ def packs_of(name: str, *, rows: int = ROWS, seed: int = 0, scale: float = 0.01)
     packing = QUANT_FORMATS[name]
     random = np.random.default_rng(seed)
     return torch.from_numpy(
-        random_packs(GGMLQuantizationType[name], rows * COLUMNS // packing.values, random, scale=scale)
+        random_groups(GGMLQuantizationType[name], rows * COLUMNS // packing.values, random, scale=scale)
     )
 
 

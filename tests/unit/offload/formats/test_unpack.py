@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS, dequantise
-from wanstream.testing.quantised import random_packs
+from wanstream.testing.quantised import random_groups
 
 REFERENCE_HAS_QUANTISERS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
@@ -45,7 +45,7 @@ def test_sizes_are_those_of_ggml(packing):
 @pytest.mark.parametrize("scale", [1.0, 0.0037, -2.5, 6e-8, 60000.0])
 def test_random_integers_under_a_sound_scale(packing, scale):
     random = np.random.default_rng(1)
-    groups = random_packs(GGMLQuantizationType[packing.name], 500, random, scale=min(scale, 4000.0))
+    groups = random_groups(GGMLQuantizationType[packing.name], 500, random, scale=min(scale, 4000.0))
     values = unpacked(groups, packing)
     assert values.isfinite().all()
     assert len(values.unique()) > 10
@@ -61,7 +61,7 @@ def test_random_bytes(packing):
 def test_every_integer_takes_every_place(packing):
     """Vary one byte of the group at a time over its 256 values, with the others constant."""
     random = np.random.default_rng(3)
-    base = random_packs(GGMLQuantizationType[packing.name], 1, random, scale=0.5)
+    base = random_groups(GGMLQuantizationType[packing.name], 1, random, scale=0.5)
     groups = np.repeat(base, packing.nbytes * 256, axis=0).reshape(packing.nbytes, 256, packing.nbytes)
     for place in range(packing.nbytes):
         groups[place, :, place] = np.arange(256)
@@ -80,7 +80,7 @@ def test_what_the_package_quantised(name):
 
 
 def test_packs_may_lie_anywhere_at_an_even_address(packing):
-    groups = random_packs(GGMLQuantizationType[packing.name], 40, np.random.default_rng(5))
+    groups = random_groups(GGMLQuantizationType[packing.name], 40, np.random.default_rng(5))
     memory = torch.zeros(groups.size + 64, dtype=torch.uint8)
     for offset in (0, 2, 34):
         moved = memory[offset : offset + groups.size].view(groups.shape)

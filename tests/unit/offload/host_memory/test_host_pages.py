@@ -15,7 +15,7 @@ from wanstream.offload.host_memory.page_lock import CudaPageLock
 from wanstream.offload.host_memory.pages import in_pages
 from wanstream.offload.host_memory.ram_slots import HostPages
 from wanstream.offload.host_memory.shared_segment import SharedSegment
-from wanstream.offload.sources.base import NoRamError, SourceError
+from wanstream.offload.sources.base import InsufficientRamError, SourceError
 from wanstream.plan import BlockKey
 
 KEY = BlockKey("high", 0)
@@ -164,7 +164,9 @@ def test_a_read_that_fails_leaves_a_slot_that_can_be_filled_again(limited_page_l
 
 
 def test_more_memory_than_there_is_is_refused_with_numbers():
-    with pytest.raises(NoRamError, match=r"140737\.5 GB of RAM for one more block, \d+\.\d GB are available: keep few"):
+    with pytest.raises(
+        InsufficientRamError, match=r"140737\.5 GB of RAM for one more block, \d+\.\d GB are available: keep few"
+    ):
         fill(HostPages(lock=None), 0, KEY, 1 << 47, failing)
 
 
@@ -188,13 +190,13 @@ def test_homes_that_do_not_fit_are_refused_before_they_are_filled(nbytes, availa
     if refused is None:
         slots.check_available(40, nbytes, available=available)
     else:
-        with pytest.raises(NoRamError, match=re.escape(refused)):
+        with pytest.raises(InsufficientRamError, match=re.escape(refused)):
             slots.check_available(40, nbytes, available=available)
     slots.close()
 
 
 def test_what_the_system_has_is_asked_for():
-    with pytest.raises(NoRamError, match=r"140737\.5 GB of RAM for 40 blocks, \d+\.\d GB are available"):
+    with pytest.raises(InsufficientRamError, match=r"140737\.5 GB of RAM for 40 blocks, \d+\.\d GB are available"):
         HostPages(lock=None).check_available(40, 1 << 47)
     HostPages(lock=None).check_available(1, in_pages(1))
 

@@ -74,7 +74,7 @@ def test_a_home_that_is_kept_is_read_once_and_never_again(stacks, source):
         for change in range(3):
             assert torch.equal(run_through(handle, stacks, steps)[0], expected)
             handle.set_patches({BlockKey("high", change): other})
-            handle.give_back(1 << 60)
+            handle.release_memory(1 << 60)
             handle.set_policy(replace(ALL_IN_RAM, prefetch_blocks=change))
         assert sorted(source.reads) == sorted(source.keys())
         assert handle.host_bytes == 2 * BLOCKS * in_pages(BLOCK_BYTES) + in_pages(3 * WIDTH * WIDTH * 4)

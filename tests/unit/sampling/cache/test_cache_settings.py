@@ -16,7 +16,7 @@ from wanstream.plan.visits import SkipRule
 from wanstream.sampling import DenoiseRequest, RequestError, merge_requests, request_job, working_bytes
 from wanstream.sampling.cache.first_block import FirstBlockSteps
 from wanstream.sampling.cache.mag_table import MagTable
-from wanstream.sampling.cache.settings import PRESETS, FirstBlockCache, MagCache, cached_policy
+from wanstream.sampling.cache.settings import PRESETS, FirstBlockCache, MagCache, policy_with_cache
 from wanstream.sampling.estimate import predicted_timeline
 from wanstream.sampling.loop.lanes import lane_names
 from wanstream.sampling.loop.parallel import LOCAL_FORWARD
@@ -101,22 +101,22 @@ def test_what_is_counted_is_what_two_steps_really_hold(lanes: int, chunk: int | 
     more = [peak(FirstBlockSteps(threshold, LOCAL_FORWARD)) - peak(None) for threshold in (0.0, 1e9)]
     if blocks is not None:
         blocks.detach()
-    reckoned = FirstBlockCache().kept_states * lanes * state
+    reckoned = FirstBlockCache().cached_states * lanes * state
     assert reckoned - 1.01 * state <= max(more) <= reckoned
 
 
 def test_the_planner_is_told_what_stays(open_pair: OpenPair, ask: Request, magnitudes: MagCache) -> None:
     pair = open_pair()
     plain, first, known = (request_job(pair, ask(cache=cache), CPU) for cache in (None, FirstBlockCache(), magnitudes))
-    assert (plain.kept_states, first.kept_states, known.kept_states) == (0, 3, 1)
+    assert (plain.cached_states, first.cached_states, known.cached_states) == (0, 3, 1)
     assert first.resident_bytes - plain.resident_bytes == pair.computed_bytes
     assert known.resident_bytes == plain.resident_bytes
     assert plain.visits == first.visits == known.visits, "what is left out is no reason to plan for less"
 
 
 def test_the_first_block_stays_for_a_cache_that_asks_it(magnitudes: MagCache) -> None:
-    assert cached_policy(LAYERWISE, FirstBlockCache()) == replace(LAYERWISE, pin_first_block=True)
-    assert cached_policy(LAYERWISE, magnitudes) == cached_policy(LAYERWISE, None) == LAYERWISE
+    assert policy_with_cache(LAYERWISE, FirstBlockCache()) == replace(LAYERWISE, pin_first_block=True)
+    assert policy_with_cache(LAYERWISE, magnitudes) == policy_with_cache(LAYERWISE, None) == LAYERWISE
 
 
 @pytest.mark.parametrize("start", [0, 1])

@@ -15,7 +15,7 @@ from wanstream.plan.visits import SkipRule
 from wanstream.sampling import DenoiseRequest, RequestError, denoise, split_request
 from wanstream.sampling.cache.calibrate import calibrate
 from wanstream.sampling.cache.mag_table import MagTable
-from wanstream.sampling.cache.settings import FirstBlockCache, MagCache, cached_policy
+from wanstream.sampling.cache.settings import FirstBlockCache, MagCache, policy_with_cache
 from wanstream.sampling.solvers import make_solver
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
@@ -142,7 +142,7 @@ def test_a_step_that_is_taken_again_decides_as_it_did(open_pair: OpenPair, ask: 
                 if left[0] == 0:
                     raise torch.OutOfMemoryError("out of memory")
 
-            policy = cached_policy(OffloadPolicy.layerwise(2), request.cache)
+            policy = policy_with_cache(OffloadPolicy.layerwise(2), request.cache)
             models = pair.engine(policy, torch.device("cpu")).models.bare
             models["high"].proj_out.register_forward_pre_hook(fail)
             disturbed = run(pair, request, policy)

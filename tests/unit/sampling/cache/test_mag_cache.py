@@ -237,7 +237,7 @@ def test_the_same_model_in_bf16_is_known_again(open_pair: OpenPair, ask: Request
 def test_what_measuring_keeps_is_counted_and_what_a_cache_would_keep_is_not(open_pair: OpenPair, ask: Request) -> None:
     pair, cpu, noise = open_pair(), torch.device("cpu"), torch.zeros(1, 16, 2, 40, 60)
     request, plain = ask(noise=noise, cache=FirstBlockCache()), ask(noise=noise)
-    assert calibration_job(pair, request, cpu) == replace(request_job(pair, plain, cpu), kept_states=1)
+    assert calibration_job(pair, request, cpu) == replace(request_job(pair, plain, cpu), cached_states=1)
     state = 2 * (2 * 20 * 30) * 256 * 4  # lanes x tokens x width x fp32
     usual = working_bytes(pair, noise.shape, guided=True)
     assert calibration_bytes(pair, request, chunk_tokens=None) - usual == state

@@ -13,7 +13,7 @@ import torch
 from wanstream.sampling import native_inputs
 from wanstream.sampling.errors import ConditioningError
 from wanstream.sampling.inputs import conditioning as conditioning_keys
-from wanstream.sampling.inputs.conditioning import BESIDE_THE_TEXT, IGNORED, READ, REFUSED
+from wanstream.sampling.inputs.conditioning import IGNORED, READ, REFUSED, TEXT_TENSORS
 
 TEXT = torch.zeros(1, 4, 4096)
 EMPTY = {"samples": torch.zeros(1, 16, 3, 4, 6)}
@@ -25,7 +25,7 @@ def accept(**options: Any) -> None:
 
 
 def test_no_key_is_in_two_lists() -> None:
-    keys = [*READ, *REFUSED, *BESIDE_THE_TEXT, *IGNORED]
+    keys = [*READ, *REFUSED, *TEXT_TENSORS, *IGNORED]
     assert len(set(keys)) == len(keys)
 
 
@@ -91,7 +91,7 @@ def test_bookkeeping_passes(options: dict[str, Any]) -> None:
     accept(**options)
 
 
-@pytest.mark.parametrize("key", BESIDE_THE_TEXT)
+@pytest.mark.parametrize("key", TEXT_TENSORS)
 def test_what_text_encoders_add_passes_without_a_word(key: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "wanstream.sampling"):
         accept(**{key: TENSOR})

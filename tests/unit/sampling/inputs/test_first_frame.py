@@ -6,11 +6,11 @@ from torch.nn.functional import interpolate
 
 from wanstream.sampling.inputs.first_frame import (
     GREY,
-    begun_latent,
-    framed_video,
+    latent_with_first_frames,
     start_end_mask,
     start_frames,
     start_mask,
+    video_with_start_end,
 )
 from wanstream.schema.shapes import VideoShape
 from wanstream.wan.latent_space import normalise
@@ -20,7 +20,7 @@ SQUARE = VideoShape(width=32, height=32, frames=9)
 
 def test_the_image_is_the_first_frame_and_the_rest_is_grey() -> None:
     image = torch.rand(1, 32, 32, 3)
-    video = framed_video(image, None, SQUARE)
+    video = video_with_start_end(image, None, SQUARE)
     assert video.shape == (9, 32, 32, 3)
     assert torch.equal(video[:1], image)
     assert (video[1:] == GREY).all()
@@ -40,21 +40,21 @@ def test_it_is_cropped_around_its_centre_then_scaled(height: int, width: int, ro
     image = torch.rand(1, height, width, 3)
     cropped = image[:, rows, columns].movedim(-1, 1)
     expected = interpolate(cropped, size=(32, 32), mode="bilinear").movedim(1, -1)
-    assert torch.equal(framed_video(image, None, SQUARE)[:1], expected)
+    assert torch.equal(video_with_start_end(image, None, SQUARE)[:1], expected)
 
 
 def test_end_images_are_the_last_frames_and_are_fitted_alike() -> None:
     start, end = torch.rand(2, 50, 100, 3), torch.rand(3, 40, 45, 4)
-    video = framed_video(start, end, SQUARE)
-    assert torch.equal(video[:2], framed_video(start, None, SQUARE)[:2])
+    video = video_with_start_end(start, end, SQUARE)
+    assert torch.equal(video[:2], video_with_start_end(start, None, SQUARE)[:2])
     assert (video[2:6] == GREY).all()
-    assert torch.equal(video[6:], framed_video(end, None, SQUARE)[:3])
+    assert torch.equal(video[6:], video_with_start_end(end, None, SQUARE)[:3])
 
 
 def test_alpha_is_dropped() -> None:
     images = torch.rand(9, 32, 32, 4)
-    assert torch.equal(framed_video(images, None, SQUARE), images[..., :3])
-    assert torch.equal(framed_video(images[:4], images[4:], SQUARE), images[..., :3])
+    assert torch.equal(video_with_start_end(images, None, SQUARE), images[..., :3])
+    assert torch.equal(video_with_start_end(images[:4], images[4:], SQUARE), images[..., :3])
 
 
 @pytest.mark.parametrize(
@@ -67,15 +67,15 @@ def test_alpha_is_dropped() -> None:
 def test_more_images_than_frames_are_refused(start: int, end: int | None, message: str) -> None:
     images = torch.rand(10, 8, 8, 3)
     with pytest.raises(ValueError, match=message):
-        framed_video(images[:start], None if end is None else images[:end], SQUARE)
+        video_with_start_end(images[:start], None if end is None else images[:end], SQUARE)
 
 
 @pytest.mark.parametrize("shape", [(32, 32, 3), (0, 32, 32, 3), (1, 32, 32, 1)])
 def test_what_is_no_image_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="start image is"):
-        framed_video(torch.zeros(shape), None, SQUARE)
+        video_with_start_end(torch.zeros(shape), None, SQUARE)
     with pytest.raises(ValueError, match="end image is"):
-        framed_video(torch.zeros(1, 8, 8, 3), torch.zeros(shape), SQUARE)
+        video_with_start_end(torch.zeros(1, 8, 8, 3), torch.zeros(shape), SQUARE)
 
 
 @pytest.mark.parametrize(("known", "latent_frames"), [(1, 1), (2, 1), (4, 1), (5, 2), (9, 3), (12, 3)])
@@ -107,7 +107,7 @@ def test_the_mask_of_both_ends_has_four_places_for_each_latent_frame(
 
 def test_wan22_5b_is_given_the_start_frames_alone() -> None:
     images = torch.rand(5, 50, 100, 4)
-    assert torch.equal(start_frames(images, SQUARE), framed_video(images, None, SQUARE)[:5])
+    assert torch.equal(start_frames(images, SQUARE), video_with_start_end(images, None, SQUARE)[:5])
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_start_frames_that_it_cannot_take(images: torch.Tensor, message: str) ->
 def test_a_begun_latent_is_empty_behind_what_is_given() -> None:
     shape = VideoShape(width=64, height=32, frames=13, per_latent=16)
     encoded = torch.randn(1, 48, 2, 2, 4)
-    latent = begun_latent(encoded, shape, batch=3)
+    latent = latent_with_first_frames(encoded, shape, batch=3)
     assert latent["samples"].shape == (3, 48, 4, 2, 4)
     assert torch.equal(latent["samples"][:, :, :2], encoded.repeat(3, 1, 1, 1, 1))
     assert normalise(latent["samples"][:, :, 2:]).abs().max() < 1e-6

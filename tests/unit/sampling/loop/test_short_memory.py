@@ -16,7 +16,7 @@ import torch
 from diffusers import UniPCMultistepScheduler
 
 from wanstream.devices.oom import forget, is_out_of_memory
-from wanstream.sampling import DenoiseRequest, NoRoomError, SamplingCancelled, denoise
+from wanstream.sampling import DenoiseRequest, InsufficientMemoryError, SamplingCancelled, denoise
 from wanstream.sampling.schedules import wan_schedule
 from wanstream.sampling.solvers import make_solver
 from wanstream.schema import OffloadPolicy
@@ -217,7 +217,7 @@ def test_where_nothing_smaller_is_left_the_error_says_what_was_tried(
     inner = open_pair()
     still = [True]
     pair = ShortPair(inner, lambda use, _: still[0] and use >= 3)
-    with _no_collector(), pytest.raises(NoRoomError) as refused:
+    with _no_collector(), pytest.raises(InsufficientMemoryError) as refused:
         _run(pair, make_request(), policy)
     assert all(left() is None for left in pair.left)
     assert pair.policies[-1] == smallest

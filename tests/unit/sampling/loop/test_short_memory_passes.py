@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.sampling import ModelCalls, NoRoomError, SamplingCancelled
+from wanstream.sampling import InsufficientMemoryError, ModelCalls, SamplingCancelled
 from wanstream.sampling.loop.model_calls import CallState
 from wanstream.sampling.loop.oom_fallback import Revise, RunPolicy
 from wanstream.schema import OffloadPolicy
@@ -127,7 +127,7 @@ def test_where_nothing_smaller_is_left_the_passes_wait_for_another_call(open_pai
     short = [True]
     calls = Calls(open_pair(), LAYERWISE(2), lambda _: short[0])
     with calls.passes([H, L]) as passes:
-        with pytest.raises(NoRoomError, match="out of memory in call 0"):
+        with pytest.raises(InsufficientMemoryError, match="out of memory in call 0"):
             passes.forward(H, _lanes(), 1.0)
         assert passes.state is CallState.IDLE
         short[0] = False

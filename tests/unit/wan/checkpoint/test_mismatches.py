@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from wanstream.tools.model_files import MODEL_FILES
 from wanstream.wan.checkpoint.mismatches import (
-    expert_suspicions,
+    expert_mismatches,
     is_image_to_video_name,
-    lora_suspicions,
+    lora_mismatches,
     place_from_name,
 )
 from wanstream.wan.checkpoint.open import Expert, open_expert
@@ -94,8 +94,8 @@ def t2v(tiny_expert_file: Write) -> Expert:
 @pytest.mark.parametrize("names", EXPERTS, ids=lambda names: names[0])
 def test_experts_are_known_by_their_names(experts: Callable[..., list[Expert]], names: tuple[str, str, str]) -> None:
     high, low = experts(*_names(names))
-    assert expert_suspicions(high, low) == []
-    (found,) = expert_suspicions(low, high)
+    assert expert_mismatches(high, low) == []
+    (found,) = expert_mismatches(low, high)
     assert found == (
         f"the experts look swapped: {low.path.name} is chosen as high_noise, {high.path.name} as low_noise: "
         "exchange them"
@@ -110,25 +110,25 @@ def test_the_official_files_are_known_by_their_names() -> None:
 
 
 def test_two_experts_of_one_place_are_noticed_where_the_name_is_clear(experts: Callable[..., list[Expert]]) -> None:
-    (found,) = expert_suspicions(*experts("a_high_noise_fp8.safetensors", "b_high_noise_bf16.safetensors"))
+    (found,) = expert_mismatches(*experts("a_high_noise_fp8.safetensors", "b_high_noise_bf16.safetensors"))
     assert found == (
         "b_high_noise_bf16.safetensors is chosen as low_noise, and its name says high noise: choose the other expert"
     )
-    assert expert_suspicions(*experts("a_high.safetensors", "high_quality.safetensors")) == []
+    assert expert_mismatches(*experts("a_high.safetensors", "high_quality.safetensors")) == []
 
 
 def test_one_file_as_both_experts_is_noticed(experts: Callable[..., list[Expert]], tmp_path: Path) -> None:
     high, low = experts("wan_high.safetensors", "wan_low.safetensors")
-    assert expert_suspicions(high, high) == [
+    assert expert_mismatches(high, high) == [
         "wan_high.safetensors is both experts: choose the low-noise file of the model as low_noise"
     ]
     (tmp_path / "link_low.safetensors").symlink_to(high.path)
-    assert "is both experts" in expert_suspicions(high, open_expert(tmp_path / "link_low.safetensors"))[0]
-    assert expert_suspicions(high, low) == []
+    assert "is both experts" in expert_mismatches(high, open_expert(tmp_path / "link_low.safetensors"))[0]
+    assert expert_mismatches(high, low) == []
 
 
 def test_copies_of_one_expert_are_noticed_by_their_weights(experts: Callable[..., list[Expert]]) -> None:
-    (found,) = expert_suspicions(*experts("wan_high.safetensors", "wan_low.safetensors", seeds=(1, 1)))
+    (found,) = expert_mismatches(*experts("wan_high.safetensors", "wan_low.safetensors", seeds=(1, 1)))
     assert found.startswith("wan_high.safetensors and wan_low.safetensors hold the same weights")
 
 
@@ -136,31 +136,31 @@ def test_folders_of_a_pipeline_have_their_places(tiny_expert_folder: Write, tmp_
     for name, seed in (("transformer", 1), ("transformer_2", 2)):
         shutil.copytree(tiny_expert_folder(seed=seed), tmp_path / "pipeline" / name)
     high, low = (open_expert(tmp_path / "pipeline" / name) for name in ("transformer", "transformer_2"))
-    assert expert_suspicions(high, low) == []
-    assert expert_suspicions(low, high)[0].startswith("the experts look swapped: transformer_2 ")
+    assert expert_mismatches(high, low) == []
+    assert expert_mismatches(low, high)[0].startswith("the experts look swapped: transformer_2 ")
 
 
 @pytest.mark.parametrize("names", LORAS, ids=lambda names: names[0])
 def test_loras_are_known_by_their_names(tmp_path: Path, tiny_expert_file: Write, names: tuple[str, str, str]) -> None:
     high, low = (_lora(tmp_path / name) for name in _names(names))
     i2v = open_expert(tiny_expert_file(in_channels=36))
-    assert lora_suspicions(high, low, i2v, single=False) == []
-    (found,) = lora_suspicions(low, high, i2v, single=False)
+    assert lora_mismatches(high, low, i2v, single=False) == []
+    (found,) = lora_mismatches(low, high, i2v, single=False)
     assert found.startswith(f"the LoRAs look swapped: {low.name} is chosen as high_noise")
-    assert lora_suspicions(low, None, i2v, single=True) == []
+    assert lora_mismatches(low, None, i2v, single=True) == []
 
 
 @pytest.mark.parametrize("name", FOR_BOTH)
 def test_a_lora_for_both_experts_raises_no_warning(tmp_path: Path, t2v: Expert, name: str) -> None:
     file = _lora(tmp_path / f"{name}.safetensors")
     for pair in ((file, file), (file, None), (None, file)):
-        assert lora_suspicions(*pair, t2v, single=False) == []
+        assert lora_mismatches(*pair, t2v, single=False) == []
 
 
 def test_a_single_lora_in_the_wrong_place_is_noticed_where_its_name_is_clear(tmp_path: Path, t2v: Expert) -> None:
     file = _lora(tmp_path / "wan2.2_t2v_lora_low_noise.safetensors")
     for pair in ((file, None), (file, file)):
-        (found,) = lora_suspicions(*pair, t2v, single=False)
+        (found,) = lora_mismatches(*pair, t2v, single=False)
         assert "is chosen as high_noise, and its name says low noise: choose the other LoRA" in found
 
 
@@ -169,10 +169,10 @@ def test_the_name_that_a_lora_was_trained_under_counts(tmp_path: Path, t2v: Expe
         _lora(tmp_path / f"{number}.safetensors", {"ss_output_name": f"style-{place}-v2"})
         for number, place in enumerate(("high", "low"))
     )
-    assert lora_suspicions(high, low, t2v, single=False) == []
-    assert "look swapped" in lora_suspicions(low, high, t2v, single=False)[0]
+    assert lora_mismatches(high, low, t2v, single=False) == []
+    assert "look swapped" in lora_mismatches(low, high, t2v, single=False)[0]
     both = _lora(tmp_path / "both.safetensors", {"ss_sd_model_name": "wan2.2_t2v_low_noise_14B_fp16.safetensors"})
-    assert lora_suspicions(both, both, t2v, single=False) == [], "a LoRA of both experts names one of them"
+    assert lora_mismatches(both, both, t2v, single=False) == [], "a LoRA of both experts names one of them"
 
 
 def test_the_name_in_the_header_of_a_gguf_file_counts(tmp_path: Path, t2v: Expert) -> None:
@@ -184,8 +184,8 @@ def test_the_name_in_the_header_of_a_gguf_file_counts(tmp_path: Path, t2v: Exper
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    assert lora_suspicions(paths[0], paths[1], _i2v_like(t2v), single=False) == []
-    assert "look swapped" in lora_suspicions(paths[1], paths[0], _i2v_like(t2v), single=False)[0]
+    assert lora_mismatches(paths[0], paths[1], _i2v_like(t2v), single=False) == []
+    assert "look swapped" in lora_mismatches(paths[1], paths[0], _i2v_like(t2v), single=False)[0]
 
 
 def _i2v_like(expert: Expert) -> Expert:
@@ -217,13 +217,13 @@ def test_a_lora_for_image_to_video_is_noticed_on_text_to_video(
     reason: str,
 ) -> None:
     file = _lora(tmp_path / f"{name}.safetensors", metadata, **tensors)
-    (found,) = lora_suspicions(file, file, t2v, single=False)
+    (found,) = lora_mismatches(file, file, t2v, single=False)
     assert found.startswith(f"{file.name} is a LoRA for image to video (")
     assert reason in found
-    assert lora_suspicions(file, file, _i2v_like(t2v), single=False) == []
+    assert lora_mismatches(file, file, _i2v_like(t2v), single=False) == []
 
 
 @pytest.mark.parametrize("name", ["wan_t2v_i2v_style", "ti2v_5B_style", "wan_t2v_style", "anti2vibe"])
 def test_a_lora_that_may_be_for_text_raises_no_warning(tmp_path: Path, t2v: Expert, name: str) -> None:
     patches = {PATCHES: torch.zeros(2, 16, 1, 2, 2)}
-    assert lora_suspicions(_lora(tmp_path / f"{name}.safetensors", None, **patches), None, t2v, single=False) == []
+    assert lora_mismatches(_lora(tmp_path / f"{name}.safetensors", None, **patches), None, t2v, single=False) == []

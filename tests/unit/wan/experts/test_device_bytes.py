@@ -95,7 +95,7 @@ def test_an_engine_takes_what_was_told(
     with open_experts(file, file, compute_dtype=dtype) as pair:
         predicted = pair.device_bytes(policy, device="cpu")
         engine = pair.engine(policy, "cpu")
-        engine.take_buffers()
+        engine.allocate_buffers()
         models = [engine.models[name] for name in ("high", "low")]
         parameters = [parameter for model in models for parameter in model.parameters() if not parameter.is_meta]
         # Streamed weights are empty while their block is not in a buffer; those of the embedders are on meta.

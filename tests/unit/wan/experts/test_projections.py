@@ -13,7 +13,7 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
-from wanstream.wan.experts.embedders import MAX_EXTRA_ROWS, CachedEmbedder, part_of
+from wanstream.wan.experts.embedders import MAX_EXTRA_ROWS, CachedEmbedder, embedder_part
 from wanstream.wan.experts.engine import ExpertEngine
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.transformer.kernels import Kernels
@@ -39,7 +39,7 @@ def engine(pair: ExpertPair) -> ExpertEngine:
 
 
 def _part_bytes(pair: ExpertPair, part: str) -> int:
-    return sum(tensor.nbytes for name, tensor in pair.high.weights.items() if part_of(name) == part)
+    return sum(tensor.nbytes for name, tensor in pair.high.weights.items() if embedder_part(name) == part)
 
 
 def _embedder(engine: ExpertEngine, expert: str) -> CachedEmbedder:
@@ -157,7 +157,7 @@ class TestWeights:
             tensor.nbytes
             for expert in (pair.high, pair.low)
             for name, tensor in expert.weights.items()
-            if part_of(name) is None and tensor.nbytes < 2**17
+            if embedder_part(name) is None and tensor.nbytes < 2**17
         )
         assert embedders < engine.non_block_bytes <= embedders + resident
 

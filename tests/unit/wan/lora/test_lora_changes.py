@@ -295,12 +295,12 @@ class TestPair:
             run(pair, lane)
 
     def test_loaded_bytes_are_those_of_buffers_and_resident_parameters(self, pair, lane):
-        assert (pair.loaded_bytes, pair.pinned_bytes, pair.give_back(10**9)) == (0, 0, 0)
+        assert (pair.loaded_bytes, pair.pinned_bytes, pair.release_memory(10**9)) == (0, 0, 0)
         policy = POLICIES["block swap"]
         run(pair, lane, policy)
         planned = device_bytes(pair.high.config, compute_dtype=torch.float32, policy=policy)
         assert pair.loaded_bytes == planned
-        freed = pair.give_back(1)
+        freed = pair.release_memory(1)
         assert freed > 0
         assert pair.loaded_bytes == planned - freed
         assert pair.pinned_bytes == 0

@@ -13,7 +13,7 @@ import torch
 
 from wanstream.host.embedded.adapter import EmbeddedHost, Folders
 from wanstream.wan import open_text_encoder
-from wanstream.wan.text.embedding_cache import KeptTexts
+from wanstream.wan.text.embedding_cache import EmbeddingCache
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,9 @@ class CountedEncoder:
 def kept(tmp_path: Path) -> SimpleNamespace:
     path, encoder = tmp_path / "encoder.safetensors", CountedEncoder()
     path.touch()
-    return SimpleNamespace(path=path, encoder=encoder, texts=KeptTexts(max_bytes=16 * 4 * 4 * 2, open_encoder=encoder))
+    return SimpleNamespace(
+        path=path, encoder=encoder, texts=EmbeddingCache(max_bytes=16 * 4 * 4 * 2, open_encoder=encoder)
+    )
 
 
 def test_equal_texts_are_encoded_once_and_only_new_ones_again(kept: SimpleNamespace) -> None:
@@ -86,7 +88,7 @@ def test_embeddings_are_those_of_the_encoder_to_the_bit(tiny_pipeline: Callable[
     folder, texts = tiny_pipeline(), ["a boat at dawn", "blurry", ""]
     with open_text_encoder(folder) as encoder:
         expected = encoder.encode(texts, device=CPU)
-    kept = KeptTexts()
+    kept = EmbeddingCache()
     kept.encode(folder, texts[1:], device=CPU)
     for found in (kept.encode(folder, texts, device=CPU), kept.encode(folder, texts, device=CPU)):
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -98,7 +100,7 @@ def test_the_tokenizer_of_a_folder_counts_too(tiny_pipeline: Callable[..., Path]
         for file in (tiny_pipeline() / part).iterdir():
             (tmp_path / part / file.name).write_bytes(file.read_bytes())
     encoder = CountedEncoder()
-    kept = KeptTexts(open_encoder=encoder)
+    kept = EmbeddingCache(open_encoder=encoder)
     kept.encode(tmp_path, ["boat"], device=CPU)
     kept.encode(tmp_path, ["boat"], device=CPU)
     assert len(encoder.calls) == 1
@@ -116,7 +118,7 @@ def test_the_embedded_host_keeps_texts_from_run_to_run(
         opened.append(path)
         return open_text_encoder(path, **options)
 
-    monkeypatch.setattr(KeptTexts.__init__, "__kwdefaults__", {"max_bytes": 1 << 20, "open_encoder": counted})
+    monkeypatch.setattr(EmbeddingCache.__init__, "__kwdefaults__", {"max_bytes": 1 << 20, "open_encoder": counted})
     host = EmbeddedHost()
     for _ in range(2):
         with host.opened(Folders(models=tmp_path, output=tmp_path, input=tmp_path), device=CPU):

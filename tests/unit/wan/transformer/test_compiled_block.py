@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from wanstream.wan.transformer.block_kernels import BlockKernels
 from wanstream.wan.transformer.chunked_block import ChunkedAttention
-from wanstream.wan.transformer.compiled_block import BlockCompiler, CompiledBlocks, compiler_named
+from wanstream.wan.transformer.compiled_block import BlockCompiler, CompiledBlocks, get_compiler
 from wanstream.wan.transformer.kernels import Kernels
 
 D = 128
@@ -84,10 +84,10 @@ def test_replaced_weights_need_no_new_graph(blocks: list[WanTransformerBlock]) -
 def test_hooks_lie_outside_or_are_refused(blocks: list[WanTransformerBlock]) -> None:
     blocks[1].forward = lambda *given: WanTransformerBlock.forward(blocks[1], *given)
     with pytest.raises(RuntimeError, match="a hook wraps block 1: attach the compiled forward before any other hook"):
-        CompiledBlocks(blocks, compiler_named("eager"))
+        CompiledBlocks(blocks, get_compiler("eager"))
     assert "forward" not in vars(blocks[0])
     del blocks[1].forward
-    compiled = CompiledBlocks(blocks, compiler_named("eager"))
+    compiled = CompiledBlocks(blocks, get_compiler("eager"))
     ours = blocks[0].forward
     blocks[0].forward = lambda *given: ours(*given)
     with pytest.raises(RuntimeError, match="a hook wraps block 0: remove it before"):
@@ -104,7 +104,7 @@ def test_chunks_go_without_graphs_and_both_come_and_go(
 ) -> None:
     plain, kernels = blocks[0](*inputs()), BlockKernels(blocks)
     compiled = Kernels(compiler="eager")
-    before = compiler_named("eager").graphs
+    before = get_compiler("eager").graphs
     assert kernels.graphs == 0
     for chosen, chunk, graphs in (
         (compiled, None, 1),

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from wanstream.devices import auto_dtype
 from wanstream.schema import ExpertShape
-from wanstream.wan.transformer.probe import block_pass, probe_block, sample_block
+from wanstream.wan.transformer.probe import block_pass, probe_block, random_block
 
 CPU = torch.device("cpu")
 TINY = ExpertShape(width=256, ffn_width=512, blocks=2)
@@ -19,7 +19,7 @@ WITH_IMAGES = replace(TINY, image_width=1280)
 
 @pytest.mark.parametrize("shape", [TINY, WITH_IMAGES], ids=["plain", "image branch"])
 def test_a_sample_block_is_one_of_the_shape_with_finite_results(shape: ExpertShape) -> None:
-    block = sample_block(shape, CPU)
+    block = random_block(shape, CPU)
     matrices = [p for p in block.parameters() if p.ndim == 2]
     assert sum(p.numel() for p in matrices) == shape.streamed_parameters
     assert sum(p.numel() for p in block.parameters()) == shape.streamed_parameters + shape.small_parameters
@@ -36,7 +36,7 @@ def test_a_sample_block_is_one_of_the_shape_with_finite_results(shape: ExpertSha
 @pytest.mark.parametrize("shape", [TINY, WITH_IMAGES], ids=["plain", "image branch"])
 def test_the_operations_are_those_that_torch_counts_in_a_block(shape: ExpertShape) -> None:
     meta, counted = torch.device("meta"), FlopCounterMode(display=False)
-    once = block_pass(sample_block(shape, meta), shape, 300, meta)
+    once = block_pass(random_block(shape, meta), shape, 300, meta)
     with counted:
         once()
     assert counted.get_total_flops() == shape.block_flops(300)

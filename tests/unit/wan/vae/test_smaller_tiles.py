@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.wan.vae.memory import DecodeNeeds, VaeRoomError
+from wanstream.wan.vae.memory import DecodeNeeds, VaeMemoryError
 from wanstream.wan.vae.tiles import Tiling
-from wanstream.wan.vae.vae import NoRoomToDecodeError, open_vae, with_smaller_tiles
+from wanstream.wan.vae.vae import DecodeOutOfMemoryError, open_vae, retry_with_smaller_tiles
 
 NEEDS = DecodeNeeds(height=13, width=20, frames=5, pixel_bytes=1000, value_bytes=4, keeps_frames=True)
 
@@ -38,7 +38,7 @@ class Tries:
 
 def test_tiles_get_smaller_until_they_fit() -> None:
     tries, changes = Tries(fits=80), []
-    assert with_smaller_tiles(tries, NEEDS, None, changes.append) == "decoded in 64"
+    assert retry_with_smaller_tiles(tries, NEEDS, None, changes.append) == "decoded in 64"
     assert tries.sizes == [0, 88, 64]
     assert changes == [
         "no memory for decoding whole frames: retrying with tiles of 88 pixels",
@@ -48,28 +48,31 @@ def test_tiles_get_smaller_until_they_fit() -> None:
 
 def test_what_fits_is_tried_once() -> None:
     tries = Tries(fits=128)
-    assert with_smaller_tiles(tries, NEEDS, Tiling.of(128)) == "decoded in 128"
+    assert retry_with_smaller_tiles(tries, NEEDS, Tiling.of(128)) == "decoded in 128"
     assert tries.sizes == [128]
 
 
 def test_the_smallest_tile_is_the_last_try() -> None:
     tries = Tries(fits=0)
-    with pytest.raises(NoRoomToDecodeError, match="tiles of 64 pixels, the smallest size: OutOfMemoryError") as none:
-        with_smaller_tiles(tries, NEEDS, Tiling.of(72))
+    with pytest.raises(DecodeOutOfMemoryError, match="tiles of 64 pixels, the smallest size: OutOfMemoryError") as none:
+        retry_with_smaller_tiles(tries, NEEDS, Tiling.of(72))
     assert tries.sizes == [72, 64]
-    assert isinstance(none.value, VaeRoomError)
+    assert isinstance(none.value, VaeMemoryError)
     assert isinstance(none.value, torch.OutOfMemoryError)
 
 
 def test_ram_that_cannot_be_had_is_a_shortage_too() -> None:
     said = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"
-    assert with_smaller_tiles(Tries(fits=64, error=lambda: RuntimeError(said)), NEEDS, Tiling.of(72)) == "decoded in 64"
+    assert (
+        retry_with_smaller_tiles(Tries(fits=64, error=lambda: RuntimeError(said)), NEEDS, Tiling.of(72))
+        == "decoded in 64"
+    )
 
 
 def test_another_error_ends_it_at_once() -> None:
     tries = Tries(fits=64, error=lambda: RuntimeError("an illegal memory access"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        with_smaller_tiles(tries, NEEDS, None)
+        retry_with_smaller_tiles(tries, NEEDS, None)
     assert tries.sizes == [0]
 
 
@@ -86,5 +89,5 @@ def test_the_video_is_that_of_the_tiles_that_fitted(tiny_pipeline: Callable[[], 
             calls: list[int] = []
             return vae.decode(latents, device="cpu", tiling=tiling, check=short)
 
-        made = with_smaller_tiles(decode, vae.decode_needs(latents), None)
+        made = retry_with_smaller_tiles(decode, vae.decode_needs(latents), None)
         assert torch.equal(made, vae.decode(latents, device="cpu", tiling=Tiling.of(64)))

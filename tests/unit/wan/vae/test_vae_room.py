@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.wan.vae.memory import DecodeNeeds, VaeRoomError, fitting_tiling, shared_tiling, smaller_tiling
+from wanstream.wan.vae.memory import DecodeNeeds, VaeMemoryError, choose_tiling, shared_tiling, smaller_tiling
 from wanstream.wan.vae.tiles import Tiling
 
 MB = 1_000_000
@@ -38,10 +38,10 @@ def test_the_choice_fits_and_computes_least_of_the_large_ones(
     every = [Tiling.of(per_latent * size, per_latent) for size in range(8, max(height, width), 4)]
     fitting = [tiling for tiling in every if needs.fit(tiling, budget, shared=shared)]
     if not fitting and not needs.fit(None, budget, shared=shared):
-        with pytest.raises(VaeRoomError, match=f"{budget / 1e9:.2f} GB given"):
-            fitting_tiling(needs, budget, shared=shared)
+        with pytest.raises(VaeMemoryError, match=f"{budget / 1e9:.2f} GB given"):
+            choose_tiling(needs, budget, shared=shared)
         return
-    chosen = fitting_tiling(needs, budget, shared=shared)
+    chosen = choose_tiling(needs, budget, shared=shared)
     assert needs.fit(chosen, budget, shared=shared)
     if needs.fit(None, budget, shared=shared):
         assert chosen is None, "whole frames are the VAE's own picture"
@@ -59,7 +59,7 @@ def test_workers_get_tiles_that_fit_and_each_gets_one_where_there_are_enough(
 ) -> None:
     needs = _needs(height, width)
     if not any(needs.fit(Tiling.of(size), budget, shared=shared) for size in (64, 8 * max(8, height, width))):
-        with pytest.raises(VaeRoomError, match=f"{budget / 1e9:.2f} GB given"):
+        with pytest.raises(VaeMemoryError, match=f"{budget / 1e9:.2f} GB given"):
             shared_tiling(needs, budget, shared=shared, workers=workers, videos=videos)
         return
     chosen = shared_tiling(needs, budget, shared=shared, workers=workers, videos=videos)
@@ -96,14 +96,14 @@ def test_smaller_tiles_take_about_half_until_there_are_none(height: int, width: 
 
 
 def test_of_1280x720_a_gigabyte_is_tiles_of_about_200_pixels() -> None:
-    tiling = fitting_tiling(_needs(90, 160, 5), 1000 * MB, shared=False)
+    tiling = choose_tiling(_needs(90, 160, 5), 1000 * MB, shared=False)
     assert tiling is not None
     assert 160 <= tiling.pixels <= 208
 
 
 def test_frames_in_the_same_memory_leave_less_for_tiles() -> None:
     apart, together, to_file = (
-        fitting_tiling(needs, 8000 * MB, shared=shared)
+        choose_tiling(needs, 8000 * MB, shared=shared)
         for needs, shared in [
             (_needs(90, 160), False),
             (_needs(90, 160), True),
@@ -124,7 +124,7 @@ def test_a_file_takes_no_room_for_whole_frames_that_have_left() -> None:
 
 def test_a_budget_for_which_the_smallest_tile_is_too_large_is_refused_with_numbers() -> None:
     said = r"decoding 1280x720 frames in tiles of 64 pixels, .* takes 0\.09 GB of working memory; 0\.05 GB given: give"
-    with pytest.raises(VaeRoomError, match=said):
-        fitting_tiling(_needs(90, 160), 50 * MB, shared=False)
-    with pytest.raises(VaeRoomError, match=r"0\.09 GB of working memory and 1\.\d\d GB for its 81 frames; 0\.1"):
-        fitting_tiling(_needs(90, 160), 100 * MB, shared=True)
+    with pytest.raises(VaeMemoryError, match=said):
+        choose_tiling(_needs(90, 160), 50 * MB, shared=False)
+    with pytest.raises(VaeMemoryError, match=r"0\.09 GB of working memory and 1\.\d\d GB for its 81 frames; 0\.1"):
+        choose_tiling(_needs(90, 160), 100 * MB, shared=True)
