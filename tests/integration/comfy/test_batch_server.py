@@ -196,7 +196,7 @@ def test_a_file_that_was_removed_from_the_server(
         path.unlink()
     (tmp_path / "out" / "00001.png").unlink()
     assert main(batch({"1.color": 321, "2.filename_prefix": "gone/x"})) == FAILED
-    assert "made 'x_00001_.png' but does not give it (status 404)" in capsys.readouterr().err
+    assert "saved 'x_00001_.png' but does not return it (status 404)" in capsys.readouterr().err
 
 
 def client(call: Sequence[str], log: Path, before: str = "") -> subprocess.Popen[bytes]:
