@@ -79,7 +79,7 @@ def make_driver(pool: Pool, ref: WorkersRef, mesh: Mesh, previous: Driver | None
 
 
 @dataclass(kw_only=True)
-class _Entry:
+class _StartedWorkers:
     ref: WorkersRef
     device: torch.device
     pool: Pool
@@ -104,7 +104,7 @@ class WorkerRegistry:
     ) -> None:
         self._start, self._make_driver, self._release_timeout_s = start, make_driver, release_timeout_s
         self._lock = threading.Lock()
-        self._entry: _Entry | None = None
+        self._entry: _StartedWorkers | None = None
         self._plans = WorkersPlanCache()
 
     def plan(self, run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPlan:
@@ -164,14 +164,14 @@ class WorkerRegistry:
         with self._lock:
             self._close()
 
-    def _running(self, ref: WorkersRef, device: torch.device) -> _Entry:
+    def _running(self, ref: WorkersRef, device: torch.device) -> _StartedWorkers:
         check_ray(ref)
         key = _process_key(ref)
         entry = self._entry
         if entry is not None and (entry.ref, entry.device) == (key, device) and entry.pool.usable:
             return entry
         self._close()
-        self._entry = entry = _Entry(ref=key, device=device, pool=self._start(ref, device))
+        self._entry = entry = _StartedWorkers(ref=key, device=device, pool=self._start(ref, device))
         atexit.register(self.close)
         return entry
 
