@@ -225,7 +225,8 @@ class WanStreamImageToVideo(io.ComfyNode):
         clip_crop: str = "none",
         **size: int,
     ) -> io.NodeOutput:
-        path = current_host().model_path(vae, "diffusers", "vae")
+        host = current_host()
+        path = host.model_path(vae, "diffusers", "vae")
         space = open_vae(path).space
         shape = video_shape(space, **size)
         if space != WAN21:
@@ -233,15 +234,18 @@ class WanStreamImageToVideo(io.ComfyNode):
             return io.NodeOutput(positive, negative, _latent_from_image(path, image, shape, batch_size))
         check_tensor_ram(shape.width * shape.height * shape.frames * 3 * FP32_BYTES, "the video with the start image")
         video = video_with_start_end(image, end_image, shape)
-        count = len(image)
-        mask = start_mask(count, shape) if end_image is None else start_end_mask(count, len(end_image), shape)
+        mask = _start_mask(image, end_image, shape)
         values: dict[str, object] = {"concat_latent_image": encode_here(path, video), "concat_mask": mask}
         if clip_vision != NONE:
-            encoder = open_image_encoder(current_host().model_path(clip_vision, "diffusers", "clip_vision"))
-            values[IMAGE_EMBEDDING_KEY] = encoder.encode(
-                image[:1], device=current_host().device(), crop=CROPS[clip_crop]
-            )
+            encoder = open_image_encoder(host.model_path(clip_vision, "diffusers", "clip_vision"))
+            values[IMAGE_EMBEDDING_KEY] = encoder.encode(image[:1], device=host.device(), crop=CROPS[clip_crop])
         return io.NodeOutput(_with(positive, values), _with(negative, values), empty_latent(space, shape, batch_size))
+
+
+def _start_mask(image: torch.Tensor, end_image: torch.Tensor | None, shape: VideoShape) -> torch.Tensor:
+    if end_image is None:
+        return start_mask(len(image), shape)
+    return start_end_mask(len(image), len(end_image), shape)
 
 
 def _latent_from_image(vae: Path, image: torch.Tensor, shape: VideoShape, batch_size: int) -> dict[str, torch.Tensor]:

@@ -117,7 +117,7 @@ class RayWorkerHandle:
             future.set_exception(error)
 
     def _worded(self, error: Any) -> BaseException:
-        """What the worker raised, or that it is lost."""
+        """Return the worker's own error, or WorkerLostError."""
         if isinstance(error, self._ray.exceptions.RayTaskError):
             cause = error.cause
             return cause if isinstance(cause, Exception) else RuntimeError(str(error))
@@ -153,7 +153,7 @@ def _end(process: psutil.Process) -> None:
 
 
 def describe_exit(told: str) -> str:
-    """How a process ended, out of what Ray says of it; what surrounds it are remarks on Ray."""
+    """Describe the end of a process by the detail in Ray's message, without Ray's general remarks."""
     _, found, detail = told.partition("Worker exit detail:")
     words = (detail if found else told).split("Some common causes")[0]
     return " ".join(words.split()) or "nobody knows why"

@@ -139,7 +139,7 @@ def test_a_server_is_strict_by_its_own_setting(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "jobs.csv").write_text("sampler.seed\n1\n")
     command = ["batch", str(tmp_path / "jobs.csv"), "--workflow", str(WORKFLOWS / "t2v.json")]
     assert main([*command, "--out", str(tmp_path / "out"), "--server", "http://127.0.0.1:9", "--strict"]) == INVALID
-    assert "turn its setting on" in capsys.readouterr().err
+    assert "enable its setting" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
