@@ -1,4 +1,4 @@
-"""What `docs/migrate.md` says about our nodes is so: names, settings, sums and switch steps."""
+"""The statements of `docs/migrate.md` about our nodes hold: names, settings, sums and switch steps."""
 
 from __future__ import annotations
 

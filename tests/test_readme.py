@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands, on a small model."""
+"""The examples of the README run unchanged on a small model."""
 
 from __future__ import annotations
 

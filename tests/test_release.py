@@ -1,4 +1,4 @@
-"""What the registry asks for is there, and the release checklist names only what exists."""
+"""The metadata that the registry requires is complete, and the release checklist names only existing files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The shipped workflows, without a ComfyUI: canvas file, API twin and thumbnail say the same, and nodes know it all.
+"""Shipped workflows without a ComfyUI: canvas file, API twin and thumbnail agree, and the nodes accept every input.
 
-That the frontend agrees is shown in `tests/integration/browser`, that a server does in `tests/integration/comfy`.
+`tests/integration/browser` checks them in the frontend, and `tests/integration/comfy` in a server.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_every_workflow_comes_in_three_files() -> None:
 
 
 def test_comfyui_takes_templates_from_this_folder_alone() -> None:
-    """It knows five names of such folders, and serves the files of the first one that it finds in a pack."""
+    """ComfyUI accepts five names of such folders, and serves the files of the first one that it finds in a pack."""
     known = ("example_workflows", "example", "examples", "workflow", "workflows")
     assert [name for name in known if (WORKFLOWS.parent / name).exists()] == ["workflows"]
 
@@ -92,7 +92,7 @@ def test_nodes_are_ours_or_comfyuis(name: str) -> None:
 
 @EACH
 def test_an_api_file_names_every_input_of_our_nodes_and_no_other(name: str) -> None:
-    """So that it can be compared with what the frontend saves, which writes every widget."""
+    """The frontend saves every widget, so a complete API file can be compared with its export."""
     for node in prompt_of(name).values():
         if node["class_type"] in NODES:
             inputs = {socket.id: socket for socket in NODES[node["class_type"]].define_schema().inputs}
@@ -132,7 +132,7 @@ def test_the_files_are_listed_and_the_canvas_and_its_note_link_them(name: str, s
 
 @EACH
 def test_nodes_keep_the_names_of_menus_and_documents(name: str) -> None:
-    """A title of its own hides the name that documents use, in every language; only twins need one."""
+    """A custom title hides the name that documents use, in every language; only nodes of the same class need one."""
     prompt, canvas = prompt_of(name), canvas_of(name)
     counts = Counter(node["class_type"] for node in prompt.values())
     for node in prompt.values():
@@ -145,7 +145,7 @@ def test_nodes_keep_the_names_of_menus_and_documents(name: str) -> None:
 
 @EACH
 def test_a_note_can_be_read_in_nodes_2(name: str) -> None:
-    """Nodes 2.0 draws what stands in backticks blue on grey-blue."""
+    """Nodes 2.0 draws text in backticks blue on grey-blue, so notes do not use backticks."""
     (note,) = (node for node in canvas_of(name)["nodes"] if node["type"] == NOTE_TYPE)
     assert "`" not in note["widgets_values"][0]
 
@@ -232,7 +232,7 @@ def _small(name: str) -> Prompt:
         if "steps" in node["inputs"]:
             node["inputs"]["steps"] = 4
         if "layout" in node["inputs"]:
-            # What the planner would choose, without measuring this machine.
+            # The planner's choice, without a measurement of this machine.
             node["inputs"] |= {"layout": "manual", "cfg": 2, "threads": 1}
     return prompt
 

@@ -1,4 +1,4 @@
-"""The campaign: faults in a seeded order, each on a stage of its own, against the files of an undisturbed run."""
+"""Fault campaign: faults in a seeded order, each on a separate stage, compared with the files of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Campaign:
         return chosen[:count]
 
     def run(self, case: Case) -> Findings:
-        """Do one fault, and judge what is left of it. Raises SkippedError."""
+        """Inject one fault and classify the remaining files; raise `SkippedError` if this machine cannot inject it."""
         chance = random.Random(f"{self.seed}/{case.kind.name}/{case.number}")
         kind, real = case.kind, case.kind.world in _REAL
         with ExitStack() as opened:
@@ -190,7 +190,7 @@ class Campaign:
 
     @cached_property
     def _swapped_files(self) -> dict[str, list[bytes]]:
-        """The result of experts of which one has the other one's weights, besides the usual files."""
+        """Expected files, extended by the results of runs in which one expert file has other weights."""
         found = {name: list(contents) for name, contents in self._real_files.items()}
         for file in sorted((self.models / "diffusion_models").glob("*t2v*fp8*")):
             kept = file.with_name(f"{file.name}.kept")

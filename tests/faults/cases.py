@@ -1,7 +1,7 @@
-"""The kinds of faults, and how many cases of each the whole campaign has.
+"""Kinds of faults, and the number of cases of each kind in the whole campaign.
 
-Every case is a function that does the harm on a stage, by a random number generator of its own; the campaign then runs
-the same command until it is done, and judges the folder.
+Every case is a function that injects the fault on a stage with a separate random number generator. The campaign then
+runs the same command until it succeeds, and checks the folder.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of fault. `world` is what the batch runs on: replaced, real, run, lanes or server."""
+    """Kind of fault. `world` selects the target of the batch: replaced, real, run, lanes or server."""
 
     name: str
     harm: Harm
@@ -61,11 +61,11 @@ class Kind:
     world: str = "replaced"
     done_code: int = 0
     rows: tuple[str, ...] = ()
-    """Rows that fail, whatever happens."""
+    """Rows that always fail."""
 
 
 class SkippedError(Exception):
-    """This machine cannot do that to a process; the message says what is missing."""
+    """This machine cannot inject the fault; the message names the missing feature."""
 
 
 def _at_a_point(action: Callable[[str], None], *, every: int = 1, after: bool = False) -> Harm:
@@ -84,7 +84,7 @@ def _killed_twice(stage: Stage, chance: random.Random, place: Place) -> None:
 def _folder_removed(which: str) -> Harm:
     def harm(stage: Stage, chance: random.Random, place: Place) -> None:
         folder = stage.out if which == "out" else stage.out / which
-        # Not before the client has made it and locked it: that is no fault.
+        # A removal before the client has created and locked the folder is not a fault.
         stage.run(Points(chance.randrange(20, place.points), remove(folder)).install)
 
     return harm

@@ -99,7 +99,7 @@ class State:
             job = self.job(route.rpartition("/")[2])
             return (404, {"error": "Job not found"}) if job is None else (200, job)
         if route.startswith("/history/"):
-            return 200, {}  # as if nobody had ever asked for it: the answer to a post that was not heard stays unknown
+            return 200, {}  # an unknown prompt: the client that lost the response to its post cannot find it here
         if route == "/view":
             path = self.output / Path(query["filename"]).name
             return (200, path.read_bytes()) if path.is_file() else (404, b"")
@@ -179,7 +179,7 @@ def serve(port: int, state: State, trouble: Trouble) -> None:
 def forked_server(
     port: int, output: Path, models: Path, *, trouble: Trouble | None = None, seconds: float = 0.0
 ) -> int:
-    """Start a server in a process of its own, and return its id once it listens."""
+    """Start a server in a separate process, and return the process id as soon as it listens."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -199,7 +199,7 @@ def forked_server(
 
 @contextmanager
 def running_server(port: int, output: Path, models: Path, **settings: Any) -> Iterator[int]:
-    """A server in a process of its own, which is killed at the end."""
+    """Run a server in a separate process, and kill it at the end."""
     pid = forked_server(port, output, models, **settings)
     try:
         yield pid

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 Action = Callable[[str], None]
-"""The fault at the point; it is given the name of the call, and the call raises what it raises."""
+"""Fault at the point. It receives the name of the call, and its exceptions propagate from the call."""
 
 _OF_OS = ("fsync", "replace", "rename", "unlink", "remove", "mkdir", "rmdir")
 _OF_SHUTIL = ("rmtree", "copyfile")
@@ -35,7 +35,7 @@ def interrupt_twice(name: str) -> None:
 
 
 def remove(folder: Path) -> Action:
-    """Remove a folder, as somebody else would: once."""
+    """Return an action that removes a folder, as another process would."""
 
     def action(name: str) -> None:
         shutil_rmtree(folder, ignore_errors=True)

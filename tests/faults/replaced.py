@@ -77,7 +77,7 @@ def computing_replaced() -> Iterator[None]:
 
 
 def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
-    """A models folder with the names that a workflow asks for, and nothing in the files."""
+    """Create a models folder with empty files of the names that a workflow uses."""
     kinds = {
         "WanStreamExperts": "diffusion_models",
         "WanStreamTextEncode": "text_encoders",

@@ -1,4 +1,4 @@
-"""The stage of one fault: a folder, clients in processes of their own, and a judge of what they leave."""
+"""Stage of one fault: a folder, clients in separate processes, and the classification of the files they leave."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ALLOWED = ("journal.sqlite", "journal.sqlite.before", "journal.sqlite.lock", ".
 
 
 def forked(work: Callable[[], int | None], log: Path, *, temporary: Path) -> int:
-    """Run `work` in a child that leads a session of its own, and return the id of the child."""
+    """Run `work` in a forked child that leads a new session, and return the id of the child."""
     # A signal that comes before the child can take it would be one to the campaign's own code.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     pid = os.fork()
@@ -52,7 +52,7 @@ def forked(work: Callable[[], int | None], log: Path, *, temporary: Path) -> int
         code = work()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else TRACEBACK
-    except BaseException:  # noqa: BLE001 (whatever it is, it is in the log, and the exit code says so)
+    except BaseException:  # noqa: BLE001 (any exception is logged and reported by the exit code)
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):

@@ -16,7 +16,7 @@ SEED, COUNT = 14, 20
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="clients are forked, and limits are those of Linux"),
-    # Python warns of a fork beside threads; those of the test run are not used by a client.
+    # Python warns about a fork in a process with threads; a client does not use the threads of the test run.
     pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
 ]
 

@@ -1,4 +1,4 @@
-"""Tasks for tiny experts, and what comes of them without workers."""
+"""Tasks for tiny experts, and their results without workers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def alone() -> Callable[[RunTask], torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Any]:
-    """`Processes` of `processes.py`, shared by the whole session: ask for `at_least` as many as a test needs."""
+    """`Processes` of `processes.py`, shared by the whole session: call `at_least` with the number that a test needs."""
     started = _neighbour("processes").Processes()
     yield started
     started.close()
@@ -90,7 +90,7 @@ def processes() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def split_jobs() -> ModuleType:
-    """What processes do in the tests of splits."""
+    """Jobs that processes run in the tests of splits."""
     return _neighbour("split_jobs")
 
 
@@ -127,7 +127,7 @@ def namespaces() -> ModuleType:
 
 
 def _neighbour(name: str) -> ModuleType:
-    """A file beside this one that is no test; pytest's importlib mode has no folder to import it from."""
+    """Import a helper file next to this one; pytest's importlib mode does not add its folder to `sys.path`."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None

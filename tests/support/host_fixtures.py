@@ -1,4 +1,4 @@
-"""A handful of small nodes, and a run of them in folders of their own."""
+"""A few small nodes, and a function that runs them in temporary folders."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Add(io.ComfyNode):
 
 
 class Show(io.ComfyNode):
-    """An output that shows a number and what the host told it."""
+    """Output node that shows a number and the hidden values from the host."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -1,12 +1,12 @@
-"""Machines for tests: on this one, with a network, an address, a name, processes, /tmp and /dev/shm of their own.
+"""Machines for tests, simulated on this one: each has its own network, address, name, processes, /tmp and /dev/shm.
 
     with Machines(folder, ["/srv", "/media", "/media"]) as machines:
         machines[0].start(["ray", "start", "--head", ...])
         machines[2].end()
 
-They are namespaces of Linux, which only root can make: the machines hang on a bridge in one more network, and nothing
-of them is seen outside. A machine ends when its first process does, and that one ends with this process; what else is
-left then are names, which `close` removes.
+They are Linux namespaces, which only root can create. The machines are connected to a bridge in one more network and
+are not visible outside. A machine ends when its first process ends, and that process ends with this one. Only names
+remain then, which `close` removes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ read -r _ || true
 
 
 def refusal() -> str:
-    """Why there can be no machines here; empty where there can."""
+    """Return the reason that machines cannot be created here; empty if they can."""
     if sys.platform != "linux":
         return "namespaces are of Linux"
     if os.geteuid() != 0:
@@ -86,7 +86,7 @@ class Machine:
         return subprocess.Popen([*enter, *command], env=dict(environment), text=True, cwd="/", **given)
 
     def write(self, path: str, text: str) -> None:
-        """Put a file into its /tmp, which nobody else may read."""
+        """Write a file that only its owner can read to the /tmp of the machine."""
         file = self._folder / "tmp" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch(mode=0o600)

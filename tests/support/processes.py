@@ -1,11 +1,11 @@
-"""Real processes for tests, forked from one that has imported torch: each keeps what a job leaves behind for the next.
+"""Real processes for tests, forked from one that has imported torch: each keeps the state of a job for the next job.
 
     answers = processes.all(job, *args, count=4)
     answer = processes[1].start(job, *args)
 
 A job is a plain function at the top of a test file, called as `job(here, *args)` in the process: `here` is a namespace
-that outlives it, `here.number` says which process it is, and `here.load` imports a file. Arguments, answers and errors
-travel by pipes. A process ends when its parent does.
+that outlives it, `here.number` is the index of the process, and `here.load` imports a file. Arguments, answers and
+errors are sent through pipes. A process ends when its parent does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Asked = tuple[str, str, tuple[Any, ...]]
 
 
 class JobFailedError(RuntimeError):
-    """A job raised what cannot travel; says what."""
+    """A job raised an exception that cannot be pickled; the message is its traceback."""
 
 
 class ProcessGoneError(RuntimeError):
@@ -75,13 +75,13 @@ class Source:
 
 
 class Answer:
-    """What a job will have returned."""
+    """Future result of a job."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
 
     def result(self, timeout: float = WAIT_S) -> Any:
-        """What the job returned; raises what it raised, with the text of its traceback as the cause."""
+        """Return the result of the job, or raise its exception with the text of the traceback as the cause."""
         return self._process.receive(timeout)
 
 
@@ -125,7 +125,7 @@ class Process:
 
 
 class Processes(Sequence[Process]):
-    """Processes that are started when they are asked for, and kept."""
+    """Processes that are started on demand and reused."""
 
     def __init__(self) -> None:
         self._source: Source | None = None
@@ -167,7 +167,7 @@ class Processes(Sequence[Process]):
 
 
 def _fork_when_asked(handle: int) -> None:
-    """Fork until nobody asks any more; the children are reaped by the system."""
+    """Fork one child per request until the socket closes; the system reaps the children."""
     import torch
 
     import wanstream.sampling  # noqa: F401
@@ -189,7 +189,7 @@ def _fork_when_asked(handle: int) -> None:
 
 
 def _serve(connection: Connection, number: int) -> None:
-    """Do the jobs that come until nobody sends any more."""
+    """Run jobs from the connection until it closes."""
     jobs = SimpleQueue[Asked]()
     threading.Thread(target=_listen, args=(connection, jobs), daemon=True).start()
     here = SimpleNamespace(number=number, load=functools.cache(_load))
@@ -201,12 +201,12 @@ def _serve(connection: Connection, number: int) -> None:
             text = traceback.format_exc()
             try:
                 _send(connection, (None, error, text))
-            except Exception:  # noqa: BLE001 - whatever keeps an error from travelling
+            except Exception:  # noqa: BLE001 - any error of pickling
                 _send(connection, (None, None, text))
 
 
 def _listen(connection: Connection, jobs: SimpleQueue[Asked]) -> None:
-    """Also while a job runs, so that a process does not outlive its parent."""
+    """Receive jobs also while one runs, so that a process does not outlive its parent."""
     while True:
         try:
             jobs.put(_receive(connection))
@@ -215,7 +215,7 @@ def _listen(connection: Connection, jobs: SimpleQueue[Asked]) -> None:
 
 
 def _send(connection: Connection, value: Any) -> None:
-    """Whole, by value: what `Connection.send` does to tensors hands over open files instead."""
+    """Send by value: `Connection.send` would share the memory of tensors through open files instead."""
     connection.send_bytes(pickle.dumps(value))
 
 

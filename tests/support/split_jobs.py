@@ -73,7 +73,7 @@ def job_leave(here: SimpleNamespace) -> None:
 
 
 class Crossed(TorchDispatchMode):
-    """Adds up what collectives give this process that it did not have, as torch sees them."""
+    """Dispatch mode that adds up the bytes that this process receives from others in collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def compute(
     device: str = "cpu",
     **asked: Any,
 ) -> torch.Tensor:
-    """The latents of a run, on "cpu" or on the "cuda" device of this process, which keeps its experts open."""
+    """Return the latents of a run on "cpu" or on the "cuda" device of this process, which keeps its experts open."""
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
     place = f"cuda:{here.number}" if device == "cuda" else device
     return denoise_part(here.experts.get(experts), request, part, policy=policy, device=place, **asked).latents
@@ -111,7 +111,7 @@ def compute(
 def job_run(
     here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, device: str = "cpu"
 ) -> dict[str, Any]:
-    """The share of this process; what came from others, as the groups count it and as torch sees it."""
+    """Return the share of this process, and the bytes from other processes as counted by the groups and by torch."""
     before = here.groups.gathered_bytes
     with Crossed() as crossed:
         latents = compute(here, experts, request, policy, RunSlice(split=group_forward(here.groups)), device)
@@ -153,7 +153,7 @@ def job_run_until(
     wishes: dict[int, int],
     sent: int | None,
 ) -> tuple[int, int]:
-    """Stop, or with `sent` get that signal, where `wishes` say it: process -> how often it is asked before."""
+    """Stop, or send the signal `sent` to itself, after the number of polls that `wishes` has for this process."""
     asked = itertools.count()
 
     def wish() -> bool:

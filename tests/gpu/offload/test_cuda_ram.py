@@ -1,4 +1,4 @@
-"""Slots of RAM, decoding beside copying, and a changing policy on a CUDA device. See `test_cuda.py` for the rest."""
+"""RAM slots, decoding during copies, and policy changes on a CUDA device. See `test_cuda.py` for the other cases."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_policy_changes_while_the_device_still_computes(stacks, hidden, expe
     with attach(stacks, CHANGES[0]) as handle:
         for number, policy in enumerate(CHANGES * 3):
             handle.set_policy(policy)
-            values.append(streamed(handle, stacks, hidden, slow=1)[0])  # nobody waits for it
+            values.append(streamed(handle, stacks, hidden, slow=1)[0])  # without a synchronisation
             figures = (handle.loaded_bytes, handle.pinned_bytes, handle.host_bytes)
             assert taken.setdefault(number % len(CHANGES), figures) == figures
             assert handle.pinned_bytes <= 2 * BLOCKS * BLOCK_BYTES

@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     base = tmp_path_factory.mktemp("browser")
     populate(base)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(base / "cache"))  # what is measured of this machine is not the user's
+        patch.setenv("XDG_CACHE_HOME", str(base / "cache"))  # not the user's machine profiles
         with running_server(comfyui, base) as server:
             yield server
 

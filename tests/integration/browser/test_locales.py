@@ -1,4 +1,4 @@
-"""What a Chinese user reads on our nodes in ComfyUI's own frontend."""
+"""Chinese texts of our nodes in ComfyUI's frontend."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_nodes_widgets_and_sockets_are_named_in_chinese(chinese: Frontend) -> No
         assert node["widgets"] == {name: expected[name] for name in node["widgets"]}
         assert node["sockets"] == {name: expected[name] for name in node["sockets"]}
         assert node["outputs"] == [output["name"] for output in locale[kind]["outputs"].values()]
-    # Names are for reading: what is queued and saved goes by the ids.
+    # Names are for display only: queued and saved workflows use the ids.
     assert by_name(chinese.export().prompt) == by_name(prompt)
 
 

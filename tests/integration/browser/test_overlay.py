@@ -36,7 +36,7 @@ RENDERERS = {"classic": CLASSIC, "nodes-2": NODES_2}
 SAMPLER = "WanStreamSampler"
 WAIT_MS = 120_000
 
-# The widget of a node by title or else by class, wherever in the graph it lies, and what it shows.
+# Finds the widget of a node by title or else by class, also in subgraphs, and reads the displayed values.
 FIND = f"""
 function* every(graph) {{
     for (const node of graph.nodes) {{ yield node; if (node.subgraph) yield* every(node.subgraph) }}
@@ -70,7 +70,7 @@ SET = f"""([title, values]) => {{ {FIND}
 BADGES = "() => [...document.querySelectorAll('.wanstream-badge')].map(b => [b.dataset.node, b.textContent])"
 
 SEEDS = itertools.count(1000)
-"""The server keeps what it made of a seed, and the sampler would not run again."""
+"""Unused seeds. The server caches the result of a seed, so the sampler would not run again."""
 
 SMALL = {
     "WanStreamEmptyLatent": {"width": 64, "height": 48, "frames": 9},
@@ -80,7 +80,7 @@ SMALL = {
 
 
 class Page:
-    """What a user does with the overlay, on one page."""
+    """User actions on the overlay, on one page."""
 
     def __init__(self, frontend: Frontend, server: Server) -> None:
         self.frontend, self.page, self.server = frontend, frontend.page, server
@@ -115,7 +115,7 @@ class Page:
         self.page.evaluate("() => window.app.queuePrompt(0)")
 
     def run(self, title: str = SAMPLER) -> dict[str, Any]:
-        """Run the graph with a seed of its own to its end; what the overlay shows then."""
+        """Run the graph with an unused seed until it ends, and return the content of the overlay."""
         before = self.shown(title)["run"]
         self.set(SAMPLER, seed=next(SEEDS))
         self.queue()
@@ -140,7 +140,7 @@ class Page:
         return dict(self.page.evaluate(BADGES))
 
     def picture(self, name: str, **part: int) -> None:
-        """Keep a part of what is to be seen now, if pictures are wanted."""
+        """Save a screenshot of a part of the page, if pictures are enabled."""
         folder = os.environ.get("WANSTREAM_IMAGES")
         if folder:
             clip = {"x": 380, "y": 60, "width": 720, "height": 850, **part}
@@ -150,7 +150,7 @@ class Page:
 
 @pytest.fixture(params=RENDERERS)
 def renderer(request: pytest.FixtureRequest, server: Server) -> str:
-    """Its name. `server` comes first: it says what is not at hand."""
+    """Name of the renderer. `server` is requested first because it skips if a requirement is missing."""
     name: str = request.param
     if name == "nodes-2" and find_comfyui().version() < (0, 4):
         pytest.skip("the Nodes 2.0 of this ComfyUI is a trial that shows no widgets of others")
@@ -217,7 +217,7 @@ def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(page: Pag
     ended = page.shown()
     assert_shows(ended, timeline)
     steps = [(step.start_s, step.start_s + step.wall_s) for step in timeline.steps]
-    # What was seen between two steps has no place on the chart.
+    # The chart does not show samples between two steps.
     in_steps = [sum(began <= sample.at_s < end for began, end in steps) for sample in timeline.memory]
     assert ended["samples"] == sum(in_steps) > 0
     assert ended["bars"][: len(live["bars"])] == live["bars"]
@@ -289,7 +289,7 @@ ALIVE = f"""import('/extensions/{PACK}/overlay/run_widget.mjs').then(module => m
 
 
 def widgets_alive(page: Page) -> int:
-    """How many overlays the browser holds, after it has thrown away what nobody can reach."""
+    """Return the number of overlays in the browser after a collection of unreachable objects."""
     session = page.page.context.new_cdp_session(page.page)
     prototype = session.send("Runtime.evaluate", {"expression": ALIVE, "awaitPromise": True})["result"]["objectId"]
     found = session.send("Runtime.queryObjects", {"prototypeObjectId": prototype})["objects"]["objectId"]
@@ -300,7 +300,7 @@ def widgets_alive(page: Page) -> int:
 
 
 def test_overlays_of_graphs_that_are_gone_are_gone(classic: Page) -> None:
-    """ComfyUI tells no node inside a subgraph that its graph was replaced, as every undo does."""
+    """ComfyUI does not notify nodes inside a subgraph when their graph is replaced, which every undo does."""
     classic.load()
     classic.page.evaluate(
         f"title => {{ {FIND}; {GRAPH}.convertToSubgraph(new Set([find(title)])) }}",
@@ -607,7 +607,7 @@ def prefixed(prompt: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("title", [PLANTED, MARKUP], ids=["array", "markup"])
 def test_nothing_of_a_posted_prompt_runs_in_the_page(classic: Page, title: Any) -> None:
-    """Whoever may post a prompt must not run a script in the page of whoever opens the table."""
+    """A user who posts a prompt cannot run a script in the page of a user who opens the table."""
     workflow_id = classic.load(steps=2)
     classic.page.evaluate("() => { window.ran = false }")
     for prefix, canvas in [("", {"id": PLANTED}), ("", {"id": workflow_id}), (MARKUP, PLANTED)]:
@@ -678,7 +678,7 @@ def test_what_comfyui_had_is_cached_and_no_badge_lies_on_the_title_of_a_group(pa
         assert page.page.evaluate(ON_CORE_BADGES) == [], zoom
 
 
-# Badges that reach into the title of a group, which is drawn at its upper left in letters of its own size.
+# Badges that overlap the title of a group, which is drawn at its upper left in the font size of the group.
 ON_GROUP_TITLES = f"""() => {{
     const {{ ds, canvas }} = window.app.canvas, found = [], place = canvas.getBoundingClientRect()
     const pen = document.createElement('canvas').getContext('2d')

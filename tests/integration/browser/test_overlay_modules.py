@@ -1,4 +1,4 @@
-"""The pure parts of the overlay, asked in the page that loads them: what an event changes, and where things lie."""
+"""Pure functions of the overlay, called in the page that loads them: state changes by events, and layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
-# Calls an export of a module of the overlay; functions of the state take what was told so far.
+# Calls an export of a module of the overlay; functions of the state take the events received so far.
 CALL = f"""async ([module, name, values]) => {{
     const exports = await import(`/extensions/{PACK}/overlay/${{module}}.mjs`)
     return exports[name](...values)
@@ -510,7 +510,7 @@ def test_a_badge_says_what_a_node_took_or_why_it_did_not_run(
 PLANTED = ["img", {"src": "x", "onerror": "window.ran = true", "onclick": "window.ran = true"}]
 """Values that would run a script, if a value of a prompt became an element."""
 
-# Puts everything that the overlay makes of a run onto the page, and gives what came of it a moment to run.
+# Adds all elements that the overlay renders for a run to the page, and gives planted scripts a moment to run.
 SHOW_ALL = f"""async ([runs, chosen]) => {{
     const load = name => import(`/extensions/{PACK}/overlay/${{name}}.mjs`)
     const [dom, table, chart, figures, badges] =

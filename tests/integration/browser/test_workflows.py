@@ -1,4 +1,4 @@
-"""The shipped canvas workflows in ComfyUI's own frontend: nothing is missing, and what it exports is the API twin."""
+"""Shipped canvas workflows in ComfyUI's frontend: no node is missing, and the export equals the API twin."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_after_a_run_no_node_is_covered_and_each_is_in_its_group(
 
 
 def keep_picture(frontend: Frontend, name: str) -> None:
-    """Keep what is to be seen now, if pictures are wanted."""
+    """Save a screenshot of the page, if pictures are enabled."""
     if folder := os.environ.get("WANSTREAM_WORKFLOW_IMAGES"):
         frontend.page.screenshot(path=Path(folder) / f"{name}.png")
 

@@ -222,7 +222,7 @@ def test_a_full_disk_costs_the_video_but_not_the_latent(arguments: Arguments, tm
 def test_every_shipped_workflow_of_our_nodes_runs_on_the_full_sample_model(
     arguments: Arguments, tmp_path: Path, full_sample_models: Path, workflow: str
 ) -> None:
-    """Forty blocks, the depth of the real model, in a process of its own as a user starts it."""
+    """A model of forty blocks, the depth of the real one, runs in a new process as a user starts it."""
     from PIL import Image
 
     Image.linear_gradient("L").save(tmp_path / "example.png")

@@ -1,8 +1,8 @@
 """A custom node for tests: `TestClip` takes the place of `CLIPLoader` in a workflow and loads sample text encoders.
 
-`CLIPLoader` knows UMT5-XXL by a tensor of its 24th block and takes every size from a file of its own. This node has the
-same inputs and goes the same way, but adds such a tensor, and takes the sizes from the file. The file belongs into the
-`custom_nodes` folder of a ComfyUI, whose modules it imports.
+`CLIPLoader` identifies UMT5-XXL by a tensor of its 24th block and takes every size from a bundled configuration. This
+node has the same inputs and calls the same loader, but adds such a tensor and derives the sizes from the model file.
+The module belongs in the `custom_nodes` folder of a ComfyUI, whose modules it imports.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Runs in ComfyUI's own Python: the conditioning of every native Wan node, through our sampler.
 
-`answers(folder)` gives one value per node and way to connect it; `test_conditioning.py` says what each must be.
+`answers(folder)` returns one value per node and way to connect it; `test_conditioning.py` checks the values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A real ComfyUI with this pack in it: one isolated server for the session, and a way to ask its Python.
+"""A real ComfyUI with this pack installed: one isolated server per session, and calls into its Python.
 
-Without a ComfyUI on this machine (`wanstream.tools.comfyui` says where it is looked for) these tests are skipped.
+These tests are skipped without a ComfyUI on this machine; `wanstream.tools.comfyui` documents the search path.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def comfyui() -> ComfyUI:
 
 @pytest.fixture(scope="session")
 def vae_width(comfyui: ComfyUI) -> int:
-    """The `base_dim` of a VAE that this ComfyUI can load: older ones know the real one alone."""
+    """Return the `base_dim` of a VAE that this ComfyUI can load; older versions support only the real width."""
     looks = "decoder.head.0.gamma" in (comfyui.path / "comfy" / "sd.py").read_text(encoding="utf-8")
     return 16 if looks else 96
 
@@ -131,7 +131,7 @@ def answers(
 
 @pytest.fixture
 def case(answers: dict[str, Any]) -> Callable[[str], Any]:
-    """`case(name)`: what it came to; fails with its traceback where it did not get there."""
+    """Return `case(name)`, which returns the result of a case or fails with the traceback of the case."""
 
     def told(name: str) -> Any:
         value = answers[name]

@@ -1,6 +1,6 @@
-"""Runs in ComfyUI's own Python: our guider beside a guider over the same two experts loaded by ComfyUI.
+"""Runs in ComfyUI's own Python: our guider compared with a guider over the same two experts loaded by ComfyUI.
 
-`answers(folder)` gives one JSON value per case; `test_guider.py` says what each must be.
+`answers(folder)` returns one JSON value per case; `test_guider.py` checks the values.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _results(node: type, **inputs: Any) -> tuple[Any, ...]:
-    """What a node of ComfyUI gives; which of them are V3 nodes depends on its version."""
+    """Return the results of a ComfyUI node. The set of V3 nodes depends on the version of ComfyUI."""
     if hasattr(node, "execute"):
         return node.execute(**inputs).args
     return getattr(node(), node.FUNCTION)(**inputs)
@@ -271,7 +271,7 @@ def batch_case(side: Side) -> dict[str, object]:
 
 
 def chunk_case(side: Side) -> dict[str, object]:
-    """What ComfyUI is told that runs compute in: with all tokens at once, with few, and with all again."""
+    """Activation memory reported to ComfyUI: with all tokens at once, with small chunks, and with all tokens again."""
     whole = OffloadPolicy.layerwise()
     sampler, results, needed = comfy.samplers.sampler_object("euler"), [], []
     for policy in (whole, replace(whole, chunk_tokens=16), whole):
@@ -301,7 +301,7 @@ def _slow_machine() -> Machine:
 
 
 def foretold_case(side: Side) -> dict[str, object]:
-    """What is announced of a run before its first call, on a machine that is known and on one that is not."""
+    """Prediction announced before the first call of a run, on a machine with a stored profile and on one without."""
     sampler, told = comfy.samplers.sampler_object("heun"), []
     current_host().free_experts()
     current_host().announce = lambda event, payload: (
@@ -348,7 +348,7 @@ def chosen_case(side: Side) -> dict[str, object]:
 
 
 def split_case(side: Side) -> dict[str, object]:
-    """SplitSigmas: the second half goes on without noise of its own, as DisableNoise gives it."""
+    """SplitSigmas: the second half continues without added noise, as with DisableNoise."""
     results = {}
     for name, guider in (("ours", side.ours()), ("theirs", side.theirs())):
         sampler, sigmas, at = comfy.samplers.sampler_object("euler"), _simple(), 3
@@ -362,7 +362,7 @@ def split_case(side: Side) -> dict[str, object]:
 
 
 def image_case(side: Side, frames: int, channels: int) -> dict[str, object]:
-    """What WanImageToVideo (one mask channel) and WanFirstLastFrameToVideo (four) write, on both sides."""
+    """Conditioning of WanImageToVideo (one mask channel) or WanFirstLastFrameToVideo (four), in both guiders."""
     mask = torch.ones(1, channels, *SHAPE[2:])
     mask[:, :, :frames] = 0
     image = {"concat_latent_image": _normal(*SHAPE, seed=4), "concat_mask": mask}
@@ -373,7 +373,7 @@ def image_case(side: Side, frames: int, channels: int) -> dict[str, object]:
 
 
 def image_by_mask_case(side: Side) -> dict[str, object]:
-    """Where an image has no mask of its own, the noise mask tells the expert what of it is known."""
+    """Without an image mask in the conditioning, the noise mask marks the given latent frames for the expert."""
     image = {"concat_latent_image": _normal(*SHAPE, seed=4)}
     side.positive = [[side.positive[0][0], image]]
     side.negative = [[side.negative[0][0], image]]
@@ -384,7 +384,7 @@ def image_by_mask_case(side: Side) -> dict[str, object]:
 
 
 def endless_case(side: Side) -> int:
-    """How many calls are traced of a sampler that never accepts a step."""
+    """Number of calls predicted for a sampler that never accepts a step."""
     sampler = comfy.samplers.ksampler("dpm_adaptive", {"accept_safety": 1e9})
     patcher = side.ours().model_patcher
     guider = Namespace(inner_model=patcher.model, model_patcher=patcher)
@@ -409,7 +409,7 @@ def same_as_our_sampler_case(side: Side) -> dict[str, object]:
 
 
 def interrupt_case(side: Side) -> dict[str, object]:
-    """Cancel while a block computes: the run ends before the next one, and the next run knows nothing of it."""
+    """Cancel while a block computes: the run ends before the next block, and the next run is not affected."""
     guider, sampler = side.ours(), comfy.samplers.sampler_object("heun")
     whole = sampled(guider, sampler, _simple())
     visited = []
@@ -476,7 +476,7 @@ def evicted_case(side: Side) -> dict[str, object]:
 
 
 def random_state_case(side: Side) -> dict[str, object]:
-    """What a sampler may draw or seed while it is tried, even one that fails."""
+    """Random state is restored after a trial in which a sampler draws and seeds, also if the trial fails."""
     before = _state()
 
     def draw() -> None:
@@ -568,7 +568,7 @@ def _write_small_vae() -> bool:
 
 
 def preview_case(side: Side) -> dict[str, object]:
-    """What ComfyUI's sampling node and our own progress bar hand to the browser, by each method."""
+    """Previews that ComfyUI's sampling node and our progress bar send to the browser, for each preview method."""
     shown: dict[str, list[object]] = {}
     methods = latent_preview.LatentPreviewMethod
     there = _write_small_vae()
@@ -597,7 +597,7 @@ def preview_case(side: Side) -> dict[str, object]:
 
 
 def refused_cases(side: Side, image_side: Side) -> dict[str, Callable[[], object]]:
-    """What is refused, each as a call that must raise."""
+    """Refused inputs, each as a call that must raise."""
     euler, upscale = comfy.samplers.sampler_object("euler"), nodes_advanced_samplers.SamplerLCMUpscale
     (resizing,) = _results(upscale, scale_ratio=2.0, scale_steps=-1, upscale_method="bilinear")
     karras = comfy.k_diffusion.sampling.get_sigmas_karras(STEPS, 0.03, 14.6)
@@ -651,7 +651,7 @@ def _told(case: Callable[[], object]) -> object:
     """The case's value; a case that fails says where, and the others go on."""
     try:
         return case()
-    except Exception:  # noqa: BLE001 - the test that asks for this case fails with it
+    except Exception:  # noqa: BLE001 - the test of this case fails with the traceback
         return {"error": traceback.format_exc()}
 
 

@@ -59,7 +59,7 @@ def magnitudes(side: Side) -> MagCache:
 
 
 def same_case(side: Side, set_to: Callable[[], dict[str, Any]]) -> dict[str, object]:
-    """Euler through the guider, beside our own sampler with the same settings."""
+    """Euler through the guider, compared with our own sampler with the same settings."""
     settings = set_to()
     guider = side.ours(**settings)
     result = run_long(guider)
@@ -137,7 +137,7 @@ def held_beside_negative_case(side: Side) -> dict[str, object]:
 
 
 def room_case(side: Side) -> dict[str, object]:
-    """What ComfyUI is told that a run computes in."""
+    """Activation memory reported to ComfyUI, for each kind of setting."""
     needed = {}
     kinds = {
         "plain": {},
@@ -168,7 +168,7 @@ def first_stays_case(side: Side) -> dict[str, object]:
 
 
 def foretold_skips_case(side: Side) -> dict[str, object]:
-    """What is announced of a run that leaves out steps by magnitudes."""
+    """Prediction announced for a run that skips steps by magnitudes."""
     told, before = [], current_host()._planner
     cache = magnitudes(side)
     current_host().free_experts()

@@ -1,7 +1,7 @@
-"""Runs in ComfyUI's own Python: its memory manager decides over our experts on a device that is made up.
+"""Runs in ComfyUI's own Python: its memory manager loads and evicts our experts on a simulated device.
 
-`answers(high, low)` gives one JSON value per case, for experts of 12 blocks; `test_memory.py` says what each must be.
-The device has as many bytes as a case says, and all that is loaded takes of them; the experts compute on the CPU.
+`answers(high, low)` returns one JSON value per case, for experts of 12 blocks; `test_memory.py` checks the values.
+Each case sets the capacity of the device in bytes, and loaded models use it up; the experts compute on the CPU.
 """
 
 from __future__ import annotations
@@ -165,13 +165,13 @@ class World:
 
     @property
     def wanted(self) -> float:
-        """What ComfyUI wants to be free beside the weights."""
+        """Bytes that ComfyUI requires to be free in addition to the weights."""
         return max(mm.minimum_inference_memory(), WORKING + mm.extra_reserved_memory())
 
 
 @contextmanager
 def world(files: tuple[str, str], capacity: int = PLENTY, **settings: Any) -> Iterator[tuple[World, list[str]]]:
-    """A world with these settings of the memory manager, and what our log says in it."""
+    """A world with these settings of the memory manager, and the messages of our log in it."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -278,7 +278,7 @@ def evicted_as_a_whole(files: Files) -> Any:
 
 @case
 def flags(files: Files) -> Any:
-    """What runs where half of the policy's room is there, and what is left of us after another small model."""
+    """Policy loaded into half of the free memory that it needs, and residency after another small model loads."""
     states = mm.VRAMState
     settings: dict[str, dict[str, Any]] = {
         "normal": {},
@@ -307,7 +307,7 @@ def flags(files: Files) -> Any:
 
 @case
 def reserve_counts(files: Files) -> Any:
-    """What runs with a reserve, of a size in blocks, beside the room for what was asked for."""
+    """Policy loaded with a reserve of several blocks, on a device with free memory for exactly the requested policy."""
     found = []
     for blocks in (0, 2, 20):
         with world(files) as (here, _):
@@ -322,13 +322,13 @@ def reserve_counts(files: Files) -> Any:
 
 @case
 def room_that_comes_back(files: Files) -> Any:
-    """Less room, then plenty again: what each load runs with, and whether the latents are the same."""
+    """Less free memory, then plenty again: the policy of each load, and the equality of the latents."""
     with world(files) as (here, _):
         kinds, latents = [], []
         for policy in (BLOCK_SWAP, OffloadPolicy.block_swap(10), LAYERWISE, BLOCK_SWAP):
             here.capacity = PLENTY if policy is BLOCK_SWAP else int(here.planned(policy) + here.wanted) + 1
             if policy is not BLOCK_SWAP:
-                mm.unload_all_models()  # what is there already is left to us by older versions of ComfyUI
+                mm.unload_all_models()  # older versions of ComfyUI do not shrink a model that is loaded already
             latents.append(here.run(BLOCK_SWAP).latents)
             kinds.append(here.load(BLOCK_SWAP).policy == policy)
         here.load(BLOCK_SWAP)
@@ -370,7 +370,7 @@ def a_dynamic_model_evicts_us(files: Files) -> Any:
 
 @case
 def other_experts(files: Files) -> Any:
-    """The list after other experts were asked for, and with a guider that still holds the first ones."""
+    """List of loaded models after other experts were loaded, also while a guider still references the first ones."""
     with world(files) as (here, _):
         first = here.run(LAYERWISE).latents
         here.load(LAYERWISE, here.other)
@@ -401,7 +401,7 @@ def other_experts(files: Files) -> Any:
 
 @case
 def pins(files: Files) -> Any:
-    """ComfyUI's count of page-locked bytes, beside 100 of its own."""
+    """ComfyUI's count of page-locked bytes, which starts at 100 bytes that are not ours."""
     if not hasattr(mm, "TOTAL_PINNED_MEMORY"):
         return None
     pinned = OffloadPolicy.layerwise(1, source="pinned")
@@ -415,7 +415,7 @@ def pins(files: Files) -> Any:
         counts["again"] = mm.TOTAL_PINNED_MEMORY
         (ours,) = [m.model for m in mm.current_loaded_models if m.model_memory() != 1000]
         counts["ours"] = [ours.pinned_memory_size(), *ours.model_mmap_residency()]
-        del ours  # experts are counted only as long as somebody has their patcher
+        del ours  # experts are counted only as long as their patcher is referenced
         mm.free_memory(0, None, pins_required=2**60)
         counts["when RAM is short"] = mm.TOTAL_PINNED_MEMORY
         for gone in (
@@ -436,11 +436,11 @@ def pins(files: Files) -> Any:
 
 @case
 def evicted_while_running(files: Files) -> Any:
-    """What loads in the middle of a run wants everything; who is on the list after it, and what they give back."""
+    """A request for all memory in the middle of a run: the listed models after it, and the bytes that they free."""
     found = {}
     for name, setting in {"smart": {}, "not smart": {"DISABLE_SMART_MEMORY": True}}.items():
         if setting and "pins_required" not in signature(mm.free_memory).parameters:
-            found[name] = None  # ComfyUI 0.3.64 forgets every model then, and asks none how much it can free
+            found[name] = None  # ComfyUI 0.3.64 drops every model then, without a request to free memory
             continue
         with world(files, **setting) as (here, said):
 
@@ -458,7 +458,7 @@ def evicted_while_running(files: Files) -> Any:
 
 @case
 def experts_of_a_guider_that_is_gone(files: Files) -> Any:
-    """Who is on the list after a guider was made, a policy was refused, and the guider that loaded others is gone."""
+    """List of loaded models after a new guider, a refused policy, and the deletion of a guider with other experts."""
     with world(files) as (here, _):
         guider = here.host.patcher(here.other, BLOCK_SWAP, flow_shift=5.0)
         here.run(LAYERWISE)
@@ -505,7 +505,7 @@ def out_of_memory(files: Files) -> Any:
 
 @case
 def short_of_memory_in_a_step(files: Files) -> Any:
-    """Twice in one run; who is on the list after it, how much is left, and what the next load runs with."""
+    """Out of memory twice in one run: the list of loaded models, the loaded bytes, and the policy of the next load."""
     with world(files) as (here, _):
         whole = here.run(BLOCK_SWAP)
         uses = iter(range(10**6))
@@ -533,7 +533,7 @@ def short_of_memory_in_a_step(files: Files) -> Any:
 
 @case
 def chosen_by_the_planner(files: Files) -> Any:
-    """Residents of the chosen policy beside a neighbour that can go, without a reserve and with one of four blocks."""
+    """Resident blocks of the chosen policy next to an evictable neighbour, with a reserve of zero or four blocks."""
     found = []
     machine = Machine(
         name="made up",
@@ -541,7 +541,7 @@ def chosen_by_the_planner(files: Files) -> Any:
         computes_on="cuda",
         vram_bytes=PLENTY,
         ram_bytes=10**12,
-        h2d_bytes_per_s=1e6,  # so slow that what can stay does
+        h2d_bytes_per_s=1e6,  # so slow that as many blocks as fit are resident
         h2d_pageable_bytes_per_s=1e6,
         d2h_bytes_per_s=1e6,
         disk_bytes_per_s=1e6,
@@ -569,7 +569,7 @@ def chosen_by_the_planner(files: Files) -> Any:
 
 @case
 def room_to_measure(files: Files) -> Any:
-    """What a neighbour that fills the device keeps when the machine is measured: bytes over those that are needed."""
+    """A neighbour that fills the device makes room for the probes: the surplus bytes, and if some of it remains."""
     with world(files) as (here, _):
         neighbour = here.neighbour(10 * 2**30)
         here.capacity = here.taken + 2**30
@@ -579,9 +579,9 @@ def room_to_measure(files: Files) -> Any:
 
 @case
 def room_for_a_decode(files: Files) -> Any:
-    """Beside a neighbour of 4 GB, and beside experts, where whole frames lack some bytes of their room.
+    """Decode next to a neighbour of 4 GB or to experts, with some bytes less than whole frames need.
 
-    What the decode takes, the bytes over those that it needs, and what the others have given up.
+    Reports the tile size, the surplus of free bytes, and the bytes that the other models have freed.
     """
     vae = SimpleNamespace(weight_bytes=2**29)
     needs = DecodeNeeds(height=60, width=104, frames=5, pixel_bytes=2**20, value_bytes=4, keeps_frames=True)
@@ -612,7 +612,7 @@ def _scaled(job: OffloadJob) -> OffloadJob:
 
 @case
 def as_a_model(files: Files) -> Any:
-    """What ComfyUI's samplers and nodes ask of a model."""
+    """Model interface that ComfyUI's samplers and nodes use."""
     from comfy_extras.nodes_model_advanced import ModelSamplingSD3
 
     with world(files) as (here, _):

@@ -11,7 +11,7 @@ import torch
 
 
 class TestHeld:
-    """What this process holds after everything of the prompt has run: no garbage, and nothing the allocator keeps."""
+    """Memory of this process after the prompt, without garbage and without the free lists of the allocator."""
 
     RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "tell", True, "test"
 

@@ -1,6 +1,6 @@
-"""Runs in ComfyUI's own Python: our sampler and our guider with one expert (Wan2.1), beside ComfyUI's KSampler.
+"""Runs in ComfyUI's own Python: our sampler and guider with a single model (Wan2.1), compared with ComfyUI's KSampler.
 
-`answers(folder)` gives one JSON value per case; `test_native_one_expert.py` says what each must be.
+`answers(folder)` returns one JSON value per case; `test_native_one_expert.py` checks the values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WIDTH, HEIGHT, FRAMES = 48, 32, 9
 EMPTY = {"samples": torch.zeros(1, 16, 3, HEIGHT // 8, WIDTH // 8)}
 SAMPLERS = ["euler", "dpmpp_2m", "heun", "uni_pc", "euler_cfg_pp"]
 OF_A_PAIR = {"boundary_ratio": 0.875, "guidance_low": 1.0}
-"""What one expert does not use."""
+"""Settings that a single model ignores."""
 
 Sides = tuple[list[Any], list[Any]]
 
@@ -95,7 +95,7 @@ def guided_case(one: One, sides: Sides, latent: dict[str, Any], name: str) -> di
 
 
 def seen(seed: int) -> Any:
-    """What CLIP Vision Encode hands on."""
+    """Output of CLIP Vision Encode."""
     output = comfy.clip_vision.Output()
     output["penultimate_hidden_states"] = _normal(1, 257, 1280, seed=seed)
     return output
@@ -114,7 +114,7 @@ def with_image(vae: Any, clip_vision_output: Any) -> tuple[Sides, dict[str, Any]
 
 
 def image_case(one: One, vae: Any) -> dict[str, object]:
-    """An image with what CLIP sees in it; and CLIP sees something else."""
+    """An image with its CLIP vision embedding, and with a different embedding."""
     sides, latent = with_image(vae, seen(3))
     others, _ = with_image(vae, seen(4))
     expected, other = one.natively(sides, latent), one.natively(others, latent)

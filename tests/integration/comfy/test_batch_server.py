@@ -117,7 +117,7 @@ def test_half_a_workflow_is_none(
 
 
 def posted(batch: Batch, tmp_path: Path, *rows: object, workflow: object = PICTURE) -> list[str]:
-    """What a client leaves that was killed while it posted its first row: the command line, and the row's id."""
+    """Leave the state of a client that was killed while it posted its first row, and return the command line."""
     from wanstream.cli.batch.command import _digest
     from wanstream.cli.batch.journal import Journal
     from wanstream.cli.batch.output_store import OutputStore
@@ -325,7 +325,7 @@ def check_videos(out: Path, served: Path) -> None:
         content = made[f"{stem}.mp4"].read_bytes()
         assert (state, file["name"], file["size"]) == ("done", f"{stem}.mp4", len(content))
         assert file["sha256"] == hashlib.sha256(content).hexdigest()
-    # Whatever was lost with the server was made again; what a killed client had posted was not.
+    # Jobs that were lost with the server ran again; jobs that a killed client had posted did not.
     again = sum(attempts - 1 for *_, attempts in known)
     assert 1 <= again <= 2 * len(KILLS)
     assert len([*served.rglob("*.mp4")]) >= JOBS

@@ -95,7 +95,7 @@ NUMBERS = {
     *("unprocessed_ltxav_embeds", "latent_shapes"),
 }
 OVERWRITTEN = {"noise", "device"}
-"""By the sampler, whatever a conditioning says."""
+"""Keys of a conditioning that the sampler overwrites."""
 SAMPLERS_OWN = {"latent_image"}
 """The sampler's unless a conditioning has one, which no node writes; refused as an unknown tensor."""
 

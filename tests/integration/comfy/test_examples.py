@@ -217,7 +217,7 @@ def test_progress_tells_every_node_and_step(example: Example, desk: Path) -> Non
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "execution_success"
-    # ComfyUI leaves out what follows too soon.
+    # ComfyUI drops events that follow too quickly.
     assert [line for line in lines if line.startswith("sampler: ")][-1] == "sampler: 4 of 4"
     steps = [line.split(":")[0] for line in lines if line.startswith("step ")]
     assert steps == [f"step {n} of 4 ({expert})" for n, expert in enumerate(["high"] * 3 + ["low"], 1)]

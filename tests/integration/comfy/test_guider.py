@@ -1,6 +1,6 @@
-"""Every sampler and schedule of a real ComfyUI through our guider, beside native experts behind a guider of the test.
+"""Every sampler and schedule of a real ComfyUI through our guider, compared with native experts behind a test guider.
 
-One process runs all cases (`guider_cases.py`); here each is judged by itself. A case's `difference` is the relative L2
+One process runs all cases (`guider_cases.py`); here each has a separate test. A case's `difference` is the relative L2
 distance of the two results, from the same sampler object, sigmas, noise and random state.
 """
 
@@ -148,7 +148,7 @@ def test_euler_is_our_own_sampler(case: Case) -> None:
 
 
 def test_cancel_ends_the_run_before_the_next_block(case: Case) -> None:
-    # The third lane of a block asked for it: the block's other lane is finished, no further block begins.
+    # The third lane cancels the run: the other lane of its block is finished, and no further block begins.
     assert case("interrupt") == {"raised": "interrupt", "blocks": 4, "flag": False, "again": True}
 
 

@@ -1,4 +1,4 @@
-"""The guider of a real ComfyUI with a cache, more guidance and context windows, beside our own sampler.
+"""The guider of a real ComfyUI with a cache, more guidance and context windows, compared with our own sampler.
 
 The cases (`guider_settings_cases.py`) run in the process of `test_guider.py`.
 """

@@ -41,7 +41,7 @@ def stocked_server(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def batch(stocked_server: Server, tmp_path: Path) -> Batch:
-    """`batch(prompt, rows, lanes, folder)` runs the rows and returns what the server tells of every sampler's run."""
+    """Return `batch(prompt, rows, lanes, folder)`, which runs the rows and returns the timeline of each sampler run."""
 
     def batch(prompt: Prompt, rows: list[dict[str, Any]], lanes: int, folder: str) -> list[Timeline]:
         before = set(stocked_server.get("/history"))

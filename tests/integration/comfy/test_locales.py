@@ -1,4 +1,4 @@
-"""A real ComfyUI server hands out both locales, and what they translate is what it says of the nodes."""
+"""A real ComfyUI server serves both locales, and they translate the texts of its node definitions."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def native(
     tiny_expert_file: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, torch.Tensor]:
-    """What ComfyUI computes with each stack."""
+    """ComfyUI's results with each LoRA stack."""
     folder = tmp_path_factory.mktemp("native")
     place = base / "models" / "loras"
     shutil.copytree(loras, place, dirs_exist_ok=True)

@@ -164,7 +164,7 @@ def test_a_step_that_is_short_of_memory_is_taken_again_under_comfyuis_eyes(found
 
 
 def test_what_the_planner_chooses_is_what_comfyui_has_room_for(found: dict[str, Any]) -> None:
-    """Room that a neighbour gives up counts, what is reserved does not, and nothing is cut when it is loaded."""
+    """Memory that a neighbour can free counts, reserved memory does not, and the load keeps the chosen policy."""
     plenty, reserved = found["chosen_by_the_planner"]
     assert plenty[1:] == reserved[1:] == [True, True]
     assert plenty[0] - reserved[0] == 4
@@ -178,7 +178,7 @@ def test_other_models_make_room_for_measuring_and_no_more(found: dict[str, Any])
 
 
 def test_other_models_make_room_for_a_decode_and_no_more(found: dict[str, Any]) -> None:
-    """Whole frames as long as neighbours can make up for what they lack; tiles where even all of them are too few."""
+    """Whole frames as long as neighbours can free the missing bytes; tiles if all of their memory is not enough."""
     beside = found["room_for_a_decode"]
     assert beside["neighbour"][:3] == [[None, 0, 0, 0], [None, 1, 1001, 0], [None, 1, 2**30 + 1, 0]]
     pixels, over, given, told = beside["neighbour"][3]

@@ -26,7 +26,7 @@ FLAGS = [
     ("--reserve-vram", "2"),
 ]
 KEPT_BYTES = 64 * 2**20
-"""What libraries keep on the device of their own accord once they were used."""
+"""Device bytes that libraries keep after their first use."""
 
 Prompt = dict[str, dict[str, Any]]
 
@@ -117,7 +117,7 @@ def test_we_and_native_models_take_turns(life: Server) -> None:
 
 @pytest.mark.parametrize("life", [(), ("--disable-dynamic-vram",)], indirect=True, ids=["dynamic", "legacy"])
 def test_a_vae_that_finds_no_room_evicts_us(life: Server) -> None:
-    """All but a gigabyte is taken by somebody else: more than ComfyUI wants free to compute in."""
+    """Another allocation takes all but one gigabyte, so less is free than ComfyUI requires for computing."""
     first = life.run(_ours(1))["outputs"]["held"]["latent"]
     taken = {**_native(), "taken": _node("TestTakeDevice", leave=2**30, latent=["latent", 0])}
     taken["sampler"]["inputs"]["latent_image"] = ["taken", 0]

@@ -1,4 +1,4 @@
-"""The life of a server: our workflow and a native one in turn, and what the process holds in the end."""
+"""Life of a server: our workflow and a native one in turn, and the memory of the process at the end."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def life(
     sample_models: Path,
     tmp_path: Path,
 ) -> Iterator[Server]:
-    """A server of one's own with the flags of the parameter, this pack and the test model."""
-    # One heap for all threads, and nothing large in it: what the allocator keeps for later is not what is measured.
+    """A separate server with the flags of the parameter, this pack and the test model."""
+    # One heap for all threads, without large blocks: the free lists of the allocator must not count as a leak.
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**17))
     nodes = tmp_path / "custom_nodes"

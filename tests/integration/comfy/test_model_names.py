@@ -1,4 +1,4 @@
-"""The model lists in ComfyUI: what it lists itself, less what we cannot read, and GGUF where experts are chosen."""
+"""Model lists in ComfyUI: its own lists without unreadable files, plus GGUF files for experts."""
 
 from __future__ import annotations
 

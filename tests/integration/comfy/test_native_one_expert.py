@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.comfy, pytest.mark.timeout(SECONDS)]
 def found(
     ask: Callable[..., Any], vae_width: int, tiny_expert_file: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Any]:
-    """`found(case)`: what it came to; fails with its traceback where it did not get there."""
+    """Return `found(case)`, which returns the result of a case or fails with the traceback of the case."""
     folder = tmp_path_factory.mktemp("one_expert")
     (folder / "t2v.safetensors").symlink_to(tiny_expert_file(seed=1))
     (folder / "i2v.safetensors").symlink_to(tiny_expert_file(seed=2, in_channels=36, image_dim=1280))

@@ -228,7 +228,7 @@ def _given() -> dict[str, torch.Tensor]:
 
 
 class Runs:
-    """What both sides made of each run."""
+    """Results of each run on both sides."""
 
     def __init__(self, found: dict[str, torch.Tensor], refusals: dict[str, str], folder: Path) -> None:
         self.found, self.refusals, self.folder = found, refusals, folder

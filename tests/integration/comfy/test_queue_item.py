@@ -1,4 +1,4 @@
-"""What the door knows of the queue item that ComfyUI executes: its id, its ledger, ComfyUI's dynamic VRAM."""
+"""The host's view of the queue item that ComfyUI executes: its id, its ledger, and ComfyUI's dynamic VRAM."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _given() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def answer(ask: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """What ComfyUI makes of the same inputs."""
+    """ComfyUI's results for the same inputs."""
     folder = tmp_path_factory.mktemp("sampling")
     question, reply = folder / "question.safetensors", folder / "reply.safetensors"
     save_file(_given(), question)

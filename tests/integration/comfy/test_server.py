@@ -20,7 +20,7 @@ NODES = asyncio.run(WanStreamExtension().get_node_list())
 
 @pytest.fixture(scope="module")
 def described(server: Any) -> dict[str, Any]:
-    """What the server tells its frontend about every node."""
+    """Node definitions that the server sends to its frontend."""
     info: dict[str, Any] = server.get("/object_info")
     return info
 

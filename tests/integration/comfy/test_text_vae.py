@@ -29,7 +29,7 @@ WAN22_VAE = "wan2.2_vae.safetensors"
 WIDTH, HEIGHT, FRAMES = 48, 32, 17
 WAN22_WIDTH = 96
 GIVEN = {"one image": (1, 0), "five images": (5, 0), "first and last": (1, 1), "many of both": (6, 4)}
-"""How many start images and end images."""
+"""Number of start images and of end images."""
 
 ASK_TEXT = """
 import clip_node
@@ -66,7 +66,7 @@ save_file(found, arguments[4])
 answer = None
 """
 
-# ComfyUI knows the widths of the real file alone, which is too large for a test: it is told those of this one.
+# ComfyUI supports only the widths of the real file, which is too large for a test: patch in those of the test file.
 ASK_WAN22_VAE = """
 import comfy.ldm.wan.vae2_2, comfy.sd, comfy.utils
 from comfy_extras import nodes_wan
@@ -89,7 +89,7 @@ answer = None
 
 
 def skip_without(comfyui: Any, file: str, feature: str) -> None:
-    """Skip what an older ComfyUI does not have: it has it if its source says so."""
+    """Skip the test if the source of this ComfyUI does not contain the feature."""
     if feature not in (comfyui.path / "comfy" / file).read_text(encoding="utf-8"):
         pytest.skip(f"AN OLDER COMFYUI: {file} has no {feature}")
 

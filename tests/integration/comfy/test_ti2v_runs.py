@@ -131,7 +131,7 @@ def _given() -> dict[str, torch.Tensor]:
 def found(
     ask: Callable[..., Any], tiny_expert_file: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, torch.Tensor]:
-    """What both sides made of each run."""
+    """Results of each run on both sides."""
     folder = tmp_path_factory.mktemp("ti2v_runs")
     path = tiny_expert_file(seed=1, dtype=torch.float16, in_channels=48, layers=3)
     (folder / "model.safetensors").symlink_to(path)

@@ -1,9 +1,9 @@
-"""200 generated workflows of our nodes, sound and broken: the embedded host and a real server must judge them alike.
+"""200 generated workflows of our nodes, sound and broken: the embedded host and a real server must agree on each.
 
-Unknown inputs are not among the faults: ComfyUI ignores them, the embedded host refuses them.
+Unknown inputs are not among the faults: ComfyUI ignores them, while the embedded host refuses them.
 
-Every workflow is drawn from a seed. A broken one carries either one fault that ends ComfyUI's look at a node early (it
-walks the inputs of a node in an order of its own, so what it finds besides is chance), or up to three that do not.
+Every workflow is drawn from a seed. A broken one has either one fault that ends ComfyUI's validation of a node early
+(the order in which it checks inputs varies, so other faults would be found by chance), or up to three that do not.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KINDS = {
 }
 
 RENAMED = {"invalid_prompt": "missing_node_type"}
-"""What ComfyUI 0.3.64 calls it, and what it is called now."""
+"""Error type in ComfyUI 0.3.64, and its current name."""
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 CLASSES = {node.define_schema().node_id: node for node in (*NODES, LoadImage)}
@@ -286,7 +286,7 @@ ENDING = [dangling, no_such_output, no_inputs, unknown_node, no_class, no_output
 
 
 def _draw(number: int, sockets: Sockets) -> tuple[Prompt, str]:
-    """Workflow `number`, and what was done to it."""
+    """Return workflow `number` and the names of its faults."""
     rng = random.Random(number)
     prompt = Weaver(rng, sockets).weave()
     if number < SOUND:
@@ -310,9 +310,9 @@ def sockets(base: Any) -> Sockets:
 
 
 def _is_ambiguous(prompt: Prompt) -> bool:
-    """Whether one output needs another: ComfyUI judges outputs in the order of a set, which is another in each process.
+    """Return whether the prompt has several outputs; ComfyUI validates them in set order, which differs per process.
 
-    A node that it cannot judge is told as an output's own exception or as one met on the way, by who came first.
+    The order decides if the exception of a node is reported as that of an output or as that of an inner node.
     """
     outputs = [name for name, node in CLASSES.items() if node.define_schema().is_output_node]
     return sum(node.get("class_type") in outputs for node in prompt.values()) > 1
@@ -324,7 +324,7 @@ def _either(verdict: tuple[str, dict[str, list[str]]]) -> object:
 
 
 def _judge_twice(server: Any, prompt: Prompt) -> tuple[Any, Any]:
-    """What the embedded host says, what the server says."""
+    """Return the verdicts of the embedded host and of the server."""
     folders = {"models": server.base / "models", "input_dir": server.base / "input"}
     ours = validate_workflow(prompt, NODES, **folders)
     status, theirs = server.post("/prompt", {"prompt": prompt})
@@ -398,7 +398,7 @@ def test_a_request_without_a_workflow(server: Any) -> None:
 
 @pytest.mark.parametrize("back", ["self", "round"])
 def test_a_cycle(server: Any, back: str) -> None:
-    """ComfyUI runs into Python's recursion limit and tells no more than that the outputs failed."""
+    """ComfyUI reaches Python's recursion limit and reports only that the outputs failed."""
     prompt: Prompt = {
         "1": {"class_type": "WanStreamImageToVideo", "inputs": {"positive": ["2" if back == "round" else "1", 0]}},
         "2": {"class_type": "WanStreamImageToVideo", "inputs": {"positive": ["1", 0]}},

@@ -38,7 +38,7 @@ def with_ray(comfyui: ComfyUI) -> ComfyUI:
 
 @pytest.fixture(scope="module")
 def served(with_ray: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with the test model. It ends as by Ctrl-C, and takes whatever its tests have started."""
+    """A server with the test model. It ends as by Ctrl-C, together with all processes that its tests have started."""
     base = tmp_path_factory.mktemp("workers")
     populate(base)
     # A shell in the background lets its programs ignore Ctrl-C, and so would the server.
@@ -65,7 +65,7 @@ def prompt(seed: int, *, workers: bool, **sampler: Any) -> Prompt:
     kept["sampler"]["inputs"] |= {"seed": seed, "steps": 4, **sampler}
     if workers:
         kept["workers"] = nodes["workers"]
-        # What the planner would choose, without measuring this machine.
+        # The planner's choice, without a measurement of this machine.
         kept["workers"]["inputs"] |= {"layout": "manual", "cfg": 2, "threads": 1}
     else:
         del kept["sampler"]["inputs"]["workers"]
@@ -86,7 +86,7 @@ def alone(served: Server) -> dict[int, torch.Tensor]:
 
 @pytest.fixture
 def watch(with_ray: ComfyUI, served: Server, tmp_path: Path) -> Callable[[Prompt], list[str]]:
-    """`watch(prompt)` runs it and gives the lines of what a page hears of it; see `docs/examples/progress.py`."""
+    """Return `watch(prompt)`, which runs a prompt and returns the output lines of `docs/examples/progress.py`."""
 
     def watch(nodes: Prompt) -> list[str]:
         file = tmp_path / "prompt.json"
@@ -158,7 +158,7 @@ def test_cancel_ends_the_run_and_leaves_the_workers(served: Server, alone: dict[
 
 
 def test_unloading_models_empties_the_workers_and_keeps_them(served: Server, alone: dict[int, torch.Tensor]) -> None:
-    """ComfyUI's memory manager knows what workers hold; the button of its menu posts the same."""
+    """ComfyUI's memory manager counts the memory of workers; the button of its menu posts the same request."""
     before = workers_of(served)
     log = served.base / "server.log"
     deadline = time.monotonic() + RUN_SECONDS

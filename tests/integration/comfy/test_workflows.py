@@ -1,7 +1,7 @@
 """Every shipped API workflow in a real ComfyUI server, on the test model.
 
-Those of our nodes alone run in the embedded host too, in ComfyUI's Python, so torch is the same and latents are
-compared to the bit. The others are held against what they stand for: ComfyUI's own two-sampler graph, and our sampler.
+Workflows with only our nodes also run in the embedded host, in ComfyUI's Python, so torch is the same and latents are
+compared bit by bit. The others are compared with their references: ComfyUI's own two-sampler graph, and our sampler.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OURS = ["t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", "wan21_t2v", "w
 OTHER_SEED = "t2v, other seed"
 AS_GUIDER = "our sampler, set as the guider's workflow is"
 
-# The embedded host is what this package picks in a Python that finds no ComfyUI.
+# This package uses the embedded host in a Python that cannot import ComfyUI.
 EMBEDDED = """
 import asyncio, json, sys
 from pathlib import Path
@@ -73,7 +73,7 @@ PLACES = ("high_noise", "low_noise")
 def _prompt(workflow: str, **changes: dict[str, Any]) -> dict[str, Any]:
     """A shipped workflow, small enough for a CPU, with `changes` of inputs by node; nothing else is changed.
 
-    ComfyUI's loader of text encoders knows the real one alone, so the tests' own takes its place.
+    ComfyUI's loader of text encoders supports only the real one, so the test node replaces it.
     """
     prompt: dict[str, Any] = json.loads((ROOT / "workflows" / "api" / f"{workflow}.json").read_text(encoding="utf-8"))
     height = 64 if workflow in OF_5B else 48
@@ -181,7 +181,7 @@ def test_a_workflow_gives_the_same_latent_in_both_hosts(
 
 
 def _two_samplers(mixed: dict[str, Any]) -> dict[str, Any]:
-    """ComfyUI's own graph for what `mixed` does: two loaders, two shifts and two samplers in place of our nodes."""
+    """ComfyUI's own graph that is equivalent to `mixed`: two loaders, two shifts and two samplers replace our nodes."""
     settings, experts = mixed["sampler"]["inputs"], mixed["experts"]["inputs"]
     switch = EXPERTS["native_mixed"].count("high")
     stages = {
@@ -219,7 +219,7 @@ def _two_samplers(mixed: dict[str, Any]) -> dict[str, Any]:
 def test_among_native_nodes_our_sampler_does_what_two_of_comfyuis_do(
     comfyui: ComfyUI, run_in_server: Run, stocked: Path
 ) -> None:
-    # ComfyUI computes in fp32 on a CPU, whatever the files hold; 0.3.64 does so for all but fp8.
+    # ComfyUI computes in fp32 on a CPU for every dtype of the files; 0.3.64 does so for all but fp8.
     mixed = _prompt("native_mixed", experts={"compute_dtype": "fp32"})
     if comfyui.version() < (0, 4):
         for name in ("high_noise", "low_noise"):
@@ -289,7 +289,7 @@ def test_the_benchmarks_workflow_measures_and_leaves_its_report(run_in_server: R
 def test_another_seed_uses_the_right_experts_and_reloads_nothing(
     run_in_server: Run, embedded: dict[str, torch.Tensor]
 ) -> None:
-    run_in_server(_prompt("t2v", experts={"storage": "fp8"}))  # closes whatever pair is open by now
+    run_in_server(_prompt("t2v", experts={"storage": "fp8"}))  # closes the pair that is open
     _, first = run_in_server(_prompt("t2v", sampler={"seed": 45}))
     latent, history = run_in_server(_prompt("t2v", sampler={"seed": 43}))
     assert {"experts", "policy", "text", "latent"} <= _cached(history)

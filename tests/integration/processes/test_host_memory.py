@@ -35,7 +35,7 @@ pytestmark = [
 
 
 def pss() -> int:
-    """Bytes of this process, of what it shares its part."""
+    """Bytes of this process, with a proportional share of shared pages."""
     gc.collect()
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
@@ -70,7 +70,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> ExpertsRef:
     for folder in (high, low):
         weights = open_expert(folder).weights
         assert sum(tensor.nbytes for tensor in weights.values()) > 10**9
-    # In fp32, the buffers that each rank has of its own would be twice as large.
+    # In fp32, the private buffers of each rank would be twice as large.
     return ExpertsRef(high_noise=high, low_noise=low, compute_dtype="bfloat16")
 
 
@@ -90,7 +90,7 @@ def begun(processes: Any) -> Iterator[Any]:
 
 def test_ranks_of_one_machine_hold_one_copy(begun: Any, experts: ExpertsRef, make_task: Callable[..., RunTask]) -> None:
     for policy in (PINNED, FILE):
-        # What streams from files lies in the page cache, which no process is charged for.
+        # Weights streamed from files are in the page cache, which is not charged to a process.
         def cached(policy: OffloadPolicy = policy) -> int:
             return cached_bytes(experts) if policy is FILE else 0
 

@@ -1,7 +1,7 @@
 """A process that imports the pack as ComfyUI does and has workers: `comfy_like.py FOLDER HIGH LOW HOW`.
 
-It prints one JSON line when a worker computes, and then ends as HOW says: "returns" from its main module with the pool
-open, "waits" for somebody to kill it, or "closes" the pool and prints what is left.
+It prints one JSON line when a worker computes. HOW selects the end: "returns" from its main module with the pool open,
+"waits" for a kill, or "closes" the pool and prints the remaining processes and files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Drives workers of a cluster from one of its machines, as it is told line by line: `machine_driver.py MODELS`.
+"""Drives workers of a cluster from one of its machines by commands on stdin: `machine_driver.py MODELS`.
 
-A line of the input is `["run", {...}]`: a function below and what it is given. Lines of the output are what it says
-meanwhile, then `{"answer": ...}`, or `{"error": ..., "says": ...}` for an error that a user would see.
+A line of the input is `["run", {...}]`: a function below and its arguments. The output has progress lines, then
+`{"answer": ...}`, or `{"error": ..., "says": ...}` for an error that a user would see.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def nodes() -> list[str]:
 
 
 def alone(videos: int, steps: int) -> dict[str, Any]:
-    """What one process makes, without workers."""
+    """Result of one process without workers."""
     registry = ExpertsRegistry()
     held["alone"] = denoise(registry.get(experts), request(videos, steps), policy=policy, device="cpu").latents
     registry.free()
@@ -80,7 +80,7 @@ def alone(videos: int, steps: int) -> dict[str, Any]:
 
 
 def run(mesh: dict[str, int], videos: int, steps: int, path_map: str) -> dict[str, Any]:
-    """Compute with the workers, and compare with what `alone` made; says every step."""
+    """Compute with the workers, report every step, and compare with the result of `alone`."""
     began, ref = time.monotonic(), replace(held["ref"], paths=path_maps(path_map))
 
     def on_step(step: StepProgress) -> None:

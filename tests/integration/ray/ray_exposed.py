@@ -1,7 +1,7 @@
-"""A process on a network of its own, with a Ray that other machines would reach there: `ray_exposed.py FOLDER`.
+"""A process in a separate network, with a Ray that other machines could reach there: `ray_exposed.py FOLDER`.
 
-Prints as JSON what is said to those who take it for their workers. It is started in a network namespace, so that
-nothing of it is seen outside.
+Prints as JSON the refusals that pools raise for this Ray. It is started in a network namespace, so that it is not
+visible outside.
 """
 
 from __future__ import annotations

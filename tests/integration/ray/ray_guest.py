@@ -1,6 +1,6 @@
-"""A process that has workers in the cluster at ADDRESS, twice: `ray_guest.py ADDRESS [TOKEN_FILE]`.
+"""A process that starts workers in the cluster at ADDRESS twice: `ray_guest.py ADDRESS [TOKEN_FILE]`.
 
-Prints what it finds as JSON.
+Prints its findings as JSON.
 """
 
 from __future__ import annotations

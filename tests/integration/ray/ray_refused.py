@@ -1,4 +1,4 @@
-"""A process in which Ray does not start, for one reason after the other: prints what is said and left, as JSON."""
+"""A process in which Ray fails to start for several reasons in turn: prints the errors and the leftovers as JSON."""
 
 from __future__ import annotations
 

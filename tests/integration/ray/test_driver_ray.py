@@ -208,7 +208,7 @@ def tiles(tiny_pipeline: Callable[[], Path]) -> DecodeJob:
 
 @pytest.fixture(scope="module")
 def frames(tiles: DecodeJob) -> torch.Tensor:
-    """What one VAE alone makes of them."""
+    """Frames that a single VAE decodes from the tiles."""
     with open_vae(tiles.vae) as vae:
         return vae.decode(tiles.latents, device="cpu", tiling=tiles.tiling)
 
@@ -258,7 +258,7 @@ def test_a_decode_that_is_stopped_leaves_workers_that_decode(
 
 
 def _left_behind() -> set[str]:
-    """Processes below this one, what listens in them, and shared memory."""
+    """Return this process and its descendants, their listening ports, and the files in shared memory."""
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
     listening = {
         f"port {each.laddr.port}"
@@ -272,7 +272,7 @@ def _left_behind() -> set[str]:
 
 
 def _open_things(pids: list[int]) -> dict[str, Any]:
-    """What would grow if a stopped run left something: sockets of the workers, shared memory, processes."""
+    """Return the resources that a stopped run could leak: sockets of the workers, shared memory, processes."""
     family = psutil.Process().children(recursive=True)
     connected = {pid: len(psutil.Process(pid).net_connections()) for pid in pids}
     return {"processes": len(family), "connections": connected, "shared": sorted(Path("/dev/shm").iterdir())}

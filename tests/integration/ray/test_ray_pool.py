@@ -1,4 +1,4 @@
-"""Real workers behind a real Ray on this machine: they compute what one alone computes, die, and are replaced."""
+"""Real workers in a real Ray on this machine: they compute the result of a single process, die, and are replaced."""
 
 from __future__ import annotations
 

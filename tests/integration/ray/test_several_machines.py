@@ -1,7 +1,7 @@
-"""Runs in a cluster of two machines, a third that joins it, and the loss of a machine; made of Linux namespaces.
+"""Runs in a cluster of two machines, a third machine that joins it, and the loss of a machine, in Linux namespaces.
 
-The first machine has the driver, Ray's server and places for two workers, as the others have. Models lie elsewhere on
-these. Ray asks for a token.
+The first machine has the driver and Ray's server. Each machine has places for two workers. The other machines have
+their models at another path. Ray requires a token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RAY_START = ("start", "--num-cpus", "1", "--num-gpus", "0", "--object-store-memo
 
 
 class RefusedError(Exception):
-    """What the driver was told to do ended in an error that a user would see."""
+    """A command of the driver ended in an error that a user would see."""
 
 
 class Program:

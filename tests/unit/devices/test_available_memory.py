@@ -8,7 +8,7 @@ import pytest
 
 from wanstream.devices.available_ram import available_bytes, cgroup_free_bytes, cgroup_limits, insufficient_ram
 
-HUGE = "9223372036854771712"  # cgroup version 1 writes this number if there is no limit
+HUGE = "9223372036854771712"  # cgroup version 1 writes this number for an unlimited group
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -1,6 +1,6 @@
-"""Memory over many runs, seen by the operating system, in a process of its own.
+"""Memory of a separate process over many runs, as the operating system reports it.
 
-Where other tests ran before, a gap that they left in the heap may take a buffer in one run and not in the next.
+After other tests in the same process, a gap in the heap could take a buffer in one run and not in the next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 BLOCKS, WIDTH = 3, 3072
-"""A block takes 38 MB: glibc maps it apart and gives it back, where it would keep pieces of up to 32 MB."""
+"""A block takes 38 MB, so glibc maps it separately and returns it; glibc may keep freed blocks of up to 32 MB."""
 RUNS, POLICIES = 12, 4
 
 RUN = """

@@ -197,10 +197,10 @@ def test_cost_of_the_switch(residents: int, expected: Mapping[float, float]) -> 
 
 @pytest.mark.parametrize("residents", range(BLOCKS + 1))
 def test_the_switch_costs_no_more_than_the_bytes_force(residents: int) -> None:
-    """Transfers of the two steps around it, (2N - R) r, minus what two steps can hide; all in the first low step.
+    """Cost: transfers of the two steps around the switch, (2N - R) r, minus the part that two steps can hide.
 
-    If every block is resident there may be no free buffer: then the hand-over begins one visit later than it could,
-    and ends one visit later.
+    The first low step pays all of it. If every block is resident and no buffer is free, the switch starts and ends
+    one visit later.
     """
     kept = spread_evenly(residents, BLOCKS)
     for streaming in (0, 2, 3) if residents == BLOCKS else (2, 3):

@@ -1,4 +1,4 @@
-"""The sample experts: what is written is what was made, in every form, and it behaves like a model."""
+"""Sample experts: the written weights equal the generated ones in every format, and they behave like a model."""
 
 from __future__ import annotations
 

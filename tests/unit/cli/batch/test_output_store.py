@@ -54,7 +54,7 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, name: str, make: obje
 
 
 def test_a_video_that_is_cut_between_two_frames_is_refused(tmp_path: Path) -> None:
-    """No decoder complains there: only the number of frames tells."""
+    """A decoder does not report this cut; only the number of frames shows it."""
     store = OutputStore(tmp_path)
     part = video(store.part_path("a.mp4"))
     with av.open(str(part)) as container:

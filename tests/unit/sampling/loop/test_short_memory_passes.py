@@ -159,7 +159,7 @@ def test_a_stop_ends_a_call_that_is_computed_again(open_pair: OpenPair) -> None:
     [
         ([H, H, L], set(), 1, BLOCK_SWAP(2)),
         ([H, L], {1}, 0, BLOCK_SWAP(0)),  # the first call ran out of memory
-        ([H], set(), 0, LAYERWISE(1)),  # there is no other call
+        ([H], set(), 0, LAYERWISE(1)),  # the run has a single call
     ],
 )
 def test_a_policy_is_revised_after_an_undisturbed_first_call(
