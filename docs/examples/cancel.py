@@ -1,4 +1,4 @@
-"""Cancel jobs by their ids, those that wait and the one that runs. Other jobs go on.
+"""Cancel queued and running jobs by their ids. Other jobs continue.
 
 python cancel.py ID ...
 """

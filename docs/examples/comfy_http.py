@@ -1,6 +1,6 @@
-"""The calls of ComfyUI's HTTP API that a job needs, with Python's standard library alone. Copy it, change it.
+"""Calls of ComfyUI's HTTP API for a job, with Python's standard library only. Copy and change it as needed.
 
-`COMFYUI_URL` names the server; without it: http://127.0.0.1:8188.
+The environment variable `COMFYUI_URL` sets the server; default: http://127.0.0.1:8188.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Prompt = dict[str, dict[str, Any]]
 
 
 class PromptRefusedError(ValueError):
-    """The server found the workflow wrong; one line per node that is."""
+    """The server refused the workflow; the message has one line per error."""
 
 
 class FailedError(OSError):
@@ -36,18 +36,18 @@ def read_workflow(file: str) -> Prompt:
 
 
 def call(route: str, body: object = None) -> Any:
-    """GET, or POST where there is a body; returns the JSON of the answer, None if that is empty."""
+    """Send a GET request, or a POST request if `body` is given; return the JSON response, or None if it is empty."""
     data = None if body is None else json.dumps(body).encode()
     return json.loads(_send(urllib.request.Request(URL + route, data, {"Content-Type": "application/json"})) or "null")
 
 
 def queue(prompt: Prompt, *, client_id: str = "") -> str:
-    """Queue a workflow and return the id of the job. Raises PromptRefusedError where any part of it is wrong.
+    """Queue a workflow and return the id of the job. Raises PromptRefusedError if any part of it is invalid.
 
-    `client_id` is that of a websocket which shall hear of the job. With none at all, the history would not name files
-    that are there from an earlier job.
+    Events of the job go to the websocket of `client_id`. Without one, the id of the job is used: ComfyUI needs an id to
+    list cached files in the history.
     """
-    # With an id of our own, /history can be asked for the job even if the answer to this call was lost.
+    # With our own id, /history can be polled for the job even if the response to this call is lost.
     prompt_id = str(uuid.uuid4())
     try:
         answer = call("/prompt", {"prompt": prompt, "prompt_id": prompt_id, "client_id": client_id or prompt_id})
@@ -56,16 +56,16 @@ def queue(prompt: Prompt, *, client_id: str = "") -> str:
             raise
         raise PromptRefusedError("\n".join(_complaints(json.loads(err.read())))) from None
     if answer["node_errors"]:
-        # Accepted all the same: the outputs without an error would be made, the others silently left out.
+        # ComfyUI accepts such a job, computes the valid outputs and silently skips the others.
         cancel(prompt_id)
         raise PromptRefusedError("\n".join(_complaints(answer)))
     return prompt_id
 
 
 def wait(prompt_id: str) -> dict[str, Any]:
-    """The history of a job, once it has ended well. Raises FailedError where it did not."""
+    """Wait for a job and return its history entry. Raises FailedError if the job failed or is unknown."""
     while True:
-        # Asked first: a job that ends between the two calls is found in the history.
+        # /queue comes first: a job that ends between the two calls is then found in the history.
         queued = any(prompt_id == item[1] for items in call("/queue").values() for item in items)
         if entry := call(f"/history/{prompt_id}").get(prompt_id):
             break
@@ -79,7 +79,7 @@ def wait(prompt_id: str) -> dict[str, Any]:
 
 
 def download(entry: dict[str, Any], folder: Path) -> list[Path]:
-    """Fetch the files that a job left in the server's output folder."""
+    """Download the files that a job wrote to the server's output folder; return their paths in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     return [_fetch(file, folder) for file in _files(entry)]
 
@@ -87,7 +87,7 @@ def download(entry: dict[str, Any], folder: Path) -> list[Path]:
 def upload(image: Path) -> str:
     """Put an image into the server's input folder and return the name for LoadImage.
 
-    The server keeps what is there: another picture of that name gets a number, the same one is used again.
+    The server overwrites no file: a different image of that name gets a number, an identical one is reused.
     """
     boundary = uuid.uuid4().hex
     head = f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="{image.name}"\r\n\r\n'
@@ -98,7 +98,7 @@ def upload(image: Path) -> str:
 
 
 def cancel(prompt_id: str) -> None:
-    """Cancel a job, whether it waits or runs; nothing happens to the others."""
+    """Cancel a queued or running job; other jobs are not affected."""
     call("/queue", {"delete": [prompt_id]})
     call("/interrupt", {"prompt_id": prompt_id})
 
@@ -110,7 +110,7 @@ def _send(request: urllib.request.Request) -> bytes:
 
 
 def _complaints(answer: dict[str, Any]) -> Iterator[str]:
-    """Why a workflow was refused: what is wrong with it as a whole, then with each of its nodes."""
+    """Yield the errors of a refused workflow: those of the whole, then those of each node."""
     if error := answer.get("error"):
         yield error["message"] if isinstance(error, dict) else error
     for node, found in (answer.get("node_errors") or {}).items():
@@ -119,7 +119,7 @@ def _complaints(answer: dict[str, Any]) -> Iterator[str]:
 
 
 def _reason(messages: list[tuple[str, dict[str, Any]]]) -> str:
-    """Why a job ended, out of what the history keeps of its events."""
+    """Return the reason for the end of a job from its events in the history."""
     event, data = messages[-1]
     if event == "execution_error":
         return f"{data['node_id']} ({data['node_type']}): {data['exception_message'].strip()}"
@@ -127,7 +127,7 @@ def _reason(messages: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 def _files(entry: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """The files of all output nodes; a node lists them under a key of its own beside other things to show."""
+    """Yield the files of all output nodes. Each kind of node has its own key for them, next to other output."""
     for shown in entry["outputs"].values():
         for values in shown.values():
             for value in values:

@@ -1,4 +1,4 @@
-"""Many videos: queue them all, then fetch each as it ends. One that fails does not stop the others.
+"""Make many videos: queue all jobs, then download each video when its job ends. A failed job does not stop the others.
 
 python many_jobs.py workflows/api/t2v.json videos "a red fox in snow" "a kite over dunes"
 """
@@ -13,7 +13,7 @@ from comfy_http import FailedError, PromptRefusedError, download, queue, read_wo
 
 
 def main(workflow: str, folder: str, *texts: str) -> int:
-    """Make a video of each text; returns how many are missing."""
+    """Make one video per text; return the number of missing videos."""
     base, jobs, missing = read_workflow(workflow), {}, 0
     for number, text in enumerate(texts):
         prompt = copy.deepcopy(base)
@@ -26,7 +26,7 @@ def main(workflow: str, folder: str, *texts: str) -> int:
             print(f"{text}: {err}", file=sys.stderr)
             missing += 1
 
-    # They run one after the other in the order in which they were queued; the experts stay open in between.
+    # Jobs run one after the other in the order of the queue; the experts stay open between them.
     for prompt_id, text in jobs.items():
         try:
             for file in download(wait(prompt_id), Path(folder)):

@@ -1,4 +1,4 @@
-"""One video: queue a workflow, wait for it, fetch its file, and say what each step took.
+"""Make one video: queue a workflow, wait for it, download the file, and print the time of each step.
 
 python one_job.py workflows/api/t2v.json videos
 """
@@ -20,7 +20,7 @@ def main(workflow: str, folder: str) -> None:
     for file in download(entry, Path(folder)):
         print(file)
 
-    # A server that knew the result from before may have none.
+    # There may be no timeline if the server had the result in its cache.
     for timeline in entry["outputs"].get("sampler", {}).get("wanstream_timeline", []):
         for step in timeline["steps"]:
             print(

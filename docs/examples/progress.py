@@ -1,8 +1,8 @@
-"""One video, watched through the websocket: which node runs, how far it is, and what each step took.
+"""Make one video and print its progress from the websocket: the running node, its progress, and the time of each step.
 
 python progress.py workflows/api/t2v.json
 
-Needs aiohttp: ComfyUI's own Python has it, elsewhere `pip install aiohttp`.
+Needs aiohttp: included in ComfyUI's Python environment, otherwise `pip install aiohttp`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ ENDS = {"execution_success", "execution_error", "execution_interrupted"}
 
 
 async def main(workflow: str) -> str:
-    """Run a workflow and return the event with which it ended."""
+    """Run a workflow and return the type of its last event."""
     prompt, client_id = read_workflow(workflow), str(uuid.uuid4())
-    # Connected before the job is queued, so that no event is missed. An event may be larger than aiohttp expects.
+    # Connect before the job is queued, so that no event is missed. Events can exceed aiohttp's default size limit.
     async with (
         aiohttp.ClientSession() as session,
         session.ws_connect(f"{URL}/ws", params={"clientId": client_id}, max_msg_size=0) as socket,
     ):
         prompt_id = await asyncio.to_thread(queue, prompt, client_id=client_id)
         async for message in socket:
-            # What is not text is a preview picture.
+            # Binary messages are preview images.
             if message.type is not aiohttp.WSMsgType.TEXT:
                 continue
             event = json.loads(message.data)
@@ -37,13 +37,13 @@ async def main(workflow: str) -> str:
                 continue
             if event["type"] in ENDS:
                 return str(event["type"])
-            if line := told(prompt, event["type"], event["data"]):
+            if line := event_text(prompt, event["type"], event["data"]):
                 print(line, flush=True)
     raise FailedError(f"the connection ended before the job did; ask {URL}/history/{prompt_id}")
 
 
-def told(prompt: Prompt, kind: str, data: dict[str, Any]) -> str | None:
-    """An event in words; None for one of which there is nothing to say."""
+def event_text(prompt: Prompt, kind: str, data: dict[str, Any]) -> str | None:
+    """Return a line of text for an event; None for other types of events."""
     if kind == "execution_cached" and data["nodes"]:
         return f"as before: {', '.join(data['nodes'])}"
     if kind == "executing" and data["node"] in prompt:

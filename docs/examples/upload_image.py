@@ -1,4 +1,4 @@
-"""A video from an image of yours: upload the image, name it in the workflow, run that.
+"""Make a video from your own image: upload the image, set its name in the workflow, and run the workflow.
 
 python upload_image.py workflows/api/i2v.json portrait.png videos
 """
