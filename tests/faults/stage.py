@@ -149,7 +149,7 @@ class Stage:
         """Output of all clients."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
-    def classify_failure(self, expected: Mapping[str, Sequence[bytes]], *, frames_alone: bool = False) -> Findings:
+    def judge(self, expected: Mapping[str, Sequence[bytes]], *, frames_alone: bool = False) -> Findings:
         """Compare the folder with the files of an undisturbed run; each may have one of several contents."""
         findings = self.findings
         made = {path.name: path.read_bytes() for path in self.out.glob("*.mp4")} if self.out.is_dir() else {}

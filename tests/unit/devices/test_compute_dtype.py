@@ -105,7 +105,7 @@ def test_what_is_neither_a_dtype_nor_auto_is_refused(tiny_expert_file: Callable[
 
 @pytest.mark.slow
 def test_a_process_that_is_kept_to_avx2_computes_in_fp32() -> None:
-    code = "from wanstream.wan import auto_dtype; print(auto_dtype('cpu'))"
+    code = "from wanstream.devices import auto_dtype; print(auto_dtype('cpu'))"
     limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     ran = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **limits}, capture_output=True, text=True, check=True

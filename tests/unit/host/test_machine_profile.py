@@ -80,7 +80,7 @@ def test_what_is_measured(measured: Profile, models: Path) -> None:
 def test_fewer_tokens_than_wanted_are_told(models: Path, tmp_path: Path) -> None:
     profile = measure_machine(CPU, expert=TINY, tokens=10_000_000, models=models, folder=tmp_path)
     assert profile.notes[-1].startswith("compute: measured with ")
-    assert profile.notes[-1].endswith(" tokens, extrapolated to 10000000 by its operations")
+    assert profile.notes[-1].endswith(" tokens, extrapolated to 10000000 by operation count")
 
 
 def test_what_was_measured_is_kept_whole(measured: Profile) -> None:

@@ -51,7 +51,7 @@ with attach_offload(stacks, policy=policy, device="cpu", source=source, follow_f
             with run.visit(step, name, block):
                 hidden = stacks[name][block](hidden)
     peak, filled = status("VmHWM"), status("VmRSS")
-    handle.give_back(1 << 60)
+    handle.release_memory(1 << 60)
     print(peak - before, filled - status("VmRSS"))
 """
 

@@ -295,7 +295,7 @@ def run(value):
 
 
 assert torch.equal(run(hidden), expected)
-handle.give_back(1 << 60)
+handle.release_memory(1 << 60)
 used = 1024 * int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmSize")))
 resource.setrlimit(resource.RLIMIT_AS, (used + 56 * 2**20, resource.RLIM_INFINITY))
 try:
