@@ -18,7 +18,7 @@ from ...plan import BlockKey
 from ..checkpoint.meta_model import materialise, parameter_dtype, set_parameters
 from ..checkpoint.open import Expert
 from ..lora.apply import write_patched
-from .embedders import PARTS, EmbedderPart, embedder_part
+from .embedder_parts import PARTS, EmbedderPart, embedder_part
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel

@@ -5,32 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTimeTextImageEmbedding
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...offload import host_bytes
+from .embedder_parts import PARTS, EmbedderPart, Rows
 
 if TYPE_CHECKING:
     pass
-
-
-EmbedderPart = Literal["time", "text"]
-PARTS: tuple[EmbedderPart, ...] = ("time", "text")
-
-Rows: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
-"""Time [1, D], modulation [1, 6 D] and text [1, L, D]."""
-
-EMBEDDER = "condition_embedder."
-
-
-def embedder_part(parameter: str) -> EmbedderPart | None:
-    """Return the embedder part of a model parameter; None for other parameters, those of the image branch included."""
-    if not parameter.startswith(EMBEDDER) or parameter.startswith(f"{EMBEDDER}image_embedder."):
-        return None
-    return "text" if parameter.startswith(f"{EMBEDDER}text_embedder.") else "time"
 
 
 Key = TypeVar("Key")

@@ -21,8 +21,8 @@ from ..checkpoint.meta_model import build_model, materialise, parameter_dtype, s
 from ..checkpoint.open import Expert
 from ..lora.apply import PatchedParameters
 from ..transformer.block_kernels import BlockKernels
+from .embedder_parts import PARTS, EmbedderPart, embedder_part
 from .embedder_streaming import EmbedderWeights
-from .embedders import PARTS, EmbedderPart, embedder_part
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel

@@ -27,7 +27,7 @@ from ...schema import OffloadPolicy, Storage, plan_residency
 from ..checkpoint.detect import WanConfig
 from ..checkpoint.meta_model import FIRST_BLOCK, block_streams, parameter_dtype, parameter_shapes, table_bytes
 from ..checkpoint.open import Expert
-from .embedders import embedder_part
+from .embedder_parts import embedder_part
 
 STORAGES: tuple[Storage, ...] = ("as stored", "fp8")
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from ...schema import OUTPUT_TOKENS
-from ..experts.embedders import Rows
 from .per_frame_timestep import FrameModulation, TokenSelector, frame_timesteps, row_spans, rows_and_spans, split_by_row
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
 
+    from ..experts.embedder_parts import Rows
     from .nag import Texts
 
 

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 SETUP = """
 from wanstream.host.workers import WorkerRegistry, check_ray
-from wanstream.plan import Mesh, WorkersRef
+from wanstream.schema import Mesh, WorkersRef
 import torch
 ONE = WorkersRef(count=1, address="in-process")
 """

@@ -12,7 +12,7 @@ import torch
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
-from wanstream.wan.experts.embedders import embedder_part
+from wanstream.wan.experts.embedder_parts import embedder_part
 
 OpenPair = Callable[..., ExpertPair]
 Request = Callable[..., DenoiseRequest]

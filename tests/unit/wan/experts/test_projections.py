@@ -13,7 +13,8 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
-from wanstream.wan.experts.embedders import MAX_EXTRA_ROWS, CachedEmbedder, embedder_part
+from wanstream.wan.experts.embedder_parts import embedder_part
+from wanstream.wan.experts.embedders import MAX_EXTRA_ROWS, CachedEmbedder
 from wanstream.wan.experts.engine import ExpertEngine
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.transformer.kernels import Kernels
