@@ -23,7 +23,7 @@ import pytest
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-BUILTIN_CLUSTERS = Path(__file__).parent
+HERE = Path(__file__).parent
 LIMIT_S = 240.0
 PORT = 6379
 PLACES = ("/srv", "/media", "/media")
@@ -146,7 +146,7 @@ def address(join: Callable[[int], str]) -> str:
 @pytest.fixture(scope="module")
 def driver(machines: Any, address: str) -> Iterator[Program]:
     """With four workers, two on the first machine and two on another."""
-    command = [sys.executable, str(BUILTIN_CLUSTERS / "machine_driver.py"), str(machines[0].models)]
+    command = [sys.executable, str(HERE / "machine_driver.py"), str(machines[0].models)]
     program = Program(machines[0], command)
     yield program
     program.end()

@@ -24,7 +24,7 @@ from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 WORKFLOW = Path(__file__).parents[3] / "workflows" / "api" / "workers.json"
-BUILTIN_CLUSTERS = {"count": 1, "cluster": "in-process"}
+HERE = {"count": 1, "cluster": "in-process"}
 
 Workflow = dict[str, dict[str, Any]]
 Run = Callable[..., History]
@@ -68,10 +68,10 @@ def test_a_worker_computes_what_this_process_does_whatever_the_graph_says_next(r
     alone = [latent(run(workflow(None, seed=seed))) for seed in seeds[:2]]
     assert not torch.equal(*alone)
     for seed in seeds:
-        history = run(workflow(BUILTIN_CLUSTERS, seed=seed))
+        history = run(workflow(HERE, seed=seed))
         assert torch.equal(latent(history), alone[seeds.index(seed)])
     experts = {name: value.replace("fp8_scaled", "fp16") for name, value in t2v_files().items()}
-    nodes, other = workflow(None, seed=5), workflow(BUILTIN_CLUSTERS, seed=5)
+    nodes, other = workflow(None, seed=5), workflow(HERE, seed=5)
     for each in (nodes, other):
         each["experts"]["inputs"] |= experts
     expected = latent(run(nodes))
@@ -86,7 +86,7 @@ def t2v_files() -> dict[str, str]:
 
 def test_the_run_knows_its_workers_and_is_announced_with_what_each_did(run: Run) -> None:
     told: list[tuple[str, Mapping[str, Any]]] = []
-    history = run(workflow(BUILTIN_CLUSTERS), on_event=lambda event, payload: told.append((event, payload)))
+    history = run(workflow(HERE), on_event=lambda event, payload: told.append((event, payload)))
     ran = history.results["sampler"][1]
     assert ran.workers == WorkersRef(count=1, address="in-process")
     assert [event.removeprefix("wanstream.") for event, _ in told] == ["begin", *["step"] * 4, "end"]
@@ -100,7 +100,7 @@ def test_the_run_knows_its_workers_and_is_announced_with_what_each_did(run: Run)
 def test_progress_is_told_step_by_step(run: Run) -> None:
     told: list[tuple[int, int]] = []
     run(
-        workflow(BUILTIN_CLUSTERS),
+        workflow(HERE),
         on_progress=lambda p: told.append((p.done, p.total)) if p.node_id == "sampler" else None,
     )
     assert [step for step in told if step[1] == 4] == [(1, 4), (2, 4), (3, 4), (4, 4)]
@@ -115,14 +115,14 @@ def test_a_stop_ends_the_run_and_leaves_the_worker_usable(run: Run) -> None:
             embedded_host.stop()
 
     with pytest.raises(Cancelled):
-        run(workflow(BUILTIN_CLUSTERS, steps=400), on_progress=stop_after_the_first_step)
+        run(workflow(HERE, steps=400), on_progress=stop_after_the_first_step)
     assert max(steps) < 400
-    assert torch.equal(latent(run(workflow(BUILTIN_CLUSTERS))), latent(run(workflow(None))))
+    assert torch.equal(latent(run(workflow(HERE))), latent(run(workflow(None))))
 
 
 def test_this_process_holds_no_experts_while_workers_do(run: Run) -> None:
     run(workflow(None))
-    ref = run(workflow(BUILTIN_CLUSTERS)).results["sampler"][1].experts
+    ref = run(workflow(HERE)).results["sampler"][1].experts
     assert embedded_host.experts(ref).loaded_bytes == 0
 
 
