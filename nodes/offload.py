@@ -59,7 +59,7 @@ def _chunk_tokens() -> io.Int.Input:
         step=1024,
         optional=True,
         tooltip="Tokens per chunk of feed-forward and norms; 0: all. 8192 saves 4.6 GB at 1280x720x81 (75600 tokens), "
-        "and costs a little time in every block.",
+        "and costs a little time in every block. Last digits may differ.",
     )
 
 

@@ -97,6 +97,15 @@ def lane() -> Lane:
     )
 
 
+@pytest.fixture
+def equal_bf16_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply bf16 without oneDNN, whose kernels depend on the number of rows, most of all on a processor with AMX.
+
+    With them the last bits of a chunk differ from those of all tokens at once.
+    """
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
 @pytest.fixture(params=STYLES)
 def style(request: pytest.FixtureRequest) -> str:
     """Name of every spelling of keys in turn, for `lora_file(style=...)`."""

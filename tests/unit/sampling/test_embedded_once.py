@@ -56,6 +56,7 @@ def test_the_weights_that_embed_are_gone_before_the_first_block(open_pair: OpenP
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk", [16, 256])
+@pytest.mark.usefixtures("equal_bf16_rows")
 def test_a_run_in_chunks_is_the_run_without(
     open_pair: OpenPair, make_request: Request, dtype: torch.dtype, chunk: int
 ) -> None:
