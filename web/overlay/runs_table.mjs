@@ -113,7 +113,7 @@ export class RunsTable {
     this.root.append(this.tools, this.body)
   }
 
-  /** Everything is drawn anew: another language is spoken. */
+  /** Redraw everything after a change of language. */
   relabel() {
     this.tools.replaceChildren()
   }
