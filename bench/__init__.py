@@ -6,10 +6,9 @@ from .chart import report_chart
 from .documents import csv_document, html_document, json_document, summary
 from .figures import Spread, held_bytes
 from .machine_info import describe_machine, hardware, versions
-from .report import Report, Trial, Variant
+from .report import Report, Table, Trial, Variant
 from .report_tables import run_table
 from .results import Result
-from .table import Table
 from .trial_matrix import MAX_PREFETCH, MAX_STEPS, Policy, Setting, TrialMatrix, policy_name
 
 __all__ = [

@@ -12,9 +12,8 @@ from html import escape
 
 from ..schema import StepRecord
 from .figures import figures_dict
-from .report import Report
+from .report import Report, Table
 from .report_tables import every_table
-from .table import Table
 
 FORMAT = 1
 CSV_HEAD = ("variant", "run", "warmup", *(field.name for field in fields(StepRecord)), "cumulative_s")

@@ -19,8 +19,7 @@ from ..schema import (
     together,
 )
 from .figures import TOTAL, Figure, Spread, Unit, figure_text, held_bytes, known_figures, over_steady_s, steady_s
-from .report import Report, Variant
-from .table import Table
+from .report import Report, Table, Variant
 
 MAX_COLUMNS = 4
 """Largest number of variants that are columns of the comparison; more of them are rows."""

@@ -17,7 +17,7 @@ from wanstream.devices import DeviceEvent, clock_for
 from wanstream.offload import BlockFormat, BlockPatch, WeightPatch
 from wanstream.offload.formats.decode import decode_block
 from wanstream.offload.formats.layout import allocate_flat, block_format, tensor_views
-from wanstream.offload.host_memory.page_lock import CudaPageLock
+from wanstream.offload.host_memory.pages import CudaPageLock
 from wanstream.offload.patches import StagedPatches
 from wanstream.plan import BlockKey
 

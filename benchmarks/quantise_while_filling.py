@@ -21,7 +21,7 @@ import torch
 from record import record
 from safetensors.torch import save_file
 
-from wanstream.offload.formats.fp8 import LARGEST, QUANTISABLE_DTYPES, QUANTISED_DTYPE, quantise_rows, work_memory
+from wanstream.offload.formats.decode import LARGEST, QUANTISABLE_DTYPES, QUANTISED_DTYPE, quantise_rows, work_memory
 from wanstream.offload.formats.layout import allocate_flat
 from wanstream.offload.formats.safetensors_header import read_header
 from wanstream.offload.sources.file import FileSource

@@ -29,8 +29,17 @@ from ..host.embedded import (
 )
 from ..nodes import REPORT, TIMELINE, WARNINGS, WanStreamExtension
 from ..schema import Cancelled, Timeline
-from .arguments import DONE, FAILED, INTERRUPTED, INVALID, ArgumentError, check_models, create_output_folder, read_json
-from .overrides import apply_overrides
+from .arguments import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    INVALID,
+    ArgumentError,
+    apply_overrides,
+    check_models,
+    create_output_folder,
+    read_json,
+)
 from .progress import progress_of_run
 
 

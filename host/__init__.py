@@ -10,15 +10,13 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .api import SAVING_NODE, HostApi, NeedsComfyUIError, ProgressBar
-from .clusters import cluster, cluster_names
+from .api import SAVING_NODE, HostApi, NeedsComfyUIError, ProgressBar, current_host
 from .comfy.guider_session import GuiderSettings
-from .current import current_host
 from .error_names import name_errors_of
 from .folders import ModelNotFoundError, OutputFile, OutputNameError, OutsideFolderError, inside
 from .machine_profile import Profile, load_machine_profile, measure_machine
 from .run_events import RunEvents, observed, run_settings
-from .workers import SharedRun, StartPool, check_ray, gpus_of, start_pool
+from .workers import SharedRun, StartPool, check_ray, cluster, cluster_names, gpus_of, start_pool
 
 # `find_spec` of a top-level name finds the package without importing it.
 if TYPE_CHECKING or find_spec("comfy_api") is None:

@@ -1,5 +1,7 @@
 """Host API: the interface between nodes and their host, and the values that pass through it.
 
+`current_host` returns the host whose node executes in this context, so that several hosts can run in one process.
+
 Nodes see only `HostApi`; `comfy/adapter.py` implements it with ComfyUI, `embedded/adapter.py` without. Names that come
 from a graph are untrusted: a host returns paths inside the model and output folders, or raises.
 """
@@ -9,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from .auto_policy import PolicyChoice
     from .comfy.guider_session import GuiderSettings
     from .workers import SharedRun, WorkersPlan
+
 
 SAVING_NODE = "wanstream_node"
 """Metadata key of the id of the node that saved a file: the `prompt` next to it may contain several saving nodes."""
@@ -225,3 +230,23 @@ def use_host(host: HostApi) -> Iterator[None]:
         yield
     finally:
         RUNNING_HOST.reset(token)
+
+
+def current_host() -> HostApi:
+    """Return the host of the running node; outside a run, the only host that this process can have.
+
+    A context variable is not inherited by new threads: pass the host's methods, such as `should_stop`, to a thread.
+    """
+    return RUNNING_HOST.get() or _process_host()
+
+
+@cache
+def _process_host() -> HostApi:
+    """Return the host for ComfyUI, which has one queue and memory manager per process, or an idle embedded host."""
+    if find_spec("comfy_api") is None:
+        from .embedded.adapter import EmbeddedHost
+
+        return EmbeddedHost()
+    from .comfy.adapter import ComfyHost
+
+    return ComfyHost()

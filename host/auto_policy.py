@@ -1,15 +1,16 @@
-"""Automatic offload policy: the planner, applied to this machine and its free memory."""
+"""Automatic offload policy: the planner, applied to this machine, its free memory and the activations of the run."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..plan import (
     RAM_SHARE,
+    VRAM_RESERVE,
     AutoOffload,
     Budgets,
     DoesNotFitError,
@@ -22,12 +23,15 @@ from ..plan import (
     plan_offload,
     predict,
 )
-from ..schema import ExpertShape, OffloadPolicy, StepRecord
+from ..sampling import CacheSettings, computed_shape, working_bytes
+from ..schema import ContextWindows, ExpertShape, OffloadPolicy, StepRecord
+from ..wan import ExpertPair
 
 if TYPE_CHECKING:
     import torch
 
     from ..wan import ExpertPair
+
 
 WORTH = 0.05
 """Share of the remaining time that a revised policy must save.
@@ -192,3 +196,39 @@ def _better_policy(plan: OffloadPlan, job: OffloadJob, machine: Machine, budgets
 def _describe(plan: OffloadPlan, job: OffloadJob) -> str:
     on_device = describe_policy(plan.policy, job.expert.blocks)
     return f"chosen: {on_device}, {describe_ram(plan.policy)} ({plan.total_s:.1f} s predicted): {plan.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimateInputs:
+    """Settings of a run that determine its activation memory, in addition to the size of the latents."""
+
+    chunk_tokens: int | None = None
+    """Tokens per chunk of the feed-forward; None: all at once."""
+    cache: CacheSettings | None = None
+    windows: ContextWindows | None = None
+    steps: int = 1
+
+    def working_bytes(self, pair: ExpertPair, shape: Sequence[int]) -> int:
+        """Return activation bytes for latents of `shape` [B, C, T, h, w], with a negative lane for each sample."""
+        return working_bytes(
+            pair,
+            computed_shape(shape, self.windows, range(self.steps)),
+            guided=True,
+            chunk_tokens=self.chunk_tokens,
+            cache=self.cache,
+        )
+
+
+def usable_bytes(device: torch.device, *, free: int | None = None, reserved: int = VRAM_RESERVE) -> int:
+    """Return the bytes that a run may use: free VRAM minus `reserved` on a GPU, most of the available RAM on a CPU.
+
+    Args:
+        device: the compute device.
+        free: free bytes of the GPU; None: as reported by the driver.
+        reserved: bytes of the GPU to leave free.
+    """
+    from ..devices import available_bytes, free_bytes
+
+    if device.type != "cuda":
+        return int(AVAILABLE_SHARE * available_bytes())
+    return max(0, (free_bytes(device) or 0 if free is None else free) - reserved)

@@ -14,8 +14,7 @@ from ..host import current_host, io, search_words
 from . import sockets
 from .decode import name_refusal
 from .inputs import report_once
-from .runs.benchmark import MAX_PAUSE_S, MAX_RUNS, Benchmark, TrialTimes, measure, named_runs
-from .runs.report_files import ReportFiles
+from .runs.benchmark import MAX_PAUSE_S, MAX_RUNS, Benchmark, ReportFiles, TrialTimes, measure, named_runs
 from .runs.run_experts import SamplerRun
 from .sampler import TIMELINE
 

@@ -53,10 +53,7 @@ class WanStreamExperts(io.ComfyNode):
                     default=SAME_FOLDER,
                     tooltip="The expert of the later steps. A diffusers pipeline folder chosen as high_noise has both.",
                 ),
-                dtype_input(),
-                storage_input(),
-                attention_input(),
-                compile_input(),
+                *model_inputs(),
             ],
             outputs=[sockets.Experts.Output(display_name="experts")],
         )
@@ -79,11 +76,7 @@ class WanStreamExperts(io.ComfyNode):
             attention=attention,
             compile=compile,
         )
-        # Opened here, and not by the sampler, so that a bad file or a missing package is reported on this node. The
-        # host keeps the pair open for the sampler.
-        with current_host().ledger().phase("open", current_host().device()):
-            pair = current_host().experts(ref)
-        log_auto_dtype(ref, pair)
+        pair = open_here(ref)
         return io.NodeOutput(ref, ui=warnings_ui(expert_mismatches(pair.high, pair.low)))
 
     @classmethod
@@ -92,15 +85,25 @@ class WanStreamExperts(io.ComfyNode):
         return current_host().strict()
 
 
-def log_auto_dtype(ref: ExpertsRef, pair: ExpertPair) -> None:
-    """Log the dtype that `compute_dtype` auto gives in this process."""
+def open_here(ref: ExpertsRef) -> ExpertPair:
+    """Open the experts in this process, and log the dtype that `compute_dtype` auto gives here.
+
+    A loader opens them, and not the sampler, so that a bad file or a missing package is reported on the loader. The
+    host keeps the pair open for the sampler.
+    """
+    host = current_host()
+    with host.ledger().phase("open", host.device()):
+        pair = host.experts(ref)
     # `ref` itself keeps "auto": workers agree on a dtype that is fast on the devices of all of them.
     if ref.compute_dtype == AUTO:
-        logger.info(
-            "compute_dtype auto: the blocks compute in %s on %s",
-            dtype_name(pair.compute_dtype),
-            current_host().device(),
-        )
+        dtype = dtype_name(pair.compute_dtype)
+        logger.info("compute_dtype auto: the blocks compute in %s on %s", dtype, host.device())
+    return pair
+
+
+def model_inputs() -> list[io.Input]:
+    """Inputs of every loader of experts."""
+    return [dtype_input(), storage_input(), attention_input(), compile_input()]
 
 
 def dtype_input() -> io.Combo.Input:
@@ -147,10 +150,7 @@ class WanStreamOneExpert(io.ComfyNode):
                     "step if all blocks stream: 28 GB for 14B (32 GB for Wan2.1 I2V), 9.8 GB for 5B and 2.8 GB "
                     "for 1.3B in bf16 and fp16, half of it in fp8.",
                 ),
-                dtype_input(),
-                storage_input(),
-                attention_input(),
-                compile_input(),
+                *model_inputs(),
             ],
             outputs=[sockets.Experts.Output(display_name="experts")],
         )
@@ -172,11 +172,7 @@ class WanStreamOneExpert(io.ComfyNode):
             attention=attention,
             compile=compile,
         )
-        # Opened here, and not by the sampler, so that a bad file or a missing package is reported on this node. The
-        # host keeps it open for the sampler.
-        with current_host().ledger().phase("open", current_host().device()):
-            pair = current_host().experts(ref)
-        log_auto_dtype(ref, pair)
+        open_here(ref)
         return io.NodeOutput(ref)
 
 

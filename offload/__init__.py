@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .attach import attach_offload
-from .engine.engine import OffloadEngine
+from .engine.engine import OffloadEngine, attach_offload
 from .engine.run import EngineRun
 from .formats.decode import CHUNK_VALUES, decode_tensor
 from .formats.gguf_dequant import QuantFormat
@@ -17,8 +16,7 @@ from .formats.safetensors_header import (
     file_version,
     read_header,
 )
-from .host_memory.page_lock import CudaPageLock, PageLockError
-from .host_memory.pages import map_memory
+from .host_memory.pages import CudaPageLock, PageLockError, map_memory
 from .host_memory.ram_slots import HostPages
 from .host_memory.shared_segment import SharedSegment, sweep
 from .patches import BlockPatch, WeightPatch

@@ -13,8 +13,7 @@ import torch
 
 from ..plan import BlockKey
 from .formats.layout import BlockFormat, FlatLayout, FlatTensor, flat_layout, tensor_views
-from .host_memory.page_lock import LockedBlocks, PageLock
-from .host_memory.pages import in_pages, map_memory
+from .host_memory.pages import LockedBlocks, PageLock, in_pages, map_memory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

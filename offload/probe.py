@@ -15,11 +15,9 @@ import torch
 
 from ..devices import clock_for
 from .engine.threads import torch_thread_pool
-from .formats.decode import decode_tensor
-from .formats.fp8 import QUANTISED_DTYPE, quantise_rows, work_memory
+from .formats.decode import QUANTISED_DTYPE, decode_tensor, quantise_rows, work_memory
 from .formats.layout import host_bytes
-from .host_memory.page_lock import CudaPageLock, PageLockError
-from .host_memory.pages import map_memory
+from .host_memory.pages import CudaPageLock, PageLockError, map_memory
 from .sources.quantised import MAX_THREADS
 from .sources.read_plan import ALIGNMENT, O_DIRECT, ReadPiece
 from .sources.reader import FileReader

@@ -7,14 +7,13 @@ from .cache.calibrate import calibrate, calibration_bytes, calibration_job
 from .cache.mag_table import NEAR_SIGMA, MagTable
 from .cache.settings import PRESETS, CacheSettings, FirstBlockCache, MagCache, policy_with_cache
 from .context_windows import StepWindows, computed_shape
-from .denoise import DenoiseResult, denoise, denoise_part
+from .denoise import DenoiseResult, check_fits, denoise, denoise_part
 from .errors import InsufficientMemoryError, NonFiniteLatentError, RequestError, SamplingCancelled, SmallerPolicyError
 from .estimate import cached_job, offload_job, predicted_calls, predicted_timeline, request_job
 from .inputs.batching import merge_requests, split_request
 from .inputs.checks import check_guidance, check_step_plan, check_windows, check_windows_repeat
 from .inputs.conditioning import IMAGE_EMBEDDING_KEY, NativeInputs, native_inputs, native_latent, single_entry
 from .inputs.first_frame import latent_with_first_frames, start_end_mask, start_frames, start_mask, video_with_start_end
-from .inputs.model_checks import check_fits
 from .inputs.request import DenoiseRequest, Guidance, check_nag, parse_scales
 from .loop.denoiser import StepProgress
 from .loop.lanes import LaneInputs, LaneName, lane_names, prefetch_embeddings

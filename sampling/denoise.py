@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..devices import compute_device
-from ..schema import OffloadPolicy, Timeline
+from ..schema import TEXT_TOKENS, OffloadPolicy, Timeline
 from ..telemetry import Recorder, TelemetryOptions
 from ..wan import ExpertPair
 from .cache.base import StepCache
-from .inputs.model_checks import check_fits
-from .inputs.request import DenoiseRequest
-from .loop.denoiser import Callbacks, Denoiser, StepProgress
+from .errors import RequestError
+from .inputs.checks import Texts
+from .inputs.request import DenoiseRequest, check_channels
+from .loop.denoiser import Denoiser, StepProgress
 from .loop.oom_fallback import Revise, RunPolicy
 from .loop.parallel import WHOLE_RUN, RunSlice
 
@@ -77,8 +78,8 @@ def denoise(
         SamplingCancelled: `should_stop` returned True. The pair can be used again at once, as after any error.
         NonFiniteLatentError: a step made NaN or infinity.
     """
-    callbacks = Callbacks(on_step=on_step, should_stop=should_stop, revise=revise)
-    return _denoise(pair, request, WHOLE_RUN, callbacks, policy=policy, device=device, observe=observe)
+    run_policy = check_run(pair, request, WHOLE_RUN, policy, device, revise)
+    return run_part(request, WHOLE_RUN, run_policy, on_step=on_step, should_stop=should_stop, observe=observe)
 
 
 def denoise_part(
@@ -100,54 +101,98 @@ def denoise_part(
         RequestError: the part does not belong to this request; and as `denoise`.
         SmallerPolicyError: a step that other workers compute too ran out of memory.
     """
-    callbacks = Callbacks(on_step=on_step, should_stop=should_stop)
-    return _denoise(pair, request, part, callbacks, policy=policy, device=device, observe=observe)
+    run_policy = check_run(pair, request, part, policy, device)
+    return run_part(request, part, run_policy, on_step=on_step, should_stop=should_stop, observe=observe)
 
 
-def denoise_measured(
-    pair: ExpertPair,
-    request: DenoiseRequest,
-    cache: StepCache,
-    *,
-    policy: OffloadPolicy,
-    device: torch.device | str,
-    on_step: Callable[[StepProgress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    observe: TelemetryOptions | None = None,
-) -> DenoiseResult:
-    """Run `denoise` with `cache` in place of the request's own, to measure every step."""
-    callbacks = Callbacks(on_step=on_step, should_stop=should_stop)
-    return _denoise(pair, request, WHOLE_RUN, callbacks, policy=policy, device=device, observe=observe, cache=cache)
-
-
-def _denoise(
+def check_run(
     pair: ExpertPair,
     request: DenoiseRequest,
     part: RunSlice,
-    callbacks: Callbacks,
-    *,
     policy: OffloadPolicy,
     device: torch.device | str,
-    observe: TelemetryOptions | None,
-    cache: StepCache | None = None,
-) -> DenoiseResult:
+    revise: Revise | None = None,
+) -> RunPolicy:
+    """Return the policy of a run that is about to start. Raises the errors of `denoise` that need no computed step."""
     check_fits(request, pair)
-    run_device = compute_device(device)
     run_policy = RunPolicy(
         pair,
         policy,
-        run_device,
+        compute_device(device),
         shape=request.computed_shape,
         guided=request.guided,
         split=part.split,
         cache=request.cache,
-        revise=callbacks.revise,
+        revise=revise,
     )
     run_policy.refuse_without_ram()
+    return run_policy
+
+
+def run_part(
+    request: DenoiseRequest,
+    part: RunSlice,
+    policy: RunPolicy,
+    *,
+    on_step: Callable[[StepProgress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    observe: TelemetryOptions | None = None,
+    cache: StepCache | None = None,
+) -> DenoiseResult:
+    """Compute the steps of a part; `cache` replaces the request's own. Raises the errors of `denoise_part`."""
     with torch.inference_mode():
-        recorder = Recorder(run_device, observe=observe or TelemetryOptions.asked(os.environ))
-        denoiser = Denoiser(request, part, run_policy, recorder, callbacks, cache)
-        denoiser.run()
+        recorder = Recorder(policy.device, observe=observe or TelemetryOptions.asked(os.environ))
+        denoiser = Denoiser(request, part, policy, recorder, cache)
+        denoiser.run(on_step, should_stop)
     # Copied outside inference mode: callers could not change an inference tensor in place, or use it under autograd.
     latents = denoiser.latents.to(request.noise.device, copy=True)
     return DenoiseResult(latents=latents, sigma=denoiser.sigma, timeline=denoiser.timeline())
+
+
+def check_fits(request: DenoiseRequest, pair: ExpertPair) -> None:
+    """Raise RequestError unless the request's channels, steps and image fit the experts.
+
+    An image embedding for experts without an image branch is not an error: it is ignored, as in ComfyUI.
+    """
+    check_channels(request, pair.in_channels)
+    if pair.is_single:
+        _check_steps(request)
+    width = pair.high.config.image_dim
+    if width is not None:
+        _check_image(request, width)
+
+
+def _check_steps(request: DenoiseRequest) -> None:
+    step_plan = request.step_plan
+    low = [step for step in step_plan.steps if step_plan.experts[step] == "low"]
+    if low:
+        raise RequestError(
+            f"step {low[0]} is one of the low-noise expert, and this is a single model, which runs every step: give "
+            "boundary_ratio 0 and no switch_step"
+        )
+
+
+def _check_image(request: DenoiseRequest, width: int) -> None:
+    image = request.image_embedding
+    if image is None:
+        raise RequestError(
+            "the model has an image branch (Wan2.1 I2V), and the request has no image embedding: choose a clip_vision "
+            "file in WanStream Image to Video, or connect a CLIP Vision output to WanImageToVideo"
+        )
+    if image.shape[2] != width:
+        raise RequestError(
+            f"the image embedding is {list(image.shape)}, the model takes [1, tokens, {width}]: use clip_vision_h"
+        )
+    for name, texts in (("positive", request.positive), ("negative", request.negative)):
+        for length in _lengths(texts):
+            if length != TEXT_TOKENS:
+                raise RequestError(
+                    f"{name} has {length} tokens, and a model with an image branch (Wan2.1 I2V) needs "
+                    f"{TEXT_TOKENS}: encode it with Wan Text Encode, which pads or cuts to that length"
+                )
+
+
+def _lengths(texts: Texts | None) -> list[int]:
+    if texts is None:
+        return []
+    return [text.shape[-2] for text in texts]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .options import TelemetryOptions
 from .phases import PhaseRegistry, QueueItemPhases
-from .recorder import Recorder
+from .recorder import Recorder, TelemetryOptions
 from .step_events import BlockArrival, ReadSpan
 from .trace import Ranges, ranged
 

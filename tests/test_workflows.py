@@ -20,9 +20,8 @@ from PIL import Image, ImageChops, ImageStat
 
 from wanstream.nodes import WanStreamExtension
 from wanstream.tests.support.embedded import embedded_host, run_workflow
-from wanstream.tools.arrange import NOTE_TYPE, TITLE, models_of
+from wanstream.tools.arrange import MODEL_FILES, NOTE_TYPE, TITLE, models_of
 from wanstream.tools.graphs import by_name, names_of
-from wanstream.tools.model_files import MODEL_FILES
 from wanstream.tools.thumbnails import thumbnail
 
 WORKFLOWS = Path(__file__).parent.parent / "workflows"

@@ -196,7 +196,7 @@ def _started(server: Server, process: subprocess.Popen[bytes], log: Path) -> Ser
         )
         try:
             argv = server.get("/system_stats")["system"]["argv"]
-        except urllib.error.URLError:
+        except (urllib.error.URLError, ConnectionError):  # the second from another process that had the port before
             time.sleep(POLL_SECONDS)
             continue
         assert str(server.base) in argv, f"another server listens at {server.url}: {argv}"

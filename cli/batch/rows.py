@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...host.embedded import MOST_NESTED, Prompt, Socket, converted, names_listed, nested_deeper
-from ..overrides import OverrideError, find_node
+from ..arguments import OverrideError, find_node
 
 NAME = "name"
 """Column with the name of the row's files; it is not an input."""

@@ -18,9 +18,19 @@ from ...nodes.runs import TrialTimes
 from ...schema import IN_PROCESS, ExpertsRef, Mesh, OffloadPolicy, VideoShape, WorkersRef, check_count
 from ...wan import open_pair
 from ..arguments import DONE, FAILED, INVALID, ArgumentError, create_output_folder, values_of, video_shape
-from .cases import Cases, bench_cases, bench_request, default_counts, layout_traits, parse_mesh, small_experts
+from .cases import (
+    Bench,
+    CaseRuns,
+    Cases,
+    bench_cases,
+    bench_request,
+    default_counts,
+    layout_traits,
+    parse_mesh,
+    run_cases,
+    small_experts,
+)
 from .report import save
-from .runs import Bench, CaseRuns, run_cases
 
 
 def add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -24,8 +24,7 @@ from ...bench import (
     versions,
 )
 from ...schema import Timeline, format_seconds, format_size
-from .cases import BenchCase
-from .runs import BenchRun, CaseRuns
+from .cases import BenchCase, BenchRun, CaseRuns
 
 Figures = dict[str, Any]
 

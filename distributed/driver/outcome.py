@@ -9,9 +9,8 @@ from enum import Enum, IntEnum
 from ...offload import GatherBrokenError
 from ...sampling import SamplingCancelled, SmallerPolicyError
 from ...schema import OffloadPolicy
-from ..messages import TaskResult
+from ..messages import PeerLostError, TaskResult, WorkerTimeoutError
 from ..transport.pool import WorkerLostError
-from ..worker.errors import PeerLostError, WorkerTimeoutError
 
 
 class TaskOutcome(Enum):

@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...schema import Mesh, WorkersRef
-from ..messages import RendezvousSpec, WorkerFacts
+from ..messages import PeerLostError, RendezvousSpec, WorkerFacts, WorkerTimeoutError
 from ..transport.pool import Pool, WorkerHandle, WorkerLostError
-from ..worker.errors import PeerLostError, WorkerTimeoutError
 
 ANSWER_S = 60.0
 """Time limit for short calls to a worker, in seconds; a worker that exceeds it is killed."""

@@ -13,10 +13,9 @@ from functools import partial
 
 from ...sampling import DenoiseRequest, SamplingCancelled
 from ...schema import ExpertsRef, Mesh, OffloadPolicy, PathMap
-from ..messages import RunTask, StepReport, TaskResult, WorkerFacts
+from ..messages import RunTask, StepReport, TaskResult, WorkerFacts, WorkerTimeoutError
 from ..transport.pool import Pool, WorkerHandle, WorkerLostError
 from ..transport.threads import run_in_thread
-from ..worker.errors import WorkerTimeoutError
 from .heartbeat import Heartbeat, silence_limit
 from .outcome import TaskEnd, TaskOutcome, classify_failure
 from .rendezvous import ANSWER_S, Rendezvous

@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ...schema import Mesh, StateError
-from ..messages import RendezvousSpec
-from .errors import PeerLostError, WorkerTimeoutError, is_peer_error, is_timeout
+from ..messages import PeerLostError, RendezvousSpec, WorkerTimeoutError, is_peer_error, is_timeout
 from .rendezvous import (
     RendezvousStore,
     TcpSocket,

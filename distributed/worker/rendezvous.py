@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 import torch.distributed as dist
 
-from ..messages import RendezvousSpec
-from .errors import PeerLostError, WorkerTimeoutError, is_timeout
+from ..messages import PeerLostError, RendezvousSpec, WorkerTimeoutError, is_timeout
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

@@ -21,11 +21,10 @@ from ...devices import auto_dtype, compute_device, dtype_name, forget, free_byte
 from ...sampling import LOCAL_FORWARD, RunSlice, StepProgress, denoise_part
 from ...schema import VERSION, ExpertsRef, PathMap
 from ...wan import ExpertsRegistry, open_pair
-from ..messages import RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
+from ..messages import PeerLostError, RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.path_map import resolve_experts, resolve_path, weight_bytes
 from ..vae.worker import DecodeTask, TileDecoder, decode_budget
 from ..weights.weights import GroupWeights, RunWeights
-from .errors import PeerLostError
 from .groups import ProcessGroups
 from .lane_split import group_forward
 

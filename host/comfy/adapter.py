@@ -295,7 +295,7 @@ class ComfyHost:
         return dynamic_bytes()
 
     def make_room(self, wanted: int) -> int:
-        from ..memory import usable_bytes
+        from ..auto_policy import usable_bytes
 
         device = self.device()
         reserved = int(comfy.model_management.minimum_inference_memory())

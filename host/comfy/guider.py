@@ -28,9 +28,8 @@ from ...sampling import (
 )
 from ...schema import OffloadPolicy, Timeline
 from ...telemetry import Recorder, TelemetryOptions
-from ..auto_policy import PolicyChoice
+from ..auto_policy import MemoryEstimateInputs, PolicyChoice
 from ..error_names import plainly_named
-from ..memory import MemoryEstimateInputs
 from .guider_session import (
     ChoosePolicy,
     GuiderRunState,

@@ -17,7 +17,7 @@ from ...plan import keep_near_policy, shrink_to_budget
 from ...schema import ExpertsRef, OffloadPolicy, plan_residency
 from ...wan import WAN22, ExpertPair
 from ..api import LoadedExperts
-from ..memory import MemoryEstimateInputs
+from ..auto_policy import MemoryEstimateInputs
 
 logger = logging.getLogger("wanstream.memory")
 

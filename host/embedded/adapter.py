@@ -298,7 +298,7 @@ class EmbeddedHost:
         return None
 
     def make_room(self, wanted: int) -> int:
-        from ..memory import usable_bytes
+        from ..auto_policy import usable_bytes
 
         if usable_bytes(self.device()) < wanted:
             self.free_experts()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, ImageSequence
 
-from ..current import current_host
+from ..api import current_host
 from ..folders import OutsideFolderError
 from . import io
 from .adapter import EmbeddedHost

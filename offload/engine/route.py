@@ -13,7 +13,7 @@ import torch
 
 from ...plan import STAGING_SLOTS, BlockKey
 from ..formats.layout import BlockFormat
-from ..host_memory.page_lock import PageLock
+from ..host_memory.pages import PageLock
 from ..host_memory.ram_slots import RamSlots
 from ..host_memory.shared_segment import SharedSegment
 from ..patches import StagedPatches

@@ -16,8 +16,7 @@ from ..engine.buffers import BlockStorage, BufferState
 from ..formats.layout import host_bytes
 from ..sources.base import BlockSource, InsufficientRamError
 from .base import Reservation, SlotMemory
-from .page_lock import LockedBlocks, PageLock
-from .pages import in_pages, map_memory
+from .pages import LockedBlocks, PageLock, in_pages, map_memory
 from .shared_segment import SharedSegment
 
 REMEDY = "keep fewer blocks in RAM, stream from the file instead, or close other programs that use RAM"

@@ -10,8 +10,7 @@ import torch
 from ...plan import BlockKey
 from ..formats.layout import allocate_flat
 from ..host_memory.base import Reservation
-from ..host_memory.page_lock import LockedBlocks, PageLock
-from ..host_memory.pages import in_pages, map_memory
+from ..host_memory.pages import LockedBlocks, PageLock, in_pages, map_memory
 
 
 class DeviceSlots:

@@ -16,7 +16,7 @@ import torch
 
 from ...plan import BlockKey
 from ..engine.threads import torch_thread_pool
-from ..formats.fp8 import QUANTISABLE_DTYPES, QUANTISED_DTYPE, NotFiniteError, quantise_rows, row_scales, work_memory
+from ..formats.decode import QUANTISABLE_DTYPES, QUANTISED_DTYPE, NotFiniteError, quantise_rows, row_scales, work_memory
 from ..formats.layout import BlockFormat, FlatLayout, FlatTensor, allocate_flat, block_format, host_bytes, tensor_views
 from .base import RangeSource, SourceError
 from .read_plan import ALIGNMENT, EXTENT_BYTES

@@ -18,12 +18,13 @@ from ...plan import OffloadJob
 from ...schema import OUTPUT_TOKENS, OffloadPolicy
 from ...telemetry import TelemetryOptions
 from ...wan import ExpertPair, SkipDecision
-from ..denoise import DenoiseResult, denoise_measured
+from ..denoise import DenoiseResult, check_run, run_part
 from ..errors import RequestError
 from ..estimate import request_job
 from ..inputs.request import DenoiseRequest
 from ..loop.denoiser import StepProgress
 from ..loop.lanes import LaneName
+from ..loop.parallel import WHOLE_RUN
 from ..memory import working_bytes
 from .mag_table import MagTable, model_mark
 
@@ -143,15 +144,9 @@ def calibrate(
             "and a table needs all of them: calibrate a run of all steps"
         )
     measured = Calibration()
-    result = denoise_measured(
-        pair,
-        plain,
-        measured,
-        policy=policy,
-        device=device,
-        on_step=on_step,
-        should_stop=should_stop,
-        observe=observe,
+    run_policy = check_run(pair, plain, WHOLE_RUN, policy, device)
+    result = run_part(
+        plain, WHOLE_RUN, run_policy, on_step=on_step, should_stop=should_stop, observe=observe, cache=measured
     )
     ratios = measured.ratios(dict(enumerate(step_plan.experts)))
     if not all(math.isfinite(ratio) and ratio > 0 for each in ratios for ratio in each):

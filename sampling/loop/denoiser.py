@@ -20,7 +20,7 @@ from ..schedules import PURE_NOISE, step_seeds
 from ..solvers import Solver, make_solver
 from .lanes import LaneInputs, LaneName, names_at, prefetch_embeddings, windows_at
 from .model_calls import ModelCalls
-from .oom_fallback import Revise, RunPolicy
+from .oom_fallback import RunPolicy
 from .parallel import Compute, RunSlice, RunState, remaining_steps
 
 
@@ -44,15 +44,6 @@ class StepProgress:
         return self.record.index
 
 
-@dataclass(frozen=True, kw_only=True)
-class Callbacks:
-    """Callbacks of a run; see `denoise`."""
-
-    on_step: Callable[[StepProgress], None] | None = None
-    should_stop: Callable[[], bool] | None = None
-    revise: Revise | None = None
-
-
 class _StepResult(NamedTuple):
     """State after a finished step, before the run accepts it."""
 
@@ -72,7 +63,6 @@ class Denoiser:
         part: RunSlice,
         policy: RunPolicy,
         recorder: Recorder,
-        callbacks: Callbacks,
         cache: StepCache | None = None,
     ) -> None:
         device = policy.device
@@ -80,7 +70,6 @@ class Denoiser:
         self._range = remaining_steps(self.step_plan, part.resume, part.until)
         self._steps = [(step, self.step_plan.experts[step]) for step in self._range]
         self._request, self._policy = request, policy
-        self._callbacks = callbacks
         self._recorder = recorder
         self._inputs = LaneInputs(request, device)
         self._masked = _masked_part(request, device)
@@ -102,8 +91,8 @@ class Denoiser:
     def timeline(self) -> Timeline:
         return replace(self._recorder.timeline(), changes=tuple(self._policy.changes))
 
-    def run(self) -> None:
-        """Compute all remaining steps."""
+    def run(self, on_step: Callable[[StepProgress], None] | None, should_stop: Callable[[], bool] | None) -> None:
+        """Compute all remaining steps; see `denoise` for both callbacks."""
         cached = None
         if self._cache is not None:
             cached = CachedCalls(cache=self._cache, skipped=self._cache.known_skips(self._step_lanes()))
@@ -112,7 +101,7 @@ class Denoiser:
             [expert for _, expert in self._steps],
             recorder=self._recorder,
             first_step=self._range.start,
-            should_stop=self._callbacks.should_stop,
+            should_stop=should_stop,
             policy=self._policy,
             nag=self._request.nag,
             cached=cached,
@@ -122,7 +111,10 @@ class Denoiser:
                 self._prefetch_embeddings(calls.engine)
             schedule = self.step_plan.schedule
             for step, expert in self._steps:
-                self._accept(calls.step(expert, schedule.sigmas[step], schedule.timesteps[step], self._compute_step))
+                result = calls.step(expert, schedule.sigmas[step], schedule.timesteps[step], self._compute_step)
+                self._accept(result)
+                if on_step is not None:
+                    on_step(self._progress(step, result))
 
     def _prefetch_embeddings(self, engine: ExpertEngine) -> None:
         """Announce all timesteps and texts of the run to the engine, which embeds them together."""
@@ -158,7 +150,7 @@ class Denoiser:
         return _StepResult(latents=latents, solver=solver, denoised=denoised, finite=latents.isfinite().all())
 
     def _accept(self, result: _StepResult) -> None:
-        """Make a finished step the state of the run, and report it.
+        """Make a finished step the state of the run.
 
         Raises:
             NonFiniteLatentError: the step made NaN or infinity.
@@ -172,13 +164,15 @@ class Denoiser:
             )
         self.latents, self._solver = result.latents, result.solver
         self._done += 1
-        record = self._recorder.last
-        if self._callbacks.on_step is not None:
-            before = self._range.start - self.step_plan.start_step
-            state = partial(_state, step + 1, result)
-            done, total = before + self._done, len(self.step_plan.steps)
-            progress = StepProgress(record=record, done=done, total=total, denoised=result.denoised, state=state)
-            self._callbacks.on_step(progress)
+
+    def _progress(self, step: int, result: _StepResult) -> StepProgress:
+        return StepProgress(
+            record=self._recorder.last,
+            done=self._range.start - self.step_plan.start_step + self._done,
+            total=len(self.step_plan.steps),
+            denoised=result.denoised,
+            state=partial(_state, step + 1, result),
+        )
 
 
 def _state(next_step: int, result: _StepResult) -> RunState:

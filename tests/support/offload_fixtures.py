@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from wanstream.offload.formats.layout import BlockFormat
-from wanstream.offload.host_memory.page_lock import PageLockError
+from wanstream.offload.host_memory.pages import PageLockError
 from wanstream.offload.sharding.group import GatherBrokenError, Sharded
 from wanstream.offload.sources.base import BlockSource, SourceError
 from wanstream.plan import BlockKey

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.worker.errors import PeerLostError
+from wanstream.distributed.messages import PeerLostError
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.mesh import Mesh
+from wanstream.tests.support.rounding import difference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,10 +20,6 @@ pytestmark = [
 ]
 
 LAYERWISE = OffloadPolicy.layerwise(1)
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max())
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from torch import nn
 from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
 from wanstream.offload.engine.run import PACE
 from wanstream.offload.formats.safetensors_header import read_header
-from wanstream.offload.host_memory.page_lock import CudaPageLock, PageLockError
+from wanstream.offload.host_memory.pages import CudaPageLock, PageLockError
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan import BlockKey, step_visits

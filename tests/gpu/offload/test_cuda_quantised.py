@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.offload.formats.decode import decode_tensor
-from wanstream.offload.formats.fp8 import QUANTISED_DTYPE, quantise_rows, work_memory
+from wanstream.offload.formats.decode import QUANTISED_DTYPE, decode_tensor, quantise_rows, work_memory
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import Lane, forward_lanes

@@ -20,6 +20,7 @@ from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.mesh import Mesh
 from wanstream.schema.refs import WeightPlacement
+from wanstream.tests.support.rounding import ROUNDING, difference
 
 ULYSSES, CFG = Mesh(ulysses=2), Mesh(cfg=2)
 STEPS = 8
@@ -27,8 +28,6 @@ RANDOM = random.Random(7)
 THRESHOLDS = [RANDOM.uniform(0.35, 0.85) for _ in range(20)]
 EVERY = 5
 """One of this many thresholds is compared with a single worker."""
-SAME = 1e-5
-"""Tolerance: largest difference divided by the largest value."""
 
 Decisions = list[tuple[int, int]]
 """Per step: lanes that skipped blocks here, and skipped visits."""
@@ -86,10 +85,6 @@ def cached_task(make_task: Callable[..., RunTask], tiny_expert_folder: Callable[
     return make
 
 
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max())
-
-
 def visits_of(ran: Sequence[tuple[Decisions, Any]]) -> list[list[int]]:
     return [[visits for _, visits in decided] for decided, _ in ran]
 
@@ -105,7 +100,7 @@ def test_two_workers_that_share_tokens_decide_alike_at_20_random_thresholds(
     [alone] = group(None, tasks[::EVERY])
     for (decided, latents), (expected, whole) in zip(one[::EVERY], alone, strict=True):
         assert decided == expected
-        assert difference(latents, whole) <= SAME
+        assert difference(latents, whole) <= ROUNDING
 
 
 @pytest.mark.parametrize("mesh", [ULYSSES, CFG], ids=str)
@@ -117,7 +112,7 @@ def test_two_workers_decide_as_one_does(
     one, other = group(mesh, tasks)
     assert visits_of(one) == visits_of(other) == visits_of(alone)
     for (expected, whole), (first, latents), (second, _) in zip(alone, one, other, strict=True):
-        assert difference(latents, whole) <= SAME
+        assert difference(latents, whole) <= ROUNDING
         if mesh == CFG:  # each side has one of the two lanes
             both = [mine + theirs for (mine, _), (theirs, _) in zip(first, second, strict=True)]
             assert both == [lanes for lanes, _ in expected]
@@ -158,7 +153,7 @@ def test_context_windows_of_two_workers_decide_as_those_of_one(
     one, other = group(mesh, tasks)
     assert visits_of(one) == visits_of(other) == visits_of(alone)
     for (expected, whole), (_, latents) in zip(alone, one, strict=True):
-        assert difference(latents, whole) <= SAME
+        assert difference(latents, whole) <= ROUNDING
         assert any(lanes for lanes, _ in expected)
 
 

@@ -11,23 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.distributed.messages import PeerLostError, WorkerTimeoutError
 from wanstream.distributed.worker.context_parallel import backend_for
-from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
 from wanstream.sampling import DenoiseRequest
 from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.mesh import Mesh, MeshError
 from wanstream.testing.experts import make_lora, save_lora
+from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.wan import Nag
 
 LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
 CHUNKED = replace(LAYERWISE, chunk_tokens=8)
-SAME = 1e-6
-"""Tolerance: largest difference divided by the largest value."""
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max())
 
 
 @pytest.fixture
@@ -83,7 +78,7 @@ def test_ulysses_gives_what_one_worker_gives(
     given = wide(), make_request(), policy
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
     told = processes.all(split_jobs.job_run, *given, count=mesh.size)
-    assert difference(told[0]["latents"], alone) <= SAME
+    assert difference(told[0]["latents"], alone) <= ROUNDING
     for worker in told:
         assert torch.equal(worker["latents"], told[0]["latents"])
         assert worker["gathered"] == worker["crossed"] > 0
@@ -107,7 +102,7 @@ def test_windows_and_nag_on_shared_tokens(
     given = wide(), request, policy
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
     told = processes.all(split_jobs.job_run, *given, count=2)
-    assert difference(told[0]["latents"], alone) <= SAME
+    assert difference(told[0]["latents"], alone) <= ROUNDING
     assert torch.equal(told[1]["latents"], told[0]["latents"])
 
 
@@ -135,7 +130,7 @@ def test_images_and_loras_on_shared_tokens(
     given = replace(experts, loras=tuple(loras)), request, SWAP
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
     for worker in processes.all(split_jobs.job_run, *given, count=mesh.size):
-        assert difference(worker["latents"], alone) <= SAME
+        assert difference(worker["latents"], alone) <= ROUNDING
     assert difference(plain, alone) > 1e-3
 
 
@@ -177,7 +172,7 @@ def test_a_ring_gives_what_one_worker_gives(
         processes.all(split_jobs.job_use_own_attention, count=mesh.size)
     for worker in told:
         assert torch.equal(worker["latents"], told[0]["latents"])
-        assert difference(worker["latents"], alone) <= SAME
+        assert difference(worker["latents"], alone) <= ROUNDING
         assert worker["gathered"] == worker["crossed"] > 0
 
 
@@ -288,7 +283,7 @@ def test_a_wish_of_one_stops_all_before_the_same_block(
     assert stopped == [(2, 1)] * mesh.size
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
     for worker in processes.all(split_jobs.job_run, *given, count=mesh.size):
-        assert difference(worker["latents"], alone) <= SAME
+        assert difference(worker["latents"], alone) <= ROUNDING
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["lost", "hanging"])
@@ -309,4 +304,4 @@ def test_a_worker_that_is_lost_in_a_run_is_told_by_the_others(
     join(mesh)
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
     for worker in processes.all(split_jobs.job_run, *given, count=4):
-        assert difference(worker["latents"], alone) <= SAME
+        assert difference(worker["latents"], alone) <= ROUNDING

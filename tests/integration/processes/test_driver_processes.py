@@ -18,10 +18,9 @@ from wanstream.distributed.driver.worker_group import WorkerFailedError
 from wanstream.distributed.messages import RunTask
 from wanstream.sampling import SamplingCancelled, StepProgress
 from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
+from wanstream.tests.support.rounding import ROUNDING
 
 WORKERS = 4
-SAME = 1e-6
-"""Relative difference up to which results of context parallelism in fp32 are the same."""
 
 MakeTask = Callable[..., RunTask]
 ComputeAlone = Callable[[RunTask], torch.Tensor]
@@ -78,7 +77,7 @@ def test_every_mesh_gives_what_one_worker_gives(
     else:
         difference = ((ran.latents - wanted).norm() / wanted.norm()).item()
         record_property("difference", difference)
-        assert difference <= SAME
+        assert difference <= ROUNDING
     assert len({worker.pid for worker in pool.workers[: mesh.size]} - {os.getpid()}) == mesh.size
     # Of two rows the faster one may take all videos of a stage.
     assert set(ran.timelines) == set(range(mesh.size)) or mesh.data * mesh.stage == 4
@@ -96,7 +95,7 @@ def test_ulysses_shares_out_the_heads_of_the_sample_model(
     task = make_task(experts=ExpertsRef(high_noise=next(files), low_noise=next(files), compute_dtype="float32"))
     made = driver_of(pool, Mesh(ulysses=2)).denoise(task.experts, task.request, task.policy).latents
     wanted = alone(task)
-    assert ((made - wanted).norm() / wanted.norm()).item() <= SAME
+    assert ((made - wanted).norm() / wanted.norm()).item() <= ROUNDING
 
 
 def test_in_two_stages_no_worker_changes_its_expert(pool: Any, batch_task: MakeTask, alone: ComputeAlone) -> None:

@@ -13,8 +13,7 @@ import psutil
 import pytest
 import torch
 
-from wanstream.distributed.messages import RendezvousSpec
-from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
+from wanstream.distributed.messages import PeerLostError, RendezvousSpec, WorkerTimeoutError
 from wanstream.distributed.worker.groups import GroupsState, ProcessGroups, group_members, join
 from wanstream.distributed.worker.lane_split import group_forward
 from wanstream.schema import StateError

@@ -14,16 +14,12 @@ from wanstream.sampling import DenoiseRequest
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.mesh import Mesh
+from wanstream.tests.support.rounding import ROUNDING, difference
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 CHUNKED = replace(LAYERWISE, chunk_tokens=8)
 SHAPE = (1, 48, 3, 4, 8)
 """8 tokens in each of 3 frames: two workers have one frame and a half."""
-SAME = 1e-6
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max())
 
 
 @pytest.fixture
@@ -77,7 +73,7 @@ def test_two_workers_give_what_one_gives(
         alone = processes[0].start(split_jobs.job_run_alone, *job).result()
         told = processes.all(split_jobs.job_run, *job, count=2)
         for worker in told:
-            assert difference(worker["latents"], alone) <= SAME
+            assert difference(worker["latents"], alone) <= ROUNDING
     free = given(mask=None)
     plain = processes[0].start(split_jobs.job_run_alone, *free, policy).result()
     assert difference(plain, alone) > 1e-3
@@ -88,7 +84,7 @@ def test_compiled_blocks_of_two_workers(processes: Any, split_jobs: Any, join: A
     join(Mesh(ulysses=2))
     told = processes.all(split_jobs.job_run_compiled, *given(), LAYERWISE, count=2)
     for plain, compiled, again in told:
-        assert difference(compiled["latents"], plain["latents"]) <= SAME
+        assert difference(compiled["latents"], plain["latents"]) <= ROUNDING
         assert torch.equal(again["latents"], compiled["latents"])
         assert again["graphs"] == 0
     assert told[0][1]["graphs"] == told[1][1]["graphs"]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.cli.overrides import OverrideError, apply_overrides
+from wanstream.cli.arguments import OverrideError, apply_overrides
 from wanstream.host import io
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.host.clusters import VARIABLE, cluster, cluster_names, clusters_file
+from wanstream.host.workers import VARIABLE, cluster, cluster_names, clusters_file
 from wanstream.schema.refs import WorkersError
 
 

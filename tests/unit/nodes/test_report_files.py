@@ -14,7 +14,7 @@ import pytest
 
 from wanstream.bench import Report, Trial, Variant
 from wanstream.host.folders import OutputFile
-from wanstream.nodes.runs.report_files import ReportFileError, ReportFiles
+from wanstream.nodes.runs.benchmark import ReportFileError, ReportFiles
 from wanstream.schema import StepRecord, Timeline
 
 STEP = StepRecord(index=0, expert="high", sigma=1.0, wall_s=2.0, compute_s=2.0, stall_s=0.0, bytes_moved=5)

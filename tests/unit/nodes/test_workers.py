@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.clusters import VARIABLE
+from wanstream.host.workers import VARIABLE
 from wanstream.nodes.workers import workers_inputs, workers_ref, workers_refusal
 from wanstream.schema import Mesh, PathMap, WorkersRef
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.clusters import VARIABLE
 from wanstream.host.embedded.adapter import NodeProgress
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.host.workers import VARIABLE
 from wanstream.nodes import WanStreamExtension
 from wanstream.schema import Cancelled, Timeline, WorkersRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow

@@ -13,16 +13,19 @@ import torch
 from wanstream.bench.trial_matrix import TrialMatrix
 from wanstream.cli import main
 from wanstream.cli.bench.cases import (
+    Bench,
     BenchCase,
+    BenchRun,
+    CaseRuns,
     LayoutTraits,
     bench_cases,
     bench_request,
     default_counts,
     parse_mesh,
+    run_cases,
     small_experts,
 )
 from wanstream.cli.bench.report import figures, page
-from wanstream.cli.bench.runs import Bench, BenchRun, CaseRuns, run_cases
 from wanstream.distributed.transport.in_process import InProcessPool
 from wanstream.nodes.runs.benchmark import TrialTimes
 from wanstream.schema import MemorySample, Mesh, MeshError, OffloadPolicy, StepRecord, Timeline, VideoShape, WorkersRef

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from wanstream.distributed.driver.worker_group import TaskOutcome, classify_failure
-from wanstream.distributed.messages import TaskResult
+from wanstream.distributed.messages import PeerLostError, TaskResult, WorkerTimeoutError
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
 from wanstream.sampling import InsufficientMemoryError, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import OffloadPolicy, Timeline
 

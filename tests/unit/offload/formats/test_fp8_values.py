@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.offload.formats.decode import decode_tensor
-from wanstream.offload.formats.fp8 import FP8_DTYPES, widen
+from wanstream.offload.formats.decode import FP8_DTYPES, decode_tensor, widen
 
 EVERY = torch.arange(256, dtype=torch.int16).to(torch.uint8)
 

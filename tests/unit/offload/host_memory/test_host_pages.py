@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.offload.host_memory.page_lock import CudaPageLock
-from wanstream.offload.host_memory.pages import in_pages
+from wanstream.offload.host_memory.pages import CudaPageLock, in_pages
 from wanstream.offload.host_memory.ram_slots import HostPages
 from wanstream.offload.host_memory.shared_segment import SharedSegment
 from wanstream.offload.sources.base import InsufficientRamError, SourceError

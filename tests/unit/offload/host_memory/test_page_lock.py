@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from wanstream.offload.formats.layout import allocate_flat
-from wanstream.offload.host_memory.page_lock import CudaPageLock, LockedBlocks, PageLockError
+from wanstream.offload.host_memory.pages import CudaPageLock, LockedBlocks, PageLockError
 
 
 def test_blocks_are_locked_and_released(limited_page_lock):

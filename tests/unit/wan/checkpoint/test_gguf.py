@@ -19,8 +19,7 @@ from wanstream.schema import OffloadPolicy
 from wanstream.testing.quantised import matrices, q4_k_m, save_expert_gguf
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
-from wanstream.wan.checkpoint.gguf import is_merged
-from wanstream.wan.checkpoint.open import open_expert
+from wanstream.wan.checkpoint.open import is_merged, open_expert
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.experts.storage import device_bytes
 

@@ -11,7 +11,7 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import save_file
 
-from wanstream.tools.model_files import MODEL_FILES
+from wanstream.tools.arrange import MODEL_FILES
 from wanstream.wan.checkpoint.mismatches import (
     expert_mismatches,
     is_image_to_video_name,
