@@ -190,7 +190,8 @@ class _AttentionBytes:
         self._tensors = 4 * (ulysses - 1) / ulysses + 2 * (ring - 1)
 
     def __call__(self, module: object, inputs: tuple[torch.Tensor, ...]) -> None:
-        self._groups.count_gathered(round(self._tensors * inputs[0].nbytes))
+        # Not `nbytes`, which a compiled graph for any number of tokens cannot trace.
+        self._groups.count_gathered(round(self._tensors * inputs[0].numel() * inputs[0].element_size()))
 
 
 class _OutputBytes:

@@ -142,10 +142,12 @@ def test_compiled_blocks_on_shared_tokens(
     wide: Callable[..., ExpertsRef],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    """Graphs break at collectives; gathered bytes are counted in each run, traced or not."""
+    """Graphs break at collectives; gathered bytes are counted in each run, traced or not, and for any video size."""
     join(Mesh(ulysses=2))
-    given = wide(layers=2), make_request(), LAYERWISE
-    for plain, first, second in processes.all(split_jobs.job_run_compiled, *given, count=2):
+    experts, longer = wide(layers=2), torch.randn(1, 16, 5, 4, 8, generator=torch.Generator().manual_seed(1))
+    runs = processes.all(split_jobs.job_run_compiled, experts, make_request(), LAYERWISE, count=2)
+    runs += processes.all(split_jobs.job_run_compiled, experts, make_request(noise=longer), LAYERWISE, count=2)
+    for plain, first, second in runs:
         assert torch.equal(first["latents"], plain["latents"])
         assert torch.equal(second["latents"], plain["latents"])
         assert plain["gathered"] == first["gathered"] == second["gathered"] > 0
