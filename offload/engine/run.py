@@ -18,7 +18,7 @@ from ...schema import StateError
 from ...telemetry import BlockArrival, Ranges, Recorder, ranged
 from ..host_memory.ram_run import RamRun
 from ..sharding.group import GATHERS_AHEAD, GatheringState, StoppedTogether
-from ..transfers.base import PendingBlock
+from ..transfers.base import BlockCopy, PendingBlock
 from .buffers import BlockBuffer
 from .threads import RunStopped, RunThread, ThreadSync
 
@@ -288,8 +288,8 @@ class EngineRun:
         else:
             assert slot.key is not None, f"slot {slot.index} was taken, but it is empty"
             key, stored = slot.key, slot.memory
-        release_source = partial(self._ram.leave, number)
-        self._pending_blocks[number] = self._engine.backend.copy_in(key, stored, buffer.memory, after, release_source)
+        copy = BlockCopy(key, stored, buffer.memory, after, partial(self._ram.leave, number))
+        self._pending_blocks[number] = self._engine.backend.copy_in(copy)
         buffer.issued()
         self.fetched.append(fetch._replace(block=key, buffer=buffer.index))
         self._sync.note_issued(number)

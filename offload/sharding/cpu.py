@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from ...devices import DeviceEvent
 from ...plan import BlockKey
 from ..formats.layout import BlockFormat, allocate_flat
-from ..transfers.base import PendingBlock, ReleaseSource
+from ..transfers.base import BlockCopy, PendingBlock
 from ..transfers.cpu import CpuBackend
 from .group import GATHERS_AHEAD, Gathering
 from .shards import GatheredScales, ShardSource
@@ -45,23 +44,17 @@ class GatherCpuBackend:
             # `EngineRun` issues at most GATHERS_AHEAD gathers before the compute thread has decoded the first one.
             self._raw_slots = [allocate_flat(max(largest), "cpu") for _ in range(GATHERS_AHEAD)]
 
-    def copy_in(
-        self,
-        key: BlockKey,
-        stored: torch.Tensor | None,
-        into: torch.Tensor,
-        after: DeviceEvent,
-        release_source: ReleaseSource,
-    ) -> PendingBlock:
+    def copy_in(self, copy: BlockCopy) -> PendingBlock:
+        key, stored = copy.key, copy.stored
         assert stored is not None, f"the shard of {key} has no slot"
         raw = self._formats[key].is_raw
-        target = into if raw else self._next_raw_slot()
+        target = copy.into if raw else self._next_raw_slot()
         self._scales.complete(key)
         start = time.perf_counter()
         self._gathering.all_gather(target[: self._size * stored.numel()], stored)
         copied = (start, time.perf_counter())
-        release_source()
-        pending = self._inner.copy_in(key, None if raw else target, into, after, _keep_slot)
+        copy.release_source()
+        pending = self._inner.copy_in(copy._replace(stored=None if raw else target, release_source=_keep_slot))
         return replace(pending, copied=copied)
 
     @property

@@ -12,13 +12,12 @@ from typing import cast
 
 import torch
 
-from ...devices import DeviceEvent
 from ...plan import RAW_SLOTS, BlockKey
 from ..formats.decode import decode_block
 from ..formats.layout import BlockFormat, allocate_flat
 from ..patches import StagedPatches
 from ..sources.base import BlockSource
-from ..transfers.base import PendingBlock, ReleaseSource
+from ..transfers.base import BlockCopy, PendingBlock, ReleaseSource
 from ..transfers.cuda import DeviceScales
 from .group import Gathering
 from .shards import GatheredScales, ShardSource
@@ -90,19 +89,13 @@ class GatherCudaBackend:
         for stream in self._streams:  # new memory may still be in use by earlier work on this thread's stream
             stream.wait_stream(current)
 
-    def copy_in(
-        self,
-        key: BlockKey,
-        stored: torch.Tensor | None,
-        into: torch.Tensor,
-        after: DeviceEvent,
-        release_source: ReleaseSource,
-    ) -> PendingBlock:
-        assert stored is not None, f"the shard of {key} has no slot"
-        free = cast(torch.cuda.Event, after)
+    def copy_in(self, copy: BlockCopy) -> PendingBlock:
+        key, into = copy.key, copy.into
+        assert copy.stored is not None, f"the shard of {key} has no slot"
+        free = cast(torch.cuda.Event, copy.after)
         slot = self._slots[self._turn % RAW_SLOTS]
         self._turn += 1
-        shard, copied = self._shard_on_device(stored, slot, release_source)
+        shard, copied = self._shard_on_device(copy.stored, slot, copy.release_source)
         fmt, patch = self._formats[key], self._patches.get(key)
         target = (into if fmt.is_raw else slot.raw)[: self._size * shard.numel()]
         gathered = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -119,7 +112,7 @@ class GatherCudaBackend:
             gathered.record(self._gathers)
         if copied is None:
             # The gather reads the slot itself, so the slot is free only after the gather.
-            release_source(gathered.synchronize)
+            copy.release_source(gathered.synchronize)
             shard.record_stream(self._gathers)
         slot.gathered = gathered
         # The caching allocator must not hand this memory out again while these streams use it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -31,6 +31,20 @@ class ReleaseSource(Protocol):
         """
 
 
+class BlockCopy(NamedTuple):
+    """Copy of one block from its RAM slot into its buffer."""
+
+    key: BlockKey
+    stored: torch.Tensor | None
+    """Bytes of the block in RAM, 1-D uint8; None if they were read directly into the buffer."""
+    into: torch.Tensor
+    """The buffer, 1-D uint8. It is free once the device has passed `after`."""
+    after: DeviceEvent
+    """End of the last visit that read the buffer."""
+    release_source: ReleaseSource
+    """Called once `stored` is no longer needed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PendingBlock:
     """Issued block, and the work that the compute thread does before its first use: `wait`, then `decode`."""
@@ -51,23 +65,8 @@ class TransferBackend(Protocol):
     def begin_run(self) -> None:
         """Prepare for a run (compute thread)."""
 
-    def copy_in(
-        self,
-        key: BlockKey,
-        stored: torch.Tensor | None,
-        into: torch.Tensor,
-        after: DeviceEvent,
-        release_source: ReleaseSource,
-    ) -> PendingBlock:
-        """Issue the copy of a block into its buffer (fetch thread). Returns before the copy has finished.
-
-        Args:
-            key: the block.
-            stored: its bytes in RAM, 1-D uint8; None if they were read directly into the buffer.
-            into: the buffer, 1-D uint8. It is free once the device has passed `after`.
-            after: end of the last visit that read the buffer.
-            release_source: called once `stored` is no longer needed.
-        """
+    def copy_in(self, copy: BlockCopy) -> PendingBlock:
+        """Issue the copy of a block into its buffer (fetch thread). Returns before the copy has finished."""
 
     def end_run(self) -> None:
         """Finish a run: the fetch thread has ended and every visit was issued to the device (compute thread)."""

@@ -15,7 +15,7 @@ from ..formats.layout import BlockFormat, host_bytes
 from ..host_memory.pages import keep_freed_memory
 from ..patches import StagedPatches
 from ..sources.base import BlockSource
-from .base import PendingBlock, ReleaseSource
+from .base import BlockCopy, PendingBlock, ReleaseSource
 
 
 class CpuBackend:
@@ -32,28 +32,21 @@ class CpuBackend:
     def begin_run(self) -> None:
         return
 
-    def copy_in(
-        self,
-        key: BlockKey,
-        stored: torch.Tensor | None,
-        into: torch.Tensor,
-        after: DeviceEvent,
-        release_source: ReleaseSource,
-    ) -> PendingBlock:
-        fmt = self._formats[key]
-        patch = self._patches.get(key)
+    def copy_in(self, copy: BlockCopy) -> PendingBlock:
+        key, stored, into = copy.key, copy.stored, copy.into
+        fmt, patch = self._formats[key], self._patches.get(key)
         decode: Callable[[], None] | None = None
         copied: tuple[DeviceEvent, DeviceEvent] | None = None
         # Decoding and patching are torch arithmetic, so both are deferred to the compute thread: on this thread torch
         # would start a second thread pool, which competes with the first one for the cores.
         if not fmt.is_raw:
             assert stored is not None, f"{key} must be decoded, but has no RAM slot"
-            decode = self._deferred_decode(key, stored, into, release_source)
+            decode = self._deferred_decode(key, stored, into, copy.release_source)
         elif stored is not None:
             start = time.perf_counter()
             _copy(stored, into[: fmt.stored.nbytes])
             copied = (start, time.perf_counter())
-            release_source()
+            copy.release_source()
         if patch is None:
             return PendingBlock(decode=decode, copied=copied)
 

@@ -7,13 +7,12 @@ from typing import cast
 
 import torch
 
-from ...devices import DeviceEvent
 from ...plan import RAW_SLOTS, BlockKey
 from ..formats.decode import decode_block
 from ..formats.layout import BlockFormat, allocate_flat
 from ..patches import StagedPatch, StagedPatches
 from ..sources.base import BlockSource
-from .base import PendingBlock, ReleaseSource
+from .base import BlockCopy, PendingBlock
 
 
 class DeviceScales:
@@ -118,24 +117,15 @@ class CudaBackend:
         self._fit_slots()
         self._copies.wait_stream(current)  # needed for raw slots too: copies into them wait for no visit
 
-    def copy_in(
-        self,
-        key: BlockKey,
-        stored: torch.Tensor | None,
-        into: torch.Tensor,
-        after: DeviceEvent,
-        release_source: ReleaseSource,
-    ) -> PendingBlock:
-        assert stored is not None, f"{key} cannot be read directly into device memory"
-        patch = self._patches.get(key)
-        free = cast(torch.cuda.Event, after)
-        if patch is None and self._formats[key].is_raw:
-            return self._copy(stored, into, free, release_source)
-        return self._copy_and_decode(key, stored, into, free, release_source, patch)
+    def copy_in(self, copy: BlockCopy) -> PendingBlock:
+        assert copy.stored is not None, f"{copy.key} cannot be read directly into device memory"
+        patch = self._patches.get(copy.key)
+        if patch is None and self._formats[copy.key].is_raw:
+            return self._copy(copy, copy.stored)
+        return self._copy_and_decode(copy, copy.stored, patch)
 
-    def _copy(
-        self, stored: torch.Tensor, into: torch.Tensor, free: torch.cuda.Event, release_source: ReleaseSource
-    ) -> PendingBlock:
+    def _copy(self, copy: BlockCopy, stored: torch.Tensor) -> PendingBlock:
+        into, free = copy.into, cast(torch.cuda.Event, copy.after)
         start = torch.cuda.Event(enable_timing=True)
         copied = torch.cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.stream(self._copies):
@@ -148,26 +138,19 @@ class CudaBackend:
         into.record_stream(self._copies)
         # The copy is only issued. The thread that refills the slot calls `synchronize` first, so that neither this
         # thread nor the compute thread waits for the bus.
-        release_source(copied.synchronize)
+        copy.release_source(copied.synchronize)
         return PendingBlock(
             # The stream of the visit, which need not be the stream that is current on this thread.
             wait=lambda: torch.cuda.current_stream(self._device).wait_event(copied),
             copied=(start, copied),
         )
 
-    def _copy_and_decode(
-        self,
-        key: BlockKey,
-        stored: torch.Tensor,
-        into: torch.Tensor,
-        free: torch.cuda.Event,
-        release_source: ReleaseSource,
-        patch: StagedPatch | None,
-    ) -> PendingBlock:
-        fmt = self._formats[key]
+    def _copy_and_decode(self, copy: BlockCopy, stored: torch.Tensor, patch: StagedPatch | None) -> PendingBlock:
+        into, free = copy.into, cast(torch.cuda.Event, copy.after)
+        fmt = self._formats[copy.key]
         slot = self._raw_slots[self._turn % RAW_SLOTS]
         self._turn += 1
-        scales = self._scales.get(key, copies=self._copies, decodings=self._decodings)
+        scales = self._scales.get(copy.key, copies=self._copies, decodings=self._decodings)
         raw = (into if fmt.is_raw else slot.raw)[: stored.numel()]
         copied = torch.cuda.Event(blocking=True)
         copy_start, copy_end, decode_start, ready = (torch.cuda.Event(enable_timing=True) for _ in range(4))
@@ -180,7 +163,7 @@ class CudaBackend:
             copy_start.record(self._copies)
             raw.copy_(stored, non_blocking=True)
             copied.record(self._copies)
-            release_source(copied.synchronize)
+            copy.release_source(copied.synchronize)
             if patch is not None:
                 slot.factors[: patch.layout.nbytes].copy_(patch.memory, non_blocking=True)
             copy_end.record(self._copies)

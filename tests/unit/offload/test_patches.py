@@ -20,7 +20,7 @@ from wanstream.offload.patches import StagedPatches
 from wanstream.offload.sources.base import BlockSource
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.module import ModuleSource
-from wanstream.offload.transfers.base import PendingBlock
+from wanstream.offload.transfers.base import BlockCopy, PendingBlock
 from wanstream.offload.transfers.cpu import CpuBackend
 from wanstream.plan import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
@@ -349,8 +349,9 @@ def test_a_block_without_a_patch_leaves_nothing_to_do(stacks):
     backend = CpuBackend(source, formats, patches)
     into = allocate_flat(formats[BlockKey("high", 0)].computed.nbytes, CPU)
     patches.replace(patches.prepare(some_patches(1.0)))
-    assert backend.copy_in(BlockKey("high", 2), None, into, 0.0, lambda drained=None: None) == PendingBlock()
-    assert backend.copy_in(BlockKey("high", 1), None, into, 0.0, lambda drained=None: None) != PendingBlock()
+    blocks = [BlockCopy(BlockKey("high", number), None, into, 0.0, lambda drained=None: None) for number in (2, 1)]
+    assert backend.copy_in(blocks[0]) == PendingBlock()
+    assert backend.copy_in(blocks[1]) != PendingBlock()
 
 
 def pair(rows: int, up_rank: int, down_rank: int, columns: int) -> WeightPatch:
