@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from wanstream.host import current_host, io
+from wanstream.host.embedded.adapter import Folders
 from wanstream.host.embedded.run import History
 from wanstream.host.folders import OutsideFolderError
-from wanstream.tests.support.embedded import run_workflow
+from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 
 class Number(io.ComfyNode):
@@ -116,3 +117,19 @@ def run(nodes: SimpleNamespace, tmp_path: Path) -> Callable[..., History]:
         return run_workflow(prompt, **places, **given)
 
     return run
+
+
+@pytest.fixture
+def opened_test_model(sample_models: Path, tmp_path: Path) -> Iterator[None]:
+    """Open the embedded host with the test model on the CPU, and free its experts and workers in the end."""
+    folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
+    with embedded_host.opened(folders, device=torch.device("cpu")):
+        yield
+        embedded_host.free_workers()
+        embedded_host.free_experts()
+
+
+@pytest.fixture(scope="module")
+def text() -> list[list[Any]]:
+    """Return CONDITIONING of random embeddings."""
+    return [[torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(0)), {}]]

@@ -93,6 +93,24 @@ class Machine:
         return self._random.choice((0.01, 0.5, 1.0, 7.0))
 
 
+CPU_MACHINE = RatedMachine(
+    name="a CPU",
+    origin="a test",
+    computes_on="cpu",
+    vram_bytes=0,
+    ram_bytes=2**40,
+    h2d_bytes_per_s=None,
+    h2d_pageable_bytes_per_s=None,
+    d2h_bytes_per_s=None,
+    disk_bytes_per_s=1e9,
+    flops_per_s=1e12,
+    decode_bytes_per_s=2e9,
+    copy_bytes_per_s=8e9,
+    quantise_bytes_per_s=2e9,
+)
+"""A machine without a GPU, with round rates."""
+
+
 @pytest.fixture(scope="session")
 def runs() -> st.SearchStrategy[Run]:
     return any_run()

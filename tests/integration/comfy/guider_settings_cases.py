@@ -167,7 +167,7 @@ def first_stays_case(side: Side) -> dict[str, object]:
     return {"equal": torch.equal(whole, chosen), "keeps": guider.model_patcher.policy.pin_first_block}
 
 
-def foretold_skips_case(side: Side) -> dict[str, object]:
+def predicted_skips_case(side: Side) -> dict[str, object]:
     """Prediction announced for a run that skips steps by magnitudes."""
     told, before = [], current_host()._planner
     cache = magnitudes(side)
@@ -182,8 +182,8 @@ def foretold_skips_case(side: Side) -> dict[str, object]:
     finally:
         current_host()._planner = before
         del current_host().announce
-    foretold = [step["skipped_visits"] for step in told[0]["steps"]]
-    return {"foretold": foretold, "found": [step.skipped_visits for step in guider.timeline.steps]}
+    predicted = [step["skipped_visits"] for step in told[0]["steps"]]
+    return {"predicted": predicted, "found": [step.skipped_visits for step in guider.timeline.steps]}
 
 
 def _refused(side: Side) -> dict[str, Callable[[], object]]:
@@ -239,6 +239,6 @@ def settings_cases(side: Side) -> dict[str, Callable[[], object]]:
         "held beside the negative": partial(held_beside_negative_case, side),
         "room": partial(room_case, side),
         "first stays": partial(first_stays_case, side),
-        "foretold skips": partial(foretold_skips_case, side),
+        "predicted skips": partial(predicted_skips_case, side),
         **{f"refused {name}": partial(_refusal, call) for name, call in _refused(side).items()},
     }

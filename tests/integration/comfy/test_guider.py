@@ -113,9 +113,9 @@ def test_room_is_made_for_the_tokens_that_are_computed_at_once(case: Case) -> No
     assert few < 0.8 * whole == 0.8 * again
 
 
-def test_the_calls_of_a_run_are_foretold_on_a_machine_that_is_known(case: Case) -> None:
+def test_the_calls_of_a_run_are_predicted_on_a_machine_that_is_known(case: Case) -> None:
     """Heun calls the model twice in every step but the last one."""
-    found = case("foretold")
+    found = case("predicted")
     assert found["unknown"] is None
     assert (found["kind"], found["calls"]) == ("simulated", 11)
     assert found["equal"], "number, expert, noise level and bytes of every call"

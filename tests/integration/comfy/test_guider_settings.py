@@ -48,7 +48,7 @@ def test_all_of_them_in_a_sampler_that_calls_twice_in_a_step(case: Case) -> None
     found = case("settings many calls")
     assert found["finite"]
     assert found["again"]
-    assert found["unpredicted"], "the same bits where no call was foretold"
+    assert found["unpredicted"], "the same bits where no call was predicted"
     assert found["recompiled"][0] == 0 < found["recompiled"][1]
     assert found["cached"] > 0
     assert found["processors"] == ["WanAttnProcessor"], "what NAG put into the experts is out again"
@@ -74,9 +74,9 @@ def test_a_first_block_cache_keeps_its_block_under_a_policy_of_the_planner(case:
     assert case("settings first stays") == {"equal": True, "keeps": True}
 
 
-def test_steps_that_magnitudes_leave_out_are_foretold(case: Case) -> None:
-    found = case("settings foretold skips")
-    assert found["foretold"] == found["found"]
+def test_steps_that_magnitudes_leave_out_are_predicted(case: Case) -> None:
+    found = case("settings predicted skips")
+    assert found["predicted"] == found["found"]
     assert sum(found["found"]) > 0
 
 

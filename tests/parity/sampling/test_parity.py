@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline
+from diffusers import WanImageToVideoPipeline, WanPipeline
 
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.weights import make_vae
+from wanstream.tests.support.pipelines import distance, make_pipeline, pipeline_arguments
 from wanstream.wan import ExpertPair
 
 TOLERANCE = 1e-5
@@ -24,42 +25,19 @@ Request = Callable[..., DenoiseRequest]
 OpenPair = Callable[..., ExpertPair]
 
 
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
-
-
 def _run(pair: ExpertPair, request: DenoiseRequest) -> torch.Tensor:
     return denoise(pair, request, policy=OffloadPolicy.block_swap(2), device="cpu").latents
 
 
 def _pipeline(kind: Any, models: Any) -> Any:
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT)
-    pipeline = kind(
-        tokenizer=None,
-        text_encoder=None,
-        transformer=models["high"],
-        transformer_2=models["low"],
-        vae=make_vae(seed=3),
-        scheduler=scheduler,
-        boundary_ratio=BOUNDARY,
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    experts = {"transformer": models["high"], "transformer_2": models["low"]}
+    return make_pipeline(kind, flow_shift=SHIFT, vae=make_vae(seed=3), boundary_ratio=BOUNDARY, **experts)
 
 
 def _settings(request: DenoiseRequest) -> dict[str, Any]:
-    """Arguments of a pipeline for `request`."""
     return {
-        "height": HEIGHT,
-        "width": WIDTH,
-        "num_frames": FRAMES,
-        "num_inference_steps": STEPS,
-        "guidance_scale": request.guidance[0],
+        **pipeline_arguments(request, height=HEIGHT, width=WIDTH, frames=FRAMES, steps=STEPS),
         "guidance_scale_2": request.guidance[1],
-        "prompt_embeds": request.positive,
-        "negative_prompt_embeds": request.negative,
-        "latents": request.noise,
-        "output_type": "latent",
     }
 
 
@@ -79,7 +57,7 @@ def pipeline_request(make_request: Request) -> Request:
 def test_text_to_video_is_wan_pipeline(open_pair: OpenPair, plain_models: Any, pipeline_request: Request) -> None:
     request = pipeline_request(batch=2)
     expected = _pipeline(WanPipeline, plain_models())(**_settings(request)).frames
-    assert _distance(_run(open_pair(), request), expected) <= TOLERANCE
+    assert distance(_run(open_pair(), request), expected) <= TOLERANCE
 
 
 def test_image_to_video_is_wan_image_to_video_pipeline(
@@ -94,7 +72,7 @@ def test_image_to_video_is_wan_image_to_video_pipeline(
         pixels, 1, height=HEIGHT, width=WIDTH, num_frames=FRAMES, dtype=torch.float32, latents=plain.noise
     )
     request = pipeline_request(image_condition=condition.detach())
-    assert _distance(_run(open_pair(in_channels=36), request), expected) <= TOLERANCE
+    assert distance(_run(open_pair(in_channels=36), request), expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("guidance", [(1.0, 1.0), (4.0, 3.0)])
@@ -122,4 +100,4 @@ def test_simple_and_euler_are_comfyuis_loop(
             ]
             end = ends[1] + scale * (ends[0] - ends[1])
             latents = latents + (latents - end) / sigma * (after - sigma)
-    assert _distance(_run(open_pair(), request), latents) <= TOLERANCE
+    assert distance(_run(open_pair(), request), latents) <= TOLERANCE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +12,10 @@ import torch
 
 from wanstream.devices import compute_dtype
 from wanstream.host import current_host, io
-from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes.loaders import WanStreamExperts, WanStreamOneExpert
 from wanstream.nodes.runs.benchmark import _describe_experts
 from wanstream.schema.refs import ExpertsRef
 from wanstream.testing.model import T2V_FILE
-from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan.transformer.kernels import INDUCTOR, Kernels, KernelsError
 
 PAIR = {
@@ -28,12 +25,7 @@ PAIR = {
 LOADERS = [(WanStreamExperts, PAIR), (WanStreamOneExpert, {"file": Path(T2V_FILE).name})]
 
 
-@pytest.fixture(autouse=True)
-def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
-    folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
-    with embedded_host.opened(folders, device=torch.device("cpu")):
-        yield
-        embedded_host.free_experts()
+pytestmark = pytest.mark.usefixtures("opened_test_model")
 
 
 def loaded(loader: type[io.ComfyNode], files: dict[str, str], **kernels: object) -> ExpertsRef:

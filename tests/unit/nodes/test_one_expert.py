@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.nodes.loaders import WanStreamOneExpert
 from wanstream.nodes.sampler import WanStreamSampler, settings_for
@@ -40,19 +38,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
-    """Open a host with the test model."""
-    folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
-    with embedded_host.opened(folders, device=torch.device("cpu")):
-        yield
-        embedded_host.free_workers()
-        embedded_host.free_experts()
-
-
-@pytest.fixture(scope="module")
-def text() -> list[list[Any]]:
-    return [[torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(0)), {}]]
+pytestmark = pytest.mark.usefixtures("opened_test_model")
 
 
 def _latent() -> dict[str, torch.Tensor]:

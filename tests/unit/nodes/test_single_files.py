@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from wanstream.host import io
-from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes.decode import WanStreamVAEDecode
 from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.nodes.text import WanStreamTextEncode
@@ -28,12 +26,7 @@ SIZE = {"width": 32, "height": 16, "frames": 9}
 TEXT: list[list[Any]] = [[torch.zeros(1, 512, 4096), {"pooled_output": None}]]
 
 
-@pytest.fixture(autouse=True)
-def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
-    """Open a host with the test model."""
-    folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
-    with embedded_host.opened(folders, device=torch.device("cpu")):
-        yield
+pytestmark = pytest.mark.usefixtures("opened_test_model")
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes.latents import WanStreamEmptyLatent, WanStreamImageToVideo
 from wanstream.nodes.loaders import SAME_FOLDER, WanStreamExperts, WanStreamOneExpert
 from wanstream.nodes.sampler import WanStreamSampler
@@ -17,7 +14,6 @@ from wanstream.sampling import RequestError
 from wanstream.schema import WorkersRef
 from wanstream.schema.refs import IN_PROCESS
 from wanstream.testing.model import T2V_FILE, TI2V_FILE, TI2V_PIPELINE, WAN22_VAE_FILE
-from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan.checkpoint.files import CheckpointError
 
 SIZE = {"width": 64, "height": 32, "frames": 9}
@@ -35,19 +31,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
-    """Open a host with the test model."""
-    folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
-    with embedded_host.opened(folders, device=torch.device("cpu")):
-        yield
-        embedded_host.free_workers()
-        embedded_host.free_experts()
-
-
-@pytest.fixture(scope="module")
-def text() -> list[list[Any]]:
-    return [[torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(0)), {}]]
+pytestmark = pytest.mark.usefixtures("opened_test_model")
 
 
 def _image(seed: int = 1) -> torch.Tensor:

@@ -33,9 +33,9 @@ def test_lanes_of_one_expert_are_in_the_steps_of_that_expert(rate_machine: Rated
 def test_steps_have_lanes_of_their_own_where_a_job_tells_them(rate_machine: Rated, make_job: Job) -> None:
     job = make_job(2, 1, lanes={"high": 2, "low": 4}, lanes_of_steps=(2, 1, 3))
     planned = predict(job, rate_machine(), LAYERWISE).timeline.steps
-    foretold = predict(job, rate_machine(), LAYERWISE, by_step=True).timeline.steps
+    predicted = predict(job, rate_machine(), LAYERWISE, by_step=True).timeline.steps
     assert [step.compute_s for step in planned] == pytest.approx([16.0, 16.0, 32.0])
-    assert [step.compute_s for step in foretold] == pytest.approx([16.0, 8.0, 24.0])
+    assert [step.compute_s for step in predicted] == pytest.approx([16.0, 8.0, 24.0])
     alike = replace(job, lanes_of_steps=())
     assert predict(alike, rate_machine(), LAYERWISE, by_step=True).timeline.steps == planned
     with pytest.raises(ValueError, match="2 values for 3 steps: give one for each step, or none"):

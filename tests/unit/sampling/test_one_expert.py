@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from PIL import Image
 from transformers import CLIPImageProcessor
 
@@ -18,6 +18,7 @@ from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requ
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.model import make_image_encoder, save_image_encoder
 from wanstream.testing.weights import make_vae
+from wanstream.tests.support.pipelines import distance, make_pipeline, pipeline_arguments
 from wanstream.wan import ExpertPair
 from wanstream.wan.image_encoder import WIDTH as WIDTH_OF_CLIP
 from wanstream.wan.image_encoder import open_image_encoder
@@ -36,36 +37,17 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
-
-
 def _run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy | None = None) -> torch.Tensor:
     return denoise(pair, request, policy=policy or OffloadPolicy.block_swap(2), device="cpu").latents
 
 
 def _pipeline(kind: Any, pair: ExpertPair, **more: Any) -> Any:
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT)
     transformer = WanTransformer3DModel.from_pretrained(pair.high.path).requires_grad_(False)
-    pipeline = kind(
-        tokenizer=None, text_encoder=None, transformer=transformer, vae=make_vae(seed=3), scheduler=scheduler, **more
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return make_pipeline(kind, flow_shift=SHIFT, transformer=transformer, vae=make_vae(seed=3), **more)
 
 
 def _settings(request: DenoiseRequest) -> dict[str, Any]:
-    return {
-        "height": HEIGHT,
-        "width": WIDTH,
-        "num_frames": FRAMES,
-        "num_inference_steps": STEPS,
-        "guidance_scale": request.guidance[0],
-        "prompt_embeds": request.positive,
-        "negative_prompt_embeds": request.negative,
-        "latents": request.noise,
-        "output_type": "latent",
-    }
+    return pipeline_arguments(request, height=HEIGHT, width=WIDTH, frames=FRAMES, steps=STEPS)
 
 
 @pytest.fixture
@@ -101,7 +83,7 @@ def image_request(one_request: Request) -> Request:
 def test_text_to_video_is_wan_pipeline(open_one: OpenOne, one_request: Request) -> None:
     request, pair = one_request(batch=2), open_one()
     expected = _pipeline(WanPipeline, pair)(**_settings(request)).frames
-    assert _distance(_run(pair, request), expected) <= TOLERANCE
+    assert distance(_run(pair, request), expected) <= TOLERANCE
 
 
 def test_image_to_video_is_wan_image_to_video_pipeline(
@@ -123,9 +105,9 @@ def test_image_to_video_is_wan_image_to_video_pipeline(
     seen = open_image_encoder(tmp_path / "clip.safetensors").encode(images, device="cpu").penultimate_hidden_states
     given = {"image_condition": condition.detach(), "image_embedding": seen}
     for policy in (None, CHUNKED):
-        assert _distance(_run(pair, image_request(**given), policy), expected) <= TOLERANCE
+        assert distance(_run(pair, image_request(**given), policy), expected) <= TOLERANCE
     other = image_request(**{**given, "image_embedding": seen.flip(2)})
-    assert _distance(_run(pair, other), expected) > 1e-3, "what CLIP sees counts"
+    assert distance(_run(pair, other), expected) > 1e-3, "what CLIP sees counts"
 
 
 def test_lanes_with_images_of_their_own_come_out_as_alone(open_one: OpenOne, image_request: Request) -> None:

@@ -8,28 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wanstream.plan import Machine
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.sampling.estimate import predicted_calls, predicted_timeline, request_job
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.plan_fixtures import CPU_MACHINE
 from wanstream.wan import ExpertPair
 
 CPU = torch.device("cpu")
-MACHINE = Machine(
-    name="a CPU",
-    origin="a test",
-    computes_on="cpu",
-    vram_bytes=0,
-    ram_bytes=2**40,
-    h2d_bytes_per_s=None,
-    h2d_pageable_bytes_per_s=None,
-    d2h_bytes_per_s=None,
-    disk_bytes_per_s=1e9,
-    flops_per_s=1e12,
-    decode_bytes_per_s=2e9,
-    copy_bytes_per_s=8e9,
-    quantise_bytes_per_s=2e9,
-)
 POLICIES = [
     OffloadPolicy.resident(),
     OffloadPolicy.layerwise(1),
@@ -46,52 +31,52 @@ Request, OpenPair = Callable[..., DenoiseRequest], Callable[..., ExpertPair]
     [*((policy, torch.float32) for policy in POLICIES), (POLICIES[-1], torch.bfloat16)],
     ids=str,
 )
-def test_the_bytes_foretold_are_the_bytes_moved(
+def test_the_bytes_predicted_are_the_bytes_moved(
     policy: OffloadPolicy, dtype: torch.dtype, open_pair: OpenPair, make_request: Request
 ) -> None:
     """The second run, which starts with blocks in its buffers, is predicted as well."""
     pair, request = open_pair(dtype=dtype), make_request()
     for _ in range(2):
-        foretold = predicted_timeline(pair, request, policy, machine=MACHINE, device=CPU)
+        predicted = predicted_timeline(pair, request, policy, machine=CPU_MACHINE, device=CPU)
         measured = denoise(pair, request, policy=policy, device=CPU).timeline
-        for ours, theirs in zip(foretold.steps, measured.steps, strict=True):
+        for ours, theirs in zip(predicted.steps, measured.steps, strict=True):
             assert (ours.index, ours.expert, ours.sigma) == (theirs.index, theirs.expert, theirs.sigma)
             assert ours.bytes_moved == theirs.bytes_moved
             assert ours.read_bytes == theirs.read_bytes
             assert ours.copied_bytes == theirs.copied_bytes
-        assert [phase.name for phase in foretold.phases] == [phase.name for phase in measured.phases]
-        assert (foretold.kind, measured.kind) == ("simulated", "measured")
-        assert foretold.switch_step == measured.switch_step == 2
+        assert [phase.name for phase in predicted.phases] == [phase.name for phase in measured.phases]
+        assert (predicted.kind, measured.kind) == ("simulated", "measured")
+        assert predicted.switch_step == measured.switch_step == 2
 
 
 def test_steps_keep_their_numbers_where_a_run_starts_late(open_pair: OpenPair, make_request: Request) -> None:
     request = make_request(start_step=2)
-    foretold = predicted_timeline(open_pair(), request, POLICIES[1], machine=MACHINE, device=CPU)
-    assert [step.index for step in foretold.steps] == [2, 3, 4]
-    assert {step.expert for step in foretold.steps} == {"low"}
-    assert [step.sigma for step in foretold.steps] == list(request.step_plan.schedule.sigmas[2:5])
+    predicted = predicted_timeline(open_pair(), request, POLICIES[1], machine=CPU_MACHINE, device=CPU)
+    assert [step.index for step in predicted.steps] == [2, 3, 4]
+    assert {step.expert for step in predicted.steps} == {"low"}
+    assert [step.sigma for step in predicted.steps] == list(request.step_plan.schedule.sigmas[2:5])
 
 
 def test_asking_makes_no_engine_and_changes_none(open_pair: OpenPair, make_request: Request) -> None:
     pair, request = open_pair(), make_request()
-    predicted_timeline(pair, request, POLICIES[1], machine=MACHINE, device=CPU)
+    predicted_timeline(pair, request, POLICIES[1], machine=CPU_MACHINE, device=CPU)
     assert pair.loaded_bytes == 0
     denoise(pair, request, policy=POLICIES[1], device=CPU)
     engine = pair.current_engine(POLICIES[1], CPU)
     assert engine is not None
     loaded = pair.loaded_bytes
-    cold = predicted_timeline(pair, request, POLICIES[0], machine=MACHINE, device=CPU)
+    cold = predicted_timeline(pair, request, POLICIES[0], machine=CPU_MACHINE, device=CPU)
     assert pair.current_engine(POLICIES[0], CPU) is None
     assert (pair.current_engine(POLICIES[1], CPU), pair.loaded_bytes) == (engine, loaded)
     assert cold.bytes_moved == 8 * pair.stored_bytes, "under another policy it starts from nothing"
 
 
-def test_a_slower_disk_is_foretold_to_take_longer(open_pair: OpenPair, make_request: Request) -> None:
+def test_a_slower_disk_is_predicted_to_take_longer(open_pair: OpenPair, make_request: Request) -> None:
     pair, request = open_pair(), make_request()
-    slow = replace(MACHINE, disk_bytes_per_s=1e6)
+    slow = replace(CPU_MACHINE, disk_bytes_per_s=1e6)
     times = [
         predicted_timeline(pair, request, POLICIES[1], machine=machine, device=CPU).wall_s
-        for machine in (MACHINE, slow)
+        for machine in (CPU_MACHINE, slow)
     ]
     assert times[1] > 10 * times[0]
 
@@ -99,7 +84,7 @@ def test_a_slower_disk_is_foretold_to_take_longer(open_pair: OpenPair, make_requ
 def test_calls_are_numbered_from_0_and_take_what_steps_take(open_pair: OpenPair, make_request: Request) -> None:
     pair, request = open_pair(), make_request(start_step=2)
     job, sigmas = request_job(pair, request, CPU), request.step_plan.schedule.sigmas[2:5]
-    calls = predicted_calls(pair, job, sigmas, POLICIES[1], machine=MACHINE, device=CPU)
-    steps = predicted_timeline(pair, request, POLICIES[1], machine=MACHINE, device=CPU).steps
+    calls = predicted_calls(pair, job, sigmas, POLICIES[1], machine=CPU_MACHINE, device=CPU)
+    steps = predicted_timeline(pair, request, POLICIES[1], machine=CPU_MACHINE, device=CPU).steps
     assert [step.index for step in calls.steps] == [0, 1, 2]
     assert [replace(step, index=step.index + 2) for step in calls.steps] == [*steps]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 
 from wanstream.sampling import DenoiseRequest, RequestError, SamplingCancelled, denoise, merge_requests
 from wanstream.sampling.cache.settings import FirstBlockCache
@@ -16,6 +16,7 @@ from wanstream.sampling.context_windows import StepWindows
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.testing.weights import make_wan22_vae
+from wanstream.tests.support.pipelines import distance, make_pipeline, pipeline_arguments
 from wanstream.wan import ExpertPair, Nag
 
 TOLERANCE = 1e-5
@@ -32,10 +33,6 @@ Request = Callable[..., DenoiseRequest]
 
 def _normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 def _run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = WHOLE) -> torch.Tensor:
@@ -72,41 +69,20 @@ def image_request(text_request: Request) -> Request:
     return lambda **changes: text_request(**{**_given(_normal(*SHAPE, seed=2)), **changes})
 
 
-def _pipeline(kind: Any, pair: ExpertPair, **more: Any) -> Any:
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT)
+def _pipeline(kind: Any, pair: ExpertPair) -> Any:
     transformer = WanTransformer3DModel.from_pretrained(pair.high.path).requires_grad_(False)
-    vae = make_wan22_vae(seed=3)
-    pipeline = kind(
-        tokenizer=None,
-        text_encoder=None,
-        transformer=transformer,
-        vae=vae,
-        scheduler=scheduler,
-        expand_timesteps=True,
-        **more,
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    parts = {"transformer": transformer, "vae": make_wan22_vae(seed=3)}
+    return make_pipeline(kind, flow_shift=SHIFT, expand_timesteps=True, **parts)
 
 
 def _settings(request: DenoiseRequest) -> dict[str, Any]:
-    return {
-        "height": HEIGHT,
-        "width": WIDTH,
-        "num_frames": FRAMES,
-        "num_inference_steps": STEPS,
-        "guidance_scale": request.guidance[0],
-        "prompt_embeds": request.positive,
-        "negative_prompt_embeds": request.negative,
-        "latents": request.noise,
-        "output_type": "latent",
-    }
+    return pipeline_arguments(request, height=HEIGHT, width=WIDTH, frames=FRAMES, steps=STEPS)
 
 
 def test_text_to_video_is_wan_pipeline(pair: ExpertPair, text_request: Request) -> None:
     request = text_request(batch=2)
     expected = _pipeline(WanPipeline, pair)(**_settings(request)).frames
-    assert _distance(_run(pair, request), expected) <= TOLERANCE
+    assert distance(_run(pair, request), expected) <= TOLERANCE
 
 
 def test_image_to_video_is_wan_image_to_video_pipeline(pair: ExpertPair, text_request: Request) -> None:
@@ -124,9 +100,9 @@ def test_image_to_video_is_wan_image_to_video_pipeline(pair: ExpertPair, text_re
     request = text_request(**_given(latent))
     for name, policy in POLICIES.items():
         found = _run(pair, request, policy)
-        assert _distance(found, expected) <= TOLERANCE, name
-        assert _distance(found[:, :, :1], latent[:, :, :1]) <= TOLERANCE, "the first frame is the given one"
-    assert _distance(_run(pair, plain), expected) > 1e-2, "the first frame counts"
+        assert distance(found, expected) <= TOLERANCE, name
+        assert distance(found[:, :, :1], latent[:, :, :1]) <= TOLERANCE, "the first frame is the given one"
+    assert distance(_run(pair, plain), expected) > 1e-2, "the first frame counts"
 
 
 @pytest.mark.parametrize("given", ["half a frame", "two frames", "one of two samples"])
@@ -143,7 +119,7 @@ def test_masks_of_any_kind_are_timesteps_of_frames(given: str, pair: ExpertPair,
     request = text_request(batch=len(latent), latent=latent, mask=mask, solver="euler", guidance=(3.0, 3.0))
     expected = _plain(WanTransformer3DModel.from_pretrained(pair.high.path), request)
     for name, policy in POLICIES.items():
-        assert _distance(_run(pair, request, policy), expected) <= TOLERANCE, name
+        assert distance(_run(pair, request, policy), expected) <= TOLERANCE, name
 
 
 @torch.no_grad()
@@ -172,7 +148,7 @@ def _plain(model: WanTransformer3DModel, request: DenoiseRequest) -> torch.Tenso
 def test_a_mask_that_keeps_nothing_is_no_mask(pair: ExpertPair, text_request: Request) -> None:
     request = text_request(mask=torch.ones(1, 1, *SHAPE[2:]))
     assert request.timestep_scales == (None,)
-    assert _distance(_run(pair, request), _run(pair, text_request())) <= TOLERANCE
+    assert distance(_run(pair, request), _run(pair, text_request())) <= TOLERANCE
 
 
 def test_the_embedder_comes_once_for_all_timesteps(pair: ExpertPair, image_request: Request) -> None:
@@ -193,7 +169,7 @@ def test_policies_differ_in_nothing_but_last_bits(pair: ExpertPair, image_reques
     expected = _run(pair, request)
     assert torch.equal(_run(pair, request, OffloadPolicy.block_swap(2)), expected)
     assert torch.equal(_run(pair, request, OffloadPolicy.resident()), expected)
-    assert _distance(_run(pair, request, CHUNKED), expected) <= TOLERANCE
+    assert distance(_run(pair, request, CHUNKED), expected) <= TOLERANCE
 
 
 def test_a_cache_at_threshold_0_changes_nothing_and_a_high_one_skips(pair: ExpertPair, image_request: Request) -> None:
@@ -203,7 +179,7 @@ def test_a_cache_at_threshold_0_changes_nothing_and_a_high_one_skips(pair: Exper
     assert sum(step.skipped_lanes for step in result.timeline.steps) > 0
     assert torch.isfinite(result.latents).all()
     frame = image_request().latent[:, :, :1]
-    assert _distance(result.latents[:, :, :1], frame) <= TOLERANCE
+    assert distance(result.latents[:, :, :1], frame) <= TOLERANCE
 
 
 def test_one_window_is_none_and_several_know_their_own_frames(pair: ExpertPair, image_request: Request) -> None:
@@ -212,9 +188,9 @@ def test_one_window_is_none_and_several_know_their_own_frames(pair: ExpertPair, 
     request = image_request(windows=ContextWindows(frames=2, overlap=1, shift_windows=False))
     found = _run(pair, request)
     assert torch.isfinite(found).all()
-    assert _distance(found[:, :, :1], plain[:, :, :1]) <= TOLERANCE, "the first frame stays what was given"
+    assert distance(found[:, :, :1], plain[:, :, :1]) <= TOLERANCE, "the first frame stays what was given"
     other = image_request(windows=request.windows, latent=_normal(*SHAPE, seed=9) * (1 - request.mask))
-    assert _distance(_run(pair, other)[:, :, 1:], found[:, :, 1:]) > 1e-3
+    assert distance(_run(pair, other)[:, :, 1:], found[:, :, 1:]) > 1e-3
 
 
 def test_windows_know_how_free_their_own_frames_are() -> None:
@@ -228,8 +204,8 @@ def test_nag_holds_the_negative_text_against_it(pair: ExpertPair, image_request:
     plain = image_request(guidance=(1.0, 1.0))
     held = replace(plain, nag=Nag(scale=5.0))
     found = _run(pair, held)
-    assert _distance(found, _run(pair, plain)) > 1e-4
-    assert _distance(_run(pair, held, CHUNKED), found) <= TOLERANCE
+    assert distance(found, _run(pair, plain)) > 1e-4
+    assert distance(_run(pair, held, CHUNKED), found) <= TOLERANCE
 
 
 def test_lanes_come_out_as_alone(pair: ExpertPair, image_request: Request) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from wanstream.nodes.runs.benchmark import describe_request, job_digest
-from wanstream.plan import Machine
 from wanstream.plan.visits import SkipRule
 from wanstream.sampling import DenoiseRequest, RequestError, merge_requests, request_job, working_bytes
 from wanstream.sampling.cache.first_block import FirstBlockSteps
@@ -21,6 +20,7 @@ from wanstream.sampling.estimate import predicted_timeline
 from wanstream.sampling.loop.lanes import lane_names
 from wanstream.sampling.loop.parallel import LOCAL_FORWARD
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.plan_fixtures import CPU_MACHINE
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
 from wanstream.wan.vae.memory import TensorMemoryTracker
@@ -29,38 +29,15 @@ STEPS, SWITCH, LAYERS = 8, 4, 4
 CPU = torch.device("cpu")
 LAYERWISE = OffloadPolicy.layerwise(1)
 
-MACHINE = Machine(
-    name="a CPU",
-    origin="a test",
-    computes_on="cpu",
-    vram_bytes=0,
-    ram_bytes=2**40,
-    h2d_bytes_per_s=None,
-    h2d_pageable_bytes_per_s=None,
-    d2h_bytes_per_s=None,
-    disk_bytes_per_s=1e9,
-    flops_per_s=1e12,
-    decode_bytes_per_s=2e9,
-    copy_bytes_per_s=8e9,
-    quantise_bytes_per_s=2e9,
-)
 
 Request = Callable[..., DenoiseRequest]
 OpenPair = Callable[..., ExpertPair]
 
 
 @pytest.fixture
-def ask(make_request: Request) -> Request:
-    def make(**changes: Any) -> DenoiseRequest:
-        return make_request(**{"steps": STEPS, "switch_step": SWITCH, **changes})
-
-    return make
-
-
-@pytest.fixture
-def magnitudes(ask: Request) -> MagCache:
+def magnitudes(make_eight_steps: Request) -> MagCache:
     """Settings that skip two of three steps, except for the first step of each expert."""
-    step_plan = ask().step_plan
+    step_plan = make_eight_steps().step_plan
     table = MagTable(
         sigmas=tuple(step_plan.schedule.sigmas),
         experts=step_plan.experts,
@@ -101,13 +78,15 @@ def test_what_is_counted_is_what_two_steps_really_hold(lanes: int, chunk: int | 
     more = [peak(FirstBlockSteps(threshold, LOCAL_FORWARD)) - peak(None) for threshold in (0.0, 1e9)]
     if blocks is not None:
         blocks.detach()
-    reckoned = FirstBlockCache().cached_states * lanes * state
-    assert reckoned - 1.01 * state <= max(more) <= reckoned
+    estimated = FirstBlockCache().cached_states * lanes * state
+    assert estimated - 1.01 * state <= max(more) <= estimated
 
 
-def test_the_planner_is_told_what_stays(open_pair: OpenPair, ask: Request, magnitudes: MagCache) -> None:
+def test_the_planner_is_told_what_stays(open_pair: OpenPair, make_eight_steps: Request, magnitudes: MagCache) -> None:
     pair = open_pair()
-    plain, first, known = (request_job(pair, ask(cache=cache), CPU) for cache in (None, FirstBlockCache(), magnitudes))
+    plain, first, known = (
+        request_job(pair, make_eight_steps(cache=cache), CPU) for cache in (None, FirstBlockCache(), magnitudes)
+    )
     assert (plain.cached_states, first.cached_states, known.cached_states) == (0, 3, 1)
     assert first.resident_bytes - plain.resident_bytes == pair.computed_bytes
     assert known.resident_bytes == plain.resident_bytes
@@ -121,12 +100,12 @@ def test_the_first_block_stays_for_a_cache_that_asks_it(magnitudes: MagCache) ->
 
 @pytest.mark.parametrize("start", [0, 1])
 def test_the_prediction_knows_the_steps_that_are_left_out(
-    start: int, open_pair: OpenPair, ask: Request, magnitudes: MagCache
+    start: int, open_pair: OpenPair, make_eight_steps: Request, magnitudes: MagCache
 ) -> None:
     pair = open_pair()
     latent = torch.zeros(1, 16, 2, 4, 6)
-    request = ask(cache=magnitudes, start_step=start, latent=latent)
-    found = predicted_timeline(pair, request, LAYERWISE, machine=MACHINE, device=CPU)
+    request = make_eight_steps(cache=magnitudes, start_step=start, latent=latent)
+    found = predicted_timeline(pair, request, LAYERWISE, machine=CPU_MACHINE, device=CPU)
     left_out = [step.index for step in found.steps if step.skipped_visits]
     assert left_out == ([1, 2, 5, 6] if start == 0 else [2, 3, 5, 6])
     assert [step.index for step in found.steps] == list(range(start, STEPS))
@@ -135,34 +114,39 @@ def test_the_prediction_knows_the_steps_that_are_left_out(
         assert (step.bytes_moved == step.wall_s == 0) == (step.skipped_visits == LAYERS)
 
 
-def test_lanes_of_tables_with_the_same_words_are_not_joined(ask: Request, magnitudes: MagCache) -> None:
+def test_lanes_of_tables_with_the_same_words_are_not_joined(make_eight_steps: Request, magnitudes: MagCache) -> None:
     table = replace(magnitudes.table, ratios=((0.9,) * STEPS,) * 2)
-    other = ask(cache=replace(magnitudes, table=table))
+    other = make_eight_steps(cache=replace(magnitudes, table=table))
     with pytest.raises(RequestError, match="lane 2 does not fit lane 1: every number of the cache, as a digest,"):
-        merge_requests([ask(cache=magnitudes), other])
+        merge_requests([make_eight_steps(cache=magnitudes), other])
 
 
 def test_the_prediction_knows_that_other_lanes_are_another_beginning(
-    open_pair: OpenPair, ask: Request, magnitudes: MagCache
+    open_pair: OpenPair, make_eight_steps: Request, magnitudes: MagCache
 ) -> None:
-    pair, request = open_pair(), ask(cache=magnitudes, guidance_steps=(4.0, 4.0, 1.0))
-    found = predicted_timeline(pair, request, LAYERWISE, machine=MACHINE, device=CPU).steps
+    pair, request = open_pair(), make_eight_steps(cache=magnitudes, guidance_steps=(4.0, 4.0, 1.0))
+    found = predicted_timeline(pair, request, LAYERWISE, machine=CPU_MACHINE, device=CPU).steps
     lanes = [2, 2, 1, 1, 1, 1, 1, 1]
     assert [step.skipped_lanes for step in found] == [n if at in (1, 3, 5, 6) else 0 for at, n in enumerate(lanes)]
     assert [step.skipped_visits > 0 for step in found] == [step.skipped_lanes > 0 for step in found]
 
 
-def test_lanes_of_other_caches_are_not_joined(ask: Request) -> None:
-    same = ask(cache=FirstBlockCache())
+def test_lanes_of_other_caches_are_not_joined(make_eight_steps: Request) -> None:
+    same = make_eight_steps(cache=FirstBlockCache())
     assert merge_requests([same, same]).cache == FirstBlockCache()
     with pytest.raises(RequestError, match="lane 2 does not fit lane 1: cache none, in lane 1 first block"):
-        merge_requests([same, ask()])
+        merge_requests([same, make_eight_steps()])
     with pytest.raises(RequestError, match=r"threshold 0\.1, in lane 1 first block, threshold 0\.05"):
-        merge_requests([same, ask(cache=FirstBlockCache(threshold=0.1))])
+        merge_requests([same, make_eight_steps(cache=FirstBlockCache(threshold=0.1))])
 
 
-def test_reports_tell_the_cache_and_know_it_apart(ask: Request, magnitudes: MagCache) -> None:
-    every = [ask(), ask(cache=FirstBlockCache()), ask(cache=FirstBlockCache(threshold=0.1)), ask(cache=magnitudes)]
+def test_reports_tell_the_cache_and_know_it_apart(make_eight_steps: Request, magnitudes: MagCache) -> None:
+    every = [
+        make_eight_steps(),
+        make_eight_steps(cache=FirstBlockCache()),
+        make_eight_steps(cache=FirstBlockCache(threshold=0.1)),
+        make_eight_steps(cache=magnitudes),
+    ]
     assert len({job_digest(request, "experts") for request in every}) == len(every)
     assert "Cache" not in describe_request(every[0])
     assert describe_request(every[2])["Cache"] == "first block, threshold 0.1"

@@ -39,16 +39,6 @@ OpenPair = Callable[..., ExpertPair]
 Models = Mapping[str, WanTransformer3DModel]
 
 
-@pytest.fixture
-def ask(make_request: Request) -> Request:
-    """`ask(**changes)`: a request of 8 steps, 4 of them high-noise."""
-
-    def make(**changes: Any) -> DenoiseRequest:
-        return make_request(**{"steps": STEPS, "switch_step": SWITCH, **changes})
-
-    return make
-
-
 class ShortOnce:
     """Wrapper of a pair that raises an out-of-memory error at one use of a block, or after the blocks."""
 
@@ -101,32 +91,35 @@ def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: flo
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_threshold_of_0_changes_no_bit(policy: OffloadPolicy, open_pair: OpenPair, ask: Request) -> None:
+def test_a_threshold_of_0_changes_no_bit(policy: OffloadPolicy, open_pair: OpenPair, make_eight_steps: Request) -> None:
     pair = open_pair()
-    plain, cached = run(pair, ask(), policy), run(pair, ask(cache=FirstBlockCache(threshold=0.0)), policy)
+    plain, cached = (
+        run(pair, make_eight_steps(), policy),
+        run(pair, make_eight_steps(cache=FirstBlockCache(threshold=0.0)), policy),
+    )
     assert torch.equal(cached.latents, plain.latents)
     assert skipped(cached) == []
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.45, 0.55, 1e9])
 def test_what_is_taken_over_is_what_diffusers_takes_over(
-    threshold: float, open_pair: OpenPair, plain_models: Any, ask: Request
+    threshold: float, open_pair: OpenPair, plain_models: Any, make_eight_steps: Request
 ) -> None:
-    request = ask(cache=FirstBlockCache(threshold=threshold))
+    request = make_eight_steps(cache=FirstBlockCache(threshold=threshold))
     assert torch.equal(run(open_pair(), request).latents, with_diffusers_cache(plain_models(), request, threshold))
 
 
-def test_these_thresholds_hit_all_lanes_one_lane_and_none(open_pair: OpenPair, ask: Request) -> None:
-    steps = run(open_pair(), ask(cache=SOME)).timeline.steps
+def test_these_thresholds_hit_all_lanes_one_lane_and_none(open_pair: OpenPair, make_eight_steps: Request) -> None:
+    steps = run(open_pair(), make_eight_steps(cache=SOME)).timeline.steps
     assert {step.skipped_lanes for step in steps} == {0, 1, 2}
     assert all((step.skipped_visits == LAYERS - 1) == (step.skipped_lanes == 2) for step in steps)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_no_policy_changes_a_bit_of_what_a_cache_makes(
-    policy: OffloadPolicy, open_pair: OpenPair, ask: Request
+    policy: OffloadPolicy, open_pair: OpenPair, make_eight_steps: Request
 ) -> None:
-    pair, request = open_pair(), ask(cache=SOME)
+    pair, request = open_pair(), make_eight_steps(cache=SOME)
     expected = run(open_pair(), request)
     for _ in range(2):
         found = run(pair, request, policy)
@@ -134,19 +127,19 @@ def test_no_policy_changes_a_bit_of_what_a_cache_makes(
         assert skipped(found) == skipped(expected) != []
 
 
-def test_a_video_among_others_is_the_video_alone(open_pair: OpenPair, ask: Request) -> None:
-    pair, whole = open_pair(), ask(batch=3, cache=SOME)
+def test_a_video_among_others_is_the_video_alone(open_pair: OpenPair, make_eight_steps: Request) -> None:
+    pair, whole = open_pair(), make_eight_steps(batch=3, cache=SOME)
     for place, sample in enumerate(run(pair, whole).latents):
         one = {name: getattr(whole, name)[place : place + 1].clone() for name in ("noise", "positive", "negative")}
-        assert torch.equal(run(pair, ask(cache=SOME, **one)).latents[0], sample)
+        assert torch.equal(run(pair, make_eight_steps(cache=SOME, **one)).latents[0], sample)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_a_skipped_step_moves_no_more_than_lay_ahead_and_the_next_one_uses_it(
-    ahead: int, open_pair: OpenPair, ask: Request
+    ahead: int, open_pair: OpenPair, make_eight_steps: Request
 ) -> None:
     pair = open_pair()
-    steps = run(pair, ask(cache=ALWAYS), OffloadPolicy.layerwise(ahead)).timeline.steps
+    steps = run(pair, make_eight_steps(cache=ALWAYS), OffloadPolicy.layerwise(ahead)).timeline.steps
     blocks = [step.bytes_moved / pair.stored_bytes for step in steps]
     assert blocks[0] == LAYERS
     for first, last in ((0, SWITCH), (SWITCH, STEPS)):
@@ -155,10 +148,10 @@ def test_a_skipped_step_moves_no_more_than_lay_ahead_and_the_next_one_uses_it(
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_every_block_that_was_fetched_is_used(ahead: int, watched: Any, ask: Request) -> None:
+def test_every_block_that_was_fetched_is_used(ahead: int, watched: Any, make_eight_steps: Request) -> None:
     """Exception: blocks prefetched at the end of an expert. A fetch issued for a skipped step serves the next one."""
     policy = OffloadPolicy.layerwise(ahead)
-    timeline = run(watched, ask(cache=SOME), policy).timeline
+    timeline = run(watched, make_eight_steps(cache=SOME), policy).timeline
     computed = [step for step in timeline.steps if not step.skipped_visits]
     assert 2 < len(computed) < STEPS
     fetched = sum(len(each.fetched) for each in watched.runs)
@@ -169,12 +162,12 @@ def test_every_block_that_was_fetched_is_used(ahead: int, watched: Any, ask: Req
 
 
 def test_blocks_that_are_decoded_and_patched_on_arrival_are_whole_when_they_are_kept(
-    tiny_expert_file: Any, make_tiny_expert: Any, tmp_path: Path, ask: Request
+    tiny_expert_file: Any, make_tiny_expert: Any, tmp_path: Path, make_eight_steps: Request
 ) -> None:
     files = [tiny_expert_file(seed=seed, dtype=torch.float32, fp8="scaled_fp8") for seed in (1, 2)]
     save_lora(make_lora(make_tiny_expert(), seed=3), tmp_path / "lora.safetensors", dtype=torch.float32)
     lora = [(open_lora(tmp_path / "lora.safetensors"), 1.0)]
-    request, found = ask(cache=SOME), []
+    request, found = make_eight_steps(cache=SOME), []
     for policy in (OffloadPolicy.resident(), LAYERWISE, OffloadPolicy.layerwise(2)):
         with open_experts(*files, compute_dtype=torch.float32) as pair:
             pair.set_loras(lora, lora)
@@ -183,8 +176,10 @@ def test_blocks_that_are_decoded_and_patched_on_arrival_are_whole_when_they_are_
     assert all(torch.equal(each.latents, found[0].latents) for each in found)
 
 
-def test_a_step_that_memory_was_short_in_decides_as_it_would_have(open_pair: OpenPair, ask: Request) -> None:
-    request = ask(cache=SOME)
+def test_a_step_that_memory_was_short_in_decides_as_it_would_have(
+    open_pair: OpenPair, make_eight_steps: Request
+) -> None:
+    request = make_eight_steps(cache=SOME)
     whole = run(open_pair(), request, OffloadPolicy.layerwise(3))
     computed = sum(2 + (2 - step.skipped_lanes) * (LAYERS - 1) for step in whole.timeline.steps)
     for use in range(1, computed, 9):
@@ -195,9 +190,9 @@ def test_a_step_that_memory_was_short_in_decides_as_it_would_have(open_pair: Ope
 
 
 def test_a_step_that_memory_was_short_in_behind_its_blocks_is_not_its_own_past(
-    open_pair: OpenPair, ask: Request
+    open_pair: OpenPair, make_eight_steps: Request
 ) -> None:
-    request = ask(cache=SOME)
+    request = make_eight_steps(cache=SOME)
     whole = run(open_pair(), request, OffloadPolicy.layerwise(3))
     for use in (1, 2 * SWITCH + 1):  # the second lane of the first step of each expert
         disturbed = run(ShortOnce(open_pair(), use, behind=True), request, OffloadPolicy.layerwise(3))
@@ -206,30 +201,34 @@ def test_a_step_that_memory_was_short_in_behind_its_blocks_is_not_its_own_past(
 
 
 @pytest.mark.parametrize("polls", [1, LAYERS + 1, LAYERS + 2, 3 * LAYERS])
-def test_a_run_that_is_stopped_leaves_the_pair_usable(polls: int, open_pair: OpenPair, ask: Request) -> None:
-    pair, request = open_pair(), ask(cache=SOME)
+def test_a_run_that_is_stopped_leaves_the_pair_usable(
+    polls: int, open_pair: OpenPair, make_eight_steps: Request
+) -> None:
+    pair, request = open_pair(), make_eight_steps(cache=SOME)
     expected, questions = run(open_pair(), request), iter(range(10**6))
     with pytest.raises(SamplingCancelled):
         run(pair, request, should_stop=lambda: next(questions) == polls)
     assert torch.equal(run(pair, request).latents, expected.latents)
 
 
-def test_a_run_that_goes_on_computes_its_first_step(open_pair: OpenPair, ask: Request) -> None:
-    pair, request, states = open_pair(), ask(cache=ALWAYS), list[Any]()
+def test_a_run_that_goes_on_computes_its_first_step(open_pair: OpenPair, make_eight_steps: Request) -> None:
+    pair, request, states = open_pair(), make_eight_steps(cache=ALWAYS), list[Any]()
     run(pair, request, on_step=lambda step: states.append(step.state()))
     rest = denoise_part(pair, request, RunSlice(resume=states[1]), policy=LAYERWISE, device="cpu")
     assert [step.index for step in rest.timeline.steps if not step.skipped_visits] == [2, SWITCH]
 
 
-def test_another_number_of_lanes_begins_anew(open_pair: OpenPair, ask: Request) -> None:
+def test_another_number_of_lanes_begins_anew(open_pair: OpenPair, make_eight_steps: Request) -> None:
     scales = (3.0,) * 3 + (1.0,) * (STEPS - 3)
-    steps = run(open_pair(), ask(cache=ALWAYS, guidance_steps=scales)).timeline.steps
+    steps = run(open_pair(), make_eight_steps(cache=ALWAYS, guidance_steps=scales)).timeline.steps
     assert [step.index for step in steps if not step.skipped_visits] == [0, 3, SWITCH]
 
 
-def test_the_next_block_is_asked_for_only_after_the_first_was_looked_at(open_pair: OpenPair, ask: Request) -> None:
+def test_the_next_block_is_asked_for_only_after_the_first_was_looked_at(
+    open_pair: OpenPair, make_eight_steps: Request
+) -> None:
     """A run can be stopped in a step that needs one block, as in any other."""
-    pair, request, questions = open_pair(), ask(cache=ALWAYS), list[int]()
+    pair, request, questions = open_pair(), make_eight_steps(cache=ALWAYS), list[int]()
     run(pair, request, should_stop=lambda: bool(questions.append(1)))
     assert len(questions) == 2 * LAYERS + (STEPS - 2)
 
@@ -240,7 +239,7 @@ def test_a_threshold_that_is_none_is_refused(threshold: float) -> None:
         FirstBlockCache(threshold=threshold)
 
 
-def test_a_request_with_a_cache_travels(ask: Request) -> None:
-    request = pickle.loads(pickle.dumps(ask(cache=SOME)))  # noqa: S301 - our own
+def test_a_request_with_a_cache_travels(make_eight_steps: Request) -> None:
+    request = pickle.loads(pickle.dumps(make_eight_steps(cache=SOME)))  # noqa: S301 - our own
     assert request.cache == SOME
     assert replace(request, cache=None).cache is None

@@ -41,24 +41,14 @@ Models = Mapping[str, WanTransformer3DModel]
 
 
 @pytest.fixture
-def ask(make_request: Request) -> Request:
-    """`ask(**changes)`: a request of 8 steps, 4 of them high-noise."""
-
-    def make(**changes: Any) -> DenoiseRequest:
-        return make_request(**{"steps": STEPS, "switch_step": SWITCH, **changes})
-
-    return make
+def table(open_pair: OpenPair, make_eight_steps: Request) -> MagTable:
+    return measured(open_pair(), make_eight_steps())
 
 
 @pytest.fixture
-def table(open_pair: OpenPair, ask: Request) -> MagTable:
-    return measured(open_pair(), ask())
-
-
-@pytest.fixture
-def made_up(ask: Request) -> MagTable:
+def made_up(make_eight_steps: Request) -> MagTable:
     """A table for such a request, with marks that fit no model."""
-    step_plan = ask().step_plan
+    step_plan = make_eight_steps().step_plan
     ratios = tuple(1 - 0.01 * step for step in range(STEPS))
     marks = {"high": (0.1, 0.2), "low": (0.3, 0.4)}
     sigmas = tuple(step_plan.schedule.sigmas)
@@ -95,10 +85,10 @@ def with_diffusers_cache(
 
 
 def test_ratios_are_those_that_diffusers_measures(
-    open_pair: OpenPair, plain_models: Any, ask: Request, capsys: Any
+    open_pair: OpenPair, plain_models: Any, make_eight_steps: Request, capsys: Any
 ) -> None:
     """Ratios that diffusers prints after the last step of a model."""
-    request = ask(guidance=(1.0, 1.0), negative=None)
+    request = make_eight_steps(guidance=(1.0, 1.0), negative=None)
     steps = {"high": SWITCH, "low": STEPS - SWITCH}
     configs = {name: MagCacheConfig(calibrate=True, num_inference_steps=count) for name, count in steps.items()}
     with_diffusers_cache(plain_models(), request, configs)
@@ -108,8 +98,10 @@ def test_ratios_are_those_that_diffusers_measures(
     assert ratios == pytest.approx([*high, *low], rel=1e-5)
 
 
-def test_what_is_taken_over_is_what_diffusers_takes_over(open_pair: OpenPair, plain_models: Any, ask: Request) -> None:
-    request = ask(guidance=(1.0, 1.0), negative=None)
+def test_what_is_taken_over_is_what_diffusers_takes_over(
+    open_pair: OpenPair, plain_models: Any, make_eight_steps: Request
+) -> None:
+    request = make_eight_steps(guidance=(1.0, 1.0), negative=None)
     table = measured(open_pair(), request)
     [ratios] = table.ratios
     configs = {
@@ -122,15 +114,17 @@ def test_what_is_taken_over_is_what_diffusers_takes_over(open_pair: OpenPair, pl
         )
         for name, own in (("high", ratios[:SWITCH]), ("low", ratios[SWITCH:]))
     }
-    found = run(open_pair(), ask(guidance=(1.0, 1.0), negative=None, cache=MagCache(table=table, rule=RULE)))
+    found = run(
+        open_pair(), make_eight_steps(guidance=(1.0, 1.0), negative=None, cache=MagCache(table=table, rule=RULE))
+    )
     assert len(skipped(found)) > 1
     assert torch.equal(found.latents, with_diffusers_cache(plain_models(), request, configs))
 
 
-def test_measuring_changes_no_bit(open_pair: OpenPair, ask: Request) -> None:
+def test_measuring_changes_no_bit(open_pair: OpenPair, make_eight_steps: Request) -> None:
     pair = open_pair()
-    table, result = calibrate(pair, ask(), policy=LAYERWISE, device="cpu", source="a test")
-    assert torch.equal(result.latents, run(pair, ask()).latents)
+    table, result = calibrate(pair, make_eight_steps(), policy=LAYERWISE, device="cpu", source="a test")
+    assert torch.equal(result.latents, run(pair, make_eight_steps()).latents)
     assert len(table.ratios) == 2
     assert all(each[0] == each[SWITCH] == 1.0 and len(each) == STEPS for each in table.ratios)
     assert table.experts == ("high",) * SWITCH + ("low",) * (STEPS - SWITCH)
@@ -139,12 +133,12 @@ def test_measuring_changes_no_bit(open_pair: OpenPair, ask: Request) -> None:
 
 @pytest.mark.parametrize("threshold", [0.0, 1e9])
 def test_a_threshold_of_0_changes_no_bit_and_a_high_one_skips_what_it_may(
-    threshold: float, open_pair: OpenPair, ask: Request, table: MagTable
+    threshold: float, open_pair: OpenPair, make_eight_steps: Request, table: MagTable
 ) -> None:
     pair = open_pair()
-    found = run(pair, ask(cache=MagCache(table=table, rule=SkipRule(threshold=threshold, retention=0.25))))
+    found = run(pair, make_eight_steps(cache=MagCache(table=table, rule=SkipRule(threshold=threshold, retention=0.25))))
     if threshold == 0:
-        assert torch.equal(found.latents, run(pair, ask()).latents)
+        assert torch.equal(found.latents, run(pair, make_eight_steps()).latents)
         assert skipped(found) == []
     else:
         assert skipped(found) == [1, 2, 5, 6]
@@ -152,9 +146,12 @@ def test_a_threshold_of_0_changes_no_bit_and_a_high_one_skips_what_it_may(
 
 @pytest.mark.parametrize("policy", [OffloadPolicy.resident(), LAYERWISE, OffloadPolicy.block_swap(2, 1)], ids=str)
 def test_skipped_steps_move_nothing_and_no_policy_changes_a_bit(
-    policy: OffloadPolicy, open_pair: OpenPair, ask: Request, table: MagTable
+    policy: OffloadPolicy, open_pair: OpenPair, make_eight_steps: Request, table: MagTable
 ) -> None:
-    pair, request = open_pair(), ask(cache=MagCache(table=table, rule=SkipRule(threshold=1e9, retention=0.0)))
+    pair, request = (
+        open_pair(),
+        make_eight_steps(cache=MagCache(table=table, rule=SkipRule(threshold=1e9, retention=0.0))),
+    )
     expected, found = run(pair, request), run(open_pair(), request, policy)
     assert torch.equal(found.latents, expected.latents)
     for step in found.timeline.steps:
@@ -165,16 +162,20 @@ def test_skipped_steps_move_nothing_and_no_policy_changes_a_bit(
         assert found.timeline.bytes_moved == (STEPS - 4) * LAYERS * pair.stored_bytes
 
 
-def test_a_run_that_goes_on_in_a_skipped_step_computes_it(open_pair: OpenPair, ask: Request, table: MagTable) -> None:
+def test_a_run_that_goes_on_in_a_skipped_step_computes_it(
+    open_pair: OpenPair, make_eight_steps: Request, table: MagTable
+) -> None:
     pair, states = open_pair(), list[Any]()
-    request = ask(cache=MagCache(table=table, rule=SkipRule(threshold=1e9, retention=0.0)))
+    request = make_eight_steps(cache=MagCache(table=table, rule=SkipRule(threshold=1e9, retention=0.0)))
     run(pair, request, on_step=lambda step: states.append(step.state()))
     rest = denoise_part(pair, request, RunSlice(resume=states[0]), policy=LAYERWISE, device="cpu")
     assert skipped(rest) == [2, 3, 5, 6]
 
 
-def test_a_run_that_is_stopped_leaves_the_pair_usable(open_pair: OpenPair, ask: Request, table: MagTable) -> None:
-    pair, request = open_pair(), ask(cache=MagCache(table=table, rule=RULE))
+def test_a_run_that_is_stopped_leaves_the_pair_usable(
+    open_pair: OpenPair, make_eight_steps: Request, table: MagTable
+) -> None:
+    pair, request = open_pair(), make_eight_steps(cache=MagCache(table=table, rule=RULE))
     expected = run(open_pair(), request)
     with pytest.raises(SamplingCancelled):
         run(pair, request, should_stop=lambda: True)
@@ -190,10 +191,10 @@ def test_a_run_that_is_stopped_leaves_the_pair_usable(open_pair: OpenPair, ask: 
     ],
 )
 def test_a_table_for_another_run_is_refused(
-    changes: dict[str, Any], said: str, ask: Request, made_up: MagTable
+    changes: dict[str, Any], said: str, make_eight_steps: Request, made_up: MagTable
 ) -> None:
     with pytest.raises(RequestError, match=said):
-        ask(cache=MagCache(table=made_up, rule=RULE), **changes)
+        make_eight_steps(cache=MagCache(table=made_up, rule=RULE), **changes)
 
 
 @pytest.mark.parametrize(
@@ -207,46 +208,52 @@ def test_a_table_for_another_run_is_refused(
     ],
 )
 def test_what_was_measured_without_negative_lanes_is_nothing_to_guidance(
-    calibrated: tuple[float, ...], requested: tuple[float, ...], said: str | None, open_pair: OpenPair, ask: Request
+    calibrated: tuple[float, ...],
+    requested: tuple[float, ...],
+    said: str | None,
+    open_pair: OpenPair,
+    make_eight_steps: Request,
 ) -> None:
-    table = measured(open_pair(), ask(guidance_steps=calibrated))
+    table = measured(open_pair(), make_eight_steps(guidance_steps=calibrated))
     cache = MagCache(table=table, rule=RULE)
     if said is None:
-        assert ask(cache=cache, guidance_steps=requested).cache is cache
+        assert make_eight_steps(cache=cache, guidance_steps=requested).cache is cache
     else:
         with pytest.raises(RequestError, match=said):
-            ask(cache=cache, guidance_steps=requested)
+            make_eight_steps(cache=cache, guidance_steps=requested)
 
 
-def test_a_part_of_the_run_is_that_run(ask: Request, made_up: MagTable) -> None:
+def test_a_part_of_the_run_is_that_run(make_eight_steps: Request, made_up: MagTable) -> None:
     cache = MagCache(table=made_up, rule=RULE)
-    assert ask(cache=cache, end_step=5).cache == ask(cache=cache, start_step=3).cache == cache
+    assert make_eight_steps(cache=cache, end_step=5).cache == make_eight_steps(cache=cache, start_step=3).cache == cache
 
 
-def test_a_table_for_another_model_is_refused(open_pair: OpenPair, ask: Request, table: MagTable) -> None:
+def test_a_table_for_another_model_is_refused(open_pair: OpenPair, make_eight_steps: Request, table: MagTable) -> None:
     cache = MagCache(table=table, rule=RULE)
     for seeds in ({"high": 3}, {"low": 3}):
         with pytest.raises(RequestError, match="calibrated for another model"):
-            run(open_pair(**seeds), ask(cache=cache))
+            run(open_pair(**seeds), make_eight_steps(cache=cache))
 
 
-def test_the_same_model_in_bf16_is_known_again(open_pair: OpenPair, ask: Request, table: MagTable) -> None:
-    assert skipped(run(open_pair(dtype=torch.bfloat16), ask(cache=MagCache(table=table, rule=RULE))))
+def test_the_same_model_in_bf16_is_known_again(open_pair: OpenPair, make_eight_steps: Request, table: MagTable) -> None:
+    assert skipped(run(open_pair(dtype=torch.bfloat16), make_eight_steps(cache=MagCache(table=table, rule=RULE))))
 
 
-def test_what_measuring_keeps_is_counted_and_what_a_cache_would_keep_is_not(open_pair: OpenPair, ask: Request) -> None:
+def test_what_measuring_keeps_is_counted_and_what_a_cache_would_keep_is_not(
+    open_pair: OpenPair, make_eight_steps: Request
+) -> None:
     pair, cpu, noise = open_pair(), torch.device("cpu"), torch.zeros(1, 16, 2, 40, 60)
-    request, plain = ask(noise=noise, cache=FirstBlockCache()), ask(noise=noise)
+    request, plain = make_eight_steps(noise=noise, cache=FirstBlockCache()), make_eight_steps(noise=noise)
     assert calibration_job(pair, request, cpu) == replace(request_job(pair, plain, cpu), cached_states=1)
     state = 2 * (2 * 20 * 30) * 256 * 4  # lanes x tokens x width x fp32
     usual = working_bytes(pair, noise.shape, guided=True)
     assert calibration_bytes(pair, request, chunk_tokens=None) - usual == state
 
 
-def test_a_part_of_a_schedule_is_not_measured(open_pair: OpenPair, ask: Request) -> None:
+def test_a_part_of_a_schedule_is_not_measured(open_pair: OpenPair, make_eight_steps: Request) -> None:
     for part in ({"start_step": 1}, {"end_step": 7}):
         with pytest.raises(RequestError, match="all steps"):
-            measured(open_pair(), ask(**part))
+            measured(open_pair(), make_eight_steps(**part))
 
 
 def test_a_table_travels_and_is_written(made_up: MagTable) -> None:

@@ -1,0 +1,20 @@
+"""Requests of the tests of step caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from wanstream.sampling import DenoiseRequest
+
+
+@pytest.fixture
+def make_eight_steps(make_request: Callable[..., DenoiseRequest]) -> Callable[..., DenoiseRequest]:
+    """`make_eight_steps(**changes)`: a request of 8 steps, 4 of them high-noise."""
+
+    def make(**changes: Any) -> DenoiseRequest:
+        return make_request(**{"steps": 8, "switch_step": 4, **changes})
+
+    return make
