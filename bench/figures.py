@@ -165,7 +165,7 @@ FIGURES = (
     Figure(name="Most VRAM of ComfyUI's other models", unit="bytes", of=_peak("dynamic_bytes")),
     Figure(name="Most RAM of the process", unit="bytes", of=_peak("rss_bytes")),
     Figure(name="Most page-locked RAM", unit="bytes", of=_peak("pinned_bytes")),
-    Figure(name="Steps in which a cache left blocks out", unit="share", of=_cached_share),
+    Figure(name="Steps in which a cache skipped blocks", unit="share", of=_cached_share),
 )
 TOTAL = FIGURES[0]
 

@@ -168,7 +168,7 @@ def first_stays_case(side: Side) -> dict[str, object]:
 
 
 def predicted_skips_case(side: Side) -> dict[str, object]:
-    """Prediction announced for a run that skips steps by magnitudes."""
+    """Prediction announced for a run with the magnitude cache."""
     told, before = [], current_host()._planner
     cache = magnitudes(side)
     current_host().free_experts()

@@ -158,7 +158,7 @@ def test_the_usual_run_is_the_one_in_the_middle(make_timeline: MakeTimeline, mak
 
 
 def test_a_cache_is_known_by_the_share_of_steps_that_it_shortened(make_timeline: MakeTimeline) -> None:
-    share, plain = figure("Steps in which a cache left blocks out"), make_timeline(2, 2, 2, 2)
+    share, plain = figure("Steps in which a cache skipped blocks"), make_timeline(2, 2, 2, 2)
     assert share.of(plain) is None
     lanes = (0, 1, 2, 2)
     steps = zip(plain.steps, lanes, strict=True)
