@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from ..sampling import DenoiseRequest, RunState
-from ..schema import ExpertsRef, Mesh, OffloadPolicy, PathMap, StepRecord, Timeline, WeightPlacement
+from ..schema import Cancelled, ExpertsRef, Mesh, OffloadPolicy, PathMap, StepRecord, Timeline, WeightPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +115,22 @@ class WorkerFacts:
     """Dtype on this worker for experts with `compute_dtype` "auto"."""
     machine: str = ""
     """Identifier of the machine. Workers with the same one share its RAM and page cache."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeTask:
+    """One tile of a video to be decoded."""
+
+    run_id: str
+    vae: Path
+    """VAE file or folder, as a path on the driver's machine."""
+    latents: torch.Tensor
+    """[1, C, T, h, w], raw latents of the tile, on the CPU."""
+    dtype: torch.dtype = torch.float32
+    """Compute dtype of the VAE."""
+    paths: tuple[PathMap, ...] = ()
+    """Mapping of the path to the worker's machine."""
+
+
+class DecodeCancelled(Cancelled):
+    """The decode was stopped before a latent frame; the worker can decode again immediately."""

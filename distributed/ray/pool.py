@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -19,13 +20,11 @@ from ..messages import RunTask, TaskResult, WorkerFacts
 from ..transport.path_map import places
 from ..transport.pool import OnReport, WorkerLostError
 from ..transport.threads import WorkThread, run_in_thread
-from ..transport.versions import check_versions
 from ..worker.worker import Worker
-from .actor import FOLDER, PACKAGE, actor_class
 from .connection import CONNECTION, OBJECT_STORE_BYTES
 from .environment import LostAtStartError, RaySetupError
 from .placement import Placement
-from .worker import Started
+from .worker import FOLDER, PACKAGE, Started, actor_class
 
 TAIL_LINES = 30
 GRACE_S = 3.0
@@ -350,3 +349,43 @@ def check_exposure(workers: Sequence[Started], *, beyond_loopback: bool) -> None
             "run programs there. Start it with RAY_AUTH_MODE=token (ray get-auth-token --generate), and set that file "
             "as token_file in its entry"
         )
+
+
+class VersionsError(ValueError):
+    """A worker has other versions than the driver. The message has both."""
+
+
+def check_versions(driver: WorkerFacts, workers: Sequence[WorkerFacts]) -> None:
+    """Raise VersionsError if a worker, given by rank, has other versions than the driver.
+
+    WanStream must be the same version; torch, diffusers and Python must agree in the first two numbers.
+    """
+    wrong = [
+        f"worker {rank} on {worker.node} has {theirs}, the driver on {driver.node} has {ours}"
+        for rank, worker in enumerate(workers)
+        for ours, theirs in _differences(driver, worker)
+    ]
+    if wrong:
+        raise VersionsError("; ".join(wrong) + ": install the same versions on all machines")
+
+
+def _differences(driver: WorkerFacts, worker: WorkerFacts) -> list[tuple[str, str]]:
+    """Return (name and version of the driver, of the worker) for every difference."""
+    pairs = [
+        ("WanStream", driver.wanstream, worker.wanstream, driver.wanstream == worker.wanstream),
+        *(
+            (name, ours, theirs, series(ours) == series(theirs))
+            for name, ours, theirs in (
+                ("torch", driver.torch, worker.torch),
+                ("diffusers", driver.diffusers, worker.diffusers),
+                ("Python", driver.python, worker.python),
+            )
+        ),
+    ]
+    return [(f"{name} {ours}", f"{name} {theirs}") for name, ours, theirs, fits in pairs if not fits]
+
+
+def series(version: str) -> str:
+    """Return "2.13" for "2.13.1+cu130"; the version itself if it does not start with two numbers."""
+    match = re.match(r"\d+\.\d+", version)
+    return match[0] if match else version

@@ -27,13 +27,16 @@ import torch.distributed as dist
 
 from ...schema import Mesh, StateError
 from ..messages import RendezvousSpec
-from .errors import PeerLostError, WorkerTimeoutError, is_peer_error, is_timeout
 from .rendezvous import (
+    PeerLostError,
     RendezvousStore,
     TcpSocket,
+    WorkerTimeoutError,
     connections_of,
     format_ranks,
     interface_towards,
+    is_peer_error,
+    is_timeout,
     open_sockets,
     shut_down,
 )

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import torch
 
-from ...devices import auto_dtype, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
+from ...devices import auto_dtype, available_bytes, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
+from ...plan import VRAM_RESERVE
 from ...sampling import LOCAL_FORWARD, RunSlice, StepProgress, denoise_part
 from ...schema import VERSION, ExpertsRef, PathMap
-from ...wan import ExpertsRegistry, open_pair
-from ..messages import RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
+from ...wan import ExpertsRegistry, WanVae, open_pair, open_vae
+from ..messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.path_map import resolve_experts, resolve_path, weight_bytes
-from ..vae.worker import DecodeTask, TileDecoder, decode_budget
-from ..weights.weights import GroupWeights, RunWeights
-from .errors import PeerLostError
 from .groups import ProcessGroups
-from .lane_split import group_forward
+from .parallel_forward import group_forward
+from .rendezvous import PeerLostError
+from .weights import GroupWeights, RunWeights
 
 LOOPBACK = "127.0.0.1"
 MAX_STOPS = 64
@@ -46,6 +46,60 @@ def import_models() -> None:
         UniPCMultistepScheduler,
         WanTransformer3DModel,
     )
+
+
+RAM_SHARE = 0.5
+"""Fraction of the available RAM for decoders on a CPU; the rest is for the frames of the driver."""
+
+
+def decode_budget(device: torch.device, releasable_bytes: int) -> int:
+    """Return the bytes of `device` that a decode may use; `releasable_bytes` are freed for it if it runs out."""
+    free = free_bytes(device)
+    if free is None:
+        return int(RAM_SHARE * available_bytes())
+    return max(0, free + releasable_bytes - VRAM_RESERVE)
+
+
+class TileDecoder:
+    """Decoder of one tile at a time on one device. Thread-safe; concurrent calls wait for each other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._open: tuple[tuple[Path, torch.dtype], WanVae] | None = None
+
+    def decode(self, task: DecodeTask, is_stopped: Callable[[], bool]) -> torch.Tensor:
+        """Decode one tile -> [3, F, H, W] fp32 on the CPU, the format of `TileBlender`.
+
+        Raises:
+            DecodeCancelled: `is_stopped` returned True before a latent frame.
+            VaeInputError: the shape of the latents does not fit the VAE.
+            CheckpointFileError: the VAE cannot be read.
+        """
+
+        def check() -> None:
+            if is_stopped():
+                raise DecodeCancelled(f"the decode {task.run_id} was stopped")
+
+        with self._lock:
+            vae = self._vae(resolve_path(task.vae, task.paths), task.dtype)
+            return vae.decode_tile(task.latents, device=self._device, check=check)
+
+    def free(self) -> None:
+        """Release the weights. Freeing twice is allowed; the next decode reads them again."""
+        with self._lock:
+            self._close()
+
+    def _vae(self, path: Path, dtype: torch.dtype) -> WanVae:
+        if self._open is None or self._open[0] != (path, dtype):
+            self._close()
+            self._open = ((path, dtype), open_vae(path, dtype))
+        return self._open[1]
+
+    def _close(self) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened[1].close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from wanstream.distributed.messages import RendezvousSpec, RunTask
-from wanstream.distributed.weights.gather import GroupGather
-from wanstream.distributed.weights.weights import WeightFigures, choose_placement, measure, taken_bytes
-from wanstream.distributed.worker.errors import PeerLostError
 from wanstream.distributed.worker.groups import join as join_groups
+from wanstream.distributed.worker.rendezvous import PeerLostError
+from wanstream.distributed.worker.weights import GroupGather, WeightFigures, choose_placement, measure, taken_bytes
 from wanstream.distributed.worker.worker import Worker
 from wanstream.offload.sharding.group import GatherBrokenError
 from wanstream.sampling import SamplingCancelled, Share, working_bytes

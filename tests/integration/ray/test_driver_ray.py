@@ -17,11 +17,10 @@ import psutil
 import pytest
 import torch
 
+from wanstream.distributed.driver.decode import DecodeJob, TileDone, decode_on_workers, tiles_by_memory
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.driver.stage_run import RestartLimitError
-from wanstream.distributed.messages import RunTask
-from wanstream.distributed.vae.decode import DecodeJob, TileDone, decode_on_workers, tiles_by_memory
-from wanstream.distributed.vae.worker import DecodeCancelled
+from wanstream.distributed.messages import DecodeCancelled, RunTask
 from wanstream.sampling import SamplingCancelled, StepProgress
 from wanstream.schema import Mesh, WorkersRef
 from wanstream.wan.vae.tiles import Tiling

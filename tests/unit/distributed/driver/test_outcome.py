@@ -7,7 +7,7 @@ import pytest
 from wanstream.distributed.driver.worker_group import TaskOutcome, classify_failure
 from wanstream.distributed.messages import TaskResult
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
+from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.sampling import InsufficientMemoryError, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import OffloadPolicy, Timeline
 

@@ -30,11 +30,10 @@ from ...wan import (
     retry_with_smaller_tiles,
     shared_tiling,
 )
-from ..driver.heartbeat import Heartbeat, silence_limit
-from ..messages import WorkerFacts
+from ..messages import DecodeCancelled, DecodeTask, WorkerFacts
 from ..transport.path_map import check_paths
 from ..transport.pool import Pool, WorkerHandle, WorkerLostError
-from .worker import DecodeCancelled, DecodeTask
+from .heartbeat import Heartbeat, silence_limit
 
 POLL_S = 0.05
 """Interval at which the driver polls `should_stop` while it waits for tiles."""
