@@ -92,7 +92,8 @@ class Driver:
         with self._exclusive():
             log = TaskLog()
             run = self._stage_run(parts)
-            with closing(self._events(run, self._work(experts, parts, policy, log), should_stop)) as events:
+            work = Work(requests=parts, experts=experts, paths=self._ref.paths, policy=policy, log=log)
+            with closing(self._events(run, work, should_stop)) as events:
                 for event in events:
                     if on_step is not None and isinstance(event, StepTaken):
                         on_step(progress.add(event.item, event.state))
@@ -121,7 +122,8 @@ class Driver:
         with self._exclusive():
             log = TaskLog()
             run = self._stage_run(requests)
-            with closing(self._events(run, self._work(experts, requests, policy, log), should_stop)) as events:
+            work = Work(requests=requests, experts=experts, paths=self._ref.paths, policy=policy, log=log)
+            with closing(self._events(run, work, should_stop)) as events:
                 for event in events:
                     number = event.item
                     if isinstance(event, StepTaken):
@@ -145,11 +147,6 @@ class Driver:
         steps = [stage_steps(part, self.mesh.stage) for part in parts]
         schedule = JobSchedule.of(steps, data=self.mesh.data, max_restarts=self._ref.max_restarts)
         return StageRun(schedule, self._groups, [None] * len(parts))
-
-    def _work(
-        self, experts: ExpertsRef, requests: Sequence[DenoiseRequest], policy: OffloadPolicy, log: TaskLog
-    ) -> Work:
-        return Work(requests=requests, experts=experts, paths=self._ref.paths, policy=policy, log=log)
 
     def _events(
         self, run: StageRun[StepReport], work: Work, should_stop: ShouldStop | None

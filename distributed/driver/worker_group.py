@@ -158,7 +158,9 @@ class WorkerGroup:
         """Facts of the workers at the last rendezvous, the leader's first."""
         self._pool, self._layout, self._rendezvous, self._timeout_s = pool, layout, rendezvous, timeout_s
         self._repair_lock = threading.Lock()
-        self._is_joined = self._is_disabled = False
+        self.is_joined = False
+        """True if the workers can compute another task without a new rendezvous."""
+        self._is_disabled = False
         self._generation = 0
         self._leaving: Sequence[Future[None]] = ()
         self._repairing: Future[None] | None = None
@@ -166,18 +168,13 @@ class WorkerGroup:
         self._policy: OffloadPolicy | None = None
         self._task: _Task | None = None
 
-    @property
-    def is_joined(self) -> bool:
-        """True if the workers can compute another task without a new rendezvous."""
-        return self._is_joined
-
     def connect(self, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
         """Replace lost workers and join all of them. Blocks. Returns their facts, with those of `paths` they lack.
 
         Raises WorkerLostError if a worker is lost during the rendezvous.
         """
         with self._repair_lock:
-            self._is_joined = self._is_joined and self._are_joined()
+            self.is_joined = self.is_joined and self._are_joined()
         self._repair()
         self.facts = tuple(self._rendezvous.facts(self.ranks, paths))
         return self.facts
@@ -243,13 +240,13 @@ class WorkerGroup:
     def _repair(self) -> None:
         """Replace lost workers and join all of them, unless they are joined."""
         with self._repair_lock:
-            if self._is_joined or self._is_disabled:
+            if self.is_joined or self._is_disabled:
                 return
             # A worker that leaves late would leave the new rendezvous.
             wait(self._leaving, timeout=ANSWER_S)
             self._generation = self._rendezvous.join(self.ranks, self._layout)
             self.facts = tuple(self._rendezvous.facts(self.ranks, ()))
-            self._is_joined = True
+            self.is_joined = True
 
     def _are_joined(self) -> bool:
         """Return True if all workers are in this group's last rendezvous; another driver may have joined them since."""
@@ -270,7 +267,7 @@ class WorkerGroup:
 
     def _job_ended(self, task: _Task, end: TaskEnd) -> JobEnded:
         assert self._work is not None
-        self._task, self._leaving, self._is_joined = None, task.leaving, task.is_joined
+        self._task, self._leaving, self.is_joined = None, task.leaving, task.is_joined
         # Latents are returned with the steps. Kept here, those of a long queue would fill the RAM.
         task.record.results = {place: replace(each, latents=None) for place, each in end.results.items()}
         item, error = task.record.job.item, end.error

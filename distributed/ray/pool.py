@@ -36,17 +36,12 @@ class RayWorkerHandle:
     """See `WorkerHandle`. `is_here`: whether it runs on the machine of its driver."""
 
     def __init__(self, ray: Any, actor: Any, rank: int, started: Started, *, is_here: bool) -> None:
-        self._ray, self._actor, self._rank = ray, actor, rank
+        self._ray, self._actor, self.rank = ray, actor, rank
         self._thread = WorkThread(f"wanstream worker {rank}")
         self._lock = threading.Lock()
         self._killed = False
         self._process = _process_here(started.facts) if is_here else None
         self.started = started
-
-    @property
-    def rank(self) -> int:
-        """See `WorkerHandle.rank`."""
-        return self._rank
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
         """See `WorkerHandle.ask`."""
@@ -126,13 +121,13 @@ class RayWorkerHandle:
 
     def _lost(self, how: str) -> WorkerLostError:
         facts, said = self.started.facts, self.log_tail()
-        where = f"worker {self._rank} (process {facts.pid} on {facts.node}, {facts.device}) is gone: {how}"
+        where = f"worker {self.rank} (process {facts.pid} on {facts.node}, {facts.device}) is gone: {how}"
         logs = " and ".join(self.started.logs)
         if said:
             where += f"\nThe end of its log ({logs}):\n{said}"
         elif logs:
             where += f"; its log, which says nothing or is on its machine, is {logs}"
-        return WorkerLostError(where, self._rank)
+        return WorkerLostError(where, self.rank)
 
 
 def _process_here(facts: WorkerFacts) -> psutil.Process | None:

@@ -5,6 +5,7 @@ Tokens are split by diffusers' context parallelism, with suitable attention back
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -96,10 +97,7 @@ class ContextMesh:
     def size(self) -> int:
         """Return the number of workers along these axes."""
         degrees = dict(self._groups.mesh.degrees)
-        size = 1
-        for axis in self._axes:
-            size *= degrees[axis]
-        return size
+        return math.prod(degrees[axis] for axis in self._axes)
 
     def get_group(self) -> dist.ProcessGroup:
         """Return the process group of these workers."""

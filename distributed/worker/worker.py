@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -100,23 +99,6 @@ class TileDecoder:
         opened, self._open = self._open, None
         if opened is not None:
             opened[1].close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TaskRole:
-    """Role of a worker in its group during a task."""
-
-    rank: int = 0
-    is_leader: bool = True
-    """True for the worker that returns the latents of its group."""
-    gathered_before: int = 0
-    """Bytes gathered in the rendezvous before the task."""
-
-    @classmethod
-    def of(cls, groups: ProcessGroups | None) -> _TaskRole:
-        if groups is None:
-            return cls()
-        return cls(rank=groups.rendezvous.rank, is_leader=groups.group_rank == 0, gathered_before=groups.gathered_bytes)
 
 
 class Worker:
@@ -234,7 +216,9 @@ class Worker:
             pair = self._experts.get(resolve_experts(task.experts, task.paths))
             placed = RunWeights() if weights is None else weights.for_run(pair, task.request, task.policy)
             pair.shard(placed.sharded)
-            role = _TaskRole.of(groups)
+            rank = 0 if groups is None else groups.rendezvous.rank
+            is_leader = groups is None or groups.group_rank == 0
+            gathered_before = 0 if groups is None else groups.gathered_bytes
             ended = denoise_part(
                 pair,
                 task.request,
@@ -245,17 +229,17 @@ class Worker:
                 ),
                 policy=task.policy,
                 device=self._device,
-                on_step=partial(self._report_step, task, role, on_report),
+                on_step=partial(self._report_step, task, rank, is_leader, on_report),
                 # All workers of a group must stop before the same block, or the others would wait in a collective.
                 should_stop=is_stopped if groups is None else groups.consensus(is_stopped),
             ).with_note(placed.reason)
         return TaskResult(
             run_id=task.run_id,
-            rank=role.rank,
+            rank=rank,
             timeline=ended.timeline,
-            latents=ended.latents if role.is_leader else None,
+            latents=ended.latents if is_leader else None,
             sigma=ended.sigma,
-            gathered_bytes=0 if groups is None else groups.gathered_bytes - role.gathered_before,
+            gathered_bytes=0 if groups is None else groups.gathered_bytes - gathered_before,
             expert_switches=self._switches,
         )
 
@@ -314,7 +298,7 @@ class Worker:
         return run_id in self._stopped
 
     def _report_step(
-        self, task: RunTask, role: _TaskRole, on_report: Callable[[StepReport], None], step: StepProgress
+        self, task: RunTask, rank: int, is_leader: bool, on_report: Callable[[StepReport], None], step: StepProgress
     ) -> None:
         now = (task.experts, step.record.expert)
         if self._last not in (None, now):
@@ -323,12 +307,12 @@ class Worker:
         on_report(
             StepReport(
                 run_id=task.run_id,
-                rank=role.rank,
+                rank=rank,
                 record=step.record,
                 done=step.done,
                 total=step.total,
-                denoised=step.denoised.to("cpu", copy=True) if role.is_leader else None,
-                state=step.state() if role.is_leader and task.wants_state else None,
+                denoised=step.denoised.to("cpu", copy=True) if is_leader else None,
+                state=step.state() if is_leader and task.wants_state else None,
             )
         )
 
