@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from .driver.driver import Driver
-from .driver.partition import part_sizes
+from .driver.decode import DecodeJob, TileDone, decode_in_shared_tiles, tiles_by_memory
+from .driver.driver import Driver, part_sizes
 from .driver.stage_run import RestartLimitError
 from .driver.worker_group import WorkerFailedError
+from .messages import DecodeCancelled
 from .ray.environment import RayMissingError, check_token_file
 from .ray.pool import RayPool
 from .transport.in_process import InProcessPool
 from .transport.pool import Pool, WorkerLostError
-from .vae.decode import DecodeJob, TileDone, decode_in_shared_tiles, tiles_by_memory
-from .vae.worker import DecodeCancelled
 
 __all__ = [
     "DecodeCancelled",

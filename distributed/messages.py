@@ -1,14 +1,14 @@
-"""Messages and errors between the driver and its workers: plain values that every transport can send."""
+"""Messages between the driver and its workers: plain values that every transport can send."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from ..sampling import DenoiseRequest, RunState
-from ..schema import ExpertsRef, Mesh, OffloadPolicy, PathMap, StepRecord, Timeline, WeightPlacement
+from ..schema import Cancelled, ExpertsRef, Mesh, OffloadPolicy, PathMap, StepRecord, Timeline, WeightPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,26 +117,20 @@ class WorkerFacts:
     """Identifier of the machine. Workers with the same one share its RAM and page cache."""
 
 
-TIMEOUT_WORDS = ("timed out", "timeout")
-"""Parts of the timeout messages of gloo, NCCL and the store, in lower case."""
-GLOO_PATH = "gloo"
-"""Part of the source path at the start of every gloo error; gloo raises plain RuntimeErrors."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeTask:
+    """One tile of a video to be decoded."""
+
+    run_id: str
+    vae: Path
+    """VAE file or folder, as a path on the driver's machine."""
+    latents: torch.Tensor
+    """[1, C, T, h, w], raw latents of the tile, on the CPU."""
+    dtype: torch.dtype = torch.float32
+    """Compute dtype of the VAE."""
+    paths: tuple[PathMap, ...] = ()
+    """Mapping of the path to the worker's machine."""
 
 
-class PeerLostError(ConnectionError):
-    """Another worker of the group is gone, or this one has left; the groups cannot be used any more."""
-
-
-class WorkerTimeoutError(TimeoutError):
-    """Another worker of the group did not respond in time; the message names it if it is known."""
-
-
-def is_timeout(error: BaseException) -> bool:
-    """Return True if an error of torch.distributed reports a timeout."""
-    message = str(error).lower()
-    return any(words in message for words in TIMEOUT_WORDS)
-
-
-def is_peer_error(error: RuntimeError) -> bool:
-    """Return True if `error` was raised by torch.distributed, and not by the computation between its calls."""
-    return isinstance(error, dist.DistError) or GLOO_PATH in str(error)
+class DecodeCancelled(Cancelled):
+    """The decode was stopped before a latent frame; the worker can decode again immediately."""

@@ -20,13 +20,13 @@ from typing import TypeAlias
 import torch
 
 from ...devices import AUTO, common_dtype, dtype_name
-from ...sampling import DenoiseRequest, SamplingCancelled, StepProgress, split_request
+from ...plan import stage_boundaries
+from ...sampling import DenoiseRequest, RequestError, RunState, SamplingCancelled, StepProgress, split_request
 from ...schema import ExpertsRef, Mesh, OffloadPolicy, StateError, WorkersRef
 from ..messages import StepReport, WorkerFacts
 from ..transport.path_map import check_paths, paths_of
 from ..transport.pool import Pool, WorkerLostError
 from ..transport.threads import run_in_thread
-from .partition import MergedProgress, part_sizes, stage_steps
 from .rendezvous import Rendezvous
 from .results import DistributedResult, TaskLog, make_result
 from .schedule import GroupId, JobSchedule
@@ -92,7 +92,8 @@ class Driver:
         with self._exclusive():
             log = TaskLog()
             run = self._stage_run(parts)
-            with closing(self._events(run, self._work(experts, parts, policy, log), should_stop)) as events:
+            work = Work(requests=parts, experts=experts, paths=self._ref.paths, policy=policy, log=log)
+            with closing(self._events(run, work, should_stop)) as events:
                 for event in events:
                     if on_step is not None and isinstance(event, StepTaken):
                         on_step(progress.add(event.item, event.state))
@@ -121,7 +122,8 @@ class Driver:
         with self._exclusive():
             log = TaskLog()
             run = self._stage_run(requests)
-            with closing(self._events(run, self._work(experts, requests, policy, log), should_stop)) as events:
+            work = Work(requests=requests, experts=experts, paths=self._ref.paths, policy=policy, log=log)
+            with closing(self._events(run, work, should_stop)) as events:
                 for event in events:
                     number = event.item
                     if isinstance(event, StepTaken):
@@ -145,11 +147,6 @@ class Driver:
         steps = [stage_steps(part, self.mesh.stage) for part in parts]
         schedule = JobSchedule.of(steps, data=self.mesh.data, max_restarts=self._ref.max_restarts)
         return StageRun(schedule, self._groups, [None] * len(parts))
-
-    def _work(
-        self, experts: ExpertsRef, requests: Sequence[DenoiseRequest], policy: OffloadPolicy, log: TaskLog
-    ) -> Work:
-        return Work(requests=requests, experts=experts, paths=self._ref.paths, policy=policy, log=log)
 
     def _events(
         self, run: StageRun[StepReport], work: Work, should_stop: ShouldStop | None
@@ -205,3 +202,55 @@ def _in_one_dtype(experts: ExpertsRef, facts: Sequence[WorkerFacts]) -> ExpertsR
     dtype = common_dtype([getattr(torch, each.auto_dtype) for each in facts])
     logger.info("compute_dtype auto: the blocks compute in %s on all workers", dtype_name(dtype))
     return replace(experts, compute_dtype=dtype_name(dtype))
+
+
+def part_sizes(batch: int, mesh: Mesh) -> list[int]:
+    """Return the number of samples in each part of a request; the samples of one part are lanes of one pass.
+
+    With several stages, every sample is a part, because a pipeline needs several items. Otherwise each data coordinate
+    gets one part of about equal size, so that its weights are streamed once for all its samples.
+    """
+    if mesh.stage > 1:
+        return [1] * batch
+    parts = min(batch, mesh.data)
+    each, more = divmod(batch, parts)
+    return [each + (number < more) for number in range(parts)]
+
+
+def stage_steps(request: DenoiseRequest, stages: int) -> list[range]:
+    """Return the steps of each stage, cut at the switch of experts first, then by the number of lanes to compute.
+
+    Raises MeshError if there are more stages than steps.
+    """
+    step_plan = request.step_plan
+    experts = [step_plan.experts[step] for step in step_plan.steps]
+    lanes = [float(request.lanes_at(step)) for step in step_plan.steps]
+    first = step_plan.start_step
+    return [range(first + each.start, first + each.stop) for each in stage_boundaries(experts, lanes, stages)]
+
+
+class MergedProgress:
+    """Progress of a run that is computed in several parts, given in the order of its samples."""
+
+    def __init__(self, parts: Sequence[DenoiseRequest]) -> None:
+        self._total = sum(len(part.step_plan.steps) for part in parts)
+        self._done = 0
+        self._denoised = [part.noise.cpu() for part in parts]
+
+    def add(self, part: int, report: StepReport) -> StepProgress:
+        """Return the progress of the run after a step of one part, reported by the leader of its group."""
+        assert report.denoised is not None
+        self._done += 1
+        self._denoised[part] = report.denoised
+        return StepProgress(
+            record=report.record,
+            done=self._done,
+            total=self._total,
+            denoised=torch.cat(self._denoised),
+            state=lambda: self._state(report),
+        )
+
+    def _state(self, report: StepReport) -> RunState:
+        if len(self._denoised) > 1 or report.state is None:
+            raise RequestError("the samples of this run are at different steps, so there is no common state")
+        return report.state

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from ...schema import Mesh, WorkersRef
-from ..messages import PeerLostError, RendezvousSpec, WorkerFacts, WorkerTimeoutError
+from ..messages import RendezvousSpec, WorkerFacts
 from ..transport.pool import Pool, WorkerHandle, WorkerLostError
+from ..worker.rendezvous import PeerLostError, WorkerTimeoutError
 
 ANSWER_S = 60.0
 """Time limit for short calls to a worker, in seconds; a worker that exceeds it is killed."""

@@ -13,7 +13,6 @@ import torch
 from ...sampling import DenoiseRequest
 from ...schema import StepRecord, Timeline, together
 from ..messages import StepReport, TaskResult
-from .outcome import TaskEnd
 from .schedule import Assignment, GroupId, StageJob
 
 SUMMED_TIMES = ("wall_s", "compute_s", "stall_s", "decode_s", "stall_on_read_s", "copy_s", "read_s")
@@ -173,15 +172,6 @@ class TaskLog:
         )
         self._tasks.append(task)
         return task
-
-    def add_report(self, task: TaskRecord, place: int, report: StepReport) -> None:
-        """Add a step of a worker."""
-        task.steps[place].append(report.record)
-
-    def add_end(self, task: TaskRecord, end: TaskEnd) -> None:
-        """Add the results of a task."""
-        # Latents are returned with the steps. Kept here, those of a long queue would fill the RAM.
-        task.results = {place: replace(each, latents=None) for place, each in end.results.items()}
 
     def add_change(self, item: int, message: str) -> None:
         """Add a change that was made while an item was computed, and log it as a warning."""

@@ -1,4 +1,4 @@
-"""Worker group: assigns tasks, polls their events, and repairs the group after a loss."""
+"""Worker group: assigns tasks, polls their events, explains their failures, and repairs the group after a loss."""
 
 from __future__ import annotations
 
@@ -6,22 +6,114 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
 from functools import partial
 
-from ...sampling import DenoiseRequest, SamplingCancelled
+from ...offload import GatherBrokenError
+from ...sampling import DenoiseRequest, SamplingCancelled, SmallerPolicyError
 from ...schema import ExpertsRef, Mesh, OffloadPolicy, PathMap
-from ..messages import RunTask, StepReport, TaskResult, WorkerFacts, WorkerTimeoutError
+from ..messages import RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.pool import Pool, WorkerHandle, WorkerLostError
 from ..transport.threads import run_in_thread
+from ..worker.rendezvous import PeerLostError, WorkerTimeoutError
 from .heartbeat import Heartbeat, silence_limit
-from .outcome import TaskEnd, TaskOutcome, classify_failure
 from .rendezvous import ANSWER_S, Rendezvous
 from .results import TaskLog, TaskRecord, shifted
 from .schedule import Assignment, GroupId
 from .stage_run import GroupEvent, JobEnded, RepairEnded, StepTaken
+
+
+class TaskOutcome(Enum):
+    """Outcome of a task."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """The driver stopped the workers on request."""
+    LOST = "lost"
+    """A worker, or the connection between workers, was lost."""
+    SMALLER_POLICY = "smaller policy"
+    """The group can continue with a policy that needs less memory."""
+    FAILED = "failed"
+    """The task raises the same error on any worker."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TaskEnd:
+    """End of a task: its outcome, and the results or the error of its workers."""
+
+    outcome: TaskOutcome
+    results: Mapping[int, TaskResult]
+    """Results of the workers that finished, by their place in the group."""
+    error: BaseException | None = None
+    """Error that explains the outcome; None after FINISHED."""
+    place: int = 0
+    """Place of the worker that raised `error`."""
+
+    @property
+    def policy(self) -> OffloadPolicy | None:
+        """Policy to continue with after SMALLER_POLICY; None after any other outcome."""
+        return self.error.policy if isinstance(self.error, SmallerPolicyError) else None
+
+
+class _Cause(IntEnum):
+    """Cause of one worker's error. A lower number explains errors with higher ones in the same group."""
+
+    PROCESS_ENDED = 0
+    TASK_FAILED = 1
+    OUT_OF_MEMORY = 2
+    PEER_LOST = 3
+    KILLED = 4
+    """The driver ended the process because it did not stop in time."""
+    STOPPED = 5
+
+
+_OUTCOMES = {
+    _Cause.PROCESS_ENDED: TaskOutcome.LOST,
+    _Cause.TASK_FAILED: TaskOutcome.FAILED,
+    _Cause.OUT_OF_MEMORY: TaskOutcome.SMALLER_POLICY,
+    _Cause.PEER_LOST: TaskOutcome.LOST,
+    _Cause.KILLED: TaskOutcome.LOST,
+    _Cause.STOPPED: TaskOutcome.STOPPED,
+}
+
+
+def classify_failure(
+    outcomes: Mapping[int, TaskResult | BaseException], *, killed: Collection[int], stopped: bool
+) -> TaskEnd:
+    """Return the end of a task from the result or error of each place of its group.
+
+    Args:
+        killed: places whose processes the driver ended.
+        stopped: the driver stopped the workers on request. Any error then counts as STOPPED.
+    """
+    results = {place: each for place, each in outcomes.items() if isinstance(each, TaskResult)}
+    errors = {place: each for place, each in outcomes.items() if isinstance(each, BaseException)}
+    if not errors:
+        return TaskEnd(outcome=TaskOutcome.FINISHED, results=results)
+    causes = {place: _cause(error, was_killed=place in killed) for place, error in errors.items()}
+
+    def rank(place: int) -> tuple[bool, int, int]:
+        # After a stop, a SamplingCancelled goes first: it has the step and block.
+        return not (stopped and causes[place] is _Cause.STOPPED), causes[place], place
+
+    place = min(causes, key=rank)
+    outcome = TaskOutcome.STOPPED if stopped else _OUTCOMES[causes[place]]
+    return TaskEnd(outcome=outcome, results=results, error=errors[place], place=place)
+
+
+def _cause(error: BaseException, *, was_killed: bool) -> _Cause:
+    if isinstance(error, WorkerLostError):
+        return _Cause.KILLED if was_killed else _Cause.PROCESS_ENDED
+    if isinstance(error, SamplingCancelled):
+        return _Cause.STOPPED
+    if isinstance(error, SmallerPolicyError):
+        return _Cause.OUT_OF_MEMORY
+    is_peer = isinstance(error, PeerLostError | WorkerTimeoutError | GatherBrokenError)
+    return _Cause.PEER_LOST if is_peer else _Cause.TASK_FAILED
+
 
 HUNG_GRACE_S = 5.0
 """Longest time that workers get to end a task after a peer waited for them in vain."""
@@ -66,7 +158,9 @@ class WorkerGroup:
         """Facts of the workers at the last rendezvous, the leader's first."""
         self._pool, self._layout, self._rendezvous, self._timeout_s = pool, layout, rendezvous, timeout_s
         self._repair_lock = threading.Lock()
-        self._is_joined = self._is_disabled = False
+        self.is_joined = False
+        """True if the workers can compute another task without a new rendezvous."""
+        self._is_disabled = False
         self._generation = 0
         self._leaving: Sequence[Future[None]] = ()
         self._repairing: Future[None] | None = None
@@ -74,18 +168,13 @@ class WorkerGroup:
         self._policy: OffloadPolicy | None = None
         self._task: _Task | None = None
 
-    @property
-    def is_joined(self) -> bool:
-        """True if the workers can compute another task without a new rendezvous."""
-        return self._is_joined
-
     def connect(self, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
         """Replace lost workers and join all of them. Blocks. Returns their facts, with those of `paths` they lack.
 
         Raises WorkerLostError if a worker is lost during the rendezvous.
         """
         with self._repair_lock:
-            self._is_joined = self._is_joined and self._are_joined()
+            self.is_joined = self.is_joined and self._are_joined()
         self._repair()
         self.facts = tuple(self._rendezvous.facts(self.ranks, paths))
         return self.facts
@@ -126,7 +215,7 @@ class WorkerGroup:
             return events
         assert self._work is not None
         for place, report in task.poll():
-            self._work.log.add_report(task.record, place, report)
+            task.record.steps[place].append(report.record)
             if place == 0:
                 events.append(self._step_taken(task.record, report))
         if task.end is not None:
@@ -151,13 +240,13 @@ class WorkerGroup:
     def _repair(self) -> None:
         """Replace lost workers and join all of them, unless they are joined."""
         with self._repair_lock:
-            if self._is_joined or self._is_disabled:
+            if self.is_joined or self._is_disabled:
                 return
             # A worker that leaves late would leave the new rendezvous.
             wait(self._leaving, timeout=ANSWER_S)
             self._generation = self._rendezvous.join(self.ranks, self._layout)
             self.facts = tuple(self._rendezvous.facts(self.ranks, ()))
-            self._is_joined = True
+            self.is_joined = True
 
     def _are_joined(self) -> bool:
         """Return True if all workers are in this group's last rendezvous; another driver may have joined them since."""
@@ -178,8 +267,9 @@ class WorkerGroup:
 
     def _job_ended(self, task: _Task, end: TaskEnd) -> JobEnded:
         assert self._work is not None
-        self._task, self._leaving, self._is_joined = None, task.leaving, task.is_joined
-        self._work.log.add_end(task.record, end)
+        self._task, self._leaving, self.is_joined = None, task.leaving, task.is_joined
+        # Latents are returned with the steps. Kept here, those of a long queue would fill the RAM.
+        task.record.results = {place: replace(each, latents=None) for place, each in end.results.items()}
         item, error = task.record.job.item, end.error
         if error is None or end.outcome is TaskOutcome.STOPPED:
             return JobEnded(group=self.group, item=item, error=error)

@@ -1,7 +1,4 @@
-"""Pool of workers behind Ray, and the handle of each.
-
-Driver and workers must have the same versions, which agree on messages and on results.
-"""
+"""Pool of workers behind Ray, and the handle of each."""
 
 from __future__ import annotations
 
@@ -24,52 +21,10 @@ from ..transport.path_map import places
 from ..transport.pool import OnReport, WorkerLostError
 from ..transport.threads import WorkThread, run_in_thread
 from ..worker.worker import Worker
-from .actor import FOLDER, PACKAGE, actor_class
 from .connection import CONNECTION, OBJECT_STORE_BYTES
 from .environment import LostAtStartError, RaySetupError
 from .placement import Placement
-from .worker import Started
-
-
-class VersionsError(ValueError):
-    """A worker has other versions than the driver. The message has both."""
-
-
-def check_versions(driver: WorkerFacts, workers: Sequence[WorkerFacts]) -> None:
-    """Raise VersionsError if a worker, given by rank, has other versions than the driver.
-
-    WanStream must be the same version; torch, diffusers and Python must agree in the first two numbers.
-    """
-    wrong = [
-        f"worker {rank} on {worker.node} has {theirs}, the driver on {driver.node} has {ours}"
-        for rank, worker in enumerate(workers)
-        for ours, theirs in _differences(driver, worker)
-    ]
-    if wrong:
-        raise VersionsError("; ".join(wrong) + ": install the same versions on all machines")
-
-
-def _differences(driver: WorkerFacts, worker: WorkerFacts) -> list[tuple[str, str]]:
-    """Return (name and version of the driver, of the worker) for every difference."""
-    pairs = [
-        ("WanStream", driver.wanstream, worker.wanstream, driver.wanstream == worker.wanstream),
-        *(
-            (name, ours, theirs, series(ours) == series(theirs))
-            for name, ours, theirs in (
-                ("torch", driver.torch, worker.torch),
-                ("diffusers", driver.diffusers, worker.diffusers),
-                ("Python", driver.python, worker.python),
-            )
-        ),
-    ]
-    return [(f"{name} {ours}", f"{name} {theirs}") for name, ours, theirs, fits in pairs if not fits]
-
-
-def series(version: str) -> str:
-    """Return "2.13" for "2.13.1+cu130"; the version itself if it does not start with two numbers."""
-    match = re.match(r"\d+\.\d+", version)
-    return match[0] if match else version
-
+from .worker import FOLDER, PACKAGE, Started, actor_class
 
 TAIL_LINES = 30
 GRACE_S = 3.0
@@ -81,17 +36,12 @@ class RayWorkerHandle:
     """See `WorkerHandle`. `is_here`: whether it runs on the machine of its driver."""
 
     def __init__(self, ray: Any, actor: Any, rank: int, started: Started, *, is_here: bool) -> None:
-        self._ray, self._actor, self._rank = ray, actor, rank
+        self._ray, self._actor, self.rank = ray, actor, rank
         self._thread = WorkThread(f"wanstream worker {rank}")
         self._lock = threading.Lock()
         self._killed = False
         self._process = _process_here(started.facts) if is_here else None
         self.started = started
-
-    @property
-    def rank(self) -> int:
-        """See `WorkerHandle.rank`."""
-        return self._rank
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
         """See `WorkerHandle.ask`."""
@@ -171,13 +121,13 @@ class RayWorkerHandle:
 
     def _lost(self, how: str) -> WorkerLostError:
         facts, said = self.started.facts, self.log_tail()
-        where = f"worker {self._rank} (process {facts.pid} on {facts.node}, {facts.device}) is gone: {how}"
+        where = f"worker {self.rank} (process {facts.pid} on {facts.node}, {facts.device}) is gone: {how}"
         logs = " and ".join(self.started.logs)
         if said:
             where += f"\nThe end of its log ({logs}):\n{said}"
         elif logs:
             where += f"; its log, which says nothing or is on its machine, is {logs}"
-        return WorkerLostError(where, self._rank)
+        return WorkerLostError(where, self.rank)
 
 
 def _process_here(facts: WorkerFacts) -> psutil.Process | None:
@@ -394,3 +344,43 @@ def check_exposure(workers: Sequence[Started], *, beyond_loopback: bool) -> None
             "run programs there. Start it with RAY_AUTH_MODE=token (ray get-auth-token --generate), and set that file "
             "as token_file in its entry"
         )
+
+
+class VersionsError(ValueError):
+    """A worker has other versions than the driver. The message has both."""
+
+
+def check_versions(driver: WorkerFacts, workers: Sequence[WorkerFacts]) -> None:
+    """Raise VersionsError if a worker, given by rank, has other versions than the driver.
+
+    WanStream must be the same version; torch, diffusers and Python must agree in the first two numbers.
+    """
+    wrong = [
+        f"worker {rank} on {worker.node} has {theirs}, the driver on {driver.node} has {ours}"
+        for rank, worker in enumerate(workers)
+        for ours, theirs in _differences(driver, worker)
+    ]
+    if wrong:
+        raise VersionsError("; ".join(wrong) + ": install the same versions on all machines")
+
+
+def _differences(driver: WorkerFacts, worker: WorkerFacts) -> list[tuple[str, str]]:
+    """Return (name and version of the driver, of the worker) for every difference."""
+    pairs = [
+        ("WanStream", driver.wanstream, worker.wanstream, driver.wanstream == worker.wanstream),
+        *(
+            (name, ours, theirs, series(ours) == series(theirs))
+            for name, ours, theirs in (
+                ("torch", driver.torch, worker.torch),
+                ("diffusers", driver.diffusers, worker.diffusers),
+                ("Python", driver.python, worker.python),
+            )
+        ),
+    ]
+    return [(f"{name} {ours}", f"{name} {theirs}") for name, ours, theirs, fits in pairs if not fits]
+
+
+def series(version: str) -> str:
+    """Return "2.13" for "2.13.1+cu130"; the version itself if it does not start with two numbers."""
+    match = re.match(r"\d+\.\d+", version)
+    return match[0] if match else version

@@ -26,13 +26,17 @@ import torch
 import torch.distributed as dist
 
 from ...schema import Mesh, StateError
-from ..messages import PeerLostError, RendezvousSpec, WorkerTimeoutError, is_peer_error, is_timeout
+from ..messages import RendezvousSpec
 from .rendezvous import (
+    PeerLostError,
     RendezvousStore,
     TcpSocket,
+    WorkerTimeoutError,
     connections_of,
     format_ranks,
     interface_towards,
+    is_peer_error,
+    is_timeout,
     open_sockets,
     shut_down,
 )
@@ -51,13 +55,15 @@ def any_rank_wants(groups: ProcessGroups, wants: bool) -> bool:
     return bool(flag.item())
 
 
-def all_gather_cpu(groups: ProcessGroups, values: torch.Tensor) -> list[torch.Tensor]:
+def all_gather_cpu(
+    groups: ProcessGroups, values: torch.Tensor, doing: str = "waited for the values of its group"
+) -> list[torch.Tensor]:
     """Return the `values` of every worker of the group, by group rank; all must be on the CPU and of one shape.
 
     Blocks and raises as `any_rank_wants`. Results computed from the list in one order are bit-equal on all workers.
     """
     gathered = [torch.empty_like(values) for _ in range(groups.size)]
-    with groups.translate_errors("waited for the values of its group"):
+    with groups.translate_errors(doing):
         dist.all_gather(gathered, values.contiguous(), group=groups.control)
     return gathered
 

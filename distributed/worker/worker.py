@@ -10,23 +10,23 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from ...devices import auto_dtype, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
+from ...devices import auto_dtype, available_bytes, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
+from ...plan import VRAM_RESERVE
 from ...sampling import LOCAL_FORWARD, RunSlice, StepProgress, denoise_part
 from ...schema import VERSION, ExpertsRef, PathMap
-from ...wan import ExpertsRegistry, open_pair
-from ..messages import PeerLostError, RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
+from ...wan import ExpertsRegistry, WanVae, open_pair, open_vae
+from ..messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.path_map import resolve_experts, resolve_path, weight_bytes
-from ..vae.worker import DecodeTask, TileDecoder, decode_budget
-from ..weights.weights import GroupWeights, RunWeights
 from .groups import ProcessGroups
-from .lane_split import group_forward
+from .parallel_forward import group_forward
+from .rendezvous import PeerLostError
+from .weights import GroupWeights, RunWeights
 
 LOOPBACK = "127.0.0.1"
 MAX_STOPS = 64
@@ -47,21 +47,58 @@ def import_models() -> None:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TaskRole:
-    """Role of a worker in its group during a task."""
+RAM_SHARE = 0.5
+"""Fraction of the available RAM for decoders on a CPU; the rest is for the frames of the driver."""
 
-    rank: int = 0
-    is_leader: bool = True
-    """True for the worker that returns the latents of its group."""
-    gathered_before: int = 0
-    """Bytes gathered in the rendezvous before the task."""
 
-    @classmethod
-    def of(cls, groups: ProcessGroups | None) -> _TaskRole:
-        if groups is None:
-            return cls()
-        return cls(rank=groups.rendezvous.rank, is_leader=groups.group_rank == 0, gathered_before=groups.gathered_bytes)
+def decode_budget(device: torch.device, releasable_bytes: int) -> int:
+    """Return the bytes of `device` that a decode may use; `releasable_bytes` are freed for it if it runs out."""
+    free = free_bytes(device)
+    if free is None:
+        return int(RAM_SHARE * available_bytes())
+    return max(0, free + releasable_bytes - VRAM_RESERVE)
+
+
+class TileDecoder:
+    """Decoder of one tile at a time on one device. Thread-safe; concurrent calls wait for each other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._open: tuple[tuple[Path, torch.dtype], WanVae] | None = None
+
+    def decode(self, task: DecodeTask, is_stopped: Callable[[], bool]) -> torch.Tensor:
+        """Decode one tile -> [3, F, H, W] fp32 on the CPU, the format of `TileBlender`.
+
+        Raises:
+            DecodeCancelled: `is_stopped` returned True before a latent frame.
+            VaeInputError: the shape of the latents does not fit the VAE.
+            CheckpointFileError: the VAE cannot be read.
+        """
+
+        def check() -> None:
+            if is_stopped():
+                raise DecodeCancelled(f"the decode {task.run_id} was stopped")
+
+        with self._lock:
+            vae = self._vae(resolve_path(task.vae, task.paths), task.dtype)
+            return vae.decode_tile(task.latents, device=self._device, check=check)
+
+    def free(self) -> None:
+        """Release the weights. Freeing twice is allowed; the next decode reads them again."""
+        with self._lock:
+            self._close()
+
+    def _vae(self, path: Path, dtype: torch.dtype) -> WanVae:
+        if self._open is None or self._open[0] != (path, dtype):
+            self._close()
+            self._open = ((path, dtype), open_vae(path, dtype))
+        return self._open[1]
+
+    def _close(self) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened[1].close()
 
 
 class Worker:
@@ -179,7 +216,9 @@ class Worker:
             pair = self._experts.get(resolve_experts(task.experts, task.paths))
             placed = RunWeights() if weights is None else weights.for_run(pair, task.request, task.policy)
             pair.shard(placed.sharded)
-            role = _TaskRole.of(groups)
+            rank = 0 if groups is None else groups.rendezvous.rank
+            is_leader = groups is None or groups.group_rank == 0
+            gathered_before = 0 if groups is None else groups.gathered_bytes
             ended = denoise_part(
                 pair,
                 task.request,
@@ -190,17 +229,17 @@ class Worker:
                 ),
                 policy=task.policy,
                 device=self._device,
-                on_step=partial(self._report_step, task, role, on_report),
+                on_step=partial(self._report_step, task, rank, is_leader, on_report),
                 # All workers of a group must stop before the same block, or the others would wait in a collective.
                 should_stop=is_stopped if groups is None else groups.consensus(is_stopped),
             ).with_note(placed.reason)
         return TaskResult(
             run_id=task.run_id,
-            rank=role.rank,
+            rank=rank,
             timeline=ended.timeline,
-            latents=ended.latents if role.is_leader else None,
+            latents=ended.latents if is_leader else None,
             sigma=ended.sigma,
-            gathered_bytes=0 if groups is None else groups.gathered_bytes - role.gathered_before,
+            gathered_bytes=0 if groups is None else groups.gathered_bytes - gathered_before,
             expert_switches=self._switches,
         )
 
@@ -259,7 +298,7 @@ class Worker:
         return run_id in self._stopped
 
     def _report_step(
-        self, task: RunTask, role: _TaskRole, on_report: Callable[[StepReport], None], step: StepProgress
+        self, task: RunTask, rank: int, is_leader: bool, on_report: Callable[[StepReport], None], step: StepProgress
     ) -> None:
         now = (task.experts, step.record.expert)
         if self._last not in (None, now):
@@ -268,12 +307,12 @@ class Worker:
         on_report(
             StepReport(
                 run_id=task.run_id,
-                rank=role.rank,
+                rank=rank,
                 record=step.record,
                 done=step.done,
                 total=step.total,
-                denoised=step.denoised.to("cpu", copy=True) if role.is_leader else None,
-                state=step.state() if role.is_leader and task.wants_state else None,
+                denoised=step.denoised.to("cpu", copy=True) if is_leader else None,
+                state=step.state() if is_leader and task.wants_state else None,
             )
         )
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.messages import RunTask
-from wanstream.distributed.vae.worker import DecodeTask
+from wanstream.distributed.messages import DecodeTask, RunTask
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.wan.experts.open import ExpertsRegistry

@@ -17,17 +17,10 @@ from typing import Any, Literal
 
 import torch
 
-from wanstream.distributed.messages import (
-    PeerLostError,
-    RendezvousSpec,
-    RunTask,
-    StepReport,
-    TaskResult,
-    WorkerFacts,
-    WorkerTimeoutError,
-)
+from wanstream.distributed.messages import RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import run_in_thread
+from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.sampling import RunState, SamplingCancelled
 from wanstream.schema import PathMap, StepRecord, Timeline
 

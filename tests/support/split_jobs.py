@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wanstream import schema
 from wanstream.distributed.messages import RendezvousSpec
 from wanstream.distributed.worker.groups import join
-from wanstream.distributed.worker.lane_split import group_forward
+from wanstream.distributed.worker.parallel_forward import group_forward
 from wanstream.sampling import DenoiseRequest, RunSlice, SamplingCancelled, denoise_part
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.mesh import Mesh

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from wanstream.distributed.messages import RunTask, TaskResult, WorkerFacts
+from wanstream.distributed.messages import DecodeTask, RunTask, TaskResult, WorkerFacts
 from wanstream.distributed.transport.pool import OnReport
-from wanstream.distributed.vae.worker import DecodeTask, TileDecoder
-from wanstream.distributed.worker.worker import Worker
+from wanstream.distributed.worker.worker import TileDecoder, Worker
 from wanstream.schema import PathMap
 
 FACTS = Worker("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.messages import PeerLostError
+from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.mesh import Mesh
 from wanstream.tests.support.rounding import difference

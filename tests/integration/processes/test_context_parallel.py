@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.messages import PeerLostError, WorkerTimeoutError
-from wanstream.distributed.worker.context_parallel import backend_for
+from wanstream.distributed.worker.parallel_forward import backend_for
+from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.sampling import DenoiseRequest
 from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows

@@ -13,9 +13,10 @@ import psutil
 import pytest
 import torch
 
-from wanstream.distributed.messages import PeerLostError, RendezvousSpec, WorkerTimeoutError
+from wanstream.distributed.messages import RendezvousSpec
 from wanstream.distributed.worker.groups import GroupsState, ProcessGroups, group_members, join
-from wanstream.distributed.worker.lane_split import group_forward
+from wanstream.distributed.worker.parallel_forward import group_forward
+from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.schema import StateError
 from wanstream.schema.mesh import Mesh
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.worker.lane_split import lanes_of_rank
+from wanstream.distributed.worker.parallel_forward import lanes_of_rank
 from wanstream.sampling import DenoiseRequest
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows

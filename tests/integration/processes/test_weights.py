@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.messages import PeerLostError, RendezvousSpec, RunTask
-from wanstream.distributed.weights.weights import GroupGather, WeightFigures, choose_placement, measure, taken_bytes
+from wanstream.distributed.messages import RendezvousSpec, RunTask
 from wanstream.distributed.worker.groups import join as join_groups
+from wanstream.distributed.worker.rendezvous import PeerLostError
+from wanstream.distributed.worker.weights import GroupGather, WeightFigures, choose_placement, measure, taken_bytes
 from wanstream.distributed.worker.worker import Worker
 from wanstream.offload.sharding.group import GatherBrokenError
 from wanstream.sampling import SamplingCancelled, Share, working_bytes

@@ -16,8 +16,7 @@ import pytest
 
 from wanstream.distributed.messages import WorkerFacts
 from wanstream.distributed.ray import environment as ray_environment
-from wanstream.distributed.ray.cluster import check_cluster
-from wanstream.distributed.ray.connection import RayReaper
+from wanstream.distributed.ray.connection import RayReaper, check_cluster
 from wanstream.distributed.ray.environment import (
     ONE_MACHINE,
     RaySetupError,

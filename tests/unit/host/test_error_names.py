@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.distributed.messages import PeerLostError
+from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.host.error_names import name_errors_of, plainly_named
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.sampling import RequestError

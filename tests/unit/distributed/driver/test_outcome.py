@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from wanstream.distributed.driver.worker_group import TaskOutcome, classify_failure
-from wanstream.distributed.messages import PeerLostError, TaskResult, WorkerTimeoutError
+from wanstream.distributed.messages import TaskResult
 from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.sampling import InsufficientMemoryError, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import OffloadPolicy, Timeline
 

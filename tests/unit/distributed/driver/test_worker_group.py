@@ -19,7 +19,8 @@ from wanstream.distributed.driver.results import TaskLog
 from wanstream.distributed.driver.schedule import Assignment, GroupId, StageJob
 from wanstream.distributed.driver.stage_run import JobEnded, StepTaken
 from wanstream.distributed.driver.worker_group import Work, WorkerFailedError, WorkerGroup
-from wanstream.distributed.messages import PeerLostError, RunTask, StepReport, TaskResult, WorkerTimeoutError
+from wanstream.distributed.messages import RunTask, StepReport, TaskResult
+from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.sampling import InsufficientMemoryError, RunState, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import Mesh, OffloadPolicy, StepRecord, Timeline, WorkersRef
 

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from wanstream.distributed.messages import WorkerFacts
-from wanstream.distributed.ray.actor import FOLDER
 from wanstream.distributed.ray.pool import RayPool, VersionsError, check_versions, series
+from wanstream.distributed.ray.worker import FOLDER
 from wanstream.schema import PathMap, WorkersRef
 from wanstream.schema.version import VERSION
 

@@ -14,8 +14,8 @@ import torch
 
 import wanstream
 from wanstream.devices import DeviceError
-from wanstream.distributed.messages import PeerLostError, RendezvousSpec, RunTask, StepReport
-from wanstream.distributed.vae.worker import DecodeTask
+from wanstream.distributed.messages import DecodeTask, RendezvousSpec, RunTask, StepReport
+from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling import RequestError, SamplingCancelled
 from wanstream.schema import ExpertsRef, LoraRef, Mesh, PathMap

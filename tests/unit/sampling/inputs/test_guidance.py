@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.driver.partition import stage_steps
+from wanstream.distributed.driver.driver import stage_steps
 from wanstream.nodes.runs.benchmark import describe_request, job_digest
 from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests, request_job, split_request
 from wanstream.schema import OffloadPolicy

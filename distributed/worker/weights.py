@@ -23,7 +23,7 @@ import math
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any
 
@@ -44,8 +44,8 @@ from ...schema import (
     format_size,
 )
 from ...wan import ExpertPair, probe_block
-from ..worker.groups import GroupsState, ProcessGroups
-from ..worker.lane_split import group_forward
+from .groups import GroupsState, ProcessGroups, all_gather_cpu
+from .parallel_forward import group_forward
 
 COMPARED_BYTES = 64
 
@@ -69,9 +69,7 @@ class GroupGather:
         """See `Gather.compare`. Raises WorkerTimeoutError and PeerLostError."""
         assert len(said) <= COMPARED_BYTES, f"{len(said)} bytes to compare, at most {COMPARED_BYTES}"
         own = torch.tensor(list(said.ljust(COMPARED_BYTES, b"\0")), dtype=torch.uint8)
-        gathered = [torch.empty_like(own) for _ in range(self.size)]
-        with self._groups.translate_errors("compared the blocks to be streamed"):
-            dist.all_gather(gathered, own, group=self._groups.control)
+        gathered = all_gather_cpu(self._groups, own, "compared the blocks to be streamed")
         return tuple(bytes(one.tolist())[: len(said)] for one in gathered)
 
     def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
@@ -225,19 +223,12 @@ REPEATS = 5
 """Number of measurements after a warm-up, of which the median is used."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightTimes:
-    """Seconds of one block on the slowest worker of a group; see `WeightFigures`."""
-
-    h2d_s: float
-    h2d_concurrent_s: float
-    shard_h2d_s: float
-    gather_s: float
-    gather_during_h2d_s: float
+TIMES = ("h2d_s", "h2d_concurrent_s", "shard_h2d_s", "gather_s", "gather_during_h2d_s")
+"""Figures of `WeightFigures` that `probe_weights` measures, in their order."""
 
 
-def probe_weights(groups: ProcessGroups, block_bytes: int) -> WeightTimes:
-    """Measure with blocks of `block_bytes` stored bytes; every worker of the group returns the same figures.
+def probe_weights(groups: ProcessGroups, block_bytes: int) -> dict[str, float]:
+    """Measure `TIMES` with blocks of `block_bytes` stored bytes; every worker of the group returns the same figures.
 
     Raises WorkerTimeoutError and PeerLostError.
     """
@@ -247,8 +238,8 @@ def probe_weights(groups: ProcessGroups, block_bytes: int) -> WeightTimes:
     finally:
         probe.close()
     scale = block_bytes / probe.nbytes
-    slowest = _slowest(groups, [scale * value for value in seconds])
-    return WeightTimes(**dict(zip(WeightTimes.__dataclass_fields__, slowest, strict=True)))
+    slowest = _worst(groups, [scale * value for value in seconds], "compared the times of weights")
+    return dict(zip(TIMES, slowest, strict=True))
 
 
 class _Probe:
@@ -280,7 +271,7 @@ class _Probe:
             self._lock.unlock(self._host)
 
     def times(self) -> list[float]:
-        """Return seconds in the order of the fields of `WeightTimes`."""
+        """Return seconds in the order of `TIMES`."""
         alone = 0.0
         for rank in range(self._groups.size):
             self._barrier()
@@ -341,13 +332,6 @@ class _Probe:
     def _barrier(self) -> None:
         """Wait until all workers have finished the last measurement."""
         self._gather.compare(b"probe")
-
-
-def _slowest(groups: ProcessGroups, seconds: list[float]) -> list[float]:
-    slowest = torch.tensor(seconds, dtype=torch.float64)
-    with groups.translate_errors("compared the times of weights"):
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=groups.control)
-    return [float(value) for value in slowest]
 
 
 COMPUTE_PROBE_S = 0.5
@@ -419,14 +403,15 @@ def measure(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest, po
     """
     times = probe_weights(groups, pair.stored_bytes)
     # The free bytes are negated, so that their maximum over the workers is the minimum of free memory.
-    visit_s, negated = _worst(groups, [_visit_s(groups, pair, request), -_free_bytes(groups, pair, request, policy)])
+    figures = [_visit_s(groups, pair, request), -_free_bytes(groups, pair, request, policy)]
+    visit_s, negated = _worst(groups, figures, "compared the needs of a run")
     return WeightFigures(
         workers=groups.size,
         block_bytes=pair.stored_bytes,
         blocks=sum(pair.block_counts.values()),
         visit_s=visit_s,
         free_bytes=max(0, int(-negated)),
-        **asdict(times),
+        **times,
     )
 
 
@@ -457,9 +442,9 @@ def taken_bytes(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest
     return pair.device_bytes(policy, device=groups.device) + working
 
 
-def _worst(groups: ProcessGroups, figures: list[float]) -> list[float]:
+def _worst(groups: ProcessGroups, figures: list[float], doing: str) -> list[float]:
     """Return the maximum of each figure over the workers of the group."""
     worst = torch.tensor(figures, dtype=torch.float64)
-    with groups.translate_errors("compared the needs of a run"):
+    with groups.translate_errors(doing):
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.control)
     return [float(value) for value in worst]

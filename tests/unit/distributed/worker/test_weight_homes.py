@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.distributed.weights.weights import MIN_GAIN, PlacementChoice, WeightFigures, choose_placement
+from wanstream.distributed.worker.weights import MIN_GAIN, PlacementChoice, WeightFigures, choose_placement
 
 MS, GB = 1e-3, 10**9
 BLOCK, BLOCKS = 702_788_608, 80

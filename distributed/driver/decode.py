@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,11 +31,10 @@ from ...wan import (
     retry_with_smaller_tiles,
     shared_tiling,
 )
-from ..driver.heartbeat import Heartbeat, silence_limit
-from ..messages import WorkerFacts
+from ..messages import DecodeCancelled, DecodeTask, WorkerFacts
 from ..transport.path_map import check_paths
 from ..transport.pool import Pool, WorkerHandle, WorkerLostError
-from .worker import DecodeCancelled, DecodeTask
+from .heartbeat import Heartbeat, silence_limit
 
 POLL_S = 0.05
 """Interval at which the driver polls `should_stop` while it waits for tiles."""
@@ -148,12 +148,9 @@ class _Decode:
 
     def _check_vae(self, should_stop: Callable[[], bool]) -> None:
         """Raise MissingPathError if a worker that responds in time has no VAE."""
-        requests = [worker.ask("facts", [str(self._job.vae)], self._job.paths) for worker in self._pool.workers]
-        until = time.monotonic() + min(self._timeout_s, FACTS_TIMEOUT_S)
-        while wait(requests, timeout=POLL_S).not_done and time.monotonic() < until:
-            self._check_stop(should_stop)
-        facts = [each.result() for each in requests if each.done() and each.exception() is None]
-        check_paths(facts, self._job.paths)
+        limit_s = min(self._timeout_s, FACTS_TIMEOUT_S)
+        check = partial(self._check_stop, should_stop)
+        check_paths(_facts(self._pool, check, limit_s, [str(self._job.vae)], self._job.paths), self._job.paths)
 
     def _submit_tiles(self) -> None:
         """Submit the next tile to every idle worker, unless it is too far ahead of the next one to be blended."""
@@ -234,7 +231,7 @@ def tiles_by_memory(
         VaeRoomError: the worker with the least memory has too little for the smallest tile.
         TilingError: no worker reported its memory in time.
     """
-    facts = _facts(pool, check)
+    facts = _facts(pool, check, FACTS_TIMEOUT_S)
     if not facts:
         raise TilingError(
             f"no worker reported its free memory within {FACTS_TIMEOUT_S:g} s: set tile_size, for example to 256"
@@ -281,10 +278,10 @@ def _is_short(error: RuntimeError) -> bool:
     return not isinstance(error, WorkerLostError) and is_out_of_memory(error)
 
 
-def _facts(pool: Pool, check: Callable[[], None]) -> list[WorkerFacts]:
-    """Return the facts of the workers that respond in time."""
-    requests = [worker.ask("facts") for worker in pool.workers]
-    until = time.monotonic() + FACTS_TIMEOUT_S
+def _facts(pool: Pool, check: Callable[[], None], limit_s: float, *args: Any) -> list[WorkerFacts]:
+    """Return the facts of the workers that respond in time; `args` are those of `Worker.facts`."""
+    requests = [worker.ask("facts", *args) for worker in pool.workers]
+    until = time.monotonic() + limit_s
     while wait(requests, timeout=POLL_S).not_done and time.monotonic() < until:
         check()
     return [each.result() for each in requests if each.done() and each.exception() is None]

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.messages import WorkerFacts
+from wanstream.distributed.driver.decode import DecodeJob, TileDone, decode_in_shared_tiles, tiles_by_memory
+from wanstream.distributed.messages import DecodeTask, WorkerFacts
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.distributed.vae.decode import DecodeJob, TileDone, decode_in_shared_tiles, tiles_by_memory
-from wanstream.distributed.vae.worker import DecodeTask, decode_budget
-from wanstream.distributed.worker.worker import Worker
+from wanstream.distributed.worker.worker import Worker, decode_budget
 from wanstream.wan.vae.memory import DecodeNeeds, VaeMemoryError
 from wanstream.wan.vae.tiles import Tiling, TilingError
 from wanstream.wan.vae.vae import DecodeOutOfMemoryError, open_vae

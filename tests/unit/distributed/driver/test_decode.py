@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.messages import RendezvousSpec, RunTask
+from wanstream.distributed.driver.decode import EARLY_TILES, DecodeJob, TileDone, decode_on_workers
+from wanstream.distributed.messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask
 from wanstream.distributed.transport.path_map import MissingPathError
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.distributed.vae.decode import EARLY_TILES, DecodeJob, TileDone, decode_on_workers
-from wanstream.distributed.vae.worker import DecodeCancelled, DecodeTask, TileDecoder
-from wanstream.distributed.worker.worker import Worker
+from wanstream.distributed.worker.worker import TileDecoder, Worker
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.schema import Mesh, PathMap
 from wanstream.wan.vae.tiles import Tiling

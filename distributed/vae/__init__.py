@@ -1,1 +1,0 @@
-"""VAE decoding shared by workers."""

@@ -1,1 +1,0 @@
-"""Placement of weights among the workers of a group."""
