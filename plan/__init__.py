@@ -8,7 +8,15 @@ from .machine import Machine, expected_machine
 from .memory import RAM_SHARE, RAW_SLOTS, STAGING_SLOTS, VRAM_RESERVE, DoesNotFitError
 from .offload_job import AutoOffload, Budgets, OffloadJob
 from .parallel_layout import choose_layout, describe_layout, heads_of, stage_boundaries, worker_share
-from .planner import Candidate, OffloadPlan, describe_policy, describe_ram, plan_offload
+from .planner import (
+    Alternative,
+    Candidate,
+    OffloadPlan,
+    describe_policy,
+    describe_ram,
+    plan_alternatives,
+    plan_offload,
+)
 from .predict import predict
 from .profile_update import calibrate_machine
 from .ram_program import DIRECT, RamProgram, RamResidency, RunPrograms, compile_ram, plan_ram
@@ -16,7 +24,6 @@ from .shrink import bytes_to_free, eviction_order, keep_near_policy, next_smalle
 from .transfer_program import IMMEDIATE, KEPT, Fetch, TransferProgram, compile_program
 from .verify import check_program, check_ram
 from .visits import TRAIN_TIMESTEPS, BlockKey, SkipRule, Visit, expert_at, skipped_steps, split_at_boundary, step_visits
-from .what_if import Alternative, plan_alternatives
 
 __all__ = [
     "CHUNKS",

@@ -1,12 +1,17 @@
-"""Planner: chooses the offload policy of a run by compiling and simulating the candidates that fit into memory."""
+"""Planner: chooses the offload policy of a run by compiling and simulating the candidates that fit into memory.
+
+The alternatives to a run, for comparison, change the result or the number of videos: weights stored in fp8, and several
+videos in one pass. `plan_offload` never chooses them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..schema import OffloadPolicy, Timeline, plan_residency
-from .candidates import Fit, Misfit, fitting_policies, is_usual, lower_bound_s, with_ram_blocks
+from .candidates import Fit, fitting_policies, is_usual, lower_bound_s, with_ram_blocks
 from .machine import Machine
 from .memory import DoesNotFitError, memory_budget, memory_needs
 from .offload_job import Budgets, OffloadJob
@@ -51,7 +56,9 @@ def _streaming(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> str:
     needed, rate = 0.0, machine.h2d_bytes_per_s
     for expert in set(job.experts_of_steps):
         streamed = blocks - len(residency.residents[expert])
-        needed = max(needed, streamed * job.stored_bytes / (blocks * _visit_s(job, machine, expert, policy)))
+        needed = max(
+            needed, streamed * job.stored_bytes / (blocks * visit_seconds(job, machine, expert, policy.chunk_tokens))
+        )
     if not needed:
         return f"all {blocks} blocks of the running expert are resident on the device"
     text = f"{streamed} of {blocks} blocks stream"
@@ -67,10 +74,6 @@ def _reading(machine: Machine, chosen: Prediction) -> str:
     if not needed:
         return "each block is read from its file once"
     return f"{needed / 1e9:.1f} GB/s needed from files, the disk delivers {machine.disk_bytes_per_s / 1e9:.1f}"
-
-
-def _visit_s(job: OffloadJob, machine: Machine, expert: str, policy: OffloadPolicy) -> float:
-    return visit_seconds(job, machine, expert, policy.chunk_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,7 @@ class OffloadPlan:
     host_bytes: int
     candidates: tuple[Candidate, ...]
     """Every simulated policy, the best first. Policies whose lower bound is worse than the best are not simulated."""
-    misfits: tuple[Misfit, ...]
+    misfits: tuple[Fit, ...]
     """Usual policies that do not fit into memory."""
     reason: str
     """Explanation of the choice, with numbers."""
@@ -202,9 +205,69 @@ class _Search:
         return self.candidates[policy]
 
 
-def _nothing_fits(misfits: list[Misfit], machine: Machine, budgets: Budgets) -> str:
+def _nothing_fits(misfits: list[Fit], machine: Machine, budgets: Budgets) -> str:
     """Format the error for a run that does not fit: the shortage of the smallest policy, and a remedy."""
     least = min(misfits, key=lambda misfit: (misfit.needs.device_bytes, misfit.needs.host_bytes))
     has_budget = budgets.vram_bytes is not None or budgets.ram_bytes is not None
     remedy = "give more, or make" if has_budget else "make"
     return f"{machine.name}: {least.why}; {remedy} the video smaller or shorter"
+
+
+VIDEOS_AT_ONCE = (2, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Plan of one alternative, or the reason for which it does not fit."""
+
+    words: str
+    """Description of the alternative."""
+    videos: int
+    """Number of videos of the run."""
+    plan: OffloadPlan | None
+    """None if the alternative does not fit into memory."""
+    why_not: str = ""
+    """Error message if the alternative does not fit."""
+
+    @property
+    def video_s(self) -> float:
+        """Seconds per video; infinite if the alternative does not fit."""
+        return float("inf") if self.plan is None else self.plan.total_s / self.videos
+
+
+def plan_alternatives(job: OffloadJob, machine: Machine, budgets: Budgets) -> tuple[Alternative, ...]:
+    """Plan `job` and its alternatives with `plan_offload`; return them sorted by seconds per video.
+
+    The order of equal ones is kept, and `job` itself is the first.
+    """
+    choices = []
+    for words, videos, other in _variants(job):
+        try:
+            choices.append(Alternative(words=words, videos=videos, plan=plan_offload(other, machine, budgets)))
+        except DoesNotFitError as err:
+            choices.append(Alternative(words=words, videos=videos, plan=None, why_not=str(err)))
+    return tuple(sorted(choices, key=lambda choice: round(choice.video_s, 3)))
+
+
+def in_fp8(job: OffloadJob) -> OffloadJob:
+    """Return `job` with weights that are quantised to fp8 after reading: 1 byte per weight in RAM and on the bus.
+
+    The row scales, less than a thousandth of it, are not counted.
+    """
+    return replace(job, stored_bytes=job.stored_bytes // job.value_bytes)
+
+
+def videos_at_once(job: OffloadJob, videos: int) -> OffloadJob:
+    """Return `job` with the lanes of that many videos in one pass over the weights."""
+    return replace(job, lanes={expert: videos * lanes for expert, lanes in job.lanes.items()})
+
+
+def _variants(job: OffloadJob) -> Iterator[tuple[str, int, OffloadJob]]:
+    """Yield (description, videos, job) of each alternative."""
+    kinds = [("as requested", job)]
+    if not job.decodes:
+        kinds.append(('storage "fp8"', in_fp8(job)))
+    for words, kind in kinds:
+        yield words, 1, kind
+        for videos in VIDEOS_AT_ONCE:
+            yield f"{words}, {videos} videos in one pass", videos, videos_at_once(kind, videos)

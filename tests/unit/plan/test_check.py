@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanstream.plan import KEPT, BlockKey, TransferProgram, check_program, compile_program, step_visits
-from wanstream.plan.transfer_program import ProgramError, buffers_needed
+from wanstream.plan.transfer_program import ProgramError
 from wanstream.schema import Residency
+from wanstream.tests.support.plan_fixtures import buffers_needed
 
 
 def program() -> TransferProgram:

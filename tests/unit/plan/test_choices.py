@@ -10,7 +10,7 @@ import pytest
 
 from wanstream.plan import Budgets, Machine, OffloadJob, plan_offload
 from wanstream.plan.memory import memory_needs
-from wanstream.plan.what_if import VIDEOS_AT_ONCE, Alternative, in_fp8, plan_alternatives, videos_at_once
+from wanstream.plan.planner import VIDEOS_AT_ONCE, Alternative, in_fp8, plan_alternatives, videos_at_once
 from wanstream.schema import OffloadPolicy
 
 Rated, Job = Callable[..., Machine], Callable[..., OffloadJob]
