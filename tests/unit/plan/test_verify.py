@@ -1,4 +1,4 @@
-"""The static check accepts the compiler's programs (see test_program) and refuses any that would read a wrong block."""
+"""The static check accepts compiled programs (see test_transfer_program) and refuses any that reads a wrong block."""
 
 from __future__ import annotations
 
