@@ -8,7 +8,15 @@ from .machine import Machine, expected_machine
 from .memory import RAM_SHARE, RAW_SLOTS, STAGING_SLOTS, VRAM_RESERVE, DoesNotFitError
 from .offload_job import AutoOffload, Budgets, OffloadJob
 from .parallel_layout import choose_layout, describe_layout, heads_of, stage_boundaries, worker_share
-from .planner import Alternative, Candidate, OffloadPlan, describe_policy, describe_ram, plan_alternatives, plan_offload
+from .planner import (
+    Alternative,
+    Candidate,
+    OffloadPlan,
+    describe_policy,
+    describe_ram,
+    plan_alternatives,
+    plan_offload,
+)
 from .predict import predict
 from .profile_update import calibrate_machine
 from .ram_program import DIRECT, RamProgram, RamResidency, RunPrograms, compile_ram, plan_ram

@@ -19,20 +19,13 @@ CHUNKS = (None, 32768, 16384, 8192, 4096, 2048)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Misfit:
-    """Policy that does not fit into memory, with the reason in `why`."""
-
-    policy: OffloadPolicy
-    needs: MemoryNeeds
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Policy that fits into memory."""
+    """Policy and its memory needs."""
 
     policy: OffloadPolicy
     needs: MemoryNeeds
+    why: str | None
+    """Reason for which the policy does not fit into memory; None if it fits."""
 
 
 def device_policies(blocks: int) -> Iterator[OffloadPolicy]:
@@ -46,13 +39,13 @@ def device_policies(blocks: int) -> Iterator[OffloadPolicy]:
     yield OffloadPolicy.resident()
 
 
-def fitting_policies(job: OffloadJob, machine: Machine, budget: MemoryBudget) -> tuple[list[Fit], list[Misfit]]:
+def fitting_policies(job: OffloadJob, machine: Machine, budget: MemoryBudget) -> tuple[list[Fit], list[Fit]]:
     """Return the candidates that fit into `budget`, and the usual ones that do not.
 
     Each device policy is tried without RAM-resident blocks, with as many as fit, and with all blocks in RAM.
     """
     fits: list[Fit] = []
-    misfits: list[Misfit] = []
+    misfits: list[Fit] = []
     for on_device in device_policies(job.expert.blocks):
         found, refused = _fit_tokens_and_ram(job, machine, on_device, budget)
         fits += found
@@ -73,15 +66,15 @@ def with_ram_blocks(policy: OffloadPolicy, ram_blocks: int) -> OffloadPolicy:
 
 def _fit_tokens_and_ram(
     job: OffloadJob, machine: Machine, on_device: OffloadPolicy, budget: MemoryBudget
-) -> tuple[list[Fit], list[Misfit]]:
+) -> tuple[list[Fit], list[Fit]]:
     """Return the variants of `on_device` that fit, with the most tokens at once, and those that do not fit."""
     found: list[Fit] = []
-    refused: list[Misfit] = []
+    refused: list[Fit] = []
     for chunk in CHUNKS:
         if chunk is not None and chunk >= job.tokens:
             continue
         without_ram = _fit(job, machine, replace(on_device, chunk_tokens=chunk), budget)
-        if isinstance(without_ram, Misfit):
+        if without_ram.why is not None:
             refused = [without_ram]
             continue
         found.append(without_ram)
@@ -89,9 +82,9 @@ def _fit_tokens_and_ram(
         ram_blocks = min(budget.slots(needs) - needs.ram_slots, sum(job.block_counts.values()) - 1)
         if ram_blocks > 0:
             policy = with_ram_blocks(without_ram.policy, ram_blocks)
-            found.append(Fit(policy=policy, needs=memory_needs(job, machine, policy)))
+            found.append(Fit(policy=policy, needs=memory_needs(job, machine, policy), why=None))
         all_in_ram = _fit(job, machine, replace(without_ram.policy, source="pinned"), budget)
-        if isinstance(all_in_ram, Fit):
+        if all_in_ram.why is None:
             return [*found, all_in_ram], []
         refused = [all_in_ram]
         # Fewer tokens at once are slower. They help only if device and RAM share memory, by making space for RAM slots.
@@ -100,10 +93,9 @@ def _fit_tokens_and_ram(
     return found, refused
 
 
-def _fit(job: OffloadJob, machine: Machine, policy: OffloadPolicy, budget: MemoryBudget) -> Fit | Misfit:
+def _fit(job: OffloadJob, machine: Machine, policy: OffloadPolicy, budget: MemoryBudget) -> Fit:
     needs = memory_needs(job, machine, policy)
-    why = budget.shortage(needs)
-    return Fit(policy=policy, needs=needs) if why is None else Misfit(policy=policy, needs=needs, why=why)
+    return Fit(policy=policy, needs=needs, why=budget.shortage(needs))
 
 
 def lower_bound_s(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> float:
@@ -122,10 +114,10 @@ def lower_bound_s(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> f
         for count in (1, steps - 1):
             if not count:
                 continue
-            traffic.add_steps(expert, count, first)
+            fetches = traffic.add_steps(expert, count, first)
             rest_s -= traffic.stage_seconds(expert, count, first)
-            if traffic.last_added_fetches:
-                least_s = max(least_s, traffic.arrival_s + traffic.visit_s(expert) + rest_s)
+            if fetches:
+                least_s = max(least_s, traffic.arrival_s + traffic.hardware.visit_s[expert] + rest_s)
             first = False
     return least_s
 
@@ -149,7 +141,7 @@ class _Traffic:
         residency: Residency,
         ram_residency: RamResidency,
     ) -> None:
-        self._hardware = hardware_of(job, machine, policy.chunk_tokens)
+        self.hardware = hardware_of(job, machine, policy.chunk_tokens)
         self._blocks = job.expert.blocks
         self._residents = residency.residents
         self._ram_residents = ram_residency.residency.residents
@@ -157,22 +149,19 @@ class _Traffic:
         self._direct_reads = machine.computes_on == "cpu" and not job.decodes
         self._experts_read: set[str] = set()
         self._disk_s = self._bus_s = 0.0
-        self.last_added_fetches = False
-        """True if the steps added last fetch blocks."""
-        hardware, expert = self._hardware, job.experts_of_steps[0]
+        hardware, expert = self.hardware, job.experts_of_steps[0]
         self._read_s = hardware.read_bytes(expert) / (hardware.disk_bytes_per_s or 1.0)
         self._copy_s = 0.0 if hardware.decode_computes else hardware.block_bytes[expert] / hardware.bus_bytes_per_s
         if self._direct_reads:
             # Keeps the bound monotonic: more RAM-resident blocks never raise it, even if RAM is slower than the disk.
             self._copy_s = min(self._copy_s, self._read_s)
         self._decode_s = hardware.decode_s.get(expert, 0.0)
+        self._late_decode_s = 0.0 if hardware.decode_computes else self._decode_s
+        # A direct read is one transfer on both routes; otherwise a block leaves the disk first and the bus last.
+        self._first_hop_s, self._last_hop_s = (0.0, 0.0) if self._direct_reads else (self._read_s, self._copy_s)
         self.first_arrival_s = self._first_hop_s + self._last_hop_s + self._late_decode_s
         if self._direct_reads:
             self.first_arrival_s += self._read_s
-
-    @property
-    def _late_decode_s(self) -> float:
-        return 0.0 if self._hardware.decode_computes else self._decode_s
 
     @property
     def arrival_s(self) -> float:
@@ -180,27 +169,15 @@ class _Traffic:
         # The bus starts after the first block has left the disk, and the last block still has to pass the bus.
         return max(self._disk_s + self._last_hop_s, self._bus_s + self._first_hop_s) + self._late_decode_s
 
-    @property
-    def _last_hop_s(self) -> float:
-        return 0.0 if self._direct_reads else self._copy_s
-
-    @property
-    def _first_hop_s(self) -> float:
-        return 0.0 if self._direct_reads else self._read_s
-
-    def visit_s(self, expert: str) -> float:
-        """Return the seconds of one visit."""
-        return self._hardware.visit_s[expert]
-
     def stage_seconds(self, expert: str, steps: int, first: bool) -> float:
         """Return the compute seconds of `steps` steps, with the decoding that the computing thread does."""
-        compute_s = steps * self._blocks * self._hardware.visit_s[expert]
-        if self._hardware.decode_computes:
+        compute_s = steps * self._blocks * self.hardware.visit_s[expert]
+        if self.hardware.decode_computes:
             compute_s += self._fetches(expert, steps, first) * self._decode_s
         return compute_s
 
-    def add_steps(self, expert: str, steps: int, first: bool) -> None:
-        """Add the fetches of `steps` steps of `expert`; with `first` those of its residents too."""
+    def add_steps(self, expert: str, steps: int, first: bool) -> int:
+        """Add and count the fetches of `steps` steps of `expert`; with `first` those of its residents too."""
         fetches = self._fetches(expert, steps, first)
         residents = self._residents.get(expert, frozenset())
         in_ram = self._ram_residents.get(expert, frozenset())
@@ -214,7 +191,7 @@ class _Traffic:
         self._bus_s += ram_fetches * self._copy_s + file_fetches * (
             self._read_s if self._direct_reads else self._copy_s
         )
-        self.last_added_fetches = fetches > 0
+        return fetches
 
     def _fetches(self, expert: str, steps: int, first: bool) -> int:
         residents = len(self._residents.get(expert, frozenset()))

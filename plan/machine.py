@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 ComputesOn = Literal["cuda", "cpu"]
 
+_TEXTS = ("name", "origin", "computes_on")
 _BUS_RATES = ("h2d_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_bytes_per_s")
 
 
@@ -45,8 +47,9 @@ class Machine:
         if self.computes_on not in get_args(ComputesOn):
             raise ValueError(f"computes_on is {self.computes_on!r}, choose one of {get_args(ComputesOn)}")
         may_be_none = _BUS_RATES if self.computes_on == "cpu" else ()
-        for name in _numeric_fields():
-            value = getattr(self, name)
+        for name, value in vars(self).items():
+            if name in _TEXTS:
+                continue
             if name == "vram_bytes" and self.computes_on == "cpu" and value == 0:
                 continue
             if value is None and name in may_be_none:
@@ -74,10 +77,6 @@ class Machine:
         return machine
 
 
-def _numeric_fields() -> list[str]:
-    return [field.name for field in fields(Machine) if field.name not in ("name", "origin", "computes_on")]
-
-
 GIB = 2**30
 FLOPS_SHARE, HOPPER_FLOPS_SHARE = 0.55, 0.40
 """Share of a GPU's peak rate that a Wan block is expected to reach."""
@@ -101,60 +100,37 @@ class Gpu:
 
     vram_gib: int
     pcie: int
-    lanes: int
     tflops: float
     memory_gb_s: float
     source: str
     flops_share: float = FLOPS_SHARE
     """Share of `tflops` that a Wan block is expected to reach."""
+    lanes: int = 16
 
 
+_hopper = partial(Gpu, pcie=5, flops_share=HOPPER_FLOPS_SHARE)
 _AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper"
 _ADA = "NVIDIA Ada GPU Architecture whitepaper"
 _BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture whitepaper"
 _BY_CORES = "NVIDIA product page, TFLOP/s derived: cores x boost clock x 4"
 
 GPUS = {
-    "RTX 3060 12GB": Gpu(vram_gib=12, pcie=4, lanes=16, tflops=25.5, memory_gb_s=360, source=_BY_CORES),
-    "RTX 3090": Gpu(vram_gib=24, pcie=4, lanes=16, tflops=71.0, memory_gb_s=936, source=_AMPERE),
+    "RTX 3060 12GB": Gpu(vram_gib=12, pcie=4, tflops=25.5, memory_gb_s=360, source=_BY_CORES),
+    "RTX 3090": Gpu(vram_gib=24, pcie=4, tflops=71.0, memory_gb_s=936, source=_AMPERE),
     "RTX 4060 Ti 16GB": Gpu(vram_gib=16, pcie=4, lanes=8, tflops=44.1, memory_gb_s=288, source=_BY_CORES),
-    "RTX 4070": Gpu(vram_gib=12, pcie=4, lanes=16, tflops=58.3, memory_gb_s=504, source=_BY_CORES),
-    "RTX 4080": Gpu(vram_gib=16, pcie=4, lanes=16, tflops=97.5, memory_gb_s=717, source=_ADA),
-    "RTX 4090": Gpu(vram_gib=24, pcie=4, lanes=16, tflops=165.2, memory_gb_s=1008, source=_ADA),
+    "RTX 4070": Gpu(vram_gib=12, pcie=4, tflops=58.3, memory_gb_s=504, source=_BY_CORES),
+    "RTX 4080": Gpu(vram_gib=16, pcie=4, tflops=97.5, memory_gb_s=717, source=_ADA),
+    "RTX 4090": Gpu(vram_gib=24, pcie=4, tflops=165.2, memory_gb_s=1008, source=_ADA),
     "RTX 5060 Ti 16GB": Gpu(vram_gib=16, pcie=5, lanes=8, tflops=47.4, memory_gb_s=448, source=_BY_CORES),
-    "RTX 5070 Ti": Gpu(vram_gib=16, pcie=5, lanes=16, tflops=87.9, memory_gb_s=896, source=_BLACKWELL),
-    "RTX 5080": Gpu(vram_gib=16, pcie=5, lanes=16, tflops=112.6, memory_gb_s=960, source=_BLACKWELL),
-    "RTX 5090": Gpu(vram_gib=32, pcie=5, lanes=16, tflops=209.5, memory_gb_s=1792, source=_BLACKWELL),
-    "A100 40GB": Gpu(vram_gib=40, pcie=4, lanes=16, tflops=312, memory_gb_s=1555, source="NVIDIA A100 datasheet"),
-    "A100 80GB": Gpu(vram_gib=80, pcie=4, lanes=16, tflops=312, memory_gb_s=2039, source="NVIDIA A100 datasheet (SXM)"),
-    "L40S": Gpu(vram_gib=48, pcie=4, lanes=16, tflops=362, memory_gb_s=864, source="NVIDIA L40S datasheet"),
-    "H100": Gpu(
-        vram_gib=80,
-        pcie=5,
-        lanes=16,
-        tflops=989,
-        memory_gb_s=3350,
-        source="NVIDIA H100 datasheet (SXM)",
-        flops_share=HOPPER_FLOPS_SHARE,
-    ),
-    "H100 PCIe": Gpu(
-        vram_gib=80,
-        pcie=5,
-        lanes=16,
-        tflops=756,
-        memory_gb_s=2039,
-        source="NVIDIA H100 datasheet (PCIe)",
-        flops_share=HOPPER_FLOPS_SHARE,
-    ),
-    "H200": Gpu(
-        vram_gib=141,
-        pcie=5,
-        lanes=16,
-        tflops=989,
-        memory_gb_s=4800,
-        source="NVIDIA H200 datasheet (SXM)",
-        flops_share=HOPPER_FLOPS_SHARE,
-    ),
+    "RTX 5070 Ti": Gpu(vram_gib=16, pcie=5, tflops=87.9, memory_gb_s=896, source=_BLACKWELL),
+    "RTX 5080": Gpu(vram_gib=16, pcie=5, tflops=112.6, memory_gb_s=960, source=_BLACKWELL),
+    "RTX 5090": Gpu(vram_gib=32, pcie=5, tflops=209.5, memory_gb_s=1792, source=_BLACKWELL),
+    "A100 40GB": Gpu(vram_gib=40, pcie=4, tflops=312, memory_gb_s=1555, source="NVIDIA A100 datasheet"),
+    "A100 80GB": Gpu(vram_gib=80, pcie=4, tflops=312, memory_gb_s=2039, source="NVIDIA A100 datasheet (SXM)"),
+    "L40S": Gpu(vram_gib=48, pcie=4, tflops=362, memory_gb_s=864, source="NVIDIA L40S datasheet"),
+    "H100": _hopper(vram_gib=80, tflops=989, memory_gb_s=3350, source="NVIDIA H100 datasheet (SXM)"),
+    "H100 PCIe": _hopper(vram_gib=80, tflops=756, memory_gb_s=2039, source="NVIDIA H100 datasheet (PCIe)"),
+    "H200": _hopper(vram_gib=141, tflops=989, memory_gb_s=4800, source="NVIDIA H200 datasheet (SXM)"),
 }
 
 
@@ -163,10 +139,9 @@ def expected_machine(name: str, *, ram_bytes: int, disk_bytes_per_s: float) -> M
 
     Raises UnknownGpuError for a GPU that is not in `GPUS`.
     """
-    known = {_plain(preset): preset for preset in GPUS}
-    if _plain(name) not in known:
+    preset = next((preset for preset in GPUS if _plain(preset) == _plain(name)), None)
+    if preset is None:
         raise UnknownGpuError(f"no figures for the GPU {name!r}: choose one of {', '.join(GPUS)}")
-    preset = known[_plain(name)]
     gpu = GPUS[preset]
     lanes = gpu.lanes * LANE_BYTES_PER_S[gpu.pcie]
     return Machine(

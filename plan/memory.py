@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..schema import OffloadPolicy, Residency, format_need, plan_residency
+from ..schema import OffloadPolicy, format_need, plan_residency
 from .machine import Machine
 from .offload_job import Budgets, OffloadJob
 from .ram_program import RamResidency, plan_ram
@@ -152,9 +151,4 @@ def working_bytes(job: OffloadJob, chunk_tokens: int | None) -> int:
 def staging_slots(job: OffloadJob, machine: Machine, ram_residency: RamResidency) -> int:
     """Return the number of staging slots: 0 if all blocks are RAM-resident, or if a CPU reads directly into buffers."""
     direct_reads = machine.computes_on == "cpu" and not job.decodes
-    return 0 if direct_reads or _all_are_resident(ram_residency.residency, job.block_counts) else STAGING_SLOTS
-
-
-def _all_are_resident(residency: Residency, block_counts: Mapping[str, int]) -> bool:
-    every = (residency.keeps(expert, block) for expert, blocks in block_counts.items() for block in range(blocks))
-    return all(every)
+    return 0 if direct_reads or ram_residency.slots == sum(job.block_counts.values()) else STAGING_SLOTS

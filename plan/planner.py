@@ -1,7 +1,7 @@
 """Planner: chooses the offload policy of a run by compiling and simulating the candidates that fit into memory.
 
-It also plans alternatives for comparison: weights stored in fp8, and several videos in one pass. They change the
-result, or the number of videos, so `plan_offload` never chooses them.
+The alternatives to a run, for comparison, change the result or the number of videos: weights stored in fp8, and several
+videos in one pass. `plan_offload` never chooses them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..schema import OffloadPolicy, Timeline, plan_residency
-from .candidates import Fit, Misfit, fitting_policies, is_usual, lower_bound_s, with_ram_blocks
+from .candidates import Fit, fitting_policies, is_usual, lower_bound_s, with_ram_blocks
 from .machine import Machine
 from .memory import DoesNotFitError, memory_budget, memory_needs
 from .offload_job import Budgets, OffloadJob
@@ -56,7 +56,9 @@ def _streaming(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> str:
     needed, rate = 0.0, machine.h2d_bytes_per_s
     for expert in set(job.experts_of_steps):
         streamed = blocks - len(residency.residents[expert])
-        needed = max(needed, streamed * job.stored_bytes / (blocks * _visit_s(job, machine, expert, policy)))
+        needed = max(
+            needed, streamed * job.stored_bytes / (blocks * visit_seconds(job, machine, expert, policy.chunk_tokens))
+        )
     if not needed:
         return f"all {blocks} blocks of the running expert are resident on the device"
     text = f"{streamed} of {blocks} blocks stream"
@@ -72,10 +74,6 @@ def _reading(machine: Machine, chosen: Prediction) -> str:
     if not needed:
         return "each block is read from its file once"
     return f"{needed / 1e9:.1f} GB/s needed from files, the disk delivers {machine.disk_bytes_per_s / 1e9:.1f}"
-
-
-def _visit_s(job: OffloadJob, machine: Machine, expert: str, policy: OffloadPolicy) -> float:
-    return visit_seconds(job, machine, expert, policy.chunk_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +105,7 @@ class OffloadPlan:
     host_bytes: int
     candidates: tuple[Candidate, ...]
     """Every simulated policy, the best first. Policies whose lower bound is worse than the best are not simulated."""
-    misfits: tuple[Misfit, ...]
+    misfits: tuple[Fit, ...]
     """Usual policies that do not fit into memory."""
     reason: str
     """Explanation of the choice, with numbers."""
@@ -207,7 +205,7 @@ class _Search:
         return self.candidates[policy]
 
 
-def _nothing_fits(misfits: list[Misfit], machine: Machine, budgets: Budgets) -> str:
+def _nothing_fits(misfits: list[Fit], machine: Machine, budgets: Budgets) -> str:
     """Format the error for a run that does not fit: the shortage of the smallest policy, and a remedy."""
     least = min(misfits, key=lambda misfit: (misfit.needs.device_bytes, misfit.needs.host_bytes))
     has_budget = budgets.vram_bytes is not None or budgets.ram_bytes is not None

@@ -71,10 +71,6 @@ def _of_first_step(job: OffloadJob) -> OffloadJob:
     return replace(job, experts_of_steps=job.experts_of_steps[:1], lanes=lanes, lanes_of_steps=())
 
 
-def _first_step(machine: Machine, job: OffloadJob, plan: OffloadPlan) -> StepRecord:
-    return predict(job, machine, plan.policy).timeline.steps[0]
-
-
 def _transfer_rates(machine: Machine, job: OffloadJob, measured: StepRecord) -> list[str]:
     """Return the field names of the disk and the bus rate, the one that takes longer in this step first."""
     bus = "copy_bytes_per_s" if machine.computes_on == "cpu" else "h2d_bytes_per_s"
@@ -88,7 +84,8 @@ def _rate(machine: Machine, field: str, job: OffloadJob, plan: OffloadPlan, meas
     rate: float = getattr(machine, field)
 
     def stall_s(factor: float) -> float:
-        return _first_step(_with_rate(machine, field, rate * factor), job, plan).stall_s
+        tried = _with_rate(machine, field, rate * factor)
+        return predict(job, tried, plan.policy).timeline.steps[0].stall_s
 
     present_s = stall_s(1.0)
     if abs(present_s - measured.stall_s) <= STALL_TOLERANCE * measured.wall_s:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple
 
 from ..schema import StepRecord, Timeline, run_phases
 from .memory import RAW_SLOTS
@@ -54,21 +53,6 @@ class Hardware:
         return (self.file_bytes or {}).get(expert, self.block_bytes[expert])
 
 
-class StepTimes(NamedTuple):
-    """Seconds of one step."""
-
-    wall_s: float
-    compute_s: float
-    stall_s: float
-    decode_s: float
-    start_s: float
-    """Start of the step since the start of the run."""
-    computed_from_s: float
-    """Start of the first block's compute since the start of the run."""
-    stall_on_read_s: float
-    """Part of the stall in which the block was not yet read from its file."""
-
-
 class Queues:
     """State of the disk, bus, decode and compute queues.
 
@@ -101,8 +85,8 @@ class Queues:
         self._slot_free: list[float | None] = [] if ram is None else [None] * len(ram.program.visits)
         """For each visit of the RAM program: the time at which its slot is free again; None: not simulated yet."""
 
-    def run_step(self, visits: range) -> StepTimes:
-        """Simulate the visits of one step."""
+    def run_step(self, visits: range) -> tuple[StepRecord, float]:
+        """Simulate the visits of one step; return its times, and the start of its first block's compute."""
         program, hardware = self._program, self._hardware
         compute_s = hardware.step_overhead_s
         stall_s = stall_on_read_s = decode_s = 0.0
@@ -130,7 +114,20 @@ class Queues:
             self._done.append(self._now)
         self._now += hardware.step_overhead_s
         assert computed_from is not None, "a step has visits"
-        return StepTimes(self._now - began, compute_s, stall_s, decode_s, began, computed_from, stall_on_read_s)
+        first = program.visits[visits.start]
+        step = StepRecord(
+            index=first.step,
+            expert=first.expert,
+            sigma=None,
+            wall_s=self._now - began,
+            compute_s=compute_s,
+            stall_s=stall_s,
+            bytes_moved=0,
+            decode_s=decode_s,
+            start_s=began,
+            stall_on_read_s=stall_on_read_s,
+        )
+        return step, computed_from
 
     def _arrival(self, number: int) -> float:
         """Return the time at which the block of fetch `number` is in its buffer; simulate the fetches up to it."""
@@ -219,25 +216,16 @@ def simulate(program: TransferProgram, hardware: Hardware, ram: RamProgram | Non
     copied_for = _visits_copied_for(program, hardware, ram)
     steps: list[StepRecord] = []
     computed_from: list[float] = []
-    for (index, expert), visits in _steps(program):
-        times = queues.run_step(visits)
-        computed_from.append(times.computed_from_s)
-        moved = len(needed_by.intersection(visits))
-        copied = len(copied_for.intersection(visits)) * hardware.block_bytes[expert]
-        read = len(read_for.intersection(visits)) * hardware.read_bytes(expert)
+    for visits in _steps(program):
+        step, computes = queues.run_step(visits)
+        computed_from.append(computes)
+        copied = len(copied_for.intersection(visits)) * hardware.block_bytes[step.expert]
+        read = len(read_for.intersection(visits)) * hardware.read_bytes(step.expert)
         steps.append(
-            StepRecord(
-                index=index,
-                expert=expert,
-                sigma=None,
-                wall_s=times.wall_s,
-                compute_s=times.compute_s,
-                stall_s=times.stall_s,
-                bytes_moved=moved * hardware.block_bytes[expert],
-                decode_s=times.decode_s,
+            replace(
+                step,
+                bytes_moved=len(needed_by.intersection(visits)) * hardware.block_bytes[step.expert],
                 read_bytes=read,
-                start_s=times.start_s,
-                stall_on_read_s=times.stall_on_read_s,
                 copy_s=copied / hardware.bus_bytes_per_s,
                 copied_bytes=copied,
                 read_s=read / (hardware.disk_bytes_per_s or 1.0),
@@ -271,10 +259,10 @@ def _visits_read_for(program: TransferProgram, ram: RamProgram) -> frozenset[int
     )
 
 
-def _steps(program: TransferProgram) -> Iterator[tuple[tuple[int, str], range]]:
-    """Yield index and expert of each step with the range of its visits."""
+def _steps(program: TransferProgram) -> Iterator[range]:
+    """Yield the range of the visits of each step."""
     first = 0
-    for step, visits in groupby(program.visits, key=lambda visit: (visit.step, visit.expert)):
+    for _, visits in groupby(program.visits, key=lambda visit: (visit.step, visit.expert)):
         past = first + sum(1 for _ in visits)
-        yield step, range(first, past)
+        yield range(first, past)
         first = past

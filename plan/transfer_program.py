@@ -24,20 +24,14 @@ class Lifetime(NamedTuple):
     """True for residents of the first stage and permanent ones, which are kept first if they are loaded already."""
 
 
-class LifetimeList(NamedTuple):
-    """Lifetimes in order of their first visit, and for each visit the index of its lifetime."""
+def list_lifetimes(visits: Sequence[Visit], residency: Residency) -> tuple[list[Lifetime], list[int]]:
+    """Return the lifetimes of a run in order of their first visit, and for each visit the index of its lifetime.
 
-    lifetimes: tuple[Lifetime, ...]
-    of_visit: tuple[int, ...]
-
-
-def list_lifetimes(visits: Sequence[Visit], residency: Residency) -> LifetimeList:
-    """List the lifetimes of a run: one per visit of a streamed block, one per stage of a resident block.
+    There is one lifetime per visit of a streamed block, and one per stage of a resident block.
 
     A permanent resident has one lifetime in the whole run.
     """
-    started: list[tuple[BlockKey, int, bool]] = []
-    last: list[int] = []
+    lifetimes: list[Lifetime] = []
     of_visit: list[int] = []
     resident_lifetimes: dict[BlockKey, int] = {}
     first_stage = True
@@ -49,21 +43,15 @@ def list_lifetimes(visits: Sequence[Visit], residency: Residency) -> LifetimeLis
         key = visit.key
         lifetime = resident_lifetimes.get(key)
         if lifetime is None:
-            lifetime = len(started)
-            resident = residency.keeps(visit.expert, visit.block)
-            started.append((key, index, resident and (first_stage or residency.permanent)))
-            last.append(index)
+            lifetime = len(lifetimes)
+            resident = residency.keeps(*key)
+            lifetimes.append(Lifetime(key, index, index, resident and (first_stage or residency.permanent)))
             if resident:
                 resident_lifetimes[key] = lifetime
-        last[lifetime] = index
+        else:
+            lifetimes[lifetime] = lifetimes[lifetime]._replace(last=index)
         of_visit.append(lifetime)
-    lifetimes = (Lifetime(key, first, end, early) for (key, first, early), end in zip(started, last, strict=True))
-    return LifetimeList(tuple(lifetimes), tuple(of_visit))
-
-
-def buffers_needed(visits: Sequence[Visit], residency: Residency) -> int:
-    """Return the smallest number of buffers with which `visits` can run: the maximum of overlapping lifetimes."""
-    return max_overlap(list_lifetimes(visits, residency).lifetimes)
+    return lifetimes, of_visit
 
 
 def max_overlap(lifetimes: Sequence[Lifetime]) -> int:
@@ -123,10 +111,6 @@ class TransferProgram:
         """Visits after which the buffer of the visit is free."""
         kept_until = {self.visit_buffer[visit]: visit for visit, fetch in enumerate(self.visit_fetch) if fetch == KEPT}
         return frozenset(kept_until.values()).union(fetch.last for fetch in self.fetches)
-
-    def final_contents(self) -> dict[int, BlockKey]:
-        """Return the contents of the buffers after the last fetch was issued: `contents` for the next program."""
-        return {**self.untouched, **self.initial, **{fetch.buffer: fetch.block for fetch in self.fetches}}
 
 
 def compile_program(

@@ -7,6 +7,7 @@ feed-forward layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 PIXELS_PER_LATENT = 8
 """Pixels per latent pixel along each side, for the VAE of Wan2.1 and Wan2.2 A14B."""
@@ -97,7 +98,8 @@ class ExpertShape:
 
         An image branch adds two: the key and value projections of the image.
         """
-        return self._square_matrices * self.width**2 + 2 * self.width * self.ffn_width
+        square_matrices = 8 if self.image_width is None else 10
+        return square_matrices * self.width**2 + 2 * self.width * self.ffn_width
 
     @property
     def small_parameters(self) -> int:
@@ -111,8 +113,8 @@ class ExpertShape:
     @property
     def non_block_parameters(self) -> int:
         """Parameters outside the blocks."""
-        patch = self.width * (self.in_channels * _volume(PATCH) + 1)
-        output = self.out_channels * _volume(PATCH) * (self.width + 1)
+        patch = self.width * (self.in_channels * prod(PATCH) + 1)
+        output = self.out_channels * prod(PATCH) * (self.width + 1)
         embedders = self._time_embedder + self._time_projection + self._text_embedder + self._image_embedder
         return patch + embedders + self._output_modulation + output
 
@@ -154,7 +156,7 @@ class ExpertShape:
         They are the projections and the feed-forward layer, self-attention, and cross-attention over 512 text tokens
         and, with an image branch, 257 image tokens.
         """
-        width, attended = self.width, TEXT_TOKENS + self._image_tokens
+        width, attended = self.width, TEXT_TOKENS + (0 if self.image_width is None else IMAGE_TOKENS)
         linear = 2 * tokens * (6 * width**2 + 2 * width * self.ffn_width) + 2 * attended * 2 * width**2
         self_attention = 4 * tokens**2 * width
         cross_attention = 4 * tokens * attended * width
@@ -271,14 +273,6 @@ class ExpertShape:
         return self.width * (self.text_width + 1) + self.width * (self.width + 1)
 
     @property
-    def _square_matrices(self) -> int:
-        return 8 if self.image_width is None else 10
-
-    @property
-    def _image_tokens(self) -> int:
-        return 0 if self.image_width is None else IMAGE_TOKENS
-
-    @property
     def _image_norms(self) -> int:
         """Parameters of the two norms, each with a bias, around the feed-forward layer of the image embedder."""
         return 0 if self.image_width is None else 2 * (self.image_width + self.width)
@@ -302,7 +296,3 @@ WAN21_I2V_14B = ExpertShape(in_channels=36, image_width=1280)
 
 def _bytes(parameters: int, fp32_parameters: int) -> int:
     return parameters * BF16_BYTES + fp32_parameters * (FP32_BYTES - BF16_BYTES)
-
-
-def _volume(patch: tuple[int, int, int]) -> int:
-    return patch[0] * patch[1] * patch[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from wanstream.plan import IMMEDIATE, BlockKey, OffloadJob, TransferProgram, Visit, step_visits
 from wanstream.plan import Machine as RatedMachine
+from wanstream.plan.transfer_program import list_lifetimes, max_overlap
 from wanstream.schema import ExpertShape, Residency, spread_evenly
 
 EXPERTS = ("high", "low")
@@ -25,6 +26,16 @@ class Run:
     residency: Residency
     contents: Mapping[int, BlockKey]
     spare_buffers: int
+
+
+def buffers_needed(visits: Sequence[Visit], residency: Residency) -> int:
+    """Return the smallest number of buffers with which `visits` can run."""
+    return max_overlap(list_lifetimes(visits, residency)[0])
+
+
+def final_contents(program: TransferProgram) -> dict[int, BlockKey]:
+    """Return the contents of the buffers after the last fetch was issued: `contents` for the next program."""
+    return {**program.untouched, **program.initial, **{fetch.buffer: fetch.block for fetch in program.fetches}}
 
 
 @st.composite

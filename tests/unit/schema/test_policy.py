@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanstream.plan import step_visits
-from wanstream.plan.transfer_program import buffers_needed
 from wanstream.schema import OffloadPolicy, plan_residency, spread_evenly
+from wanstream.tests.support.plan_fixtures import buffers_needed
 
 WAN = {"high": 40, "low": 40}
 

@@ -21,8 +21,9 @@ from wanstream.plan import (
     compile_program,
     step_visits,
 )
-from wanstream.plan.transfer_program import ProgramError, buffers_needed
+from wanstream.plan.transfer_program import ProgramError
 from wanstream.schema import OffloadPolicy, Residency, plan_residency, spread_evenly
+from wanstream.tests.support.plan_fixtures import buffers_needed, final_contents
 
 PROPERTY = settings(deadline=None, max_examples=120)
 HIGH_LOW = ("high", "low")
@@ -69,7 +70,7 @@ def test_every_visit_finds_its_block_at_any_speed(
     program = compile_program(run.visits, run.residency, buffers)
     check_program(program)
     left = new_machine(seed).run(program)
-    assert left == program.final_contents()
+    assert left == final_contents(program)
 
 
 @PROPERTY
@@ -81,7 +82,7 @@ def test_the_same_from_any_contents(runs: Any, new_machine: Callable[[int], Any]
     check_program(program)
     machine = new_machine(seed)
     machine.fill({buffer: block for buffer, block in run.contents.items() if 0 <= buffer < buffers})
-    assert machine.run(program) == program.final_contents()
+    assert machine.run(program) == final_contents(program)
     without = compile_program(run.visits, run.residency, buffers)
     assert len(program.fetches) == len(without.fetches) - len(program.initial)
 
@@ -184,7 +185,7 @@ def test_a_program_that_fits_on_a_page() -> None:
     assert program.visit_buffer == (0, 1, 2, 0, 1, 2)
     assert program.visit_fetch == (0, 1, 2, 0, 3, 4)
     assert program.last_use == {1, 2, 3, 4, 5}
-    assert program.final_contents() == {0: high[0], 1: high[1], 2: high[2]}
+    assert final_contents(program) == {0: high[0], 1: high[1], 2: high[2]}
 
 
 @pytest.mark.parametrize("residents", [0, 8, 20, 32, 40])
@@ -281,11 +282,9 @@ def test_permanent_residents_serve_the_next_run_too() -> None:
     counts = {"high": 40, "low": 40}
     residency, buffers = plan_residency(OffloadPolicy.resident(), counts)
     low_only = compile_program(step_visits(["low"], counts), residency, buffers)
-    high_only = compile_program(step_visits(["high"], counts), residency, buffers, contents=low_only.final_contents())
+    high_only = compile_program(step_visits(["high"], counts), residency, buffers, contents=final_contents(low_only))
     assert len(high_only.fetches) == 40
-    both = compile_program(
-        step_visits(["high", "low"], counts), residency, buffers, contents=high_only.final_contents()
-    )
+    both = compile_program(step_visits(["high", "low"], counts), residency, buffers, contents=final_contents(high_only))
     assert both.fetches == ()
     assert set(both.visit_fetch) == {KEPT}
 
@@ -301,7 +300,7 @@ def test_several_known_runs_are_one_list_of_visits() -> None:
 def test_a_next_run_starts_from_the_contents_of_the_last_one() -> None:
     residency = even(20)
     first = compile_program(wan_steps(0, 2), residency, 22)
-    second = compile_program(wan_steps(0, 2), residency, 22, contents=first.final_contents())
+    second = compile_program(wan_steps(0, 2), residency, 22, contents=final_contents(first))
     # Half of the residents are gone: in the last step their buffers deepened the look-ahead.
     assert len(second.initial) == 11
     assert len(second.fetches) == 2 * 20 + 20 - 11
@@ -331,7 +330,7 @@ def test_empty_buffers_are_filled_before_useful_ones() -> None:
 def test_no_visits_make_no_fetches(contents: dict[int, BlockKey]) -> None:
     program = compile_program((), even(0), 2, contents=contents)
     assert program.fetches == ()
-    assert program.final_contents() == contents
+    assert final_contents(program) == contents
 
 
 @pytest.mark.parametrize("residents", [8, 20, 32])
@@ -359,7 +358,7 @@ def test_a_rest_without_returning_residents_may_use_fewer_buffers() -> None:
 def test_two_copies_of_one_block_serve_two_visits() -> None:
     one_block = step_visits(["high"] * 3, {"high": 1})
     program = compile_program(one_block, even(0, 1), 2)
-    again = compile_program(one_block, even(0, 1), 2, contents=program.final_contents())
+    again = compile_program(one_block, even(0, 1), 2, contents=final_contents(program))
     assert len(again.initial) == 2
     assert len(again.fetches) == 1
 

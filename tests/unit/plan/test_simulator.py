@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from wanstream.plan import compile_program, step_visits
 from wanstream.plan.simulator import Hardware, simulate
-from wanstream.plan.transfer_program import buffers_needed
 from wanstream.schema import T2V_A14B, Residency, Timeline, spread_evenly
+from wanstream.tests.support.plan_fixtures import buffers_needed, final_contents
 
 BLOCKS = 40
 BLOCK_BYTES = 1000
@@ -294,7 +294,7 @@ def test_a_run_on_kept_contents_starts_at_once() -> None:
     visits = step_visits(["high"], {"high": 4})
     residency = Residency(residents={"high": frozenset(range(4))}, permanent=True)
     first = compile_program(visits, residency, 4)
-    again = simulate(compile_program(visits, residency, 4, contents=first.final_contents()), hardware(3.0))
+    again = simulate(compile_program(visits, residency, 4, contents=final_contents(first)), hardware(3.0))
     assert (again.first_block_s, again.stall_s, again.bytes_moved) == (0.0, 0.0, 0)
 
 

@@ -29,8 +29,8 @@ from wanstream.plan import (
     step_visits,
 )
 from wanstream.plan.simulator import Hardware, simulate
-from wanstream.plan.transfer_program import buffers_needed
 from wanstream.schema import T2V_A14B, OffloadPolicy, Residency, StepRecord, Timeline, spread_evenly
+from wanstream.tests.support.plan_fixtures import buffers_needed, final_contents
 
 PROPERTY = settings(deadline=None, max_examples=120)
 BLOCKS = 40
@@ -324,7 +324,7 @@ def test_slots_filled_by_an_earlier_run_are_not_read_again() -> None:
     program, device = device_program(0, 2, 2, 2)
     ram_residency = pinned(20)(device)
     first = compile_ram(program, ram_residency, staging=2)
-    again = compile_ram(program, ram_residency, staging=2, contents=first.program.final_contents())
+    again = compile_ram(program, ram_residency, staging=2, contents=final_contents(first.program))
     machine = hardware(0.2, 0.9)
     cold, warm = simulate(program, machine, first), simulate(program, machine, again)
     assert (cold.read_bytes, warm.read_bytes) == (140 * BLOCK_BYTES, 120 * BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""The static check accepts the compiler's programs (see test_program) and refuses any that would read a wrong block."""
+"""The static check accepts compiled programs (see test_transfer_program) and refuses any that reads a wrong block."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanstream.plan import KEPT, BlockKey, TransferProgram, check_program, compile_program, step_visits
-from wanstream.plan.transfer_program import ProgramError, buffers_needed
+from wanstream.plan.transfer_program import ProgramError
 from wanstream.schema import Residency
+from wanstream.tests.support.plan_fixtures import buffers_needed
 
 
 def program() -> TransferProgram:

@@ -27,8 +27,9 @@ from wanstream.plan import (
     plan_ram,
     step_visits,
 )
-from wanstream.plan.transfer_program import ProgramError, buffers_needed
+from wanstream.plan.transfer_program import ProgramError
 from wanstream.schema import OffloadPolicy, Residency, plan_residency, spread_evenly
+from wanstream.tests.support.plan_fixtures import buffers_needed, final_contents
 
 PROPERTY = settings(deadline=None, max_examples=120)
 EXPERTS = ("high", "low")
@@ -309,7 +310,7 @@ def test_permanent_residents_outlive_runs_of_the_other_expert(first: str) -> Non
     for expert in (first, second, first, second):
         program = compile_program(step_visits([expert] * 2, WAN), Residency(residents={}), 2)
         ram = compile_ram(program, ram_residency, staging=2, contents=slots)
-        slots = ram.program.final_contents()
+        slots = final_contents(ram.program)
         reads.append(sum(ram_residency.residency.keeps(*read.block) for read in ram.program.fetches))
     assert reads == [10, 10, 0, 0]
 
@@ -332,7 +333,7 @@ def test_a_resident_never_takes_the_slot_of_another() -> None:
     )
     program = layerwise(0, 1, block_counts={"low": 1})
     ram = compile_ram(program, ram_residency, staging=0, contents={0: BlockKey("high", 1), 1: BlockKey("high", 0)})
-    assert ram.program.final_contents() == {0: BlockKey("high", 1), 1: BlockKey("low", 0)}
+    assert final_contents(ram.program) == {0: BlockKey("high", 1), 1: BlockKey("low", 0)}
 
 
 def test_contents_of_staging_slots_serve_the_next_run() -> None:
