@@ -8,7 +8,7 @@ from itertools import product
 from statistics import median
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from wanstream.plan import Budgets, DoesNotFitError, Machine, OffloadJob, OffloadPlan, plan_offload
@@ -278,6 +278,7 @@ def test_more_of_anything_never_makes_it_slower(
 
 @settings(deadline=None, max_examples=30)
 @given(high=st.integers(1, 3), low=st.integers(1, 3), read=RATES, copy=RATES, slots=st.integers(2, 17))
+@example(high=1, low=2, read=3.0, copy=2.0, slots=9)  # 7 blocks in RAM are faster than 8
 def test_more_ram_never_makes_it_slower(
     rate_machine: Rated, make_job: Job, high: int, low: int, read: float, copy: float, slots: int
 ) -> None:
