@@ -316,7 +316,7 @@ def plan_table(job: OffloadJob, machine: Machine, chosen: OffloadPlan) -> str:
     """Return the table of the best candidates, then the policies that do not fit, then the reason of the choice."""
     header = ("on the device", "in RAM", "tokens at once", "total", "per step", "stall", "VRAM", "RAM", "switch")
     rows = tuple(_row(job, candidate) for candidate in best_candidates(job, chosen))
-    misfits = {_describe(job, misfit.policy): misfit.why for misfit in chosen.misfits}
+    misfits = {_describe(job, misfit.policy): misfit.shortage for misfit in chosen.misfits}
     return "\n".join(
         [
             f"simulated for {machine.name}, {format_size(machine.ram_bytes)} of RAM, files at "
@@ -368,7 +368,7 @@ def plan_json(machine: Machine, chosen: OffloadPlan, alternatives: Sequence[Alte
         "host_bytes": chosen.host_bytes,
         "reason": chosen.reason,
         "candidates": [asdict(candidate) for candidate in chosen.candidates],
-        "does_not_fit": [{"policy": asdict(misfit.policy), "because": misfit.why} for misfit in chosen.misfits],
+        "does_not_fit": [{"policy": asdict(misfit.policy), "because": misfit.shortage} for misfit in chosen.misfits],
         "timeline": chosen.timeline.to_dict(),
     }
     if alternatives:

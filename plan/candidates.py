@@ -24,7 +24,7 @@ class Fit:
 
     policy: OffloadPolicy
     needs: MemoryNeeds
-    misfit: str | None
+    shortage: str | None
     """Reason for which the policy does not fit into memory; None if it fits."""
 
 
@@ -74,7 +74,7 @@ def _fit_tokens_and_ram(
         if chunk is not None and chunk >= job.tokens:
             continue
         without_ram = _fit(job, machine, replace(on_device, chunk_tokens=chunk), budget)
-        if without_ram.misfit is not None:
+        if without_ram.shortage is not None:
             refused = [without_ram]
             continue
         found.append(without_ram)
@@ -82,9 +82,9 @@ def _fit_tokens_and_ram(
         ram_blocks = min(budget.slots(needs) - needs.ram_slots, sum(job.block_counts.values()) - 1)
         if ram_blocks > 0:
             policy = with_ram_blocks(without_ram.policy, ram_blocks)
-            found.append(Fit(policy=policy, needs=memory_needs(job, machine, policy), misfit=None))
+            found.append(Fit(policy=policy, needs=memory_needs(job, machine, policy), shortage=None))
         all_in_ram = _fit(job, machine, replace(without_ram.policy, source="pinned"), budget)
-        if all_in_ram.misfit is None:
+        if all_in_ram.shortage is None:
             return [*found, all_in_ram], []
         refused = [all_in_ram]
         # Fewer tokens at once are slower. They help only if device and RAM share memory, by making space for RAM slots.
@@ -95,7 +95,7 @@ def _fit_tokens_and_ram(
 
 def _fit(job: OffloadJob, machine: Machine, policy: OffloadPolicy, budget: MemoryBudget) -> Fit:
     needs = memory_needs(job, machine, policy)
-    return Fit(policy=policy, needs=needs, misfit=budget.shortage(needs))
+    return Fit(policy=policy, needs=needs, shortage=budget.shortage(needs))
 
 
 def lower_bound_s(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> float:

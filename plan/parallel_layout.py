@@ -151,7 +151,7 @@ def choose_layout(
             return mesh
         least = min(misfits, key=lambda misfit: misfit.needs.device_bytes)
         of_mesh = f" of {mesh}" if mesh.size > 1 else ""
-        shortages.append(f"{machine.name}, one worker{of_mesh}: {least.why}")
+        shortages.append(f"{machine.name}, one worker{of_mesh}: {least.shortage}")
     raise DoesNotFitError(f"{shortages[0]}; make the video smaller or shorter, or share it among more workers")
 
 

@@ -216,7 +216,7 @@ def _nothing_fits(misfits: list[Fit], machine: Machine, budgets: Budgets) -> str
     least = min(misfits, key=lambda misfit: (misfit.needs.device_bytes, misfit.needs.host_bytes))
     has_budget = budgets.vram_bytes is not None or budgets.ram_bytes is not None
     remedy = "give more, or make" if has_budget else "make"
-    return f"{machine.name}: {least.misfit}; {remedy} the video smaller or shorter"
+    return f"{machine.name}: {least.shortage}; {remedy} the video smaller or shorter"
 
 
 VIDEOS_AT_ONCE = (2, 4)

@@ -45,7 +45,7 @@ def test_the_table_shows_the_planners_own_figures(capsys: pytest.CaptureFixture[
         assert figures[4] == f"{candidate.total_s / 20:.2f} s"
         assert figures[6:8] == [format_size(candidate.device_bytes), format_size(candidate.host_bytes)]
     for misfit in expected.misfits:
-        assert f"because it {misfit.why}" in printed
+        assert f"because it {misfit.shortage}" in printed
     assert lines[-1].endswith(expected.reason)
 
 

@@ -182,7 +182,7 @@ def test_the_error_for_too_little_memory_has_numbers_and_a_remedy(rate_machine: 
     chosen = plan_offload(job, machine, Budgets(vram_bytes=smallest.device_bytes, ram_bytes=smallest.host_bytes))
     assert {misfit.policy.kind for misfit in chosen.misfits} == {"layerwise", "block_swap", "resident"}
     for misfit in chosen.misfits:
-        assert misfit.why == memory_budget(
+        assert misfit.shortage == memory_budget(
             machine, Budgets(vram_bytes=smallest.device_bytes, ram_bytes=smallest.host_bytes)
         ).shortage(memory_needs(job, machine, misfit.policy))
 
