@@ -86,7 +86,7 @@ def size_refusal(space: LatentSpace = WAN21, **size: object) -> bool | str:
 
 
 def check_tensor_ram(nbytes: int, name: str) -> None:
-    """Raise NoRoomError for a tensor whose allocation would make the system kill the process."""
+    """Raise InsufficientMemoryError for a tensor whose allocation would make the system kill the process."""
     # `torch.zeros` itself would not fail: Linux overcommits memory and kills the process at the first writes.
     lacking = insufficient_ram(nbytes)
     if lacking is not None:
@@ -97,7 +97,7 @@ def check_tensor_ram(nbytes: int, name: str) -> None:
 
 
 def empty_latent(space: LatentSpace, shape: VideoShape, batch_size: int) -> dict[str, torch.Tensor]:
-    """Return a LATENT of zeros, float32; raises NoRoomError if there is too little RAM for it."""
+    """Return a LATENT of zeros, float32; raises InsufficientMemoryError if there is too little RAM for it."""
     check_tensor_ram(batch_size * space.channels * prod(shape.latent) * FP32_BYTES, "the latent")
     return {"samples": torch.zeros(batch_size, space.channels, *shape.latent)}
 

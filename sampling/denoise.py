@@ -73,8 +73,8 @@ def denoise(
     Raises:
         RequestError: the request does not fit the experts.
         ValueError: the policy does not fit the experts, or the device does not exist.
-        NoRoomError: the device has too little memory even for the smallest policy; or, on a CPU, the run is estimated
-            to need more RAM than there is.
+        InsufficientMemoryError: the device has too little memory even for the smallest policy; or, on a CPU, the run
+            is estimated to need more RAM than there is.
         SamplingCancelled: `should_stop` returned True. The pair can be used again at once, as after any error.
         NonFiniteLatentError: a step made NaN or infinity.
     """

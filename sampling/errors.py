@@ -1,13 +1,13 @@
 """Errors of sampling.
 
 ValueError
-  RequestError            the request cannot be carried out; raised before any compute
-    ConditioningError     a native CONDITIONING or LATENT that these models cannot use
-  NonFiniteLatentError    a step made NaN or infinity
-  NoRoomError             too little device memory for the smallest policy (also torch's OutOfMemoryError)
-  SmallerPolicyError      out of memory in a step that several workers compute: all repeat it under a smaller policy
+  RequestError               the request cannot be carried out; raised before any compute
+    ConditioningError        a native CONDITIONING or LATENT that these models cannot use
+  NonFiniteLatentError       a step made NaN or infinity
+  InsufficientMemoryError    too little device memory for the smallest policy (also torch's OutOfMemoryError)
+  SmallerPolicyError         out of memory in a step that several workers compute: all repeat it under a smaller policy
 Exception
-  SamplingCancelled       the caller requested a stop
+  SamplingCancelled          the caller requested a stop
 """
 
 from __future__ import annotations

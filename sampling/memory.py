@@ -35,7 +35,7 @@ def working_bytes(
         chunk_tokens: tokens computed at once, of the policy; None: all.
         share: this worker's share of a step.
         cache: step cache, whose tensors are included.
-        kept_states: more tensors to include, each of the size of a lane's hidden state.
+        cached_states: more tensors to include, each of the size of a lane's hidden state.
     """
     expert = _shape_of(pair)
     lanes = shape[0] * (2 if guided else 1)
@@ -87,7 +87,7 @@ def check_room(
             weights take there now.
 
     Raises:
-        NoRoomError: it does not fit; the message has the number of samples that do.
+        InsufficientMemoryError: it does not fit; the message has the number of samples that do.
     """
     # A single sample has no smaller batch to propose: its run falls back to smaller policies on its own.
     if request.batch == 1:
@@ -134,7 +134,7 @@ def check_step_ram(
         available: bytes of RAM and swap; None: those available now.
 
     Raises:
-        NoRoomError: it does not fit; the message has the estimate and a remedy.
+        InsufficientMemoryError: it does not fit; the message has the estimate and a remedy.
     """
     # A GPU raises an error, after which a smaller policy is tried. On a CPU the system would end the process.
     if device.type != "cpu":

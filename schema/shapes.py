@@ -188,7 +188,7 @@ class ExpertShape:
             ring: workers along the ring axis; `ring * ulysses` workers share the tokens of every lane. Each keeps its
                 part, but all tokens of one lane enter the first block, and the rotary tables are not divided.
             ulysses: workers along the Ulysses axis.
-            kept_states: tensors of the size of a hidden state that a cache keeps for each lane.
+            cached_states: tensors of the size of a hidden state that a cache keeps for each lane.
         """
         width, value = self.width, value_bytes
         local_tokens = tokens // (ring * ulysses)

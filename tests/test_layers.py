@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,6 +160,35 @@ def test_module_docstrings_start_with_a_noun_or_a_verb(path: Path) -> None:
     assert docstring, path
     assert docstring.split(maxsplit=1)[0] not in {"What", "Which", "Where", "Whether", "How", "Who"}, path
     assert path.stem not in {"utils", "common", "helpers", "manager"}, path
+
+
+def _docstrings(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            yield node, ast.get_docstring(node) or ""
+
+
+def test_docstrings_name_errors_that_exist() -> None:
+    known = set(vars(builtins)) | {"OutOfMemoryError"}  # the last is of torch
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
+    known |= {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for path in FILES:
+        for _, text in _docstrings(path):
+            assert set(re.findall(r"\b[A-Z]\w+Error\b", text)) <= known, path
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_docstrings_describe_arguments_that_exist(path: Path) -> None:
+    for node, text in _docstrings(path):
+        if isinstance(node, ast.ClassDef):
+            inits = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+            node = inits[0] if inits else node
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        _, _, section = text.partition("Args:\n")
+        described = re.findall(r"^    (\w+): ", section.split("\n\n")[0], re.MULTILINE)
+        arguments = {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
+        assert set(described) <= arguments, f"{path}:{node.lineno}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -228,7 +228,7 @@ def tiles_by_memory(
         check: called while the workers report their memory; may raise to cancel.
 
     Raises:
-        VaeRoomError: the worker with the least memory has too little for the smallest tile.
+        VaeMemoryError: the worker with the least memory has too little for the smallest tile.
         TilingError: no worker reported its memory in time.
     """
     facts = _facts(pool, check, FACTS_TIMEOUT_S)

@@ -39,7 +39,7 @@ class RayWorker:
 
     Args:
         threads: CPU threads to compute with; None: the cores of this machine divided by its number of workers.
-        workers_here: number of workers on this machine.
+        workers_on_machine: number of workers on this machine.
     """
 
     def __init__(self, *, threads: int | None, workers_on_machine: int) -> None:

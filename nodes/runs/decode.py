@@ -200,7 +200,7 @@ def encode_here(vae: Path, video: torch.Tensor) -> torch.Tensor:
     """Encode frames [F, H, W, 3] in 0..1 into raw latents [1, C, T, h, w], in tiles if whole frames do not fit.
 
     Raises:
-        VaeRoomError: no tile fits into memory.
+        VaeMemoryError: no tile fits into memory.
         Exception: any error of `WanVae.encode`.
     """
     with open_vae(vae) as opened:
@@ -221,7 +221,7 @@ def decode_here(
     """Return the result of `decode` for raw latents [B, C, T, h, w] on the host's device, and notes on the tiles.
 
     Raises:
-        VaeRoomError: no tile fits into memory.
+        VaeMemoryError: no tile fits into memory.
         Exception: the host's interrupt, and any error of `WanVae.decode`.
     """
     notes: list[str] = []
@@ -261,7 +261,7 @@ def _first_tiling(
 
 
 def _check_decode_ram(needs: DecodeNeeds, tiling: Tiling | None) -> None:
-    """Raise VaeRoomError for frames that do not fit into RAM: the system would kill the process."""
+    """Raise VaeMemoryError for frames that do not fit into RAM: the system would kill the process."""
     on_cpu = current_host().device().type == "cpu"
     needed = needs.host_bytes(tiling) + (needs.device_bytes(tiling) if on_cpu else 0)
     lacking = insufficient_ram(needed)

@@ -51,7 +51,7 @@ def keep_latent_until_done(samples: torch.Tensor | None, *, after_cancel: bool =
 
     Raises:
         VideoNotSavedError: for an OSError of the block.
-        NoRoomToDecodeError: for an error of the block about too little memory.
+        DecodeOutOfMemoryError: for an error of the block about too little memory.
         VideoRefusedError: for a ValueError of the block.
         VideoFailedError: for any other error of the block.
     """

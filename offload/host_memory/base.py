@@ -54,7 +54,7 @@ class SlotMemory(Protocol):
             available: bytes of RAM that can still be allocated; None: query the system.
 
         Raises:
-            NoRamError: not enough RAM is available; the message has both figures.
+            InsufficientRamError: not enough RAM is available; the message has both figures.
         """
         ...
 

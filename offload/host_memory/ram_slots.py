@@ -197,7 +197,7 @@ class RamSlots:
         return resident_bytes + self._staging_slots(residents, staging) * in_pages(self._largest)
 
     def check_available(self, residents: RamResidency, staging: int, *, freed: int = 0) -> None:
-        """Raise NoRamError, with figures, if RAM for these slots is not available.
+        """Raise InsufficientRamError, with figures, if RAM for these slots is not available.
 
         Args:
             freed: bytes of RAM that will be released before the slots are filled.

@@ -109,7 +109,7 @@ class RunPolicy:
         Call it after the memory of the failed step was freed, as the size of the next policy depends on the free bytes.
 
         Raises:
-            NoRoomError: no policy is smaller.
+            InsufficientMemoryError: no policy is smaller.
             SmallerPolicyError: the run is computed by a group, all of which must change to the policy in the error.
         """
         chunk, free = self.policy.chunk_tokens, free_bytes(self.device)

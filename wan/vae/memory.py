@@ -226,7 +226,7 @@ def choose_tiling(needs: DecodeNeeds, budget: int, *, shared: bool) -> Tiling | 
         shared: True if the device computes in RAM, so that frames count against the budget too.
 
     Raises:
-        VaeRoomError: no tile of 8 latent pixels or more fits.
+        VaeMemoryError: no tile of 8 latent pixels or more fits.
     """
     if needs.fit(None, budget, shared=shared):
         return None
@@ -245,7 +245,7 @@ def shared_tiling(needs: DecodeNeeds, budget: int, *, shared: bool, workers: int
     least is chosen; a full frame is one tile here. `needs` and `shared` are as in `choose_tiling`.
 
     Raises:
-        VaeRoomError: no tile of 8 latent pixels or more fits.
+        VaeMemoryError: no tile of 8 latent pixels or more fits.
     """
     picture = max(MIN_TILE_LATENT, needs.height, needs.width) * needs.per_latent
     every = [*_tilings(needs), Tiling.of(picture, needs.per_latent)]

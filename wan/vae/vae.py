@@ -321,10 +321,10 @@ def retry_with_smaller_tiles(
         needs: of the decode, for the sizes of smaller tiles.
         first: tiling of the first attempt; each further attempt halves the area of a tile.
         on_change: called with a message before each further attempt.
-        is_short: returns True for errors which mean that memory ran out; others are raised.
+        is_oom: returns True for errors which mean that memory ran out; others are raised.
 
     Raises:
-        NoRoomToDecodeError: memory ran out with the smallest tiles.
+        DecodeOutOfMemoryError: memory ran out with the smallest tiles.
     """
     tiling = first
     while True:
