@@ -211,7 +211,7 @@ class WorkerRegistry:
                 return False
             from ..distributed import WorkerLostError
 
-            requests = {worker.ask("close"): worker for worker in entry.pool.workers}
+            requests = {worker.call("close"): worker for worker in entry.pool.workers}
             done, late = wait(requests, timeout=self._release_timeout_s)
             for request in late:
                 rank = requests[request].rank

@@ -264,7 +264,7 @@ def _run_case(bench: Bench, case: BenchCase, pool: Pool, start_s: float, log: Ca
 
     ref = replace(bench.workers, count=case.workers, mesh=case.mesh)
     driver, request = Driver(pool, ref, case.mesh), with_steps(bench.request, case.steps)
-    for request_to_close in [worker.ask("close") for worker in pool.workers]:
+    for request_to_close in [worker.call("close") for worker in pool.workers]:
         with suppress(WorkerLostError):  # lost in the previous case; the driver replaces it
             request_to_close.result(CLOSE_TIMEOUT_S)
     runs = list[BenchRun]()

@@ -136,11 +136,11 @@ class _Decode:
         """Stop all tiles in flight and release the VAE's weights on the workers. Errors of these tiles are ignored."""
         if self._in_flight:
             for tile in self._in_flight.values():
-                tile.worker.ask("stop", self._job.run_id)
+                tile.worker.call("stop", self._job.run_id)
             _, unfinished = wait(self._in_flight, timeout=self._timeout_s)
             for future in unfinished:
                 self._in_flight[future].worker.kill()
-        wait([worker.ask("free_vae") for worker in self._pool.workers], timeout=self._timeout_s)
+        wait([worker.call("free_vae") for worker in self._pool.workers], timeout=self._timeout_s)
 
     def _check_stop(self, should_stop: Callable[[], bool]) -> None:
         if should_stop():
@@ -165,7 +165,7 @@ class _Decode:
             part = crop(self._videos[video], tile).contiguous()
             job = self._job
             task = DecodeTask(run_id=job.run_id, vae=job.vae, latents=part, dtype=job.dtype, paths=job.paths)
-            future = worker.ask("decode_tile", task)
+            future = worker.call("decode_tile", task)
             self._in_flight[future] = _TileInFlight(number, worker, Heartbeat([worker], self._timeout_s))
 
     def _first_missing(self) -> int:
@@ -280,7 +280,7 @@ def _is_short(error: RuntimeError) -> bool:
 
 def _facts(pool: Pool, check: Callable[[], None], limit_s: float, *args: Any) -> list[WorkerFacts]:
     """Return the facts of the workers that respond in time; `args` are those of `Worker.facts`."""
-    requests = [worker.ask("facts", *args) for worker in pool.workers]
+    requests = [worker.call("facts", *args) for worker in pool.workers]
     until = time.monotonic() + limit_s
     while wait(requests, timeout=POLL_S).not_done and time.monotonic() < until:
         check()

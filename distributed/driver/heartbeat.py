@@ -71,7 +71,7 @@ class Heartbeat:
         self._requested_s = time.monotonic()
         for place, worker in enumerate(self._workers):
             # A worker that does not answer gets no second request: they would pile up in its transport.
-            self._requests[place] = self._requests[place] or worker.ask("pulse")
+            self._requests[place] = self._requests[place] or worker.call("blocks_begun")
 
     def _take(self, place: int, count: int) -> None:
         before, self._counts[place] = self._counts[place], count

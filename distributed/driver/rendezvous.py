@@ -78,7 +78,7 @@ class Rendezvous:
         return facts
 
     def _call(self, worker: WorkerHandle, method: str, *args: Any) -> Any:
-        answer = worker.ask(method, *args)
+        answer = worker.call(method, *args)
         try:
             return answer.result(ANSWER_S)
         except FutureTimeoutError as err:
@@ -92,12 +92,12 @@ class Rendezvous:
 
     def _try_join(self, workers: Sequence[WorkerHandle], spec: RendezvousSpec) -> Exception | None:
         """Join all workers. Returns None, or the error that explains the failure, after the last worker gave up."""
-        joining = [worker.ask("join", replace(spec, rank=place)) for place, worker in enumerate(workers)]
+        joining = [worker.call("join", replace(spec, rank=place)) for place, worker in enumerate(workers)]
         wait(joining, timeout=self._ref.timeout_s + ANSWER_S, return_when=FIRST_EXCEPTION)
         if all(each.done() and each.exception() is None for each in joining):
             return None
         # Peers of a failed worker would wait for it until their timeout.
-        leaving = [worker.ask("leave") for worker in workers]
+        leaving = [worker.call("leave") for worker in workers]
         wait([*joining, *leaving], timeout=ANSWER_S)
         for worker, each in zip(workers, joining, strict=True):
             if not each.done():

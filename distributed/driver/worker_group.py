@@ -392,11 +392,11 @@ class _Task:
             return
         self._is_ending = True
         for place in self._pending:
-            self._workers[place].ask("stop", self._run_id)
+            self._workers[place].call("stop", self._run_id)
 
     def _leave(self) -> None:
         """Make all workers leave the rendezvous, so that none of them waits for a peer."""
-        self.leaving = self.leaving or [worker.ask("leave") for worker in self._workers]
+        self.leaving = self.leaving or [worker.call("leave") for worker in self._workers]
 
     def _kill_pending(self) -> None:
         """Kill workers that have not ended; give up those that were killed `KILL_S` ago."""

@@ -43,15 +43,15 @@ class RayWorkerHandle:
         self._process = _process_here(started.facts) if is_here else None
         self.started = started
 
-    def ask(self, method: str, *args: Any) -> Future[Any]:
-        """See `WorkerHandle.ask`."""
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """See `WorkerHandle.call`."""
         future: Future[Any] = Future()
         with self._lock:
             # Asked without a connection, Ray would start once more, with none of our settings.
             if self._killed or not self._ray.is_initialized():
                 future.set_exception(self._lost("it was ended from here"))
                 return future
-            answer = self._actor.ask.remote(method, args).future()
+            answer = self._actor.call.remote(method, args).future()
         answer.add_done_callback(lambda answered: self._pass_on(answered, future))
         return future
 
@@ -95,7 +95,7 @@ class RayWorkerHandle:
                 try:
                     on_report(report)
                 except BaseException:
-                    self.ask("stop", task.run_id)
+                    self.call("stop", task.run_id)
                     raise
         except self._ray.exceptions.RayError as err:
             raise self._worded(err) from err
@@ -239,7 +239,7 @@ class RayPool:
 
     def _end_all(self) -> None:
         # Workers on other machines release their shared memory themselves; `sweep` covers this machine only.
-        wait([worker.ask("close") for worker in self._workers], timeout=CLOSE_TIMEOUT_S)
+        wait([worker.call("close") for worker in self._workers], timeout=CLOSE_TIMEOUT_S)
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:

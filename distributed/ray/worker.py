@@ -58,8 +58,8 @@ class RayWorker:
         token = os.environ.get("RAY_AUTH_MODE") == "token"
         return Started(facts=self._worker.facts(), node_id=self._node_id, logs=_logs(), requires_token=token)
 
-    def ask(self, method: str, args: tuple[Any, ...]) -> Any:
-        """See `WorkerHandle.ask`."""
+    def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        """See `WorkerHandle.call`."""
         return getattr(self._worker, method)(*args)
 
     def run(self, task: RunTask) -> Iterator[StepReport | TaskResult]:
@@ -134,8 +134,8 @@ def actor_class(ray: Any) -> Any:
             return self._worker.started()
 
         @ray.method(concurrency_group="calls")  # type: ignore[untyped-decorator]
-        def ask(self, method: str, args: tuple[Any, ...]) -> Any:
-            return self._worker.ask(method, args)
+        def call(self, method: str, args: tuple[Any, ...]) -> Any:
+            return self._worker.call(method, args)
 
         @ray.method(concurrency_group="runs", num_returns="streaming")  # type: ignore[untyped-decorator]
         def run(self, task: Any) -> Iterator[Any]:

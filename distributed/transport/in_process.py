@@ -29,9 +29,9 @@ class InProcessWorker:
         self._killed = False
         self._ended: Future[None] = Future()
 
-    def ask(self, method: str, *args: Any) -> Future[Any]:
-        """See `WorkerHandle.ask`."""
-        return run_in_thread("wanstream ask", self._alive, methodcaller(method, *args), self._worker)
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """See `WorkerHandle.call`."""
+        return run_in_thread("wanstream call", self._alive, methodcaller(method, *args), self._worker)
 
     def run(self, task: RunTask, on_report: OnReport) -> Future[TaskResult]:
         """See `WorkerHandle.run`."""

@@ -29,7 +29,7 @@ class WorkerHandle(Protocol):
     def rank(self) -> int:
         """Rank in the pool."""
 
-    def ask(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, method: str, *args: Any) -> Future[Any]:
         """Call a short method of the `Worker` while it computes. The future raises its error, or WorkerLostError."""
 
     def run(self, task: RunTask, on_report: OnReport) -> Future[TaskResult]:

@@ -270,8 +270,8 @@ class GroupForward:
                 return compute(lanes)
             return forward_shared(self._groups, lanes, compute)
 
-    def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See `ParallelForward.own_tokens`; the split is that of diffusers' context parallelism."""
+    def local_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See `ParallelForward.local_tokens`; the split is that of diffusers' context parallelism."""
         shares = self._context_size
         if shares == 1:
             return tokens

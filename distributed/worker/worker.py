@@ -272,7 +272,7 @@ class Worker:
         """Stop the run or decode with that id before its next block or frame, also if it has not begun yet."""
         self._stopped.append(run_id)
 
-    def pulse(self) -> int:
+    def blocks_begun(self) -> int:
         """Return the number of blocks and latent frames of tiles that this worker has begun since its start."""
         return self._blocks_begun
 

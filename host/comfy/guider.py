@@ -203,7 +203,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         inputs = LaneInputs(request, engine.device)
         timesteps = [sigma * TRAIN_TIMESTEPS for sigma in levels]
         prefetch_embeddings(
-            engine, inputs, zip(experts, timesteps, strict=True), guided=guider_steps.reads_negative(levels)
+            engine, inputs, zip(experts, timesteps, strict=True), guided=guider_steps.needs_negative(levels)
         )
         predicted = predicted_run(
             *(pair, policy, guider_steps, levels),

@@ -126,7 +126,7 @@ class GuiderSteps:
             guided[self.settings.expert(level)] |= self.scale(level) != 1
         return guided
 
-    def reads_negative(self, levels: Sequence[float]) -> dict[str, bool]:
+    def needs_negative(self, levels: Sequence[float]) -> dict[str, bool]:
         """Return, for each expert, True if some of its calls at these levels read the negative text."""
         nag = self.settings.more_guidance.nag is not None
         return {expert: guided or nag for expert, guided in self.guided(levels).items()}

@@ -81,7 +81,7 @@ class FirstBlockPass:
 
     def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
         """See `BlockCache.entered`."""
-        added = hidden - self._split.own_tokens(tokens)
+        added = hidden - self._split.local_tokens(tokens)
         self._added[lane], self._after_first[lane] = added, hidden
         kept = self._kept.get(self._names[lane])
         # The sums stay on the device: reading them for each lane would stall between lanes; `choose` reads them all.

@@ -72,11 +72,11 @@ class MagPass:
 
     def skip_all(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
         """See `BlockCache.without_blocks`."""
-        return self._split.own_tokens(tokens) + self._added[lane]
+        return self._split.local_tokens(tokens) + self._added[lane]
 
     def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
         """See `BlockCache.entered`."""
-        own = self._split.own_tokens(tokens)
+        own = self._split.local_tokens(tokens)
         self._entered[lane] = own if own is tokens else own.clone()  # a view would keep the tokens of all workers
 
     def choose(self) -> SkipDecision:

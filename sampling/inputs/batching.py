@@ -36,7 +36,7 @@ def merge_requests(requests: Sequence[DenoiseRequest]) -> DenoiseRequest:
         first,
         noise=torch.cat([request.noise for request in requests]),
         positive=_merged_texts([request.positive for request in requests], batches),
-        negative=_merged_texts([request.negative for request in requests], batches) if first.reads_negative else None,
+        negative=_merged_texts([request.negative for request in requests], batches) if first.needs_negative else None,
         image_condition=_stacked([request.image_condition for request in requests], batches),
         latent=_stacked([request.latent for request in requests], batches),
         mask=_stacked([request.mask for request in requests], batches),

@@ -220,7 +220,7 @@ class DenoiseRequest:
         return high if expert == "high" else low
 
     @property
-    def reads_negative(self) -> bool:
+    def needs_negative(self) -> bool:
         """True if a step may need the negative text."""
         return self.guided or self.nag is not None
 

@@ -98,9 +98,16 @@ class LaneInputs:
         scales = [[own] if windows is None else windows.cut_timestep_scales(own) for own in self._timestep_scales]
         names = iter(lane_names(len(states), with_negative=with_negative, windows=windows))
         return [
-            Lane(latents=part, text=text, image=image, against=against, freedom=part_scales, name=next(names))
+            Lane(
+                latents=part,
+                text=text,
+                image=image,
+                negative_text=negative_text,
+                timestep_scales=part_scales,
+                name=next(names),
+            )
             for texts, against_texts in zip(sides, (nag_texts, nothing), strict=False)
-            for own, local_scales, text, image, against in zip(
+            for own, local_scales, text, image, negative_text in zip(
                 parts, scales, texts, embeddings, against_texts, strict=True
             )
             for part, part_scales in zip(own, local_scales, strict=True)

@@ -182,8 +182,8 @@ class ModelCalls:
         engine, run = self.engine, self._run
         inside = self._policy is not None and self._policy.stops_inside
         visit = BlockVisits(run, step, expert, self._should_stop, inside=inside)
-        own = self._split.own_tokens
-        compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit, own_tokens=own)
+        own = self._split.local_tokens
+        compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit, local_tokens=own)
         if self._cached is None:
             return self._split.forward(lanes, compute)
         cached = CachedPass(self._cached.cache, step, expert, lanes, engine.models[expert])

@@ -87,7 +87,7 @@ class ParallelForward(Protocol):
     def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
         """Return the velocity of every lane, in their order; `compute` is called with this worker's lanes."""
 
-    def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+    def local_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return this worker's part of a lane's tokens [1, S, dim]."""
 
     def all_reduce_sums(self, sums: torch.Tensor) -> AllReduced:
@@ -114,8 +114,8 @@ class LocalForward:
         """See `ParallelForward.forward`."""
         return compute(lanes)
 
-    def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See `ParallelForward.own_tokens`."""
+    def local_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See `ParallelForward.local_tokens`."""
         return tokens
 
     def all_reduce_sums(self, sums: torch.Tensor) -> AllReduced:

@@ -85,7 +85,7 @@ class FakeWorker:
     def rank(self) -> int:
         return self._rank
 
-    def ask(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, method: str, *args: Any) -> Future[Any]:
         function = self._leave_slowly if method == "leave" else getattr(self, f"_{method}")
         return run_in_thread("fake ask", self._alive, function, *args)
 
@@ -156,7 +156,7 @@ class FakeWorker:
     def _close(self) -> None:
         self._leave()
 
-    def _pulse(self) -> int:
+    def _blocks_begun(self) -> int:
         return self._begun
 
     def _stop(self, run_id: str) -> None:

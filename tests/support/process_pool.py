@@ -105,7 +105,7 @@ class ProcessWorker:
     def rank(self) -> int:
         return self._rank
 
-    def ask(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, method: str, *args: Any) -> Future[Any]:
         return self._send(method, args, None)
 
     def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> Future[TaskResult]:

@@ -33,7 +33,7 @@ class ThreadWorker:
         self.stopped: set[str] = set()
         self._thread = ThreadPoolExecutor(1)
 
-    def ask(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, method: str, *args: Any) -> Future[Any]:
         if method == "decode_tile":
             self.given += 1
             return self._thread.submit(self._decode, *args)
@@ -48,7 +48,7 @@ class ThreadWorker:
         self.freed += 1
         self._decoder.free()
 
-    def _pulse(self) -> int:
+    def _blocks_begun(self) -> int:
         self.begun += not self.hangs
         return self.begun
 

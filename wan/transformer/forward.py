@@ -73,11 +73,11 @@ class Lane:
     """[1, L, 4096]."""
     image: torch.Tensor | None = None
     """CLIP vision embedding of the start image, [1, N, 1280]."""
-    against: torch.Tensor | None = None
+    negative_text: torch.Tensor | None = None
     """Negative text of any length, for models inside `attach_nag`."""
-    freedom: tuple[float, ...] | None = None
-    """Timestep scale: per-frame multiplier of the step's timestep (TI2V-5B); 0 for a given frame, 1 for a generated
-    one. None: 1 for all frames."""
+    timestep_scales: tuple[float, ...] | None = None
+    """Multipliers of the step's timestep by latent frame (TI2V-5B): 0 for a given frame, 1 for a generated one. None: 1
+    for all frames."""
     name: object = None
     """Key of the lane within its run, under which caches keep values from step to step."""
 
@@ -99,7 +99,7 @@ def forward_lanes(
     timestep: torch.Tensor,
     visit: Callable[[int], AbstractContextManager[object]],
     shortcut: BlockCache | None = None,
-    own_tokens: TokenSelector | None = None,
+    local_tokens: TokenSelector | None = None,
 ) -> list[torch.Tensor]:
     """Return each lane's velocity [1, 16 or 48, T, h, w], in the model's compute dtype.
 
@@ -113,9 +113,9 @@ def forward_lanes(
     """
     # Lanes of one shape share their rotary embedding: 77 MB at 1280x720x81.
     rotary = {lane.latents.shape[2:]: model.rope(lane.latents) for lane in lanes}
-    negative_texts = [lane.against for lane in lanes if lane.against is not None]
+    negative_texts = [lane.negative_text for lane in lanes if lane.negative_text is not None]
     # Before the texts, so that the time embedder's weights are loaded once for all timesteps.
-    frame_times = _frame_times(model, lanes, float(timestep.float()), own_tokens or _all_tokens)
+    frame_times = _frame_times(model, lanes, float(timestep.float()), local_tokens or _all_tokens)
     rows = _embedded(model, [*(lane.text for lane in lanes), *negative_texts], timestep)
     positive, negative = rows[: len(lanes)], iter(rows[len(lanes) :])
     conditions = [
@@ -134,7 +134,7 @@ class _FrameTimes(NamedTuple):
 
 
 def _frame_key(lane: Lane) -> Hashable:
-    return (lane.freedom, lane.latents.shape[2:])
+    return (lane.timestep_scales, lane.latents.shape[2:])
 
 
 def _frame_times(
@@ -143,9 +143,9 @@ def _frame_times(
     """Return the time embeddings of the lanes with per-frame timesteps, by `_frame_key`."""
     found = {}
     for lane in lanes:
-        if lane.freedom is None or _frame_key(lane) in found:
+        if lane.timestep_scales is None or _frame_key(lane) in found:
             continue
-        times = frame_timesteps(lane.freedom, timestep)
+        times = frame_timesteps(lane.timestep_scales, timestep)
         distinct = sorted(set(times))
         _, height, width = _grid(model, lane)
         spans = row_spans([distinct.index(time) for time in times], height * width, select)
@@ -249,7 +249,7 @@ def _conditions(
         assert lane.image is not None, "requests without an image are refused"
         text = torch.cat([embed_image(lane.image.to(text.device, text.dtype)), text], dim=1)
     return _Conditions(
-        text=text if lane.against is None else (text, next(negative)[2]),
+        text=text if lane.negative_text is None else (text, next(negative)[2]),
         time=time if frame_times is None else frame_times.time,
         modulation=modulation.unflatten(1, (6, -1)) if frame_times is None else frame_times.modulation,
         rotary=rotary,

@@ -44,7 +44,7 @@ def test_streamed_forward_is_the_models_own(
         with engine.run(step_visits(["high"], engine.block_counts)) as run:
             (found,) = forward_lanes(
                 engine.models["high"],
-                [Lane(latents=latents, text=text, freedom=FREEDOM)],
+                [Lane(latents=latents, text=text, timestep_scales=FREEDOM)],
                 torch.tensor([TIME]),
                 lambda block: run.visit(0, "high", block),
             )

@@ -41,7 +41,7 @@ def main() -> dict[str, object]:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     found["foreign"] = refusal(WorkersRef(count=1))
     with RayPool(cluster) as pool:
-        found["pids"] = [worker.ask("facts").result(60).pid for worker in pool.workers]
+        found["pids"] = [worker.call("facts").result(60).pid for worker in pool.workers]
     found["kept"] = ray.is_initialized()
     found["own pid"] = os.getpid()
     return found

@@ -190,9 +190,9 @@ class Counting:
         self._worker, self._tiles = worker, tiles
         self.rank, self.kill = worker.rank, worker.kill
 
-    def ask(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         self._tiles[self.rank] += method == "decode_tile"
-        return self._worker.ask(method, *args)
+        return self._worker.call(method, *args)
 
 
 @pytest.fixture(scope="module")

@@ -145,7 +145,7 @@ print("joined", pool.usable, flush=True)
 input()
 time.sleep(6)
 try:
-    pool.workers[0].ask("facts").result(60)
+    pool.workers[0].call("facts").result(60)
 except WorkerLostError:
     print("lost", flush=True)
 try:

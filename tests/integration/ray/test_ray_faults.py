@@ -292,7 +292,7 @@ def test_a_process_of_another_machine_with_the_same_host_name_is_left_alone(ray:
         assert (away._process, bystander.poll()) == (None, None)
         assert here._process is not None, "the number and the words would have fitted"
         with pytest.raises(WorkerLostError):
-            away.ask("facts").result(0)
+            away.call("facts").result(0)
     finally:
         bystander.kill()
         bystander.communicate()

@@ -54,19 +54,19 @@ def ignore(_: StepReport) -> None:
 
 
 def facts_of(pool: RayPool) -> list[WorkerFacts]:
-    return [worker.ask("facts").result(LIMIT_S) for worker in pool.workers]
+    return [worker.call("facts").result(LIMIT_S) for worker in pool.workers]
 
 
 def join(pool: RayPool, mesh: Mesh, generation: int) -> None:
-    port = pool.workers[0].ask("free_port").result(LIMIT_S)
+    port = pool.workers[0].call("free_port").result(LIMIT_S)
     rendezvous = {"mesh": mesh, "host": "127.0.0.1", "port": port, "generation": generation, "timeout_s": 60}
-    joining = [worker.ask("join", RendezvousSpec(rank=worker.rank, **rendezvous)) for worker in pool.workers]
+    joining = [worker.call("join", RendezvousSpec(rank=worker.rank, **rendezvous)) for worker in pool.workers]
     for joined in joining:
         joined.result(LIMIT_S)
 
 
 def leave(pool: RayPool) -> None:
-    for left in [worker.ask("leave") for worker in pool.workers]:
+    for left in [worker.call("leave") for worker in pool.workers]:
         left.result(LIMIT_S)
 
 
@@ -78,7 +78,7 @@ def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
     assert [worker.started.requires_token for worker in pool.workers] == [True, True]
     assert [worker.rank for worker in pool.workers] == [0, 1]
     assert [each.missing for each in facts] == [(), ()]
-    asked = pool.workers[0].ask("facts", ["/", "/not there"]).result(LIMIT_S)
+    asked = pool.workers[0].call("facts", ["/", "/not there"]).result(LIMIT_S)
     assert asked.missing == ("/not there",)
 
 
@@ -123,8 +123,8 @@ def test_questions_and_stops_are_heard_beside_a_run(pool: RayPool, make_task: Ma
 
     def on_report(report: StepReport) -> None:
         if report.done == 2:
-            pids.append(worker.ask("facts").result(LIMIT_S).pid)
-            worker.ask("stop", task.run_id).result(LIMIT_S)
+            pids.append(worker.call("facts").result(LIMIT_S).pid)
+            worker.call("stop", task.run_id).result(LIMIT_S)
 
     with pytest.raises(SamplingCancelled) as cancelled:
         worker.run(task, on_report).result(LIMIT_S)
@@ -142,7 +142,7 @@ def test_errors_of_a_worker_come_out_as_they_are(pool: RayPool, make_task: MakeT
     with pytest.raises(RequestError, match="takes steps 0 to 4"):
         worker.run(make_task(until=9), ignore).result(LIMIT_S)
     with pytest.raises(AttributeError):
-        worker.ask("nonsense").result(LIMIT_S)
+        worker.call("nonsense").result(LIMIT_S)
 
 
 def test_an_error_of_who_is_told_ends_the_run(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
@@ -206,7 +206,7 @@ def test_a_killed_worker_is_lost_and_replaced(pool: RayPool, make_task: MakeTask
         worker.run(task, on_report).result(LIMIT_S)
     assert lost.value.rank == 0
     with pytest.raises(WorkerLostError):
-        worker.ask("facts").result(LIMIT_S)
+        worker.call("facts").result(LIMIT_S)
     with pytest.raises(WorkerLostError):
         worker.run(make_task(), ignore).result(LIMIT_S)
     again = pool.replace(0)
@@ -226,14 +226,14 @@ def test_a_lost_worker_leaves_the_end_of_its_log(pool: RayPool) -> None:
     os.kill(process.pid, signal.SIGSEGV)
     process.wait(LIMIT_S)
     with pytest.raises(WorkerLostError, match="Fatal Python error: Segmentation fault"):
-        worker.ask("facts").result(LIMIT_S)
+        worker.call("facts").result(LIMIT_S)
     assert "Fatal Python error" in worker.log_tail()
     assert ":actor_name:" not in worker.log_tail()
     worker.kill()
     worker.kill()
     with pytest.raises(WorkerLostError, match="it was ended from here"):
-        worker.ask("facts").result(LIMIT_S)
-    assert pool.replace(1).ask("facts").result(LIMIT_S).pid != process.pid
+        worker.call("facts").result(LIMIT_S)
+    assert pool.replace(1).call("facts").result(LIMIT_S).pid != process.pid
 
 
 def test_killing_ends_a_process_that_hangs_in_the_middle_of_a_run(pool: RayPool, make_task: MakeTask) -> None:
@@ -278,7 +278,7 @@ def test_closing_leaves_nothing_behind(pool: RayPool, make_task: MakeTask) -> No
     assert alive == []
     assert not [folder for folder in folders if folder.exists()]
     with pytest.raises(WorkerLostError):
-        pool.workers[0].ask("facts").result(LIMIT_S)
+        pool.workers[0].call("facts").result(LIMIT_S)
     pool.close()
 
 

@@ -59,7 +59,7 @@ class Program:
         while words not in self._next():
             pass
 
-    def ask(self, job: str, on_step: Callable[[int], None] = lambda step: None, **given: Any) -> Any:
+    def call(self, job: str, on_step: Callable[[int], None] = lambda step: None, **given: Any) -> Any:
         """Let `machine_driver.py` do a job; raises RefusedError."""
         self._process.stdin.write(json.dumps([job, given]) + "\n")
         self._process.stdin.flush()
@@ -155,7 +155,7 @@ def driver(machines: Any, address: str) -> Iterator[Program]:
 
 @pytest.fixture(scope="module")
 def begun(driver: Program, address: str) -> Any:
-    return driver.ask("begin", count=WORKERS, address=address, beyond_loopback=True, token_file="~/.ray/auth_token")
+    return driver.call("begin", count=WORKERS, address=address, beyond_loopback=True, token_file="~/.ray/auth_token")
 
 
 def test_workers_are_on_two_machines_and_listen_there(begun: Any, machines: Any) -> None:
@@ -168,7 +168,7 @@ def test_workers_are_on_two_machines_and_listen_there(begun: Any, machines: Any)
 
 def test_what_is_missing_is_told_with_its_machine(begun: Any, driver: Program) -> None:
     with pytest.raises(RefusedError, match=r"^MissingPathError: /srv/high does not exist on machine-1; /srv/low does"):
-        driver.ask("run", mesh={"data": 2, "stage": 2}, videos=1, steps=2, path_map="")
+        driver.call("run", mesh={"data": 2, "stage": 2}, videos=1, steps=2, path_map="")
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_what_is_missing_is_told_with_its_machine(begun: Any, driver: Program) -
 def test_several_machines_make_what_one_worker_makes(
     mesh: dict[str, int], crosses: bool, begun: Any, driver: Program
 ) -> None:
-    alone = driver.ask("alone", videos=4, steps=4)
-    ran = driver.ask("run", mesh=mesh, videos=4, steps=4, path_map=MAP)
+    alone = driver.call("alone", videos=4, steps=4)
+    ran = driver.call("run", mesh=mesh, videos=4, steps=4, path_map=MAP)
     if "ulysses" in mesh:
         assert ran["difference"] <= ROUNDING
     else:
@@ -200,8 +200,8 @@ def test_a_machine_that_is_switched_off_is_made_good_by_another(
     begun: Any, machines: Any, driver: Program, join: Callable[[int], str]
 ) -> None:
     join(2)
-    driver.ask("alone", videos=1, steps=8)
-    ran = driver.ask(
+    driver.call("alone", videos=1, steps=8)
+    ran = driver.call(
         "run",
         mesh={"cfg": 2, "ulysses": 2},
         videos=1,

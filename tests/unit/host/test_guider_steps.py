@@ -53,11 +53,11 @@ def test_guidance_is_that_of_the_expert_or_of_the_step() -> None:
     listed = guider_steps(more_guidance=Guidance(steps=(6.0, 5.0, 1.0)))
     assert [listed.scale(level) for level in levels] == [6, 6, 5, 1, 1, 1]
     assert listed.guided(levels) == {"high": True, "low": False}
-    assert listed.reads_negative(levels) == {"high": True, "low": False}
+    assert listed.needs_negative(levels) == {"high": True, "low": False}
     early = guider_steps(more_guidance=Guidance(steps=(6.0, 1.0)))
     assert early.guided(levels) == {"high": True, "low": False}, "a call with negative lanes is enough"
     held = guider_steps(more_guidance=Guidance(steps=(6.0, 5.0, 1.0), nag=Nag()))
-    assert held.reads_negative(levels) == {"high": True, "low": True}
+    assert held.needs_negative(levels) == {"high": True, "low": True}
 
 
 def test_one_expert_takes_every_call() -> None:

@@ -32,7 +32,7 @@ class FakeWorker:
     def __init__(self, pool: FakePool, rank: int) -> None:
         self._pool, self.rank = pool, rank
 
-    def ask(self, method: str) -> Future[None]:
+    def call(self, method: str) -> Future[None]:
         self._pool.said.append(method)
         answer: Future[None] = Future()
         if self._pool.hangs:

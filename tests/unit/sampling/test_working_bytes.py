@@ -100,11 +100,11 @@ def test_attention_to_a_second_text_takes_no_more_than_the_estimate(
     dtype: torch.dtype, chunk: int | None, make_tiny_expert: Any
 ) -> None:
     model = computed_in(make_tiny_expert(heads=4, layers=2, ffn_dim=1382), dtype)
-    text, against = (torch.zeros(1, TEXT, 4096, dtype=dtype) for _ in range(2))
-    lanes = [Lane(latents=torch.zeros(1, 16, *LATENT), text=text, against=against)]
+    text, negative = (torch.zeros(1, TEXT, 4096, dtype=dtype) for _ in range(2))
+    lanes = [Lane(latents=torch.zeros(1, 16, *LATENT), text=text, negative_text=negative)]
     blocks = None if chunk is None else ChunkedBlocks(model.blocks, chunk)
     with torch.no_grad(), attach_nag([model], Nag()):
-        with Alive([*model.parameters(), *model.buffers(), text, against]) as alive:
+        with Alive([*model.parameters(), *model.buffers(), text, negative]) as alive:
             forward_lanes(model, lanes, torch.tensor([900.0]), lambda block: nullcontext())
     if blocks is not None:
         blocks.detach()
@@ -122,7 +122,7 @@ def test_frames_with_timesteps_of_their_own_take_no_more_than_the_estimate(
     """One modulation row per token, as in diffusers' pipelines, would take more memory than all of this."""
     model = computed_in(make_tiny_expert(heads=4, layers=2, ffn_dim=1382, in_channels=48), dtype)
     latents, text = torch.zeros(1, 48, *LATENT), torch.zeros(1, 16, 4096, dtype=dtype)
-    lanes = [Lane(latents=latents, text=text, freedom=(0.0, *(1.0,) * 4))]
+    lanes = [Lane(latents=latents, text=text, timestep_scales=(0.0, *(1.0,) * 4))]
     attached = PerFrameBlocks(model.blocks) if chunk is None else ChunkedBlocks(model.blocks, chunk)
     with torch.no_grad(), Alive([*model.parameters(), *model.buffers(), latents, text]) as alive:
         forward_lanes(model, lanes, torch.tensor([900.0]), lambda block: nullcontext())

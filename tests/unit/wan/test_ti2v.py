@@ -43,8 +43,10 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _lane(freedom: tuple[float, ...] | None = FREEDOM) -> Lane:
-    return Lane(latents=_normal(1, 48, 3, 4, 6, seed=1), text=_normal(1, 7, 4096, seed=2), freedom=freedom)
+def _lane(timestep_scales: tuple[float, ...] | None = FREEDOM) -> Lane:
+    return Lane(
+        latents=_normal(1, 48, 3, 4, 6, seed=1), text=_normal(1, 7, 4096, seed=2), timestep_scales=timestep_scales
+    )
 
 
 def _streamed(pair: ExpertPair, lanes: list[Lane]) -> list[torch.Tensor]:
@@ -58,8 +60,8 @@ def _streamed(pair: ExpertPair, lanes: list[Lane]) -> list[torch.Tensor]:
 def _reference(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
     """Return the velocity of the model's forward, with a timestep for every token."""
     dtype, tokens = model.patch_embedding.weight.dtype, 2 * 3
-    freedom = lane.freedom or (1.0,) * 3
-    times = (torch.tensor(freedom) * TIME).repeat_interleave(tokens)[None]
+    timestep_scales = lane.timestep_scales or (1.0,) * 3
+    times = (torch.tensor(timestep_scales) * TIME).repeat_interleave(tokens)[None]
     with torch.inference_mode():
         velocity: torch.Tensor = model(lane.latents.to(dtype), times, lane.text.to(dtype), return_dict=False)[0]
     return velocity
@@ -110,15 +112,15 @@ def test_as_one_of_a_pair_it_is_refused(tiny_expert_folder: Folder, tiny_expert_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("freedom", [None, FREEDOM, (0.0, 1.0, 1.0), (0.5, 0.5, 0.5)], ids=str)
 def test_a_lane_is_the_models_own_forward_with_a_timestep_for_every_token(
-    freedom: tuple[float, ...] | None, dtype: torch.dtype, tiny_expert_folder: Folder
+    timestep_scales: tuple[float, ...] | None, dtype: torch.dtype, tiny_expert_folder: Folder
 ) -> None:
     folder = tiny_expert_folder(**SHAPE)
     model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype).requires_grad_(False)
     with open_single_model(folder, compute_dtype=dtype) as pair:
-        found, company = _streamed(pair, [_lane(freedom), _lane((1.0, 0.0, 1.0))])
+        found, company = _streamed(pair, [_lane(timestep_scales), _lane((1.0, 0.0, 1.0))])
         # A row of a matrix product is rounded otherwise alone than among those of all tokens.
-        assert _distance(found, _reference(model, _lane(freedom))) <= (1e-6 if dtype == torch.float32 else 1e-2)
-        assert torch.equal(found, _streamed(pair, [_lane(freedom)])[0]), "company changes nothing"
+        assert _distance(found, _reference(model, _lane(timestep_scales))) <= (1e-6 if dtype == torch.float32 else 1e-2)
+        assert torch.equal(found, _streamed(pair, [_lane(timestep_scales)])[0]), "company changes nothing"
         assert not torch.equal(found, company)
 
 

@@ -343,7 +343,7 @@ def test_workers_that_left_for_another_driver_join_again(fakes: Any, request_of:
     first, second = driver_of(pool, Mesh(cfg=2)), driver_of(pool, Mesh(ulysses=2))
     for driver in (first, second, first):
         driver.denoise(experts_ref(), request_of(), LAYERWISE)
-    for asked in [worker.ask("close") for worker in pool.workers]:
+    for asked in [worker.call("close") for worker in pool.workers]:
         asked.result(10)
     first.denoise(experts_ref(), request_of(), LAYERWISE)
     layouts = [str(rendezvous.mesh) for rank, rendezvous in pool.joined if rank == 1]

@@ -104,7 +104,7 @@ class _Telling:
     def __init__(self, told: WorkerFacts | Exception) -> None:
         self._told = told
 
-    def ask(self, method: str) -> Future[WorkerFacts]:
+    def call(self, method: str) -> Future[WorkerFacts]:
         assert method == "facts"
         answer: Future[WorkerFacts] = Future()
         if isinstance(self._told, Exception):
@@ -154,7 +154,7 @@ def test_too_little_memory_and_none_that_is_known_are_refused() -> None:
 
 def test_a_cancel_ends_the_asking() -> None:
     class Silent(_Telling):
-        def ask(self, method: str) -> Future[WorkerFacts]:
+        def call(self, method: str) -> Future[WorkerFacts]:
             return Future()
 
     class SamplingCancelled(Exception):

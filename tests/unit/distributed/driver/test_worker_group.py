@@ -41,9 +41,9 @@ class Handle:
         self.calls: list[str] = []
         self.begun = self.pulses = 0
 
-    def ask(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, method: str, *args: Any) -> Future[Any]:
         answer: Future[Any] = Future()
-        if method == "pulse":
+        if method == "blocks_begun":
             self.pulses += 1
             answer.set_result(self.begun)
             return answer
@@ -196,7 +196,7 @@ def test_a_worker_that_does_not_answer_gets_one_request() -> None:
     requests: list[Future[int]] = []
 
     class Silent(Handle):
-        def ask(self, method: str, *args: Any) -> Future[Any]:
+        def call(self, method: str, *args: Any) -> Future[Any]:
             requests.append(Future())
             return requests[-1]
 

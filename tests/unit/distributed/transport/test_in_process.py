@@ -43,24 +43,24 @@ def test_a_run_on_another_thread_is_reported_and_ends(pool: Pool, make_task: Mak
     assert torch.equal(ended.latents, alone(task))
     assert [step.record.index for step in told] == [0, 1, 2, 3]
     assert threading.get_ident() not in threads
-    assert pool.workers[0].ask("facts").result(LIMIT_S).pid == os.getpid()
+    assert pool.workers[0].call("facts").result(LIMIT_S).pid == os.getpid()
 
 
 def test_calls_are_answered_during_a_run(pool: Pool, make_task: MakeTask) -> None:
     answers = []
     worker = pool.workers[0]
-    run = worker.run(make_task(), lambda _: answers.append(worker.ask("facts").result(LIMIT_S)))
+    run = worker.run(make_task(), lambda _: answers.append(worker.call("facts").result(LIMIT_S)))
     run.result(LIMIT_S)
     assert len(answers) == 4
 
 
 def test_futures_raise_errors(pool: Pool, make_task: MakeTask) -> None:
     task = make_task()
-    pool.workers[0].ask("stop", task.run_id).result(LIMIT_S)
+    pool.workers[0].call("stop", task.run_id).result(LIMIT_S)
     with pytest.raises(SamplingCancelled):
         pool.workers[0].run(task, ignore).result(LIMIT_S)
     with pytest.raises(AttributeError):
-        pool.workers[0].ask("nonsense").result(LIMIT_S)
+        pool.workers[0].call("nonsense").result(LIMIT_S)
 
 
 def test_a_killed_worker_is_lost_and_can_be_replaced(pool: Pool, make_task: MakeTask, alone: Callable) -> None:
@@ -70,7 +70,7 @@ def test_a_killed_worker_is_lost_and_can_be_replaced(pool: Pool, make_task: Make
     with pytest.raises(WorkerLostError) as lost:
         run.result(LIMIT_S)
     assert lost.value.rank == 0
-    for future in (after, killed.run(make_task(), ignore), killed.ask("facts")):
+    for future in (after, killed.run(make_task(), ignore), killed.call("facts")):
         with pytest.raises(WorkerLostError):
             future.result(LIMIT_S)
     killed.kill()

@@ -179,14 +179,12 @@ def test_facts_are_those_of_this_process(worker: Worker, tmp_path: Path) -> None
         listening.bind((facts.address, worker.free_port()))
 
 
-def test_its_pulse_counts_blocks_and_frames(
-    worker: Worker, make_task: MakeTask, tiny_pipeline: Callable[[], Path]
-) -> None:
+def test_blocks_and_frames_are_counted(worker: Worker, make_task: MakeTask, tiny_pipeline: Callable[[], Path]) -> None:
     reports: list[int] = []
-    worker.run(make_task(), lambda step: reports.append(worker.pulse()))
+    worker.run(make_task(), lambda step: reports.append(worker.blocks_begun()))
     assert reports == [4, 8, 12, 16], "4 blocks a step"
     worker.decode_tile(DecodeTask(run_id="tile", vae=tiny_pipeline(), latents=torch.zeros(1, 16, 2, 4, 4)))
-    assert worker.pulse() >= 18, "2 frames"
+    assert worker.blocks_begun() >= 18, "2 frames"
 
 
 def test_a_task_for_a_meeting_that_was_left_is_not_computed_alone(worker: Worker, make_task: MakeTask) -> None:

@@ -110,7 +110,7 @@ class Rank:
         assert self._process.stdout is not None
         return self._process.stdout.readline().split()
 
-    def ask(self, line: str) -> list[str]:
+    def call(self, line: str) -> list[str]:
         self.tell(line)
         return self.answer()
 
@@ -174,9 +174,9 @@ def test_every_block_is_read_by_one_rank_and_found_by_all_bit_for_bit(start, fol
             reads += int(count)
             assert found == digest(index)
     assert reads == COUNT
-    assert ranks[0].ask("filled") == [str(COUNT * NBYTES)]
+    assert ranks[0].call("filled") == [str(COUNT * NBYTES)]
     for rank in ranks[:2]:
-        assert rank.ask("close") == ["closed"]
+        assert rank.call("close") == ["closed"]
     assert len(list(folder.iterdir())) == 1, "somebody still uses it"
     ranks[2].leave()
     assert list(folder.iterdir()) == [], "a process that ends by itself need not close"
@@ -185,23 +185,23 @@ def test_every_block_is_read_by_one_rank_and_found_by_all_bit_for_bit(start, fol
 @pytest.mark.integration
 def test_a_rank_that_is_killed_while_it_fills_leaves_the_block_to_the_next(start, folder):
     first, second, third = start(3)
-    assert first.ask("fill 0")[0] == "1"
-    assert first.ask("hang 1") == ["reading"]
+    assert first.call("fill 0")[0] == "1"
+    assert first.call("hang 1") == ["reading"]
     second.tell("fill 1")
     third.tell("fill 1")
     first.kill()
     answers = [second.answer(), third.answer()]
     assert sorted(count for count, _ in answers) == ["0", "1"]
     assert {found for _, found in answers} == {digest(1)}
-    assert second.ask("fill 0") == ["0", digest(0)], "what the dead one had filled is there"
-    assert second.ask("close") == third.ask("close") == ["closed"]
+    assert second.call("fill 0") == ["0", digest(0)], "what the dead one had filled is there"
+    assert second.call("close") == third.call("close") == ["closed"]
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.integration
 def test_what_killed_ranks_left_is_recognised_and_not_believed(start, folder):
     first, second = start(2)
-    assert first.ask("fill 0")[0] == "1"
+    assert first.call("fill 0")[0] == "1"
     first.kill()
     second.kill()
     (left,) = folder.iterdir()
@@ -210,23 +210,23 @@ def test_what_killed_ranks_left_is_recognised_and_not_believed(start, folder):
         file.seek(-NBYTES, os.SEEK_END)
         file.write(bytes(NBYTES))
     (third,) = start(1)
-    assert third.ask("filled") == ["0"]
-    assert third.ask("fill 0") == ["1", digest(0)]
-    assert third.ask("close") == ["closed"]
+    assert third.call("filled") == ["0"]
+    assert third.call("fill 0") == ["1", digest(0)]
+    assert third.call("close") == ["closed"]
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.integration
 def test_what_killed_ranks_of_another_model_left_is_swept_out_and_what_is_used_stays(start, folder):
     dead, living = start(1, "dead")[0], start(1, "living")[0]
-    assert dead.ask("fill 0")[0] == living.ask("fill 0")[0] == "1"
+    assert dead.call("fill 0")[0] == living.call("fill 0")[0] == "1"
     dead.kill()
     assert len(list(folder.iterdir())) == 2
     (other,) = start(1, "other")
     assert len(list(folder.iterdir())) == 2
-    assert living.ask("fill 0") == ["0", digest(0)]
-    assert other.ask("fill 0")[0] == "1", "models never share"
-    assert living.ask("close") == other.ask("close") == ["closed"]
+    assert living.call("fill 0") == ["0", digest(0)]
+    assert other.call("fill 0")[0] == "1", "models never share"
+    assert living.call("close") == other.call("close") == ["closed"]
     assert list(folder.iterdir()) == []
 
 
@@ -235,11 +235,11 @@ def test_what_killed_ranks_of_another_model_left_is_swept_out_and_what_is_used_s
 def test_memory_is_there_once(start):
     nbytes = 16_000_000
     ranks = start(3, "large", 2, nbytes)
-    before = sum(int(rank.ask("pss")[0]) for rank in ranks)
+    before = sum(int(rank.call("pss")[0]) for rank in ranks)
     for index in range(2):
         for rank in ranks:
-            rank.ask(f"fill {index}")
-    after = sum(int(rank.ask("pss")[0]) for rank in ranks)
+            rank.call(f"fill {index}")
+    after = sum(int(rank.call("pss")[0]) for rank in ranks)
     assert 2 * nbytes * 0.99 <= after - before <= 2 * nbytes * 1.05
 
 

@@ -33,8 +33,8 @@ Models = Mapping[str, WanTransformer3DModel]
 
 
 @pytest.fixture
-def ask(make_request: Request) -> Request:
-    """`ask(**changes)`: a request of 7 latent frames and 8 steps, 4 of them high-noise, in fixed windows."""
+def make_windowed(make_request: Request) -> Request:
+    """`make_windowed(**changes)`: a request of 7 latent frames and 8 steps, 4 of them high-noise, in fixed windows."""
 
     def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
         noise = torch.randn(batch, 16, FRAMES, 4, 6, generator=torch.Generator().manual_seed(20))
@@ -81,8 +81,8 @@ def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: flo
     return latents
 
 
-def test_a_threshold_of_0_changes_no_bit(open_pair: OpenPair, ask: Request) -> None:
-    pair, plain = open_pair(), ask(windows=MOVING)
+def test_a_threshold_of_0_changes_no_bit(open_pair: OpenPair, make_windowed: Request) -> None:
+    pair, plain = open_pair(), make_windowed(windows=MOVING)
     cached = run(pair, replace(plain, cache=FirstBlockCache(threshold=0.0)))
     assert torch.equal(cached.latents, run(pair, plain).latents)
     assert not any(step.skipped_lanes for step in cached.timeline.steps)
@@ -92,9 +92,9 @@ def test_a_threshold_of_0_changes_no_bit(open_pair: OpenPair, ask: Request) -> N
     ("windows", "threshold"), [(STILL, 0.55), (MOVING, 0.55), (replace(MOVING, overlap=0, stride=2), 1e9)]
 )
 def test_each_window_takes_over_what_diffusers_takes_over_for_it(
-    windows: ContextWindows, threshold: float, open_pair: OpenPair, plain_models: Any, ask: Request
+    windows: ContextWindows, threshold: float, open_pair: OpenPair, plain_models: Any, make_windowed: Request
 ) -> None:
-    request = ask(windows=windows, cache=FirstBlockCache(threshold=threshold))
+    request = make_windowed(windows=windows, cache=FirstBlockCache(threshold=threshold))
     found = run(open_pair(), request)
     expected = with_diffusers_cache(plain_models(), request, threshold)
     torch.testing.assert_close(found.latents, expected, rtol=1e-6, atol=1e-6)
@@ -103,9 +103,9 @@ def test_each_window_takes_over_what_diffusers_takes_over_for_it(
 
 @pytest.mark.parametrize("windows", [MOVING, replace(MOVING, overlap=0, stride=2)])
 def test_a_window_that_was_not_there_in_the_step_before_is_computed(
-    windows: ContextWindows, open_pair: OpenPair, ask: Request
+    windows: ContextWindows, open_pair: OpenPair, make_windowed: Request
 ) -> None:
-    steps = run(open_pair(), ask(windows=windows, cache=ALWAYS)).timeline.steps
+    steps = run(open_pair(), make_windowed(windows=windows, cache=ALWAYS)).timeline.steps
     for before, step in pairwise(steps):
         now = windows.at(step.index, FRAMES)
         same = set(now) & set(windows.at(before.index, FRAMES)) if step.expert == before.expert else set()
@@ -114,24 +114,24 @@ def test_a_window_that_was_not_there_in_the_step_before_is_computed(
     assert steps[0].skipped_lanes == 0
 
 
-def test_windows_that_stay_leave_out_what_a_whole_video_does(open_pair: OpenPair, ask: Request) -> None:
+def test_windows_that_stay_leave_out_what_a_whole_video_does(open_pair: OpenPair, make_windowed: Request) -> None:
     pair = open_pair()
-    still, whole = (run(pair, ask(windows=windows, cache=ALWAYS)) for windows in (STILL, None))
+    still, whole = (run(pair, make_windowed(windows=windows, cache=ALWAYS)) for windows in (STILL, None))
     assert skipped(still) == skipped(whole) == [1, 2, 3, 5, 6, 7]
     # Blocks in transfer when the rest is skipped serve the next step: one prefetched block and the first one.
     for steps in (still.timeline.steps[1 : SWITCH - 1], whole.timeline.steps[1 : SWITCH - 1]):
         assert sum(step.bytes_moved for step in steps) <= 2 * pair.stored_bytes
 
 
-def test_a_video_among_others_is_the_video_alone(open_pair: OpenPair, ask: Request) -> None:
-    pair, request = open_pair(), ask(batch=2, windows=MOVING, cache=FirstBlockCache(threshold=0.55))
+def test_a_video_among_others_is_the_video_alone(open_pair: OpenPair, make_windowed: Request) -> None:
+    pair, request = open_pair(), make_windowed(batch=2, windows=MOVING, cache=FirstBlockCache(threshold=0.55))
     for part, sample in zip(split_request(request, [1, 1]), run(pair, request).latents, strict=True):
         assert torch.equal(run(pair, part).latents[0], sample)
 
 
-def test_a_step_that_is_taken_again_decides_as_it_did(open_pair: OpenPair, ask: Request) -> None:
+def test_a_step_that_is_taken_again_decides_as_it_did(open_pair: OpenPair, make_windowed: Request) -> None:
     """Raise one out-of-memory error after the blocks of each of the first steps."""
-    request = ask(windows=MOVING, cache=FirstBlockCache(threshold=0.55))
+    request = make_windowed(windows=MOVING, cache=FirstBlockCache(threshold=0.55))
     whole = run(open_pair(), request, OffloadPolicy.layerwise(2))
     for use in (1, 15):
         with open_pair() as pair:
@@ -151,40 +151,44 @@ def test_a_step_that_is_taken_again_decides_as_it_did(open_pair: OpenPair, ask: 
 
 
 @pytest.fixture
-def table(open_pair: OpenPair, ask: Request) -> MagTable:
-    return calibrate(open_pair(), ask(), policy=LAYERWISE, device="cpu", source="a test")[0]
+def table(open_pair: OpenPair, make_windowed: Request) -> MagTable:
+    return calibrate(open_pair(), make_windowed(), policy=LAYERWISE, device="cpu", source="a test")[0]
 
 
-def test_magnitudes_leave_steps_out_where_windows_stay(open_pair: OpenPair, ask: Request, table: MagTable) -> None:
+def test_magnitudes_leave_steps_out_where_windows_stay(
+    open_pair: OpenPair, make_windowed: Request, table: MagTable
+) -> None:
     pair, cache = open_pair(), MagCache(table=table, rule=SkipRule(threshold=1e9, retention=0.0))
-    found = run(pair, ask(cache=cache))
+    found = run(pair, make_windowed(cache=cache))
     assert skipped(found) == [1, 2, 5, 6]
     lanes = 2 * len(STILL.at(0, FRAMES))
     assert [step.skipped_lanes for step in found.timeline.steps] == [0, lanes, lanes, 0] * 2
-    none = run(pair, ask(cache=replace(cache, rule=SkipRule(threshold=0.0))))
-    assert torch.equal(none.latents, run(pair, ask()).latents)
+    none = run(pair, make_windowed(cache=replace(cache, rule=SkipRule(threshold=0.0))))
+    assert torch.equal(none.latents, run(pair, make_windowed()).latents)
 
 
 def test_magnitudes_leave_a_step_out_only_with_the_windows_of_the_one_before(
-    open_pair: OpenPair, ask: Request, table: MagTable
+    open_pair: OpenPair, make_windowed: Request, table: MagTable
 ) -> None:
     windows = ContextWindows(frames=3, overlap=0)
     cache = MagCache(table=table, rule=SkipRule(threshold=1e9, max_consecutive_skips=9, retention=0.0))
-    request = ask(windows=windows, cache=cache)
+    request = make_windowed(windows=windows, cache=cache)
     same = [step for step in range(1, STEPS) if windows.at(step, FRAMES) == windows.at(step - 1, FRAMES)]
     assert same == [6]
     assert skipped(run(open_pair(), request)) == same
 
 
-def test_magnitudes_with_windows_that_never_stay_are_refused(ask: Request, table: MagTable) -> None:
+def test_magnitudes_with_windows_that_never_stay_are_refused(make_windowed: Request, table: MagTable) -> None:
     cache = MagCache(table=table, rule=SkipRule(threshold=0.5))
     with pytest.raises(RequestError, match=r"windows shift in every.* turn shift_windows off in Wan Context Windows"):
-        ask(windows=MOVING, cache=cache)
+        make_windowed(windows=MOVING, cache=cache)
 
 
-def test_a_run_in_windows_can_be_calibrated(open_pair: OpenPair, ask: Request) -> None:
+def test_a_run_in_windows_can_be_calibrated(open_pair: OpenPair, make_windowed: Request) -> None:
     def ratios(windows: ContextWindows | None) -> tuple[tuple[float, ...], ...]:
-        return calibrate(open_pair(), ask(windows=windows), policy=LAYERWISE, device="cpu", source="a test")[0].ratios
+        return calibrate(open_pair(), make_windowed(windows=windows), policy=LAYERWISE, device="cpu", source="a test")[
+            0
+        ].ratios
 
     one = ContextWindows(frames=FRAMES, overlap=0)
     assert ratios(one) == ratios(None)

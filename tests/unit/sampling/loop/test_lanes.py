@@ -45,7 +45,7 @@ def test_only_positive_lanes_hold_the_negative_text(make_request: Request) -> No
     request = make_request()
     inputs = LaneInputs(request, torch.device("cpu"))
     positive, negative = inputs.lanes(request.noise, with_negative=True, attach_nag=True)
-    assert torch.equal(positive.against, request.negative)
-    assert negative.against is None
+    assert torch.equal(positive.negative_text, request.negative)
+    assert negative.negative_text is None
     (alone,) = inputs.lanes(request.noise, with_negative=False)
-    assert alone.against is None
+    assert alone.negative_text is None

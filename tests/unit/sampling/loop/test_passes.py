@@ -274,7 +274,7 @@ def test_nag_is_in_the_blocks_as_long_as_passes_are_open(open_pair: OpenPair) ->
     blocks = [block for model in engine.models.bare.values() for block in model.blocks]
     own = [block.attn2.processor for block in blocks]
     (plain,) = _lanes(1)
-    held = replace(plain, against=_lanes(2)[1].text)
+    held = replace(plain, negative_text=_lanes(2)[1].text)
     with _passes(engine, [H, H, L], nag=Nag(scale=5.0)) as passes:
         assert all(type(block.attn2.processor).__name__ == "NagAttention" for block in blocks)
         (off,), (on,) = (passes.forward(H, [lane], 0.9) for lane in (plain, held))

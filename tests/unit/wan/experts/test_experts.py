@@ -169,9 +169,9 @@ class TestEngine:
         engine = pair.engine(OffloadPolicy.layerwise(1), "cpu")
         pair.close()
         visits = step_visits(["high"], engine.block_counts)
-        for ask in (lambda: engine.run(visits), lambda: engine.programs(visits), lambda: engine.set_policy(None)):
+        for start in (lambda: engine.run(visits), lambda: engine.programs(visits), lambda: engine.set_policy(None)):
             with pytest.raises(RuntimeError, match="detached"):
-                ask()
+                start()
 
     def test_a_policy_that_does_not_fit_is_refused_and_leaves_the_pair_usable(self, pair):
         with pytest.raises(ValueError, match="blocks"):
