@@ -11,9 +11,9 @@ from ..plan import AutoOffload
 from ..sampling import DenoiseRequest, DenoiseResult, RequestError, merge_requests, native_latent
 from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
 from . import sockets
-from .inputs import experts_input, report_once
+from .inputs import experts_input
 from .runs.run_experts import run_experts
-from .sampler import NOT_CONNECTED, TIMELINE, request_of, seed_input, setting_inputs, settings_for, steps_refusal
+from .sampler import NOT_CONNECTED, TIMELINE, check_widgets, request_of, seed_input, setting_inputs, settings_for
 
 MAX_LANES = 1000
 
@@ -108,8 +108,9 @@ class WanStreamLaneSampler(io.ComfyNode):
         switch_step: int | None = None,
         end_step: int | None = None,
         sigmas: object = NOT_CONNECTED,
-    ) -> bool | str:
-        return report_once(steps_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
+    ) -> bool:
+        check_widgets(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step)
+        return True
 
     @classmethod
     def execute(

@@ -12,8 +12,7 @@ from PIL import Image
 from ..bench import MAX_PREFETCH, MAX_STEPS, Report, TrialMatrix, summary
 from ..host import current_host, io, search_words
 from . import sockets
-from .decode import name_refusal
-from .inputs import report_once
+from .decode import check_name
 from .runs.benchmark import MAX_PAUSE_S, MAX_RUNS, Benchmark, ReportFiles, TrialTimes, measure, named_runs
 from .runs.run_experts import SamplerRun
 from .sampler import TIMELINE
@@ -54,13 +53,14 @@ class WanStreamBenchmark(io.ComfyNode):
         prefetch: str | None = None,
         steps: str | None = None,
         filename_prefix: str | None = None,
-    ) -> bool | str:
-        """Raise for settings that cannot be run, before any node runs; see `report_once`."""
+    ) -> bool:
+        """Raise for settings that cannot be run, before any node runs."""
         # A linked value is None until the run; `execute` checks it again.
         times: dict[str, Any] = {"repeats": repeats, "warmup": warmup, "cooldown_s": cooldown_s}
         TrialTimes(**{name: times[name] for name in times if isinstance(times[name], int | float)})
         TrialMatrix.parse(policies or "", prefetch or "", steps or "")
-        return report_once(name_refusal(filename_prefix))
+        check_name(filename_prefix)
+        return True
 
     @classmethod
     def execute(

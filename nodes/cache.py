@@ -6,7 +6,7 @@ from ..host import io, search_words
 from ..plan import SkipRule
 from ..sampling import PRESETS, CacheSettings, FirstBlockCache, MagCache
 from . import sockets
-from .decode import name_refusal
+from .decode import check_name
 from .runs.calibration import calibrate_run, read_table, write_table
 from .runs.run_experts import SamplerRun
 
@@ -80,8 +80,9 @@ class WanStreamCacheCalibration(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, filename_prefix: str | None = None) -> bool | str:
-        return name_refusal(filename_prefix)
+    def validate_inputs(cls, filename_prefix: str | None = None) -> bool:
+        check_name(filename_prefix)
+        return True
 
     @classmethod
     def execute(cls, run: SamplerRun, filename_prefix: str) -> io.NodeOutput:

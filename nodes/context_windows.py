@@ -26,16 +26,12 @@ class WanStreamContextWindows(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(
-        cls, frames: int | None = None, overlap: int | None = None, stride: int | None = None
-    ) -> bool | str:
+    def validate_inputs(cls, frames: int | None = None, overlap: int | None = None, stride: int | None = None) -> bool:
         # A linked value is None until the run.
         values = {"frames": frames, "overlap": overlap, "stride": stride}
         defaults = {"frames": 81, "overlap": 0, "stride": 1}
         size = defaults | {name: value for name, value in values.items() if isinstance(value, int)}
-        windows_of(
-            frames=size["frames"], overlap=size["overlap"], stride=size["stride"]
-        )  # raises instead of returning: see `report_once`
+        windows_of(frames=size["frames"], overlap=size["overlap"], stride=size["stride"])
         return True
 
     @classmethod

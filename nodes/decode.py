@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from ..host import SAVING_NODE, OutputFile, OutputNameError, OutsideFolderError, current_host, io, search_words, ui
+from ..host import SAVING_NODE, OutputFile, current_host, io, search_words, ui
+from ..sampling import RequestError
 from ..schema import PIXELS_PER_LATENT, WorkersRef
-from ..wan import TilingError
 from . import sockets
-from .inputs import report_once
 from .runs.decode import VAE_DTYPES, DecodeSettings, decode_images, decode_to_file, requested_tiling
 from .runs.latent_backup import keep_latent_until_done
 from .runs.video_file import write_mp4
@@ -70,15 +69,6 @@ def dtype_input() -> io.Input:
     )
 
 
-def tiling_refusal(tile_size: int | None) -> bool | str:
-    """Return True or the reason to refuse this tile size, for `validate_inputs`."""
-    try:
-        requested_tiling(tile_size)
-    except TilingError as err:
-        return str(err)
-    return True
-
-
 MIN_FPS, MAX_FPS = 0.01, 1000.0
 """Limits of `fps`, in frames per second."""
 
@@ -112,25 +102,17 @@ def saving_inputs() -> list[io.Input]:
     ]
 
 
-def name_refusal(filename_prefix: str | None) -> bool | str:
-    """Return True or the reason to refuse this name, for `validate_inputs`; a linked name is None.
-
-    Name and folder are checked before the run and not after hours of sampling.
-    """
-    try:
-        if filename_prefix is not None:
-            current_host().check_output(filename_prefix)
-    except (OutsideFolderError, OutputNameError) as err:
-        return str(err)
-    return True
+def check_name(filename_prefix: str | None) -> None:
+    """Raise OutsideFolderError or OutputNameError for a bad name, before hours of sampling; a linked name is None."""
+    if filename_prefix is not None:
+        current_host().check_output(filename_prefix)
 
 
-def rate_refusal(fps: float | None) -> bool | str:
-    """Return True or the reason to refuse this frame rate, for `validate_inputs`; a linked value is None."""
+def check_rate(fps: float | None) -> None:
+    """Raise RequestError for a bad frame rate; a linked value is None."""
     # isfinite: hosts let NaN pass, which is neither below the minimum nor above the maximum.
-    if fps is None or (math.isfinite(fps) and MIN_FPS <= fps <= MAX_FPS):
-        return True
-    return f"{fps} frames per second: give a number from {MIN_FPS} to {MAX_FPS:g}"
+    if fps is not None and not (math.isfinite(fps) and MIN_FPS <= fps <= MAX_FPS):
+        raise RequestError(f"{fps} frames per second: give a number from {MIN_FPS} to {MAX_FPS:g}")
 
 
 def graph_of(hidden: io.HiddenHolder) -> dict[str, object]:
@@ -177,9 +159,11 @@ class WanStreamDecodeVideo(io.ComfyNode):
     @classmethod
     def validate_inputs(
         cls, filename_prefix: str | None = None, fps: float | None = None, tile_size: int | None = None
-    ) -> bool | str:
-        answers = (name_refusal(filename_prefix), rate_refusal(fps), tiling_refusal(tile_size))
-        return report_once(next((answer for answer in answers if answer is not True), True))
+    ) -> bool:
+        check_name(filename_prefix)
+        check_rate(fps)
+        requested_tiling(tile_size)
+        return True
 
     @classmethod
     def execute(
@@ -238,8 +222,9 @@ class WanStreamVAEDecode(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, tile_size: int | None = None) -> bool | str:
-        return tiling_refusal(tile_size)
+    def validate_inputs(cls, tile_size: int | None = None) -> bool:
+        requested_tiling(tile_size)
+        return True
 
     @classmethod
     def execute(
@@ -284,9 +269,10 @@ class WanStreamSaveVideo(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, filename_prefix: str | None = None, fps: float | None = None) -> bool | str:
-        answer = name_refusal(filename_prefix)
-        return report_once(rate_refusal(fps) if answer is True else answer)
+    def validate_inputs(cls, filename_prefix: str | None = None, fps: float | None = None) -> bool:
+        check_name(filename_prefix)
+        check_rate(fps)
+        return True
 
     @classmethod
     def execute(

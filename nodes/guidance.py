@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..host import io, search_words
-from ..sampling import Guidance, RequestError, parse_scales
+from ..sampling import Guidance, parse_scales
 from ..wan import Nag
 from . import sockets
 
@@ -28,11 +28,8 @@ class WanStreamGuidance(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, guidance_steps: str | None = None) -> bool | str:
-        try:
-            parse_scales(guidance_steps or "")
-        except RequestError as err:
-            return str(err)
+    def validate_inputs(cls, guidance_steps: str | None = None) -> bool:
+        parse_scales(guidance_steps or "")
         return True
 
     @classmethod

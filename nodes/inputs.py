@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..host import current_host, io
-from ..sampling import RequestError
 from ..wan import ATTENTIONS
 from . import sockets
 
@@ -38,14 +37,6 @@ def compile_input() -> io.Input:
         "is that of a second video size, but not of the other expert, another LoRA or another run. Results differ "
         "in the last digits. Needs Triton on a GPU, a C++ compiler on a CPU.",
     )
-
-
-def report_once(answer: bool | str) -> bool:
-    """Raise RequestError for a refusal instead of returning it from a `validate_inputs` of several inputs."""
-    # ComfyUI shows a returned refusal under every input of the signature, an exception only once.
-    if isinstance(answer, str):
-        raise RequestError(answer)
-    return answer
 
 
 def boundary_input() -> io.Input:

@@ -23,7 +23,6 @@ from ..sampling import (
 from ..schema import FP32_BYTES, VideoShape, format_need
 from ..wan import SPACES, WAN21, LatentSpace, open_image_encoder, open_vae
 from .decode import vae_input
-from .inputs import report_once
 from .runs.decode import encode_here
 
 MODELS = {space.models: space for space in SPACES}
@@ -73,16 +72,12 @@ def video_shape(space: LatentSpace, **size: int) -> VideoShape:
     return VideoShape(**size, per_latent=space.pixels)
 
 
-def size_refusal(space: LatentSpace = WAN21, **size: object) -> bool | str:
-    """Return True or the reason to refuse this size, for `validate_inputs`: before any node runs."""
+def check_size(space: LatentSpace = WAN21, **size: object) -> None:
+    """Raise ValueError for a size that is no video's, in `validate_inputs`: before any node runs."""
     # A linked value is None until the run, and the host itself refuses text for a number.
     known = {name: value for name, value in size.items() if isinstance(value, int)}
-    try:
-        if len(known) == len(size):
-            video_shape(space, **known)
-    except ValueError as err:
-        return str(err)
-    return True
+    if len(known) == len(size):
+        video_shape(space, **known)
 
 
 def check_tensor_ram(nbytes: int, name: str) -> None:
@@ -134,10 +129,10 @@ class WanStreamEmptyLatent(io.ComfyNode):
         height: int | None = None,
         frames: int | None = None,
         model: str | None = WAN21.models,
-    ) -> bool | str:
-        if model not in MODELS:
-            return True
-        return report_once(size_refusal(MODELS[model], width=width, height=height, frames=frames))
+    ) -> bool:
+        if model in MODELS:
+            check_size(MODELS[model], width=width, height=height, frames=frames)
+        return True
 
     @classmethod
     def execute(cls, width: int, height: int, frames: int, batch_size: int, model: str = WAN21.models) -> io.NodeOutput:
@@ -207,10 +202,9 @@ class WanStreamImageToVideo(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(
-        cls, width: int | None = None, height: int | None = None, frames: int | None = None
-    ) -> bool | str:
-        return report_once(size_refusal(width=width, height=height, frames=frames))
+    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
+        check_size(width=width, height=height, frames=frames)
+        return True
 
     @classmethod
     def execute(

@@ -27,7 +27,6 @@ from .inputs import (
     experts_input,
     guidance_input,
     policy_input,
-    report_once,
     windows_input,
     workers_input,
 )
@@ -209,8 +208,8 @@ NOT_CONNECTED = object()
 """Default for sigmas that are not linked; a linked input is None until the run."""
 
 
-def steps_refusal(steps: object, start_step: object, switch_step: object, end_step: object) -> bool | str:
-    """Return True or the reason to refuse these steps, for `validate_inputs`: before the text encoder runs.
+def check_widgets(steps: object, start_step: object, switch_step: object, end_step: object) -> None:
+    """Raise RequestError for steps that cannot be run, in `validate_inputs`: before the text encoder runs.
 
     `steps` is None if sigmas are connected, which define the number of steps.
     """
@@ -220,12 +219,8 @@ def steps_refusal(steps: object, start_step: object, switch_step: object, end_st
     start = start_step if isinstance(start_step, int) else 0
     switch = switch_step if isinstance(switch_step, int) else FROM_BOUNDARY
     end = end_step if isinstance(end_step, int) else NO_END_STEP
-    try:
-        check_steps(count)
-        check_step_plan(count, start_step=start, switch_step=None if switch == FROM_BOUNDARY else switch, end_step=end)
-    except RequestError as err:
-        return str(err)
-    return True
+    check_steps(count)
+    check_step_plan(count, start_step=start, switch_step=None if switch == FROM_BOUNDARY else switch, end_step=end)
 
 
 def settings_for(experts: ExpertsRef, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -324,8 +319,9 @@ class WanStreamSampler(io.ComfyNode):
         switch_step: int | None = None,
         end_step: int | None = None,
         sigmas: object = NOT_CONNECTED,
-    ) -> bool | str:
-        return report_once(steps_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
+    ) -> bool:
+        check_widgets(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step)
+        return True
 
     @classmethod
     def execute(

@@ -10,14 +10,12 @@ from ..schema import (
     LOCAL,
     WEIGHT_PLACEMENTS,
     Mesh,
-    MeshError,
     WorkersError,
     WorkersRef,
     check_count,
     check_degrees,
 )
 from . import sockets
-from .inputs import report_once
 
 MANUAL = "manual"
 LAYOUTS = (*GOALS, MANUAL)
@@ -31,19 +29,15 @@ def workers_inputs() -> list[io.Input]:
     return [*_layout_inputs(), *_degree_inputs(), *_place_inputs(), *_life_inputs()]
 
 
-def workers_refusal(*, gpus: int | None, **inputs: Any) -> bool | str:
-    """Return True or the reason to refuse these workers, for `validate_inputs`: before any node runs."""
+def check_known(*, gpus: int | None, **inputs: Any) -> None:
+    """Raise WorkersError or MeshError for impossible workers, in `validate_inputs`: before any node runs."""
     # A linked value is None until the run, and the host itself refuses text for a number.
     known = {
         name: value
         for name, value in inputs.items()
         if (isinstance(value, int) if name in NUMERIC_INPUTS else value is not None)
     }
-    try:
-        _check(gpus=gpus, **known)
-    except (WorkersError, MeshError) as err:
-        return str(err)
-    return True
+    _check(gpus=gpus, **known)
 
 
 def workers_ref(*, gpus: int | None, **settings: Any) -> WorkersRef:
@@ -218,10 +212,11 @@ class WanStreamWorkers(io.ComfyNode):
         ring: int | None = None,
         ulysses: int | None = None,
         cluster: str | None = None,
-    ) -> bool | str:
+    ) -> bool:
         degrees = {"data": data, "stage": stage, "cfg": cfg, "ring": ring, "ulysses": ulysses}
         gpus = gpus_of(current_host().device())
-        return report_once(workers_refusal(gpus=gpus, count=count, layout=layout, **degrees, cluster=cluster))
+        check_known(gpus=gpus, count=count, layout=layout, **degrees, cluster=cluster)
+        return True
 
     @classmethod
     def execute(

@@ -109,7 +109,7 @@ def forward_lanes(
         timestep: [1], shared by the lanes. Pass it on the CPU: the value is read, and a device would be synchronised.
         visit: returns a context in which block i is ready to compute; entered once per block for all lanes.
         shortcut: lets lanes skip blocks; blocks that no lane needs are not visited.
-        own_tokens: selects the tokens that this worker computes, where workers share a lane. None: all.
+        local_tokens: selects the tokens that this worker computes, where workers share a lane. None: all.
     """
     # Lanes of one shape share their rotary embedding: 77 MB at 1280x720x81.
     rotary = {lane.latents.shape[2:]: model.rope(lane.latents) for lane in lanes}

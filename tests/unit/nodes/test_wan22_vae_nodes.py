@@ -15,7 +15,6 @@ from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes.latents import UnsupportedImageError, WanStreamEmptyLatent, WanStreamImageToVideo
 from wanstream.nodes.runs.decode import DecodeSettings, decode_images, decode_to_file
 from wanstream.nodes.runs.latent_backup import VideoRefusedError
-from wanstream.sampling import RequestError
 from wanstream.schema import WorkersRef
 from wanstream.schema.refs import IN_PROCESS
 from wanstream.tests.support.embedded import embedded_host
@@ -58,7 +57,7 @@ class TestSizes:
     def test_a_size_is_refused_before_anything_runs(self) -> None:
         size = {"width": 1280, "height": 720, "frames": 121}
         assert WanStreamEmptyLatent.validate_inputs(**size) is True
-        with pytest.raises(RequestError, match="height is 720, it must be a multiple of 32: use 736"):
+        with pytest.raises(ValueError, match="height is 720, it must be a multiple of 32: use 736"):
             WanStreamEmptyLatent.validate_inputs(**size, model=WAN22.models)
 
     def test_a_link_is_known_at_the_run_only(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from wanstream.host.workers import VARIABLE
-from wanstream.nodes.workers import workers_inputs, workers_ref, workers_refusal
+from wanstream.nodes.workers import check_known, workers_inputs, workers_ref
 from wanstream.schema import Mesh, PathMap, WorkersRef
 
 AS_IT_IS = {socket.id: socket.as_dict()["default"] for socket in workers_inputs()}
@@ -79,12 +80,10 @@ def test_what_cannot_be_is_refused_before_the_run_and_in_it(
     lab: None, settings: dict[str, Any], gpus: int | None, said: str
 ) -> None:
     given = {name: value for name, value in {**AS_IT_IS, **settings}.items() if name not in NOT_ASKED}
-    refused = workers_refusal(gpus=gpus, **given)
-    assert isinstance(refused, str)
-    assert said in refused
-    with pytest.raises(ValueError, match=r".") as raised:
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
+        check_known(gpus=gpus, **given)
+    with pytest.raises(ValueError, match=re.escape(str(refused.value))):
         workers_ref(gpus=gpus, **{**AS_IT_IS, **settings})
-    assert str(raised.value) == refused
 
 
 NOT_ASKED = ("weights", "threads", "max_restarts", "timeout_s")
@@ -96,12 +95,13 @@ def test_a_setting_that_another_node_gives_is_judged_when_it_is_known(linked: st
     degrees = {"layout": "manual", "data": 1, "stage": 1, "cfg": 1, "ring": 1, "ulysses": 3, "count": 3}
     many = {"cluster": "local", "count": 3}
     given = many if linked == "cluster" else degrees
-    assert workers_refusal(gpus=2, **{**many, **given}) is not True
-    assert workers_refusal(gpus=None if linked != "cluster" else 2, **{**given, linked: None}) is True
+    with pytest.raises(ValueError, match=r"GPUs here|divide"):
+        check_known(gpus=2, **{**many, **given})
+    check_known(gpus=None if linked != "cluster" else 2, **{**given, linked: None})
 
 
 def test_what_is_no_number_is_left_to_the_host() -> None:
-    assert workers_refusal(gpus=2, count="many", ulysses=[]) is True
+    check_known(gpus=2, count="many", ulysses=[])
 
 
 def test_no_input_of_the_node_is_an_address_a_path_or_leave() -> None:

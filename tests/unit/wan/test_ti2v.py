@@ -110,7 +110,7 @@ def test_as_one_of_a_pair_it_is_refused(tiny_expert_folder: Folder, tiny_expert_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("freedom", [None, FREEDOM, (0.0, 1.0, 1.0), (0.5, 0.5, 0.5)], ids=str)
+@pytest.mark.parametrize("timestep_scales", [None, FREEDOM, (0.0, 1.0, 1.0), (0.5, 0.5, 0.5)], ids=str)
 def test_a_lane_is_the_models_own_forward_with_a_timestep_for_every_token(
     timestep_scales: tuple[float, ...] | None, dtype: torch.dtype, tiny_expert_folder: Folder
 ) -> None:
