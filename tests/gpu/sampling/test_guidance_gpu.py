@@ -65,7 +65,7 @@ def test_an_alpha_of_zero_is_a_run_without_nag_to_the_bit(pair: ExpertPair, long
 
 
 @pytest.mark.parametrize("chunk", [None, 512])
-def test_what_was_reckoned_is_what_windows_and_nag_take(
+def test_windows_and_nag_take_the_estimated_memory(
     chunk: int | None, pair: ExpertPair, long: DenoiseRequest
 ) -> None:
     policy = replace(LAYERWISE, chunk_tokens=chunk)
@@ -78,7 +78,7 @@ def test_what_was_reckoned_is_what_windows_and_nag_take(
     assert taken <= 1.15 * working_bytes(pair, request.computed_shape, guided=True, chunk_tokens=chunk)
 
 
-def test_a_cache_in_windows_takes_over_and_takes_what_was_reckoned(pair: ExpertPair, long: DenoiseRequest) -> None:
+def test_a_cache_in_windows_takes_the_estimated_memory(pair: ExpertPair, long: DenoiseRequest) -> None:
     still = replace(long, windows=ContextWindows(frames=5, overlap=1, shift_windows=False))
     nothing = replace(still, cache=FirstBlockCache(threshold=0.0))
     assert torch.equal(latents_of(pair, nothing), latents_of(pair, still))

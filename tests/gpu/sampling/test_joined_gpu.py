@@ -70,15 +70,15 @@ def test_lanes_are_single_runs_to_the_bit_and_move_a_quarter(
     ]
 
 
-def test_what_was_reckoned_for_lanes_is_what_they_take(pair: ExpertPair, lanes: list[DenoiseRequest]) -> None:
+def test_lanes_take_the_estimated_memory(pair: ExpertPair, lanes: list[DenoiseRequest]) -> None:
     request = merge_requests(lanes)
     denoise(pair, request, policy=LAYERWISE, device=CUDA)  # libraries have allocated their workspaces now
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     denoise(pair, request, policy=LAYERWISE, device=CUDA)
     taken = torch.cuda.max_memory_allocated() - before
-    reckoned = working_bytes(pair, request.noise.shape, guided=True)
-    assert taken <= 1.15 * reckoned
+    estimated = working_bytes(pair, request.noise.shape, guided=True)
+    assert taken <= 1.15 * estimated
 
 
 def test_lanes_that_do_not_fit_are_refused_before_they_are_computed(

@@ -300,7 +300,7 @@ def _slow_machine() -> Machine:
     )
 
 
-def foretold_case(side: Side) -> dict[str, object]:
+def predicted_case(side: Side) -> dict[str, object]:
     """Prediction announced before the first call of a run, on a machine with a stored profile and on one without."""
     sampler, told = comfy.samplers.sampler_object("heun"), []
     current_host().free_experts()

@@ -263,7 +263,7 @@ def job_taken(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSp
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=2)], ids=str)
-def test_a_worker_reckons_with_its_share_of_a_step(
+def test_a_worker_estimates_its_share_of_a_step(
     mesh: Mesh, processes: Any, split_jobs: Any, make_task: MakeTask
 ) -> None:
     """Memory needs in addition to the weights decide whether shards fit into the same memory."""

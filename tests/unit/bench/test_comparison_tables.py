@@ -94,8 +94,8 @@ def test_a_result_that_changes_from_run_to_run_is_reported(
 def test_the_prediction_is_next_to_the_measurement(
     seamless: Timeline, make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
 ) -> None:
-    foretold = make_variant("a", seamless, predicted=make_timeline(100, kind="simulated"))
-    said = row(comparison(make_report(foretold, make_variant("b", seamless))), "Predicted total")
+    predicted = make_variant("a", seamless, predicted=make_timeline(100, kind="simulated"))
+    said = row(comparison(make_report(predicted, make_variant("b", seamless))), "Predicted total")
     assert said == ("100.0 s (measured: 1.80x)", "")
 
 

@@ -110,7 +110,7 @@ def _record(policy: OffloadPolicy, machine: Machine, index: int = 0) -> StepReco
     return replace(first, index=index)
 
 
-def test_a_first_step_as_foretold_changes_nothing() -> None:
+def test_a_first_step_as_predicted_changes_nothing() -> None:
     choice = _choose(AutoPlanner(lambda *_: GPU), _room())
     assert choice.revise(_record(choice.policy, GPU)) is None
 
@@ -183,7 +183,7 @@ def test_a_revised_policy_counts_on_nothing_that_others_still_hold() -> None:
     assert evicting == [True, False]
 
 
-def test_a_first_call_that_no_step_foretold_teaches_nothing() -> None:
+def test_a_first_call_that_no_step_predicted_teaches_nothing() -> None:
     """A sampler of ComfyUI may begin with another expert than its sigmas, or call the model twice in its only step."""
     choice = _choose(AutoPlanner(lambda *_: GPU), _room())
     assert choice.revise(replace(_record(choice.policy, GPU), expert="low")) is None

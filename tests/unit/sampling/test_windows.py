@@ -155,7 +155,7 @@ def test_videos_of_other_windows_are_not_joined(make_long: Request) -> None:
         merge_requests([first, replace(first, windows=None)])
 
 
-def test_memory_and_time_are_reckoned_by_windows(open_pair: OpenPair, make_long: Request) -> None:
+def test_memory_and_time_are_estimated_by_windows(open_pair: OpenPair, make_long: Request) -> None:
     pair, request = open_pair(), make_long(batch=2)
     most = max(len(WINDOWS.at(step, FRAMES)) for step in range(5))
     assert request.computed_shape == (2 * most, 16, 3, 4, 6)

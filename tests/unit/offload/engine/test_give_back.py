@@ -198,7 +198,7 @@ def test_a_device_without_room_for_the_buffers_says_so_when_a_run_begins():
         assert not handle.running
 
 
-def test_all_buffers_are_taken_at_once_for_who_reckons_with_them(stacks, expected):
+def test_all_buffers_are_allocated_at_once(stacks, expected):
     with attach(stacks, OffloadPolicy.block_swap(3, 1)) as handle:
         handle.allocate_buffers()
         memory = storages(handle)

@@ -77,7 +77,7 @@ def test_the_planner_counts_the_most_lanes_of_each_expert(
     assert request_job(open_pair(), make_request(guidance_steps=scales), CPU).lanes == lanes
 
 
-def test_what_is_foretold_has_the_lanes_of_each_step(open_pair: OpenPair, make_request: Request) -> None:
+def test_the_prediction_has_the_lanes_of_each_step(open_pair: OpenPair, make_request: Request) -> None:
     pair = open_pair()
     job = request_job(pair, make_request(guidance_steps=(4.0, 1.0, 3.0, 1.0)), CPU)
     assert (job.lanes, job.lanes_of_steps) == ({"high": 2, "low": 2}, (2, 1, 2, 1, 1))
