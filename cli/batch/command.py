@@ -16,7 +16,7 @@ from pathlib import Path
 from ...host.embedded import Prompt, api_prompt
 from ..arguments import DONE, FAILED, INTERRUPTED, INVALID, ArgumentError, StopRequest, create_output_folder, read_json
 from .backends.base import BatchBackend
-from .journal import Journal, Lock, State, is_full_disk
+from .journal import Journal, State, is_full_disk, locked
 from .lanes import check_lanes, lane_planner, row_workflow
 from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
@@ -165,8 +165,8 @@ def _open_state(arguments: BatchArguments, spec: _BatchSpec, opened: ExitStack) 
     """Lock and open the output folder and the journal, and restore the state. Raises ValueError or OSError."""
     store = OutputStore(create_output_folder(arguments.output))
     path = arguments.journal or arguments.output / JOURNAL
-    opened.enter_context(Lock(store.work_folder / "lock", of=str(arguments.output)))
-    opened.enter_context(Lock(path.with_name(f"{path.name}.lock"), of=str(path)))
+    opened.enter_context(locked(store.work_folder / "lock", of=str(arguments.output)))
+    opened.enter_context(locked(path.with_name(f"{path.name}.lock"), of=str(path)))
     find_rows = _row_finder(spec)
     journal, recovered = open_journal(
         path,

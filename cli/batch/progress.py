@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -118,9 +117,7 @@ class BatchBar:
     def __enter__(self) -> BatchBar:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._together = 0
         self._bar.set_postfix_str("", refresh=False)
         self.tick()

@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -23,16 +22,13 @@ from ....host.embedded import (
     load_workflow,
 )
 from ....schema import Cancelled
-from ..journal import FULL_DISK
+from ..journal import FULL_DISK, FileError
 from ..output_store import LATENT
 from .base import Ended, JobFailed, MadeFile, Outcome, RefusedError, Unknown
 
 
-class DiskFullError(OSError):
+class DiskFullError(FileError):
     """A node could not write its file because the disk is full, which ends the batch. `errno` is the node's."""
-
-    def __str__(self) -> str:
-        return str(self.strerror)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +74,7 @@ class EmbeddedBackend:
     def __enter__(self) -> EmbeddedBackend:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._host.free_experts()
 
     def post(self, prompt_id: str, prompt: Prompt) -> None:
