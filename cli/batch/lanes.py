@@ -124,16 +124,13 @@ def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ..
 
     Rows share a pass if they differ only in properties of one video: texts, images, seeds, output files. A row without
     a partner runs alone, with the reason. Passes are in the order of their first rows.
-
-    Raises LanesError for less than one lane or more than 1000.
     """
-    check_lanes(lanes)
     groups: dict[str, list[Hashable]] = {}
     reasons: dict[Hashable, str] = {}
     for row, prompt in prompts.items():
-        refusal = lane_refusal(prompt)
+        refusal = lane_refusal(prompt) if lanes > 1 else ""
         if lanes == 1 or refusal:
-            reasons[row] = refusal if lanes > 1 else ""
+            reasons[row] = refusal
         else:
             groups.setdefault(json.dumps(lane_traits(prompt), sort_keys=True), []).append(row)
     shares = [rows[at : at + lanes] for rows in groups.values() for at in range(0, len(rows), lanes)]
@@ -359,24 +356,20 @@ MAX_NAMED = 8
 
 
 def lane_planner(workflow: Prompt, sockets: Sockets, lanes: int, report: Callable[[str], None]) -> Planner:
-    """Return a planner of jobs with up to `lanes` rows, which reports rows that run alone with their reasons.
-
-    Raises LanesError for an invalid number of lanes.
-    """
-    check_lanes(lanes)
+    """Return a planner of jobs with up to `lanes` rows, which reports rows that run alone with their reasons."""
 
     def plan(rows: Sequence[Row]) -> list[BatchJob]:
         named = {f"line {row.line}": row for row in rows}
         passes = lane_passes({name: apply_row(workflow, row, sockets) for name, row in named.items()}, lanes)
         if len(rows) > 1:  # a single row is a retry after its job failed, which has been reported
-            for line in describe_unshared(passes):
+            for line in _describe_unshared(passes):
                 report(line)
-        return [_job(each, [named[str(name)] for name in each.rows]) for each in passes]
+        return [_job(each, tuple(named[str(name)] for name in each.rows)) for each in passes]
 
     return plan
 
 
-def describe_unshared(passes: Sequence[LanePass]) -> list[str]:
+def _describe_unshared(passes: Sequence[LanePass]) -> list[str]:
     """Return a line for each reason why rows run alone."""
     by_reason: dict[str, list[str]] = {}
     for each in passes:
@@ -393,8 +386,8 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]} run"
 
 
-def _job(lane_pass: LanePass, rows: Sequence[Row]) -> BatchJob:
-    if len(rows) == 1:
-        return BatchJob(prompt=lane_pass.prompt, rows=tuple(rows), saves={rows[0].hash: None})
-    saves = {row.hash: own for row, own in zip(rows, lane_pass.own_ids, strict=True)}
-    return BatchJob(prompt=lane_pass.prompt, rows=tuple(rows), saves=saves)
+def _job(lane_pass: LanePass, rows: tuple[Row, ...]) -> BatchJob:
+    own_ids = lane_pass.own_ids if len(rows) > 1 else (None,)
+    return BatchJob(
+        prompt=lane_pass.prompt, rows=rows, saves={row.hash: own for row, own in zip(rows, own_ids, strict=True)}
+    )
