@@ -264,10 +264,10 @@ class Runner:
         if not saved:
             raise NoSuchFileError("no file was saved: the workflow needs a node that saves in the output folder")
         stem = self.journal.stem(row.hash)
-        names = file_names(stem, [file.filename for file in saved])
-        for file, name in zip(saved, names, strict=True):
-            self.backend.fetch(file, self.store.part_path(name))
-        return [self.store.check_part(name) for name in names]
+        parts = [self.store.part_path(name) for name in file_names(stem, [file.filename for file in saved])]
+        for file, part in zip(saved, parts, strict=True):
+            self.backend.fetch(file, part)
+        return [self.store.check_file(part) for part in parts]
 
     def _handle_lost(self, submission: Submission) -> None:
         self._end(submission)

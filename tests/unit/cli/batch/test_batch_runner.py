@@ -291,8 +291,8 @@ class MortalStore(OutputStore):
 
     chance: Chance
 
-    def check_part(self, name: str) -> KeptFile:
-        checked: KeptFile = self.chance.around(super().check_part, name, remote=False)
+    def check_file(self, path: Path) -> KeptFile:
+        checked: KeptFile = self.chance.around(super().check_file, path, remote=False)
         return checked
 
     def clear_parts(self) -> None:
@@ -638,7 +638,7 @@ def test_a_sealed_part_never_replaces_a_file_of_others_and_a_refusal_moves_nothi
         for number in (1, 2):
             store.part_path(f"0000{number}.txt").write_text(f"row {number}")
             journal.post({f"hash {number}": None}, f"id{number}")
-            journal.place(f"hash {number}", [store.check_part(f"0000{number}.txt")])
+            journal.place(f"hash {number}", [store.check_file(store.part_path(f"0000{number}.txt"))])
     (tmp_path / "00002.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"00002\.txt, which is not from this batch"):
         bench.run()
@@ -661,9 +661,9 @@ def test_a_file_that_was_removed_is_made_again_alone(tmp_path: Path) -> None:
 
 def test_a_checked_file_that_somebody_removes_ends_the_batch_in_words(tmp_path: Path) -> None:
     class Robbed(OutputStore):
-        def check_part(self, name: str) -> KeptFile:
-            checked = super().check_part(name)
-            self.part_path(name).unlink()
+        def check_file(self, path: Path) -> KeptFile:
+            checked = super().check_file(path)
+            path.unlink()
             return checked
 
     bench = Bench(tmp_path, World(), rows=rows_of(1))
