@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...host.embedded import Link, Prompt, as_link
+from ...host.embedded import Prompt, as_link
 from .rows import BatchJob, Planner, Row, Sockets, apply_row, node_traits
 
 SAMPLER = "WanStreamSampler"
@@ -57,12 +57,11 @@ def lane_traits(prompt: Prompt) -> dict[str, object]:
     for node_id in (node_id for node_id in prompt if node_id in common):
         traits |= node_traits(prompt, node_id)
     for node_id in (node_id for node_id in prompt if node_id in own):
-        if node_id in samplers:
-            without = {f"{node_id}.{name}" for name in OWN_INPUTS}
-            traits |= {name: value for name, value in node_traits(prompt, node_id).items() if name not in without}
-        else:
-            sizes = {f"{node_id}.{name}" for name in SIZES}
-            traits |= {name: value for name, value in node_traits(prompt, node_id).items() if name in sizes}
+        found = node_traits(prompt, node_id)
+        names = found.keys() - {f"{node_id}.{name}" for name in OWN_INPUTS}
+        if node_id not in samplers:
+            names = {f"{node_id}.{name}" for name in SIZES}
+        traits |= {name: value for name, value in found.items() if name in names}
     return traits
 
 
@@ -278,7 +277,8 @@ class _RowExtractor:
 
     def workflow(self) -> Prompt:
         found: dict[str, Mapping[str, Any]] = {}
-        pending = [each for each in self._prompt if (match := self._of_a_row.fullmatch(each)) and self._is_row(match)]
+        matches = {each: self._of_a_row.fullmatch(each) for each in self._prompt}
+        pending = [each for each, match in matches.items() if match and int(match[1]) == self._row + 1]
         while pending:
             node_id = pending.pop()
             own = self._own(node_id)
@@ -305,9 +305,6 @@ class _RowExtractor:
         match = self._of_a_row.fullmatch(node_id)
         return match[2] if match else node_id
 
-    def _is_row(self, match: re.Match[str]) -> bool:
-        return int(match[1]) == self._row + 1
-
     def _chain(self, sampler: str) -> list[str]:
         """Return the ids of the lanes of a lane sampler in order; each lane is linked to the previous one."""
         chain: list[str] = []
@@ -326,7 +323,7 @@ def _owners(prompts: Sequence[Prompt], samplers: Collection[str]) -> list[dict[s
     first: dict[str, int] = {}
     owners: list[dict[str, int]] = []
     for row, prompt in enumerate(prompts):
-        read = {link.node_id for node in prompt.values() for link in _links(node)}
+        read = {source for node in prompt.values() for source in _sources(node.get("inputs", {}).values())}
         owners.append({})
         for own in prompt:
             behind = sorted(upstream(prompt, [own]))
@@ -336,10 +333,6 @@ def _owners(prompts: Sequence[Prompt], samplers: Collection[str]) -> list[dict[s
             work = {each: node_traits(prompt, each) for each in behind}
             owners[row][own] = first.setdefault(json.dumps([own, work], sort_keys=True), row)
     return owners
-
-
-def _links(node: Mapping[str, Any]) -> Iterator[Link]:
-    return (link for value in node.get("inputs", {}).values() if (link := as_link(value)))
 
 
 def _title(node: Mapping[str, Any]) -> str:
