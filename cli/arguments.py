@@ -13,10 +13,13 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ..host.embedded import MOST_NESTED, ComfyNode, Prompt, names_listed, nested_deeper, sockets_of
 from ..schema import PIXELS_PER_LATENT, VideoShape
+
+if TYPE_CHECKING:
+    import torch
 
 DONE = 0
 FAILED = 1
@@ -79,24 +82,27 @@ class StopRequest:
         """Add a request."""
         self._count += 1
 
-    @contextmanager
-    def handle_sigint(self, on_request: Callable[[], None]) -> Iterator[None]:
-        """Inside the `with`, count the first two Ctrl-C as requests; the third ends the process as usual.
 
-        `on_request` is called in the signal handler after the request is counted, so it must only set flags.
-        """
+@contextmanager
+def handle_sigint(on_request: Callable[[], None], *, requests: int) -> Iterator[None]:
+    """Inside the `with`, call `on_request` for the first Ctrl-C `requests`; the next one ends the process as usual.
 
-        def handle(signum: int, frame: FrameType | None) -> None:
-            self.request()
-            if self.immediate:
-                signal.signal(signal.SIGINT, before)
-            on_request()
+    It is called in the signal handler, so it must only set flags.
+    """
+    left = requests
 
-        before = signal.signal(signal.SIGINT, handle)
-        try:
-            yield
-        finally:
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
             signal.signal(signal.SIGINT, before)
+        on_request()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class ArgumentError(ValueError):
@@ -119,6 +125,15 @@ def check_models(models: Path) -> None:
         raise ArgumentError(
             f"no folder {models}: give --models DIR, or make small models with `wanstream make-test-model DIR`"
         )
+
+
+def device_of(name: str | None) -> torch.device | None:
+    """Return the device of `--device`, None if it is not given. Raises ArgumentError."""
+    import torch  # takes seconds, and most commands do not need it
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("--device cuda: this torch finds no CUDA device")
+    return torch.device(name) if name else None
 
 
 def create_output_folder(path: Path) -> Path:

@@ -165,9 +165,8 @@ def _this_machine(arguments: PlanArguments) -> Machine:
         raise ArgumentError(str(err)) from err
     if arguments.models is not None and not arguments.models.exists():
         raise ArgumentError(f"--models {arguments.models}: no such file or folder")
-    for option, value in (("--ram", arguments.ram_gb), ("--ssd", arguments.ssd_gb_s)):
-        if value is not None and not 0 < value < math.inf:
-            raise ArgumentError(f"{option} {value}: it must be a number above 0")
+    _check_positive("--ram", arguments.ram_gb)
+    _check_positive("--ssd", arguments.ssd_gb_s)
     machine = load_machine_profile(device, models=arguments.models)
     if arguments.ram_gb is not None:
         machine = replace(machine, ram_bytes=int(arguments.ram_gb * GIB))
@@ -176,11 +175,9 @@ def _this_machine(arguments: PlanArguments) -> Machine:
     return machine
 
 
-def requested_budgets(arguments: PlanArguments) -> Budgets:
-    """Return the memory budgets of the run. Raises ArgumentError."""
-    if arguments.vram_gb is not None and not 0 < arguments.vram_gb < math.inf:
-        raise ArgumentError(f"--vram {arguments.vram_gb}: it must be a number above 0")
-    return Budgets(vram_bytes=None if arguments.vram_gb is None else int(arguments.vram_gb * GB))
+def _check_positive(option: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise ArgumentError(f"{option} {value}: it must be a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,28 +189,17 @@ class Proposal:
     worker: OffloadPlan
 
 
-def plan_workers(arguments: PlanArguments, job: OffloadJob, machine: Machine) -> int:
-    """Print the proposed layouts, or JSON, and return the exit code."""
-    try:
-        _check(arguments)
-        counts = dict.fromkeys((1, arguments.videos))
-        proposals = [_propose(arguments, job, machine, requested_budgets(arguments), videos) for videos in counts]
-    except DoesNotFitError as err:
-        print(f"does not fit, because {err}", file=sys.stderr)
-        return FAILED
-    except ValueError as err:
-        print(err, file=sys.stderr)
-        return INVALID
-    print(_json(machine, proposals) if arguments.json else _table(arguments, job, machine, proposals))
-    return DONE
-
-
-def _propose(arguments: PlanArguments, job: OffloadJob, machine: Machine, budgets: Budgets, videos: int) -> Proposal:
-    assert arguments.workers is not None
+def _plan_workers(arguments: PlanArguments, workers: int, job: OffloadJob, machine: Machine, budgets: Budgets) -> str:
+    """Return the proposed layouts as a table or JSON. Raises ValueError."""
+    _check(arguments)
     here = arguments.gpus_per_node
-    mesh = choose_layout(arguments.workers, job, machine, budgets, samples=videos, workers_per_machine=here)
-    share = worker_share(mesh, job, machine, budgets, workers_per_machine=here)
-    return Proposal(videos=videos, mesh=mesh, worker=plan_offload(share.job, share.machine, share.budgets))
+    proposals = []
+    for videos in dict.fromkeys((1, arguments.videos)):
+        mesh = choose_layout(workers, job, machine, budgets, samples=videos, workers_per_machine=here)
+        share = worker_share(mesh, job, machine, budgets, workers_per_machine=here)
+        worker = plan_offload(share.job, share.machine, share.budgets)
+        proposals.append(Proposal(videos=videos, mesh=mesh, worker=worker))
+    return _json(machine, proposals) if arguments.json else _table(arguments, job, machine, proposals)
 
 
 def _table(arguments: PlanArguments, job: OffloadJob, machine: Machine, proposals: list[Proposal]) -> str:
@@ -287,29 +273,34 @@ def plan(arguments: PlanArguments) -> int:
     """Print the predicted table, or JSON, and return the exit code."""
     try:
         offload_job(arguments)  # refuses invalid arguments before this machine is measured
-        machine, budgets = requested_machine(arguments), requested_budgets(arguments)
+        machine = requested_machine(arguments)
+        _check_positive("--vram", arguments.vram_gb)
+        budgets = Budgets(vram_bytes=None if arguments.vram_gb is None else int(arguments.vram_gb * GB))
         job = offload_job(arguments, value_bytes=planned_value_bytes(arguments))
+        if arguments.workers is not None:
+            print(_plan_workers(arguments, arguments.workers, job, machine, budgets))
+        else:
+            print(_plan_one(arguments, job, machine, budgets))
+    except DoesNotFitError as err:
+        print(f"does not fit, because {err}", file=sys.stderr)
+        return FAILED
     except ValueError as err:
         print(err, file=sys.stderr)
         return INVALID
     except OSError as err:
         print(f"failed: {err}", file=sys.stderr)
         return FAILED
-    if arguments.workers is not None:
-        return plan_workers(arguments, job, machine)
-    try:
-        chosen = plan_offload(job, machine, budgets)
-    except DoesNotFitError as err:
-        print(f"does not fit, because {err}", file=sys.stderr)
-        return FAILED
+    return DONE
+
+
+def _plan_one(arguments: PlanArguments, job: OffloadJob, machine: Machine, budgets: Budgets) -> str:
+    """Return the plan of a run on one GPU as a table or JSON. Raises DoesNotFitError."""
+    chosen = plan_offload(job, machine, budgets)
     alternatives = plan_alternatives(job, machine, budgets) if arguments.compare else ()
     if arguments.json:
-        print(plan_json(machine, chosen, alternatives))
-        return DONE
-    print(plan_table(job, machine, chosen))
-    if alternatives:
-        print(alternatives_table(alternatives))
-    return DONE
+        return plan_json(machine, chosen, alternatives)
+    table = plan_table(job, machine, chosen)
+    return f"{table}\n{alternatives_table(alternatives)}" if alternatives else table
 
 
 def plan_table(job: OffloadJob, machine: Machine, chosen: OffloadPlan) -> str:
@@ -357,7 +348,7 @@ def alternatives_table(alternatives: Sequence[Alternative]) -> str:
     return "\n".join([Table(head=header, rows=rows).text(), *lacking])
 
 
-def plan_json(machine: Machine, chosen: OffloadPlan, alternatives: Sequence[Alternative] = ()) -> str:
+def plan_json(machine: Machine, chosen: OffloadPlan, alternatives: Sequence[Alternative]) -> str:
     """Return the whole result as JSON, with the alternatives if there are any."""
     data: dict[str, Any] = {
         "kind": "simulated",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -49,9 +48,7 @@ class ProgressLines:
     def __enter__(self) -> ProgressLines:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
 
     def _end(self) -> None:
@@ -85,9 +82,7 @@ class ProgressBars:
     def __enter__(self) -> ProgressBars:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
 
     def _line_of(self, node_id: str) -> tqdm:

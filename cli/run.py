@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-
-import torch
 
 from ..bench import run_table
 from ..host.embedded import (
@@ -38,6 +32,8 @@ from .arguments import (
     apply_overrides,
     check_models,
     create_output_folder,
+    device_of,
+    handle_sigint,
     read_json,
 )
 from .progress import progress_of_run
@@ -68,7 +64,8 @@ def run(arguments: RunArguments) -> int:
         print(err, file=sys.stderr)
         return INVALID
     try:
-        with _stop_on_ctrl_c(host), progress_of_run() as progress:
+        # The first Ctrl-C ends the run at the next block or node.
+        with handle_sigint(host.stop, requests=1), progress_of_run() as progress:
             history = workflow.run(on_progress=progress.show)
     except NodeFailedError as err:
         if not isinstance(err.__cause__, ValueError | OSError):  # not a refusal but a bug, ours or a library's
@@ -87,8 +84,7 @@ def run(arguments: RunArguments) -> int:
 def _load(arguments: RunArguments, host: EmbeddedHost) -> Workflow:
     """Return the workflow with the overrides of the command line. Raises ValueError if it is invalid; runs nothing."""
     check_models(arguments.models)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("--device cuda: this torch finds no CUDA device")
+    device = device_of(arguments.device)
     nodes = asyncio.run(WanStreamExtension().get_node_list())
     prompt = api_prompt(read_json(arguments.workflow))
     workflow = load_workflow(
@@ -96,7 +92,7 @@ def _load(arguments: RunArguments, host: EmbeddedHost) -> Workflow:
         host=host,
         nodes=nodes,
         folders=Folders(models=arguments.models, output=arguments.output, input=arguments.input),
-        device=torch.device(arguments.device) if arguments.device else None,
+        device=device,
         strict=arguments.strict,
     )
     # ComfyUI would run the valid outputs and drop the others; here a missing file must be reported before the run.
@@ -104,21 +100,6 @@ def _load(arguments: RunArguments, host: EmbeddedHost) -> Workflow:
         raise ArgumentError(_faults(workflow.verdict))
     create_output_folder(arguments.output)
     return workflow
-
-
-@contextmanager
-def _stop_on_ctrl_c(host: EmbeddedHost) -> Iterator[None]:
-    """Inside the `with`, the first Ctrl-C ends the run at the next block or node, a second one ends the process."""
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        host.stop()
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _faults(verdict: Verdict) -> str:

@@ -14,15 +14,25 @@ from functools import cache
 from pathlib import Path
 
 from ...host.embedded import Prompt, api_prompt
-from ..arguments import DONE, FAILED, INTERRUPTED, INVALID, ArgumentError, StopRequest, create_output_folder, read_json
+from ..arguments import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    INVALID,
+    ArgumentError,
+    StopRequest,
+    create_output_folder,
+    handle_sigint,
+    read_json,
+)
 from .backends.base import BatchBackend
-from .journal import Journal, Lock, State, is_full_disk
+from .journal import Journal, State, is_full_disk, locked
 from .lanes import check_lanes, lane_planner, row_workflow
 from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
 from .resume import FindRows, Start, open_journal, resume
-from .rows import Planner, Row, RowError, apply_row, read_rows, single_jobs, workflow_key
-from .runner import Limits, Runner
+from .rows import Planner, Row, RowError, apply_row, read_rows, workflow_key
+from .runner import Runner
 from .target import BatchTarget, embedded_target, server_target
 
 JOURNAL = "journal.sqlite"
@@ -64,18 +74,7 @@ class _BatchSpec:
 
     def planner(self, report: Callable[[str], None]) -> Planner:
         """Return the function that groups rows into jobs; it calls `report` with the rows that cannot share one."""
-        if self.lanes > 1:
-            return lane_planner(self.workflow, self.target.sockets, self.lanes, report)
-        return lambda rows: single_jobs(self.workflow, rows, self.target.sockets)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _BatchState:
-    """Files that are locked while a batch runs, and its state at the start."""
-
-    store: OutputStore
-    journal: Journal
-    start: Start
+        return lane_planner(self.workflow, self.target.sockets, self.lanes, report)
 
 
 def batch(arguments: BatchArguments) -> int:
@@ -85,32 +84,31 @@ def batch(arguments: BatchArguments) -> int:
             spec = _read(arguments)
             if arguments.dry_run:
                 return _dry_run(spec)
-            state = _open_state(arguments, spec, opened)
+            store, journal, start = _open_state(arguments, spec, opened)
         except (ValueError, OSError) as err:
-            print(err, file=sys.stderr)
-            _print_hint(err, arguments.output)
+            _print_error(str(err), err, arguments.output)
             return INVALID
         try:
-            stop = _run(arguments, spec, state)
+            stop = _run(arguments, spec, store, journal, start)
         except (ValueError, OSError) as err:
-            print(f"failed: {err}", file=sys.stderr)
-            _print_hint(err, arguments.output)
-            _clean_up(state)
+            _print_error(f"failed: {err}", err, arguments.output)
+            _clean_up(store, journal)
             return FAILED
-        _clean_up(state)
-        return _summary(arguments, spec, state.journal, stop)
+        _clean_up(store, journal)
+        return _summary(arguments, spec, journal, stop)
 
 
-def _print_hint(err: Exception, output: Path) -> None:
+def _print_error(text: str, err: Exception, output: Path) -> None:
+    print(text, file=sys.stderr)
     if is_full_disk(err):
         print(f"free space in {output}, then run the same command again to resume", file=sys.stderr)
 
 
-def _clean_up(state: _BatchState) -> None:
+def _clean_up(store: OutputStore, journal: Journal) -> None:
     """Back up the journal, remove leftovers and print the remaining latents. Errors do not affect the exit code."""
     try:
-        state.journal.back_up()
-        remaining = state.store.remove_leftovers(state.journal.lines_left)
+        journal.back_up()
+        remaining = store.remove_leftovers(journal.lines_left)
     except OSError as err:
         print(f"the journal was not copied, or the folder not cleaned up: {err}", file=sys.stderr)
         return
@@ -161,12 +159,12 @@ def _dry_run(spec: _BatchSpec) -> int:
     return DONE if len(valid) == len(spec.rows) else INVALID
 
 
-def _open_state(arguments: BatchArguments, spec: _BatchSpec, opened: ExitStack) -> _BatchState:
+def _open_state(arguments: BatchArguments, spec: _BatchSpec, opened: ExitStack) -> tuple[OutputStore, Journal, Start]:
     """Lock and open the output folder and the journal, and restore the state. Raises ValueError or OSError."""
     store = OutputStore(create_output_folder(arguments.output))
     path = arguments.journal or arguments.output / JOURNAL
-    opened.enter_context(Lock(store.work_folder / "lock", of=str(arguments.output)))
-    opened.enter_context(Lock(path.with_name(f"{path.name}.lock"), of=str(path)))
+    opened.enter_context(locked(store.work_folder / "lock", of=str(arguments.output)))
+    opened.enter_context(locked(path.with_name(f"{path.name}.lock"), of=str(path)))
     find_rows = _row_finder(spec)
     journal, recovered = open_journal(
         path,
@@ -176,7 +174,7 @@ def _open_state(arguments: BatchArguments, spec: _BatchSpec, opened: ExitStack) 
     opened.enter_context(journal)
     start = resume(journal, store, spec.rows, find_rows)
     store.remove_leftovers(journal.lines_left)
-    return _BatchState(store=store, journal=journal, start=replace(start, notes=(*recovered, *start.notes)))
+    return store, journal, replace(start, notes=(*recovered, *start.notes))
 
 
 def _row_finder(spec: _BatchSpec) -> FindRows:
@@ -202,26 +200,29 @@ def _row_finder(spec: _BatchSpec) -> FindRows:
     return find_rows
 
 
-def _run(arguments: BatchArguments, spec: _BatchSpec, state: _BatchState) -> StopRequest:
+def _run(
+    arguments: BatchArguments, spec: _BatchSpec, store: OutputStore, journal: Journal, start: Start
+) -> StopRequest:
     """Run the rows until all are finished or the user stops the batch. Raises ValueError or OSError."""
-    start, stop = state.start, StopRequest()
+    stop = StopRequest()
     with ExitStack() as opened:
         bar = opened.enter_context(BatchBar(rows=len(spec.rows), ended=start.done + len(start.faults)))
         for note in (*(f"line {row.line}: {fault}" for row, fault in start.faults), *start.notes):
             bar.note(note)
-        backend = opened.enter_context(spec.target.opened(state.store.backend_folder, bar.show))
+        backend = opened.enter_context(spec.target.opened(store.backend_folder, bar.show))
         runner = Runner(
             backend=backend,
-            journal=state.journal,
-            store=state.store,
+            journal=journal,
+            store=store,
             planner=spec.planner(bar.note),
             reporter=bar,
             stop=stop,
-            limits=Limits(failures=arguments.max_failures, timeout_s=arguments.timeout_s),
             sleep=lambda seconds: _sleep(seconds, stop, bar),
             failures=len(start.faults),
+            max_failures=arguments.max_failures,
+            timeout_s=arguments.timeout_s,
         )
-        with stop.handle_sigint(lambda: _on_stop(stop, backend)):
+        with handle_sigint(lambda: _on_stop(stop, backend), requests=2):
             runner.run(start.waiting, start.submissions)
     return stop
 
@@ -236,6 +237,7 @@ def _sleep(seconds: float, stop: StopRequest, bar: BatchBar) -> None:
 
 
 def _on_stop(stop: StopRequest, backend: BatchBackend) -> None:
+    stop.request()
     if stop.immediate:
         backend.halt()
     else:

@@ -10,11 +10,10 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from .rows import FILE_NAME, Row
@@ -111,12 +110,12 @@ def entry_of(row: Sequence[Any]) -> Entry:
     try:
         entry = Entry(
             hash=_typed(digest, str),
-            line=None if line is None else _typed(line, int),
-            stem=None if stem is None else _typed(stem, str),
+            line=_typed(line, int, optional=True),
+            stem=_typed(stem, str, optional=True),
             state=State(state),
-            prompt_id=None if prompt_id is None else _typed(prompt_id, str),
+            prompt_id=_typed(prompt_id, str, optional=True),
             attempts=_typed(attempts, int),
-            error=None if error is None else _typed(error, str),
+            error=_typed(error, str, optional=True),
             saves=None if saves is None else frozenset(_typed(node, str) for node in _listed(saves)),
             files=tuple(_file(file) for file in _listed(files)),
         )
@@ -157,8 +156,8 @@ def _listed(text: object) -> list[Any]:
     return found
 
 
-def _typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
+def _typed(value: Any, kind: type, *, optional: bool = False) -> Any:
+    if type(value) is not kind and not (optional and value is None):
         raise ValueError(f"{value!r:.40} is not of type {kind.__name__}")
     return value
 
@@ -197,49 +196,38 @@ def _number(position: int, used: set[str], rows: int) -> str:
     return f"{number:0{_DIGITS}}"
 
 
-class LockedError(OSError):
-    """Another process has the lock, or its file cannot be created; `errno` is that of the system, if any."""
+class FileError(OSError):
+    """A file cannot be used; its text is the last argument alone, `errno` is that of the system, if any."""
 
     def __str__(self) -> str:
         return str(self.args[-1])
 
 
-class Lock:
-    """Lock of a file inside the `with`; the file is not removed.
+class LockedError(FileError):
+    """Another process has the lock, or its file cannot be created."""
 
-    It is an exclusive SQLite transaction, the only portable file lock in the standard library; the kernel releases it
-    however the process ends. The file is not the journal itself, so that the journal stays readable.
+
+@contextmanager
+def locked(path: Path, *, of: str) -> Iterator[None]:
+    """Lock a file inside the `with`; the file is not removed.
+
+    The lock is an exclusive SQLite transaction, the only portable file lock in the standard library; the kernel
+    releases it however the process ends. The file is not the journal itself, so that the journal stays readable.
+
+    Raises LockedError at once if another process has the lock, or if the file cannot be created.
     """
-
-    def __init__(self, path: Path, *, of: str) -> None:
-        self._path, self._of = path, of
-        self._connection: sqlite3.Connection | None = None
-
-    def __enter__(self) -> Lock:
-        """Raises LockedError at once if another process has the lock, or if the file cannot be created."""
-        assert self._connection is None, "the lock is already acquired"
-        connection: sqlite3.Connection | None = None
+    with ExitStack() as opened:
         try:
-            connection = sqlite3.connect(self._path, isolation_level=None, timeout=0)
+            connection = opened.enter_context(closing(sqlite3.connect(path, isolation_level=None, timeout=0)))
             connection.execute("BEGIN EXCLUSIVE")
         except sqlite3.Error as err:
-            if connection is not None:
-                connection.close()
             if "locked" in str(err):
-                raise LockedError(f"another `wanstream batch` is using {self._of}: wait for it, or stop it") from err
-            cause = write_failure(self._path)
+                raise LockedError(f"another `wanstream batch` is using {of}: wait for it, or stop it") from err
+            cause = write_failure(path)
             if cause is not None:
-                raise LockedError(cause.errno, f"{self._path} cannot be locked: {cause.strerror}") from err
-            raise LockedError(f"{self._path} cannot be locked: {err}") from err
-        self._connection = connection
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._connection is not None, "the lock is not acquired"
-        self._connection.close()
-        self._connection = None
+                raise LockedError(cause.errno, f"{path} cannot be locked: {cause.strerror}") from err
+            raise LockedError(f"{path} cannot be locked: {err}") from err
+        yield
 
 
 _APPLICATION = 0x57535442  # "WSTB" identifies a journal among SQLite files
@@ -264,11 +252,8 @@ _IMPLICIT_INDEX = ("index", None)
 """Type and SQL of an index that SQLite creates for a PRIMARY KEY or UNIQUE column."""
 
 
-class JournalError(OSError):
-    """The journal cannot be read or written, or belongs to another batch; `errno` is that of the system."""
-
-    def __str__(self) -> str:
-        return str(self.args[-1])
+class JournalError(FileError):
+    """The journal cannot be read or written, or belongs to another batch."""
 
 
 class DamagedJournalError(JournalError):
@@ -308,13 +293,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
+    def __exit__(self, *error: object) -> None:
         self._connection.close()
 
     def entries(self) -> dict[str, Entry]:

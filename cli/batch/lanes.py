@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...host.embedded import Link, Prompt, as_link
+from ...host.embedded import Prompt, as_link
 from .rows import BatchJob, Planner, Row, Sockets, apply_row, node_traits
 
 SAMPLER = "WanStreamSampler"
@@ -57,12 +57,11 @@ def lane_traits(prompt: Prompt) -> dict[str, object]:
     for node_id in (node_id for node_id in prompt if node_id in common):
         traits |= node_traits(prompt, node_id)
     for node_id in (node_id for node_id in prompt if node_id in own):
-        if node_id in samplers:
-            without = {f"{node_id}.{name}" for name in OWN_INPUTS}
-            traits |= {name: value for name, value in node_traits(prompt, node_id).items() if name not in without}
-        else:
-            sizes = {f"{node_id}.{name}" for name in SIZES}
-            traits |= {name: value for name, value in node_traits(prompt, node_id).items() if name in sizes}
+        found = node_traits(prompt, node_id)
+        names = found.keys() - {f"{node_id}.{name}" for name in OWN_INPUTS}
+        if node_id not in samplers:
+            names = {f"{node_id}.{name}" for name in SIZES}
+        traits |= {name: value for name, value in found.items() if name in names}
     return traits
 
 
@@ -124,16 +123,13 @@ def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ..
 
     Rows share a pass if they differ only in properties of one video: texts, images, seeds, output files. A row without
     a partner runs alone, with the reason. Passes are in the order of their first rows.
-
-    Raises LanesError for less than one lane or more than 1000.
     """
-    check_lanes(lanes)
     groups: dict[str, list[Hashable]] = {}
     reasons: dict[Hashable, str] = {}
     for row, prompt in prompts.items():
-        refusal = lane_refusal(prompt)
+        refusal = lane_refusal(prompt) if lanes > 1 else ""
         if lanes == 1 or refusal:
-            reasons[row] = refusal if lanes > 1 else ""
+            reasons[row] = refusal
         else:
             groups.setdefault(json.dumps(lane_traits(prompt), sort_keys=True), []).append(row)
     shares = [rows[at : at + lanes] for rows in groups.values() for at in range(0, len(rows), lanes)]
@@ -281,7 +277,8 @@ class _RowExtractor:
 
     def workflow(self) -> Prompt:
         found: dict[str, Mapping[str, Any]] = {}
-        pending = [each for each in self._prompt if (match := self._of_a_row.fullmatch(each)) and self._is_row(match)]
+        matches = {each: self._of_a_row.fullmatch(each) for each in self._prompt}
+        pending = [each for each, match in matches.items() if match and int(match[1]) == self._row + 1]
         while pending:
             node_id = pending.pop()
             own = self._own(node_id)
@@ -308,9 +305,6 @@ class _RowExtractor:
         match = self._of_a_row.fullmatch(node_id)
         return match[2] if match else node_id
 
-    def _is_row(self, match: re.Match[str]) -> bool:
-        return int(match[1]) == self._row + 1
-
     def _chain(self, sampler: str) -> list[str]:
         """Return the ids of the lanes of a lane sampler in order; each lane is linked to the previous one."""
         chain: list[str] = []
@@ -329,7 +323,7 @@ def _owners(prompts: Sequence[Prompt], samplers: Collection[str]) -> list[dict[s
     first: dict[str, int] = {}
     owners: list[dict[str, int]] = []
     for row, prompt in enumerate(prompts):
-        read = {link.node_id for node in prompt.values() for link in _links(node)}
+        read = {source for node in prompt.values() for source in _sources(node.get("inputs", {}).values())}
         owners.append({})
         for own in prompt:
             behind = sorted(upstream(prompt, [own]))
@@ -339,10 +333,6 @@ def _owners(prompts: Sequence[Prompt], samplers: Collection[str]) -> list[dict[s
             work = {each: node_traits(prompt, each) for each in behind}
             owners[row][own] = first.setdefault(json.dumps([own, work], sort_keys=True), row)
     return owners
-
-
-def _links(node: Mapping[str, Any]) -> Iterator[Link]:
-    return (link for value in node.get("inputs", {}).values() if (link := as_link(value)))
 
 
 def _title(node: Mapping[str, Any]) -> str:
@@ -359,24 +349,20 @@ MAX_NAMED = 8
 
 
 def lane_planner(workflow: Prompt, sockets: Sockets, lanes: int, report: Callable[[str], None]) -> Planner:
-    """Return a planner of jobs with up to `lanes` rows, which reports rows that run alone with their reasons.
-
-    Raises LanesError for an invalid number of lanes.
-    """
-    check_lanes(lanes)
+    """Return a planner of jobs with up to `lanes` rows, which reports rows that run alone with their reasons."""
 
     def plan(rows: Sequence[Row]) -> list[BatchJob]:
         named = {f"line {row.line}": row for row in rows}
         passes = lane_passes({name: apply_row(workflow, row, sockets) for name, row in named.items()}, lanes)
         if len(rows) > 1:  # a single row is a retry after its job failed, which has been reported
-            for line in describe_unshared(passes):
+            for line in _describe_unshared(passes):
                 report(line)
-        return [_job(each, [named[str(name)] for name in each.rows]) for each in passes]
+        return [_job(each, tuple(named[str(name)] for name in each.rows)) for each in passes]
 
     return plan
 
 
-def describe_unshared(passes: Sequence[LanePass]) -> list[str]:
+def _describe_unshared(passes: Sequence[LanePass]) -> list[str]:
     """Return a line for each reason why rows run alone."""
     by_reason: dict[str, list[str]] = {}
     for each in passes:
@@ -393,8 +379,8 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]} run"
 
 
-def _job(lane_pass: LanePass, rows: Sequence[Row]) -> BatchJob:
-    if len(rows) == 1:
-        return BatchJob(prompt=lane_pass.prompt, rows=tuple(rows), saves={rows[0].hash: None})
-    saves = {row.hash: own for row, own in zip(rows, lane_pass.own_ids, strict=True)}
-    return BatchJob(prompt=lane_pass.prompt, rows=tuple(rows), saves=saves)
+def _job(lane_pass: LanePass, rows: tuple[Row, ...]) -> BatchJob:
+    own_ids = lane_pass.own_ids if len(rows) > 1 else (None,)
+    return BatchJob(
+        prompt=lane_pass.prompt, rows=rows, saves={row.hash: own for row, own in zip(rows, own_ids, strict=True)}
+    )

@@ -1,6 +1,6 @@
 """Output folder of a batch: complete files only, checked before they get their names.
 
-fetch into part_path(name) -> check_part(name): decoded, synced -> journal entry -> place(files): renamed
+fetch into part_path(name) -> check_file(part): decoded, synced -> journal entry -> place(files): renamed
 
 A process that is killed between two of these stages can resume from there.
 """
@@ -123,12 +123,8 @@ class OutputStore:
         """Return the temporary path of the file `name`."""
         return self._parts / name
 
-    def check_part(self, name: str) -> KeptFile:
-        """Check a part and sync it to disk. Raises UnreadableFileError, or OSError for a full disk."""
-        return self.check_file(self.part_path(name))
-
     def check_file(self, path: Path) -> KeptFile:
-        """Check a finished file or a part and sync it to disk. Raises as `check_part`."""
+        """Check a part or a finished file, sync it to disk. Raises UnreadableFileError, or OSError for a full disk."""
         check_media(path)
         with path.open("rb+") as file:
             os.fsync(file.fileno())
@@ -138,17 +134,17 @@ class OutputStore:
     def place(self, files: Iterable[KeptFile]) -> bool:
         """Rename checked parts to their final names; idempotent. Returns False if both part and file are missing."""
         for file in files:
-            part, placed = self.part_path(file.name), self.folder / file.name
-            # No digest is needed for a part: parts are written only before the journal has an entry for them.
-            if part.exists():
-                part.replace(placed)
-            elif not (self.has([file]) and _sha256(placed) == file.sha256):
+            if not self.can_place([file]):
                 return False
+            part = self.part_path(file.name)
+            if part.exists():
+                part.replace(self.folder / file.name)
         _sync_folder(self.folder)
         return True
 
     def can_place(self, files: Iterable[KeptFile]) -> bool:
         """Return True if `place` would return True. Changes nothing."""
+        # No digest is needed for a part: parts are written only before the journal has an entry for them.
         return all(
             self.part_path(file.name).exists() or (self.has([file]) and _sha256(self.folder / file.name) == file.sha256)
             for file in files
@@ -156,17 +152,13 @@ class OutputStore:
 
     def conflicts(self, files: Iterable[KeptFile]) -> list[str]:
         """Return the names of checked parts that a file in the folder has already."""
-        return [
-            file.name for file in files if self.part_path(file.name).exists() and (self.folder / file.name).exists()
-        ]
+        names = [file.name for file in files]
+        return [name for name in names if self.part_path(name).exists() and (self.folder / name).exists()]
 
     def has(self, files: Iterable[KeptFile]) -> bool:
         """Return True if all these files are in the folder, with their sizes."""
-        for file in files:
-            path = self.folder / file.name
-            if not path.is_file() or path.stat().st_size != file.size:
-                return False
-        return True
+        sizes = {self.folder / file.name: file.size for file in files}
+        return all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
 
     def finished(self) -> list[tuple[str, list[Path]]]:
         """Return sets of files that may be the complete files of a row, with their stem; single files first.

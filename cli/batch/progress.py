@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ...host.embedded import NodeProgress
-from .journal import KeptFile
 from .rows import Row
 
 _MAX_FRACTION = 0.99
@@ -103,9 +101,10 @@ class _Line(tqdm):  # type: ignore[misc]
 
 
 class BatchBar:
-    """`BatchReporter` with a progress bar. The remaining time uses the mean duration of rows finished by this process.
+    """Output of a batch for the user, with a progress bar.
 
-    The running rows count fractionally: by the time of the previous job's nodes, or by steps in the first job.
+    The remaining time uses the mean duration of rows finished by this process. The running rows count
+    fractionally: by the time of the previous job's nodes, or by steps in the first job.
     """
 
     def __init__(self, *, rows: int, ended: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -118,9 +117,7 @@ class BatchBar:
     def __enter__(self) -> BatchBar:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._together = 0
         self._bar.set_postfix_str("", refresh=False)
         self.tick()
@@ -132,20 +129,25 @@ class BatchBar:
         return float(self._whole + self._together * self._eta.fraction(self._clock()))
 
     def running(self, job: str, rows: int) -> None:
+        """Report the running, or next, job and its number of rows; called at every poll."""
         self._eta.begin(job, self._clock())
         self._together = rows
 
-    def done(self, row: Row, files: Sequence[KeptFile]) -> None:
+    def done(self, row: Row) -> None:
+        """Report a finished row."""
         self._ended()
 
     def failed(self, row: Row, reason: str) -> None:
+        """Report a failed row."""
         self.note(f"line {row.line}: {reason}")
         self._ended()
 
     def note(self, text: str) -> None:
+        """Print any other message."""
         tqdm.write(text, file=sys.stderr)
 
     def unresponsive(self, unresponsive: bool) -> None:
+        """Report that the backend does not respond, or that it responds again."""
         if unresponsive and self._silent_since is None:
             self._silent_since = self._clock()
             self._bar.bar_format = _SILENT

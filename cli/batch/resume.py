@@ -59,20 +59,13 @@ def _rebuild(rebuilt: Path, path: Path, workflow: str) -> tuple[str, bool]:
     """
     for leftover in (rebuilt, Path(f"{rebuilt}-journal")):
         leftover.unlink(missing_ok=True)
-    others = False
     try:
         shutil.copyfile(copy_of(path), rebuilt)
-        Journal(rebuilt, workflow=workflow).close()
-        return f"its last copy, {copy_of(path).name}, and {_VIDEOS}", others
-    except (FileNotFoundError, DamagedJournalError):
+        with Journal(rebuilt, workflow=workflow):
+            return f"its last copy, {copy_of(path).name}, and {_VIDEOS}", False
+    except (FileNotFoundError, DamagedJournalError, OtherWorkflowError) as err:
         rebuilt.unlink(missing_ok=True)
-    except OtherWorkflowError:
-        rebuilt.unlink(missing_ok=True)
-        others = True
-    except JournalError:
-        rebuilt.unlink(missing_ok=True)
-        raise
-    return _VIDEOS, others
+        return _VIDEOS, isinstance(err, OtherWorkflowError)
 
 
 def _set_aside(path: Path) -> Path | None:

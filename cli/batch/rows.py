@@ -220,11 +220,6 @@ Planner: TypeAlias = Callable[[Sequence[Row]], list[BatchJob]]
 """Groups rows without faults into jobs; every row is in one of them."""
 
 
-def single_jobs(workflow: Prompt, rows: Sequence[Row], sockets: Sockets) -> list[BatchJob]:
-    """Return one job for each row."""
-    return [BatchJob(prompt=apply_row(workflow, row, sockets), rows=(row,), saves={row.hash: None}) for row in rows]
-
-
 def apply_row(workflow: Prompt, row: Row, sockets: Sockets) -> Prompt:
     """Return a copy of the workflow with the values of the row.
 

@@ -13,7 +13,6 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ..arguments import StopRequest
 from .backends.base import (
@@ -30,6 +29,7 @@ from .backends.base import (
 )
 from .journal import DamagedJournalError, Journal, KeptFile
 from .output_store import OutputStore, UnreadableFileError, file_names
+from .progress import BatchBar
 from .rows import BatchJob, Planner, Row
 
 MAX_LOSSES = 5
@@ -52,25 +52,6 @@ class UnsentError(UnreachableError):
     def __init__(self, err: UnreachableError, row: Row, waited_s: float) -> None:
         super().__init__(str(err))
         self.row, self.waited_s = row, waited_s
-
-
-class BatchReporter(Protocol):
-    """Output of a batch for the user."""
-
-    def running(self, job: str, rows: int) -> None:
-        """Report the running, or next, job and its number of rows; called at every poll."""
-
-    def done(self, row: Row, files: Sequence[KeptFile]) -> None:
-        """Report a finished row."""
-
-    def failed(self, row: Row, reason: str) -> None:
-        """Report a failed row."""
-
-    def unresponsive(self, unresponsive: bool) -> None:
-        """Report that the backend does not respond, or that it responds again."""
-
-    def note(self, text: str) -> None:
-        """Print any other message."""
 
 
 @dataclass(kw_only=True)
@@ -99,16 +80,6 @@ class _Setback:
         return self.tries >= _MAX_TRIES and succeeded > self.succeeded
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of a batch."""
-
-    failures: int | None = None
-    """Number of failed rows after which no more rows are started; None: no limit."""
-    timeout_s: float = 600.0
-    """Seconds without a response after which the batch ends."""
-
-
 @dataclass(kw_only=True)
 class Runner:
     """Runs rows until they are finished. `sleep` waits for some seconds; `failures` is the number of failed rows."""
@@ -117,11 +88,14 @@ class Runner:
     journal: Journal
     store: OutputStore
     planner: Planner
-    reporter: BatchReporter
+    reporter: BatchBar
     stop: StopRequest
-    limits: Limits
     sleep: Callable[[float], None]
     failures: int = 0
+    max_failures: int | None = None
+    """Number of failed rows after which no more rows are started; None: no limit."""
+    timeout_s: float = 600.0
+    """Seconds without a response after which the batch ends."""
     _waiting: deque[BatchJob] = field(default_factory=deque)
     _submissions: list[Submission] = field(default_factory=list)
     _losses: Counter[str] = field(default_factory=Counter)
@@ -164,7 +138,7 @@ class Runner:
 
     def _stopping(self) -> bool:
         """Return True if no more rows are to be started."""
-        return self.stop.requested or (self.limits.failures is not None and self.failures >= self.limits.failures)
+        return self.stop.requested or (self.max_failures is not None and self.failures >= self.max_failures)
 
     def _post_and_poll(self) -> bool:
         """Post jobs until the window is full, and poll all submissions; return True if anything has changed."""
@@ -252,7 +226,7 @@ class Runner:
                     names = ", ".join(file.name for file in kept)
                     raise FileNotFoundError(f"{names}: removed from {self.store.work_folder} after the check")
                 self.journal.finish(row.hash)
-                self.reporter.done(row, kept)
+                self.reporter.done(row)
                 self._fetched += 1
             submission.rows.remove(row)
             self._fetch_setbacks.pop(row.hash, None)
@@ -267,7 +241,7 @@ class Runner:
         row = submission.rows[0]
         setback = self._fetch_setbacks.setdefault(row.hash, _Setback(succeeded=self._fetched))
         setback.tries += 1
-        if setback.is_row_fault(self._fetched) or setback.waited_s >= self.limits.timeout_s:
+        if setback.is_row_fault(self._fetched) or setback.waited_s >= self.timeout_s:
             self._fail_row(row, f"{err}; {setback.tries} requests in {setback.waited_s:.0f} s")
             return
         submission.rows.append(submission.rows.pop(0))
@@ -290,10 +264,10 @@ class Runner:
         if not saved:
             raise NoSuchFileError("no file was saved: the workflow needs a node that saves in the output folder")
         stem = self.journal.stem(row.hash)
-        names = file_names(stem, [file.filename for file in saved])
-        for file, name in zip(saved, names, strict=True):
-            self.backend.fetch(file, self.store.part_path(name))
-        return [self.store.check_part(name) for name in names]
+        parts = [self.store.part_path(name) for name in file_names(stem, [file.filename for file in saved])]
+        for file, part in zip(saved, parts, strict=True):
+            self.backend.fetch(file, part)
+        return [self.store.check_file(part) for part in parts]
 
     def _handle_lost(self, submission: Submission) -> None:
         self._end(submission)
@@ -350,13 +324,13 @@ class Runner:
 
     def _wait_for_host(self, err: UnreachableError, silence: float) -> float:
         """Wait before the next try, longer each time; return the total seconds of silence."""
-        if silence >= self.limits.timeout_s:
+        if silence >= self.timeout_s:
             raise BackendTimeoutError(
                 f"{err}; gave up after {silence:.0f} s: run the same command again to resume"
             ) from err
         if not silence:
             self.reporter.note(f"{err}; trying again")
         self.reporter.unresponsive(True)
-        delay = min(max(silence, _FIRST_RETRY), _LAST_RETRY, max(self.limits.timeout_s - silence, 0.1))
+        delay = min(max(silence, _FIRST_RETRY), _LAST_RETRY, max(self.timeout_s - silence, 0.1))
         self.sleep(delay)
         return silence + delay

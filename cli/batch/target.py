@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ...host.embedded import ComfyNode, Prompt, nodes_by_id
-from ..arguments import ArgumentError, check_models
+from ..arguments import ArgumentError, check_models, device_of
 from .backends.base import BatchBackend, UnreachableError
 from .backends.comfy_client import ComfyClient
 from .backends.object_info import server_faults, sockets_of_server, unknown_classes
@@ -20,7 +20,7 @@ from .backends.server import ServerBackend
 from .rows import Sockets
 
 if TYPE_CHECKING:
-    from ...host.embedded import NodeProgress
+    from ...host.embedded import NodeProgress, Workflow
 
 OnProgress = Callable[["NodeProgress"], None]
 
@@ -107,36 +107,29 @@ def _own_nodes() -> Mapping[str, type[ComfyNode]]:
 
 
 def embedded_target(
-    workflow: Prompt, *, models: Path, input_dir: Path, output: Path, device: str | None, strict: bool = False
+    workflow: Prompt, *, models: Path, input_dir: Path, output: Path, device: str | None, strict: bool
 ) -> BatchTarget:
     """Return this process as a target. Raises ValueError for foreign nodes in the workflow, or without models."""
     check_models(models)
     # Imported here, because neither torch nor our nodes are needed if a server computes.
-    import torch
+    from ...host.embedded import EmbeddedHost, Folders, LoadImage, load_workflow, sockets_of
+    from .backends.embedded import EmbeddedBackend
 
-    from ...host.embedded import LoadImage, sockets_of
-    from ...nodes import WanStreamExtension
-    from .backends.embedded import EmbeddedBackend, EmbeddedOptions
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("--device cuda: this torch finds no CUDA device")
-    nodes = asyncio.run(WanStreamExtension().get_node_list())
-    classes = nodes_by_id([*nodes, LoadImage])
+    chosen = device_of(device)
+    own = _own_nodes()
+    classes = {**own, **nodes_by_id([LoadImage])}
     missing = unknown_classes(workflow, classes)
     if missing:
         hint = "only the nodes of this pack run without ComfyUI: start a server, and give its address with --server"
         raise ArgumentError("\n".join([hint, *missing]))
-    options = EmbeddedOptions(
-        nodes=nodes,
-        models=models,
-        input=input_dir,
-        output=output,
-        device=torch.device(device) if device else None,
-        strict=strict,
-    )
+
+    def load(prompt: Prompt, host: EmbeddedHost, output: Path) -> Workflow:
+        folders = Folders(models=models, output=output, input=input_dir)
+        return load_workflow(prompt, host=host, nodes=[*own.values()], folders=folders, device=chosen, strict=strict)
+
     return BatchTarget(
         sockets={name: {socket.name: socket for socket in sockets_of(node)} for name, node in classes.items()},
-        faults=options.faults,
+        faults=lambda prompt: load(prompt, EmbeddedHost(), output).verdict.lines(),
         unchecked=lambda prompt: "",
-        opened=lambda folder, on_progress: EmbeddedBackend(options, folder, on_progress),
+        opened=lambda folder, on_progress: EmbeddedBackend(load, folder, on_progress),
     )

@@ -4,59 +4,23 @@ from __future__ import annotations
 
 import shutil
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from typing import TypeAlias
 
-import torch
-
-from ....host.embedded import (
-    ComfyNode,
-    EmbeddedHost,
-    Folders,
-    History,
-    NodeFailedError,
-    NodeProgress,
-    Prompt,
-    Workflow,
-    load_workflow,
-)
+from ....host.embedded import EmbeddedHost, History, NodeFailedError, NodeProgress, Prompt, Workflow
 from ....schema import Cancelled
-from ..journal import FULL_DISK
+from ..journal import FULL_DISK, FileError
 from ..output_store import LATENT
 from .base import Ended, JobFailed, MadeFile, Outcome, RefusedError, Unknown
 
 
-class DiskFullError(OSError):
+class DiskFullError(FileError):
     """A node could not write its file because the disk is full, which ends the batch. `errno` is the node's."""
 
-    def __str__(self) -> str:
-        return str(self.strerror)
 
-
-@dataclass(frozen=True, kw_only=True)
-class EmbeddedOptions:
-    """Environment of a workflow: node classes, folders, and device (None: a GPU if there is one)."""
-
-    nodes: Sequence[type[ComfyNode]]
-    models: Path
-    input: Path
-    output: Path
-    device: torch.device | None = None
-    strict: bool = False
-    """Raise an error for suspicious inputs instead of a warning."""
-
-    def load(self, prompt: Prompt, host: EmbeddedHost, output: Path | None = None) -> Workflow:
-        """Validate a workflow that saves its files below `output`; None: the default output folder."""
-        folders = Folders(models=self.models, output=output or self.output, input=self.input)
-        return load_workflow(
-            prompt, host=host, nodes=self.nodes, folders=folders, device=self.device, strict=self.strict
-        )
-
-    def faults(self, prompt: Prompt) -> list[str]:
-        """Return the faults of a workflow, a line each."""
-        return self.load(prompt, EmbeddedHost()).verdict.lines()
+Load: TypeAlias = Callable[[Prompt, EmbeddedHost, Path], Workflow]
+"""Validates a workflow for the host; its files are saved below the folder."""
 
 
 class EmbeddedBackend:
@@ -64,11 +28,9 @@ class EmbeddedBackend:
 
     window = 1
 
-    def __init__(
-        self, options: EmbeddedOptions, folder: Path, on_progress: Callable[[NodeProgress], None] | None = None
-    ) -> None:
+    def __init__(self, load: Load, folder: Path, on_progress: Callable[[NodeProgress], None]) -> None:
         """Create a backend whose workflows save their files below `folder`, until they are fetched."""
-        self._options = options
+        self._load = load
         self._folder = folder
         self._on_progress = on_progress
         self._host = EmbeddedHost()
@@ -78,13 +40,11 @@ class EmbeddedBackend:
     def __enter__(self) -> EmbeddedBackend:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._host.free_experts()
 
     def post(self, prompt_id: str, prompt: Prompt) -> None:
-        workflow = self._options.load(prompt, self._host, self._folder / prompt_id)
+        workflow = self._load(prompt, self._host, self._folder / prompt_id)
         if faults := workflow.verdict.lines():
             raise RefusedError("; ".join(faults))
         self._posted[prompt_id] = workflow
@@ -118,16 +78,13 @@ class EmbeddedBackend:
 
     def release(self, prompt_id: str) -> None:
         self._ended.pop(prompt_id, None)
-        self._remove(self._folder / prompt_id)
+        folder = self._folder / prompt_id
+        # A latent is kept, because its video does not exist yet.
+        if folder.is_dir() and not any(folder.rglob(f"*{LATENT}")):
+            shutil.rmtree(folder)
 
     def halt(self) -> None:
         self._host.stop()
-
-    @staticmethod
-    def _remove(folder: Path) -> None:
-        """Remove the folder unless it contains a latent, whose video does not exist yet."""
-        if folder.is_dir() and not any(folder.rglob(f"*{LATENT}")):
-            shutil.rmtree(folder)
 
 
 def _files(prompt_id: str, history: History) -> tuple[MadeFile, ...]:

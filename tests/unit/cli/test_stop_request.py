@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from wanstream.cli.arguments import StopRequest
+from wanstream.cli.arguments import StopRequest, handle_sigint
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX")
 
@@ -27,7 +27,12 @@ def ctrl_c() -> None:
 def test_two_requests_are_counted_and_the_third_ends_the_process_as_usual() -> None:
     before = signal.getsignal(signal.SIGINT)
     stop, heard = StopRequest(), []
-    with stop.handle_sigint(lambda: heard.append(stop.immediate)):
+
+    def on_request() -> None:
+        stop.request()
+        heard.append(stop.immediate)
+
+    with handle_sigint(on_request, requests=2):
         assert not stop.requested
         ctrl_c()
         assert (stop.requested, stop.immediate) == (True, False)
@@ -41,6 +46,6 @@ def test_two_requests_are_counted_and_the_third_ends_the_process_as_usual() -> N
 
 def test_outside_nothing_is_changed() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with StopRequest().handle_sigint(lambda: None):
+    with handle_sigint(lambda: None, requests=1):
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before

@@ -16,7 +16,7 @@ import pytest
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INTERRUPTED, INVALID
-from wanstream.cli.batch.journal import Lock
+from wanstream.cli.batch.journal import locked
 
 T2V = Path(__file__).parents[4] / "workflows" / "api" / "t2v.json"
 SMALL = {"latent": {"width": 32, "height": 32, "frames": 5}, "sampler": {"steps": 2}, "save": {"crf": 30}}
@@ -191,9 +191,9 @@ def test_a_journal_belongs_to_one_workflow_and_one_client(
     assert main(batch({"sampler.seed": 1}, workflow=workflow)) == INVALID
     assert "is the journal of another workflow" in capsys.readouterr().err
     own_journal = ["--journal", str(tmp_path / "other.sqlite")]
-    with Lock(tmp_path / "out" / ".wanstream" / "lock", of="x"):
+    with locked(tmp_path / "out" / ".wanstream" / "lock", of="x"):
         assert main(batch({"sampler.seed": 2}, more=own_journal)) == INVALID
-    with Lock(tmp_path / "other.sqlite.lock", of="x"):
+    with locked(tmp_path / "other.sqlite.lock", of="x"):
         assert main(batch({"sampler.seed": 2}, more=own_journal)) == INVALID
     assert capsys.readouterr().err.count("another `wanstream batch` is using") == 2
     # The existing file is not in the other journal.

@@ -13,7 +13,7 @@ def test_the_bar_counts_rows_that_ended_and_tells_what_failed(capsys: pytest.Cap
     row = Row(line=7, position=6, hash="h")
     with BatchBar(rows=4, ended=1) as bar:
         bar.show(NodeProgress(node_id="sampler", class_type="S", done=3, total=20))
-        bar.done(row, [])
+        bar.done(row)
         bar.failed(row, "too big")
         bar.tick()
     told = capsys.readouterr().err
@@ -32,14 +32,14 @@ def test_a_row_counts_as_far_as_it_is_and_lanes_together(capsys: pytest.CaptureF
         bar.show(NodeProgress(node_id="sampler", class_type="S", done=5, total=20))
         assert bar.passed == 2.25
         now[0] = 10.0
-        bar.done(row, [])
+        bar.done(row)
         assert bar.passed == 3.0
         bar.running("b", 4)
         now[0] = 15.0
         bar.show(NodeProgress(node_id="sampler", class_type="S", done=10, total=20))
         assert bar.passed == 5.0, "half of four rows that run together"
         for whole in (4, 5, 6, 7):
-            bar.done(row, [])
+            bar.done(row)
             assert whole <= bar.passed <= 7.0
         assert bar.passed == 7.0
     told = capsys.readouterr().err.split("\r")
@@ -61,7 +61,7 @@ def test_the_bar_says_that_nothing_answers_and_its_time_left_does_not_grow(
     with BatchBar(rows=4, ended=0, clock=lambda: now[0]) as bar:
         bar._bar._time, bar._bar.start_t = lambda: now[0], now[0]
         now[0] += 60
-        bar.done(Row(line=1, position=1, hash="h"), [])
+        bar.done(Row(line=1, position=1, hash="h"))
         assert "<03:00" in capsys.readouterr().err.split("\r")[-1]
         bar.unresponsive(True)
         now[0] += 300

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.batch.rows import Row, RowError, apply_row, single_jobs
+from wanstream.cli.batch.rows import Row, RowError, apply_row
 from wanstream.host.embedded.validate import Socket
 
 WORKFLOW: dict[str, Any] = {
@@ -84,10 +84,3 @@ def test_json_values_stay_as_they_are() -> None:
 def test_what_the_workflow_has_no_place_for_is_refused(key: str, text: str, reason: str) -> None:
     with pytest.raises(RowError, match=reason):
         apply_row(WORKFLOW, row_of({key: text}), SOCKETS)
-
-
-def test_every_row_is_a_job_of_its_own_that_owns_all_files() -> None:
-    rows = [row_of({"3.seed": str(seed)}) for seed in range(3)]
-    jobs = single_jobs(WORKFLOW, rows, SOCKETS)
-    assert [job.prompt["3"]["inputs"]["seed"] for job in jobs] == [0, 1, 2]
-    assert all(job.saves == {"h": None} for job in jobs)

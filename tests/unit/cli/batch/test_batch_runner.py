@@ -33,7 +33,7 @@ from wanstream.cli.batch.journal import Journal, KeptFile, State
 from wanstream.cli.batch.output_store import OutputStore
 from wanstream.cli.batch.resume import resume
 from wanstream.cli.batch.rows import BatchJob, Row
-from wanstream.cli.batch.runner import MAX_LOSSES, BackendTimeoutError, Limits, Runner
+from wanstream.cli.batch.runner import MAX_LOSSES, BackendTimeoutError, Runner
 
 ROWS = 12
 
@@ -145,7 +145,7 @@ class Silent:
     def running(self, job: str, rows: int) -> None:
         pass
 
-    def done(self, row: Row, files: Sequence[KeptFile]) -> None:
+    def done(self, row: Row) -> None:
         self.told.append(f"done {row.position}")
 
     def failed(self, row: Row, reason: str) -> None:
@@ -164,7 +164,7 @@ class Bench:
     def __init__(self, folder: Path, backend: Any, *, rows: Sequence[Row] = (), size: int = 1) -> None:
         self.folder, self.backend, self.rows, self.size = folder, backend, rows or rows_of(ROWS), size
         self.reporter, self.stop = Silent(), StopRequest()
-        self.limits = Limits()
+        self.limits: dict[str, Any] = {}
         self.slept: list[float] = []
 
     def run(self, journal: Journal | None = None, store: OutputStore | None = None) -> Runner:
@@ -178,8 +178,8 @@ class Bench:
                 planner=plan_of(self.size),
                 reporter=self.reporter,
                 stop=self.stop,
-                limits=self.limits,
                 sleep=self.slept.append,
+                **self.limits,
             )
             runner.run(start.waiting, start.submissions)
             return runner
@@ -291,8 +291,8 @@ class MortalStore(OutputStore):
 
     chance: Chance
 
-    def check_part(self, name: str) -> KeptFile:
-        checked: KeptFile = self.chance.around(super().check_part, name, remote=False)
+    def check_file(self, path: Path) -> KeptFile:
+        checked: KeptFile = self.chance.around(super().check_file, path, remote=False)
         return checked
 
     def clear_parts(self) -> None:
@@ -367,7 +367,7 @@ def test_files_that_never_come_cost_their_rows_alone(tmp_path: Path, withheld: l
 
 def test_the_only_file_that_is_left_is_requested_for_the_timeout_and_then_fails(tmp_path: Path) -> None:
     bench = Bench(tmp_path, Withholding("1"), rows=rows_of(1))
-    bench.limits = Limits(timeout_s=100.0)
+    bench.limits = {"timeout_s": 100.0}
     bench.run()
     assert sum(bench.slept) == pytest.approx(100.0, abs=1.0)
     assert bench.states() == [State.failed]
@@ -411,7 +411,7 @@ def test_an_outage_of_posts_alone_fails_no_row(tmp_path: Path) -> None:
 def test_an_outage_of_posts_alone_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
     bench = Bench(tmp_path, World())
     bench.backend = Refusing(bench.slept, 1e9)
-    bench.limits = Limits(timeout_s=100.0)
+    bench.limits = {"timeout_s": 100.0}
     with pytest.raises(BackendTimeoutError, match="status 503; gave up after 100 s"):
         bench.run()
     assert sum(bench.slept) == pytest.approx(100.0)
@@ -484,7 +484,7 @@ def test_after_so_many_failures_nothing_more_is_begun(tmp_path: Path) -> None:
     world = World()
     world.bad = lambda prompt: "always"
     bench = Bench(tmp_path, world)
-    bench.limits = Limits(failures=2)
+    bench.limits = {"max_failures": 2}
     bench.run()
     states = bench.states()
     assert 2 <= states.count(State.failed) <= 3
@@ -514,7 +514,7 @@ def test_an_empty_file_is_a_failure_in_words(tmp_path: Path) -> None:
 def test_silence_ends_the_run_after_a_while_and_nothing_is_lost(tmp_path: Path) -> None:
     world = World()
     bench = Bench(tmp_path, world)
-    bench.limits = Limits(timeout_s=100.0)
+    bench.limits = {"timeout_s": 100.0}
     world.silent = True
     with pytest.raises(BackendTimeoutError, match="gave up after 100 s"):
         bench.run()
@@ -536,7 +536,7 @@ def test_short_silences_do_not_add_up(tmp_path: Path) -> None:
 
     bench = Bench(tmp_path, Stammering())
     bench.backend.window = 1
-    bench.limits = Limits(timeout_s=1.0)
+    bench.limits = {"timeout_s": 1.0}
     bench.run()
     bench.check(range(1, ROWS + 1))
     assert sum(bench.slept) > 2.0
@@ -638,7 +638,7 @@ def test_a_sealed_part_never_replaces_a_file_of_others_and_a_refusal_moves_nothi
         for number in (1, 2):
             store.part_path(f"0000{number}.txt").write_text(f"row {number}")
             journal.post({f"hash {number}": None}, f"id{number}")
-            journal.place(f"hash {number}", [store.check_part(f"0000{number}.txt")])
+            journal.place(f"hash {number}", [store.check_file(store.part_path(f"0000{number}.txt"))])
     (tmp_path / "00002.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"00002\.txt, which is not from this batch"):
         bench.run()
@@ -661,9 +661,9 @@ def test_a_file_that_was_removed_is_made_again_alone(tmp_path: Path) -> None:
 
 def test_a_checked_file_that_somebody_removes_ends_the_batch_in_words(tmp_path: Path) -> None:
     class Robbed(OutputStore):
-        def check_part(self, name: str) -> KeptFile:
-            checked = super().check_part(name)
-            self.part_path(name).unlink()
+        def check_file(self, path: Path) -> KeptFile:
+            checked = super().check_file(path)
+            path.unlink()
             return checked
 
     bench = Bench(tmp_path, World(), rows=rows_of(1))

@@ -18,11 +18,11 @@ from wanstream.cli.batch.journal import (
     Journal,
     JournalError,
     KeptFile,
-    Lock,
     LockedError,
     State,
     copy_of,
     is_full_disk,
+    locked,
 )
 from wanstream.cli.batch.rows import Row
 
@@ -301,8 +301,8 @@ def test_the_cause_behind_a_disk_io_error_is_named(tmp_path: Path, limit: int) -
 
 HOLD = """
 import sys, pathlib
-from wanstream.cli.batch.journal import Lock
-with Lock(pathlib.Path(sys.argv[1]), of="the batch"):
+from wanstream.cli.batch.journal import locked
+with locked(pathlib.Path(sys.argv[1]), of="the batch"):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -321,19 +321,19 @@ def test_a_lock_has_one_holder_and_dies_with_it(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with holder(path) as other:
         with pytest.raises(LockedError, match="another `wanstream batch` is using the batch"):
-            with Lock(path, of="the batch"):
+            with locked(path, of="the batch"):
                 pass
         other.kill()
         other.wait()
-    with Lock(path, of="the batch"):
+    with locked(path, of="the batch"):
         with pytest.raises(LockedError):
-            with Lock(path, of="the batch"):
+            with locked(path, of="the batch"):
                 pass
-    with Lock(path, of="the batch"):
+    with locked(path, of="the batch"):
         pass
 
 
 def test_a_lock_that_cannot_be_made_says_so(tmp_path: Path) -> None:
     with pytest.raises(LockedError, match="cannot be locked"):
-        with Lock(tmp_path / "none" / "lock", of="x"):
+        with locked(tmp_path / "none" / "lock", of="x"):
             pass

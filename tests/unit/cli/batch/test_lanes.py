@@ -19,6 +19,7 @@ from wanstream.cli.batch.lanes import (
     SAMPLER,
     LanePass,
     LanesError,
+    check_lanes,
     lane_pass,
     lane_passes,
     row_workflow,
@@ -231,7 +232,7 @@ def test_one_lane_leaves_every_row_as_it_is() -> None:
 @pytest.mark.parametrize("lanes", [0, -1, MAX_LANES + 1])
 def test_numbers_of_lanes_that_cannot_be_are_refused(lanes: int) -> None:
     with pytest.raises(LanesError, match=f"--share-weights {lanes}: give a number of rows from 1 to 1000"):
-        lane_passes(seeds(1), lanes)
+        check_lanes(lanes)
 
 
 def test_the_last_lane_that_there_can_be_is_one_that_the_node_takes_out() -> None:

@@ -33,7 +33,7 @@ MAKERS = [("a.png", picture), ("a.jpg", picture), ("a.webp", picture), ("a.mp4",
 def test_a_whole_file_is_sealed_and_placed_once_and_again(tmp_path: Path, name: str, make: object) -> None:
     store = OutputStore(tmp_path)
     made = make(store.part_path(name)).read_bytes()  # type: ignore[operator]
-    checked = store.check_part(name)
+    checked = store.check_file(store.part_path(name))
     assert (checked.name, checked.size) == (name, len(made))
     assert not (tmp_path / name).exists()
     for _ in range(2):
@@ -50,7 +50,7 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, name: str, make: obje
     part = make(store.part_path(name))  # type: ignore[operator]
     part.write_bytes(part.read_bytes()[: int(part.stat().st_size * share)])
     with pytest.raises(UnreadableFileError, match=name.replace(".", r"\.")):
-        store.check_part(name)
+        store.check_file(store.part_path(name))
 
 
 def test_a_video_that_is_cut_between_two_frames_is_refused(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_video_that_is_cut_between_two_frames_is_refused(tmp_path: Path) -> No
         starts = sorted(packet.pos for packet in container.demux(video=0) if packet.size)
     part.write_bytes(part.read_bytes()[: starts[-2]])
     with pytest.raises(UnreadableFileError, match=r"a\.mp4"):
-        store.check_part("a.mp4")
+        store.check_file(store.part_path("a.mp4"))
 
 
 def test_a_page_of_a_proxy_is_no_video(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_page_of_a_proxy_is_no_video(tmp_path: Path) -> None:
     for name in ("a.mp4", "a.png", "a.flac"):
         store.part_path(name).write_text("<html>busy, come back later</html>")
         with pytest.raises(UnreadableFileError):
-            store.check_part(name)
+            store.check_file(store.part_path(name))
 
 
 def test_a_picture_of_too_many_pixels_costs_its_row_alone(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_picture_of_too_many_pixels_costs_its_row_alone(tmp_path: Path) -> Non
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0))
     store.part_path("a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
     with pytest.raises(UnreadableFileError, match=r"a\.png cannot be read to its end.*pixels"):
-        store.check_part("a.png")
+        store.check_file(store.part_path("a.png"))
 
 
 def test_a_sound_is_no_video(tmp_path: Path) -> None:
@@ -94,13 +94,13 @@ def test_a_sound_is_no_video(tmp_path: Path) -> None:
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     with pytest.raises(UnreadableFileError, match="it has no video stream"):
-        store.check_part("a.mp4")
+        store.check_file(store.part_path("a.mp4"))
 
 
 def test_a_file_that_is_nowhere_or_another_is_not_placed(tmp_path: Path) -> None:
     store = OutputStore(tmp_path)
     picture(store.part_path("a.png"))
-    checked = store.check_part("a.png")
+    checked = store.check_file(store.part_path("a.png"))
     store.clear_parts()
     assert not store.place([checked])
     (tmp_path / "a.png").write_bytes(b"x" * checked.size)
