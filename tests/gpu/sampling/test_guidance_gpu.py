@@ -65,9 +65,7 @@ def test_an_alpha_of_zero_is_a_run_without_nag_to_the_bit(pair: ExpertPair, long
 
 
 @pytest.mark.parametrize("chunk", [None, 512])
-def test_windows_and_nag_take_the_estimated_memory(
-    chunk: int | None, pair: ExpertPair, long: DenoiseRequest
-) -> None:
+def test_windows_and_nag_take_the_estimated_memory(chunk: int | None, pair: ExpertPair, long: DenoiseRequest) -> None:
     policy = replace(LAYERWISE, chunk_tokens=chunk)
     request = replace(long, guidance=(4.0, 1.0), nag=Nag(), windows=ContextWindows(frames=5, overlap=2))
     denoise(pair, request, policy=policy, device=CUDA)  # libraries have allocated their workspaces now
