@@ -185,19 +185,19 @@ def test_every_link_of_the_canvas_has_two_ends_that_know_it(name: str) -> None:
 def test_the_canvas_says_what_the_api_file_says(name: str) -> None:
     """Links of all nodes, and the widgets of ours, whose order the schemas give."""
     prompt, canvas = prompt_of(name), canvas_of(name)
-    said = by_name(prompt)
+    inputs_by_name = by_name(prompt)
     names = canvas_names(canvas)
     origin = {link[0]: (names[link[1]], link[2]) for link in canvas["links"]}
     for node in canvas["nodes"]:
         if node["type"] == NOTE_TYPE:
             continue
-        class_type, inputs = said.pop(names[node["id"]])
+        class_type, inputs = inputs_by_name.pop(names[node["id"]])
         assert node["type"] == class_type
         links = {socket["name"]: origin[socket["link"]] for socket in node["inputs"] if socket.get("link") is not None}
         assert links == {key: value for key, value in inputs.items() if isinstance(value, tuple)}
         if class_type in NODES:
             assert dict(_widgets(node)) == {key: value for key, value in inputs.items() if not isinstance(value, tuple)}
-    assert not said
+    assert not inputs_by_name
 
 
 def _widgets(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -23,17 +23,17 @@ def run() -> int:
     parser.add_argument("--kind", default="", help="only kinds with this text in their names")
     parser.add_argument("--first", type=int, help="of each kind only so many cases")
     parser.add_argument("--from", dest="begin", default="", help="only this kind and those after it")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     names = [kind.name for kind in KINDS]
-    begin = names.index(asked.begin) if asked.begin else 0
-    kinds = [kind for kind in KINDS[begin:] if asked.kind.lower() in kind.name.lower()]
+    begin = names.index(args.begin) if args.begin else 0
+    kinds = [kind for kind in KINDS[begin:] if args.kind.lower() in kind.name.lower()]
     begun, totals = time.monotonic(), Counter[str]()
-    with tempfile.TemporaryDirectory() as folder, closing(Campaign(Path(folder), seed=asked.seed)) as campaign:
+    with tempfile.TemporaryDirectory() as folder, closing(Campaign(Path(folder), seed=args.seed)) as campaign:
         print("| fault | n | lost | doubled | broken | leaked | exit codes of all clients | seconds |")
         print("|---|--:|--:|--:|--:|--:|---|--:|")
         for kind in kinds:
             start, found = time.monotonic(), []
-            cases = campaign.cases([kind])[: asked.first]
+            cases = campaign.cases([kind])[: args.first]
             for case in cases:
                 try:
                     found.append(campaign.run(case))
@@ -48,7 +48,7 @@ def run() -> int:
             print(f"| {kind.name} | {len(found)} | {numbers} | {listed} | {time.monotonic() - start:.0f} |", flush=True)
             totals.update({"n": len(found), **costs})
     numbers = " | ".join(str(totals[cost]) for cost in ("n", *_COSTS))
-    print(f"| sum, seed {asked.seed} | {numbers} | | {time.monotonic() - begun:.0f} |")
+    print(f"| sum, seed {args.seed} | {numbers} | | {time.monotonic() - begun:.0f} |")
     return int(any(totals[cost] for cost in _COSTS))
 
 

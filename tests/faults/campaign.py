@@ -206,13 +206,13 @@ class Campaign:
     @cached_property
     def _run_file(self) -> bytes:
         with self._on_stage(next(kind for kind in KINDS if kind.world == "run")) as stage:
-            assert stage.run() == 0, stage.said()
+            assert stage.run() == 0, stage.stderr()
             (made,) = stage.out.rglob("*.mp4")
             return made.read_bytes()
 
     def _undisturbed(self, world: str, models: Path) -> dict[str, list[bytes]]:
         with self._on_stage(next(kind for kind in KINDS if kind.world == world), models) as stage:
-            assert stage.run() == 0, stage.said()
+            assert stage.run() == 0, stage.stderr()
             made = {path.name: [path.read_bytes()] for path in stage.out.glob("*.mp4")}
             assert len(made) == len(self._rows(world)), made.keys()
             for path in stage.out.glob("*.mp4"):

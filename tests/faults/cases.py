@@ -226,7 +226,7 @@ def _nothing(stage: Stage, chance: random.Random, place: Place) -> None:
 def _some_time(stage: Stage, chance: random.Random) -> None:
     """Wait until the client is at work, and a little longer."""
     deadline = time.monotonic() + 60
-    while "experts" not in stage.said() and time.monotonic() < deadline:
+    while "experts" not in stage.stderr() and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(chance.uniform(0.0, 3.0))
 

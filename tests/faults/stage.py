@@ -143,9 +143,9 @@ class Stage:
         for _ in range(MOST_RUNS):
             if self.run() == self.done_code:
                 return
-        self.findings.lost.append(f"not done after {MOST_RUNS} runs: {self.said()[-300:]}")
+        self.findings.lost.append(f"not done after {MOST_RUNS} runs: {self.stderr()[-300:]}")
 
-    def said(self) -> str:
+    def stderr(self) -> str:
         """Output of all clients."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
@@ -159,8 +159,8 @@ class Stage:
         for name in made.keys() & expected.keys():
             if same(made[name]) not in [same(content) for content in expected[name]]:
                 findings.broken.append(name)
-        if findings.codes.count(TRACEBACK) or "Traceback" in self.said():
-            findings.broken.append("a traceback: " + self.said().partition("Traceback")[2][:3000])
+        if findings.codes.count(TRACEBACK) or "Traceback" in self.stderr():
+            findings.broken.append("a traceback: " + self.stderr().partition("Traceback")[2][:3000])
         findings.leaked += self._leaked()
         return findings
 
@@ -169,8 +169,8 @@ class Stage:
         made = sorted(self.out.rglob("*.mp4"))
         self.findings.lost += [] if made else ["no video"]
         self.findings.broken += [path.name for path in made if path.read_bytes() != expected]
-        if self.findings.codes.count(TRACEBACK) or "Traceback" in self.said():
-            self.findings.broken.append("a traceback: " + self.said().partition("Traceback")[2][:3000])
+        if self.findings.codes.count(TRACEBACK) or "Traceback" in self.stderr():
+            self.findings.broken.append("a traceback: " + self.stderr().partition("Traceback")[2][:3000])
         self.findings.leaked += self._processes()
         return self.findings
 
@@ -185,7 +185,7 @@ class Stage:
 
     def _leaked(self) -> list[str]:
         leaked = self._processes()
-        announced = self.said()
+        announced = self.stderr()
         for path in sorted((*self.out.rglob("*"), *self.temporary.rglob("*"))):
             name = str(path.relative_to(self.out)) if path.is_relative_to(self.out) else str(path)
             kept = name in _ALLOWED or name.startswith("journal.sqlite.damaged") or str(path) in announced

@@ -45,7 +45,7 @@ def make_task(experts_ref: Callable[..., ExpertsRef]) -> Callable[..., RunTask]:
     numbers = itertools.count()
 
     def make(*, seed: int = 10, request: dict[str, Any] | None = None, **changes: Any) -> RunTask:
-        asked = {
+        defaults = {
             "noise": _normal(*SHAPE, seed=seed),
             "positive": _normal(1, 7, 4096, seed=11),
             "negative": _normal(1, 5, 4096, seed=12),
@@ -57,7 +57,7 @@ def make_task(experts_ref: Callable[..., ExpertsRef]) -> Callable[..., RunTask]:
         given = {
             "run_id": f"run {next(numbers)}",
             "experts": experts_ref(),
-            "request": DenoiseRequest(**{**asked, **(request or {})}),
+            "request": DenoiseRequest(**{**defaults, **(request or {})}),
             "policy": OffloadPolicy.layerwise(1),
         }
         return RunTask(**{**given, **changes})

@@ -87,7 +87,7 @@ class FakeWorker:
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         function = self._leave_slowly if method == "leave" else getattr(self, f"_{method}")
-        return run_in_thread("fake ask", self._alive, function, *args)
+        return run_in_thread("fake call", self._alive, function, *args)
 
     def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> Future[TaskResult]:
         self._pool.sent.append((self._rank, task))

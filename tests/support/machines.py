@@ -77,7 +77,7 @@ class Machine:
         assert self._first.stdout is not None
         if self._first.stdout.readline() != "ready\n":
             self._first.communicate(timeout=WAIT_S)
-            raise OSError(f"{name} does not begin; it has said why")
+            raise OSError(f"{name} does not start; the reason is in its output")
         (self._inside,) = psutil.Process(self._first.pid).children()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], **given: Any) -> subprocess.Popen[str]:

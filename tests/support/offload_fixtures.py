@@ -72,11 +72,11 @@ class LimitedPageLock:
 
     def __init__(self, *, limit: int = 1000) -> None:
         self.limit = limit
-        self.asked = 0
+        self.attempts = 0
         self.locked: list[tuple[int, int]] = []
 
     def lock(self, memory: torch.Tensor) -> None:
-        self.asked += 1
+        self.attempts += 1
         if len(self.locked) == self.limit:
             raise PageLockError("no more pages")
         self.locked.append((memory.data_ptr(), memory.numel()))
@@ -121,7 +121,7 @@ class ThreadGroup:
         self.size = size
         self.gathers = [0] * size
         self.owns: list[torch.Tensor | None] = [None] * size
-        self.said = [b""] * size
+        self.statements = [b""] * size
         self.meeting, self.gathering = (threading.Barrier(size, timeout=wait_s) for _ in range(2))
 
     def ranks(self, *, on_device: bool = False) -> list[Sharded]:
@@ -134,10 +134,10 @@ class ThreadGather:
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, group.size
 
-    def compare(self, said: bytes) -> tuple[bytes, ...]:
-        self.group.said[self.rank] = said
+    def compare(self, statements: bytes) -> tuple[bytes, ...]:
+        self.group.statements[self.rank] = statements
         self._wait(self.group.meeting)
-        every = tuple(self.group.said)
+        every = tuple(self.group.statements)
         self._wait(self.group.meeting)
         return every
 

@@ -65,24 +65,24 @@ def serve(here: SimpleNamespace, address: str, key: bytes, rank: int, short_at: 
     worker, lock, runs = Worker("cpu", threads=1, experts=ExpertsRegistry(opened)), threading.Lock(), WorkThread("runs")
     with Client(address, authkey=key) as connection:
 
-        def tell(number: int, kind: str, value: Any) -> None:
+        def send(number: int, kind: str, value: Any) -> None:
             with lock:
                 connection.send_bytes(pickle.dumps((number, kind, value)))
 
         def answer(number: int, done: Future[Any]) -> None:
             error = done.exception()
-            tell(number, "value" if error is None else "error", done.result() if error is None else error)
+            send(number, "value" if error is None else "error", done.result() if error is None else error)
 
-        tell(rank, "here", None)
+        send(rank, "here", None)
         while True:
             number, method, args = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own test
             if number < 0:
-                tell(number, "bye", None)
+                send(number, "bye", None)
                 break
             if method == "run":
-                done = runs.submit(worker.run, *args, partial(tell, number, "told"))
+                done = runs.submit(worker.run, *args, partial(send, number, "step"))
             else:
-                done = run_in_thread("ask", getattr(worker, method), *args)
+                done = run_in_thread("call", getattr(worker, method), *args)
             done.add_done_callback(partial(answer, number))
     runs.close()
     worker.close()
@@ -153,7 +153,7 @@ class ProcessWorker:
                 self._lost_one = False
                 break
             future, on_report = self._waiting[number]
-            if kind == "told":
+            if kind == "step":
                 assert on_report is not None
                 on_report(value)
                 continue

@@ -174,18 +174,18 @@ def _fork_when_asked(handle: int) -> None:
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    asked = socket.socket(fileno=handle)
+    connection = socket.socket(fileno=handle)
     while True:
-        number, handles, _, _ = socket.recv_fds(asked, 8, 1)
+        number, handles, _, _ = socket.recv_fds(connection, 8, 1)
         if not number:
             return
         pid = os.fork()
         if pid == 0:
-            asked.close()
+            connection.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _serve(Connection(handles[0]), int.from_bytes(number, "little"))
         os.close(handles[0])
-        asked.send(pid.to_bytes(8, "little"))
+        connection.send(pid.to_bytes(8, "little"))
 
 
 def _serve(connection: Connection, number: int) -> None:

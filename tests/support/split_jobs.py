@@ -100,12 +100,12 @@ def compute(
     policy: OffloadPolicy,
     part: RunSlice,
     device: str = "cpu",
-    **asked: Any,
+    **options: Any,
 ) -> torch.Tensor:
     """Return the latents of a run on "cpu" or on the "cuda" device of this process, which keeps its experts open."""
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
     place = f"cuda:{here.number}" if device == "cuda" else device
-    return denoise_part(here.experts.get(experts), request, part, policy=policy, device=place, **asked).latents
+    return denoise_part(here.experts.get(experts), request, part, policy=policy, device=place, **options).latents
 
 
 def job_run(
@@ -154,10 +154,10 @@ def job_run_until(
     sent: int | None,
 ) -> tuple[int, int]:
     """Stop, or send the signal `sent` to itself, after the number of polls that `wishes` has for this process."""
-    asked = itertools.count()
+    visits = itertools.count()
 
     def wish() -> bool:
-        now = next(asked) == wishes.get(here.number, -1)
+        now = next(visits) == wishes.get(here.number, -1)
         if now and sent is not None:
             os.kill(os.getpid(), sent)
         return now

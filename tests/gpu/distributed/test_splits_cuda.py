@@ -68,10 +68,10 @@ def test_shared_tokens_round_no_worse_than_one_worker_does(
     exact = processes[0].start(split_jobs.job_run_alone, wide("float32"), request_of_48_tokens, LAYERWISE).result()
     given = wide("bfloat16"), request_of_48_tokens, LAYERWISE, "cuda"
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    told = processes.all(split_jobs.job_run, *given, count=2)
-    assert torch.equal(told[0]["latents"], told[1]["latents"])
-    assert difference(told[0]["latents"], exact) <= 1.5 * difference(alone, exact)
-    assert told[0]["gathered"] == told[0]["crossed"] > 0
+    results = processes.all(split_jobs.job_run, *given, count=2)
+    assert torch.equal(results[0]["latents"], results[1]["latents"])
+    assert difference(results[0]["latents"], exact) <= 1.5 * difference(alone, exact)
+    assert results[0]["gathered"] == results[0]["crossed"] > 0
 
 
 def test_ulysses_in_fp32_gives_what_one_worker_gives(

@@ -46,9 +46,9 @@ def test_nodes_widgets_and_sockets_are_named_in_chinese(chinese: Frontend) -> No
     locale: dict[str, Any] = json.loads((ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
     prompt = json.loads((ROOT / "workflows" / "api" / "i2v.json").read_text(encoding="utf-8"))
     chinese.load_prompt(numbered(prompt))
-    said = {kind: node for kind, node in chinese.page.evaluate(SAID).items() if kind in locale}
-    assert len(said) >= 6
-    for kind, node in said.items():
+    labels = {kind: node for kind, node in chinese.page.evaluate(SAID).items() if kind in locale}
+    assert len(labels) >= 6
+    for kind, node in labels.items():
         expected = {name: socket["name"] for name, socket in locale[kind]["inputs"].items()}
         assert node["title"] == locale[kind]["display_name"]
         assert node["widgets"] == {name: expected[name] for name in node["widgets"]}

@@ -500,13 +500,13 @@ def test_arrow_keys_go_through_the_steps_and_tell_their_numbers(page: Page) -> N
     page.page.evaluate(f"title => {{ {FIND}; overlay(title).querySelector('.wanstream-plot').focus() }}", SAMPLER)
     for step in timeline_of(page.server).steps:
         page.page.keyboard.press("ArrowRight")
-        said = page.shown()["numbers"]
-        assert f"step {step.index} ({step.expert})" in said
-        assert f"{format_seconds(step.wall_s)} s = compute {format_seconds(step.compute_s)} s" in said
-        assert f"stall {format_seconds(step.stall_s)} s" in said
-        assert f"{format_size(step.bytes_moved)} moved" in said
+        text = page.shown()["numbers"]
+        assert f"step {step.index} ({step.expert})" in text
+        assert f"{format_seconds(step.wall_s)} s = compute {format_seconds(step.compute_s)} s" in text
+        assert f"stall {format_seconds(step.stall_s)} s" in text
+        assert f"{format_size(step.bytes_moved)} moved" in text
         if step.read_bytes_per_s is not None:
-            assert f"{format_size(step.read_bytes)} read at {format_rate(step.read_bytes_per_s)}" in said
+            assert f"{format_size(step.read_bytes)} read at {format_rate(step.read_bytes_per_s)}" in text
     page.page.keyboard.press("Escape")
     assert "Point at a bar" in page.shown()["numbers"]
 

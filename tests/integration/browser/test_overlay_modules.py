@@ -24,9 +24,9 @@ CALL = f"""async ([module, name, values]) => {{
     const exports = await import(`/extensions/{PACK}/overlay/${{module}}.mjs`)
     return exports[name](...values)
 }}"""
-STATE = f"""async told => {{
+STATE = f"""async events => {{
     const {{ EMPTY, after }} = await import('/extensions/{PACK}/overlay/store.mjs')
-    return told.reduce((state, [event, payload, now]) => after(state, event, payload, now), EMPTY)
+    return events.reduce((state, [event, payload, now]) => after(state, event, payload, now), EMPTY)
 }}"""
 
 Event = tuple[str, dict[str, Any]] | tuple[str, dict[str, Any], float]
@@ -47,8 +47,8 @@ class Modules:
     def call(self, module: str, name: str, *values: Any) -> Any:
         return self.frontend.page.evaluate(CALL, [module, name, list(values)])
 
-    def state(self, told: Sequence[Event]) -> dict[str, Any]:
-        found: dict[str, Any] = self.frontend.page.evaluate(STATE, [list(event) for event in told])
+    def state(self, events: Sequence[Event]) -> dict[str, Any]:
+        found: dict[str, Any] = self.frontend.page.evaluate(STATE, [list(event) for event in events])
         return found
 
 
@@ -73,8 +73,8 @@ def step(run: str, done: int) -> Event:
 
 
 def end(run: str, error: str | None = None, **timeline: Any) -> Event:
-    told = {"steps": [record(0), record(1)], "changes": []} if error is None else None
-    return "wanstream.end", {"run": run, "timeline": told, "predicted": None, "error": error}
+    events = {"steps": [record(0), record(1)], "changes": []} if error is None else None
+    return "wanstream.end", {"run": run, "timeline": events, "predicted": None, "error": error}
 
 
 def snapshot_of(*runs: dict[str, Any], known: Sequence[str] = ()) -> Event:
@@ -112,10 +112,10 @@ def test_a_run_grows_step_by_step(modules: Modules) -> None:
 
 
 def test_a_step_that_comes_twice_or_after_a_gap_changes_nothing(modules: Modules) -> None:
-    told = [begin("r"), step("r", 1)]
-    assert modules.state([*told, step("r", 1)]) == modules.state(told)
-    assert modules.state([*told, step("r", 3)]) == modules.state(told)
-    state = modules.state(told)
+    events = [begin("r"), step("r", 1)]
+    assert modules.state([*events, step("r", 1)]) == modules.state(events)
+    assert modules.state([*events, step("r", 3)]) == modules.state(events)
+    state = modules.state(events)
     assert modules.call("store", "leavesGap", state, step("r", 3)[1])
     assert modules.call("store", "leavesGap", state, step("other", 1)[1])
     assert not modules.call("store", "leavesGap", state, step("r", 2)[1])
@@ -136,8 +136,8 @@ def test_a_run_of_a_server_that_is_gone_has_ended(modules: Modules) -> None:
 
 
 def test_a_run_that_begins_while_the_answer_is_under_way_goes_on(modules: Modules) -> None:
-    told = [begin("old"), end("old"), begin("r"), step("r", 1), snapshot_of(known=["old"])]
-    runs = modules.state(told)["runs"]
+    events = [begin("old"), end("old"), begin("r"), step("r", 1), snapshot_of(known=["old"])]
+    runs = modules.state(events)["runs"]
     assert [(run["run"], run["ended"], run["error"]) for run in runs] == [("old", True, None), ("r", False, None)]
     assert len(runs[1]["records"]) == 1
 
@@ -157,56 +157,56 @@ def parts(now: float, **states: str) -> Event:
 GRAPH_OF_P = item("graph", workflow="here", classes={"a": "A", "b": "B", "c": "C"})
 
 
-def figures_of(modules: Modules, told: Sequence[Event], now: float) -> dict[str, Any]:
+def figures_of(modules: Modules, events: Sequence[Event], now: float) -> dict[str, Any]:
     """The figures of each node of the item "p"."""
-    found = modules.call("store", "lastItem", modules.state(told), "here")
+    found = modules.call("store", "lastItem", modules.state(events), "here")
     nodes = {"a": "A", "b": "B", "c": "C"}
     return {key: found and modules.call("graph_ids", "figuresAt", found, [key], nodes[key], now) for key in nodes}
 
 
 def test_a_node_takes_the_time_between_its_events(modules: Modules) -> None:
-    told = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), parts(2.5, a="running")]
-    figures = figures_of(modules, told, 3.0)
+    events = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), parts(2.5, a="running")]
+    figures = figures_of(modules, events, 3.0)
     assert (figures["a"]["seconds"], figures["a"]["running"], figures["a"]["ran"]) == (2.0, True, True)
     assert figures["b"] is None, "it may still run"
-    told += [parts(4.0, a="finished"), parts(5.0, a="finished", b="running"), item("execution_success", 7.0)]
-    figures = figures_of(modules, told, 99.0)
+    events += [parts(4.0, a="finished"), parts(5.0, a="finished", b="running"), item("execution_success", 7.0)]
+    figures = figures_of(modules, events, 99.0)
     assert [(figures[key]["seconds"], figures[key]["running"]) for key in "ab"] == [(3.0, False), (2.0, False)]
     assert (figures["c"]["ran"], figures["c"]["cached"]) == (False, False), "not run"
 
 
 @pytest.mark.parametrize("event", ["execution_error", "execution_interrupted"])
 def test_a_node_that_fails_or_is_interrupted_ends_with_its_item(modules: Modules, event: str) -> None:
-    told = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), item(event, 3.0)]
-    figures = figures_of(modules, told, 99.0)
+    events = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), item(event, 3.0)]
+    figures = figures_of(modules, events, 99.0)
     assert (figures["a"]["seconds"], figures["a"]["running"], figures["b"]["ran"]) == (2.0, False, False)
 
 
 def test_the_error_of_a_blocked_node_ends_no_item(modules: Modules) -> None:
-    told = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), item("execution_error", 2.0)]
-    figures = figures_of(modules, [*told, parts(3.0, a="finished", b="running")], 5.0)
+    events = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), item("execution_error", 2.0)]
+    figures = figures_of(modules, [*events, parts(3.0, a="finished", b="running")], 5.0)
     assert (figures["b"]["seconds"], figures["b"]["running"], figures["c"]) == (2.0, True, None)
 
 
 def test_a_node_runs_while_any_of_its_parts_does(modules: Modules) -> None:
-    told = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), parts(2.0, a="running", a_1="running")]
-    told += [parts(3.0, a="running", a_1="finished"), parts(5.0, a="finished", a_1="finished")]
-    assert figures_of(modules, told, 9.0)["a"]["seconds"] == 4.0
-    told += [parts(6.0, a="finished", a_1="finished", a_2="running")]
-    assert figures_of(modules, told, 7.0)["a"]["seconds"] == 5.0
+    events = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), parts(2.0, a="running", a_1="running")]
+    events += [parts(3.0, a="running", a_1="finished"), parts(5.0, a="finished", a_1="finished")]
+    assert figures_of(modules, events, 9.0)["a"]["seconds"] == 4.0
+    events += [parts(6.0, a="finished", a_1="finished", a_2="running")]
+    assert figures_of(modules, events, 7.0)["a"]["seconds"] == 5.0
 
 
 def test_a_cached_node_seems_finished_and_took_no_time(modules: Modules) -> None:
-    told = [item("execution_start"), item("execution_cached", nodes=["a"]), parts(1.0, a="finished"), GRAPH_OF_P]
-    figures = figures_of(modules, told, 2.0)
+    events = [item("execution_start"), item("execution_cached", nodes=["a"]), parts(1.0, a="finished"), GRAPH_OF_P]
+    figures = figures_of(modules, events, 2.0)
     assert (figures["a"]["cached"], figures["a"]["ran"]) == (True, False)
 
 
 def test_no_time_is_shown_that_nobody_measured(modules: Modules) -> None:
     opened_in_the_middle = [parts(1.0, a="running"), parts(2.0, a="finished"), item("execution_success", 3.0)]
     assert modules.state([*opened_in_the_middle, GRAPH_OF_P])["items"] == []
-    told = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), ("reconnecting", {})]
-    assert modules.state([*told, parts(9.0, a="finished")])["items"] == []
+    events = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), ("reconnecting", {})]
+    assert modules.state([*events, parts(9.0, a="finished")])["items"] == []
     over = [item("execution_start"), GRAPH_OF_P, item("execution_success"), ("reconnecting", {})]
     assert len(modules.state(over)["items"]) == 1
 
@@ -220,18 +220,23 @@ def test_an_item_is_of_no_graph_before_its_own_is_known(modules: Modules) -> Non
 
 
 def test_an_event_that_moves_a_progress_bar_alone_changes_nothing(modules: Modules) -> None:
-    same = f"""async told => {{
+    same = f"""async events => {{
         const {{ EMPTY, after }} = await import('/extensions/{PACK}/overlay/store.mjs')
-        const before = told.slice(0, -1).reduce((state, each) => after(state, ...each), EMPTY)
-        return after(before, ...told.at(-1)) === before
+        const before = events.slice(0, -1).reduce((state, each) => after(state, ...each), EMPTY)
+        return after(before, ...events.at(-1)) === before
     }}"""
-    told = [item("execution_start"), parts(1.0, a="running"), parts(2.0, a="running")]
-    assert modules.frontend.page.evaluate(same, [list(each) for each in told])
+    events = [item("execution_start"), parts(1.0, a="running"), parts(2.0, a="running")]
+    assert modules.frontend.page.evaluate(same, [list(each) for each in events])
 
 
 def test_the_memory_of_a_badge_is_that_of_the_runs_of_its_node(modules: Modules) -> None:
-    told = [begin("r", node="5:2"), step("r", 1), begin("other", node="52"), begin("before", prompt_id="o", node="5:2")]
-    state = modules.state(told)
+    events = [
+        begin("r", node="5:2"),
+        step("r", 1),
+        begin("other", node="52"),
+        begin("before", prompt_id="o", node="5:2"),
+    ]
+    state = modules.state(events)
     counts = [len(modules.call("store", "recordsAt", state, "p", [key])) for key in ("5", "5:2", "52", "2")]
     assert counts == [1, 1, 0, 0]
     assert modules.call("figures", "mostMemory", [record(), record(rss_bytes=9)]) == {"kind": "RAM", "bytes": 9}
@@ -245,8 +250,8 @@ def test_only_the_last_runs_are_kept(modules: Modules) -> None:
 
 def test_the_last_run_of_a_node_is_that_of_its_graph(modules: Modules) -> None:
     here, there = "c6ee4ad1", "99999999"
-    told = [begin("a", workflow=here), begin("b", workflow=there), begin("c", node="9", shown_at="8", workflow=here)]
-    state = modules.state(told)
+    events = [begin("a", workflow=here), begin("b", workflow=there), begin("c", node="9", shown_at="8", workflow=here)]
+    state = modules.state(events)
 
     def last(workflow: str, *ids: str) -> Any:
         found = modules.call("store", "lastRun", state, workflow, list(ids))
@@ -278,8 +283,8 @@ def test_figures_of_a_subgraph_are_those_of_its_nodes(modules: Modules) -> None:
 def run_of(count: int, measured: int) -> dict[str, Any]:
     experts = ["high"] * (count // 2) + ["low"] * (count - count // 2)
     records = [record(number, expert=experts[number]) for number in range(measured)]
-    told = {**begin("r", steps=count, experts=experts, switch_step=count // 2)[1], "ended": False, "error": None}
-    return {**told, "records": records, "timeline": None}
+    events = {**begin("r", steps=count, experts=experts, switch_step=count // 2)[1], "ended": False, "error": None}
+    return {**events, "records": records, "timeline": None}
 
 
 def test_every_step_has_a_bar_and_the_next_ones_their_place(modules: Modules) -> None:
@@ -333,8 +338,8 @@ def test_steps_in_which_a_cache_left_blocks_out_are_marked(modules: Modules) -> 
     (mark,) = (part for part in chart[2:] if part[1].get("class") == "wanstream-cached")
     assert mark[1]["data-left-out"] == 39
     assert mark[1]["x"] == pytest.approx(frame["left"] + frame["step"])
-    said = modules.call("figures", "stepText", run["records"][1], None)
-    assert "39 blocks skipped by a cache" in said
+    message = modules.call("figures", "stepText", run["records"][1], None)
+    assert "39 blocks skipped by a cache" in message
     assert "left out" not in modules.call("figures", "stepText", run["records"][0], None)
 
 
@@ -562,7 +567,7 @@ REFUSED = f"""async ([tag, attributes]) => {{
 
 
 @pytest.mark.parametrize(
-    ("tag", "attributes", "said"),
+    ("tag", "attributes", "message"),
     [
         ("img", {"src": "x"}, "no element img"),
         ("script", {}, "no element script"),
@@ -572,7 +577,7 @@ REFUSED = f"""async ([tag, attributes]) => {{
     ],
 )
 def test_other_elements_and_scripts_in_attributes_are_refused(
-    modules: Modules, tag: Any, attributes: dict[str, str], said: str
+    modules: Modules, tag: Any, attributes: dict[str, str], message: str
 ) -> None:
-    assert said in (modules.frontend.page.evaluate(REFUSED, [tag, attributes]) or "made")
+    assert message in (modules.frontend.page.evaluate(REFUSED, [tag, attributes]) or "made")
     assert modules.frontend.page.evaluate(REFUSED, ["div", {"class": "plain", "hidden": True}]) is None

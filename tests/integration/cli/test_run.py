@@ -113,8 +113,8 @@ def test_a_cycle_is_explained(arguments: Arguments, tmp_path: Path, capsys: pyte
     path = tmp_path / "cycle.json"
     path.write_text(json.dumps(nodes), encoding="utf-8")
     assert main(arguments(*SMALL, workflow=path)) == INVALID
-    told = capsys.readouterr().err
-    assert "sampler" in told, told
+    output = capsys.readouterr().err
+    assert "sampler" in output, output
 
 
 def test_a_fault_that_is_no_refusal_shows_where_it_is(
@@ -122,9 +122,9 @@ def test_a_fault_that_is_no_refusal_shows_where_it_is(
 ) -> None:
     monkeypatch.setattr(WanStreamEmptyLatent, "execute", classmethod(lambda cls, **_: 1 / 0))
     assert main(arguments(*SMALL)) == FAILED
-    told = capsys.readouterr().err
-    assert "Traceback" in told
-    assert "failed: node latent (WanStreamEmptyLatent): ZeroDivisionError" in told
+    output = capsys.readouterr().err
+    assert "Traceback" in output
+    assert "failed: node latent (WanStreamEmptyLatent): ZeroDivisionError" in output
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def test_an_output_that_is_no_folder_is_refused_before_the_run(
 def test_a_node_that_fails_is_named(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
     image_expert = "experts.low_noise=wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors"
     assert main(arguments(*SMALL, image_expert)) == FAILED
-    told = capsys.readouterr().err
-    assert "failed: node experts (WanStreamExperts)" in told
-    assert "is I2V, but the high-noise expert" in told
+    output = capsys.readouterr().err
+    assert "failed: node experts (WanStreamExperts)" in output
+    assert "is I2V, but the high-noise expert" in output
 
 
 def test_wrong_options_end_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,9 +197,9 @@ def test_ctrl_c_ends_a_run_between_two_blocks(arguments: Arguments, tmp_path: Pa
             if "sampler:" in line:
                 break
         process.send_signal(signal.SIGINT)
-        said = process.stderr.read()
+        stderr = process.stderr.read()
         assert process.wait() == INTERRUPTED
-    assert said.splitlines()[-1] == "stopped"
+    assert stderr.splitlines()[-1] == "stopped"
     assert list((tmp_path / "out").glob("**/*.mp4")) == []
 
 

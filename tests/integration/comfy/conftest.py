@@ -90,14 +90,14 @@ def base(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ask(comfyui: ComfyUI, base: Path) -> Callable[..., Any]:
-    """`ask(code, *arguments)` runs code in ComfyUI's Python and returns the JSON value of its variable `answer`.
+def in_comfyui(comfyui: ComfyUI, base: Path) -> Callable[..., Any]:
+    """`in_comfyui(code, *arguments)` runs code in ComfyUI's Python and returns the JSON value of its variable `answer`.
 
     It may take `seconds`. The code sees `arguments`, `folder_paths`, `nodes`, `io` and `ui`, and the modules of this
     folder can be imported.
     """
 
-    def ask(code: str, *arguments: object, seconds: int = START_SECONDS) -> Any:
+    def in_comfyui(code: str, *arguments: object, seconds: int = START_SECONDS) -> Any:
         script = f"{IMPORTS}\n{code}\nprint(json.dumps(answer))"
         command = [str(comfyui.python), "-c", script, json.dumps(arguments), str(base), str(Path(__file__).parent)]
         done = subprocess.run(
@@ -106,7 +106,7 @@ def ask(comfyui: ComfyUI, base: Path) -> Callable[..., Any]:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
-    return ask
+    return in_comfyui
 
 
 @pytest.fixture(scope="session")
@@ -118,24 +118,24 @@ def server(comfyui: ComfyUI, base: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def answers(
-    ask: Callable[..., Any], tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    in_comfyui: Callable[..., Any], tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """The value of every case of `guider_cases.py`."""
     folder = tmp_path_factory.mktemp("guider")
     for kind, channels in (("t2v", 16), ("i2v", 36)):
         for seed, name in enumerate(("high", "low"), start=1):
             (folder / f"{kind}_{name}.safetensors").symlink_to(tiny_expert_file(seed=seed, in_channels=channels))
-    told: dict[str, Any] = ask(GUIDER_CASES, str(folder), seconds=900)
-    return told
+    results: dict[str, Any] = in_comfyui(GUIDER_CASES, str(folder), seconds=900)
+    return results
 
 
 @pytest.fixture
 def case(answers: dict[str, Any]) -> Callable[[str], Any]:
     """Return `case(name)`, which returns the result of a case or fails with the traceback of the case."""
 
-    def told(name: str) -> Any:
+    def results(name: str) -> Any:
         value = answers[name]
         assert not (isinstance(value, dict) and "error" in value), value["error"]
         return value
 
-    return told
+    return results

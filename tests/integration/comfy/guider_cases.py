@@ -302,10 +302,10 @@ def _slow_machine() -> Machine:
 
 def predicted_case(side: Side) -> dict[str, object]:
     """Prediction announced before the first call of a run, on a machine with a stored profile and on one without."""
-    sampler, told = comfy.samplers.sampler_object("heun"), []
+    sampler, reported = comfy.samplers.sampler_object("heun"), []
     current_host().free_experts()
     current_host().announce = lambda event, payload: (
-        told.append(payload["predicted"]) if event == "wanstream.begin" else None
+        reported.append(payload["predicted"]) if event == "wanstream.begin" else None
     )
     current_host()._planner, before = AutoPlanner(stored=lambda *_: None), current_host()._planner
     guider = side.ours()
@@ -317,7 +317,7 @@ def predicted_case(side: Side) -> dict[str, object]:
     finally:
         current_host()._planner = before
         del current_host().announce
-    unknown, known = told
+    unknown, known = reported
 
     def of(steps: list[Any]) -> list[list[Any]]:
         return [[step[name] for name in ("index", "expert", "sigma", "bytes_moved", "read_bytes")] for step in steps]
@@ -342,9 +342,9 @@ def chosen_case(side: Side) -> dict[str, object]:
         results = [sampled(guider, sampler, _simple()) for _ in range(2)]
     finally:
         current_host()._planner = before
-    told, moved = guider.timeline.changes, sum(step.bytes_moved for step in guider.timeline.steps)
+    reported, moved = guider.timeline.changes, sum(step.bytes_moved for step in guider.timeline.steps)
     current_host().free_experts()
-    return {"equal": [torch.equal(each, whole) for each in results], "told": told, "moved": moved}
+    return {"equal": [torch.equal(each, whole) for each in results], "reported": reported, "moved": moved}
 
 
 def split_case(side: Side) -> dict[str, object]:
@@ -509,16 +509,16 @@ def foreign_case(side: Side) -> dict[str, object]:
         return x
 
     sampler, guider, theirs = comfy.samplers.KSAMPLER(midpoint), side.ours(), side.theirs()
-    told = []
+    reported = []
     log = logging.getLogger("wanstream.host")
     log.setLevel(logging.INFO)
-    log.addFilter(listen := lambda record: told.append(record.getMessage()) or True)
+    log.addFilter(listen := lambda record: reported.append(record.getMessage()) or True)
     result = sampled(guider, sampler, _simple())
     log.removeFilter(listen)
     ours = len(runs)
     return {
         "runs": ours,
-        "told": told,
+        "reported": reported,
         "difference": _difference(result, sampled(theirs, sampler, _simple())),
         "calls": [[step.expert for step in guider.timeline.steps], theirs.calls],
         "recompiled": guider.recompiled,
@@ -628,7 +628,7 @@ def refused_cases(side: Side, image_side: Side) -> dict[str, Callable[[], object
         "sigmas of another model": lambda: sampled(side.ours(), euler, karras),
         "levels per sample": lambda: sampled(side.ours(), of(per_sample), _simple(), **two),
         "not a number": lambda: sampled(side.ours(), of(broken), _simple()),
-        "asks for modules": lambda: sampled(side.ours(), of(curious), _simple()),
+        "reads diffusion_model": lambda: sampled(side.ours(), of(curious), _simple()),
         "replaced conditions": replaced,
         "control": lambda: sampled(side.ours(positive=control), euler, _simple()),
         "size": lambda: sampled(side.ours(), euler, _simple(), latent=odd),

@@ -63,10 +63,10 @@ def same_case(side: Side, set_to: Callable[[], dict[str, Any]]) -> dict[str, obj
     settings = set_to()
     guider = side.ours(**settings)
     result = run_long(guider)
-    said = settings.pop("guidance", Guidance())
+    guidance = settings.pop("guidance", Guidance())
     run = denoise(
         current_host().experts(side.ref),
-        request_of(side, guidance_steps=said.steps, nag=said.nag, **settings),
+        request_of(side, guidance_steps=guidance.steps, nag=guidance.nag, **settings),
         policy=LAYERWISE,
         device="cpu",
     )
@@ -169,12 +169,12 @@ def first_stays_case(side: Side) -> dict[str, object]:
 
 def predicted_skips_case(side: Side) -> dict[str, object]:
     """Prediction announced for a run with the magnitude cache."""
-    told, before = [], current_host()._planner
+    reported, before = [], current_host()._planner
     cache = magnitudes(side)
     current_host().free_experts()
     current_host()._planner = AutoPlanner(stored=lambda *_: _slow_machine())
     current_host().announce = lambda event, payload: (
-        told.append(payload["predicted"]) if event == "wanstream.begin" else None
+        reported.append(payload["predicted"]) if event == "wanstream.begin" else None
     )
     guider = side.ours(cache=cache)
     try:
@@ -182,7 +182,7 @@ def predicted_skips_case(side: Side) -> dict[str, object]:
     finally:
         current_host()._planner = before
         del current_host().announce
-    predicted = [step["skipped_visits"] for step in told[0]["steps"]]
+    predicted = [step["skipped_visits"] for step in reported[0]["steps"]]
     return {"predicted": predicted, "found": [step.skipped_visits for step in guider.timeline.steps]}
 
 

@@ -172,9 +172,9 @@ class World:
 @contextmanager
 def world(files: tuple[str, str], capacity: int = PLENTY, **settings: Any) -> Iterator[tuple[World, list[str]]]:
     """A world with these settings of the memory manager, and the messages of our log in it."""
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("wanstream.memory")
     made = World(*files, capacity)
     settings = {"vram_state": mm.VRAMState.NORMAL_VRAM, "MIN_WEIGHT_MEMORY_RATIO": 0.0, **settings}
@@ -185,7 +185,7 @@ def world(files: tuple[str, str], capacity: int = PLENTY, **settings: Any) -> It
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        yield made, said
+        yield made, messages
     finally:
         log.removeHandler(handler)
         made.host.free_experts()
@@ -217,7 +217,7 @@ def room_for_what_is_planned(files: Files) -> Any:
 
 @case
 def weights_stay_for_the_next_run(files: Files) -> Any:
-    with world(files) as (here, said):
+    with world(files) as (here, messages):
         neighbour = here.neighbour(2**30)
         first = here.run(RESIDENT)
         here.capacity = here.taken + int(here.wanted) + 1
@@ -229,14 +229,14 @@ def weights_stay_for_the_next_run(files: Files) -> Any:
             "listed": len(mm.current_loaded_models),
             "as planned": here.pair.loaded_bytes == here.planned(RESIDENT),
             "neighbour": neighbour.loaded_size() == 2**30,
-            "said": said,
+            "messages": messages,
         }
 
 
 @case
 def evicted_block_by_block(files: Files) -> Any:
     """Another model needs a little more than there is, thrice; after each a run."""
-    with world(files) as (here, said):
+    with world(files) as (here, messages):
         whole = here.run(BLOCK_SWAP)
         full, found = here.pair.loaded_bytes, []
         for blocks in (0.5, 4.5, 7.5):
@@ -257,12 +257,12 @@ def evicted_block_by_block(files: Files) -> Any:
             )
             mm.current_loaded_models[:] = [m for m in mm.current_loaded_models if m.model is not neighbour]
             here.neighbours.clear()
-        return {"found": found, "said": said}
+        return {"found": found, "messages": messages}
 
 
 @case
 def evicted_as_a_whole(files: Files) -> Any:
-    with world(files) as (here, said):
+    with world(files) as (here, messages):
         first = here.run(BLOCK_SWAP)
         here.capacity = int(2**31 * 1.1 + mm.minimum_inference_memory()) + 1
         neighbour = here.neighbour(2**31)
@@ -273,7 +273,7 @@ def evicted_as_a_whole(files: Files) -> Any:
         mm.unload_all_models()
         found["after /free"] = [here.pair.loaded_bytes, len(mm.current_loaded_models)]
         found["again"] = torch.equal(here.run(BLOCK_SWAP).latents, first.latents)
-        return {**found, "said": said}
+        return {**found, "messages": messages}
 
 
 @case
@@ -290,7 +290,7 @@ def flags(files: Files) -> Any:
     }
     found = {}
     for name, setting in settings.items():
-        with world(files, **setting) as (here, said):
+        with world(files, **setting) as (here, messages):
             here.capacity = int(here.planned(OffloadPolicy.block_swap(9)) + here.wanted) + 1
             loaded = here.load(BLOCK_SWAP)
             reloaded = here.load(BLOCK_SWAP)
@@ -300,7 +300,7 @@ def flags(files: Files) -> Any:
                 "policy": [loaded.policy.kind, loaded.policy.blocks_to_swap, loaded.policy.prefetch_blocks],
                 "same again": reloaded.policy == loaded.policy,
                 "stays": here.pair.loaded_bytes > 0,
-                "said": said,
+                "messages": messages,
             }
     return found
 
@@ -353,7 +353,7 @@ def a_dynamic_model_evicts_us(files: Files) -> Any:
         def load(self, device_to: Any = None, *_: Any, **__: Any) -> None:
             self.model.device = device_to
 
-    with world(files) as (here, said):
+    with world(files) as (here, messages):
         here.run(BLOCK_SWAP)
         full = here.pair.loaded_bytes
         requester = Dynamic(torch.nn.Linear(1, 1), GPU, CPU)
@@ -364,7 +364,7 @@ def a_dynamic_model_evicts_us(files: Files) -> Any:
             "dynamic": requester.is_dynamic(),
             "blocks gone": (full - here.pair.loaded_bytes) / here.block,
             "listed": [type(m.model).__name__ for m in mm.current_loaded_models],
-            "said": said,
+            "messages": messages,
         }
 
 
@@ -405,7 +405,7 @@ def pins(files: Files) -> Any:
     if not hasattr(mm, "TOTAL_PINNED_MEMORY"):
         return None
     pinned = OffloadPolicy.layerwise(1, source="pinned")
-    with world(files, TOTAL_PINNED_MEMORY=100) as (here, said):
+    with world(files, TOTAL_PINNED_MEMORY=100) as (here, messages):
         counts = {}
         here.load(pinned)
         here.pair.locked = 5000
@@ -431,7 +431,7 @@ def pins(files: Files) -> Any:
             counts["there"] = mm.TOTAL_PINNED_MEMORY
             gone()
             counts[f"gone {len(counts)}"] = mm.TOTAL_PINNED_MEMORY
-        return {**counts, "said": said}
+        return {**counts, "messages": messages}
 
 
 @case
@@ -442,7 +442,7 @@ def evicted_while_running(files: Files) -> Any:
         if setting and "pins_required" not in signature(mm.free_memory).parameters:
             found[name] = None  # ComfyUI 0.3.64 drops every model then, without a request to free memory
             continue
-        with world(files, **setting) as (here, said):
+        with world(files, **setting) as (here, messages):
 
             def want_all(step: Any, here: World = here) -> None:
                 if step.done == 2:
@@ -452,7 +452,7 @@ def evicted_while_running(files: Files) -> Any:
             listed = len(mm.current_loaded_models)
             mm.unload_all_models()
             equal = torch.equal(whole.latents, disturbed.latents)
-            found[name] = {"equal": equal, "listed": listed, "left": here.pair.loaded_bytes, "said": said[0]}
+            found[name] = {"equal": equal, "listed": listed, "left": here.pair.loaded_bytes, "messages": messages[0]}
     return found
 
 
@@ -590,11 +590,11 @@ def room_for_a_decode(files: Files) -> Any:
     found: dict[str, Any] = {"neighbour": []}
     for lacking in (0, 1000, 2**30, 5 * 2**30):
         with world(files) as (here, _):
-            neighbour, said = here.neighbour(2**32), list[str]()
+            neighbour, messages = here.neighbour(2**32), list[str]()
             here.capacity = here.taken + whole - lacking
-            tiling = _first_tiling(settings, vae, needs, said.append)
+            tiling = _first_tiling(settings, vae, needs, messages.append)
             pixels = None if tiling is None else tiling.pixels
-            found["neighbour"].append([pixels, here.free() - whole, 2**32 - neighbour.loaded_size(), len(said)])
+            found["neighbour"].append([pixels, here.free() - whole, 2**32 - neighbour.loaded_size(), len(messages)])
     with world(files) as (here, _):
         here.run(RESIDENT)
         before = here.pair.loaded_bytes

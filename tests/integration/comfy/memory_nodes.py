@@ -13,7 +13,7 @@ import torch
 class TestHeld:
     """Memory of this process after the prompt, without garbage and without the free lists of the allocator."""
 
-    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "tell", True, "test"
+    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "report", True, "test"
 
     @classmethod
     def INPUT_TYPES(cls):
@@ -23,7 +23,7 @@ class TestHeld:
     def IS_CHANGED(cls, latent):
         return float("nan")
 
-    def tell(self, latent):
+    def report(self, latent):
         gc.collect()
         if hasattr(trim := ctypes.CDLL(None), "malloc_trim"):
             trim.malloc_trim(0)

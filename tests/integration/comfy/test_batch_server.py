@@ -91,7 +91,7 @@ def test_rows_that_the_server_refuses_fail_in_its_words(
     rows: list[object] = [{"1.color": 1}, {"1.width": 0}, {"1.size": 8}, "{", {"7.color": 1}, {"1.width": "wide"}]
     assert main(batch(*rows, {"2.images": ["9", 0]}, {"1.color": 2})) == FAILED
     assert list(colours(tmp_path / "out").values()) == [1, 2]
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     for words in [
         "line 2 failed: node 1 (EmptyImage): Value 0 smaller than min of 1: width",
         "line 3 failed: EmptyImage has no input size; it has width, height, batch_size, color",
@@ -100,7 +100,7 @@ def test_rows_that_the_server_refuses_fail_in_its_words(
         "line 6 failed: node 1 (EmptyImage): Failed to convert an input value to a INT value",
         "line 7 failed: node 2 (SaveImage)",
     ]:
-        assert words in told
+        assert words in output
     assert server.get("/queue") == {"queue_running": [], "queue_pending": []}
 
 
@@ -175,9 +175,9 @@ def test_a_dry_run_queues_nothing(
 def test_a_workflow_with_nodes_that_the_server_lacks(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     workflow = {**PICTURE, "5": {"class_type": "NobodysNode", "inputs": {}}}
     assert main(batch({"1.color": 1}, workflow=workflow)) == INVALID
-    told = capsys.readouterr().err
-    assert "cannot run on http://127.0.0.1" in told
-    assert "node 5: unknown class NobodysNode" in told
+    output = capsys.readouterr().err
+    assert "cannot run on http://127.0.0.1" in output
+    assert "node 5: unknown class NobodysNode" in output
 
 
 def test_a_workflow_that_only_shows_its_picture(
@@ -244,10 +244,10 @@ def test_a_full_disk_ends_the_batch_and_the_same_command_goes_on(batch: Batch, t
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))"
     log = tmp_path / "log"
     assert client(call, log, before=limit).wait(60) == FAILED
-    told = log.read_text(encoding="utf-8")
-    assert "File too large" in told
-    assert f"free space in {tmp_path / 'out'}, then run the same command again to resume" in told
-    assert "Traceback" not in told
+    output = log.read_text(encoding="utf-8")
+    assert "File too large" in output
+    assert f"free space in {tmp_path / 'out'}, then run the same command again to resume" in output
+    assert "Traceback" not in output
     assert colours(tmp_path / "out") == {"00001.png": 1}
     assert main(call) == DONE
     assert colours(tmp_path / "out") == {"00001.png": 1, "00002.png": 77, "00003.png": 3}

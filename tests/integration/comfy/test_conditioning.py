@@ -102,14 +102,14 @@ SAMPLERS_OWN = {"latent_image"}
 
 @pytest.fixture(scope="module")
 def found(
-    ask: Callable[..., Any], tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    in_comfyui: Callable[..., Any], tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """The result of each node and way to connect it."""
     folder = tmp_path_factory.mktemp("conditioning")
     for kind, channels in (("t2v", 16), ("i2v", 36)):
         for seed, name in enumerate(("high", "low"), start=1):
             (folder / f"{kind}_{name}.safetensors").symlink_to(tiny_expert_file(seed=seed, in_channels=channels))
-    answer: dict[str, Any] = ask(CASES, str(folder), seconds=900)
+    answer: dict[str, Any] = in_comfyui(CASES, str(folder), seconds=900)
     return answer
 
 

@@ -124,7 +124,7 @@ def test_the_calls_of_a_run_are_predicted_on_a_machine_that_is_known(case: Case)
 def test_a_policy_that_is_left_to_the_planner_changes_no_bit(case: Case) -> None:
     found = case("chosen")
     assert found["equal"] == [True, True]
-    assert found["told"][0].startswith("chosen: "), "of the second run"
+    assert found["reported"][0].startswith("chosen: "), "of the second run"
     assert found["moved"] == 0, "with so slow a disk both experts stay"
 
 
@@ -171,7 +171,7 @@ def test_a_trial_leaves_the_random_state_as_it_was(case: Case) -> None:
 def test_a_sampler_of_another_pack_runs_once_and_right(case: Case) -> None:
     found = case("foreign")
     assert found["runs"] == 1
-    assert found["told"] == ["the sampler midpoint was not dry-run: expecting one model call per step"]
+    assert found["reported"] == ["the sampler midpoint was not dry-run: expecting one model call per step"]
     assert found["difference"] <= CLOSE
     ours, theirs = found["calls"]
     assert ours == theirs
@@ -207,7 +207,11 @@ def test_previews_are_comfyuis(case: Case) -> None:
         ("sigmas of another model", "RequestError", "a sigma is 14.6, but flow models have none above 1"),
         ("levels per sample", "RequestError", "uses 2 noise levels in one model call"),
         ("not a number", "NonFiniteLatentError", "the latent from the sampler broken is NaN or infinite at sigma 1.0"),
-        ("asks for modules", "RequestError", "the sampler curious reads the attribute diffusion_model of the model"),
+        (
+            "reads diffusion_model",
+            "RequestError",
+            "the sampler curious reads the attribute diffusion_model of the model",
+        ),
         ("replaced conditions", "RequestError", "sampler_calc_cond_batch_function"),
         ("control", "ConditioningError", "positive carries a ControlNet (control)"),
         ("size", "RequestError", "a latent of 8 x 5 does not divide"),

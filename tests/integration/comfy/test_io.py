@@ -74,8 +74,8 @@ answer = {
 
 
 @pytest.fixture(scope="module")
-def real(ask: Callable[..., Any]) -> dict[str, Any]:
-    description: dict[str, Any] = ask(NODE + DESCRIBE, WIDGETS, SOCKETS)
+def real(in_comfyui: Callable[..., Any]) -> dict[str, Any]:
+    description: dict[str, Any] = in_comfyui(NODE + DESCRIBE, WIDGETS, SOCKETS)
     return description
 
 
@@ -124,7 +124,7 @@ answer = [[place(prefix) for prefix in prefixes], [refused(prefix) for prefix in
 """
 
 
-def test_files_are_named_and_refused_as_comfyui_does(ask: Callable[..., Any], tmp_path: Path) -> None:
+def test_files_are_named_and_refused_as_comfyui_does(in_comfyui: Callable[..., Any], tmp_path: Path) -> None:
     for name in (
         "clip_00004_.mp4",
         "video/clip_00001_.png",
@@ -134,7 +134,7 @@ def test_files_are_named_and_refused_as_comfyui_does(ask: Callable[..., Any], tm
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    placed, refused = ask(SAVE, str(tmp_path), PREFIXES, OUTSIDE)
+    placed, refused = in_comfyui(SAVE, str(tmp_path), PREFIXES, OUTSIDE)
     ours = [output_file(tmp_path, prefix, "mp4", width=832, height=480) for prefix in PREFIXES]
     assert [[str(file.path.parent), file.filename, file.subfolder] for file in ours] == placed
     assert refused == [True] * len(OUTSIDE)
@@ -151,11 +151,11 @@ answer = [load(name) for name in arguments]
 """
 
 
-def test_images_are_loaded_as_comfyui_loads_them(ask: Callable[..., Any], base: Path) -> None:
+def test_images_are_loaded_as_comfyui_loads_them(in_comfyui: Callable[..., Any], base: Path) -> None:
     names = _write_pictures(base / "input")
     with embedded_host.opened(Folders(models=base / "models", output=base / "output", input=base / "input")):
         ours = [[tensor.tolist() for tensor in LoadImage.execute(name).args] for name in names]
-    for name, mine, theirs in zip(names, ours, ask(LOAD, *names), strict=True):
+    for name, mine, theirs in zip(names, ours, in_comfyui(LOAD, *names), strict=True):
         assert mine == theirs, name
 
 
@@ -181,5 +181,5 @@ answer = [os.path.relpath(root, place) for root, _, files in walked if "model_in
 """
 
 
-def test_pipelines_are_found_where_comfyui_looks(ask: Callable[..., Any], base: Path) -> None:
-    assert ask(FOLDERS) == list(diffusers_folders(base / "models" / "diffusers")) == ["wan"]
+def test_pipelines_are_found_where_comfyui_looks(in_comfyui: Callable[..., Any], base: Path) -> None:
+    assert in_comfyui(FOLDERS) == list(diffusers_folders(base / "models" / "diffusers")) == ["wan"]

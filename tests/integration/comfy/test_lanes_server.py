@@ -118,7 +118,7 @@ def test_rows_that_do_not_fit_are_told_and_run_in_passes_of_their_own(
     ]
     timelines = batch(small("t2v"), rows, 4, "out")
     assert sorted(len(timeline.steps) for timeline in timelines) == [3, 4, 4]
-    told = capsys.readouterr().err
-    assert "line 2 runs alone: its latent.width is 48, that of line 1 is 64" in told
-    assert "line 4 runs alone: its sampler.steps is 3, that of line 1 is 4" in told
+    output = capsys.readouterr().err
+    assert "line 2 runs alone: its latent.width is 48, that of line 1 is 64" in output
+    assert "line 4 runs alone: its sampler.steps is 3, that of line 1 is 4" in output
     assert len(latents(tmp_path / "out")) == 4

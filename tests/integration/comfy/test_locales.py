@@ -33,15 +33,15 @@ def test_the_server_hands_out_a_locale(translations: dict[str, Any], language: s
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_it_names_what_the_server_says_of_the_nodes(server: Any, translations: dict[str, Any], language: str) -> None:
     nodes = {name: node for name, node in server.get("/object_info").items() if name.startswith("WanStream")}
-    said = translations[language]["nodeDefs"]
-    assert said.keys() == nodes.keys()
+    translated = translations[language]["nodeDefs"]
+    assert translated.keys() == nodes.keys()
     for name, node in nodes.items():
         inputs = {**node["input"]["required"], **node["input"].get("optional", {})}
         tips = {id for id, (_, options) in inputs.items() if options.get("tooltip")}
-        assert said[name]["inputs"].keys() == inputs.keys()
-        assert {id for id, socket in said[name]["inputs"].items() if socket.get("tooltip")} == tips
-        assert [*said[name]["outputs"]] == [str(index) for index in range(len(node["output"]))]
+        assert translated[name]["inputs"].keys() == inputs.keys()
+        assert {id for id, socket in translated[name]["inputs"].items() if socket.get("tooltip")} == tips
+        assert [*translated[name]["outputs"]] == [str(index) for index in range(len(node["output"]))]
     if language == "en":
-        assert {name: node["display_name"] for name, node in said.items()} == {
+        assert {name: node["display_name"] for name, node in translated.items()} == {
             name: node["display_name"] for name, node in nodes.items()
         }

@@ -108,7 +108,7 @@ def inputs() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def native(
-    ask: Callable[..., None],
+    in_comfyui: Callable[..., None],
     base: Path,
     loras: Path,
     inputs: dict[str, torch.Tensor],
@@ -121,7 +121,7 @@ def native(
     shutil.copytree(loras, place, dirs_exist_ok=True)
     try:
         save_file(inputs, folder / "inputs.safetensors")
-        ask(
+        in_comfyui(
             ASK,
             *(str(path) for path in (folder / "inputs.safetensors", tiny_expert_file(seed=1), folder / "found")),
             STACKS,

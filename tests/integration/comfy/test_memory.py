@@ -19,9 +19,9 @@ SHAPE = {"layers": 12, "heads": 1, "ffn_dim": 256}
 
 
 @pytest.fixture(scope="module")
-def found(ask: Callable[..., Any], tiny_expert_file: Callable[..., Path]) -> dict[str, Any]:
+def found(in_comfyui: Callable[..., Any], tiny_expert_file: Callable[..., Path]) -> dict[str, Any]:
     high, low = (tiny_expert_file(seed=seed, **SHAPE) for seed in (1, 2))
-    answers: dict[str, Any] = ask(ASK, str(high), str(low))
+    answers: dict[str, Any] = in_comfyui(ASK, str(high), str(low))
     return answers
 
 
@@ -38,15 +38,15 @@ def test_weights_stay_for_the_next_run(found: dict[str, Any]) -> None:
     assert stays["outer"] == [True, False]
     assert stays["equal"]
     assert stays["as planned"]
-    assert (stays["listed"], stays["neighbour"], stays["said"]) == (2, True, [])
+    assert (stays["listed"], stays["neighbour"], stays["messages"]) == (2, True, [])
 
 
 def test_other_models_evict_us_block_by_block(found: dict[str, Any]) -> None:
     evicted = found["evicted_block_by_block"]
     for case, blocks in zip(evicted["found"], (1, 5, 8), strict=True):
         assert case == {"blocks gone": blocks, "listed": 2, "neighbour": True, "equal": True, "back": True}
-    assert [line.split(": ")[1] for line in evicted["said"]] == ["1 blocks", "5 blocks", "8 blocks"]
-    assert all(line.startswith("freed ") and " GB of " in line for line in evicted["said"])
+    assert [line.split(": ")[1] for line in evicted["messages"]] == ["1 blocks", "5 blocks", "8 blocks"]
+    assert all(line.startswith("freed ") and " GB of " in line for line in evicted["messages"])
 
 
 def test_what_blocks_do_not_make_up_for_and_free_empty_us(found: dict[str, Any]) -> None:
@@ -55,8 +55,8 @@ def test_what_blocks_do_not_make_up_for_and_free_empty_us(found: dict[str, Any])
     assert whole["after /free"] == [0, 0]
     assert whole["equal"]
     assert whole["again"]
-    assert len(whole["said"]) == 2
-    assert all("the experts are unloaded" in line for line in whole["said"])
+    assert len(whole["messages"]) == 2
+    assert all("the experts are unloaded" in line for line in whole["messages"])
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_what_is_loaded_under_a_flag(found: dict[str, Any], flag: str, policy: l
     assert loaded["policy"] == policy
     assert loaded["same again"]
     assert loaded["stays"] == (flag != "not smart"), "beside a small model that loads after us"
-    told = [line for line in loaded["said"] if "are free for the experts" in line]
-    assert len(told) == (0 if flag == "high" else 2)
-    assert all(" instead of " in line and "6 of 12 blocks resident" in line for line in told)
+    lines = [line for line in loaded["messages"] if "are free for the experts" in line]
+    assert len(lines) == (0 if flag == "high" else 2)
+    assert all(" instead of " in line and "6 of 12 blocks resident" in line for line in lines)
 
 
 def test_what_is_reserved_is_not_taken(found: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ def test_a_model_with_dynamic_vram_evicts_us_too(found: dict[str, Any]) -> None:
     assert evicted["dynamic"]
     assert evicted["blocks gone"] == 3
     assert evicted["listed"] == ["Dynamic", "ExpertsPatcher"]
-    assert len(evicted["said"]) == 1
+    assert len(evicted["messages"]) == 1
 
 
 def test_other_experts_take_our_place(found: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ def test_experts_that_run_stay_and_can_be_evicted_after_the_run(found: dict[str,
     if evicted is None:
         pytest.skip("this ComfyUI forgets every model with --disable-smart-memory, whatever the model says")
     assert (evicted["equal"], evicted["listed"], evicted["left"]) == (True, 1, 0)
-    assert evicted["said"].startswith("the experts are running: their ")
+    assert evicted["messages"].startswith("the experts are running: their ")
 
 
 def test_experts_stay_on_the_list_when_their_guider_goes_and_when_a_policy_is_refused(found: dict[str, Any]) -> None:
@@ -181,7 +181,7 @@ def test_other_models_make_room_for_a_decode_and_no_more(found: dict[str, Any]) 
     """Whole frames as long as neighbours can free the missing bytes; tiles if all of their memory is not enough."""
     beside = found["room_for_a_decode"]
     assert beside["neighbour"][:3] == [[None, 0, 0, 0], [None, 1, 1001, 0], [None, 1, 2**30 + 1, 0]]
-    pixels, over, given, told = beside["neighbour"][3]
+    pixels, over, given, lines = beside["neighbour"][3]
     assert 64 <= pixels < 832
-    assert (over, given, told) == (-(2**30), 2**32, 1)
+    assert (over, given, lines) == (-(2**30), 2**32, 1)
     assert beside["experts"] == [True, 1.0]

@@ -32,12 +32,12 @@ answer = [before, names(), str(host.model_path("later/new.gguf", "diffusion_mode
 """
 
 
-def test_gguf_is_listed_beside_what_comfyui_lists(ask: Callable[..., Any], tmp_path: Path) -> None:
+def test_gguf_is_listed_beside_what_comfyui_lists(in_comfyui: Callable[..., Any], tmp_path: Path) -> None:
     for kind in ("diffusion_models", "vae", "loras", "text_encoders"):
         (tmp_path / kind / "sub").mkdir(parents=True)
         for name in ("a.safetensors", "b.gguf", "sub/c.gguf", "d.pt"):
             (tmp_path / kind / name).touch()
-    before, after, place, host = ask(NAMES, str(tmp_path))
+    before, after, place, host = in_comfyui(NAMES, str(tmp_path))
     assert host == "ComfyHost"
     others = {kind: ["a.safetensors"] for kind in ("vae", "loras", "text_encoders")}
     assert before == {"diffusion_models": ["a.safetensors", "b.gguf", "sub/c.gguf"], **others}

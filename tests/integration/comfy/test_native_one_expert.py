@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.comfy, pytest.mark.timeout(SECONDS)]
 
 @pytest.fixture(scope="module")
 def found(
-    ask: Callable[..., Any], vae_width: int, tiny_expert_file: Any, tmp_path_factory: pytest.TempPathFactory
+    in_comfyui: Callable[..., Any], vae_width: int, tiny_expert_file: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Any]:
     """Return `found(case)`, which returns the result of a case or fails with the traceback of the case."""
     folder = tmp_path_factory.mktemp("one_expert")
@@ -35,14 +35,14 @@ def found(
     (folder / "i2v.safetensors").symlink_to(tiny_expert_file(seed=2, in_channels=36, image_dim=1280))
     (folder / "ti2v.safetensors").symlink_to(tiny_expert_file(seed=3, in_channels=48))
     save_vae_file(make_vae(seed=3, base_dim=vae_width), folder / "vae.safetensors")
-    answers = ask(ASK, str(folder), seconds=SECONDS)
+    answers = in_comfyui(ASK, str(folder), seconds=SECONDS)
 
-    def told(case: str) -> Any:
+    def results_of(case: str) -> Any:
         value = answers[case]
         assert not (isinstance(value, dict) and "error" in value), value["error"]
         return value
 
-    return told
+    return results_of
 
 
 def test_text_to_video_is_the_native_sampler(found: Callable[[str], Any]) -> None:

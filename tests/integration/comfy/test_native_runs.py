@@ -244,7 +244,7 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def runs(
-    ask: Callable[..., Any], vae_width: int, tiny_expert_file: Any, tmp_path_factory: pytest.TempPathFactory
+    in_comfyui: Callable[..., Any], vae_width: int, tiny_expert_file: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Runs:
     folder = tmp_path_factory.mktemp("native_runs")
     for name, (seed, channels) in EXPERTS.items():
@@ -252,7 +252,7 @@ def runs(
         (folder / f"{name}.safetensors").symlink_to(path)
     save_vae_file(make_vae(seed=3, base_dim=vae_width), folder / "vae.safetensors")
     save_file(_given(), folder / "given.safetensors")
-    refusals = ask(RUNS, str(folder), str(ROOT), (WIDTH, HEIGHT, FRAMES), (SHIFT, STEPS, SWITCH))
+    refusals = in_comfyui(RUNS, str(folder), str(ROOT), (WIDTH, HEIGHT, FRAMES), (SHIFT, STEPS, SWITCH))
     return Runs(load_file(folder / "found.safetensors"), refusals, folder)
 
 

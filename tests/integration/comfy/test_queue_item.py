@@ -45,15 +45,15 @@ answer = [before, host.dynamic_bytes()]
 """
 
 
-def test_phases_are_kept_by_queue_item(ask: Callable[..., Any]) -> None:
-    told = ask(ASK)
-    assert told["ids"] == [None, "p1", "p2", "p1", None]
-    assert told["phases"] == [["open"], ["open"], ["open", "text"]]
-    assert told["nobodys"] == [], "a ledger outside a queue item is nobody's"
-    assert told["dynamic"] is None, "a CPU has no dynamic VRAM"
+def test_phases_are_kept_by_queue_item(in_comfyui: Callable[..., Any]) -> None:
+    found = in_comfyui(ASK)
+    assert found["ids"] == [None, "p1", "p2", "p1", None]
+    assert found["phases"] == [["open"], ["open"], ["open", "text"]]
+    assert found["nobodys"] == [], "a ledger outside a queue item is nobody's"
+    assert found["dynamic"] is None, "a CPU has no dynamic VRAM"
 
 
-def test_dynamic_vram_is_asked_where_it_is_used(ask: Callable[..., Any]) -> None:
-    if not ask("from importlib.util import find_spec\nanswer = bool(find_spec('comfy.memory_management'))"):
+def test_dynamic_vram_is_asked_where_it_is_used(in_comfyui: Callable[..., Any]) -> None:
+    if not in_comfyui("from importlib.util import find_spec\nanswer = bool(find_spec('comfy.memory_management'))"):
         pytest.skip("this ComfyUI has no dynamic VRAM")
-    assert ask(DYNAMIC) == [None, 0]
+    assert in_comfyui(DYNAMIC) == [None, 0]

@@ -64,12 +64,12 @@ def _given() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def answer(ask: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def answer(in_comfyui: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """ComfyUI's results for the same inputs."""
     folder = tmp_path_factory.mktemp("sampling")
     question, reply = folder / "question.safetensors", folder / "reply.safetensors"
     save_file(_given(), question)
-    ask(ASK, str(question), str(reply))
+    in_comfyui(ASK, str(question), str(reply))
     return load_file(reply)
 
 

@@ -14,19 +14,19 @@ from wanstream.host import current_host
 host = current_host()
 from wanstream.nodes.loaders import WanStreamExperts
 from wanstream.nodes.loaders import WanStreamLora
-asked = [WanStreamExperts.fingerprint_inputs(high_noise="a"), WanStreamLora.fingerprint_inputs(low_noise="b")]
-(answer,) = {host.strict(), *asked}
+fingerprints = [WanStreamExperts.fingerprint_inputs(high_noise="a"), WanStreamLora.fingerprint_inputs(low_noise="b")]
+(answer,) = {host.strict(), *fingerprints}
 """
 
 pytestmark = pytest.mark.comfy
 
 
-def test_the_door_reads_what_the_settings_of_the_page_write(server: Any, ask: Callable[..., Any]) -> None:
-    assert ask(ASK) is False
+def test_the_door_reads_what_the_settings_of_the_page_write(server: Any, in_comfyui: Callable[..., Any]) -> None:
+    assert in_comfyui(ASK) is False
     try:
         for value in (True, False):
             status, _ = server.post("/settings/WanStream.Strict", value)
             assert status == 200
-            assert ask(ASK) is value
+            assert in_comfyui(ASK) is value
     finally:
         server.post("/settings/WanStream.Strict", False)

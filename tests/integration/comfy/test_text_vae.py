@@ -110,10 +110,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def their_text(ask: Callable[..., None], comfyui: Any, files: Path) -> dict[str, torch.Tensor]:
+def their_text(in_comfyui: Callable[..., None], comfyui: Any, files: Path) -> dict[str, torch.Tensor]:
     """ComfyUI's embeddings by file and prompt."""
     skip_without(comfyui, "utils.py", "convert_old_quants")
-    ask(ASK_TEXT, str(files), list(ENCODERS), PROMPTS, str(files / "found"))
+    in_comfyui(ASK_TEXT, str(files), list(ENCODERS), PROMPTS, str(files / "found"))
     return load_file(files / "found")
 
 
@@ -149,12 +149,12 @@ def inputs() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def their_frames(
-    ask: Callable[..., None], comfyui: Any, models: Path, inputs: dict[str, torch.Tensor]
+    in_comfyui: Callable[..., None], comfyui: Any, models: Path, inputs: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     skip_without(comfyui, "sd.py", 'sd["decoder.head.0.gamma"]')
     vae, given, found = (models / name for name in ("vae/wan_2.1_vae.safetensors", "given", "found"))
     save_file(inputs, given)
-    ask(ASK_VAE, str(vae), str(given), GIVEN, [WIDTH, HEIGHT, FRAMES], str(found))
+    in_comfyui(ASK_VAE, str(vae), str(given), GIVEN, [WIDTH, HEIGHT, FRAMES], str(found))
     return load_file(found)
 
 
@@ -193,11 +193,13 @@ def test_given_frames(
 
 @pytest.fixture(scope="module")
 def their_wan22(
-    ask: Callable[..., None], comfyui: Any, models: Path, inputs: dict[str, torch.Tensor]
+    in_comfyui: Callable[..., None], comfyui: Any, models: Path, inputs: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     given, found = models / "wan22 given", models / "wan22 found"
     save_file(inputs, given)
-    ask(ASK_WAN22_VAE, str(models / "vae" / WAN22_VAE), str(given), [1, 5], [WAN22_WIDTH, HEIGHT, FRAMES], str(found))
+    in_comfyui(
+        ASK_WAN22_VAE, str(models / "vae" / WAN22_VAE), str(given), [1, 5], [WAN22_WIDTH, HEIGHT, FRAMES], str(found)
+    )
     return load_file(found)
 
 

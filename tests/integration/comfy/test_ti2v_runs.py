@@ -129,14 +129,14 @@ def _given() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def found(
-    ask: Callable[..., Any], tiny_expert_file: Any, tmp_path_factory: pytest.TempPathFactory
+    in_comfyui: Callable[..., Any], tiny_expert_file: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, torch.Tensor]:
     """Results of each run on both sides."""
     folder = tmp_path_factory.mktemp("ti2v_runs")
     path = tiny_expert_file(seed=1, dtype=torch.float16, in_channels=48, layers=3)
     (folder / "model.safetensors").symlink_to(path)
     save_file(_given(), folder / "given.safetensors")
-    ask(RUNS, str(folder), str(ROOT), (WIDTH, HEIGHT, FRAMES), (SHIFT, STEPS))
+    in_comfyui(RUNS, str(folder), str(ROOT), (WIDTH, HEIGHT, FRAMES), (SHIFT, STEPS))
     return load_file(folder / "found.safetensors")
 
 

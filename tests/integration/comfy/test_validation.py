@@ -353,7 +353,7 @@ def test_generated_workflows_are_judged_alike(comfyui: ComfyUI, server: Any, soc
 
 
 @pytest.mark.parametrize(
-    ("class_type", "changes", "said"),
+    ("class_type", "changes", "message"),
     [
         ("WanStreamEmptyLatent", {"width": 70}, "width is 70, it must be a multiple of 16: use 64"),
         ("WanStreamEmptyLatent", {"frames": 6}, "frames is 6, it must be a multiple of 4 plus 1: use 5"),
@@ -373,7 +373,7 @@ def test_generated_workflows_are_judged_alike(comfyui: ComfyUI, server: Any, soc
     ],
 )
 def test_a_fault_is_told_once(
-    server: Any, sockets: Sockets, class_type: str, changes: dict[str, Any], said: str
+    server: Any, sockets: Sockets, class_type: str, changes: dict[str, Any], message: str
 ) -> None:
     ends = CLASSES[class_type].define_schema().is_output_node
     for seed in range(1000):
@@ -386,7 +386,7 @@ def test_a_fault_is_told_once(
     prompt[found[0]]["inputs"] |= changes
     _, theirs = server.post("/prompt", {"prompt": prompt})
     (error,) = theirs["node_errors"][found[0]]["errors"]
-    assert said in error["details"]
+    assert message in error["details"]
     assert error["extra_info"]["exception_type"].rpartition(".")[0] in {"", "wanstream"}, "not the path of the pack"
 
 

@@ -103,7 +103,7 @@ def watch(with_ray: ComfyUI, served: Server, tmp_path: Path) -> Callable[[Prompt
 def until_a_step_is_told(server: Server, prompt_id: str) -> None:
     deadline = time.monotonic() + RUN_SECONDS
     while not any(run["prompt_id"] == prompt_id and run["records"] for run in server.get("/wanstream/runs")["runs"]):
-        assert time.monotonic() < deadline, "no step was told"
+        assert time.monotonic() < deadline, "no step was run"
         time.sleep(POLL_SECONDS)
 
 
@@ -124,9 +124,9 @@ def test_workers_compute_what_this_process_does_and_the_node_shows_it(
     assert [line for line in lines if line.startswith("sampler: ")][-1] == "sampler: 4 of 4"
     steps = [line.split(":")[0] for line in lines if line.startswith("step ")]
     assert steps == [f"step {number} of 4 ({expert})" for number, expert in enumerate(["high"] * 3 + ["low"], 1)]
-    told = served.get("/wanstream/runs")["runs"][-1]
-    assert (told["node"], told["ended"], told["error"]) == ("sampler", True, None)
-    assert [step["expert"] for step in told["timeline"]["steps"]] == told["experts"]
+    run = served.get("/wanstream/runs")["runs"][-1]
+    assert (run["node"], run["ended"], run["error"]) == ("sampler", True, None)
+    assert [step["expert"] for step in run["timeline"]["steps"]] == run["experts"]
     (history,) = (entry for entry in served.get("/history?max_items=1").values())
     assert torch.equal(latent_of(served, history), alone[SEEDS[0]])
     (kept,) = history["outputs"]["sampler"]["wanstream_timeline"]
@@ -165,7 +165,7 @@ def test_unloading_models_empties_the_workers_and_keeps_them(served: Server, alo
     while "the workers have unloaded their experts" not in log.read_text(encoding="utf-8", errors="replace"):
         # ComfyUI may sleep through one that comes as it falls asleep.
         served.post("/free", {"unload_models": True})
-        assert time.monotonic() < deadline, "the workers were not asked"
+        assert time.monotonic() < deadline, "no request reached the workers"
         time.sleep(1)
     history = served.run(prompt(SEEDS[1], workers=True, end_step=9997))
     assert torch.equal(latent_of(served, history), alone[SEEDS[1]])

@@ -252,10 +252,10 @@ def test_what_a_sampler_runs_through_the_guider_is_announced_call_by_call_and_sh
     server: Any, run_in_server: Run
 ) -> None:
     run_in_server(_prompt("guider", noise={"noise_seed": 4711}))
-    told = server.get("/wanstream/runs")["runs"][-1]
-    assert (told["node"], told["shown_at"], told["title"]) == ("sampler", "guider", "Wan Guider (streamed)")
-    assert (told["ended"], told["error"]) == (True, None)
-    assert [step["expert"] for step in told["timeline"]["steps"]] == told["experts"]
+    run = server.get("/wanstream/runs")["runs"][-1]
+    assert (run["node"], run["shown_at"], run["title"]) == ("sampler", "guider", "Wan Guider (streamed)")
+    assert (run["ended"], run["error"]) == (True, None)
+    assert [step["expert"] for step in run["timeline"]["steps"]] == run["experts"]
 
 
 def test_the_guiders_workflow_runs_as_it_is(run_in_server: Run, stocked: Path) -> None:

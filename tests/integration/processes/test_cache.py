@@ -48,7 +48,7 @@ def job_run_each(here: SimpleNamespace, tasks: Sequence[RunTask]) -> list[tuple[
     """Run the tasks one after the other on the same worker."""
     found = []
     for task in tasks:
-        ended = here.worker.run(task, lambda told: None)
+        ended = here.worker.run(task, lambda step: None)
         decided = [(step.skipped_lanes, step.skipped_visits) for step in ended.timeline.steps]
         found.append((decided, ended.latents))
     return found

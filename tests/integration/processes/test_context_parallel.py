@@ -77,10 +77,10 @@ def test_ulysses_gives_what_one_worker_gives(
     join(mesh)
     given = wide(), make_request(), policy
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    told = processes.all(split_jobs.job_run, *given, count=mesh.size)
-    assert difference(told[0]["latents"], alone) <= ROUNDING
-    for worker in told:
-        assert torch.equal(worker["latents"], told[0]["latents"])
+    results = processes.all(split_jobs.job_run, *given, count=mesh.size)
+    assert difference(results[0]["latents"], alone) <= ROUNDING
+    for worker in results:
+        assert torch.equal(worker["latents"], results[0]["latents"])
         assert worker["gathered"] == worker["crossed"] > 0
     again = processes[0].start(split_jobs.job_run_alone, *given).result()
     assert torch.equal(again, alone)
@@ -101,9 +101,9 @@ def test_windows_and_nag_on_shared_tokens(
     request = make_request(shape=(1, 16, 3, 8, 12), guidance=(4.0, 1.0), nag=Nag(), windows=windows)
     given = wide(), request, policy
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    told = processes.all(split_jobs.job_run, *given, count=2)
-    assert difference(told[0]["latents"], alone) <= ROUNDING
-    assert torch.equal(told[1]["latents"], told[0]["latents"])
+    results = processes.all(split_jobs.job_run, *given, count=2)
+    assert difference(results[0]["latents"], alone) <= ROUNDING
+    assert torch.equal(results[1]["latents"], results[0]["latents"])
 
 
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str)
@@ -169,11 +169,11 @@ def test_a_ring_gives_what_one_worker_gives(
     processes.all(split_jobs.job_use_attention_with_lse, count=mesh.size)
     try:
         alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-        told = processes.all(split_jobs.job_run, *given, count=mesh.size)
+        results = processes.all(split_jobs.job_run, *given, count=mesh.size)
     finally:
         processes.all(split_jobs.job_use_own_attention, count=mesh.size)
-    for worker in told:
-        assert torch.equal(worker["latents"], told[0]["latents"])
+    for worker in results:
+        assert torch.equal(worker["latents"], results[0]["latents"])
         assert difference(worker["latents"], alone) <= ROUNDING
         assert worker["gathered"] == worker["crossed"] > 0
 
@@ -192,10 +192,10 @@ def test_a_ring_rounds_bf16_no_worse_than_one_worker_does(
     processes.all(split_jobs.job_use_attention_with_lse, count=2)
     try:
         alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-        told = processes.all(split_jobs.job_run, *given, count=2)
+        results = processes.all(split_jobs.job_run, *given, count=2)
     finally:
         processes.all(split_jobs.job_use_own_attention, count=2)
-    of_ring, of_one = (difference(each, exact) for each in (told[0]["latents"], alone))
+    of_ring, of_one = (difference(each, exact) for each in (results[0]["latents"], alone))
     assert of_ring <= 1.5 * of_one
 
 
@@ -207,10 +207,10 @@ def test_the_models_are_as_they_were(
     join(mesh)
     processes.all(split_jobs.job_use_attention_with_lse, count=2)
     try:
-        told = processes.all(split_jobs.job_attach_and_detach, wide(), policy, count=2)
+        results = processes.all(split_jobs.job_attach_and_detach, wide(), policy, count=2)
     finally:
         processes.all(split_jobs.job_use_own_attention, count=2)
-    for inside, after in told:
+    for inside, after in results:
         assert after == []
         for changed in ("high rope: forward", "low blocks.0: forward", "low proj_out: forward"):
             assert changed in inside
@@ -219,7 +219,7 @@ def test_the_models_are_as_they_were(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "shape", "heads", "said"),
+    ("mesh", "shape", "heads", "message"),
     [
         (Mesh(ulysses=2), (1, 16, 1, 6, 6), 4, "ulysses 2 cannot split 9 tokens evenly"),
         (Mesh(ulysses=2), (1, 16, 2, 8, 12), 1, "ulysses 2 cannot split 1 heads evenly"),
@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_refused_by_all_and_they_go_on(
     mesh: Mesh,
     shape: tuple[int, ...],
     heads: int,
-    said: str,
+    message: str,
     processes: Any,
     split_jobs: Any,
     join: Any,
@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused_by_all_and_they_go_on(
     for process in processes[:2]:
         process.start(split_jobs.job_run, *given)
     for process in processes[:2]:
-        with pytest.raises(MeshError, match=said):
+        with pytest.raises(MeshError, match=message):
             process.receive(60)
     assert processes[0].start(split_jobs.job_run_alone, *given).result().isfinite().all()
 

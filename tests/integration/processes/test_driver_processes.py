@@ -137,17 +137,17 @@ def test_a_queue_of_several_requests(pool: Any, make_task: MakeTask, alone: Comp
 def test_a_killed_worker_is_replaced_and_no_bit_changes(
     mesh: Mesh, pool: Any, batch_task: MakeTask, alone: ComputeAlone
 ) -> None:
-    task, told = batch_task(2, request={"solver": "unipc"}), list[StepProgress]()
+    task, steps = batch_task(2, request={"solver": "unipc"}), list[StepProgress]()
 
     def on_step(step: StepProgress) -> None:
-        told.append(step)
-        if len(told) == 2:
+        steps.append(step)
+        if len(steps) == 2:
             os.kill(pool.workers[1].pid, signal.SIGKILL)
 
     ran = driver_of(pool, mesh).denoise(task.experts, task.request, task.policy, on_step=on_step)
     assert torch.equal(ran.latents, alone(task))
     assert ran.restarts == 1
-    assert [step.done for step in told] == list(range(1, told[-1].total + 1))
+    assert [step.done for step in steps] == list(range(1, steps[-1].total + 1))
 
 
 def test_a_worker_that_hangs_is_found_by_those_who_wait_for_it(

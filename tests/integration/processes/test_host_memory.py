@@ -30,7 +30,7 @@ PINNED, FILE = OffloadPolicy.layerwise(1, source="pinned"), OffloadPolicy.layerw
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system tells no PSS"),
+    pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system reports no PSS"),
 ]
 
 
@@ -52,7 +52,7 @@ def job_own(here: SimpleNamespace) -> None:
 
 
 def job_run(here: SimpleNamespace, task: RunTask) -> torch.Tensor:
-    return here.worker.run(task, lambda told: None).latents
+    return here.worker.run(task, lambda figures: None).latents
 
 
 def job_taken(here: SimpleNamespace) -> int:
@@ -101,10 +101,10 @@ def test_ranks_of_one_machine_hold_one_copy(begun: Any, experts: ExpertsRef, mak
         assert all(torch.equal(other.result(), first) for other in others)
         taken = begun.all(job_taken, count=RANKS)
         every = sum(taken) + cached()
-        told = f"{policy.source}: one rank {one / 1e6:.0f} MB, {RANKS} ranks {every / 1e6:.0f} MB, PSS {taken}"
-        logger.info(told)
-        assert one > 2 * 10**9, told
-        assert every <= MOST * one, told
+        figures = f"{policy.source}: one rank {one / 1e6:.0f} MB, {RANKS} ranks {every / 1e6:.0f} MB, PSS {taken}"
+        logger.info(figures)
+        assert one > 2 * 10**9, figures
+        assert every <= MOST * one, figures
 
 
 def cached_bytes(experts: ExpertsRef) -> int:
@@ -122,7 +122,7 @@ def _cached(file: Path) -> int:
         libc = ctypes.CDLL(None, use_errno=True)
         refused = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapping)), seen)
         del start
-        assert not refused, "the system does not tell what is cached"
+        assert not refused, "the system does not report cached pages"
         return sum(page & 1 for page in bytes(seen)) * mmap.PAGESIZE
 
 

@@ -64,9 +64,9 @@ def test_two_sides_give_what_one_worker_gives(
 ) -> None:
     given = experts_ref(), make_request(batch=batch, guidance=guidance), LAYERWISE
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    told = processes.all(split_jobs.job_run, *given, count=2)
+    results = processes.all(split_jobs.job_run, *given, count=2)
     assert len({*pids, os.getpid()}) == 3
-    for side in told:
+    for side in results:
         assert torch.equal(side["latents"], alone)
         assert side["gathered"] == side["crossed"] == sum(lanes_a_step) * STEPS // 2 * LANE_BYTES
 
@@ -107,10 +107,10 @@ def test_images_condition_both_sides_under_any_policy(
         assert torch.equal(side["latents"], alone)
 
 
-@pytest.mark.parametrize(("rank", "asked"), [(0, 0), (1, 6), (1, 15)])
+@pytest.mark.parametrize(("rank", "visits"), [(0, 0), (1, 6), (1, 15)])
 def test_a_wish_of_one_stops_both_before_the_same_block_and_they_go_on_after(
     rank: int,
-    asked: int,
+    visits: int,
     processes: Any,
     split_jobs: Any,
     pids: list[int],
@@ -118,8 +118,8 @@ def test_a_wish_of_one_stops_both_before_the_same_block_and_they_go_on_after(
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
     given = experts_ref(), make_request(), LAYERWISE
-    stopped = processes.all(split_jobs.job_run_until, *given, {rank: asked}, None, count=2)
-    assert stopped == [divmod(asked, 4)] * 2
+    stopped = processes.all(split_jobs.job_run_until, *given, {rank: visits}, None, count=2)
+    assert stopped == [divmod(visits, 4)] * 2
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
     for side in processes.all(split_jobs.job_run, *given, count=2):
         assert torch.equal(side["latents"], alone)

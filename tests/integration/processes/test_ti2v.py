@@ -71,8 +71,8 @@ def test_two_workers_give_what_one_gives(
     for changes in ({}, {"windows": ContextWindows(frames=2, overlap=1)}):
         job = *given(**changes), policy
         alone = processes[0].start(split_jobs.job_run_alone, *job).result()
-        told = processes.all(split_jobs.job_run, *job, count=2)
-        for worker in told:
+        results = processes.all(split_jobs.job_run, *job, count=2)
+        for worker in results:
             assert difference(worker["latents"], alone) <= ROUNDING
     free = given(mask=None)
     plain = processes[0].start(split_jobs.job_run_alone, *free, policy).result()
@@ -82,9 +82,9 @@ def test_two_workers_give_what_one_gives(
 def test_compiled_blocks_of_two_workers(processes: Any, split_jobs: Any, join: Any, given: Any) -> None:
     """One graph for all blocks of all steps, where both workers have tokens of both timesteps or not."""
     join(Mesh(ulysses=2))
-    told = processes.all(split_jobs.job_run_compiled, *given(), LAYERWISE, count=2)
-    for plain, compiled, again in told:
+    results = processes.all(split_jobs.job_run_compiled, *given(), LAYERWISE, count=2)
+    for plain, compiled, again in results:
         assert difference(compiled["latents"], plain["latents"]) <= ROUNDING
         assert torch.equal(again["latents"], compiled["latents"])
         assert again["graphs"] == 0
-    assert told[0][1]["graphs"] == told[1][1]["graphs"]
+    assert results[0][1]["graphs"] == results[1][1]["graphs"]

@@ -64,12 +64,12 @@ def job_run_and_stop(here: SimpleNamespace, task: RunTask, after: int) -> str:
     """Request a stop on one worker after that many steps; all workers stop."""
     reports = itertools.count(1)
 
-    def tell(_: Any) -> None:
+    def record(_: Any) -> None:
         if next(reports) == after and here.number == 1:
             here.worker.stop(task.run_id)
 
     try:
-        here.worker.run(task, tell)
+        here.worker.run(task, record)
     except SamplingCancelled as stopped:
         return str(stopped)
     raise AssertionError("the run was not stopped")
@@ -78,13 +78,13 @@ def job_run_and_stop(here: SimpleNamespace, task: RunTask, after: int) -> str:
 def job_run_and_fail(here: SimpleNamespace, task: RunTask, number: int, how: int | None) -> None:
     """Raise an error, or send a signal, on one worker at the report of its first step."""
 
-    def tell(_: Any) -> None:
+    def record(_: Any) -> None:
         if here.number == number:
             if how is not None:
                 os.kill(os.getpid(), how)
             raise MemoryError("this rank has no room")
 
-    here.worker.run(task, tell)
+    here.worker.run(task, record)
 
 
 def job_leave_meeting(here: SimpleNamespace) -> list[str]:
@@ -195,7 +195,7 @@ def test_a_rank_that_fails_alone_holds_nobody_up(
 
 def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> str:
     """Abort a gather on the first process that the second one never calls, and leave the rendezvous."""
-    groups, said = join_groups(every[here.number], "cpu"), list[str]()
+    groups, messages = join_groups(every[here.number], "cpu"), list[str]()
     if here.number == 1:
         with pytest.raises(PeerLostError) as lost:
             groups.consensus(lambda: False)()
@@ -207,7 +207,7 @@ def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> 
         try:
             gather.all_gather(torch.zeros(2 * 256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8))
         except GatherBrokenError as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
@@ -215,7 +215,7 @@ def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> 
     gather.abort()
     waiting.join(SHORT_S)
     groups.leave()
-    return "".join(said)
+    return "".join(messages)
 
 
 def test_a_gather_that_nobody_else_comes_to_is_left_at_once(processes: Any, split_jobs: Any) -> None:

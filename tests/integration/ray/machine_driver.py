@@ -1,7 +1,7 @@
 """Drives workers of a cluster from one of its machines by commands on stdin: `machine_driver.py MODELS`.
 
 A line of the input is `["run", {...}]`: a function below and its arguments. The output has progress lines, then
-`{"answer": ...}`, or `{"error": ..., "says": ...}` for an error that a user would see.
+`{"answer": ...}`, or `{"error": ..., "message": ...}` for an error that a user would see.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ policy = OffloadPolicy.layerwise(1)
 held: dict[str, Any] = {}
 
 
-def say(**told: Any) -> None:
-    sys.stdout.write(json.dumps(told) + "\n")
+def send(**message: Any) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
@@ -84,7 +84,7 @@ def run(mesh: dict[str, int], videos: int, steps: int, path_map: str) -> dict[st
     began, ref = time.monotonic(), replace(held["ref"], paths=path_maps(path_map))
 
     def on_step(step: StepProgress) -> None:
-        say(step=step.done, of=step.total, at_s=round(time.monotonic() - began, 2))
+        send(step=step.done, of=step.total, at_s=round(time.monotonic() - began, 2))
 
     ran = Driver(held["pool"], ref, Mesh(**mesh)).denoise(experts, request(videos, steps), policy, on_step)
     wanted = held["alone"]
@@ -106,9 +106,9 @@ def main() -> None:
     for line in sys.stdin:
         name, given = json.loads(line)
         try:
-            say(answer=jobs[name](**given))
+            send(answer=jobs[name](**given))
         except (ValueError, OSError, RuntimeError) as err:
-            say(error=type(err).__name__, says=str(err))
+            send(error=type(err).__name__, message=str(err))
     end()
 
 

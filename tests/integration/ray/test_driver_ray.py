@@ -101,17 +101,17 @@ def test_a_worker_that_is_killed_at_a_random_step_costs_no_video(
 ) -> None:
     chance = random.Random(time_)
     rank, at, after_s = chance.randrange(WORKERS), chance.randrange(1, 2 * STEPS), chance.uniform(0, 0.05)
-    killed, told = pid_of(pool, rank), list[StepProgress]()
+    killed, steps = pid_of(pool, rank), list[StepProgress]()
 
     def on_step(step: StepProgress) -> None:
-        told.append(step)
+        steps.append(step)
         if step.done == at:
             time.sleep(after_s)
             os.kill(killed, signal.SIGKILL)
 
     ran = driver.denoise(task.experts, task.request, task.policy, on_step=on_step)
     assert torch.equal(ran.latents, undisturbed)
-    assert [step.done for step in told] == list(range(1, 2 * STEPS + 1)), "no step that was told is taken again"
+    assert [step.done for step in steps] == list(range(1, 2 * STEPS + 1)), "no reported step is repeated"
     # A stage that had nothing left to do needs no other worker, until the next run.
     assert ran.restarts <= 1
     again = driver.denoise(task.experts, task.request, task.policy)
@@ -128,17 +128,17 @@ def test_ten_runs_that_are_stopped_anywhere_leave_workers_and_machine_as_they_we
     chance, long = random.Random(0), replace(task.request, steps=1000, switch_step=500)
     for _ in range(TIMES):
         stop, at, after_s = threading.Event(), chance.randrange(0, 2 * STEPS - 1), chance.uniform(0, 0.1)
-        asked = threading.Timer(after_s, stop.set)
+        timer = threading.Timer(after_s, stop.set)
 
-        def on_step(step: StepProgress, at: int = at, asked: threading.Timer = asked) -> None:
+        def on_step(step: StepProgress, at: int = at, timer: threading.Timer = timer) -> None:
             if step.done == at:
-                asked.start()
+                timer.start()
 
         if at == 0:
-            asked.start()
+            timer.start()
         with pytest.raises(SamplingCancelled):
             driver.denoise(task.experts, long, task.policy, on_step=on_step, should_stop=stop.is_set)
-        asked.join()
+        timer.join()
         assert torch.equal(driver.denoise(task.experts, task.request, task.policy).latents, undisturbed)
     assert [pid_of(pool, rank) for rank in range(WORKERS)] == pids
     assert not _stays_open(lambda: _open_things(pids), before)
@@ -215,10 +215,10 @@ def decode(pool: Any, job: DecodeJob, **given: Any) -> torch.Tensor:
 
 def test_tiles_of_two_workers_are_those_of_one(pool: Any, tiles: DecodeJob, frames: torch.Tensor) -> None:
     two = TwoOf(pool)
-    told: list[TileDone] = []
-    assert torch.equal(decode(two, tiles, on_tile=told.append), frames)
+    tiles_done: list[TileDone] = []
+    assert torch.equal(decode(two, tiles, on_tile=tiles_done.append), frames)
     assert set(two.tiles) == {0, 1}
-    assert sum(two.tiles.values()) == told[-1].total == len(told)
+    assert sum(two.tiles.values()) == tiles_done[-1].total == len(tiles_done)
 
 
 def test_tiles_are_as_large_as_the_memory_of_workers_allows(pool: Any, tiles: DecodeJob) -> None:

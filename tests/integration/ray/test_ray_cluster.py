@@ -116,12 +116,12 @@ def test_a_cluster_that_other_machines_reach_is_refused_unless_asked_for_and_gua
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:  # of a short name, as Ray makes sockets there
         found = output_of([*apart, sys.executable, str(HERE / "ray_exposed.py"), folder], tmp_path)
-    said = found["without a token"]
-    assert "worker 0 does not start" in said
-    assert "started Ray with RAY_AUTH_MODE=token and the same token" in said
-    said = found["by way of loopback"]
-    assert "workers of this cluster listen on 198.18.9.1, which other machines reach" in said
-    assert "set remote_machines to true in its entry to allow it" in said
+    message = found["without a token"]
+    assert "worker 0 does not start" in message
+    assert "started Ray with RAY_AUTH_MODE=token and the same token" in message
+    message = found["by way of loopback"]
+    assert "workers of this cluster listen on 198.18.9.1, which other machines reach" in message
+    assert "set remote_machines to true in its entry to allow it" in message
 
 
 def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def start(tmp_path: Path, tiny_expert_folder: Callable[..., Path]) -> Any:
         process.communicate(timeout=LIMIT_S)
 
 
-def said(process: subprocess.Popen[str]) -> dict[str, Any]:
+def next_message(process: subprocess.Popen[str]) -> dict[str, Any]:
     line = process.stdout.readline()
     assert line, f"it ended with {process.wait(LIMIT_S)}"
     found: dict[str, Any] = json.loads(line)
@@ -71,7 +71,7 @@ def shared_memory() -> set[str]:
 @pytest.mark.parametrize("how", ["returns", "SIGTERM", "SIGKILL"])
 def test_workers_end_with_the_process_that_has_them(how: str, start: Start) -> None:
     process = start("returns" if how == "returns" else "waits")
-    begun = said(process)
+    begun = next_message(process)
     assert begun["worker"] in begun["children"]
     assert len(begun["children"]) > 3
     children = alive(begun["children"])
@@ -87,7 +87,7 @@ def test_workers_end_with_the_process_that_has_them(how: str, start: Start) -> N
 def test_the_pack_has_workers_under_any_folder_name_and_closes_without_a_trace(start: Start) -> None:
     before = shared_memory()
     process = start("closes")
-    begun, closed = said(process), said(process)
+    begun, closed = next_message(process), next_message(process)
     assert begun["equal"] is True
     assert begun["wanstream"] is False, "the pack imported itself under a second name"
     assert (begun["environment"], begun["handler"]) == (True, True)

@@ -133,8 +133,8 @@ def answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> list[float | Excep
 
     closed: Future[None] = Future()
     closed.set_result(None)
-    ask = SimpleNamespace(remote=lambda *_: SimpleNamespace(future=lambda: closed))
-    remote = SimpleNamespace(start=SimpleNamespace(remote=start), call=ask)
+    call = SimpleNamespace(remote=lambda *_: SimpleNamespace(future=lambda: closed))
+    remote = SimpleNamespace(start=SimpleNamespace(remote=start), call=call)
     made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: remote))
     monkeypatch.setattr(ray_pool, "actor_class", lambda _: made)
     monkeypatch.setattr(ray_pool, "Placement", FakePlacement)

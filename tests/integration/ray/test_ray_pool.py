@@ -78,8 +78,8 @@ def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
     assert [worker.started.requires_token for worker in pool.workers] == [True, True]
     assert [worker.rank for worker in pool.workers] == [0, 1]
     assert [each.missing for each in facts] == [(), ()]
-    asked = pool.workers[0].call("facts", ["/", "/not there"]).result(LIMIT_S)
-    assert asked.missing == ("/not there",)
+    facts = pool.workers[0].call("facts", ["/", "/not there"]).result(LIMIT_S)
+    assert facts.missing == ("/not there",)
 
 
 def test_two_workers_give_the_latents_of_one(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
@@ -271,7 +271,7 @@ def test_closing_leaves_nothing_behind(pool: RayPool, make_task: MakeTask) -> No
         replacing.result(LIMIT_S)
     with pytest.raises(RaySetupError, match="the pool was closed"):
         pool.replace(0)
-    assert not ray.is_initialized(), "Ray starts anew when it is asked for something after its end"
+    assert not ray.is_initialized(), "Ray starts anew when it is facts for something after its end"
     with pytest.raises(WorkerLostError):
         run.result(LIMIT_S)
     _, alive = psutil.wait_procs(of_ray, timeout=LIMIT_S)

@@ -50,7 +50,7 @@ class Program:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self._process = machine.start(command, given, **pipes)
         self._lines = queue.SimpleQueue[str]()
-        self.said: list[str] = []
+        self.output: list[str] = []
         self._reading = threading.Thread(target=self._read, daemon=True)
         self._reading.start()
 
@@ -65,13 +65,13 @@ class Program:
         self._process.stdin.flush()
         while True:
             line = self._next()
-            told = json.loads(line) if line.startswith("{") else {}
-            if "step" in told:
-                on_step(told["step"])
-            if "error" in told:
-                raise RefusedError(f"{told['error']}: {told['says']}")
-            if "answer" in told:
-                return told["answer"]
+            message = json.loads(line) if line.startswith("{") else {}
+            if "step" in message:
+                on_step(message["step"])
+            if "error" in message:
+                raise RefusedError(f"{message['error']}: {message['message']}")
+            if "answer" in message:
+                return message["answer"]
 
     def end(self) -> None:
         """Close its input, at which it ends, and wait. One whose machine has ended is gone already."""
@@ -88,10 +88,10 @@ class Program:
         try:
             line = self._lines.get(timeout=LIMIT_S)
         except queue.Empty:
-            pytest.fail(f"nothing for {LIMIT_S:g} s after:\n{''.join(self.said[-40:])}")
+            pytest.fail(f"nothing for {LIMIT_S:g} s after:\n{''.join(self.output[-40:])}")
         if not line:
-            pytest.fail(f"it ended after:\n{''.join(self.said[-40:])}")
-        self.said.append(line)
+            pytest.fail(f"it ended after:\n{''.join(self.output[-40:])}")
+        self.output.append(line)
         return line
 
     def _read(self) -> None:
