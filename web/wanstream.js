@@ -9,11 +9,11 @@ const MODULES = [
   "dom.mjs",
   "figures.mjs",
   "graph_ids.mjs",
+  "i18n.mjs",
   "page.mjs",
   "run_widget.mjs",
   "runs_table.mjs",
-  "store.mjs",
-  "words.mjs"
+  "store.mjs"
 ]
 
 // ComfyUI lets browsers keep .mjs files for as long as they like: after an update some would be old and some new.

@@ -7,7 +7,7 @@
 
 import { element, h } from "./dom.mjs"
 import { shortSeconds, sizeText } from "./figures.mjs"
-import { say } from "./words.mjs"
+import { translate } from "./i18n.mjs"
 
 const TITLE_HEIGHT = 30
 const LEAST_ZOOM = 0.35
@@ -18,16 +18,16 @@ const LEAST_SECONDS = 0.1
 
 /** Text of a badge; `figures` are those of `figuresAt`, with the `memory` of the node's runs or null. */
 export function badgeText(figures) {
-  if (!figures.ran) return say(figures.cached ? "cached" : "notRun")
+  if (!figures.ran) return translate(figures.cached ? "cached" : "notRun")
   const seconds = figures.seconds < LEAST_SECONDS ? `< ${LEAST_SECONDS} s` : shortSeconds(figures.seconds)
-  return figures.memory ? say(`badge${figures.memory.kind}`, seconds, sizeText(figures.memory.bytes)) : seconds
+  return figures.memory ? translate(`badge${figures.memory.kind}`, seconds, sizeText(figures.memory.bytes)) : seconds
 }
 
 /** Tooltip of a badge. */
 export function badgeTitle(figures) {
-  if (!figures.ran) return say(figures.cached ? "cachedWhy" : "notRunWhy")
-  const took = say(figures.running ? "runningFor" : "took", shortSeconds(figures.seconds))
-  return figures.memory ? `${took}; ${say(`peak${figures.memory.kind}`, sizeText(figures.memory.bytes))}` : took
+  if (!figures.ran) return translate(figures.cached ? "cachedWhy" : "notRunWhy")
+  const took = translate(figures.running ? "runningFor" : "took", shortSeconds(figures.seconds))
+  return figures.memory ? `${took}; ${translate(`peak${figures.memory.kind}`, sizeText(figures.memory.bytes))}` : took
 }
 
 const widthOf = (node) => (node.flags?.collapsed && node._collapsed_width) || node.size[0]

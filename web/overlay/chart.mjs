@@ -101,8 +101,8 @@ const hatch = (id) =>
     )
   )
 
-const text = (x, y, font, anchor, words, kind = "wanstream-text") =>
-  h("text", { class: kind, x, y, "font-size": font, "text-anchor": anchor }, words)
+const text = (x, y, font, anchor, content, kind = "wanstream-text") =>
+  h("text", { class: kind, x, y, "font-size": font, "text-anchor": anchor }, content)
 
 function highlight(columns, frame, chosen) {
   const index = chosen === null ? -1 : columnOf(columns, chosen)

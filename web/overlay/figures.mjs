@@ -4,7 +4,7 @@
  * A record is a `StepRecord` as JSON, a run is an entry of `store.mjs`.
  */
 
-import { say } from "./words.mjs"
+import { translate } from "./i18n.mjs"
 
 const UNITS = ["B", "KB", "MB", "GB", "TB"]
 
@@ -35,7 +35,7 @@ export function secondsText(value) {
 /** Three digits of the seconds of a step. */
 export function perStepText(value) {
   const digits = value >= 99.95 ? 0 : value >= 9.995 ? 1 : value >= 0.9995 ? 2 : 3
-  return say("perStep", `${value.toFixed(digits)} s`)
+  return translate("perStep", `${value.toFixed(digits)} s`)
 }
 
 /** 156 -> "2:36", 3756 -> "1:02:36". */
@@ -50,7 +50,7 @@ export function clockText(seconds) {
 export function partText(key, bytes, total) {
   const [part, whole] = [sizeText(bytes), sizeText(total)]
   const [number, unit] = part.split(" ")
-  return say(key, whole.endsWith(` ${unit}`) ? number : part, whole)
+  return translate(key, whole.endsWith(` ${unit}`) ? number : part, whole)
 }
 
 /** Seconds for a badge: one digit is enough there. */
@@ -113,26 +113,26 @@ export const peakText = (records) => mostText(records, "peak")
 
 function mostText(records, prefix) {
   const most = mostMemory(records)
-  return most ? say(`${prefix}${most.kind}`, sizeText(most.bytes)) : ""
+  return most ? translate(`${prefix}${most.kind}`, sizeText(most.bytes)) : ""
 }
 
 /** All figures of one step in one line. */
 export function stepText(record, predicted) {
   const parts = [
-    say("step", record.index, expertText(record.expert)),
-    say(record.stall_on_read_s ? "partsWithFiles" : "parts", ...secondsOf(record).map(secondsText)),
+    translate("step", record.index, expertText(record.expert)),
+    translate(record.stall_on_read_s ? "partsWithFiles" : "parts", ...secondsOf(record).map(secondsText)),
     routeText("moved", record.bytes_moved, record.copy_s),
     routeText("read", record.read_bytes, record.read_s)
   ]
   parts.push(mostText([record], ""))
-  if (record.skipped_visits) parts.push(say("leftOut", record.skipped_visits))
-  if (record.device_used_bytes) parts.push(say("device", sizeText(record.device_used_bytes)))
-  if (predicted) parts.push(say("predicted", secondsText(predicted.wall_s)))
+  if (record.skipped_visits) parts.push(translate("leftOut", record.skipped_visits))
+  if (record.device_used_bytes) parts.push(translate("device", sizeText(record.device_used_bytes)))
+  if (predicted) parts.push(translate("predicted", secondsText(predicted.wall_s)))
   return parts.filter(Boolean).join(" · ")
 }
 
 /** Name of an expert; unknown experts keep the name of the record. */
-export const expertText = (expert) => (["high", "low"].includes(expert) ? say(expert) : expert)
+export const expertText = (expert) => (["high", "low"].includes(expert) ? translate(expert) : expert)
 
 const secondsOf = (record) => [
   record.wall_s,
@@ -144,7 +144,7 @@ const secondsOf = (record) => [
 
 function routeText(key, bytes, seconds) {
   const achieved = rate(bytes, seconds)
-  return achieved === null ? say(key, sizeText(bytes)) : say(`${key}At`, sizeText(bytes), rateText(achieved))
+  return achieved === null ? translate(key, sizeText(bytes)) : translate(`${key}At`, sizeText(bytes), rateText(achieved))
 }
 
 /** Error of a run that was lost when its server ended. */
@@ -183,11 +183,11 @@ export function secondsLeft(run, since = 0) {
   return left === null ? null : Math.max(0, left - since)
 }
 
-/** Progress of a run, or its end, in a few words. */
+/** Progress of a run, or its end. */
 export function stateText(run) {
   const records = recordsOf(run)
-  if (run.error) return say("failed", records.length, run.steps, run.error === RESTARTED ? say("restarted") : run.error)
-  return run.ended ? say("ended", records.length) : say("running", records.length, run.steps)
+  if (run.error) return translate("failed", records.length, run.steps, run.error === RESTARTED ? translate("restarted") : run.error)
+  return run.ended ? translate("ended", records.length) : translate("running", records.length, run.steps)
 }
 
 const LEAST_STALL_SHARE = 0.005
@@ -198,10 +198,10 @@ export function runText(run, since = 0) {
   const all = totals(records)
   const perStep = secondsPerStep(run)
   const left = secondsLeft(run, since)
-  const parts = [run.ended && !run.error ? say("endedIn", records.length, lengthText(all.wall_s)) : stateText(run)]
+  const parts = [run.ended && !run.error ? translate("endedIn", records.length, lengthText(all.wall_s)) : stateText(run)]
   if (perStep !== null) parts.push(perStepText(perStep))
-  if (left !== null) parts.push(say("left", clockText(left)))
-  if (all.stall_s > LEAST_STALL_SHARE * all.wall_s) parts.push(say("stall", secondsText(all.stall_s)))
+  if (left !== null) parts.push(translate("left", clockText(left)))
+  if (all.stall_s > LEAST_STALL_SHARE * all.wall_s) parts.push(translate("stall", secondsText(all.stall_s)))
   parts.push(mostOfAll(run))
   return parts.filter(Boolean).join(" · ")
 }
@@ -214,14 +214,14 @@ function mostOfAll(run) {
   const most = mostMemory(recordsOf(run))
   if (!most) return ""
   const total = most.kind === "VRAM" ? run.settings?.device_total : run.settings?.ram_total
-  return total ? partText(`of${most.kind}`, most.bytes, total) : say(most.kind, sizeText(most.bytes))
+  return total ? partText(`of${most.kind}`, most.bytes, total) : translate(most.kind, sizeText(most.bytes))
 }
 
 const SETTINGS = ["size", "dtype", "policy", "lora", "workers"]
 
 /** Settings that distinguish a run from others: names (of columns in files), heads and texts. */
 export const settingsOf = (run) =>
-  SETTINGS.map((name) => ({ name, head: say(`head ${name}`), text: String(run.settings?.[name] ?? "") }))
+  SETTINGS.map((name) => ({ name, head: translate(`head ${name}`), text: String(run.settings?.[name] ?? "") }))
 
 /** One row of the table of runs: names (of columns in files), heads, texts and plain values. */
 export function figuresOf(run) {
@@ -229,7 +229,7 @@ export function figuresOf(run) {
   const predicted = run.predicted ? totals(run.predicted.steps) : null
   const figure = (name, value, text) => ({
     name,
-    head: say(`head ${name}`),
+    head: translate(`head ${name}`),
     value: value ?? null,
     text: orDash(value, text)
   })

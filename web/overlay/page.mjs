@@ -10,7 +10,7 @@ import { executionIds, figuresAt } from "./graph_ids.mjs"
 import { RunWidget, isFar } from "./run_widget.mjs"
 import { RunsTable } from "./runs_table.mjs"
 import { EVENTS, Store, lastItem, lastRun, leavesGap, recordsAt } from "./store.mjs"
-import { say, speak } from "./words.mjs"
+import { translate, setLanguage } from "./i18n.mjs"
 
 const SHOWN_ON = ["WanStreamSampler", "WanStreamGuider", "WanStreamBenchmark", "WanStreamLaneSampler"]
 const BADGES_SETTING = "WanStream.Badges"
@@ -28,7 +28,7 @@ export function start(app, api) {
   const badges = new Badges(page)
   const table = new RunsTable(page)
   const refresh = () => {
-    const other = speak(app.extensionManager?.setting?.get("Comfy.Locale"))
+    const other = setLanguage(app.extensionManager?.setting?.get("Comfy.Locale"))
     if (other) table.relabel()
     for (const widget of widgets.values()) widget.refresh(other)
     badges.refresh()
@@ -181,7 +181,7 @@ const badgesSetting = (onChange) => ({
 const tableTab = (table, store) => ({
   id: "wanstream-runs",
   get title() {
-    return say("tab")
+    return translate("tab")
   },
   type: "custom",
   render(container) {

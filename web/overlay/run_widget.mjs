@@ -8,7 +8,7 @@
 import { chart, columnAt, columnsOf, frameOf } from "./chart.mjs"
 import { element, h } from "./dom.mjs"
 import { recordsOf, runText, sizeText, stepText } from "./figures.mjs"
-import { say } from "./words.mjs"
+import { translate } from "./i18n.mjs"
 
 const CLOSED_HEIGHT = 26
 const OPEN_HEIGHT = 205
@@ -122,7 +122,7 @@ export class RunWidget {
     this.button.setAttribute("aria-expanded", open)
     this.button.disabled = !run
     this.updateLine()
-    this.plot.setAttribute("aria-label", say("plot"))
+    this.plot.setAttribute("aria-label", translate("plot"))
     this.draw()
     if (appears) this.page.resize(this.node, false)
   }
@@ -130,8 +130,8 @@ export class RunWidget {
   /** Update the line; the remaining time also falls during a step. */
   updateLine() {
     const since = (performance.now() - this.changedAt) / 1000
-    const words = this.run ? runText(this.run, since) : say("none")
-    if (this.line.textContent !== words) this.line.textContent = this.button.title = words
+    const text = this.run ? runText(this.run, since) : translate("none")
+    if (this.line.textContent !== text) this.line.textContent = this.button.title = text
   }
 
   draw() {
@@ -145,18 +145,18 @@ export class RunWidget {
   updateNumbers() {
     if (!this.open) return
     const record = this.chosen === null ? null : recordsOf(this.run)[this.chosen]
-    const words = record ? stepText(record, this.run.predicted?.steps[this.chosen]) : this.summary()
+    const text = record ? stepText(record, this.run.predicted?.steps[this.chosen]) : this.summary()
     this.numbers.dataset.chosen = Boolean(record)
-    if (this.numbers.textContent !== words) this.numbers.textContent = this.numbers.title = words
+    if (this.numbers.textContent !== text) this.numbers.textContent = this.numbers.title = text
   }
 
   summary() {
     const { timeline, predicted, ended } = this.run
     const used = recordsOf(this.run).at(-1)?.device_used_bytes
     const total = this.run.settings?.device_total
-    if (!ended && used && total) return say("memoryNow", sizeText(used), sizeText(total))
+    if (!ended && used && total) return translate("memoryNow", sizeText(used), sizeText(total))
     if (timeline?.changes?.length) return timeline.changes.join("; ")
-    return say(predicted ? "pointPredicted" : "point")
+    return translate(predicted ? "pointPredicted" : "point")
   }
 
   choose(step) {

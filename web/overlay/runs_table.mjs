@@ -6,12 +6,12 @@
 
 import { element, h } from "./dom.mjs"
 import { figuresOf, settingsOf, stateText } from "./figures.mjs"
-import { say } from "./words.mjs"
+import { translate } from "./i18n.mjs"
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString()
 
 /** Name of a run: the title of its node if the workflow has one. */
-const name = (run) => (typeof run.title === "string" && run.title) || say("nodeOf", run.shown_at)
+const name = (run) => (typeof run.title === "string" && run.title) || translate("nodeOf", run.shown_at)
 
 const ratioText = (value, first) => (value === null || !first ? "-" : `${(value / first).toFixed(2)} x`)
 
@@ -33,10 +33,10 @@ export function tableOf(runs, { ticked, onTick }) {
   const settings = knownSettings(runs)
   const names = [...settings, ...figures].map((each) => each.name)
   const heads = [...settings, ...figures].map((each) => each.head)
-  const allHeads = ["", say("head time"), say("head node"), ...heads, say("head state")]
+  const allHeads = ["", translate("head time"), translate("head node"), ...heads, translate("head state")]
   const row = (run) => {
     const label = `${clock(run.at)} ${name(run)}`
-    const tick = { checked: ticked.has(run.run), change: () => onTick(run.run), "aria-label": say("compare", label) }
+    const tick = { checked: ticked.has(run.run), change: () => onTick(run.run), "aria-label": translate("compare", label) }
     const cell = (content) => h("td", {}, content)
     const known = [...settingsOf(run), ...figuresOf(run)].filter((each) => names.includes(each.name))
     const shown = known.map(({ name, text, value }) =>
@@ -120,11 +120,11 @@ export class RunsTable {
 
   drawTools() {
     if (this.tools.firstChild) return
-    const button = (words, click) => h("button", { type: "button", class: "wanstream-button", click }, words)
+    const button = (label, click) => h("button", { type: "button", class: "wanstream-button", click }, label)
     const tools = [
-      button(say("exportJson"), () => this.export("json", "application/json", jsonOf)),
-      button(say("exportCsv"), () => this.export("csv", "text/csv", csvOf)),
-      h("span", { class: "wanstream-hint" }, say("tick"))
+      button(translate("exportJson"), () => this.export("json", "application/json", jsonOf)),
+      button(translate("exportCsv"), () => this.export("csv", "text/csv", csvOf)),
+      h("span", { class: "wanstream-hint" }, translate("tick"))
     ]
     this.tools.replaceChildren(...tools.map(element))
   }
@@ -143,7 +143,7 @@ export class RunsTable {
     const comparison = chosen.length > 1 ? [comparisonOf(chosen)] : []
     const all = this.runs.length
       ? tableOf(this.runs, { ticked: this.ticked, onTick })
-      : h("p", { class: "wanstream-hint" }, say("noRun"))
+      : h("p", { class: "wanstream-hint" }, translate("noRun"))
     this.body.replaceChildren(...[...comparison, all].map(element))
     if (focused) this.body.querySelector(`tr[data-run="${focused}"] input`)?.focus()
   }

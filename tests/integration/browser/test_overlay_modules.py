@@ -384,11 +384,11 @@ def memory_parts(modules: Modules, run: dict[str, Any]) -> list[Any]:
     return list(memory[2:])
 
 
-WORDS = f"() => import('/extensions/{PACK}/overlay/words.mjs').then(module => module.WORDS)"
+TEXTS = f"() => import('/extensions/{PACK}/overlay/i18n.mjs').then(module => module.TEXTS)"
 
 
 def test_every_word_is_there_in_both_languages_with_the_same_values(modules: Modules) -> None:
-    english, chinese = (modules.frontend.page.evaluate(WORDS)[language] for language in ("en", "zh"))
+    english, chinese = (modules.frontend.page.evaluate(TEXTS)[language] for language in ("en", "zh"))
     assert english.keys() == chinese.keys()
     for key, words in english.items():
         places = [sorted(re.findall(r"\{\d\}", text)) for text in (words, chinese[key])]

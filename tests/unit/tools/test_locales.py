@@ -30,7 +30,7 @@ NAMES = english_names(NODES)
 ENGLISH, CHINESE = read_locale(LOCALES / "en") | {"nodeDefs": NAMES}, read_locale(LOCALES / "zh")
 MADE_FROM = read(LOCALES / "zh" / "made_from.json")
 PAGE = (LOCALES.parent / "web" / "overlay" / "page.mjs").read_text(encoding="utf-8")
-WORDS = (LOCALES.parent / "web" / "overlay" / "words.mjs").read_text(encoding="utf-8")
+I18N = (LOCALES.parent / "web" / "overlay" / "i18n.mjs").read_text(encoding="utf-8")
 
 # Terms that are the same in Chinese, or written in Latin letters.
 SAME = {"VAE", "Latent", "Sigmas"}
@@ -86,7 +86,7 @@ def test_the_english_locale_has_what_the_page_registers() -> None:
     ids = re.findall(r"""^const \w+_SETTING = "(.+)\"""", PAGE, re.MULTILINE)
     assert [*ENGLISH["settings"]] == [name.replace(".", "_") for name in ids]
     (tab,) = re.findall(r"""id: "([\w-]+)",\n +get title\(\)""", PAGE)
-    title, translated = re.findall(r"""^ +tab: "(.+)\"""", WORDS, re.MULTILINE)
+    title, translated = re.findall(r"""^ +tab: "(.+)\"""", I18N, re.MULTILINE)
     assert translated in CHINESE["commands"][f"Workspace_ToggleBottomPanelTab_{tab}"]["label"]
     label = f"Toggle {title} Bottom Panel"
     assert ENGLISH["commands"] == {f"Workspace_ToggleBottomPanelTab_{tab}": {"label": label}}

@@ -4,7 +4,7 @@
  * Messages of the server, such as the error of a run, are shown untranslated. Names in exported files are English.
  */
 
-export const WORDS = {
+export const TEXTS = {
   en: {
     tab: "WanStream runs",
     none: "WanStream: no run yet",
@@ -147,14 +147,14 @@ export const WORDS = {
   }
 }
 
-let words = WORDS.en
+let texts = TEXTS.en
 
 /** Set the language, English for an unknown code; returns true if it has changed. */
-export function speak(language) {
-  const before = words
-  words = WORDS[language] ?? WORDS.en
-  return words !== before
+export function setLanguage(language) {
+  const before = texts
+  texts = TEXTS[language] ?? TEXTS.en
+  return texts !== before
 }
 
 /** Return the text of a key with these values in it. */
-export const say = (key, ...values) => words[key].replace(/\{(\d)\}/g, (_, place) => String(values[place]))
+export const translate = (key, ...values) => texts[key].replace(/\{(\d)\}/g, (_, place) => String(values[place]))
