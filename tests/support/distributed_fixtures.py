@@ -16,6 +16,8 @@ import torch
 from wanstream.distributed.messages import DecodeTask, RunTask
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.tests.support.processes import Processes
+from wanstream.tests.support.split_jobs import SplitProcesses
 from wanstream.wan.experts.open import ExpertsRegistry
 
 SHAPE = (1, 16, 2, 4, 6)
@@ -80,17 +82,19 @@ def alone() -> Callable[[RunTask], torch.Tensor]:
 
 
 @pytest.fixture(scope="session")
-def processes() -> Iterator[Any]:
-    """`Processes` of `processes.py`, shared by the whole session: call `at_least` with the number that a test needs."""
-    started = _neighbour("processes").Processes()
+def processes() -> Iterator[Processes]:
+    """Processes of the whole session: call `at_least` with the number that a test needs."""
+    started = Processes()
     yield started
     started.close()
 
 
-@pytest.fixture(scope="session")
-def split_jobs() -> ModuleType:
-    """Jobs that processes run in the tests of splits."""
-    return _neighbour("split_jobs")
+@pytest.fixture
+def split(processes: Processes) -> Iterator[SplitProcesses]:
+    """Processes that join as the ranks of a mesh; they leave after the test."""
+    made = SplitProcesses(processes)
+    yield made
+    made.leave()
 
 
 @pytest.fixture(scope="session")

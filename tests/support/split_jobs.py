@@ -1,4 +1,4 @@
-"""Jobs of the processes in the tests of splits: join a rendezvous, compute a share of runs, leave."""
+"""Processes that share runs in the tests of splits, and their jobs: join a rendezvous, compute a share, leave."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import itertools
 import os
 import socket
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from wanstream.sampling import DenoiseRequest, RunSlice, SamplingCancelled, deno
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.mesh import Mesh
 from wanstream.testing.weights import TinyShape, in_dtype, make_expert
+from wanstream.tests.support.processes import Processes
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.open import ExpertsRegistry
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
@@ -49,13 +51,51 @@ def rendezvous(mesh: Mesh, *, timeout_s: float = TIMEOUT_S, port: int | None = N
     ]
 
 
-def job_meet(here: SimpleNamespace, every: list[RendezvousSpec]) -> int:
-    here.groups = join(every[here.number], "cpu")
-    return os.getpid()
+class SplitProcesses:
+    """Processes on "cpu" or "cuda" that join as the ranks of one mesh; call `leave` at the end."""
+
+    def __init__(self, processes: Processes, device: str = "cpu") -> None:
+        self.processes, self.device, self.count = processes, device, 0
+        self.pids: list[int] = []
+
+    def join(self, mesh: Mesh, **changes: Any) -> None:
+        """Join with as many processes as the mesh has."""
+        self.count = mesh.size
+        self.pids = self.all(job_join, rendezvous(mesh, **changes), self.device)
+
+    def leave(self) -> None:
+        if self.count:
+            self.all(job_leave)
+
+    def all(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return the results of this job of every rank."""
+        return self.processes.all(job, *args, count=self.count)
+
+    def run(self, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy) -> list[dict[str, Any]]:
+        """Return the results of `job_run` of every rank."""
+        return self.all(job_run, experts, request, policy, self.device)
+
+    def alone(
+        self, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, device: str | None = None
+    ) -> torch.Tensor:
+        """Return the latents of the same run in the first process alone."""
+        latents: torch.Tensor = (
+            self.processes[0].start(job_run_alone, experts, request, policy, device or self.device).result()
+        )
+        return latents
+
+    @contextmanager
+    def attention_with_lse(self) -> Iterator[None]:
+        """Use attention that returns the log-sum-exp, which a ring needs, in every rank."""
+        self.all(job_use_attention_with_lse)
+        try:
+            yield
+        finally:
+            self.all(job_use_own_attention)
 
 
-def job_meet_on_gpu(here: SimpleNamespace, every: list[RendezvousSpec]) -> int:
-    here.groups = join(every[here.number], f"cuda:{here.number}")
+def job_join(here: SimpleNamespace, every: list[RendezvousSpec], device: str) -> int:
+    here.groups = join(every[here.number], f"cuda:{here.number}" if device == "cuda" else device)
     return os.getpid()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.mesh import Mesh
+from wanstream.tests.support.processes import Processes
 from wanstream.tests.support.rounding import difference
+from wanstream.tests.support.split_jobs import SplitProcesses, job_leave_while_it_waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,14 +25,11 @@ LAYERWISE = OffloadPolicy.layerwise(1)
 
 
 @pytest.fixture
-def join(processes: Any, split_jobs: Any) -> Any:
-    """`join(mesh)`: join with two processes, each on its own GPU; leave after the test."""
-
-    def make(mesh: Mesh) -> None:
-        processes.all(split_jobs.job_meet_on_gpu, split_jobs.rendezvous(mesh), count=2)
-
-    yield make
-    processes.all(split_jobs.job_leave, count=2)
+def split(processes: Processes) -> Iterator[SplitProcesses]:
+    """Processes that join as the ranks of a mesh, each on its own GPU; they leave after the test."""
+    made = SplitProcesses(processes, "cuda")
+    yield made
+    made.leave()
 
 
 @pytest.fixture
@@ -50,49 +49,47 @@ def request_of_48_tokens(make_task: Callable[..., Any]) -> Any:
     return make_task(request={"noise": noise}).request
 
 
-def test_cfg_sides_give_what_one_worker_gives(
-    processes: Any, split_jobs: Any, join: Any, wide: Any, request_of_48_tokens: Any
-) -> None:
-    join(Mesh(cfg=2))
-    given = wide("bfloat16"), request_of_48_tokens, LAYERWISE, "cuda"
-    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    for side in processes.all(split_jobs.job_run, *given, count=2):
+def test_cfg_sides_give_what_one_worker_gives(split: SplitProcesses, wide: Any, request_of_48_tokens: Any) -> None:
+    split.join(Mesh(cfg=2))
+    given = wide("bfloat16"), request_of_48_tokens, LAYERWISE
+    alone = split.alone(*given)
+    for side in split.run(*given):
         assert torch.equal(side["latents"], alone)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=str)
 def test_shared_tokens_round_no_worse_than_one_worker_does(
-    mesh: Mesh, processes: Any, split_jobs: Any, join: Any, wide: Any, request_of_48_tokens: Any
+    mesh: Mesh, split: SplitProcesses, wide: Any, request_of_48_tokens: Any
 ) -> None:
-    join(mesh)
-    exact = processes[0].start(split_jobs.job_run_alone, wide("float32"), request_of_48_tokens, LAYERWISE).result()
-    given = wide("bfloat16"), request_of_48_tokens, LAYERWISE, "cuda"
-    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    results = processes.all(split_jobs.job_run, *given, count=2)
+    split.join(mesh)
+    exact = split.alone(wide("float32"), request_of_48_tokens, LAYERWISE, "cpu")
+    given = wide("bfloat16"), request_of_48_tokens, LAYERWISE
+    alone = split.alone(*given)
+    results = split.run(*given)
     assert torch.equal(results[0]["latents"], results[1]["latents"])
     assert difference(results[0]["latents"], exact) <= 1.5 * difference(alone, exact)
     assert results[0]["gathered"] == results[0]["crossed"] > 0
 
 
 def test_ulysses_in_fp32_gives_what_one_worker_gives(
-    processes: Any, split_jobs: Any, join: Any, wide: Any, request_of_48_tokens: Any
+    split: SplitProcesses, wide: Any, request_of_48_tokens: Any
 ) -> None:
-    join(Mesh(ulysses=2))
-    given = wide("float32"), request_of_48_tokens, LAYERWISE, "cuda"
-    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    for worker in processes.all(split_jobs.job_run, *given, count=2):
+    split.join(Mesh(ulysses=2))
+    given = wide("float32"), request_of_48_tokens, LAYERWISE
+    alone = split.alone(*given)
+    for worker in split.run(*given):
         assert difference(worker["latents"], alone) <= 1e-6
 
 
 def test_the_same_processes_meet_five_times_and_leave_while_one_waits(
-    processes: Any, split_jobs: Any, join: Any, wide: Any, request_of_48_tokens: Any
+    split: SplitProcesses, wide: Any, request_of_48_tokens: Any
 ) -> None:
-    given = wide("bfloat16"), request_of_48_tokens, LAYERWISE, "cuda"
+    given = wide("bfloat16"), request_of_48_tokens, LAYERWISE
     results = []
     for _ in range(5):
-        join(Mesh(ulysses=2))
-        results.append(processes.all(split_jobs.job_run, *given, count=2)[0]["latents"])
+        split.join(Mesh(ulysses=2))
+        results.append(split.run(*given)[0]["latents"])
         with pytest.raises(PeerLostError):
-            processes[0].start(split_jobs.job_leave_while_it_waits, "ulysses").result()
-        processes.all(split_jobs.job_leave, count=2)
+            split.processes[0].start(job_leave_while_it_waits, "ulysses").result()
+        split.leave()
     assert all(torch.equal(each, results[0]) for each in results)

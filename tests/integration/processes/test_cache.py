@@ -20,7 +20,9 @@ from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.mesh import Mesh
 from wanstream.schema.refs import WeightPlacement
+from wanstream.tests.support.processes import Processes
 from wanstream.tests.support.rounding import ROUNDING, difference
+from wanstream.tests.support.split_jobs import rendezvous
 
 ULYSSES, CFG = Mesh(ulysses=2), Mesh(cfg=2)
 STEPS = 8
@@ -55,12 +57,12 @@ def job_run_each(here: SimpleNamespace, tasks: Sequence[RunTask]) -> list[tuple[
 
 
 @pytest.fixture
-def group(processes: Any, split_jobs: Any) -> Callable[..., list[Any]]:
+def group(processes: Processes) -> Callable[..., list[Any]]:
     """`group(mesh, tasks, home="full")`: the results of each worker of that group; `None` as mesh: a single worker."""
 
     def run(mesh: Mesh | None, tasks: Sequence[RunTask], home: WeightPlacement = "full") -> list[Any]:
         count = 1 if mesh is None else mesh.size
-        every = [] if mesh is None else [replace(each, weights=home) for each in split_jobs.rendezvous(mesh)]
+        every = [] if mesh is None else [replace(each, weights=home) for each in rendezvous(mesh)]
         processes.all(job_join, every, count=count)
         try:
             return processes.all(job_run_each, tasks, count=count)

@@ -19,25 +19,18 @@ from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.mesh import Mesh, MeshError
 from wanstream.testing.experts import make_lora, save_lora
 from wanstream.tests.support.rounding import ROUNDING, difference
+from wanstream.tests.support.split_jobs import (
+    SplitProcesses,
+    job_attach_and_detach,
+    job_hold,
+    job_run,
+    job_run_compiled,
+    job_run_until,
+)
 from wanstream.wan import Nag
 
 LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
 CHUNKED = replace(LAYERWISE, chunk_tokens=8)
-
-
-@pytest.fixture
-def join(processes: Any, split_jobs: Any) -> Any:
-    """`join(mesh, **changes)`: join with as many processes as the mesh has; leave after the test."""
-    count = 0
-
-    def make(mesh: Mesh, **changes: Any) -> list[int]:
-        nonlocal count
-        count = mesh.size
-        return processes.all(split_jobs.job_meet, split_jobs.rendezvous(mesh, **changes), count=count)
-
-    yield make
-    if count:
-        processes.all(split_jobs.job_leave, count=count)
 
 
 @pytest.fixture(scope="session")
@@ -68,40 +61,36 @@ def make_request(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]
 def test_ulysses_gives_what_one_worker_gives(
     mesh: Mesh,
     policy: OffloadPolicy,
-    processes: Any,
-    split_jobs: Any,
-    join: Any,
+    split: SplitProcesses,
     wide: Callable[..., ExpertsRef],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    join(mesh)
+    split.join(mesh)
     given = wide(), make_request(), policy
-    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    results = processes.all(split_jobs.job_run, *given, count=mesh.size)
+    alone = split.alone(*given)
+    results = split.run(*given)
     assert difference(results[0]["latents"], alone) <= ROUNDING
     for worker in results:
         assert torch.equal(worker["latents"], results[0]["latents"])
         assert worker["gathered"] == worker["crossed"] > 0
-    again = processes[0].start(split_jobs.job_run_alone, *given).result()
+    again = split.alone(*given)
     assert torch.equal(again, alone)
 
 
 @pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
 def test_windows_and_nag_on_shared_tokens(
     policy: OffloadPolicy,
-    processes: Any,
-    split_jobs: Any,
-    join: Any,
+    split: SplitProcesses,
     wide: Callable[..., ExpertsRef],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
     """Tokens of a window are split like those of a video; attention to both texts is local."""
-    join(Mesh(ulysses=2))
+    split.join(Mesh(ulysses=2))
     windows = ContextWindows(frames=2, overlap=1)
     request = make_request(shape=(1, 16, 3, 8, 12), guidance=(4.0, 1.0), nag=Nag(), windows=windows)
     given = wide(), request, policy
-    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    results = processes.all(split_jobs.job_run, *given, count=2)
+    alone = split.alone(*given)
+    results = split.run(*given)
     assert difference(results[0]["latents"], alone) <= ROUNDING
     assert torch.equal(results[1]["latents"], results[0]["latents"])
 
@@ -109,15 +98,13 @@ def test_windows_and_nag_on_shared_tokens(
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str)
 def test_images_and_loras_on_shared_tokens(
     mesh: Mesh,
-    processes: Any,
-    split_jobs: Any,
-    join: Any,
+    split: SplitProcesses,
     wide: Callable[..., ExpertsRef],
     make_request: Callable[..., DenoiseRequest],
     make_tiny_expert: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    join(mesh)
+    split.join(mesh)
     loras = []
     for seed in (1, 2):
         path = tmp_path / f"{seed}.safetensors"
@@ -126,27 +113,25 @@ def test_images_and_loras_on_shared_tokens(
     experts = wide(in_channels=36)
     image = torch.randn(1, 20, 2, 8, 12, generator=torch.Generator().manual_seed(21))
     request = make_request(shape=(2, 16, 2, 8, 12), image_condition=image, solver="unipc")
-    plain = processes[0].start(split_jobs.job_run_alone, experts, request, SWAP).result()
+    plain = split.alone(experts, request, SWAP)
     given = replace(experts, loras=tuple(loras)), request, SWAP
-    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    for worker in processes.all(split_jobs.job_run, *given, count=mesh.size):
+    alone = split.alone(*given)
+    for worker in split.run(*given):
         assert difference(worker["latents"], alone) <= ROUNDING
     assert difference(plain, alone) > 1e-3
 
 
 @pytest.mark.slow
 def test_compiled_blocks_on_shared_tokens(
-    processes: Any,
-    split_jobs: Any,
-    join: Any,
+    split: SplitProcesses,
     wide: Callable[..., ExpertsRef],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
     """Graphs break at collectives; gathered bytes are counted in each run, traced or not, and for any video size."""
-    join(Mesh(ulysses=2))
+    split.join(Mesh(ulysses=2))
     experts, longer = wide(layers=2), torch.randn(1, 16, 5, 4, 8, generator=torch.Generator().manual_seed(1))
-    runs = processes.all(split_jobs.job_run_compiled, experts, make_request(), LAYERWISE, count=2)
-    runs += processes.all(split_jobs.job_run_compiled, experts, make_request(noise=longer), LAYERWISE, count=2)
+    runs = split.all(job_run_compiled, experts, make_request(), LAYERWISE)
+    runs += split.all(job_run_compiled, experts, make_request(noise=longer), LAYERWISE)
     for plain, first, second in runs:
         assert torch.equal(first["latents"], plain["latents"])
         assert torch.equal(second["latents"], plain["latents"])
@@ -158,20 +143,15 @@ def test_compiled_blocks_on_shared_tokens(
 @pytest.mark.parametrize("mesh", [Mesh(ring=2), Mesh(ring=4), Mesh(ring=2, ulysses=2), Mesh(cfg=2, ring=2)], ids=str)
 def test_a_ring_gives_what_one_worker_gives(
     mesh: Mesh,
-    processes: Any,
-    split_jobs: Any,
-    join: Any,
+    split: SplitProcesses,
     wide: Callable[..., ExpertsRef],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    join(mesh)
+    split.join(mesh)
     given = wide(), make_request(), LAYERWISE
-    processes.all(split_jobs.job_use_attention_with_lse, count=mesh.size)
-    try:
-        alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-        results = processes.all(split_jobs.job_run, *given, count=mesh.size)
-    finally:
-        processes.all(split_jobs.job_use_own_attention, count=mesh.size)
+    with split.attention_with_lse():
+        alone = split.alone(*given)
+        results = split.run(*given)
     for worker in results:
         assert torch.equal(worker["latents"], results[0]["latents"])
         assert difference(worker["latents"], alone) <= ROUNDING
@@ -179,22 +159,17 @@ def test_a_ring_gives_what_one_worker_gives(
 
 
 def test_a_ring_rounds_bf16_no_worse_than_one_worker_does(
-    processes: Any,
-    split_jobs: Any,
-    join: Any,
+    split: SplitProcesses,
     wide: Callable[..., ExpertsRef],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
     mesh = Mesh(ring=2)
-    join(mesh)
+    split.join(mesh)
     given = wide(dtype=torch.bfloat16), make_request(), LAYERWISE
-    exact = processes[0].start(split_jobs.job_run_alone, wide(), *given[1:]).result()
-    processes.all(split_jobs.job_use_attention_with_lse, count=2)
-    try:
-        alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-        results = processes.all(split_jobs.job_run, *given, count=2)
-    finally:
-        processes.all(split_jobs.job_use_own_attention, count=2)
+    exact = split.alone(wide(), *given[1:])
+    with split.attention_with_lse():
+        alone = split.alone(*given)
+        results = split.run(*given)
     of_ring, of_one = (difference(each, exact) for each in (results[0]["latents"], alone))
     assert of_ring <= 1.5 * of_one
 
@@ -202,14 +177,11 @@ def test_a_ring_rounds_bf16_no_worse_than_one_worker_does(
 @pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=str)
 def test_the_models_are_as_they_were(
-    mesh: Mesh, policy: OffloadPolicy, processes: Any, split_jobs: Any, join: Any, wide: Callable[..., ExpertsRef]
+    mesh: Mesh, policy: OffloadPolicy, split: SplitProcesses, wide: Callable[..., ExpertsRef]
 ) -> None:
-    join(mesh)
-    processes.all(split_jobs.job_use_attention_with_lse, count=2)
-    try:
-        results = processes.all(split_jobs.job_attach_and_detach, wide(), policy, count=2)
-    finally:
-        processes.all(split_jobs.job_use_own_attention, count=2)
+    split.join(mesh)
+    with split.attention_with_lse():
+        results = split.all(job_attach_and_detach, wide(), policy)
     for inside, after in results:
         assert after == []
         for changed in ("high rope: forward", "low blocks.0: forward", "low proj_out: forward"):
@@ -232,21 +204,19 @@ def test_what_does_not_fit_is_refused_by_all_and_they_go_on(
     shape: tuple[int, ...],
     heads: int,
     message: str,
-    processes: Any,
-    split_jobs: Any,
-    join: Any,
+    split: SplitProcesses,
     tiny_expert_folder: Callable[..., Path],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    join(mesh)
+    split.join(mesh)
     high, low = (tiny_expert_folder(seed=seed, heads=heads) for seed in (1, 2))
     given = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32"), make_request(shape=shape), LAYERWISE
-    for process in processes[:2]:
-        process.start(split_jobs.job_run, *given)
-    for process in processes[:2]:
+    for process in split.processes[:2]:
+        process.start(job_run, *given)
+    for process in split.processes[:2]:
         with pytest.raises(MeshError, match=message):
             process.receive(60)
-    assert processes[0].start(split_jobs.job_run_alone, *given).result().isfinite().all()
+    assert split.alone(*given).isfinite().all()
 
 
 def test_a_backend_is_chosen_for_the_mesh_or_refused() -> None:
@@ -266,44 +236,44 @@ def test_a_backend_is_chosen_for_the_mesh_or_refused() -> None:
     ids=["2", "4"],
 )
 def test_the_estimate_of_shared_tokens_is_what_a_worker_holds_at_once(
-    ulysses: int, cases: list[tuple[torch.dtype, int, int | None]], processes: Any, split_jobs: Any, join: Any
+    ulysses: int, cases: list[tuple[torch.dtype, int, int | None]], split: SplitProcesses
 ) -> None:
-    join(Mesh(ulysses=ulysses))
+    split.join(Mesh(ulysses=ulysses))
     counting = str(Path(__file__).parents[2] / "unit" / "sampling" / "test_working_bytes.py")
     for case in cases:
-        for alive, estimate in processes.all(split_jobs.job_hold, counting, *case, count=ulysses):
+        for alive, estimate in split.all(job_hold, counting, *case):
             assert 0.97 * estimate <= alive <= 1.03 * estimate
 
 
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2, ulysses=2)], ids=str)
 def test_a_wish_of_one_stops_all_before_the_same_block(
-    mesh: Mesh, processes: Any, split_jobs: Any, join: Any, wide: Callable[..., ExpertsRef], make_request: Any
+    mesh: Mesh, split: SplitProcesses, wide: Callable[..., ExpertsRef], make_request: Any
 ) -> None:
-    join(mesh)
+    split.join(mesh)
     given = wide(), make_request(), LAYERWISE
-    stopped = processes.all(split_jobs.job_run_until, *given, {1: 9}, None, count=mesh.size)
+    stopped = split.all(job_run_until, *given, {1: 9}, None)
     assert stopped == [(2, 1)] * mesh.size
-    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    for worker in processes.all(split_jobs.job_run, *given, count=mesh.size):
+    alone = split.alone(*given)
+    for worker in split.run(*given):
         assert difference(worker["latents"], alone) <= ROUNDING
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["lost", "hanging"])
 def test_a_worker_that_is_lost_in_a_run_is_told_by_the_others(
-    sent: int, processes: Any, split_jobs: Any, join: Any, wide: Callable[..., ExpertsRef], make_request: Any
+    sent: int, split: SplitProcesses, wide: Callable[..., ExpertsRef], make_request: Any
 ) -> None:
     mesh = Mesh(cfg=2, ulysses=2)
-    join(mesh, timeout_s=3.0)
+    split.join(mesh, timeout_s=3.0)
     given = wide(), make_request(), LAYERWISE
-    answers = [process.start(split_jobs.job_run_until, *given, {3: 6}, sent) for process in processes[:4]]
+    answers = [process.start(job_run_until, *given, {3: 6}, sent) for process in split.processes[:4]]
     try:
         for answer in answers[:3]:
             with pytest.raises((PeerLostError, WorkerTimeoutError), match="no sign of rank 3 within"):
                 answer.result()
     finally:
-        processes.replace(3)
-    processes.all(split_jobs.job_leave, count=4)
-    join(mesh)
-    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    for worker in processes.all(split_jobs.job_run, *given, count=4):
+        split.processes.replace(3)
+    split.leave()
+    split.join(mesh)
+    alone = split.alone(*given)
+    for worker in split.run(*given):
         assert difference(worker["latents"], alone) <= ROUNDING

@@ -19,42 +19,41 @@ from wanstream.distributed.worker.parallel_forward import group_forward
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.schema import StateError
 from wanstream.schema.mesh import Mesh
+from wanstream.tests.support.processes import Processes
+from wanstream.tests.support.split_jobs import job_leave_while_it_waits, rendezvous
 
 LOOPBACK = "127.0.0.1"
 SHORT_S, LONG_S = 2.0, 50.0
 
-Processes = Any
-
-
 # Jobs of the processes.
 
 
+def listening() -> set[tuple[str, int]]:
+    """Return the addresses and ports that this process listens on."""
+    gc.collect()  # errors and hooks keep the groups of earlier runs in reference cycles
+    return {each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}
+
+
 def job_join(here: SimpleNamespace, every: list[RendezvousSpec]) -> dict[str, Any]:
+    # Groups that earlier tests broke listen until nothing refers to their errors.
+    here.before = listening()
     here.groups = join(every[here.number], "cpu")
-    listening = [each.laddr.ip for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
-    return {"pid": os.getpid(), "state": here.groups.state, "listening": listening}
+    return {"pid": os.getpid(), "state": here.groups.state, "listening": [ip for ip, _ in listening()]}
 
 
 def job_join_and_leave(here: SimpleNamespace, every: list[list[RendezvousSpec]]) -> list[GroupsState]:
     states = []
-    for rendezvous in every:
-        with join(rendezvous[here.number], "cpu") as groups:
+    for specs in every:
+        with join(specs[here.number], "cpu") as groups:
             states.append(groups.state)
     return states
 
 
 def job_leave(here: SimpleNamespace) -> tuple[GroupsState, int]:
+    """Leave twice; returns the state, and the number of ports that this process has listened on since it joined."""
     here.groups.leave()
     here.groups.leave()
-    gc.collect()  # errors and hooks keep the groups of earlier runs in reference cycles
-    listening = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
-    return here.groups.state, len(listening)
-
-
-def job_listening(here: SimpleNamespace) -> set[int]:
-    """Return the ports that this process listens on."""
-    gc.collect()
-    return {each.laddr.port for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}
+    return here.groups.state, len(listening() - here.before)
 
 
 def job_leave_if_joined(here: SimpleNamespace) -> None:
@@ -83,34 +82,29 @@ def job_die(here: SimpleNamespace) -> None:
 
 
 @pytest.fixture
-def joined(processes: Processes, split_jobs: Any) -> Any:
+def joined(processes: Processes) -> Any:
     """`joined(mesh)`: join with as many processes as the mesh has; leave after the test."""
     count = 0
 
     def make(mesh: Mesh, **changes: Any) -> list[dict[str, Any]]:
         nonlocal count
         count = max(count, mesh.size)
-        return processes.all(job_join, split_jobs.rendezvous(mesh, **changes), count=mesh.size)
+        return processes.all(job_join, rendezvous(mesh, **changes), count=mesh.size)
 
     yield make
     processes.all(job_leave_if_joined, count=count)
 
 
 def test_workers_listen_on_loopback_only_and_leave_no_sockets(processes: Processes, joined: Any) -> None:
-    # Groups that earlier tests broke listen until nothing refers to their errors.
-    before = processes.all(job_listening, count=2)
     reports = joined(Mesh(cfg=2))
     assert len({each["pid"] for each in reports} | {os.getpid()}) == 3
     assert all(each["state"] is GroupsState.JOINED for each in reports)
     assert {address for each in reports for address in each["listening"]} == {LOOPBACK}
-    assert all(state is GroupsState.LEFT for state, _ in processes.all(job_leave, count=2))
-    assert not any(
-        after - earlier for after, earlier in zip(processes.all(job_listening, count=2), before, strict=True)
-    )
+    assert processes.all(job_leave, count=2) == [(GroupsState.LEFT, 0)] * 2
 
 
-def test_a_worker_can_leave_immediately_after_it_has_joined(processes: Processes, split_jobs: Any) -> None:
-    every = [split_jobs.rendezvous(Mesh(ulysses=3)) for _ in range(8)]
+def test_a_worker_can_leave_immediately_after_it_has_joined(processes: Processes) -> None:
+    every = [rendezvous(Mesh(ulysses=3)) for _ in range(8)]
     processes.at_least(3)
     assert processes.all(job_join_and_leave, every, count=3, timeout=LONG_S) == [[GroupsState.JOINED] * 8] * 3
 
@@ -182,12 +176,12 @@ def test_a_worker_that_hangs_is_named(processes: Processes, joined: Any) -> None
 
 @pytest.mark.parametrize("name", ["control", "weights", "ulysses"])
 def test_a_worker_leaves_from_another_thread_while_it_waits_and_joins_again(
-    name: str, processes: Processes, split_jobs: Any, joined: Any
+    name: str, processes: Processes, joined: Any
 ) -> None:
     joined(Mesh(ulysses=3))
     processes[2].signal(signal.SIGSTOP)
     try:
-        waiting = [processes[rank].start(split_jobs.job_leave_while_it_waits, name) for rank in (0, 1)]
+        waiting = [processes[rank].start(job_leave_while_it_waits, name) for rank in (0, 1)]
         for answer in waiting:
             with pytest.raises(PeerLostError, match=r"this worker has left the rendezvous|another worker broke"):
                 answer.result(LONG_S)
@@ -210,34 +204,34 @@ def test_the_loss_of_rank_0_is_reported(processes: Processes, joined: Any) -> No
     processes.all(job_leave_if_joined, count=3)
 
 
-def test_missing_workers_are_named(processes: Processes, split_jobs: Any) -> None:
-    every = split_jobs.rendezvous(Mesh(ulysses=4), timeout_s=SHORT_S)
+def test_missing_workers_are_named(processes: Processes) -> None:
+    every = rendezvous(Mesh(ulysses=4), timeout_s=SHORT_S)
     answers = [processes.at_least(4)[rank].start(job_join, every) for rank in (0, 2)]
     for answer in answers:
         with pytest.raises(WorkerTimeoutError, match=r"ranks 1 and 3 did not join .* within 2 s"):
             answer.result()
-    every = split_jobs.rendezvous(Mesh(ulysses=2), timeout_s=SHORT_S)
+    every = rendezvous(Mesh(ulysses=2), timeout_s=SHORT_S)
     with pytest.raises(WorkerTimeoutError, match=f"no store responds at {LOOPBACK}:{every[0].port} after 2 s"):
         processes[1].start(job_join, every).result()
 
 
-def test_a_port_that_is_taken_is_named(processes: Processes, split_jobs: Any) -> None:
+def test_a_port_that_is_taken_is_named(processes: Processes) -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"port {port} at {LOOPBACK} is taken"):
-            processes.at_least(1)[0].start(job_join, split_jobs.rendezvous(Mesh(cfg=2), port=port)).result()
+            processes.at_least(1)[0].start(job_join, rendezvous(Mesh(cfg=2), port=port)).result()
 
 
-def test_a_group_of_one_worker_opens_no_connection(split_jobs: Any) -> None:
-    with join(split_jobs.rendezvous(Mesh(data=4, stage=2))[5], "cpu") as groups:
+def test_a_group_of_one_worker_opens_no_connection() -> None:
+    with join(rendezvous(Mesh(data=4, stage=2))[5], "cpu") as groups:
         assert group_forward(groups).alone
         assert groups.consensus(wish := lambda: True) is wish
         assert not torch.distributed.is_initialized()
     assert groups.state is GroupsState.LEFT
 
 
-def test_groups_out_of_order_are_refused(split_jobs: Any) -> None:
-    groups = ProcessGroups(split_jobs.rendezvous(Mesh(cfg=2))[0], torch.device("cpu"))
+def test_groups_out_of_order_are_refused() -> None:
+    groups = ProcessGroups(rendezvous(Mesh(cfg=2))[0], torch.device("cpu"))
     with pytest.raises(StateError, match="these are new"):
         groups.control  # noqa: B018 - the attribute access is under test
     groups.leave()

@@ -20,6 +20,7 @@ from wanstream.distributed.messages import RunTask
 from wanstream.distributed.worker.worker import Worker
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.testing.weights import TinyShape, expert_config
+from wanstream.tests.support.processes import Processes
 from wanstream.wan.checkpoint.open import open_expert
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> ExpertsRef:
 
 
 @pytest.fixture(scope="module")
-def begun(processes: Any) -> Iterator[Any]:
+def begun(processes: Processes) -> Iterator[Any]:
     """Fresh processes that have imported everything and opened nothing."""
     processes.at_least(RANKS)
     for number in range(RANKS):

@@ -14,6 +14,7 @@ from wanstream.sampling import DenoiseRequest
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.mesh import Mesh
+from wanstream.tests.support.split_jobs import SplitProcesses, job_run_until
 from wanstream.wan import Nag
 
 LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
@@ -24,10 +25,10 @@ LANE_BYTES = 16 * 2 * 4 * 6 * 4
 
 
 @pytest.fixture
-def pids(processes: Any, split_jobs: Any) -> Any:
-    """Two processes that have joined as the cfg ranks of one group; they leave after the test."""
-    yield processes.all(split_jobs.job_meet, split_jobs.rendezvous(CFG), count=2)
-    processes.all(split_jobs.job_leave, count=2)
+def split(split: SplitProcesses) -> SplitProcesses:
+    """Two processes that have joined as the cfg ranks of one group."""
+    split.join(CFG)
+    return split
 
 
 @pytest.fixture
@@ -56,25 +57,21 @@ def test_two_sides_give_what_one_worker_gives(
     batch: int,
     guidance: tuple[float, float],
     lanes_a_step: tuple[int, int],
-    processes: Any,
-    split_jobs: Any,
-    pids: list[int],
+    split: SplitProcesses,
     experts_ref: Callable[..., ExpertsRef],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
     given = experts_ref(), make_request(batch=batch, guidance=guidance), LAYERWISE
-    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    results = processes.all(split_jobs.job_run, *given, count=2)
-    assert len({*pids, os.getpid()}) == 3
+    alone = split.alone(*given)
+    results = split.run(*given)
+    assert len({*split.pids, os.getpid()}) == 3
     for side in results:
         assert torch.equal(side["latents"], alone)
         assert side["gathered"] == side["crossed"] == sum(lanes_a_step) * STEPS // 2 * LANE_BYTES
 
 
 def test_windows_nag_and_noise_of_every_step_are_shared_too(
-    processes: Any,
-    split_jobs: Any,
-    pids: list[int],
+    split: SplitProcesses,
     experts_ref: Callable[..., ExpertsRef],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
@@ -84,17 +81,15 @@ def test_windows_nag_and_noise_of_every_step_are_shared_too(
     request = make_request(noise=noise, windows=ContextWindows(frames=3, overlap=1), **steps)
     assert {request.lanes_at(step) for step in range(STEPS)} >= {2, 4}
     given = experts_ref(), request, LAYERWISE
-    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    for side in processes.all(split_jobs.job_run, *given, count=2):
+    alone = split.alone(*given)
+    for side in split.run(*given):
         assert torch.equal(side["latents"], alone)
 
 
 @pytest.mark.parametrize("policy", [SWAP, OffloadPolicy.layerwise(0)])
 def test_images_condition_both_sides_under_any_policy(
     policy: OffloadPolicy,
-    processes: Any,
-    split_jobs: Any,
-    pids: list[int],
+    split: SplitProcesses,
     tiny_expert_folder: Callable[..., Any],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
@@ -102,8 +97,8 @@ def test_images_condition_both_sides_under_any_policy(
     experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
     image = torch.randn(1, 20, 2, 4, 6, generator=torch.Generator().manual_seed(21))
     given = experts, make_request(batch=2, image_condition=image, solver="unipc"), policy
-    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    for side in processes.all(split_jobs.job_run, *given, count=2):
+    alone = split.alone(*given)
+    for side in split.run(*given):
         assert torch.equal(side["latents"], alone)
 
 
@@ -111,15 +106,13 @@ def test_images_condition_both_sides_under_any_policy(
 def test_a_wish_of_one_stops_both_before_the_same_block_and_they_go_on_after(
     rank: int,
     visits: int,
-    processes: Any,
-    split_jobs: Any,
-    pids: list[int],
+    split: SplitProcesses,
     experts_ref: Callable[..., ExpertsRef],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
     given = experts_ref(), make_request(), LAYERWISE
-    stopped = processes.all(split_jobs.job_run_until, *given, {rank: visits}, None, count=2)
+    stopped = split.all(job_run_until, *given, {rank: visits}, None)
     assert stopped == [divmod(visits, 4)] * 2
-    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
-    for side in processes.all(split_jobs.job_run, *given, count=2):
+    alone = split.alone(*given)
+    for side in split.run(*given):
         assert torch.equal(side["latents"], alone)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,26 +15,12 @@ from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.mesh import Mesh
 from wanstream.tests.support.rounding import ROUNDING, difference
+from wanstream.tests.support.split_jobs import SplitProcesses, job_run_compiled
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 CHUNKED = replace(LAYERWISE, chunk_tokens=8)
 SHAPE = (1, 48, 3, 4, 8)
 """8 tokens in each of 3 frames: two workers have one frame and a half."""
-
-
-@pytest.fixture
-def join(processes: Any, split_jobs: Any) -> Iterator[Callable[[Mesh], None]]:
-    """`join(mesh)`: join with as many processes as the mesh has; leave after the test."""
-    count = 0
-
-    def make(mesh: Mesh) -> None:
-        nonlocal count
-        count = mesh.size
-        processes.all(split_jobs.job_meet, split_jobs.rendezvous(mesh), count=count)
-
-    yield make
-    if count:
-        processes.all(split_jobs.job_leave, count=count)
 
 
 @pytest.fixture
@@ -64,25 +50,23 @@ def given(
 
 @pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2)], ids=str)
-def test_two_workers_give_what_one_gives(
-    mesh: Mesh, policy: OffloadPolicy, processes: Any, split_jobs: Any, join: Any, given: Any
-) -> None:
-    join(mesh)
+def test_two_workers_give_what_one_gives(mesh: Mesh, policy: OffloadPolicy, split: SplitProcesses, given: Any) -> None:
+    split.join(mesh)
     for changes in ({}, {"windows": ContextWindows(frames=2, overlap=1)}):
         job = *given(**changes), policy
-        alone = processes[0].start(split_jobs.job_run_alone, *job).result()
-        results = processes.all(split_jobs.job_run, *job, count=2)
+        alone = split.alone(*job)
+        results = split.run(*job)
         for worker in results:
             assert difference(worker["latents"], alone) <= ROUNDING
     free = given(mask=None)
-    plain = processes[0].start(split_jobs.job_run_alone, *free, policy).result()
+    plain = split.alone(*free, policy)
     assert difference(plain, alone) > 1e-3
 
 
-def test_compiled_blocks_of_two_workers(processes: Any, split_jobs: Any, join: Any, given: Any) -> None:
+def test_compiled_blocks_of_two_workers(split: SplitProcesses, given: Any) -> None:
     """One graph for all blocks of all steps, where both workers have tokens of both timesteps or not."""
-    join(Mesh(ulysses=2))
-    results = processes.all(split_jobs.job_run_compiled, *given(), LAYERWISE, count=2)
+    split.join(Mesh(ulysses=2))
+    results = split.all(job_run_compiled, *given(), LAYERWISE)
     for plain, compiled, again in results:
         assert difference(compiled["latents"], plain["latents"]) <= ROUNDING
         assert torch.equal(again["latents"], compiled["latents"])

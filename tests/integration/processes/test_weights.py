@@ -25,6 +25,8 @@ from wanstream.schema import ExpertsRef, LoraRef, Mesh, OffloadPolicy
 from wanstream.schema.refs import WeightPlacement
 from wanstream.testing.experts import make_lora, save_lora
 from wanstream.testing.quantised import matrices, save_expert_gguf
+from wanstream.tests.support.processes import Processes
+from wanstream.tests.support.split_jobs import rendezvous
 from wanstream.wan.experts.open import open_pair
 
 CELL = Mesh(cfg=2)
@@ -93,11 +95,11 @@ def job_leave_meeting(here: SimpleNamespace) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def join(processes: Any, split_jobs: Any) -> Iterator[Callable[..., list[int]]]:
+def join(processes: Processes) -> Iterator[Callable[..., list[int]]]:
     """`join(placement, mesh=CELL)`: join with as many processes as the mesh has; experts stay open."""
 
     def join(placement: WeightPlacement, mesh: Mesh = CELL) -> list[int]:
-        every = [replace(rendezvous, weights=placement) for rendezvous in split_jobs.rendezvous(mesh)]
+        every = [replace(each, weights=placement) for each in rendezvous(mesh)]
         return processes.all(job_join, every, count=mesh.size)
 
     yield join
@@ -125,7 +127,7 @@ def forms(
 
 @pytest.mark.parametrize(("placement", "cases"), [("sharded", CASES), ("sharded in VRAM", CASES[1::2])])
 def test_shards_give_what_one_worker_gives(
-    processes: Any,
+    processes: Processes,
     join: Any,
     forms: dict[str, ExpertsRef],
     make_task: MakeTask,
@@ -142,7 +144,7 @@ def test_shards_give_what_one_worker_gives(
         assert reports[0]["gathered"] == reports[1]["gathered"] > 10**6
 
 
-def test_four_ranks_gather_too(processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone) -> None:
+def test_four_ranks_gather_too(processes: Processes, join: Any, make_task: MakeTask, alone: ComputeAlone) -> None:
     join("sharded", Mesh(cfg=2, ulysses=2))
     task = make_task()
     reports = processes.all(job_run, task, count=4)
@@ -151,7 +153,7 @@ def test_four_ranks_gather_too(processes: Any, join: Any, make_task: MakeTask, a
 
 
 def test_whole_weights_gather_none_and_shards_follow_the_meeting(
-    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone
+    processes: Processes, join: Any, make_task: MakeTask, alone: ComputeAlone
 ) -> None:
     task = make_task(policy=POLICIES[3])
     gathered = []
@@ -165,7 +167,7 @@ def test_whole_weights_gather_none_and_shards_follow_the_meeting(
 
 @pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[2]])
 def test_a_stop_leaves_ranks_that_run_again_without_meeting_anew(
-    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone, policy: OffloadPolicy
+    processes: Processes, join: Any, make_task: MakeTask, alone: ComputeAlone, policy: OffloadPolicy
 ) -> None:
     join("sharded")
     for after in (1, 2, 3):
@@ -176,7 +178,7 @@ def test_a_stop_leaves_ranks_that_run_again_without_meeting_anew(
 
 
 def test_a_rank_that_fails_alone_holds_nobody_up(
-    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone
+    processes: Processes, join: Any, make_task: MakeTask, alone: ComputeAlone
 ) -> None:
     join("sharded")
     task = make_task()
@@ -218,14 +220,14 @@ def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> 
     return "".join(messages)
 
 
-def test_a_gather_that_nobody_else_comes_to_is_left_at_once(processes: Any, split_jobs: Any) -> None:
+def test_a_gather_that_nobody_else_comes_to_is_left_at_once(processes: Processes) -> None:
     processes.at_least(2).all(job_leave, count=2)
-    reports = processes.all(job_gather_alone, split_jobs.rendezvous(CELL), count=2, timeout=SHORT_S)
+    reports = processes.all(job_gather_alone, rendezvous(CELL), count=2, timeout=SHORT_S)
     assert reports == ["the run ended while its weights were gathered", "PeerLostError"]
 
 
 def test_a_rank_that_is_killed_is_missed_at_once(
-    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone
+    processes: Processes, join: Any, make_task: MakeTask, alone: ComputeAlone
 ) -> None:
     join("sharded")
     task = make_task()
@@ -248,9 +250,9 @@ def job_told(here: SimpleNamespace, task: RunTask) -> Any:
     return here.worker.run(task, lambda _: None).timeline.changes
 
 
-def test_the_figures_of_a_cell_are_the_same_for_all_of_it(processes: Any, split_jobs: Any, make_task: MakeTask) -> None:
+def test_the_figures_of_a_cell_are_the_same_for_all_of_it(processes: Processes, make_task: MakeTask) -> None:
     processes.at_least(2).all(job_leave, count=2)
-    figures = processes.all(job_measure, make_task(), split_jobs.rendezvous(CELL), count=2, timeout=SHORT_S)
+    figures = processes.all(job_measure, make_task(), rendezvous(CELL), count=2, timeout=SHORT_S)
     assert figures[0] == figures[1]
     assert figures[0].workers == 2
     assert figures[0].blocks == 8
@@ -263,13 +265,11 @@ def job_taken(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSp
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=2)], ids=str)
-def test_a_worker_estimates_its_share_of_a_step(
-    mesh: Mesh, processes: Any, split_jobs: Any, make_task: MakeTask
-) -> None:
+def test_a_worker_estimates_its_share_of_a_step(mesh: Mesh, processes: Processes, make_task: MakeTask) -> None:
     """Memory needs in addition to the weights decide whether shards fit into the same memory."""
     task, share = make_task(), Share(cfg=mesh.cfg, ulysses=mesh.ulysses)
     processes.at_least(2).all(job_leave, count=2)
-    taken = processes.all(job_taken, task, split_jobs.rendezvous(mesh), count=2, timeout=SHORT_S)
+    taken = processes.all(job_taken, task, rendezvous(mesh), count=2, timeout=SHORT_S)
     with open_pair(task.experts) as pair:
         weights = pair.device_bytes(task.policy, device=torch.device("cpu"))
         own = working_bytes(pair, task.request.noise.shape, guided=True, share=share)
@@ -279,7 +279,7 @@ def test_a_worker_estimates_its_share_of_a_step(
 
 
 def test_cpus_that_decide_keep_whole_weights(
-    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone
+    processes: Processes, join: Any, make_task: MakeTask, alone: ComputeAlone
 ) -> None:
     join("auto")
     task = make_task()
