@@ -10,10 +10,9 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..host.embedded import MOST_NESTED, ComfyNode, Prompt, names_listed, nested_deeper, sockets_of
 from ..schema import PIXELS_PER_LATENT, VideoShape
@@ -28,9 +27,6 @@ INVALID = 2
 """The workflow or the arguments are invalid; nothing ran."""
 INTERRUPTED = 130
 """Ctrl-C: 128 + SIGINT, as shells count."""
-
-
-Arguments = TypeVar("Arguments")
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,12 +45,6 @@ class Parser(argparse.ArgumentParser):
             known = [name.strip("' ") for name in choice[2].split(",")]
             message += _nearest([choice[1]], known)
         super().error(message)
-
-
-def values_of(kind: type[Arguments], parsed: argparse.Namespace) -> Arguments:
-    """Return a subcommand's dataclass, with each field from the option with that `dest`."""
-    values = {field.name: getattr(parsed, field.name) for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def _nearest(unknown: Sequence[str], known: Any) -> str:

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..bench import Table
@@ -41,6 +40,7 @@ from ..schema import (
     format_size,
 )
 from .arguments import DONE, FAILED, INVALID, ArgumentError, video_shape
+from .options import PlanOptions
 
 GB = 1e9
 GIB = 2**30
@@ -66,63 +66,33 @@ MODELS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanArguments:
-    """Arguments of the command line."""
-
-    gpu: str
-    ram_gb: float | None
-    """In units of 2^30 bytes, as memory is sold; all other GB are 10^9 bytes."""
-    ssd_gb_s: float | None
-    size: str
-    model: str = "a14b"
-    """One of `MODELS`."""
-    steps: int = 20
-    switch_step: int | None = None
-    """First step of the low-noise expert; None: half of the steps."""
-    cfg: str = "both"
-    storage: str = "bf16"
-    vram_gb: float | None = None
-    models: Path | None = None
-    device: str | None = None
-    workers: int | None = None
-    """Number of workers to choose layouts for; None: plan one run on one GPU."""
-    gpus_per_node: int = 8
-    """Workers on one machine."""
-    videos: int = 100
-    """Number of videos for the layout with the best throughput."""
-    compare: bool = False
-    """Also plan other storage formats and several videos per run."""
-    json: bool = False
-
-
-def offload_job(arguments: PlanArguments, *, value_bytes: int = BF16_BYTES) -> OffloadJob:
+def offload_job(options: PlanOptions, *, value_bytes: int = BF16_BYTES) -> OffloadJob:
     """Return the job of the command line, computed in values of `value_bytes` bytes. Raises ArgumentError."""
-    model = MODELS[arguments.model]
-    video = video_shape(arguments.size, per_latent=model.per_latent)
+    model = MODELS[options.model]
+    video = video_shape(options.size, per_latent=model.per_latent)
     expert = model.expert
-    stored = int(expert.streamed_parameters * STORAGES[arguments.storage])
+    stored = int(expert.streamed_parameters * STORAGES[options.storage])
     computed = expert.streamed_bytes(bytes_per_weight=value_bytes)
     # A single-expert model has the guidance of its one entry in `places`.
-    lanes = dict(zip(("high", "low"), GUIDED[arguments.cfg], strict=True))
+    lanes = dict(zip(("high", "low"), GUIDED[options.cfg], strict=True))
     return OffloadJob(
         expert=expert,
         tokens=video.tokens,
         lanes={place: lanes[place] for place in model.places},
-        experts_of_steps=_steps(arguments, single="low" not in model.places),
+        experts_of_steps=_steps(options, single="low" not in model.places),
         stored_bytes=stored,
-        file_bytes=expert.streamed_bytes() if arguments.storage == "fp8" else stored,
+        file_bytes=expert.streamed_bytes() if options.storage == "fp8" else stored,
         computed_bytes=computed,
         resident_bytes=len(model.places) * expert.resident_bytes() * value_bytes // BF16_BYTES,
         value_bytes=value_bytes,
     )
 
 
-def _steps(arguments: PlanArguments, *, single: bool) -> tuple[str, ...]:
+def _steps(options: PlanOptions, *, single: bool) -> tuple[str, ...]:
     """Return the expert of each step. Raises ArgumentError."""
-    steps, switch = arguments.steps, arguments.switch_step
+    steps, switch = options.steps, options.switch_step
     if single and switch is not None:
-        raise ArgumentError(f"--switch-step {switch}: {arguments.model} has a single expert: omit the option")
+        raise ArgumentError(f"--switch-step {switch}: {options.model} has a single expert: omit the option")
     high = steps if single else steps // 2 if switch is None else switch
     if steps < 1 or not 0 <= high <= steps:
         raise ArgumentError(
@@ -131,47 +101,45 @@ def _steps(arguments: PlanArguments, *, single: bool) -> tuple[str, ...]:
     return ("high",) * high + ("low",) * (steps - high)
 
 
-def requested_machine(arguments: PlanArguments) -> Machine:
+def requested_machine(options: PlanOptions) -> Machine:
     """Return the machine of `--gpu`; "this" is measured if it has no profile. Raises ValueError and OSError."""
-    if arguments.gpu == "this":
-        return _this_machine(arguments)
-    if arguments.ram_gb is None or arguments.ssd_gb_s is None:
+    if options.gpu == "this":
+        return _this_machine(options)
+    if options.ram_gb is None or options.ssd_gb_s is None:
         raise ArgumentError("give --ram GB and --ssd GB/s of that machine, or --gpu this")
-    if not (0 < arguments.ram_gb < math.inf and 0 < arguments.ssd_gb_s < math.inf):
-        raise ArgumentError(f"--ram {arguments.ram_gb} --ssd {arguments.ssd_gb_s}: both must be numbers above 0")
-    return expected_machine(
-        arguments.gpu, ram_bytes=int(arguments.ram_gb * GIB), disk_bytes_per_s=arguments.ssd_gb_s * GB
-    )
+    if not (0 < options.ram_gb < math.inf and 0 < options.ssd_gb_s < math.inf):
+        raise ArgumentError(f"--ram {options.ram_gb} --ssd {options.ssd_gb_s}: both must be numbers above 0")
+    return expected_machine(options.gpu, ram_bytes=int(options.ram_gb * GIB), disk_bytes_per_s=options.ssd_gb_s * GB)
 
 
-def planned_value_bytes(arguments: PlanArguments) -> int:
+def planned_value_bytes(options: PlanOptions) -> int:
     """Return the bytes per value of `compute_dtype` auto; machines other than this one are assumed to have bf16."""
-    if arguments.gpu != "this":
+    if options.gpu != "this":
         return BF16_BYTES
     from ..devices import auto_dtype
 
-    return auto_dtype(arguments.device).itemsize
+    return auto_dtype(options.device).itemsize
 
 
-def _this_machine(arguments: PlanArguments) -> Machine:
+def _this_machine(options: PlanOptions) -> Machine:
     import torch  # takes seconds, and plans for other machines do not need it
 
     from ..devices import DeviceError, compute_device
     from ..host import load_machine_profile
 
     try:
-        device = compute_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = compute_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except DeviceError as err:
         raise ArgumentError(str(err)) from err
-    if arguments.models is not None and not arguments.models.exists():
-        raise ArgumentError(f"--models {arguments.models}: no such file or folder")
-    _check_positive("--ram", arguments.ram_gb)
-    _check_positive("--ssd", arguments.ssd_gb_s)
-    machine = load_machine_profile(device, models=arguments.models)
-    if arguments.ram_gb is not None:
-        machine = replace(machine, ram_bytes=int(arguments.ram_gb * GIB))
-    if arguments.ssd_gb_s is not None:
-        machine = replace(machine, disk_bytes_per_s=arguments.ssd_gb_s * GB)
+    if options.models is not None and not options.models.exists():
+        raise ArgumentError(f"--models {options.models}: no such file or folder")
+    _check_positive("--ram", options.ram_gb)
+    _check_positive("--ssd", options.ssd_gb_s)
+    machine = load_machine_profile(device, models=options.models)
+    if options.ram_gb is not None:
+        machine = replace(machine, ram_bytes=int(options.ram_gb * GIB))
+    if options.ssd_gb_s is not None:
+        machine = replace(machine, disk_bytes_per_s=options.ssd_gb_s * GB)
     return machine
 
 
@@ -189,20 +157,20 @@ class Proposal:
     worker: OffloadPlan
 
 
-def _plan_workers(arguments: PlanArguments, workers: int, job: OffloadJob, machine: Machine, budgets: Budgets) -> str:
+def _plan_workers(options: PlanOptions, workers: int, job: OffloadJob, machine: Machine, budgets: Budgets) -> str:
     """Return the proposed layouts as a table or JSON. Raises ValueError."""
-    _check(arguments)
-    here = arguments.gpus_per_node
+    _check(options)
+    here = options.gpus_per_node
     proposals = []
-    for videos in dict.fromkeys((1, arguments.videos)):
+    for videos in dict.fromkeys((1, options.videos)):
         mesh = choose_layout(workers, job, machine, budgets, samples=videos, workers_per_machine=here)
         share = worker_share(mesh, job, machine, budgets, workers_per_machine=here)
         worker = plan_offload(share.job, share.machine, share.budgets)
         proposals.append(Proposal(videos=videos, mesh=mesh, worker=worker))
-    return _json(machine, proposals) if arguments.json else _table(arguments, job, machine, proposals)
+    return _json(machine, proposals) if options.json else _table(options, job, machine, proposals)
 
 
-def _table(arguments: PlanArguments, job: OffloadJob, machine: Machine, proposals: list[Proposal]) -> str:
+def _table(options: PlanOptions, job: OffloadJob, machine: Machine, proposals: list[Proposal]) -> str:
     header = ("videos", "layout", "each worker", "weights", "one video", "VRAM")
     rows = [
         (
@@ -217,7 +185,7 @@ def _table(arguments: PlanArguments, job: OffloadJob, machine: Machine, proposal
     ]
     return "\n".join(
         [
-            f"{arguments.workers} workers with {machine.name}, up to {arguments.gpus_per_node} on a machine with "
+            f"{options.workers} workers with {machine.name}, up to {options.gpus_per_node} on a machine with "
             f"{format_size(machine.ram_bytes)} of RAM ({machine.origin})",
             Table(head=header, rows=tuple(rows)).text(),
             *(f"{_purpose(each.videos)}: {describe_layout(each.mesh)}" for each in proposals),
@@ -253,15 +221,15 @@ def _purpose(videos: int) -> str:
     return "one video" if videos == 1 else f"{videos} videos"
 
 
-def _check(arguments: PlanArguments) -> None:
+def _check(options: PlanOptions) -> None:
     for option, count in (
-        ("--workers", arguments.workers),
-        ("--gpus-per-node", arguments.gpus_per_node),
-        ("--videos", arguments.videos),
+        ("--workers", options.workers),
+        ("--gpus-per-node", options.gpus_per_node),
+        ("--videos", options.videos),
     ):
         if count is not None and count < 1:
             raise ArgumentError(f"{option} {count}: give 1 or more")
-    if arguments.compare:
+    if options.compare:
         raise ArgumentError("--compare plans a single worker: omit it, or --workers")
 
 
@@ -269,18 +237,18 @@ MAX_ROWS = 8
 """Maximum number of candidates in the table."""
 
 
-def plan(arguments: PlanArguments) -> int:
+def plan(options: PlanOptions) -> int:
     """Print the predicted table, or JSON, and return the exit code."""
     try:
-        offload_job(arguments)  # refuses invalid arguments before this machine is measured
-        machine = requested_machine(arguments)
-        _check_positive("--vram", arguments.vram_gb)
-        budgets = Budgets(vram_bytes=None if arguments.vram_gb is None else int(arguments.vram_gb * GB))
-        job = offload_job(arguments, value_bytes=planned_value_bytes(arguments))
-        if arguments.workers is not None:
-            print(_plan_workers(arguments, arguments.workers, job, machine, budgets))
+        offload_job(options)  # refuses invalid options before this machine is measured
+        machine = requested_machine(options)
+        _check_positive("--vram", options.vram_gb)
+        budgets = Budgets(vram_bytes=None if options.vram_gb is None else int(options.vram_gb * GB))
+        job = offload_job(options, value_bytes=planned_value_bytes(options))
+        if options.workers is not None:
+            print(_plan_workers(options, options.workers, job, machine, budgets))
         else:
-            print(_plan_one(arguments, job, machine, budgets))
+            print(_plan_one(options, job, machine, budgets))
     except DoesNotFitError as err:
         print(f"does not fit, because {err}", file=sys.stderr)
         return FAILED
@@ -293,11 +261,11 @@ def plan(arguments: PlanArguments) -> int:
     return DONE
 
 
-def _plan_one(arguments: PlanArguments, job: OffloadJob, machine: Machine, budgets: Budgets) -> str:
+def _plan_one(options: PlanOptions, job: OffloadJob, machine: Machine, budgets: Budgets) -> str:
     """Return the plan of a run on one GPU as a table or JSON. Raises DoesNotFitError."""
     chosen = plan_offload(job, machine, budgets)
-    alternatives = plan_alternatives(job, machine, budgets) if arguments.compare else ()
-    if arguments.json:
+    alternatives = plan_alternatives(job, machine, budgets) if options.compare else ()
+    if options.json:
         return plan_json(machine, chosen, alternatives)
     table = plan_table(job, machine, chosen)
     return f"{table}\n{alternatives_table(alternatives)}" if alternatives else table

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -15,36 +13,26 @@ from ..host import Profile, measure_machine
 from ..plan import Machine
 from ..schema import VideoShape, format_rate, format_size
 from .arguments import DONE, FAILED, INVALID, ArgumentError, video_shape
+from .options import ProbeOptions
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbeArguments:
-    """Arguments of the command line."""
-
-    models: Path | None
-    device: str | None
-    """None: a GPU if there is one."""
-    size: str
-    json: bool
-
-
-def probe(arguments: ProbeArguments) -> int:
+def probe(options: ProbeOptions) -> int:
     """Measure, print a table or JSON, and return the exit code."""
     try:
-        video = video_shape(arguments.size)
-        device = compute_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if arguments.models is not None and not arguments.models.exists():
-            raise ArgumentError(f"--models {arguments.models}: no such file or folder")
+        video = video_shape(options.size)
+        device = compute_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if options.models is not None and not options.models.exists():
+            raise ArgumentError(f"--models {options.models}: no such file or folder")
     except (ArgumentError, DeviceError) as err:
         print(err, file=sys.stderr)
         return INVALID
     print(f"measuring {device}, which takes some seconds", file=sys.stderr)
     try:
-        profile = measure_machine(device, tokens=video.tokens, models=arguments.models)
+        profile = measure_machine(device, tokens=video.tokens, models=options.models)
     except (OSError, ValueError) as err:
         print(f"failed: {err}", file=sys.stderr)
         return FAILED
-    print(_as_json(profile) if arguments.json else probe_table(profile, video))
+    print(_as_json(profile) if options.json else probe_table(profile, video))
     return DONE
 
 

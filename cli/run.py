@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..bench import run_table
@@ -36,30 +35,15 @@ from .arguments import (
     handle_sigint,
     read_json,
 )
+from .options import RunOptions
 from .progress import progress_of_run
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunArguments:
-    """Arguments of the command line."""
-
-    workflow: Path
-    output: Path
-    models: Path
-    input: Path
-    overrides: tuple[str, ...] = ()
-    """Each one is `node.input=value`."""
-    device: str | None = None
-    """None: a GPU if there is one."""
-    strict: bool = False
-    """Raise an error for suspicious inputs instead of a warning."""
-
-
-def run(arguments: RunArguments) -> int:
+def run(options: RunOptions) -> int:
     """Run the workflow, print the table of its steps and the paths of its files, and return the exit code."""
     host = EmbeddedHost()
     try:
-        workflow = _load(arguments, host)
+        workflow = _load(options, host)
     except ValueError as err:
         print(err, file=sys.stderr)
         return INVALID
@@ -77,28 +61,28 @@ def run(arguments: RunArguments) -> int:
         return INTERRUPTED
     finally:
         host.free_experts()
-    _print_results(history, arguments.output)
+    _print_results(history, options.output)
     return DONE
 
 
-def _load(arguments: RunArguments, host: EmbeddedHost) -> Workflow:
+def _load(options: RunOptions, host: EmbeddedHost) -> Workflow:
     """Return the workflow with the overrides of the command line. Raises ValueError if it is invalid; runs nothing."""
-    check_models(arguments.models)
-    device = device_of(arguments.device)
+    check_models(options.models)
+    device = device_of(options.device)
     nodes = asyncio.run(WanStreamExtension().get_node_list())
-    prompt = api_prompt(read_json(arguments.workflow))
+    prompt = api_prompt(read_json(options.workflow))
     workflow = load_workflow(
-        apply_overrides(prompt, arguments.overrides, nodes_by_id([*nodes, LoadImage])),
+        apply_overrides(prompt, options.overrides, nodes_by_id([*nodes, LoadImage])),
         host=host,
         nodes=nodes,
-        folders=Folders(models=arguments.models, output=arguments.output, input=arguments.input),
+        folders=Folders(models=options.models, output=options.output, input=options.input),
         device=device,
-        strict=arguments.strict,
+        strict=options.strict,
     )
     # ComfyUI would run the valid outputs and drop the others; here a missing file must be reported before the run.
     if workflow.verdict.error or workflow.verdict.node_errors:
         raise ArgumentError(_faults(workflow.verdict))
-    create_output_folder(arguments.output)
+    create_output_folder(options.output)
     return workflow
 
 

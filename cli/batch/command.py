@@ -25,6 +25,7 @@ from ..arguments import (
     handle_sigint,
     read_json,
 )
+from ..options import BatchOptions
 from .backends.base import BatchBackend
 from .journal import Journal, State, is_full_disk, locked
 from .lanes import check_lanes, lane_planner, row_workflow
@@ -37,30 +38,6 @@ from .target import BatchTarget, embedded_target, server_target
 
 JOURNAL = "journal.sqlite"
 _TICK_SECONDS = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchArguments:
-    """Arguments of the command line."""
-
-    jobs: Path
-    workflow: Path
-    output: Path
-    server: str | None = None
-    """Address of a ComfyUI server; None: this process."""
-    models: Path = Path("models")
-    input: Path = Path("input")
-    device: str | None = None
-    """None: a GPU if there is one."""
-    journal: Path | None = None
-    """None: `JOURNAL` in the output folder."""
-    max_failures: int | None = None
-    timeout_s: float = 600.0
-    share_weights: int = 1
-    """Maximum number of rows per pass over the weights."""
-    dry_run: bool = False
-    strict: bool = False
-    """Raise an error for suspicious inputs instead of a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,25 +54,25 @@ class _BatchSpec:
         return lane_planner(self.workflow, self.target.sockets, self.lanes, report)
 
 
-def batch(arguments: BatchArguments) -> int:
+def batch(options: BatchOptions) -> int:
     """Run the unfinished rows, print the failed ones and the number of finished ones, and return the exit code."""
     with ExitStack() as opened:
         try:
-            spec = _read(arguments)
-            if arguments.dry_run:
+            spec = _read(options)
+            if options.dry_run:
                 return _dry_run(spec)
-            store, journal, start = _open_state(arguments, spec, opened)
+            store, journal, start = _open_state(options, spec, opened)
         except (ValueError, OSError) as err:
-            _print_error(str(err), err, arguments.output)
+            _print_error(str(err), err, options.output)
             return INVALID
         try:
-            stop = _run(arguments, spec, store, journal, start)
+            stop = _run(options, spec, store, journal, start)
         except (ValueError, OSError) as err:
-            _print_error(f"failed: {err}", err, arguments.output)
+            _print_error(f"failed: {err}", err, options.output)
             _clean_up(store, journal)
             return FAILED
         _clean_up(store, journal)
-        return _summary(arguments, spec, journal, stop)
+        return _summary(options, spec, journal, stop)
 
 
 def _print_error(text: str, err: Exception, output: Path) -> None:
@@ -117,20 +94,20 @@ def _clean_up(store: OutputStore, journal: Journal) -> None:
         print(f"the latent of {rows}, which is not done, is kept in {latent}", file=sys.stderr)
 
 
-def _read(arguments: BatchArguments) -> _BatchSpec:
-    """Return rows, workflow and target of the arguments. Raises ValueError; runs nothing."""
-    check_lanes(arguments.share_weights)
-    rows = read_rows(arguments.jobs)
-    workflow = api_prompt(read_json(arguments.workflow))
-    if arguments.strict and arguments.server is not None:
+def _read(options: BatchOptions) -> _BatchSpec:
+    """Return rows, workflow and target of the options. Raises ValueError; runs nothing."""
+    check_lanes(options.share_weights)
+    rows = read_rows(options.jobs)
+    workflow = api_prompt(read_json(options.workflow))
+    if options.strict and options.server is not None:
         raise ArgumentError("--strict has no effect on a server: enable its setting instead (Settings, WanStream)")
-    if arguments.server is not None:
-        target = server_target(arguments.server, workflow)
+    if options.server is not None:
+        target = server_target(options.server, workflow)
     else:
-        folders = {"models": arguments.models, "input_dir": arguments.input, "output": arguments.output}
-        target = embedded_target(workflow, **folders, device=arguments.device, strict=arguments.strict)
+        folders = {"models": options.models, "input_dir": options.input, "output": options.output}
+        target = embedded_target(workflow, **folders, device=options.device, strict=options.strict)
     checked = tuple(_checked(row, workflow, target) for row in rows)
-    return _BatchSpec(rows=checked, workflow=workflow, target=target, lanes=arguments.share_weights)
+    return _BatchSpec(rows=checked, workflow=workflow, target=target, lanes=options.share_weights)
 
 
 def _checked(row: Row, workflow: Prompt, target: BatchTarget) -> Row:
@@ -159,11 +136,11 @@ def _dry_run(spec: _BatchSpec) -> int:
     return DONE if len(valid) == len(spec.rows) else INVALID
 
 
-def _open_state(arguments: BatchArguments, spec: _BatchSpec, opened: ExitStack) -> tuple[OutputStore, Journal, Start]:
+def _open_state(options: BatchOptions, spec: _BatchSpec, opened: ExitStack) -> tuple[OutputStore, Journal, Start]:
     """Lock and open the output folder and the journal, and restore the state. Raises ValueError or OSError."""
-    store = OutputStore(create_output_folder(arguments.output))
-    path = arguments.journal or arguments.output / JOURNAL
-    opened.enter_context(locked(store.work_folder / "lock", of=str(arguments.output)))
+    store = OutputStore(create_output_folder(options.output))
+    path = options.journal or options.output / JOURNAL
+    opened.enter_context(locked(store.work_folder / "lock", of=str(options.output)))
     opened.enter_context(locked(path.with_name(f"{path.name}.lock"), of=str(path)))
     find_rows = _row_finder(spec)
     journal, recovered = open_journal(
@@ -200,9 +177,7 @@ def _row_finder(spec: _BatchSpec) -> FindRows:
     return find_rows
 
 
-def _run(
-    arguments: BatchArguments, spec: _BatchSpec, store: OutputStore, journal: Journal, start: Start
-) -> StopRequest:
+def _run(options: BatchOptions, spec: _BatchSpec, store: OutputStore, journal: Journal, start: Start) -> StopRequest:
     """Run the rows until all are finished or the user stops the batch. Raises ValueError or OSError."""
     stop = StopRequest()
     with ExitStack() as opened:
@@ -219,8 +194,8 @@ def _run(
             stop=stop,
             sleep=lambda seconds: _sleep(seconds, stop, bar),
             failures=len(start.faults),
-            max_failures=arguments.max_failures,
-            timeout_s=arguments.timeout_s,
+            max_failures=options.max_failures,
+            timeout_s=options.timeout_s,
         )
         with handle_sigint(lambda: _on_stop(stop, backend), requests=2):
             runner.run(start.waiting, start.submissions)
@@ -245,7 +220,7 @@ def _on_stop(stop: StopRequest, backend: BatchBackend) -> None:
         os.write(2, b"\nstopping after the running job; press Ctrl-C again to stop it too\n")
 
 
-def _summary(arguments: BatchArguments, spec: _BatchSpec, journal: Journal, stop: StopRequest) -> int:
+def _summary(options: BatchOptions, spec: _BatchSpec, journal: Journal, stop: StopRequest) -> int:
     """Print the failed rows with their reasons and the number of finished ones; return the exit code."""
     by_hash = journal.entries()
     entries = [by_hash[row.hash] for row in spec.rows]
@@ -254,7 +229,7 @@ def _summary(arguments: BatchArguments, spec: _BatchSpec, journal: Journal, stop
     for entry in failed:
         print(f"line {entry.line} failed: {entry.error}", file=sys.stderr)
     left = len(entries) - done - len(failed)
-    parts = [f"{done} of {len(entries)} rows are done in {arguments.output}"]
+    parts = [f"{done} of {len(entries)} rows are done in {options.output}"]
     parts += [f"{len(failed)} failed"] if failed else []
     parts += [f"{left} are left: run the same command again to resume"] if left else []
     print("; ".join(parts))

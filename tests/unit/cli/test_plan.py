@@ -12,17 +12,18 @@ import torch
 from wanstream import devices
 from wanstream.cli import main
 from wanstream.cli.arguments import ArgumentError
-from wanstream.cli.plan import PlanArguments, best_candidates, offload_job, planned_value_bytes
+from wanstream.cli.options import PlanOptions
+from wanstream.cli.plan import best_candidates, offload_job, planned_value_bytes
 from wanstream.plan import Budgets, OffloadPlan, plan_offload
 from wanstream.plan.machine import GPUS, expected_machine
 from wanstream.schema import TI2V_5B
 from wanstream.schema.text_format import format_size
 
-ASKED = PlanArguments(gpu="RTX 4060 Ti 16GB", ram_gb=32, ssd_gb_s=3.5, size="1280x720x81")
+ASKED = PlanOptions(gpu="RTX 4060 Ti 16GB", ram_gb=32, ssd_gb_s=3.5, size="1280x720x81")
 COMMAND = ["plan", "--gpu", "RTX 4060 Ti 16GB", "--ram", "32", "--ssd", "3.5", "--size", "1280x720x81"]
 
 
-def _plan(arguments: PlanArguments, budgets: Budgets = Budgets()) -> OffloadPlan:  # noqa: B008 - frozen
+def _plan(arguments: PlanOptions, budgets: Budgets = Budgets()) -> OffloadPlan:  # noqa: B008 - frozen
     assert arguments.ram_gb is not None
     assert arguments.ssd_gb_s is not None
     machine = expected_machine(
@@ -83,8 +84,8 @@ def test_arguments_reach_the_job() -> None:
     assert plain.experts_of_steps == ("high",) * 10 + ("low",) * 10
     assert plain.stored_bytes == plain.file_bytes == plain.computed_bytes == 702_545_920
 
-    def changed(**changes: object) -> PlanArguments:
-        return PlanArguments(**{**ASKED.__dict__, **changes})  # type: ignore[arg-type]
+    def changed(**changes: object) -> PlanOptions:
+        return PlanOptions(**{**ASKED.__dict__, **changes})  # type: ignore[arg-type]
 
     assert offload_job(changed(cfg="high")).lanes == {"high": 2, "low": 1}
     assert offload_job(changed(cfg="none", steps=5, switch_step=1)).experts_of_steps == ("high", *("low",) * 4)

@@ -9,14 +9,15 @@ from dataclasses import asdict
 import pytest
 
 from wanstream.cli import main
-from wanstream.cli.plan import PlanArguments, offload_job
+from wanstream.cli.options import PlanOptions
+from wanstream.cli.plan import offload_job
 from wanstream.plan import Budgets, OffloadPlan, plan_offload
 from wanstream.plan.machine import expected_machine
 from wanstream.plan.parallel_layout import choose_layout, worker_share
 from wanstream.schema import Mesh
 
 COMMAND = ["plan", "--gpu", "RTX 4090", "--ram", "128", "--ssd", "5", "--size", "832x480x81", "--steps", "8"]
-ASKED = PlanArguments(gpu="RTX 4090", ram_gb=128, ssd_gb_s=5, size="832x480x81", steps=8)
+ASKED = PlanOptions(gpu="RTX 4090", ram_gb=128, ssd_gb_s=5, size="832x480x81", steps=8)
 MACHINE = expected_machine("RTX 4090", ram_bytes=128 * 2**30, disk_bytes_per_s=5e9)
 
 
