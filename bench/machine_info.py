@@ -60,10 +60,15 @@ def processor_name() -> str:
     return next(named, "") or platform.processor() or platform.machine()
 
 
-def hardware(device: torch.device) -> dict[str, Any]:
-    """Return the machine of a result file: `name` (part of the file name), processor, cores and RAM."""
+def hardware(device: torch.device | None = None) -> dict[str, Any]:
+    """Return the machine of a result file: `name` (part of the file name), processor, cores and RAM.
+
+    `device` None is the GPU if there is one, otherwise the CPU.
+    """
+    from ..devices import compute_device
+
     return {
-        "name": hardware_name(device),
+        "name": hardware_name(compute_device(device)),
         "processor": processor_name(),
         "cores": os.cpu_count(),
         "ram_gb": round(psutil.virtual_memory().total / 1e9, 1),

@@ -7,19 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .machine_info import hardware, versions
-
-if TYPE_CHECKING:
-    import torch
-
-
-def default_device() -> torch.device:
-    """Return the first GPU, or the CPU if there is none."""
-    import torch
-
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +20,7 @@ class Result:
     """Name of the measurement, used in file names."""
     method: str
     figures: Mapping[str, Any]
-    hardware: Mapping[str, Any] = field(default_factory=lambda: hardware(default_device()))
+    hardware: Mapping[str, Any] = field(default_factory=hardware)
     versions: Mapping[str, str] = field(default_factory=versions)
     date: str = field(default_factory=lambda: date.today().isoformat())
 

@@ -117,13 +117,14 @@ def check_models(models: Path) -> None:
         )
 
 
-def device_of(name: str | None) -> torch.device | None:
-    """Return the device of `--device`, None if it is not given. Raises ArgumentError."""
-    import torch  # takes seconds, and most commands do not need it
+def device_of(name: str | None) -> torch.device:
+    """Return the device of `--device`; None: a GPU if there is one. Raises ArgumentError."""
+    from ..devices import DeviceError, compute_device  # imports torch, which takes seconds
 
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("--device cuda: this torch finds no CUDA device")
-    return torch.device(name) if name else None
+    try:
+        return compute_device(name)
+    except DeviceError as err:
+        raise ArgumentError(f"--device {name}: {err}") from err
 
 
 def create_output_folder(path: Path) -> Path:

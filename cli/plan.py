@@ -39,7 +39,7 @@ from ..schema import (
     format_rate,
     format_size,
 )
-from .arguments import DONE, FAILED, INVALID, ArgumentError, video_shape
+from .arguments import DONE, FAILED, INVALID, ArgumentError, device_of, video_shape
 from .options import PlanOptions
 
 GB = 1e9
@@ -122,15 +122,9 @@ def planned_value_bytes(options: PlanOptions) -> int:
 
 
 def _this_machine(options: PlanOptions) -> Machine:
-    import torch  # takes seconds, and plans for other machines do not need it
-
-    from ..devices import DeviceError, compute_device
     from ..host import load_machine_profile
 
-    try:
-        device = compute_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except DeviceError as err:
-        raise ArgumentError(str(err)) from err
+    device = device_of(options.device)
     if options.models is not None and not options.models.exists():
         raise ArgumentError(f"--models {options.models}: no such file or folder")
     _check_positive("--ram", options.ram_gb)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import sys
 
-import torch
-
 from ..bench import Table
-from ..devices import DeviceError, compute_device
 from ..host import Profile, measure_machine
 from ..plan import Machine
 from ..schema import VideoShape, format_rate, format_size
-from .arguments import DONE, FAILED, INVALID, ArgumentError, video_shape
+from .arguments import DONE, FAILED, INVALID, ArgumentError, device_of, video_shape
 from .options import ProbeOptions
 
 
@@ -20,10 +17,10 @@ def probe(options: ProbeOptions) -> int:
     """Measure, print a table or JSON, and return the exit code."""
     try:
         video = video_shape(options.size)
-        device = compute_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = device_of(options.device)
         if options.models is not None and not options.models.exists():
             raise ArgumentError(f"--models {options.models}: no such file or folder")
-    except (ArgumentError, DeviceError) as err:
+    except ArgumentError as err:
         print(err, file=sys.stderr)
         return INVALID
     print(f"measuring {device}, which takes some seconds", file=sys.stderr)

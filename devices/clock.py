@@ -19,14 +19,16 @@ class DeviceError(ValueError):
     """A device that cannot be used; the message says which can."""
 
 
-def compute_device(device: torch.device | str) -> torch.device:
-    """Return the device of that name, with an index if it is a GPU.
+def compute_device(device: torch.device | str | None = None) -> torch.device:
+    """Return the device of that name, with an index if it is a GPU; None: a GPU if there is one, else the CPU.
 
     The index matters: plain "cuda" means the current device of the calling thread, which differs between threads.
 
     Raises:
         DeviceError: it is not a CPU or an existing CUDA device.
     """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         resolved = torch.device(device)
     except RuntimeError as err:

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from ..schema import ExpertsRef
+from .clock import compute_device
 
 AUTO: Literal["auto"] = "auto"
 
@@ -33,7 +34,7 @@ def auto_dtype(device: torch.device | str | None = None) -> torch.dtype:
     single matrix product up to a hundred times. With AVX512-BF16, a block takes a quarter of the time of
     fp32 (width 1536, one thread).
     """
-    resolved = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    resolved = compute_device() if device is None else torch.device(device)
     return _gpu_dtype(resolved) if resolved.type == "cuda" else _cpu_dtype()
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from wanstream.bench import hardware, versions
-from wanstream.bench.results import default_device
 
 from .linux import LimitedGroup, cached_bytes, drop, limited_group
 from .model_files import COMPLETE, expert_folders, weight_files
@@ -133,7 +132,7 @@ class Session:
         disturbed = watched.disturbance > DISTURBED
         line = {
             **asdict(planned),
-            "hardware": hardware(default_device()),
+            "hardware": hardware(),
             "versions": versions(),
             "attempt": attempt,
             "began": time.strftime("%Y-%m-%dT%H:%M:%S"),

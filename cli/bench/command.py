@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 
 from ...bench import Setting, TrialMatrix
-from ...devices import DeviceError, compute_device
 from ...host import check_ray, cluster, gpus_of
 from ...nodes.runs import TrialTimes
 from ...schema import IN_PROCESS, ExpertsRef, Mesh, OffloadPolicy, VideoShape, WorkersRef, check_count
 from ...wan import open_pair
-from ..arguments import DONE, FAILED, INVALID, ArgumentError, create_output_folder, video_shape
+from ..arguments import DONE, FAILED, INVALID, ArgumentError, create_output_folder, device_of, video_shape
 from ..options import BenchOptions
 from .cases import (
     Bench,
@@ -109,10 +108,7 @@ def _experts(options: BenchOptions, folder: Path) -> ExpertsRef:
 
 def _parse(options: BenchOptions) -> _BenchSpec:
     """Parse the options without opening any file. Raises ValueError."""
-    try:
-        device = compute_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except DeviceError as err:
-        raise ArgumentError(str(err)) from err
+    device = device_of(options.device)
     settings = TrialMatrix.parse(options.policies, "", options.steps).settings(OffloadPolicy.layerwise())
     if any(not isinstance(setting.policy, OffloadPolicy) for setting in settings):
         raise ArgumentError("--policies auto: the policy would differ between layouts; name fixed policies")

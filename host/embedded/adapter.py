@@ -167,9 +167,9 @@ class EmbeddedHost:
         return "without ComfyUI"
 
     def device(self) -> torch.device:
-        import torch
+        from ...devices import compute_device
 
-        return self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return compute_device(self._device)
 
     def input_names(self) -> list[str]:
         """Return the sorted names of the files directly in the input folder; none outside a run."""
