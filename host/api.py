@@ -11,25 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..schema import ExpertsRef
-from .folders import OutputFile
+from ..plan import AutoOffload, Machine, OffloadJob
+from ..schema import ExpertShape, ExpertsRef, Mesh, OffloadPolicy, WorkersRef
+from .auto_policy import AutoPlanner, FreeMemory, PolicyChoice
+from .folders import OutputFile, check_output
+from .workers import SharedRun, WorkerRegistry, WorkersPlan
 
 if TYPE_CHECKING:
     import torch
 
     from ..distributed import Driver, Pool
-    from ..plan import AutoOffload, Machine, OffloadJob
-    from ..schema import ExpertShape, Mesh, OffloadPolicy, WorkersRef
     from ..telemetry import QueueItemPhases
     from ..wan import ExpertPair
-    from .auto_policy import PolicyChoice
     from .comfy.guider_session import GuiderSettings
-    from .workers import SharedRun, WorkersPlan
 
 
 SAVING_NODE = "wanstream_node"
@@ -62,6 +61,9 @@ class ProgressBar(Protocol):
 class HostApi(Protocol):
     """The services of a host. All of them are called on the thread that executes the node, except `should_stop`."""
 
+    planner: AutoPlanner
+    worker_registry: WorkerRegistry
+
     def name(self) -> str:
         """Return the name and version of this host, for display."""
 
@@ -88,6 +90,7 @@ class HostApi(Protocol):
 
         Raises OutsideFolderError or OutputNameError.
         """
+        check_output(self.output_folder(), prefix)
 
     def graph_in_files(self) -> bool:
         """Return True if the user allows the graph in the metadata of output files."""
@@ -137,6 +140,8 @@ class HostApi(Protocol):
         Measures the machine, which takes seconds, if the plan depends on its speed and no profile exists. Raises
         MeshError for a layout that does not suit the run, and DoesNotFitError if memory is too small.
         """
+        machine = partial(self.planner.machine, run.job.expert, device=self.device(), weights=ref.high_noise)
+        return self.worker_registry.plan(run, machine)
 
     def workers(self, ref: WorkersRef, mesh: Mesh) -> Driver:
         """Return the driver of the workers named by `ref` with layout `mesh`, and start them if necessary.
@@ -144,12 +149,17 @@ class HostApi(Protocol):
         Frees the memory of the models in this process first. The workers run until others are requested or the host
         ends. Raises RayMissingError, and the errors of starting workers.
         """
+        self.make_room_for_workers()
+        return self.worker_registry.get(ref, mesh, self.device())
 
     def worker_pool(self, ref: WorkersRef) -> Pool:
         """Return the workers named by `ref` without a layout, for independent tasks; otherwise as `workers`."""
+        self.make_room_for_workers()
+        return self.worker_registry.pool(ref, self.device())
 
-    def free_workers(self) -> None:
-        """End the workers, if any."""
+    def make_room_for_workers(self) -> None:
+        """Free the memory of the models in this process."""
+        self.free_experts()
 
     def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> PolicyChoice:
         """Return `policy` itself or, for an AutoOffload, the best policy for `job` in the memory that is free here.
@@ -157,9 +167,24 @@ class HostApi(Protocol):
         Measures the machine, which takes seconds, if no profile exists. Raises DoesNotFitError if memory is too small
         for any policy.
         """
+        if isinstance(policy, OffloadPolicy):
+            return PolicyChoice(policy=policy)
+        pair, device = self.experts(ref), self.device()
+        return self.planner.choose(
+            policy,
+            job,
+            device=device,
+            weights=ref.high_noise,
+            free_memory_now=partial(self.free_memory, pair),
+            starts_empty=not pair.loaded_bytes,
+        )
+
+    def free_memory(self, pair: ExpertPair, evicting: bool) -> FreeMemory:
+        """Return the memory that `pair` may use now; `evicting` other models if the host has any."""
 
     def known_machine(self, ref: ExpertsRef, expert: ExpertShape) -> Machine | None:
         """Return the stored profile of this machine with the files of `ref`, None without one. Measures nothing."""
+        return self.planner.known_machine(expert, device=self.device(), weights=ref.high_noise)
 
     def run_id(self) -> str | None:
         """Return the id of the executing queue item (ComfyUI's prompt id); None outside one."""

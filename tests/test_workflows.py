@@ -252,7 +252,7 @@ def test_a_workflow_of_our_nodes_runs_without_comfyui(name: str, sample_models: 
     try:
         history = run_workflow(_small(name), nodes=[*NODES.values()], keep=["sampler"], **places)
     finally:
-        embedded_host.free_workers()
+        embedded_host.worker_registry.close()
         embedded_host.free_experts()
     assert not history.node_errors
     latent, _ = history.results["sampler"]

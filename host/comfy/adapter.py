@@ -20,11 +20,11 @@ import torch
 from comfy_execution.utils import get_executing_context
 
 from ...devices import with_resolved_dtype
-from ...plan import AutoOffload, Machine, OffloadJob
+from ...plan import AutoOffload, OffloadJob
 from ...sampling import policy_with_cache
-from ...schema import ExpertShape, ExpertsRef, Mesh, OffloadPolicy, Timeline, WorkersRef
+from ...schema import ExpertsRef, OffloadPolicy, Timeline
 from ...telemetry import PhaseRegistry, QueueItemPhases
-from ..api import LoadedExperts, ProgressBar
+from ..api import HostApi, LoadedExperts, ProgressBar
 from ..auto_policy import AutoPlanner, FreeMemory, PolicyChoice, free_memory, measured_machine
 from ..folders import (
     GGUF_FILES,
@@ -32,18 +32,16 @@ from ..folders import (
     WEIGHT_FILES,
     CachedFileNames,
     OutputFile,
-    check_output,
     diffusers_folders,
     find_model,
     inside,
 )
 from ..run_events import RunEvents, observed, run_settings
-from ..workers import SharedRun, WorkerRegistry, WorkersPlan
+from ..workers import WorkerRegistry
 from .console_line import ConsoleLine
 from .user_settings import SETTINGS, STRICT, setting_is_on
 
 if TYPE_CHECKING:
-    from ...distributed import Driver, Pool
     from ...wan import ExpertPair, ExpertsRegistry
     from .guider import ExpertsGuider
     from .guider_session import GuiderSettings
@@ -92,18 +90,18 @@ class _NodeBar:
         return self._preview.image(denoised)
 
 
-class ComfyHost:
+class ComfyHost(HostApi):
     """Implements `HostApi` with ComfyUI's folders, devices, memory manager, progress and interrupt."""
 
     def __init__(
         self, open_pair: Callable[[ExpertsRef], ExpertPair] | None = None, planner: AutoPlanner | None = None
     ) -> None:
         self._open_pair = open_pair
-        self._planner = planner or AutoPlanner(partial(measured_machine, make_room=self._make_room_for_probes))
+        self.planner = planner or AutoPlanner(partial(measured_machine, make_room=self._make_room_for_probes))
         self._gguf = CachedFileNames(GGUF_FILES)
         self._ledgers = PhaseRegistry()
         self._events: ServerEvents | None = None
-        self._workers = WorkerRegistry()
+        self.worker_registry = WorkerRegistry()
         # Strong references, because ComfyUI's list of loaded models keeps only weak ones.
         self._workers_patcher: WorkersPatcher | None = None
         self._patcher: ExpertsPatcher | None = None  # of the open pair
@@ -151,9 +149,6 @@ class ComfyHost:
         )
         filename = f"{name}_{counter:05}_.{extension.lstrip('.')}"
         return OutputFile(path=Path(folder) / filename, filename=filename, subfolder=subfolder)
-
-    def check_output(self, prefix: str) -> None:
-        check_output(Path(folder_paths.get_output_directory()), prefix)
 
     def graph_in_files(self) -> bool:
         return not comfy.cli_args.args.disable_metadata
@@ -205,28 +200,15 @@ class ComfyHost:
         with open_text_encoder(path, compute_dtype=auto_dtype(device)) as encoder:
             return encoder.encode(texts, device=device)
 
-    def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
-        machine = partial(self._planner.machine, run.job.expert, device=self.device(), weights=ref.high_noise)
-        return self._workers.plan(run, machine)
-
-    def workers(self, ref: WorkersRef, mesh: Mesh) -> Driver:
-        self._make_room_for_workers()
-        return self._workers.get(ref, mesh, self.device())
-
-    def worker_pool(self, ref: WorkersRef) -> Pool:
-        self._make_room_for_workers()
-        return self._workers.pool(ref, self.device())
-
-    def _make_room_for_workers(self) -> None:
+    def make_room_for_workers(self) -> None:
         from .workers_patcher import WorkersPatcher
 
         self.free_experts()
-        self._workers_patcher = self._workers_patcher or WorkersPatcher(self._workers.release_memory, self.device())
+        self._workers_patcher = self._workers_patcher or WorkersPatcher(
+            self.worker_registry.release_memory, self.device()
+        )
         # One of the workers shares the GPU of this process, so the models of this process must be evicted.
         self._workers_patcher.load_exclusively()
-
-    def free_workers(self) -> None:
-        self._workers.close()
 
     def patcher(self, ref: ExpertsRef, policy: OffloadPolicy, *, flow_shift: float | None = None) -> ExpertsPatcher:
         """Return a patcher of `ref` for ComfyUI's memory manager and guiders.
@@ -250,24 +232,12 @@ class ComfyHost:
             patcher.add_object_patch("model_sampling", FlowSampling(flow_shift))
         return patcher
 
-    def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> PolicyChoice:
-        if isinstance(policy, OffloadPolicy):
-            return PolicyChoice(policy=policy)
-        pair, device = self.experts(ref), self.device()
-
-        def free_memory_now(evicting: bool) -> FreeMemory:
-            # ComfyUI's minimum covers --reserve-vram and memory that no model accounts for.
-            free = comfy.model_management.get_free_memory(device) + (_evictable(device) if evicting else 0)
-            reserved = comfy.model_management.minimum_inference_memory()
-            return free_memory(pair, device, free=int(free), reserved=int(reserved))
-
-        empty = not pair.loaded_bytes
-        return self._planner.choose(
-            policy, job, device=device, weights=ref.high_noise, free_memory_now=free_memory_now, starts_empty=empty
-        )
-
-    def known_machine(self, ref: ExpertsRef, expert: ExpertShape) -> Machine | None:
-        return self._planner.known_machine(expert, device=self.device(), weights=ref.high_noise)
+    def free_memory(self, pair: ExpertPair, evicting: bool) -> FreeMemory:
+        # ComfyUI's minimum covers --reserve-vram and memory that no model accounts for.
+        device = self.device()
+        free = comfy.model_management.get_free_memory(device) + (_evictable(device) if evicting else 0)
+        reserved = comfy.model_management.minimum_inference_memory()
+        return free_memory(pair, device, free=int(free), reserved=int(reserved))
 
     def run_id(self) -> str | None:
         context = get_executing_context()

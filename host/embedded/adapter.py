@@ -8,34 +8,30 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...plan import VRAM_RESERVE, AutoOffload, OffloadJob
-from ...schema import Cancelled, ExpertsRef, Mesh, OffloadPolicy, StateError, WorkersRef
-from ..api import LoadedExperts, NeedsComfyUIError, ProgressBar, use_host
-from ..auto_policy import AutoPlanner, FreeMemory, PolicyChoice, free_memory
+from ...plan import VRAM_RESERVE
+from ...schema import Cancelled, ExpertsRef, OffloadPolicy, StateError
+from ..api import HostApi, LoadedExperts, NeedsComfyUIError, ProgressBar, use_host
+from ..auto_policy import AutoPlanner, FreeMemory, free_memory
 from ..folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
     WEIGHT_FILES,
     OutputFile,
-    check_output,
     diffusers_folders,
     find_model,
     inside,
     output_file,
     weight_files,
 )
-from ..workers import SharedRun, WorkerRegistry, WorkersPlan
+from ..workers import WorkerRegistry
 
 if TYPE_CHECKING:
     import torch
 
-    from ...distributed import Driver, Pool
-    from ...plan import Machine
-    from ...schema import ExpertShape
     from ...telemetry import QueueItemPhases
     from ...wan import EmbeddingCache, ExpertPair, ExpertsRegistry
 
@@ -72,11 +68,11 @@ class NodeProgress:
     total: int
 
 
-class EmbeddedHost:
+class EmbeddedHost(HostApi):
     """`HostApi` for one run at a time; the experts are kept open between runs."""
 
     def __init__(self, planner: AutoPlanner | None = None) -> None:
-        self._planner = planner or AutoPlanner()
+        self.planner = planner or AutoPlanner()
         self._busy = threading.Lock()
         self._folders: Folders | None = None
         self._running: tuple[str, str] | None = None
@@ -88,7 +84,7 @@ class EmbeddedHost:
         self._temp: Path | None = None
         self._run_id: str | None = None
         self._ledger: QueueItemPhases | None = None
-        self._workers = WorkerRegistry()
+        self.worker_registry = WorkerRegistry()
 
     @cached_property
     def _experts(self) -> ExpertsRegistry:
@@ -196,9 +192,6 @@ class EmbeddedHost:
     def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
         return output_file(self.folders.output, prefix, extension, width=width, height=height)
 
-    def check_output(self, prefix: str) -> None:
-        check_output(self.folders.output, prefix)
-
     def graph_in_files(self) -> bool:
         return True
 
@@ -239,39 +232,12 @@ class EmbeddedHost:
     def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
         return self._texts.encode(path, texts, device=self.device())
 
-    def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
-        machine = partial(self._planner.machine, run.job.expert, device=self.device(), weights=ref.high_noise)
-        return self._workers.plan(run, machine)
-
-    def workers(self, ref: WorkersRef, mesh: Mesh) -> Driver:
-        self.free_experts()
-        return self._workers.get(ref, mesh, self.device())
-
-    def worker_pool(self, ref: WorkersRef) -> Pool:
-        self.free_experts()
-        return self._workers.pool(ref, self.device())
-
-    def free_workers(self) -> None:
-        self._workers.close()
-
-    def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> PolicyChoice:
-        if isinstance(policy, OffloadPolicy):
-            return PolicyChoice(policy=policy)
+    def free_memory(self, pair: ExpertPair, evicting: bool) -> FreeMemory:
+        # `evicting` makes no difference: this host has no other models.
         from ...devices import free_bytes
 
-        pair, device = self.experts(ref), self.device()
-
-        def free_memory_now(evicting: bool) -> FreeMemory:
-            # `evicting` makes no difference: this host has no other models.
-            return free_memory(pair, device, free=free_bytes(device) or 0, reserved=VRAM_RESERVE)
-
-        empty = not pair.loaded_bytes
-        return self._planner.choose(
-            policy, job, device=device, weights=ref.high_noise, free_memory_now=free_memory_now, starts_empty=empty
-        )
-
-    def known_machine(self, ref: ExpertsRef, expert: ExpertShape) -> Machine | None:
-        return self._planner.known_machine(expert, device=self.device(), weights=ref.high_noise)
+        device = self.device()
+        return free_memory(pair, device, free=free_bytes(device) or 0, reserved=VRAM_RESERVE)
 
     def run_id(self) -> str | None:
         return self._run_id

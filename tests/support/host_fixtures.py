@@ -125,7 +125,7 @@ def opened_test_model(sample_models: Path, tmp_path: Path) -> Iterator[None]:
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     with embedded_host.opened(folders, device=torch.device("cpu")):
         yield
-        embedded_host.free_workers()
+        embedded_host.worker_registry.close()
         embedded_host.free_experts()
 
 

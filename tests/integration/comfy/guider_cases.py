@@ -307,15 +307,15 @@ def predicted_case(side: Side) -> dict[str, object]:
     current_host().announce = lambda event, payload: (
         reported.append(payload["predicted"]) if event == "wanstream.begin" else None
     )
-    current_host()._planner, before = AutoPlanner(stored=lambda *_: None), current_host()._planner
+    current_host().planner, before = AutoPlanner(stored=lambda *_: None), current_host().planner
     guider = side.ours()
     try:
         sampled(guider, sampler, _simple())
-        current_host()._planner = AutoPlanner(stored=lambda *_: _slow_machine())
+        current_host().planner = AutoPlanner(stored=lambda *_: _slow_machine())
         current_host().free_experts()
         sampled(guider, sampler, _simple())
     finally:
-        current_host()._planner = before
+        current_host().planner = before
         del current_host().announce
     unknown, known = reported
 
@@ -336,12 +336,12 @@ def chosen_case(side: Side) -> dict[str, object]:
     sampler = comfy.samplers.sampler_object("heun")
     whole = sampled(side.ours(), sampler, _simple())
     current_host().free_experts()
-    current_host()._planner, before = AutoPlanner(lambda *_: machine), current_host()._planner
+    current_host().planner, before = AutoPlanner(lambda *_: machine), current_host().planner
     try:
         guider = side.ours(policy=AutoOffload())
         results = [sampled(guider, sampler, _simple()) for _ in range(2)]
     finally:
-        current_host()._planner = before
+        current_host().planner = before
     reported, moved = guider.timeline.changes, sum(step.bytes_moved for step in guider.timeline.steps)
     current_host().free_experts()
     return {"equal": [torch.equal(each, whole) for each in results], "reported": reported, "moved": moved}

@@ -155,24 +155,24 @@ def room_case(side: Side) -> dict[str, object]:
 def first_stays_case(side: Side) -> dict[str, object]:
     """A first-block cache keeps its block, also under a policy that the planner chose."""
     whole = run_long(side.ours(cache=SOME))
-    machine, before = _slow_machine(), current_host()._planner
+    machine, before = _slow_machine(), current_host().planner
     current_host().free_experts()
-    current_host()._planner = AutoPlanner(lambda *_: machine)
+    current_host().planner = AutoPlanner(lambda *_: machine)
     try:
         guider = side.ours(cache=SOME, policy=AutoOffload())
         chosen = run_long(guider)
     finally:
-        current_host()._planner = before
+        current_host().planner = before
         current_host().free_experts()
     return {"equal": torch.equal(whole, chosen), "keeps": guider.model_patcher.policy.pin_first_block}
 
 
 def predicted_skips_case(side: Side) -> dict[str, object]:
     """Prediction announced for a run with the magnitude cache."""
-    reported, before = [], current_host()._planner
+    reported, before = [], current_host().planner
     cache = magnitudes(side)
     current_host().free_experts()
-    current_host()._planner = AutoPlanner(stored=lambda *_: _slow_machine())
+    current_host().planner = AutoPlanner(stored=lambda *_: _slow_machine())
     current_host().announce = lambda event, payload: (
         reported.append(payload["predicted"]) if event == "wanstream.begin" else None
     )
@@ -180,7 +180,7 @@ def predicted_skips_case(side: Side) -> dict[str, object]:
     try:
         run_long(guider)
     finally:
-        current_host()._planner = before
+        current_host().planner = before
         del current_host().announce
     predicted = [step["skipped_visits"] for step in reported[0]["steps"]]
     return {"predicted": predicted, "found": [step.skipped_visits for step in guider.timeline.steps]}

@@ -99,7 +99,7 @@ def decode(sample_models: Path, tmp_path: Path, output: Path) -> Iterator[Decode
 
     yield run
     embedded_host.free_experts()
-    embedded_host.free_workers()
+    embedded_host.worker_registry.close()
 
 
 @pytest.fixture(scope="module")

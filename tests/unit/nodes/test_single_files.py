@@ -76,7 +76,7 @@ def test_tiles_are_decoded_by_this_process_or_by_workers() -> None:
         (shared,) = WanStreamVAEDecode.execute(VAE, latent, tile_size=64, workers=workers).args
         (by_memory,) = WanStreamVAEDecode.execute(VAE, latent, workers=workers).args
     finally:
-        embedded_host.free_workers()
+        embedded_host.worker_registry.close()
     assert torch.equal(shared, expected)
     assert torch.allclose(by_memory, whole, atol=1e-5), "one worker has the memory for whole pictures"
 

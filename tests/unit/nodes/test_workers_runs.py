@@ -54,7 +54,7 @@ def run(tmp_path: Path, sample_models: Path) -> Iterator[Run]:
         return run_workflow(nodes, nodes=NODES, keep=["sampler"], **places, **options)
 
     yield run
-    embedded_host.free_workers()
+    embedded_host.worker_registry.close()
     embedded_host.free_experts()
 
 
