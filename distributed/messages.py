@@ -48,8 +48,6 @@ class RunTask:
     """See `RunSlice`."""
     generation: int | None = None
     """Rendezvous that the worker must be in; None: any, or none."""
-    wants_state: bool = True
-    """Report the state after every step, by the leader. A run without states cannot resume after a loss."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,7 +63,7 @@ class StepReport:
     denoised: torch.Tensor | None = None
     """[B, 16, T, h, w] float32 on the CPU; None unless this is the leader."""
     state: RunState | None = None
-    """State after the step; None unless this is the leader and `RunTask.wants_state` is set."""
+    """State after the step; None unless this is the leader."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,8 +78,6 @@ class TaskResult:
     sigma: float
     gathered_bytes: int = 0
     """Bytes received from other workers in this task: velocities, tokens and shards of weights."""
-    expert_switches: int = 0
-    """Number of expert changes between two steps of this worker since it was started."""
 
 
 @dataclass(frozen=True, kw_only=True)

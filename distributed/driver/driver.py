@@ -91,62 +91,21 @@ class Driver:
         progress = MergedProgress(parts)
         with self._exclusive():
             log = TaskLog()
-            run = self._stage_run(parts)
+            steps = [stage_steps(part, self.mesh.stage) for part in parts]
+            schedule = JobSchedule.of(steps, data=self.mesh.data, max_restarts=self._ref.max_restarts)
+            run: StageRun[StepReport] = StageRun(schedule, self._groups, [None] * len(parts))
             work = Work(requests=parts, experts=experts, paths=self._ref.paths, policy=policy, log=log)
             with closing(self._events(run, work, should_stop)) as events:
                 for event in events:
                     if on_step is not None and isinstance(event, StepTaken):
                         on_step(progress.add(event.item, event.state))
         reports = [run.pop_state(item) for item in range(len(parts))]
-        return make_result(parts, range(len(parts)), reports, log, restarts=run.schedule.lost)
-
-    def queue(
-        self,
-        experts: ExpertsRef,
-        requests: Sequence[DenoiseRequest],
-        policy: OffloadPolicy,
-        on_step: Callable[[int, StepProgress], None] | None = None,
-        on_result: Callable[[int, DistributedResult], None] | None = None,
-        should_stop: ShouldStop | None = None,
-    ) -> list[DistributedResult]:
-        """Compute several requests, as many at once as there are groups; the samples of each are lanes of one pass.
-
-        Args:
-            on_step: called on this thread with the number of a request and its step.
-            on_result: called on this thread with the number of a request and its result, as soon as it is done.
-
-        Raises the errors of `denoise`; requests that were done by then have been passed to `on_result`.
-        """
-        results: dict[int, DistributedResult] = {}
-        progress = {number: MergedProgress([request]) for number, request in enumerate(requests)}
-        with self._exclusive():
-            log = TaskLog()
-            run = self._stage_run(requests)
-            work = Work(requests=requests, experts=experts, paths=self._ref.paths, policy=policy, log=log)
-            with closing(self._events(run, work, should_stop)) as events:
-                for event in events:
-                    number = event.item
-                    if isinstance(event, StepTaken):
-                        if on_step is not None:
-                            on_step(number, progress[number].add(0, event.state))
-                    elif run.is_done(number):
-                        del progress[number]
-                        parts, reports = [requests[number]], [run.pop_state(number)]
-                        results[number] = make_result(parts, [number], reports, log, restarts=run.schedule.lost)
-                        if on_result is not None:
-                            on_result(number, results[number])
-        return [results[number] for number in range(len(requests))]
+        return make_result(parts[0].step_plan.end_sigma, reports, log, restarts=run.schedule.lost)
 
     def disable(self) -> None:
         """Make all later repairs do nothing, because another driver has the workers. Waits for repairs in progress."""
         for group in self._groups.values():
             group.disable()
-
-    def _stage_run(self, parts: Sequence[DenoiseRequest]) -> StageRun[StepReport]:
-        """Return a run of these parts that has not started."""
-        steps = [stage_steps(part, self.mesh.stage) for part in parts]
-        schedule = JobSchedule.of(steps, data=self.mesh.data, max_restarts=self._ref.max_restarts)
-        return StageRun(schedule, self._groups, [None] * len(parts))
 
     def _events(
         self, run: StageRun[StepReport], work: Work, should_stop: ShouldStop | None

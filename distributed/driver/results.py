@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ...sampling import DenoiseRequest
 from ...schema import StepRecord, Timeline, together
 from ..messages import StepReport, TaskResult
 from .schedule import Assignment, GroupId, StageJob
@@ -154,7 +153,8 @@ class TaskLog:
     def __init__(self) -> None:
         self._started = time.perf_counter()
         self._tasks: list[TaskRecord] = []
-        self._changes: list[tuple[int, str]] = []
+        self.changes: list[str] = []
+        """Changes that were made during the run, in order."""
 
     @property
     def now_s(self) -> float:
@@ -173,41 +173,28 @@ class TaskLog:
         self._tasks.append(task)
         return task
 
-    def add_change(self, item: int, message: str) -> None:
-        """Add a change that was made while an item was computed, and log it as a warning."""
+    def add_change(self, message: str) -> None:
+        """Add a change, and log it as a warning."""
         logger.warning("%s", message)
-        self._changes.append((item, message))
+        self.changes.append(message)
 
-    def changes(self, items: Sequence[int]) -> tuple[str, ...]:
-        """Return the changes made while these items were computed, in order."""
-        return tuple(message for item, message in self._changes if item in items)
+    def leaders_timeline(self) -> Timeline:
+        """Return one timeline of the run; see `merge_leaders`."""
+        leaders = [part for task in self._tasks if (part := task.timeline(0)) is not None]
+        return merge_leaders(leaders, self.changes)
 
-    def leaders_timeline(self, items: Sequence[int]) -> Timeline:
-        """Return one timeline of these items; see `merge_leaders`."""
-        leaders = [part for task in self._of(items) if (part := task.timeline(0)) is not None]
-        return merge_leaders(leaders, self.changes(items))
-
-    def timelines(self, items: Sequence[int]) -> dict[int, Timeline]:
-        """Return the timeline of each worker for these items, by rank."""
+    def timelines(self) -> dict[int, Timeline]:
+        """Return the timeline of each worker, by rank."""
         parts: dict[int, list[TaskTimeline]] = {}
-        for task in self._of(items):
+        for task in self._tasks:
             for place in range(len(task.ranks)):
                 if (part := task.timeline(place)) is not None:
                     parts.setdefault(part.rank, []).append(part)
         return {rank: concatenate(each) for rank, each in sorted(parts.items())}
 
-    def gathered_bytes(self, items: Sequence[int]) -> int:
-        """Return the bytes that workers sent each other for these items, in tasks that finished."""
-        return sum(result.gathered_bytes for task in self._of(items) for result in task.results.values())
-
-    def expert_switches(self) -> dict[int, int]:
-        """Return the number of expert switches of each worker since it was started, by rank."""
-        return {
-            task.ranks[place]: result.expert_switches for task in self._tasks for place, result in task.results.items()
-        }
-
-    def _of(self, items: Sequence[int]) -> list[TaskRecord]:
-        return [task for task in self._tasks if task.job.item in items]
+    def gathered_bytes(self) -> int:
+        """Return the bytes that workers sent each other, in tasks that finished."""
+        return sum(result.gathered_bytes for task in self._tasks for result in task.results.values())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -221,35 +208,25 @@ class DistributedResult:
     timeline: Timeline
     """One record per step over all videos; see `merge_leaders`. Its changes include losses and smaller policies."""
     timelines: Mapping[int, Timeline]
-    """Timeline of each worker by rank, in seconds since the start of the run or of its queue."""
+    """Timeline of each worker by rank, in seconds since the start of the run."""
     restarts: int
-    """Number of losses that were repaired by then, including those of other requests of the same queue."""
+    """Number of losses that were repaired."""
     wall_s: float
-    """Seconds from the start of the run, or of its queue, to this result."""
+    """Seconds from the start of the run to this result."""
     gathered_bytes: int
-    """Bytes that workers sent each other for it."""
-    expert_switches: Mapping[int, int]
-    """Number of expert switches of each worker since it was started, by rank."""
+    """Bytes that workers sent each other."""
 
 
-def make_result(
-    parts: Sequence[DenoiseRequest], items: Sequence[int], reports: Sequence[StepReport], log: TaskLog, *, restarts: int
-) -> DistributedResult:
-    """Return the result of a request from its parts.
-
-    Args:
-        items: numbers of the parts in the log.
-        reports: report of the last step of each part.
-    """
+def make_result(sigma: float, reports: Sequence[StepReport], log: TaskLog, *, restarts: int) -> DistributedResult:
+    """Return the result of a run from the reports of the last step of each part."""
     latents = [report.state.latents for report in reports if report.state is not None]
-    assert len(latents) == len(parts) == len(items), "a part did not end"
+    assert len(latents) == len(reports), "a part did not end"
     return DistributedResult(
         latents=torch.cat(latents),
-        sigma=parts[0].step_plan.end_sigma,
-        timeline=log.leaders_timeline(items),
-        timelines=log.timelines(items),
+        sigma=sigma,
+        timeline=log.leaders_timeline(),
+        timelines=log.timelines(),
         restarts=restarts,
         wall_s=log.now_s,
-        gathered_bytes=log.gathered_bytes(items),
-        expert_switches=log.expert_switches(),
+        gathered_bytes=log.gathered_bytes(),
     )

@@ -126,10 +126,6 @@ class StageRun(Generic[S]):
         if stopped:
             raise self._cancelled()
 
-    def is_done(self, item: int) -> bool:
-        """Return True if all steps of all stages of that item were taken."""
-        return self.schedule.items[item].is_done
-
     def pop_state(self, item: int) -> S:
         """Return the last state of that item, and release it here."""
         state, self._states[item] = self._states[item], None

@@ -268,7 +268,7 @@ class WorkerGroup:
     def _job_ended(self, task: _Task, end: TaskEnd) -> JobEnded:
         assert self._work is not None
         self._task, self._leaving, self.is_joined = None, task.leaving, task.is_joined
-        # Latents are returned with the steps. Kept here, those of a long queue would fill the RAM.
+        # Latents are returned with the steps. Kept here, those of many videos would fill the RAM.
         task.record.results = {place: replace(each, latents=None) for place, each in end.results.items()}
         item, error = task.record.job.item, end.error
         if error is None or end.outcome is TaskOutcome.STOPPED:
@@ -282,7 +282,7 @@ class WorkerGroup:
         if not is_loss:
             self._policy = end.policy
         reason = str(error).splitlines()[0]
-        self._work.log.add_change(item, f"{worker}: {reason}; its video goes on from step {task.record.next_step}")
+        self._work.log.add_change(f"{worker}: {reason}; its video goes on from step {task.record.next_step}")
         return JobEnded(group=self.group, item=item, error=error, can_resume=True, counts_as_failure=is_loss)
 
     def _describe(self, place: int) -> str:

@@ -19,7 +19,7 @@ import torch
 from ...devices import auto_dtype, available_bytes, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
 from ...plan import VRAM_RESERVE
 from ...sampling import LOCAL_FORWARD, RunSlice, StepProgress, denoise_part
-from ...schema import VERSION, ExpertsRef, PathMap
+from ...schema import VERSION, PathMap
 from ...wan import ExpertsRegistry, WanVae, open_pair, open_vae
 from ..messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.path_map import resolve_experts, resolve_path, weight_bytes
@@ -142,8 +142,6 @@ class Worker:
         self._lock = threading.Lock()
         self._running: str | None = None
         self._stopped: deque[str] = deque(maxlen=MAX_STOPS)
-        self._last: tuple[ExpertsRef, str] | None = None
-        self._switches = 0
         self._blocks_begun = 0
 
     def facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
@@ -240,7 +238,6 @@ class Worker:
             latents=ended.latents if is_leader else None,
             sigma=ended.sigma,
             gathered_bytes=0 if groups is None else groups.gathered_bytes - gathered_before,
-            expert_switches=self._switches,
         )
 
     def decode_tile(self, task: DecodeTask) -> torch.Tensor:
@@ -300,10 +297,6 @@ class Worker:
     def _report_step(
         self, task: RunTask, rank: int, is_leader: bool, on_report: Callable[[StepReport], None], step: StepProgress
     ) -> None:
-        now = (task.experts, step.record.expert)
-        if self._last not in (None, now):
-            self._switches += 1
-        self._last = now
         on_report(
             StepReport(
                 run_id=task.run_id,
@@ -312,7 +305,7 @@ class Worker:
                 done=step.done,
                 total=step.total,
                 denoised=step.denoised.to("cpu", copy=True) if is_leader else None,
-                state=step.state() if is_leader and task.wants_state else None,
+                state=step.state() if is_leader else None,
             )
         )
 

@@ -24,7 +24,9 @@ from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeout
 from wanstream.sampling import InsufficientMemoryError, RunState, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import Mesh, OffloadPolicy, StepRecord, Timeline, WorkersRef
 
-RESULT = TaskResult(run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0)
+RESULT = TaskResult(
+    run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0, gathered_bytes=5
+)
 CANCELLED, PEER, WRONG = SamplingCancelled(3, 4), PeerLostError("peer"), InsufficientMemoryError("no room")
 RECORD = StepRecord(index=0, expert="high", sigma=1.0, wall_s=0.001, compute_s=0.001, stall_s=0.0, bytes_moved=0)
 LIMIT_S = 60.0
@@ -161,7 +163,7 @@ def test_a_group_that_was_silent_for_too_long_is_lost_whatever_it_returns_then(
     end = ended(group)
     assert isinstance(end.error, WorkerTimeoutError)
     assert (end.can_resume, end.counts_as_failure, group.is_joined) == (True, True, False)
-    assert log.expert_switches() == ({0: 0} if outcome is RESULT else {}), "results that arrive late are kept"
+    assert log.gathered_bytes() == (5 if outcome is RESULT else 0), "results that arrive late are kept"
 
 
 def test_a_group_that_begins_blocks_is_not_silent_however_long_its_step_takes(

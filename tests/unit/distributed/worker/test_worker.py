@@ -95,17 +95,6 @@ def test_steps_are_told_with_a_state_that_goes_on_elsewhere(worker: Worker, make
     part = worker.run(make_task(until=2), ignore)
     assert torch.equal(part.latents, reports[1].state.latents)
     assert part.sigma == task.request.step_plan.schedule.sigmas[2]
-    without: list[StepReport] = []
-    worker.run(make_task(wants_state=False), without.append)
-    assert [step.state for step in without] == [None] * 4
-
-
-def test_only_changes_of_the_expert_between_two_steps_are_switches(worker: Worker, make_task: MakeTask) -> None:
-    reports: list[StepReport] = []
-    assert worker.run(make_task(until=2), reports.append).expert_switches == 0
-    assert worker.run(make_task(seed=20, until=2), ignore).expert_switches == 0
-    assert worker.run(make_task(resume=reports[1].state), ignore).expert_switches == 1
-    assert worker.run(make_task(), ignore).expert_switches == 3
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 3])
