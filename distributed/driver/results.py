@@ -12,7 +12,7 @@ import torch
 
 from ...schema import StepRecord, Timeline, together
 from ..messages import StepReport, TaskResult
-from .schedule import Assignment, GroupId, StageJob
+from .schedule import Assignment
 
 SUMMED_TIMES = ("wall_s", "compute_s", "stall_s", "decode_s", "stall_on_read_s", "copy_s", "read_s")
 SUMMED_BYTES = ("bytes_moved", "read_bytes", "copied_bytes")
@@ -119,11 +119,9 @@ def _peaks(steps: Sequence[StepRecord]) -> dict[str, Any]:
 class TaskRecord:
     """Record of one task of one group."""
 
-    group: GroupId
-    job: StageJob
+    assignment: Assignment
     ranks: Sequence[int]
     """Ranks of the workers in their pool, the leader's first."""
-    first_step: int
     start_s: float
     """Time at which the task was sent, in seconds since the start of the run."""
     steps: list[list[StepRecord]] = field(default_factory=list)
@@ -134,7 +132,7 @@ class TaskRecord:
     @property
     def next_step(self) -> int:
         """First step after the last state that the leader reported."""
-        return self.steps[0][-1].index + 1 if self.steps[0] else self.first_step
+        return self.steps[0][-1].index + 1 if self.steps[0] else self.assignment.steps.start
 
     def timeline(self, place: int) -> TaskTimeline | None:
         """Return the timeline of the worker in that place; None if it has reported nothing."""
@@ -144,7 +142,9 @@ class TaskRecord:
             timeline = Timeline(kind="measured", steps=tuple(self.steps[place]))
         else:
             return None
-        return TaskTimeline(rank=self.ranks[place], data=self.group.data, start_s=self.start_s, timeline=timeline)
+        return TaskTimeline(
+            rank=self.ranks[place], data=self.assignment.group.data, start_s=self.start_s, timeline=timeline
+        )
 
 
 class TaskLog:
@@ -162,14 +162,7 @@ class TaskLog:
 
     def add_task(self, assignment: Assignment, ranks: Sequence[int]) -> TaskRecord:
         """Add a task that is sent to the workers of a group now, and return its record."""
-        task = TaskRecord(
-            group=assignment.group,
-            job=assignment.job,
-            ranks=ranks,
-            first_step=assignment.steps.start,
-            start_s=self.now_s,
-            steps=[[] for _ in ranks],
-        )
+        task = TaskRecord(assignment=assignment, ranks=ranks, start_s=self.now_s, steps=[[] for _ in ranks])
         self._tasks.append(task)
         return task
 

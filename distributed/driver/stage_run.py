@@ -138,7 +138,7 @@ class StageRun(Generic[S]):
 
     def _assign(self) -> None:
         while (assignment := self.schedule.next()) is not None:
-            self._groups[assignment.group].start(assignment, self._states[assignment.job.item], self._wake)
+            self._groups[assignment.group].start(assignment, self._states[assignment.item], self._wake)
             self.schedule = self.schedule.started(assignment)
 
     def _next_event(self) -> GroupEvent[S] | None:

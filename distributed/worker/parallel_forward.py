@@ -6,31 +6,22 @@ Tokens are split by diffusers' context parallelism, with suitable attention back
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from ...devices import dtype_name
+from ...sampling import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, Share, tokens_of
 from ...schema import MeshError
+from ...wan import ExpertEngine, Lane
+from .groups import ProcessGroups, all_gather_cpu
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
     from diffusers.models._modeling_parallel import ParallelConfig
-
-    from ...wan import ExpertEngine
-    from .groups import ProcessGroups
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
-
-from ...sampling import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, Share, tokens_of
-from ...wan import ExpertEngine, Lane
-from .groups import all_gather_cpu
-
-if TYPE_CHECKING:
-    from .groups import ProcessGroups
 
 
 WITH_LSE = frozenset({"flash", "flash_hub", "_flash_3_hub", "_native_cudnn", "_native_flash"})
@@ -65,13 +56,9 @@ def backend_for(
     if name == AttentionBackendName.NATIVE.value and device.type == "cuda" and dtype in HALF:
         return RING_BACKEND
     raise MeshError(
-        f"ring {ring}: the attention backend {name!r} returns no log-sum-exp on {device.type} in {_dtype_name(dtype)}, "
+        f"ring {ring}: the attention backend {name!r} returns no log-sum-exp on {device.type} in {dtype_name(dtype)}, "
         f"which a ring needs; use ulysses {ring * ulysses} instead, or bf16 on a GPU"
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 AXES = ("ring", "ulysses")

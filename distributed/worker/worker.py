@@ -26,7 +26,7 @@ from ..transport.path_map import resolve_experts, resolve_path, weight_bytes
 from .groups import ProcessGroups
 from .parallel_forward import group_forward
 from .rendezvous import PeerLostError
-from .weights import GroupWeights, RunWeights
+from .weights import GroupWeights
 
 LOOPBACK = "127.0.0.1"
 MAX_STOPS = 64
@@ -212,8 +212,8 @@ class Worker:
         with self._running_as(task.run_id):
             _check_rendezvous(task, groups)
             pair = self._experts.get(resolve_experts(task.experts, task.paths))
-            placed = RunWeights() if weights is None else weights.for_run(pair, task.request, task.policy)
-            pair.shard(placed.sharded)
+            sharded, reason = (None, "") if weights is None else weights.for_run(pair, task.request, task.policy)
+            pair.shard(sharded)
             rank = 0 if groups is None else groups.rendezvous.rank
             is_leader = groups is None or groups.group_rank == 0
             gathered_before = 0 if groups is None else groups.gathered_bytes
@@ -230,7 +230,7 @@ class Worker:
                 on_step=partial(self._report_step, task, rank, is_leader, on_report),
                 # All workers of a group must stop before the same block, or the others would wait in a collective.
                 should_stop=is_stopped if groups is None else groups.consensus(is_stopped),
-            ).with_note(placed.reason)
+            ).with_note(reason)
         return TaskResult(
             run_id=task.run_id,
             rank=rank,

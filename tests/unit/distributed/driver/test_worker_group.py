@@ -16,7 +16,7 @@ import pytest
 from wanstream.distributed.driver.heartbeat import Heartbeat, silence_limit
 from wanstream.distributed.driver.rendezvous import Rendezvous
 from wanstream.distributed.driver.results import TaskLog
-from wanstream.distributed.driver.schedule import Assignment, GroupId, StageJob
+from wanstream.distributed.driver.schedule import Assignment, GroupId
 from wanstream.distributed.driver.stage_run import JobEnded, StepTaken
 from wanstream.distributed.driver.worker_group import Work, WorkerFailedError, WorkerGroup
 from wanstream.distributed.messages import RunTask, StepReport, TaskResult
@@ -93,7 +93,7 @@ def start_group(make_task: Callable[..., RunTask]) -> StartGroup:
         group = WorkerGroup(GROUP, pool, range(count), Mesh(cfg=count), rendezvous, timeout_s)
         work = Work(requests=[task.request], experts=task.experts, paths=(), policy=task.policy, log=log or TaskLog())
         group.assign(work)
-        group.start(Assignment(GROUP, StageJob(0, 0), range(4)), None, wake or threading.Event())
+        group.start(Assignment(GROUP, 0, range(4)), None, wake or threading.Event())
         return group, handles
 
     return start
@@ -234,7 +234,7 @@ def test_a_run_that_was_interrupted_while_it_stopped_leaves_no_task_to_the_next(
     send_late, handle.ended = handle.report, Future()
     task = make_task()
     group.assign(Work(requests=[task.request], experts=task.experts, paths=(), policy=task.policy, log=TaskLog()))
-    group.start(Assignment(GROUP, StageJob(0, 0), range(4)), None, threading.Event())
+    group.start(Assignment(GROUP, 0, range(4)), None, threading.Event())
     send_late(report)
     assert group.poll() == [], "a report of the former task"
     handle.end(RESULT)
@@ -256,7 +256,7 @@ def test_a_task_that_is_over_keeps_no_tensors(make_task: Callable[..., RunTask])
     group = WorkerGroup(GROUP, pool, [0], Mesh(), Rendezvous(pool, WorkersRef(count=1)), 60.0)
     work = Work(requests=[task.request], experts=task.experts, paths=(), policy=task.policy, log=TaskLog())
     group.assign(work)
-    group.start(Assignment(GROUP, StageJob(0, 0), range(4)), None, threading.Event())
+    group.start(Assignment(GROUP, 0, range(4)), None, threading.Event())
     (reference,) = sent
     assert reference() is not None
     handle.end(RESULT)
