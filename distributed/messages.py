@@ -54,11 +54,9 @@ class RunTask:
 class StepReport:
     """Report of a worker after a step."""
 
-    run_id: str
     rank: int
     record: StepRecord
     done: int
-    total: int
     """See `StepProgress`."""
     denoised: torch.Tensor | None = None
     """[B, 16, T, h, w] float32 on the CPU; None unless this is the leader."""
@@ -70,12 +68,10 @@ class StepReport:
 class TaskResult:
     """Result of a worker after its task. The transport raises errors instead."""
 
-    run_id: str
     rank: int
     timeline: Timeline
     latents: torch.Tensor | None
     """[B, 16, T, h, w] float32 on the CPU after the last step of the task; None unless this is the leader."""
-    sigma: float
     gathered_bytes: int = 0
     """Bytes received from other workers in this task: velocities, tokens and shards of weights."""
 
@@ -91,9 +87,6 @@ class WorkerFacts:
     """Address for other workers."""
     device: str
     """Device of the worker's process: "cuda:0" or "cpu"."""
-    device_name: str
-    free_bytes: int | None
-    """Free memory of the device; None on a CPU."""
     wanstream: str
     torch: str
     diffusers: str

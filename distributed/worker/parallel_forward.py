@@ -131,7 +131,7 @@ def _attached(model: WanTransformer3DModel, groups: ProcessGroups) -> Iterator[N
         raise MeshError(f"ulysses {mesh.ulysses} cannot split {heads} heads evenly: choose another degree")
     parallel = ContextParallelConfig(ring_degree=mesh.ring, ulysses_degree=mesh.ulysses)
     config = ParallelConfig(context_parallel_config=parallel)
-    config.setup(groups.group_rank, groups.size, groups.device, mesh=ContextMesh(groups))
+    config.setup(groups.rank, groups.size, groups.device, mesh=ContextMesh(groups))
     # The unnamed entry of the plan is for the forward of the whole model, which `forward_lanes` does not call.
     plan = {name: part for name, part in model._cp_plan.items() if name}
     dtype = model.patch_embedding.weight.dtype
@@ -262,7 +262,7 @@ class GroupForward:
         shares = self._context_size
         if shares == 1:
             return tokens
-        return tokens.chunk(shares, dim=1)[self._groups.group_rank % shares]
+        return tokens.chunk(shares, dim=1)[self._groups.rank % shares]
 
     def all_reduce_sums(self, sums: torch.Tensor) -> AllReduced:
         """See `ParallelForward.agreed`.
@@ -274,7 +274,7 @@ class GroupForward:
         parts, shares = all_gather_cpu(self._groups, sums), self._context_size
         # Every worker adds in the same order, so the sums are bit-equal on all of them.
         totals = [torch.stack(parts[first : first + shares]).sum(dim=0) for first in range(0, len(parts), shares)]
-        return AllReduced(totals[self._groups.group_rank // shares], torch.cat(totals))
+        return AllReduced(totals[self._groups.rank // shares], torch.cat(totals))
 
     @property
     def _context_size(self) -> int:

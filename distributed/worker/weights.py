@@ -23,7 +23,7 @@ import math
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ class GroupGather:
     def __init__(self, groups: ProcessGroups) -> None:
         # Process groups are looked up for each call: a reference to one would keep its connections open.
         self._groups = groups
-        self.rank, self.size = groups.group_rank, groups.size
+        self.rank, self.size = groups.rank, groups.size
         self._aborted = False
         self._wake = threading.Event()
 
@@ -130,11 +130,7 @@ MIN_GAIN = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFigures:
-    """Measurements of one worker group, each from its slowest worker; all times are seconds per block.
-
-    Raises:
-        ValueError: a figure is not above 0 (`free_bytes`: negative) or not finite.
-    """
+    """Measurements of one worker group, each from its slowest worker; all times are seconds per block."""
 
     workers: int
     block_bytes: int
@@ -155,12 +151,6 @@ class WeightFigures:
     """Gather of a block while all workers copy shards of another block."""
     free_bytes: int
     """Device memory left free by a run with full weights."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name == "free_bytes" else None
-            if not (0 < value < math.inf or value == least):
-                raise ValueError(f"{field.name} is {value!r}, it must be a number above 0")
 
     @property
     def shards_bytes(self) -> int:
@@ -271,7 +261,7 @@ class _Probe:
         alone = 0.0
         for rank in range(self._groups.size):
             self._barrier()
-            if rank == self._groups.group_rank:
+            if rank == self._groups.rank:
                 alone = self._median_s(self._copy)
         self._barrier()
         concurrent = self._median_s(self._copy)

@@ -203,22 +203,18 @@ class FakeWorker:
             denoised = state.latents if leads else None
             on_report(
                 StepReport(
-                    run_id=task.run_id,
                     rank=0,
                     record=record,
                     done=step + 1,
-                    total=len(step_plan.steps),
                     denoised=denoised,
                     state=state if leads else None,
                 )
             )
         self._fail(task.until, after_reports=True)
         return TaskResult(
-            run_id=task.run_id,
             rank=0,
             timeline=Timeline(steps=tuple(taken), kind="measured"),
             latents=state.latents if leads else None,
-            sigma=0.0,
             gathered_bytes=7,
         )
 
@@ -264,8 +260,6 @@ class FakePool:
             node="",
             address="127.0.0.1",
             device="cpu",
-            device_name="CPU",
-            free_bytes=None,
             wanstream="0",
             torch="0",
             diffusers="0",

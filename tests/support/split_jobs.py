@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanstream import schema
 from wanstream.distributed.messages import RendezvousSpec
-from wanstream.distributed.worker.groups import join
+from wanstream.distributed.worker.groups import ProcessGroups
 from wanstream.distributed.worker.parallel_forward import group_forward
 from wanstream.sampling import DenoiseRequest, RunSlice, SamplingCancelled, denoise_part
 from wanstream.schema import ExpertsRef, OffloadPolicy
@@ -50,12 +50,14 @@ def rendezvous(mesh: Mesh, *, timeout_s: float = TIMEOUT_S, port: int | None = N
 
 
 def job_meet(here: SimpleNamespace, every: list[RendezvousSpec]) -> int:
-    here.groups = join(every[here.number], "cpu")
+    here.groups = ProcessGroups(every[here.number], torch.device("cpu"))
+    here.groups.join()
     return os.getpid()
 
 
 def job_meet_on_gpu(here: SimpleNamespace, every: list[RendezvousSpec]) -> int:
-    here.groups = join(every[here.number], f"cuda:{here.number}")
+    here.groups = ProcessGroups(every[here.number], torch.device(f"cuda:{here.number}"))
+    here.groups.join()
     return os.getpid()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from wanstream.distributed.messages import RendezvousSpec
-from wanstream.distributed.worker.groups import GroupsState, ProcessGroups, group_members, join
+from wanstream.distributed.worker.groups import GroupsState, ProcessGroups, group_members
 from wanstream.distributed.worker.parallel_forward import group_forward
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.schema import StateError
@@ -30,7 +30,8 @@ Processes = Any
 
 
 def job_join(here: SimpleNamespace, every: list[RendezvousSpec]) -> dict[str, Any]:
-    here.groups = join(every[here.number], "cpu")
+    here.groups = ProcessGroups(every[here.number], torch.device("cpu"))
+    here.groups.join()
     listening = [each.laddr.ip for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
     return {"pid": os.getpid(), "state": here.groups.state, "listening": listening}
 
@@ -38,8 +39,10 @@ def job_join(here: SimpleNamespace, every: list[RendezvousSpec]) -> dict[str, An
 def job_join_and_leave(here: SimpleNamespace, every: list[list[RendezvousSpec]]) -> list[GroupsState]:
     states = []
     for rendezvous in every:
-        with join(rendezvous[here.number], "cpu") as groups:
-            states.append(groups.state)
+        groups = ProcessGroups(rendezvous[here.number], torch.device("cpu"))
+        groups.join()
+        states.append(groups.state)
+        groups.leave()
     return states
 
 
@@ -73,7 +76,7 @@ def job_reduce(here: SimpleNamespace, name: str) -> list[int]:
     """Return the group ranks of the process group's members."""
     group = here.groups.group(name)
     seen = torch.zeros(here.groups.size, dtype=torch.int64)
-    seen[here.groups.group_rank] = 1
+    seen[here.groups.rank] = 1
     torch.distributed.all_reduce(seen, group=group)
     return seen.nonzero().flatten().tolist()
 
@@ -121,17 +124,6 @@ def test_every_group_has_the_workers_of_its_axis(processes: Processes, joined: A
     assert processes.all(job_reduce, "weights", count=4) == [[0, 1, 2, 3]] * 4
     assert processes.all(job_reduce, "cfg", count=4) == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert processes.all(job_reduce, "context", count=4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
-
-
-def test_worker_groups_are_independent(processes: Processes, joined: Any) -> None:
-    joined(Mesh(data=2, cfg=2))
-    assert processes.all(job_reduce, "control", count=4) == [[0, 1]] * 4
-    assert processes.all(job_consensus, [[True], [False], [False], [False]], count=4) == [
-        [True],
-        [True],
-        [False],
-        [False],
-    ]
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=4)])
@@ -229,10 +221,12 @@ def test_a_port_that_is_taken_is_named(processes: Processes, split_jobs: Any) ->
 
 
 def test_a_group_of_one_worker_opens_no_connection(split_jobs: Any) -> None:
-    with join(split_jobs.rendezvous(Mesh(data=4, stage=2))[5], "cpu") as groups:
-        assert group_forward(groups).alone
-        assert groups.consensus(wish := lambda: True) is wish
-        assert not torch.distributed.is_initialized()
+    groups = ProcessGroups(split_jobs.rendezvous(Mesh())[0], torch.device("cpu"))
+    groups.join()
+    assert group_forward(groups).alone
+    assert groups.consensus(wish := lambda: True) is wish
+    assert not torch.distributed.is_initialized()
+    groups.leave()
     assert groups.state is GroupsState.LEFT
 
 

@@ -24,9 +24,7 @@ from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeout
 from wanstream.sampling import InsufficientMemoryError, RunState, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import Mesh, OffloadPolicy, StepRecord, Timeline, WorkersRef
 
-RESULT = TaskResult(
-    run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0, gathered_bytes=5
-)
+RESULT = TaskResult(rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, gathered_bytes=5)
 CANCELLED, PEER, WRONG = SamplingCancelled(3, 4), PeerLostError("peer"), InsufficientMemoryError("no room")
 RECORD = StepRecord(index=0, expert="high", sigma=1.0, wall_s=0.001, compute_s=0.001, stall_s=0.0, bytes_moved=0)
 LIMIT_S = 60.0
@@ -77,7 +75,7 @@ StartGroup = Callable[..., tuple[WorkerGroup, list[Handle]]]
 def report(make_task: Callable[..., RunTask]) -> StepReport:
     """Report of the leader after the first step."""
     state = RunState(next_step=1, latents=make_task().request.noise, history={})
-    return StepReport(run_id="", rank=0, record=RECORD, done=1, total=4, state=state)
+    return StepReport(rank=0, record=RECORD, done=1, state=state)
 
 
 @pytest.fixture
