@@ -147,49 +147,6 @@ class TaskRecord:
         )
 
 
-class TaskLog:
-    """Log of all tasks of one run, in seconds since its creation. Used on the thread of the run only."""
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._tasks: list[TaskRecord] = []
-        self.changes: list[str] = []
-        """Changes that were made during the run, in order."""
-
-    @property
-    def now_s(self) -> float:
-        return time.perf_counter() - self._started
-
-    def add_task(self, assignment: Assignment, ranks: Sequence[int]) -> TaskRecord:
-        """Add a task that is sent to the workers of a group now, and return its record."""
-        task = TaskRecord(assignment=assignment, ranks=ranks, start_s=self.now_s, steps=[[] for _ in ranks])
-        self._tasks.append(task)
-        return task
-
-    def add_change(self, message: str) -> None:
-        """Add a change, and log it as a warning."""
-        logger.warning("%s", message)
-        self.changes.append(message)
-
-    def leaders_timeline(self) -> Timeline:
-        """Return one timeline of the run; see `merge_leaders`."""
-        leaders = [part for task in self._tasks if (part := task.timeline(0)) is not None]
-        return merge_leaders(leaders, self.changes)
-
-    def timelines(self) -> dict[int, Timeline]:
-        """Return the timeline of each worker, by rank."""
-        parts: dict[int, list[TaskTimeline]] = {}
-        for task in self._tasks:
-            for place in range(len(task.ranks)):
-                if (part := task.timeline(place)) is not None:
-                    parts.setdefault(part.rank, []).append(part)
-        return {rank: concatenate(each) for rank, each in sorted(parts.items())}
-
-    def gathered_bytes(self) -> int:
-        """Return the bytes that workers sent each other, in tasks that finished."""
-        return sum(result.gathered_bytes for task in self._tasks for result in task.results.values())
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DistributedResult:
     """Result of a run on workers."""
@@ -210,16 +167,49 @@ class DistributedResult:
     """Bytes that workers sent each other."""
 
 
-def make_result(sigma: float, reports: Sequence[StepReport], log: TaskLog, *, restarts: int) -> DistributedResult:
-    """Return the result of a run from the reports of the last step of each part."""
-    latents = [report.state.latents for report in reports if report.state is not None]
-    assert len(latents) == len(reports), "a part did not end"
-    return DistributedResult(
-        latents=torch.cat(latents),
-        sigma=sigma,
-        timeline=log.leaders_timeline(),
-        timelines=log.timelines(),
-        restarts=restarts,
-        wall_s=log.now_s,
-        gathered_bytes=log.gathered_bytes(),
-    )
+class TaskLog:
+    """Log of all tasks of one run, in seconds since its creation. Used on the thread of the run only."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._tasks: list[TaskRecord] = []
+        self._changes: list[str] = []
+
+    @property
+    def now_s(self) -> float:
+        return time.perf_counter() - self._started
+
+    def add_task(self, assignment: Assignment, ranks: Sequence[int]) -> TaskRecord:
+        """Add a task that is sent to the workers of a group now, and return its record."""
+        task = TaskRecord(assignment=assignment, ranks=ranks, start_s=self.now_s, steps=[[] for _ in ranks])
+        self._tasks.append(task)
+        return task
+
+    def add_change(self, message: str) -> None:
+        """Add a change, and log it as a warning."""
+        logger.warning("%s", message)
+        self._changes.append(message)
+
+    def gathered_bytes(self) -> int:
+        """Return the bytes that workers sent each other, in tasks that finished."""
+        return sum(result.gathered_bytes for task in self._tasks for result in task.results.values())
+
+    def result(self, sigma: float, reports: Sequence[StepReport], *, restarts: int) -> DistributedResult:
+        """Return the result of the run from the reports of the last step of each part."""
+        latents = [report.state.latents for report in reports if report.state is not None]
+        assert len(latents) == len(reports), "a part did not end"
+        leaders = [part for task in self._tasks if (part := task.timeline(0)) is not None]
+        parts: dict[int, list[TaskTimeline]] = {}
+        for task in self._tasks:
+            for place in range(len(task.ranks)):
+                if (part := task.timeline(place)) is not None:
+                    parts.setdefault(part.rank, []).append(part)
+        return DistributedResult(
+            latents=torch.cat(latents),
+            sigma=sigma,
+            timeline=merge_leaders(leaders, self._changes),
+            timelines={rank: concatenate(each) for rank, each in sorted(parts.items())},
+            restarts=restarts,
+            wall_s=self.now_s,
+            gathered_bytes=self.gathered_bytes(),
+        )

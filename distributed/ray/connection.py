@@ -251,7 +251,7 @@ class RayConnection:
     def _connected(self, ray: Any, ref: WorkersRef, store_bytes: int) -> ExitStack:
         """Connect, and return the cleanup."""
         if ray.is_initialized():
-            _check_joinable(str(ray.get_runtime_context().gcs_address), ref.address)
+            _check_joinable(gcs_address(ray), ref.address)
             return ExitStack()
         with ExitStack() as undo:
             # Ray's processes ask the kernel to end them with their parent *thread*, so it must live as long as they do.

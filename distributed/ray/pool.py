@@ -105,13 +105,13 @@ class RayWorkerHandle:
         error = answered.exception()
         if error is None:
             future.set_result(answered.result())
-        elif isinstance(error, self._ray.exceptions.RayError):
-            future.set_exception(self._worded(error))
         else:
-            future.set_exception(error)
+            future.set_exception(self._worded(error))
 
-    def _worded(self, error: Any) -> BaseException:
-        """Return the worker's own error, or WorkerLostError."""
+    def _worded(self, error: BaseException) -> BaseException:
+        """Return the worker's own error, or WorkerLostError; errors that are not Ray's are returned unchanged."""
+        if not isinstance(error, self._ray.exceptions.RayError):
+            return error
         if isinstance(error, self._ray.exceptions.RayTaskError):
             cause = error.cause
             return cause if isinstance(cause, Exception) else RuntimeError(str(error))

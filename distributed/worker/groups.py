@@ -49,7 +49,7 @@ def any_rank_wants(groups: ProcessGroups, wants: bool) -> bool:
     """
     flag = torch.tensor([int(wants)], dtype=torch.int32)
     with groups.translate_errors("waited for a decision of its group"):
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=groups.control)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=groups.group("control"))
     return bool(flag.item())
 
 
@@ -62,7 +62,7 @@ def all_gather_cpu(
     """
     gathered = [torch.empty_like(values) for _ in range(groups.size)]
     with groups.translate_errors(doing):
-        dist.all_gather(gathered, values.contiguous(), group=groups.control)
+        dist.all_gather(gathered, values.contiguous(), group=groups.group("control"))
     return gathered
 
 
@@ -141,16 +141,6 @@ class ProcessGroups:
             raise StateError(f"process groups can be used between join and leave, and these are {self._state.value}")
         assert name in self._groups, f"a worker group of {self.mesh} has no process group {name!r}"
         return self._groups[name]
-
-    @property
-    def control(self) -> dist.ProcessGroup:
-        """See `group`."""
-        return self.group("control")
-
-    @property
-    def weights(self) -> dist.ProcessGroup:
-        """See `group`."""
-        return self.group("weights")
 
     def count_gathered(self, nbytes: int) -> None:
         """Add to `gathered_bytes` (any thread)."""

@@ -75,7 +75,7 @@ class GroupGather:
     def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
         """See `Gather.all_gather`. Raises WorkerTimeoutError and PeerLostError too."""
         with self._groups.translate_errors("gathered weights"):
-            group = self._groups.weights
+            group = self._groups.group("weights")
             if self._aborted:
                 raise GatherBrokenError("the gathers of this rendezvous were aborted")
             work = _issue(into, own, group)
@@ -90,7 +90,7 @@ class GroupGather:
         self._aborted = True
         self._wake.set()
         if self._groups.device.type == "cuda" and self._groups.state is GroupsState.JOINED:
-            self._groups.weights.abort()
+            self._groups.group("weights").abort()
 
     def _wait_on_host(self, work: Any, used: list[Any]) -> None:
         ended = threading.Event()
@@ -424,5 +424,5 @@ def _worst(groups: ProcessGroups, figures: list[float], doing: str) -> list[floa
     """Return the maximum of each figure over the workers of the group."""
     worst = torch.tensor(figures, dtype=torch.float64)
     with groups.translate_errors(doing):
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.control)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.group("control"))
     return [float(value) for value in worst]
