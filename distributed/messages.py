@@ -68,7 +68,6 @@ class StepReport:
 class TaskResult:
     """Result of a worker after its task. The transport raises errors instead."""
 
-    rank: int
     timeline: Timeline
     latents: torch.Tensor | None
     """[B, 16, T, h, w] float32 on the CPU after the last step of the task; None unless this is the leader."""

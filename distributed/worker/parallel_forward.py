@@ -111,16 +111,6 @@ def context_parallel(groups: ProcessGroups, engine: ExpertEngine) -> Iterator[No
         yield
 
 
-def check_tokens(tokens: int, groups: ProcessGroups) -> None:
-    """Raise MeshError unless `tokens` can be split evenly over ring x ulysses workers."""
-    ring, ulysses = groups.mesh.ring, groups.mesh.ulysses
-    if tokens % (ring * ulysses):
-        raise MeshError(
-            f"ring {ring} x ulysses {ulysses} cannot split {tokens} tokens evenly: choose other degrees, or "
-            "another size or length of the video"
-        )
-
-
 @contextmanager
 def _attached(model: WanTransformer3DModel, groups: ProcessGroups) -> Iterator[None]:
     from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
@@ -239,8 +229,7 @@ class GroupForward:
 
     def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
         """See `ParallelForward.attached`. Raises MeshError if the mesh does not fit the experts or this device."""
-        mesh = self._groups.mesh
-        return nullcontext() if mesh.ring * mesh.ulysses == 1 else context_parallel(self._groups, engine)
+        return nullcontext() if self._context_size == 1 else context_parallel(self._groups, engine)
 
     def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
         """See `ParallelForward.forward`.
@@ -250,10 +239,16 @@ class GroupForward:
             WorkerTimeoutError: another worker did not respond within the rendezvous's timeout.
             PeerLostError: another worker is gone.
         """
+        mesh = self._groups.mesh
         for lane in lanes:
-            check_tokens(tokens_of(lane.latents.shape), self._groups)
+            tokens = tokens_of(lane.latents.shape)
+            if tokens % self._context_size:
+                raise MeshError(
+                    f"ring {mesh.ring} x ulysses {mesh.ulysses} cannot split {tokens} tokens evenly: choose other "
+                    "degrees, or another size or length of the video"
+                )
         with self._groups.translate_errors("computed a step"):
-            if self._groups.mesh.cfg == 1:
+            if mesh.cfg == 1:
                 return compute(lanes)
             return forward_shared(self._groups, lanes, compute)
 

@@ -228,7 +228,6 @@ class Worker:
                 should_stop=is_stopped if groups is None else groups.consensus(is_stopped),
             ).with_note(reason)
         return TaskResult(
-            rank=rank,
             timeline=ended.timeline,
             latents=ended.latents if rank == 0 else None,
             gathered_bytes=0 if groups is None else groups.gathered_bytes - gathered_before,

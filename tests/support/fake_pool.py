@@ -212,7 +212,6 @@ class FakeWorker:
             )
         self._fail(task.until, after_reports=True)
         return TaskResult(
-            rank=0,
             timeline=Timeline(steps=tuple(taken), kind="measured"),
             latents=state.latents if leads else None,
             gathered_bytes=7,

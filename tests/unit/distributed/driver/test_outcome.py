@@ -14,7 +14,7 @@ from wanstream.schema import OffloadPolicy, Timeline
 GONE, PEER, HUNG = WorkerLostError("gone", 1), PeerLostError("peer"), WorkerTimeoutError("hung")
 SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))
 WRONG, CANCELLED = InsufficientMemoryError("no room"), SamplingCancelled(3, 4)
-RESULT = TaskResult(rank=0, timeline=Timeline(kind="measured", steps=()), latents=None)
+RESULT = TaskResult(timeline=Timeline(kind="measured", steps=()), latents=None)
 
 ENDED, FAILED, SMALLER, LOST, KILLED, STOPPED, FINISHED = TaskOutcome
 

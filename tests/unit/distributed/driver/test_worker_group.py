@@ -24,7 +24,7 @@ from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeout
 from wanstream.sampling import InsufficientMemoryError, RunState, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import Mesh, OffloadPolicy, StepRecord, Timeline, WorkersRef
 
-RESULT = TaskResult(rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, gathered_bytes=5)
+RESULT = TaskResult(timeline=Timeline(kind="measured", steps=()), latents=None, gathered_bytes=5)
 CANCELLED, PEER, WRONG = SamplingCancelled(3, 4), PeerLostError("peer"), InsufficientMemoryError("no room")
 RECORD = StepRecord(index=0, expert="high", sigma=1.0, wall_s=0.001, compute_s=0.001, stall_s=0.0, bytes_moved=0)
 LIMIT_S = 60.0

@@ -141,11 +141,11 @@ def test_the_leader_of_a_group_returns_latents(worker: Worker, make_task: MakeTa
     reports: list[StepReport] = []
     worker.join(place(0, Mesh()))
     ended = worker.run(make_task(), reports.append)
-    assert ended.rank == reports[-1].rank == 0
+    assert reports[-1].rank == 0
     assert ended.latents is not None
     assert (reports[-1].state is not None, reports[-1].denoised is not None) == (True, True)
     worker.leave()
-    assert worker.run(make_task(), ignore).rank == 0
+    assert worker.run(make_task(), ignore).latents is not None
 
 
 def test_facts_are_those_of_this_process(worker: Worker, tmp_path: Path) -> None:
