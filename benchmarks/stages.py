@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from wanstream.testing.experts import save_expert_folder
 from wanstream.testing.weights import TinyShape, make_expert
 
 STEPS, SWITCH = 6, 3
+"""Both stages have as many steps."""
 CALIBRATED = 5
 """Videos of a calibration queue; the first and the last one are excluded, as the other stage is idle then."""
 RUNS = 4
@@ -43,63 +45,56 @@ def make_experts(folder: Path) -> ExpertsRef:
     return ExpertsRef(high_noise=folder / "high", low_noise=folder / "low", compute_dtype="float32")
 
 
-def queue_of(videos: int) -> list[DenoiseRequest]:
+def queue_of(videos: int) -> DenoiseRequest:
     texts = torch.Generator().manual_seed(0)
     positive, negative = (torch.randn(1, 32, 4096, generator=texts) for _ in range(2))
-    return [
-        DenoiseRequest(
-            noise=seeded_noise((1, *LATENT), seed),
-            positive=positive,
-            negative=negative,
-            steps=STEPS,
-            switch_step=SWITCH,
-            flow_shift=5.0,
-            guidance=(4.0, 3.0),
-        )
-        for seed in range(videos)
-    ]
+    return DenoiseRequest(
+        noise=seeded_noise((videos, *LATENT), 0),
+        positive=positive,
+        negative=negative,
+        steps=STEPS,
+        switch_step=SWITCH,
+        flow_shift=5.0,
+        guidance=(4.0, 3.0),
+    )
 
 
 def calibrate(driver: Driver, experts: ExpertsRef) -> list[float]:
     """Return the median seconds of a video in each stage while both stages compute."""
-    results = driver.queue(experts, queue_of(CALIBRATED), POLICY)
-    of_stage: dict[int, list[float]] = {}
-    for each in results[1:-1]:
-        for rank, timeline in each.timelines.items():
-            of_stage.setdefault(rank, []).append(timeline.wall_s)
-    return [statistics.median(seconds) for _, seconds in sorted(of_stage.items())]
+    timelines = driver.denoise(experts, queue_of(CALIBRATED), POLICY).timelines
+    return [statistics.median(seconds_of_videos(each)[1:-1]) for _, each in sorted(timelines.items())]
 
 
-def experts_of(timelines: list[Timeline]) -> list[str]:
-    return sorted({step.expert for timeline in timelines for step in timeline.steps})
+def seconds_of_videos(timeline: Timeline) -> list[float]:
+    """Return the seconds of each video in the stage of one worker, which computes one after the other."""
+    seconds = [step.wall_s for step in timeline.steps]
+    return [sum(seconds[first : first + SWITCH]) for first in range(0, len(seconds), SWITCH)]
 
 
-def queue_figures(
-    before: list[float], results: list[DistributedResult], after: list[float], *, switches: int
-) -> dict[str, Any]:
+def queue_figures(before: list[float], result: DistributedResult, after: list[float]) -> dict[str, Any]:
     """Return the figures of one measured queue and its prediction."""
     seconds = [(one + other) / 2 for one, other in zip(before, after, strict=True)]
-    predicted = sum(seconds) + (len(results) - 1) * max(seconds)
-    measured = max(each.wall_s for each in results)
+    videos, measured = len(result.latents), result.wall_s
+    predicted = sum(seconds) + (videos - 1) * max(seconds)
+    experts = [[step.expert for step in result.timelines[rank].steps] for rank in range(2)]
     return {
         "stage_s": [round(each, 3) for each in seconds],
         "predicted_s": round(predicted, 2),
         "measured_s": round(measured, 2),
         "measured_to_predicted": round(measured / predicted, 3),
-        "one_after_the_other_s": round(len(results) * sum(seconds), 2),
-        "expert_switches": switches,
-        "experts": [experts_of([each.timelines[rank] for each in results]) for rank in range(2)],
+        "one_after_the_other_s": round(videos * sum(seconds), 2),
+        "expert_switches": sum(one != other for names in experts for one, other in pairwise(names)),
+        "experts": [sorted(set(names)) for names in experts],
     }
 
 
 def measure(driver: Driver, experts: ExpertsRef, videos: int) -> list[dict[str, Any]]:
-    (opened,) = driver.queue(experts, queue_of(1), POLICY)
-    switches, before, runs = dict(opened.expert_switches), calibrate(driver, experts), []
+    driver.denoise(experts, queue_of(1), POLICY)  # opens the experts
+    before, runs = calibrate(driver, experts), []
     for _ in range(RUNS):
-        results = driver.queue(experts, queue_of(videos), POLICY)
+        result = driver.denoise(experts, queue_of(videos), POLICY)
         after = calibrate(driver, experts)
-        changed = sum(results[-1].expert_switches[rank] - count for rank, count in switches.items())
-        runs.append(queue_figures(before, results, after, switches=changed))
+        runs.append(queue_figures(before, result, after))
         before = after
     return runs
 

@@ -48,40 +48,31 @@ class RunTask:
     """See `RunSlice`."""
     generation: int | None = None
     """Rendezvous that the worker must be in; None: any, or none."""
-    wants_state: bool = True
-    """Report the state after every step, by the leader. A run without states cannot resume after a loss."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepReport:
     """Report of a worker after a step."""
 
-    run_id: str
     rank: int
     record: StepRecord
     done: int
-    total: int
     """See `StepProgress`."""
     denoised: torch.Tensor | None = None
     """[B, 16, T, h, w] float32 on the CPU; None unless this is the leader."""
     state: RunState | None = None
-    """State after the step; None unless this is the leader and `RunTask.wants_state` is set."""
+    """State after the step; None unless this is the leader."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskResult:
     """Result of a worker after its task. The transport raises errors instead."""
 
-    run_id: str
-    rank: int
     timeline: Timeline
     latents: torch.Tensor | None
     """[B, 16, T, h, w] float32 on the CPU after the last step of the task; None unless this is the leader."""
-    sigma: float
     gathered_bytes: int = 0
     """Bytes received from other workers in this task: velocities, tokens and shards of weights."""
-    expert_switches: int = 0
-    """Number of expert changes between two steps of this worker since it was started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +86,6 @@ class WorkerFacts:
     """Address for other workers."""
     device: str
     """Device of the worker's process: "cuda:0" or "cpu"."""
-    device_name: str
-    free_bytes: int | None
-    """Free memory of the device; None on a CPU."""
     wanstream: str
     torch: str
     diffusers: str

@@ -13,13 +13,11 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ...devices import is_out_of_memory
-from ...schema import PathMap
 from ...wan import (
     DecodeNeeds,
     TileBlender,
@@ -53,20 +51,10 @@ class TileDone:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DecodeJob:
-    """Videos to be decoded, and the VAE."""
+class DecodeJob(DecodeTask):
+    """Videos to be decoded, [B, C, T, h, w] of either latent space of Wan; a worker gets one tile of them at a time."""
 
-    latents: torch.Tensor
-    """[B, C, T, h, w], raw latents of either latent space of Wan."""
     tiling: Tiling
-    vae: Path
-    """VAE file or folder, as a path on this machine."""
-    run_id: str
-    """Id for stopping the decode on the workers."""
-    dtype: torch.dtype = torch.float32
-    """Compute dtype of the VAE; frames are always fp32."""
-    paths: tuple[PathMap, ...] = ()
-    """Mappings of the path to the workers' machines."""
 
 
 def decode_on_workers(

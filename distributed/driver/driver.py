@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -28,9 +28,9 @@ from ..transport.path_map import check_paths, paths_of
 from ..transport.pool import Pool, WorkerLostError
 from ..transport.threads import run_in_thread
 from .rendezvous import Rendezvous
-from .results import DistributedResult, TaskLog, make_result
+from .results import DistributedResult, TaskLog
 from .schedule import GroupId, JobSchedule
-from .stage_run import POLL_S, JobEnded, RestartLimitError, StageRun, StepTaken
+from .stage_run import POLL_S, RestartLimitError, StageRun, StepTaken
 from .worker_group import Work, WorkerGroup
 
 logger = logging.getLogger("wanstream.distributed")
@@ -91,82 +91,34 @@ class Driver:
         progress = MergedProgress(parts)
         with self._exclusive():
             log = TaskLog()
-            run = self._stage_run(parts)
+            steps = [stage_steps(part, self.mesh.stage) for part in parts]
+            schedule = JobSchedule.of(steps, data=self.mesh.data, max_restarts=self._ref.max_restarts)
+            run: StageRun[StepReport] = StageRun(schedule, self._groups, [None] * len(parts))
+            experts = _in_one_dtype(experts, self._connect(experts, parts[0].start_step, should_stop))
             work = Work(requests=parts, experts=experts, paths=self._ref.paths, policy=policy, log=log)
-            with closing(self._events(run, work, should_stop)) as events:
+            for group in self._groups.values():
+                group.assign(work)
+            with closing(run.events(should_stop)) as events:
                 for event in events:
                     if on_step is not None and isinstance(event, StepTaken):
                         on_step(progress.add(event.item, event.state))
         reports = [run.pop_state(item) for item in range(len(parts))]
-        return make_result(parts, range(len(parts)), reports, log, restarts=run.schedule.lost)
-
-    def queue(
-        self,
-        experts: ExpertsRef,
-        requests: Sequence[DenoiseRequest],
-        policy: OffloadPolicy,
-        on_step: Callable[[int, StepProgress], None] | None = None,
-        on_result: Callable[[int, DistributedResult], None] | None = None,
-        should_stop: ShouldStop | None = None,
-    ) -> list[DistributedResult]:
-        """Compute several requests, as many at once as there are groups; the samples of each are lanes of one pass.
-
-        Args:
-            on_step: called on this thread with the number of a request and its step.
-            on_result: called on this thread with the number of a request and its result, as soon as it is done.
-
-        Raises the errors of `denoise`; requests that were done by then have been passed to `on_result`.
-        """
-        results: dict[int, DistributedResult] = {}
-        progress = {number: MergedProgress([request]) for number, request in enumerate(requests)}
-        with self._exclusive():
-            log = TaskLog()
-            run = self._stage_run(requests)
-            work = Work(requests=requests, experts=experts, paths=self._ref.paths, policy=policy, log=log)
-            with closing(self._events(run, work, should_stop)) as events:
-                for event in events:
-                    number = event.item
-                    if isinstance(event, StepTaken):
-                        if on_step is not None:
-                            on_step(number, progress[number].add(0, event.state))
-                    elif run.is_done(number):
-                        del progress[number]
-                        parts, reports = [requests[number]], [run.pop_state(number)]
-                        results[number] = make_result(parts, [number], reports, log, restarts=run.schedule.lost)
-                        if on_result is not None:
-                            on_result(number, results[number])
-        return [results[number] for number in range(len(requests))]
+        return log.result(parts[0].step_plan.end_sigma, reports, restarts=run.schedule.lost)
 
     def disable(self) -> None:
         """Make all later repairs do nothing, because another driver has the workers. Waits for repairs in progress."""
         for group in self._groups.values():
             group.disable()
 
-    def _stage_run(self, parts: Sequence[DenoiseRequest]) -> StageRun[StepReport]:
-        """Return a run of these parts that has not started."""
-        steps = [stage_steps(part, self.mesh.stage) for part in parts]
-        schedule = JobSchedule.of(steps, data=self.mesh.data, max_restarts=self._ref.max_restarts)
-        return StageRun(schedule, self._groups, [None] * len(parts))
-
-    def _events(
-        self, run: StageRun[StepReport], work: Work, should_stop: ShouldStop | None
-    ) -> Generator[StepTaken[StepReport] | JobEnded, None, None]:
-        """Connect the workers, then yield the events of the run; see `StageRun.events`."""
-        facts = self._connect(work, should_stop)
-        work = replace(work, experts=_in_one_dtype(work.experts, facts))
-        for group in self._groups.values():
-            group.assign(work)
-        yield from run.events(should_stop)
-
-    def _connect(self, work: Work, should_stop: ShouldStop | None) -> list[WorkerFacts]:
+    def _connect(self, experts: ExpertsRef, start_step: int, should_stop: ShouldStop | None) -> list[WorkerFacts]:
         """Connect the workers of all groups at once, those that are not joined yet. Returns their facts."""
-        paths = [str(path) for path in paths_of(work.experts)]
+        paths = [str(path) for path in paths_of(experts)]
         connecting = [
             run_in_thread("wanstream-connect", self._connect_group, group, paths) for group in self._groups.values()
         ]
         while wait(connecting, timeout=POLL_S).not_done:
             if should_stop is not None and should_stop():
-                raise SamplingCancelled(work.requests[0].start_step, 0)
+                raise SamplingCancelled(start_step, 0)
         facts = [each for future in connecting for each in future.result()]
         check_paths(facts, self._ref.paths)
         return facts

@@ -61,7 +61,7 @@ class StepGroup(Generic[S]):
         wake.set()
 
     def _compute(self, assignment: Assignment, state: S, wake: threading.Event) -> None:
-        group, item = assignment.group, assignment.job.item
+        group, item = assignment.group, assignment.item
         try:
             for step in assignment.steps:
                 if self._is_stopped.is_set():

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from ...sampling import DenoiseRequest
 from ...schema import StepRecord, Timeline, together
 from ..messages import StepReport, TaskResult
-from .schedule import Assignment, GroupId, StageJob
+from .schedule import Assignment
 
 SUMMED_TIMES = ("wall_s", "compute_s", "stall_s", "decode_s", "stall_on_read_s", "copy_s", "read_s")
 SUMMED_BYTES = ("bytes_moved", "read_bytes", "copied_bytes")
@@ -120,11 +119,9 @@ def _peaks(steps: Sequence[StepRecord]) -> dict[str, Any]:
 class TaskRecord:
     """Record of one task of one group."""
 
-    group: GroupId
-    job: StageJob
+    assignment: Assignment
     ranks: Sequence[int]
     """Ranks of the workers in their pool, the leader's first."""
-    first_step: int
     start_s: float
     """Time at which the task was sent, in seconds since the start of the run."""
     steps: list[list[StepRecord]] = field(default_factory=list)
@@ -135,7 +132,7 @@ class TaskRecord:
     @property
     def next_step(self) -> int:
         """First step after the last state that the leader reported."""
-        return self.steps[0][-1].index + 1 if self.steps[0] else self.first_step
+        return self.steps[0][-1].index + 1 if self.steps[0] else self.assignment.steps.start
 
     def timeline(self, place: int) -> TaskTimeline | None:
         """Return the timeline of the worker in that place; None if it has reported nothing."""
@@ -145,69 +142,9 @@ class TaskRecord:
             timeline = Timeline(kind="measured", steps=tuple(self.steps[place]))
         else:
             return None
-        return TaskTimeline(rank=self.ranks[place], data=self.group.data, start_s=self.start_s, timeline=timeline)
-
-
-class TaskLog:
-    """Log of all tasks of one run, in seconds since its creation. Used on the thread of the run only."""
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._tasks: list[TaskRecord] = []
-        self._changes: list[tuple[int, str]] = []
-
-    @property
-    def now_s(self) -> float:
-        return time.perf_counter() - self._started
-
-    def add_task(self, assignment: Assignment, ranks: Sequence[int]) -> TaskRecord:
-        """Add a task that is sent to the workers of a group now, and return its record."""
-        task = TaskRecord(
-            group=assignment.group,
-            job=assignment.job,
-            ranks=ranks,
-            first_step=assignment.steps.start,
-            start_s=self.now_s,
-            steps=[[] for _ in ranks],
+        return TaskTimeline(
+            rank=self.ranks[place], data=self.assignment.group.data, start_s=self.start_s, timeline=timeline
         )
-        self._tasks.append(task)
-        return task
-
-    def add_change(self, item: int, message: str) -> None:
-        """Add a change that was made while an item was computed, and log it as a warning."""
-        logger.warning("%s", message)
-        self._changes.append((item, message))
-
-    def changes(self, items: Sequence[int]) -> tuple[str, ...]:
-        """Return the changes made while these items were computed, in order."""
-        return tuple(message for item, message in self._changes if item in items)
-
-    def leaders_timeline(self, items: Sequence[int]) -> Timeline:
-        """Return one timeline of these items; see `merge_leaders`."""
-        leaders = [part for task in self._of(items) if (part := task.timeline(0)) is not None]
-        return merge_leaders(leaders, self.changes(items))
-
-    def timelines(self, items: Sequence[int]) -> dict[int, Timeline]:
-        """Return the timeline of each worker for these items, by rank."""
-        parts: dict[int, list[TaskTimeline]] = {}
-        for task in self._of(items):
-            for place in range(len(task.ranks)):
-                if (part := task.timeline(place)) is not None:
-                    parts.setdefault(part.rank, []).append(part)
-        return {rank: concatenate(each) for rank, each in sorted(parts.items())}
-
-    def gathered_bytes(self, items: Sequence[int]) -> int:
-        """Return the bytes that workers sent each other for these items, in tasks that finished."""
-        return sum(result.gathered_bytes for task in self._of(items) for result in task.results.values())
-
-    def expert_switches(self) -> dict[int, int]:
-        """Return the number of expert switches of each worker since it was started, by rank."""
-        return {
-            task.ranks[place]: result.expert_switches for task in self._tasks for place, result in task.results.items()
-        }
-
-    def _of(self, items: Sequence[int]) -> list[TaskRecord]:
-        return [task for task in self._tasks if task.job.item in items]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -221,35 +158,58 @@ class DistributedResult:
     timeline: Timeline
     """One record per step over all videos; see `merge_leaders`. Its changes include losses and smaller policies."""
     timelines: Mapping[int, Timeline]
-    """Timeline of each worker by rank, in seconds since the start of the run or of its queue."""
+    """Timeline of each worker by rank, in seconds since the start of the run."""
     restarts: int
-    """Number of losses that were repaired by then, including those of other requests of the same queue."""
+    """Number of losses that were repaired."""
     wall_s: float
-    """Seconds from the start of the run, or of its queue, to this result."""
+    """Seconds from the start of the run to this result."""
     gathered_bytes: int
-    """Bytes that workers sent each other for it."""
-    expert_switches: Mapping[int, int]
-    """Number of expert switches of each worker since it was started, by rank."""
+    """Bytes that workers sent each other."""
 
 
-def make_result(
-    parts: Sequence[DenoiseRequest], items: Sequence[int], reports: Sequence[StepReport], log: TaskLog, *, restarts: int
-) -> DistributedResult:
-    """Return the result of a request from its parts.
+class TaskLog:
+    """Log of all tasks of one run, in seconds since its creation. Used on the thread of the run only."""
 
-    Args:
-        items: numbers of the parts in the log.
-        reports: report of the last step of each part.
-    """
-    latents = [report.state.latents for report in reports if report.state is not None]
-    assert len(latents) == len(parts) == len(items), "a part did not end"
-    return DistributedResult(
-        latents=torch.cat(latents),
-        sigma=parts[0].step_plan.end_sigma,
-        timeline=log.leaders_timeline(items),
-        timelines=log.timelines(items),
-        restarts=restarts,
-        wall_s=log.now_s,
-        gathered_bytes=log.gathered_bytes(items),
-        expert_switches=log.expert_switches(),
-    )
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._tasks: list[TaskRecord] = []
+        self._changes: list[str] = []
+
+    @property
+    def now_s(self) -> float:
+        return time.perf_counter() - self._started
+
+    def add_task(self, assignment: Assignment, ranks: Sequence[int]) -> TaskRecord:
+        """Add a task that is sent to the workers of a group now, and return its record."""
+        task = TaskRecord(assignment=assignment, ranks=ranks, start_s=self.now_s, steps=[[] for _ in ranks])
+        self._tasks.append(task)
+        return task
+
+    def add_change(self, message: str) -> None:
+        """Add a change, and log it as a warning."""
+        logger.warning("%s", message)
+        self._changes.append(message)
+
+    def gathered_bytes(self) -> int:
+        """Return the bytes that workers sent each other, in tasks that finished."""
+        return sum(result.gathered_bytes for task in self._tasks for result in task.results.values())
+
+    def result(self, sigma: float, reports: Sequence[StepReport], *, restarts: int) -> DistributedResult:
+        """Return the result of the run from the reports of the last step of each part."""
+        latents = [report.state.latents for report in reports if report.state is not None]
+        assert len(latents) == len(reports), "a part did not end"
+        leaders = [part for task in self._tasks if (part := task.timeline(0)) is not None]
+        parts: dict[int, list[TaskTimeline]] = {}
+        for task in self._tasks:
+            for place in range(len(task.ranks)):
+                if (part := task.timeline(place)) is not None:
+                    parts.setdefault(part.rank, []).append(part)
+        return DistributedResult(
+            latents=torch.cat(latents),
+            sigma=sigma,
+            timeline=merge_leaders(leaders, self._changes),
+            timelines={rank: concatenate(each) for rank, each in sorted(parts.items())},
+            restarts=restarts,
+            wall_s=self.now_s,
+            gathered_bytes=self.gathered_bytes(),
+        )

@@ -18,13 +18,6 @@ WAITING_PER_GROUP = 4
 """Largest number of items that wait before a stage, for each of its groups. Their states are in RAM."""
 
 
-class StageJob(NamedTuple):
-    """The steps of one stage of one item."""
-
-    item: int
-    stage: int
-
-
 class GroupId(NamedTuple):
     """Data and stage coordinates of a group of workers."""
 
@@ -70,10 +63,10 @@ class Item:
 
 
 class Assignment(NamedTuple):
-    """Next job of a free group."""
+    """Next job of a free group: steps of the group's stage of an item."""
 
     group: GroupId
-    job: StageJob
+    item: int
     steps: range
 
 
@@ -147,14 +140,14 @@ class JobSchedule:
                 continue
             number = next(self.ready(group.stage), None)
             if number is not None:
-                return Assignment(group, StageJob(number, group.stage), self.items[number].remaining)
+                return Assignment(group, number, self.items[number].remaining)
         return None
 
     def started(self, assignment: Assignment) -> JobSchedule:
         """Return the schedule after the assignment of `next` was started."""
         if assignment != self.next():
             raise StateError(f"{assignment} is not the next assignment")
-        return replace(self, busy=(*self.busy, (assignment.group, assignment.job.item)))
+        return replace(self, busy=(*self.busy, (assignment.group, assignment.item)))
 
     def stepped(self, group: GroupId, next_step: int) -> JobSchedule:
         """Return the schedule after a group returned the state before step `next_step`."""

@@ -126,10 +126,6 @@ class StageRun(Generic[S]):
         if stopped:
             raise self._cancelled()
 
-    def is_done(self, item: int) -> bool:
-        """Return True if all steps of all stages of that item were taken."""
-        return self.schedule.items[item].is_done
-
     def pop_state(self, item: int) -> S:
         """Return the last state of that item, and release it here."""
         state, self._states[item] = self._states[item], None
@@ -142,7 +138,7 @@ class StageRun(Generic[S]):
 
     def _assign(self) -> None:
         while (assignment := self.schedule.next()) is not None:
-            self._groups[assignment.group].start(assignment, self._states[assignment.job.item], self._wake)
+            self._groups[assignment.group].start(assignment, self._states[assignment.item], self._wake)
             self.schedule = self.schedule.started(assignment)
 
     def _next_event(self) -> GroupEvent[S] | None:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
+from enum import IntEnum
 from functools import partial
 
 from ...offload import GatherBrokenError
@@ -26,18 +26,25 @@ from .schedule import Assignment, GroupId
 from .stage_run import GroupEvent, JobEnded, RepairEnded, StepTaken
 
 
-class TaskOutcome(Enum):
-    """Outcome of a task."""
+class TaskOutcome(IntEnum):
+    """Outcome of a task, or of one worker's part. A lower number explains higher ones in the same group."""
 
-    FINISHED = "finished"
-    STOPPED = "stopped"
-    """The driver stopped the workers on request."""
-    LOST = "lost"
-    """A worker, or the connection between workers, was lost."""
-    SMALLER_POLICY = "smaller policy"
-    """The group can continue with a policy that needs less memory."""
-    FAILED = "failed"
+    PROCESS_ENDED = 0
+    FAILED = 1
     """The task raises the same error on any worker."""
+    SMALLER_POLICY = 2
+    """The group can continue with a policy that needs less memory."""
+    PEER_LOST = 3
+    """The connection between workers was lost, or a worker does not respond."""
+    KILLED = 4
+    """The driver ended the process because it did not stop in time."""
+    STOPPED = 5
+    """The driver stopped the workers on request."""
+    FINISHED = 6
+
+    @property
+    def is_loss(self) -> bool:
+        return self in (TaskOutcome.PROCESS_ENDED, TaskOutcome.PEER_LOST, TaskOutcome.KILLED)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,33 +58,6 @@ class TaskEnd:
     """Error that explains the outcome; None after FINISHED."""
     place: int = 0
     """Place of the worker that raised `error`."""
-
-    @property
-    def policy(self) -> OffloadPolicy | None:
-        """Policy to continue with after SMALLER_POLICY; None after any other outcome."""
-        return self.error.policy if isinstance(self.error, SmallerPolicyError) else None
-
-
-class _Cause(IntEnum):
-    """Cause of one worker's error. A lower number explains errors with higher ones in the same group."""
-
-    PROCESS_ENDED = 0
-    TASK_FAILED = 1
-    OUT_OF_MEMORY = 2
-    PEER_LOST = 3
-    KILLED = 4
-    """The driver ended the process because it did not stop in time."""
-    STOPPED = 5
-
-
-_OUTCOMES = {
-    _Cause.PROCESS_ENDED: TaskOutcome.LOST,
-    _Cause.TASK_FAILED: TaskOutcome.FAILED,
-    _Cause.OUT_OF_MEMORY: TaskOutcome.SMALLER_POLICY,
-    _Cause.PEER_LOST: TaskOutcome.LOST,
-    _Cause.KILLED: TaskOutcome.LOST,
-    _Cause.STOPPED: TaskOutcome.STOPPED,
-}
 
 
 def classify_failure(
@@ -93,26 +73,26 @@ def classify_failure(
     errors = {place: each for place, each in outcomes.items() if isinstance(each, BaseException)}
     if not errors:
         return TaskEnd(outcome=TaskOutcome.FINISHED, results=results)
-    causes = {place: _cause(error, was_killed=place in killed) for place, error in errors.items()}
+    causes = {place: _outcome(error, was_killed=place in killed) for place, error in errors.items()}
 
     def rank(place: int) -> tuple[bool, int, int]:
         # After a stop, a SamplingCancelled goes first: it has the step and block.
-        return not (stopped and causes[place] is _Cause.STOPPED), causes[place], place
+        return not (stopped and causes[place] is TaskOutcome.STOPPED), causes[place], place
 
     place = min(causes, key=rank)
-    outcome = TaskOutcome.STOPPED if stopped else _OUTCOMES[causes[place]]
+    outcome = TaskOutcome.STOPPED if stopped else causes[place]
     return TaskEnd(outcome=outcome, results=results, error=errors[place], place=place)
 
 
-def _cause(error: BaseException, *, was_killed: bool) -> _Cause:
+def _outcome(error: BaseException, *, was_killed: bool) -> TaskOutcome:
     if isinstance(error, WorkerLostError):
-        return _Cause.KILLED if was_killed else _Cause.PROCESS_ENDED
+        return TaskOutcome.KILLED if was_killed else TaskOutcome.PROCESS_ENDED
     if isinstance(error, SamplingCancelled):
-        return _Cause.STOPPED
+        return TaskOutcome.STOPPED
     if isinstance(error, SmallerPolicyError):
-        return _Cause.OUT_OF_MEMORY
+        return TaskOutcome.SMALLER_POLICY
     is_peer = isinstance(error, PeerLostError | WorkerTimeoutError | GatherBrokenError)
-    return _Cause.PEER_LOST if is_peer else _Cause.TASK_FAILED
+    return TaskOutcome.PEER_LOST if is_peer else TaskOutcome.FAILED
 
 
 HUNG_GRACE_S = 5.0
@@ -196,7 +176,7 @@ class WorkerGroup:
             run_id=uuid.uuid4().hex,
             experts=work.experts,
             paths=work.paths,
-            request=work.requests[assignment.job.item],
+            request=work.requests[assignment.item],
             policy=self._policy,
             resume=None if state is None else state.state,
             until=assignment.steps.stop,
@@ -260,7 +240,7 @@ class WorkerGroup:
         assert report.state is not None, "the leader of a group reports the state after every step"
         return StepTaken(
             group=self.group,
-            item=record.job.item,
+            item=record.assignment.item,
             next_step=report.state.next_step,
             state=replace(report, record=shifted(report.record, record.start_s)),
         )
@@ -268,9 +248,9 @@ class WorkerGroup:
     def _job_ended(self, task: _Task, end: TaskEnd) -> JobEnded:
         assert self._work is not None
         self._task, self._leaving, self.is_joined = None, task.leaving, task.is_joined
-        # Latents are returned with the steps. Kept here, those of a long queue would fill the RAM.
+        # Latents are returned with the steps. Kept here, those of many videos would fill the RAM.
         task.record.results = {place: replace(each, latents=None) for place, each in end.results.items()}
-        item, error = task.record.job.item, end.error
+        item, error = task.record.assignment.item, end.error
         if error is None or end.outcome is TaskOutcome.STOPPED:
             return JobEnded(group=self.group, item=item, error=error)
         worker = self._describe(end.place)
@@ -278,12 +258,13 @@ class WorkerGroup:
             failure = WorkerFailedError(f"{worker} failed: {error}")
             failure.__cause__ = error
             return JobEnded(group=self.group, item=item, error=failure)
-        is_loss = end.outcome is TaskOutcome.LOST
-        if not is_loss:
-            self._policy = end.policy
+        if isinstance(error, SmallerPolicyError):
+            self._policy = error.policy
         reason = str(error).splitlines()[0]
-        self._work.log.add_change(item, f"{worker}: {reason}; its video goes on from step {task.record.next_step}")
-        return JobEnded(group=self.group, item=item, error=error, can_resume=True, counts_as_failure=is_loss)
+        self._work.log.add_change(f"{worker}: {reason}; its video goes on from step {task.record.next_step}")
+        return JobEnded(
+            group=self.group, item=item, error=error, can_resume=True, counts_as_failure=end.outcome.is_loss
+        )
 
     def _describe(self, place: int) -> str:
         """Return for example "worker 2 (node-b, cuda:0)"."""
@@ -417,7 +398,7 @@ class _Task:
         is_explained = end.outcome in (TaskOutcome.FAILED, TaskOutcome.SMALLER_POLICY)
         if self._silence is not None and not self._is_stopped and not is_explained:
             # Workers that react to the stop after all raise SamplingCancelled, which would pass for a stop by the user.
-            end = replace(end, outcome=TaskOutcome.LOST, error=self._silence)
+            end = replace(end, outcome=TaskOutcome.PEER_LOST, error=self._silence)
         # After any other end, the workers of a group may stand at different points of the run.
         is_alike = all(isinstance(each, TaskResult | SamplingCancelled) for each in self._outcomes.values())
         self.is_joined = not self.leaving and is_alike

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +251,7 @@ class RayConnection:
     def _connected(self, ray: Any, ref: WorkersRef, store_bytes: int) -> ExitStack:
         """Connect, and return the cleanup."""
         if ray.is_initialized():
-            _check_joinable(str(ray.get_runtime_context().gcs_address), ref.address)
+            _check_joinable(gcs_address(ray), ref.address)
             return ExitStack()
         with ExitStack() as undo:
             # Ray's processes ask the kernel to end them with their parent *thread*, so it must live as long as they do.
@@ -273,17 +273,11 @@ CONNECTION = RayConnection()
 
 def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> RayReaper:
     """Start a Ray on this machine, and try again once if its raylet was late; register the cleanup in `undo`."""
-    try:
-        return _try_local(ray, store_bytes, undo)
-    except LateRayletError:
-        return _try_local(ray, store_bytes, undo)
-
-
-def _try_local(ray: Any, store_bytes: int, undo: ExitStack) -> RayReaper:
-    with ExitStack() as attempt:
-        reaper = _init_local(ray, store_bytes, attempt)
-        undo.push(attempt.pop_all())
+    with suppress(LateRayletError), ExitStack() as first:
+        reaper = _init_local(ray, store_bytes, first)
+        undo.push(first.pop_all())
         return reaper
+    return _init_local(ray, store_bytes, undo)
 
 
 def _init_local(ray: Any, store_bytes: int, undo: ExitStack) -> RayReaper:

@@ -92,9 +92,9 @@ def token_of_cluster(token_file: str) -> Iterator[None]:
     """
     if token_file:
         check_token_file(token_file)
-    values: dict[str, str | None] = {MODE: "disabled", TOKEN: None, TOKEN_FILE: None}
-    if token_file:
-        values |= {MODE: "token", TOKEN_FILE: str(Path(token_file).expanduser())}
+        values = {MODE: "token", TOKEN: None, TOKEN_FILE: str(Path(token_file).expanduser())}
+    else:
+        values = {MODE: "disabled", TOKEN: None, TOKEN_FILE: None}
     with temporary_environment(values):
         reset_token_cache()
         yield
@@ -151,10 +151,10 @@ def temporary_environment(values: Mapping[str, str | None]) -> Iterator[None]:
     """
     with _ENVIRONMENT:
         before = _ray_variables()
-        os.environ.update({name: value for name, value in values.items() if value is not None})
-        for name in values:
-            if values[name] is None:
-                os.environ.pop(name, None)
+        for name, value in values.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         try:
             yield
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from .connection import CONNECTION, CPU_SLOT
@@ -30,7 +29,8 @@ class Placement:
         if not self._group.wait(timeout_s):
             self.close()
             raise RaySetupError(
-                f"Ray found no free slots for {count} workers within {timeout_s:g} s: {_describe_free(ray)}"
+                f"Ray found no free slots for {count} workers within {timeout_s:g} s: {_format_counts(ray)}. "
+                "Close other workers, or other users of this cluster"
             )
         table = ray.util.placement_group_table(self._group)
         nodes: dict[int, str] = table["bundles_to_node_id"]
@@ -45,7 +45,7 @@ class Placement:
 
     def workers_on_machine_of(self, rank: int) -> int:
         """Return the number of workers on the machine of that rank, including itself."""
-        return Counter(self._nodes)[self._nodes[rank]]
+        return self._nodes.count(self._nodes[rank])
 
     def options(self, rank: int) -> dict[str, Any]:
         """Return Ray's options for the actor of that rank."""
@@ -93,10 +93,6 @@ def _check_capacity(ray: Any, count: int, *, on_gpus: bool) -> None:
             f"{count} workers on CPUs, but Ray has slots for {slots} ({cpus:g} CPUs, {CPU_SLOT:g} for each): lower "
             "count, or start Ray with more (ray start --num-cpus)"
         )
-
-
-def _describe_free(ray: Any) -> str:
-    return f"{_format_counts(ray)}. Close other workers, or other users of this cluster"
 
 
 def _format_counts(ray: Any) -> str:

@@ -105,13 +105,13 @@ class RayWorkerHandle:
         error = answered.exception()
         if error is None:
             future.set_result(answered.result())
-        elif isinstance(error, self._ray.exceptions.RayError):
-            future.set_exception(self._worded(error))
         else:
-            future.set_exception(error)
+            future.set_exception(self._worded(error))
 
-    def _worded(self, error: Any) -> BaseException:
-        """Return the worker's own error, or WorkerLostError."""
+    def _worded(self, error: BaseException) -> BaseException:
+        """Return the worker's own error, or WorkerLostError; errors that are not Ray's are returned unchanged."""
+        if not isinstance(error, self._ray.exceptions.RayError):
+            return error
         if isinstance(error, self._ray.exceptions.RayTaskError):
             cause = error.cause
             return cause if isinstance(cause, Exception) else RuntimeError(str(error))
@@ -356,28 +356,18 @@ def check_versions(driver: WorkerFacts, workers: Sequence[WorkerFacts]) -> None:
     WanStream must be the same version; torch, diffusers and Python must agree in the first two numbers.
     """
     wrong = [
-        f"worker {rank} on {worker.node} has {theirs}, the driver on {driver.node} has {ours}"
+        f"worker {rank} on {worker.node} has {name} {theirs}, the driver on {driver.node} has {name} {ours}"
         for rank, worker in enumerate(workers)
-        for ours, theirs in _differences(driver, worker)
+        for name, ours, theirs, compared in (
+            ("WanStream", driver.wanstream, worker.wanstream, str),
+            ("torch", driver.torch, worker.torch, series),
+            ("diffusers", driver.diffusers, worker.diffusers, series),
+            ("Python", driver.python, worker.python, series),
+        )
+        if compared(ours) != compared(theirs)
     ]
     if wrong:
         raise VersionsError("; ".join(wrong) + ": install the same versions on all machines")
-
-
-def _differences(driver: WorkerFacts, worker: WorkerFacts) -> list[tuple[str, str]]:
-    """Return (name and version of the driver, of the worker) for every difference."""
-    pairs = [
-        ("WanStream", driver.wanstream, worker.wanstream, driver.wanstream == worker.wanstream),
-        *(
-            (name, ours, theirs, series(ours) == series(theirs))
-            for name, ours, theirs in (
-                ("torch", driver.torch, worker.torch),
-                ("diffusers", driver.diffusers, worker.diffusers),
-                ("Python", driver.python, worker.python),
-            )
-        ),
-    ]
-    return [(f"{name} {ours}", f"{name} {theirs}") for name, ours, theirs, fits in pairs if not fits]
 
 
 def series(version: str) -> str:

@@ -16,11 +16,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
 from functools import partial
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -51,7 +49,7 @@ def any_rank_wants(groups: ProcessGroups, wants: bool) -> bool:
     """
     flag = torch.tensor([int(wants)], dtype=torch.int32)
     with groups.translate_errors("waited for a decision of its group"):
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=groups.control)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=groups.group("control"))
     return bool(flag.item())
 
 
@@ -64,7 +62,7 @@ def all_gather_cpu(
     """
     gathered = [torch.empty_like(values) for _ in range(groups.size)]
     with groups.translate_errors(doing):
-        dist.all_gather(gathered, values.contiguous(), group=groups.control)
+        dist.all_gather(gathered, values.contiguous(), group=groups.group("control"))
     return gathered
 
 
@@ -83,34 +81,13 @@ class GroupsState(Enum):
     LEFT = "left"
 
 
-def join(rendezvous: RendezvousSpec, device: torch.device | str) -> ProcessGroups:
-    """Join a rendezvous and return the process groups. Blocks until all workers of the group have joined.
-
-    Leave the groups with `with` or `ProcessGroups.leave`.
-
-    Raises:
-        OSError: rank 0 cannot listen at the rendezvous's host and port, for example because the port is taken.
-        WorkerTimeoutError: a worker did not join within the rendezvous's timeout; the message names it.
-        PeerLostError: a worker joined and is gone again.
-    """
-    groups = ProcessGroups(rendezvous, torch.device(device))
-    groups.join()
-    return groups
-
-
 class ProcessGroups:
-    """Process groups of one worker in one rendezvous. Ranks are those of the mesh; errors are those of `join`."""
+    """Process groups of one worker in one rendezvous. Ranks are those in its group."""
 
     def __init__(self, rendezvous: RendezvousSpec, device: torch.device) -> None:
-        mesh = rendezvous.mesh
-        coordinates = mesh.coordinates(rendezvous.rank)
+        assert rendezvous.mesh.data == rendezvous.mesh.stage == 1, "the driver makes one group for each part and stage"
         self.rendezvous, self.device = rendezvous, device
-        self.ranks = mesh.worker_group(coordinates.data, coordinates.stage)
-        """Ranks of the worker group."""
-        self.mesh = replace(mesh, data=1, stage=1)
-        """Layout within the worker group."""
-        self.group_rank = rendezvous.rank - self.ranks[0]
-        """Rank of this worker in its worker group, from 0."""
+        self.mesh, self.rank = rendezvous.mesh, rendezvous.rank
         self.gathered_bytes = 0
         """Bytes received from other workers in this rendezvous, without those of `consensus`."""
         self._state = GroupsState.NEW
@@ -129,13 +106,20 @@ class ProcessGroups:
         return self.mesh.size
 
     def join(self) -> None:
-        """Join the rendezvous as the function `join` does. Raises StateError on a second call."""
+        """Join the rendezvous. Blocks until all workers of the group have joined.
+
+        Raises:
+            OSError: rank 0 cannot listen at the rendezvous's host and port, for example because the port is taken.
+            WorkerTimeoutError: a worker did not join within the rendezvous's timeout; the message names it.
+            PeerLostError: a worker joined and is gone again.
+            StateError: these groups have joined or left already.
+        """
         if self._state is not GroupsState.NEW:
             raise StateError(f"process groups join one rendezvous only, and these are {self._state.value}")
         if self.size > 1:
             if dist.is_initialized():
                 raise StateError("this process has joined another rendezvous: leave that first")
-            self._store = RendezvousStore(self.rendezvous, self.ranks, self._is_left)
+            self._store = RendezvousStore(self.rendezvous, self._is_left)
             try:
                 host, port = self.rendezvous.host, self.rendezvous.port
                 with self.translate_errors("created its process groups"), interface_towards(host, port):
@@ -158,16 +142,6 @@ class ProcessGroups:
             raise StateError(f"process groups can be used between join and leave, and these are {self._state.value}")
         assert name in self._groups, f"a worker group of {self.mesh} has no process group {name!r}"
         return self._groups[name]
-
-    @property
-    def control(self) -> dist.ProcessGroup:
-        """See `group`."""
-        return self.group("control")
-
-    @property
-    def weights(self) -> dist.ProcessGroup:
-        """See `group`."""
-        return self.group("weights")
 
     def count_gathered(self, nbytes: int) -> None:
         """Add to `gathered_bytes` (any thread)."""
@@ -221,7 +195,7 @@ class ProcessGroups:
 
         timeout = timedelta(seconds=self.rendezvous.timeout_s)
         before, hook = open_sockets(), sys.excepthook
-        dist.init_process_group("gloo", store=store.store, rank=self.group_rank, world_size=self.size, timeout=timeout)
+        dist.init_process_group("gloo", store=store.store, rank=self.rank, world_size=self.size, timeout=timeout)
         sys.excepthook = hook  # torch wraps it again in every rendezvous, and never unwraps it
         assert dist.group.WORLD is not None
         self._groups["control"] = dist.group.WORLD
@@ -232,7 +206,7 @@ class ProcessGroups:
         for name, members in group_members(self.mesh).items():
             for ranks in members:
                 created = dist.new_group(list(ranks), backend="nccl" if on_gpu else "gloo", timeout=timeout)
-                if self.group_rank in ranks:
+                if self.rank in ranks:
                     self._groups[name] = created
         self._connections = connections_of(before, partial(store.exchange, "listens"))
         # No worker may leave before all have joined: the store ends with rank 0, and others may still read it.
@@ -250,21 +224,13 @@ class ProcessGroups:
             who = f"no sign of {format_ranks(missing)} within {SIGN_OF_LIFE_S:g} s"
         else:
             who = "all workers of its group still respond"
-        where = f"rank {self.rendezvous.rank} {doing}: {who}"
+        where = f"rank {self.rank} {doing}: {who}"
         if is_timeout(error):
             return WorkerTimeoutError(
                 f"waited {self.rendezvous.timeout_s:g} s while {where}; end the worker that hangs, or raise timeout_s "
                 f"if it is only slow ({error})"
             )
         return PeerLostError(f"the connection to another worker broke while {where} ({error})")
-
-    def __enter__(self) -> ProcessGroups:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.leave()
 
 
 def group_members(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:

@@ -6,31 +6,22 @@ Tokens are split by diffusers' context parallelism, with suitable attention back
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from ...devices import dtype_name
+from ...sampling import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, Share, tokens_of
 from ...schema import MeshError
+from ...wan import ExpertEngine, Lane
+from .groups import ProcessGroups, all_gather_cpu
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
     from diffusers.models._modeling_parallel import ParallelConfig
-
-    from ...wan import ExpertEngine
-    from .groups import ProcessGroups
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
-
-from ...sampling import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, Share, tokens_of
-from ...wan import ExpertEngine, Lane
-from .groups import all_gather_cpu
-
-if TYPE_CHECKING:
-    from .groups import ProcessGroups
 
 
 WITH_LSE = frozenset({"flash", "flash_hub", "_flash_3_hub", "_native_cudnn", "_native_flash"})
@@ -65,13 +56,9 @@ def backend_for(
     if name == AttentionBackendName.NATIVE.value and device.type == "cuda" and dtype in HALF:
         return RING_BACKEND
     raise MeshError(
-        f"ring {ring}: the attention backend {name!r} returns no log-sum-exp on {device.type} in {_dtype_name(dtype)}, "
+        f"ring {ring}: the attention backend {name!r} returns no log-sum-exp on {device.type} in {dtype_name(dtype)}, "
         f"which a ring needs; use ulysses {ring * ulysses} instead, or bf16 on a GPU"
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 AXES = ("ring", "ulysses")
@@ -124,16 +111,6 @@ def context_parallel(groups: ProcessGroups, engine: ExpertEngine) -> Iterator[No
         yield
 
 
-def check_tokens(tokens: int, groups: ProcessGroups) -> None:
-    """Raise MeshError unless `tokens` can be split evenly over ring x ulysses workers."""
-    ring, ulysses = groups.mesh.ring, groups.mesh.ulysses
-    if tokens % (ring * ulysses):
-        raise MeshError(
-            f"ring {ring} x ulysses {ulysses} cannot split {tokens} tokens evenly: choose other degrees, or "
-            "another size or length of the video"
-        )
-
-
 @contextmanager
 def _attached(model: WanTransformer3DModel, groups: ProcessGroups) -> Iterator[None]:
     from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
@@ -144,7 +121,7 @@ def _attached(model: WanTransformer3DModel, groups: ProcessGroups) -> Iterator[N
         raise MeshError(f"ulysses {mesh.ulysses} cannot split {heads} heads evenly: choose another degree")
     parallel = ContextParallelConfig(ring_degree=mesh.ring, ulysses_degree=mesh.ulysses)
     config = ParallelConfig(context_parallel_config=parallel)
-    config.setup(groups.group_rank, groups.size, groups.device, mesh=ContextMesh(groups))
+    config.setup(groups.rank, groups.size, groups.device, mesh=ContextMesh(groups))
     # The unnamed entry of the plan is for the forward of the whole model, which `forward_lanes` does not call.
     plan = {name: part for name, part in model._cp_plan.items() if name}
     dtype = model.patch_embedding.weight.dtype
@@ -252,8 +229,7 @@ class GroupForward:
 
     def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
         """See `ParallelForward.attached`. Raises MeshError if the mesh does not fit the experts or this device."""
-        mesh = self._groups.mesh
-        return nullcontext() if mesh.ring * mesh.ulysses == 1 else context_parallel(self._groups, engine)
+        return nullcontext() if self._context_size == 1 else context_parallel(self._groups, engine)
 
     def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
         """See `ParallelForward.forward`.
@@ -263,10 +239,16 @@ class GroupForward:
             WorkerTimeoutError: another worker did not respond within the rendezvous's timeout.
             PeerLostError: another worker is gone.
         """
+        mesh = self._groups.mesh
         for lane in lanes:
-            check_tokens(tokens_of(lane.latents.shape), self._groups)
+            tokens = tokens_of(lane.latents.shape)
+            if tokens % self._context_size:
+                raise MeshError(
+                    f"ring {mesh.ring} x ulysses {mesh.ulysses} cannot split {tokens} tokens evenly: choose other "
+                    "degrees, or another size or length of the video"
+                )
         with self._groups.translate_errors("computed a step"):
-            if self._groups.mesh.cfg == 1:
+            if mesh.cfg == 1:
                 return compute(lanes)
             return forward_shared(self._groups, lanes, compute)
 
@@ -275,7 +257,7 @@ class GroupForward:
         shares = self._context_size
         if shares == 1:
             return tokens
-        return tokens.chunk(shares, dim=1)[self._groups.group_rank % shares]
+        return tokens.chunk(shares, dim=1)[self._groups.rank % shares]
 
     def all_reduce_sums(self, sums: torch.Tensor) -> AllReduced:
         """See `ParallelForward.agreed`.
@@ -287,7 +269,7 @@ class GroupForward:
         parts, shares = all_gather_cpu(self._groups, sums), self._context_size
         # Every worker adds in the same order, so the sums are bit-equal on all of them.
         totals = [torch.stack(parts[first : first + shares]).sum(dim=0) for first in range(0, len(parts), shares)]
-        return AllReduced(totals[self._groups.group_rank // shares], torch.cat(totals))
+        return AllReduced(totals[self._groups.rank // shares], torch.cat(totals))
 
     @property
     def _context_size(self) -> int:

@@ -143,10 +143,10 @@ class RendezvousStore:
         WorkerTimeoutError: the store cannot be reached, or a worker of the group did not join in time.
     """
 
-    def __init__(self, rendezvous: RendezvousSpec, ranks: Sequence[int], is_left: Callable[[], bool]) -> None:
+    def __init__(self, rendezvous: RendezvousSpec, is_left: Callable[[], bool]) -> None:
         from torch._C._distributed_c10d import PrefixStore  # not every torch is built with it
 
-        self._rendezvous, self._ranks, self._is_left = rendezvous, ranks, is_left
+        self._rendezvous, self._ranks, self._is_left = rendezvous, range(rendezvous.mesh.size), is_left
         self._deadline = time.monotonic() + rendezvous.timeout_s + (STORE_GRACE_S if rendezvous.rank == 0 else 0)
         self._address = f"{rendezvous.host}:{rendezvous.port}"
         if rendezvous.rank == 0:
@@ -154,7 +154,7 @@ class RendezvousStore:
         else:
             self._wait_for_server()
             store = self._store(is_server=False)
-        self.store = PrefixStore(f"wanstream/{rendezvous.generation}/{ranks[0]}", store)
+        self.store = PrefixStore(f"wanstream/{rendezvous.generation}", store)
         self.exchange("here", "")
 
     def missing(self, name: str, within_s: float) -> list[int] | None:

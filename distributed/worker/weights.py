@@ -25,7 +25,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ class GroupGather:
     def __init__(self, groups: ProcessGroups) -> None:
         # Process groups are looked up for each call: a reference to one would keep its connections open.
         self._groups = groups
-        self.rank, self.size = groups.group_rank, groups.size
+        self.rank, self.size = groups.rank, groups.size
         self._aborted = False
         self._wake = threading.Event()
 
@@ -75,7 +75,7 @@ class GroupGather:
     def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
         """See `Gather.all_gather`. Raises WorkerTimeoutError and PeerLostError too."""
         with self._groups.translate_errors("gathered weights"):
-            group = self._groups.weights
+            group = self._groups.group("weights")
             if self._aborted:
                 raise GatherBrokenError("the gathers of this rendezvous were aborted")
             work = _issue(into, own, group)
@@ -90,7 +90,7 @@ class GroupGather:
         self._aborted = True
         self._wake.set()
         if self._groups.device.type == "cuda" and self._groups.state is GroupsState.JOINED:
-            self._groups.weights.abort()
+            self._groups.group("weights").abort()
 
     def _wait_on_host(self, work: Any, used: list[Any]) -> None:
         ended = threading.Event()
@@ -168,23 +168,19 @@ class WeightFigures:
         return -(-self.block_bytes * self.blocks // self.workers)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlacementChoice:
+class PlacementChoice(NamedTuple):
     """Chosen placement and the reason."""
 
     placement: WeightPlacement
     reason: str
-    block_s: float
-    """Seconds per block: the larger one of compute and fetch time."""
 
 
 def choose_placement(figures: WeightFigures) -> PlacementChoice:
     """Choose the placement with the shortest stall; never "auto"."""
-    if figures.workers == 1:
-        reason = "full weights: a single worker has no peers to gather from"
-        return PlacementChoice(placement=WHOLE_WEIGHTS, reason=reason, block_s=max(figures.visit_s, figures.h2d_s))
-    fetches: dict[WeightPlacement, float] = {WHOLE_WEIGHTS: figures.h2d_concurrent_s}
-    fetches[SHARDED] = max(figures.shard_h2d_s, figures.gather_during_h2d_s)
+    fetches: dict[WeightPlacement, float] = {
+        WHOLE_WEIGHTS: figures.h2d_concurrent_s,
+        SHARDED: max(figures.shard_h2d_s, figures.gather_during_h2d_s),
+    }
     fits = figures.shards_bytes <= figures.free_bytes
     if fits:
         fetches[ON_DEVICE] = figures.gather_s
@@ -193,7 +189,7 @@ def choose_placement(figures: WeightFigures) -> PlacementChoice:
     best = min(block_s, key=lambda placement: (block_s[placement], fetches[placement]))
     if block_s[WHOLE_WEIGHTS] - block_s[best] <= MIN_GAIN * figures.visit_s:
         best = WHOLE_WEIGHTS
-    return PlacementChoice(placement=best, reason=_reason(figures, fetches, best, fits=fits), block_s=block_s[best])
+    return PlacementChoice(best, _reason(figures, fetches, best, fits=fits))
 
 
 def _reason(figures: WeightFigures, fetches: dict[WeightPlacement, float], best: WeightPlacement, *, fits: bool) -> str:
@@ -275,7 +271,7 @@ class _Probe:
         alone = 0.0
         for rank in range(self._groups.size):
             self._barrier()
-            if rank == self._groups.group_rank:
+            if rank == self._groups.rank:
                 alone = self._median_s(self._copy)
         self._barrier()
         concurrent = self._median_s(self._copy)
@@ -340,16 +336,6 @@ COMPUTE_PROBE_S = 0.5
 logger = logging.getLogger("wanstream.workers")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RunWeights:
-    """Placement of the weights of one run."""
-
-    sharded: Sharded | None = None
-    """Gather and location of the shards; None: whole weights."""
-    reason: str = ""
-    """Reason of a placement that was chosen from measurements, with the numbers; else empty."""
-
-
 class GroupWeights:
     """Placement of the weights of one worker in one rendezvous.
 
@@ -364,24 +350,26 @@ class GroupWeights:
         self._sharded: dict[WeightPlacement, Sharded] = {}
         self._choices: dict[int, PlacementChoice] = {}
 
-    def for_run(self, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> RunWeights:
-        """Return the placement for a run. All workers of the group must call it before the run.
+    def for_run(self, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> tuple[Sharded | None, str]:
+        """Return the shards of a run, and the reason of a placement that was chosen from measurements (else "").
+
+        Without shards the weights are whole. All workers of the group must call it before the run.
 
         Raises WorkerTimeoutError and PeerLostError.
         """
         placement = self._groups.rendezvous.weights
-        if self._groups.size == 1 or placement == WHOLE_WEIGHTS:
-            return RunWeights()
+        if self._groups.size == 1:
+            return None, ""
         if placement != "auto":
-            return RunWeights(sharded=self._sharded_in(placement))
+            return self._sharded_in(placement), ""
         if self._groups.device.type == "cpu":
-            return RunWeights()
+            return None, ""
         choice = self._choices.get(pair.stored_bytes)
         if choice is None:
             choice = choose_placement(measure(self._groups, pair, request, policy))
             self._choices[pair.stored_bytes] = choice
             logger.info("%s", choice.reason)
-        return RunWeights(sharded=self._sharded_in(choice.placement), reason=choice.reason)
+        return self._sharded_in(choice.placement), choice.reason
 
     def abort(self) -> None:
         """Abort gathers that wait (any thread)."""
@@ -446,5 +434,5 @@ def _worst(groups: ProcessGroups, figures: list[float], doing: str) -> list[floa
     """Return the maximum of each figure over the workers of the group."""
     worst = torch.tensor(figures, dtype=torch.float64)
     with groups.translate_errors(doing):
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.control)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.group("control"))
     return [float(value) for value in worst]

@@ -19,14 +19,14 @@ import torch
 from ...devices import auto_dtype, available_bytes, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
 from ...plan import VRAM_RESERVE
 from ...sampling import LOCAL_FORWARD, RunSlice, StepProgress, denoise_part
-from ...schema import VERSION, ExpertsRef, PathMap
+from ...schema import VERSION, PathMap
 from ...wan import ExpertsRegistry, WanVae, open_pair, open_vae
 from ..messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.path_map import resolve_experts, resolve_path, weight_bytes
 from .groups import ProcessGroups
 from .parallel_forward import group_forward
 from .rendezvous import PeerLostError
-from .weights import GroupWeights, RunWeights
+from .weights import GroupWeights
 
 LOOPBACK = "127.0.0.1"
 MAX_STOPS = 64
@@ -142,8 +142,6 @@ class Worker:
         self._lock = threading.Lock()
         self._running: str | None = None
         self._stopped: deque[str] = deque(maxlen=MAX_STOPS)
-        self._last: tuple[ExpertsRef, str] | None = None
-        self._switches = 0
         self._blocks_begun = 0
 
     def facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
@@ -153,15 +151,12 @@ class Worker:
             OSError: a path exists and cannot be read.
         """
         mapped = {path: resolve_path(Path(path), maps) for path in paths}
-        on_gpu = self._device.type == "cuda"
         groups = self._groups
         return WorkerFacts(
             pid=os.getpid(),
             node=platform.node(),
             address=self._address,
             device=str(self._device),
-            device_name=torch.cuda.get_device_name(self._device) if on_gpu else "CPU",
-            free_bytes=free_bytes(self._device),
             wanstream=VERSION,
             torch=torch.__version__,
             diffusers=version("diffusers"),
@@ -183,7 +178,7 @@ class Worker:
     def join(self, rendezvous: RendezvousSpec) -> None:
         """Leave the current rendezvous, and join this one. Blocks until the whole group has joined.
 
-        Raises as `groups.join`.
+        Raises as `ProcessGroups.join`.
         """
         self.leave()
         # Tracebacks of the last rendezvous keep its groups, and so its sockets, in reference cycles.
@@ -214,10 +209,9 @@ class Worker:
         with self._running_as(task.run_id):
             _check_rendezvous(task, groups)
             pair = self._experts.get(resolve_experts(task.experts, task.paths))
-            placed = RunWeights() if weights is None else weights.for_run(pair, task.request, task.policy)
-            pair.shard(placed.sharded)
-            rank = 0 if groups is None else groups.rendezvous.rank
-            is_leader = groups is None or groups.group_rank == 0
+            sharded, reason = (None, "") if weights is None else weights.for_run(pair, task.request, task.policy)
+            pair.shard(sharded)
+            rank = 0 if groups is None else groups.rank
             gathered_before = 0 if groups is None else groups.gathered_bytes
             ended = denoise_part(
                 pair,
@@ -229,18 +223,14 @@ class Worker:
                 ),
                 policy=task.policy,
                 device=self._device,
-                on_step=partial(self._report_step, task, rank, is_leader, on_report),
+                on_step=partial(_report_step, on_report, rank),
                 # All workers of a group must stop before the same block, or the others would wait in a collective.
                 should_stop=is_stopped if groups is None else groups.consensus(is_stopped),
-            ).with_note(placed.reason)
+            ).with_note(reason)
         return TaskResult(
-            run_id=task.run_id,
-            rank=rank,
             timeline=ended.timeline,
-            latents=ended.latents if is_leader else None,
-            sigma=ended.sigma,
+            latents=ended.latents if rank == 0 else None,
             gathered_bytes=0 if groups is None else groups.gathered_bytes - gathered_before,
-            expert_switches=self._switches,
         )
 
     def decode_tile(self, task: DecodeTask) -> torch.Tensor:
@@ -297,24 +287,18 @@ class Worker:
         self._blocks_begun += 1
         return run_id in self._stopped
 
-    def _report_step(
-        self, task: RunTask, rank: int, is_leader: bool, on_report: Callable[[StepReport], None], step: StepProgress
-    ) -> None:
-        now = (task.experts, step.record.expert)
-        if self._last not in (None, now):
-            self._switches += 1
-        self._last = now
-        on_report(
-            StepReport(
-                run_id=task.run_id,
-                rank=rank,
-                record=step.record,
-                done=step.done,
-                total=step.total,
-                denoised=step.denoised.to("cpu", copy=True) if is_leader else None,
-                state=step.state() if is_leader and task.wants_state else None,
-            )
+
+def _report_step(on_report: Callable[[StepReport], None], rank: int, step: StepProgress) -> None:
+    is_leader = rank == 0
+    on_report(
+        StepReport(
+            rank=rank,
+            record=step.record,
+            done=step.done,
+            denoised=step.denoised.to("cpu", copy=True) if is_leader else None,
+            state=step.state() if is_leader else None,
         )
+    )
 
 
 def _check_rendezvous(task: RunTask, groups: ProcessGroups | None) -> None:

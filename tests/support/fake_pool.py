@@ -78,7 +78,7 @@ class FakeWorker:
         self._stopped: set[str] = set()
         self._rendezvous: tuple[RendezvousSpec, FakeRendezvous] | None = None
         self._busy = threading.Lock()
-        self._expert, self._switches, self._votes = "", 0, itertools.count()
+        self._votes = itertools.count()
         self._begun = 0
 
     @property
@@ -185,8 +185,6 @@ class FakeWorker:
                 raise SamplingCancelled(step, 0)
             time.sleep(self._pool.step_s)
             expert = step_plan.experts[step]
-            self._switches += self._expert not in ("", expert)
-            self._expert = expert
             history = {"steps": (*state.history["steps"], step)}
             state = RunState(next_step=step + 1, latents=state.latents * 0.75 + step, history=history)
             record = StepRecord(
@@ -205,24 +203,18 @@ class FakeWorker:
             denoised = state.latents if leads else None
             on_report(
                 StepReport(
-                    run_id=task.run_id,
                     rank=0,
                     record=record,
                     done=step + 1,
-                    total=len(step_plan.steps),
                     denoised=denoised,
                     state=state if leads else None,
                 )
             )
         self._fail(task.until, after_reports=True)
         return TaskResult(
-            run_id=task.run_id,
-            rank=0,
             timeline=Timeline(steps=tuple(taken), kind="measured"),
             latents=state.latents if leads else None,
-            sigma=0.0,
             gathered_bytes=7,
-            expert_switches=self._switches,
         )
 
     def _fail(self, step: int, *, after_reports: bool = False) -> None:
@@ -267,8 +259,6 @@ class FakePool:
             node="",
             address="127.0.0.1",
             device="cpu",
-            device_name="CPU",
-            free_bytes=None,
             wanstream="0",
             torch="0",
             diffusers="0",

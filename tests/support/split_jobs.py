@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanstream import schema
 from wanstream.distributed.messages import RendezvousSpec
-from wanstream.distributed.worker.groups import join
+from wanstream.distributed.worker.groups import ProcessGroups
 from wanstream.distributed.worker.parallel_forward import group_forward
 from wanstream.sampling import DenoiseRequest, RunSlice, SamplingCancelled, denoise_part
 from wanstream.schema import ExpertsRef, OffloadPolicy
@@ -49,6 +49,12 @@ def rendezvous(mesh: Mesh, *, timeout_s: float = TIMEOUT_S, port: int | None = N
         RendezvousSpec(rank=rank, mesh=mesh, host=LOOPBACK, port=port, generation=generation, timeout_s=timeout_s)
         for rank in range(mesh.size)
     ]
+
+
+def join_groups(spec: RendezvousSpec, device: str = "cpu") -> ProcessGroups:
+    groups = ProcessGroups(spec, torch.device(device))
+    groups.join()
+    return groups
 
 
 class SplitProcesses:
@@ -95,7 +101,7 @@ class SplitProcesses:
 
 
 def job_join(here: SimpleNamespace, every: list[RendezvousSpec], device: str) -> int:
-    here.groups = join(every[here.number], f"cuda:{here.number}" if device == "cuda" else device)
+    here.groups = join_groups(every[here.number], f"cuda:{here.number}" if device == "cuda" else device)
     return os.getpid()
 
 

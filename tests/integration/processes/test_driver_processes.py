@@ -100,10 +100,8 @@ def test_ulysses_shares_out_the_heads_of_the_sample_model(
 
 def test_in_two_stages_no_worker_changes_its_expert(pool: Any, batch_task: MakeTask, alone: ComputeAlone) -> None:
     driver, task = driver_of(pool, Mesh(stage=2)), batch_task(8)
-    before = driver.denoise(task.experts, batch_task(1).request, task.policy).expert_switches
     ran = driver.denoise(task.experts, task.request, task.policy)
     assert torch.equal(ran.latents, alone(task))
-    assert ran.expert_switches == before, "none after the first run has brought each worker its expert"
     for rank, expert in enumerate(("high", "low")):
         steps = ran.timelines[rank].steps
         assert {step.expert for step in steps} == {expert}
@@ -122,15 +120,6 @@ def test_another_seed_and_other_experts_are_what_the_next_queue_gets(
         assert torch.equal(made[-1], alone(task))
     assert torch.equal(made[0], made[3])
     assert not torch.equal(made[1], made[2])
-
-
-def test_a_queue_of_several_requests(pool: Any, make_task: MakeTask, alone: ComputeAlone) -> None:
-    tasks = [make_task(seed=number) for number in range(5)]
-    ran = driver_of(pool, Mesh(data=2, stage=2)).queue(
-        tasks[0].experts, [task.request for task in tasks], tasks[0].policy
-    )
-    for each, task in zip(ran, tasks, strict=True):
-        assert torch.equal(each.latents, alone(task))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(stage=2), Mesh(cfg=2)], ids=str)

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,6 @@ import pytest
 import torch
 
 from wanstream.distributed.messages import RendezvousSpec, RunTask
-from wanstream.distributed.worker.groups import join as join_groups
 from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.distributed.worker.weights import GroupGather, WeightFigures, choose_placement, measure, taken_bytes
 from wanstream.distributed.worker.worker import Worker
@@ -26,7 +26,7 @@ from wanstream.schema.refs import WeightPlacement
 from wanstream.testing.experts import make_lora, save_lora
 from wanstream.testing.quantised import matrices, save_expert_gguf
 from wanstream.tests.support.processes import Processes
-from wanstream.tests.support.split_jobs import rendezvous
+from wanstream.tests.support.split_jobs import join_groups, rendezvous
 from wanstream.wan.experts.open import open_pair
 
 CELL = Mesh(cfg=2)
@@ -197,7 +197,7 @@ def test_a_rank_that_fails_alone_holds_nobody_up(
 
 def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> str:
     """Abort a gather on the first process that the second one never calls, and leave the rendezvous."""
-    groups, messages = join_groups(every[here.number], "cpu"), list[str]()
+    groups, messages = join_groups(every[here.number]), list[str]()
     if here.number == 1:
         with pytest.raises(PeerLostError) as lost:
             groups.consensus(lambda: False)()
@@ -242,8 +242,10 @@ def test_a_rank_that_is_killed_is_missed_at_once(
 
 
 def job_measure(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]) -> WeightFigures:
-    with join_groups(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
-        return measure(groups, pair, task.request, task.policy)
+    groups = join_groups(every[here.number])
+    with ExitStack() as undo:
+        undo.callback(groups.leave)
+        return measure(groups, undo.enter_context(open_pair(task.experts)), task.request, task.policy)
 
 
 def job_told(here: SimpleNamespace, task: RunTask) -> Any:
@@ -260,8 +262,10 @@ def test_the_figures_of_a_cell_are_the_same_for_all_of_it(processes: Processes, 
 
 
 def job_taken(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]) -> int:
-    with join_groups(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
-        return taken_bytes(groups, pair, task.request, task.policy)
+    groups = join_groups(every[here.number])
+    with ExitStack() as undo:
+        undo.callback(groups.leave)
+        return taken_bytes(groups, undo.enter_context(open_pair(task.experts)), task.request, task.policy)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=2)], ids=str)

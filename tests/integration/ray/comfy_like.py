@@ -49,7 +49,7 @@ def task_of(module, high: str, low: str, *, steps: int):
     experts = module("schema").ExpertsRef(high_noise=Path(high), low_noise=Path(low), compute_dtype="float32")
     policy = module("schema").OffloadPolicy.layerwise(1)
     return module("distributed.messages").RunTask(
-        run_id=f"run of {steps}", experts=experts, request=request, policy=policy, wants_state=False
+        run_id=f"run of {steps}", experts=experts, request=request, policy=policy
     )
 
 

@@ -72,8 +72,6 @@ def started(address: str, *, token: bool) -> Started:
         node="rack",
         address=address,
         device="cpu",
-        device_name="CPU",
-        free_bytes=None,
         wanstream="0",
         torch="0",
         diffusers="0",

@@ -7,7 +7,6 @@ import itertools
 import logging
 import random
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.driver.rendezvous import Rendezvous
-from wanstream.distributed.driver.results import DistributedResult
 from wanstream.distributed.driver.schedule import GroupId
 from wanstream.distributed.driver.stage_run import RepairEnded, RestartLimitError
 from wanstream.distributed.driver.worker_group import WorkerFailedError, WorkerGroup
@@ -28,7 +26,6 @@ from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.sampling import (
     DenoiseRequest,
     NonFiniteLatentError,
-    RunState,
     SamplingCancelled,
     SmallerPolicyError,
     StepProgress,
@@ -96,7 +93,7 @@ def test_every_mesh_gives_what_one_worker_gives(
     assert set(result.timelines) == computing
     assert computing >= set(range(min(batch, mesh.data) * mesh.stage * mesh.cell_size)) or mesh.data > 1
     if mesh.stage == 2:
-        assert set(result.expert_switches.values()) == {0}
+        assert all(len({step.expert for step in each.steps}) == 1 for each in result.timelines.values())
 
 
 def test_without_data_and_stages_a_batch_is_one_task(fakes: Any, request_of: Any, experts_ref: Any) -> None:
@@ -389,48 +386,6 @@ def test_a_disabled_group_repairs_nothing(fakes: Any) -> None:
     assert sorted(rank for rank, _ in pool.joined) == [0, 1]
 
 
-def test_a_queue_keeps_its_order_and_reports_results(fakes: Any, request_of: Any, experts_ref: Any) -> None:
-    pool, mesh = fakes.FakePool(2, [fakes.Fault(rank=1, step=4, failure="dies")]), Mesh(stage=2)
-    requests = [request_of(1 + number % 2, seed=number, steps=STEPS + number) for number in range(5)]
-    done: list[int] = []
-    steps: list[tuple[int, int, int]] = []
-    result = driver_of(pool, mesh).queue(
-        experts_ref(),
-        requests,
-        LAYERWISE,
-        on_step=lambda number, step: steps.append((number, step.done, step.total)),
-        on_result=lambda number, _: done.append(number),
-    )
-    for number, (each, request) in enumerate(zip(result, requests, strict=True)):
-        assert torch.equal(each.latents, fakes.expected(request.noise, range(STEPS + number)))
-        assert len(each.timeline.steps) == STEPS + number
-        assert [taken for item, taken, _ in steps if item == number] == list(range(1, STEPS + number + 1))
-        assert bool(each.timeline.changes) == (number == 0)
-    assert sorted(done) == list(range(5))
-    assert result[-1].restarts == 1
-
-
-def test_a_queue_keeps_nothing_but_results(fakes: Any, request_of: Any, experts_ref: Any) -> None:
-    states: list[weakref.ref[RunState]] = []
-    tensors: list[weakref.ref[torch.Tensor]] = []
-    done: list[int] = []
-
-    def on_step(number: int, step: StepProgress) -> None:
-        state = step.state()
-        states.append(weakref.ref(state))
-        tensors.append(weakref.ref(state.latents))
-
-    def on_result(number: int, result: DistributedResult) -> None:
-        done.append(number)
-        if len(done) == 4:
-            kept = [sum(each() is not None for each in refs[: 3 * STEPS]) for refs in (states, tensors)]
-            assert kept == [0, 0]
-
-    driver = driver_of(fakes.FakePool(1), Mesh())
-    driver.queue(experts_ref(), [request_of()] * 4, LAYERWISE, on_step=on_step, on_result=on_result)
-    assert (done, len(states)) == ([0, 1, 2, 3], 4 * STEPS)
-
-
 def test_workers_leave_a_failed_rendezvous_before_the_next_one(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     pool = fakes.FakePool(2, step_s=0.1, leave_s={0: 0.2})
     pool.taken = {5000}
@@ -473,8 +428,6 @@ def test_what_does_not_fit_is_refused(fakes: Any, request_of: Any, experts_ref: 
     with pytest.raises(MeshError, match="stage 4 for 2 steps"):
         driver_of(pool, Mesh(stage=4)).denoise(experts_ref(), request_of(steps=2, switch_step=1), LAYERWISE)
     driver = driver_of(pool, Mesh())
-    with pytest.raises(ValueError, match="at least one item"):
-        driver.queue(experts_ref(), [], LAYERWISE)
     with pytest.raises(StateError, match="computes a run"):
         driver.denoise(
             experts_ref(),

@@ -14,23 +14,18 @@ from wanstream.schema import OffloadPolicy, Timeline
 GONE, PEER, HUNG = WorkerLostError("gone", 1), PeerLostError("peer"), WorkerTimeoutError("hung")
 SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))
 WRONG, CANCELLED = InsufficientMemoryError("no room"), SamplingCancelled(3, 4)
-RESULT = TaskResult(run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0)
+RESULT = TaskResult(timeline=Timeline(kind="measured", steps=()), latents=None)
 
-LOST, FAILED, SMALLER, STOPPED = (
-    TaskOutcome.LOST,
-    TaskOutcome.FAILED,
-    TaskOutcome.SMALLER_POLICY,
-    TaskOutcome.STOPPED,
-)
+ENDED, FAILED, SMALLER, LOST, KILLED, STOPPED, FINISHED = TaskOutcome
 
 
 @pytest.mark.parametrize(
     ("outcomes", "killed", "outcome", "place"),
     [
-        ([RESULT, GONE], (), LOST, 1),
-        ([PEER, GONE], (), LOST, 1),
-        ([RuntimeError("reset by peer"), GONE], (), LOST, 1),
-        ([SHORT, GONE], (), LOST, 1),
+        ([RESULT, GONE], (), ENDED, 1),
+        ([PEER, GONE], (), ENDED, 1),
+        ([RuntimeError("reset by peer"), GONE], (), ENDED, 1),
+        ([SHORT, GONE], (), ENDED, 1),
         ([WRONG, PEER], (), FAILED, 0),
         ([PEER, WRONG], (), FAILED, 1),
         ([WRONG, GONE], (1,), FAILED, 0),
@@ -39,7 +34,7 @@ LOST, FAILED, SMALLER, STOPPED = (
         ([SHORT, GONE], (1,), SMALLER, 0),
         ([PEER, PEER], (), LOST, 0),
         ([GONE, HUNG], (0,), LOST, 1),
-        ([GONE], (0,), LOST, 0),
+        ([GONE], (0,), KILLED, 0),
         ([CANCELLED, CANCELLED], (), STOPPED, 0),
         ([PEER, CANCELLED], (), LOST, 0),
     ],
@@ -50,7 +45,7 @@ def test_the_error_that_caused_the_others_is_returned(
     end = classify_failure(dict(enumerate(outcomes)), killed=killed, stopped=False)
     assert (end.outcome, end.place) == (outcome, place)
     assert end.error is outcomes[place]
-    assert end.policy == (SHORT.policy if outcome is SMALLER else None)
+    assert end.outcome.is_loss == (outcome in (ENDED, LOST, KILLED))
     assert set(end.results) == {at for at, each in enumerate(outcomes) if each is RESULT}
 
 
@@ -66,4 +61,4 @@ def test_any_error_of_a_stopped_task_counts_as_stopped(outcomes: list[TaskResult
 def test_a_task_that_all_workers_finished_is_finished_even_after_a_stop() -> None:
     for stopped in (False, True):
         end = classify_failure({0: RESULT, 1: RESULT}, killed=(), stopped=stopped)
-        assert (end.outcome, end.error, set(end.results)) == (TaskOutcome.FINISHED, None, {0, 1})
+        assert (end.outcome, end.error, set(end.results)) == (FINISHED, None, {0, 1})

@@ -15,7 +15,6 @@ from wanstream.distributed.driver.schedule import (
     GroupId,
     JobSchedule,
     ScheduleStatus,
-    StageJob,
 )
 from wanstream.schema import StateError
 
@@ -41,9 +40,10 @@ class Simulation:
     def __init__(self, schedule: JobSchedule, seed: int, *, losses: float) -> None:
         self.schedule, self.losses = schedule, losses
         self.chance = random.Random(seed)
-        self.computed: list[tuple[GroupId, StageJob, int]] = []
-        """(group, job, step) of every step."""
-        self.finished: list[StageJob] = []
+        self.computed: list[tuple[GroupId, int, int]] = []
+        """(group, item, step) of every step."""
+        self.finished: list[tuple[int, int]] = []
+        """(item, stage) of every job."""
         self.stands: dict[GroupId, Assignment] = {}
         self.next_step: dict[int, int] = {}
 
@@ -58,15 +58,15 @@ class Simulation:
         while (assignment := self.schedule.next()) is not None:
             self.schedule = self.schedule.started(assignment)
             assert assignment.group not in self.stands
-            assert assignment.steps.start == self.next_step.get(assignment.job.item, assignment.steps.start)
+            assert assignment.steps.start == self.next_step.get(assignment.item, assignment.steps.start)
             self.stands[assignment.group] = assignment
-            self.next_step[assignment.job.item] = assignment.steps.start
+            self.next_step[assignment.item] = assignment.steps.start
 
     def _check_idle(self) -> None:
         for group in self.schedule.groups():
             if group in self.stands or group in self.schedule.repairing:
                 continue
-            computed = {assignment.job.item for assignment in self.stands.values()}
+            computed = {assignment.item for assignment in self.stands.values()}
             waits = [
                 number
                 for number, item in enumerate(self.schedule.items)
@@ -90,12 +90,12 @@ class Simulation:
             self.schedule = self.schedule.repair_failed(group) if again else self.schedule.repaired(group)
             return
         assignment = self.stands[group]
-        item, step = assignment.job.item, self.next_step[assignment.job.item]
+        item, step = assignment.item, self.next_step[assignment.item]
         if self.chance.random() < self.losses:
             self._drop(group, assignment, step)
         elif step < assignment.steps.stop:
             self.schedule = self.schedule.stepped(group, step + 1)
-            self.computed.append((group, assignment.job, step))
+            self.computed.append((group, item, step))
             self.next_step[item] = step + 1
         else:
             self._end(group, assignment)
@@ -110,20 +110,19 @@ class Simulation:
 
     def _end(self, group: GroupId, assignment: Assignment) -> None:
         del self.stands[group]
-        self.finished.append(assignment.job)
+        self.finished.append((assignment.item, group.stage))
 
 
 def _check_all_done(items: list[list[range]], played: Simulation) -> None:
-    jobs = {StageJob(number, stage) for number, steps in enumerate(items) for stage, each in enumerate(steps) if each}
+    jobs = {(number, stage) for number, steps in enumerate(items) for stage, each in enumerate(steps) if each}
     assert Counter(played.finished) == Counter(jobs)
-    taken = Counter((job.item, step) for _, job, step in played.computed)
+    taken = Counter((item, step) for _, item, step in played.computed)
     assert taken == Counter((number, step) for number, steps in enumerate(items) for each in steps for step in each)
     for number, steps in enumerate(items):
-        own = [step for _, job, step in played.computed if job.item == number]
+        own = [step for _, item, step in played.computed if item == number]
         assert own == [step for each in steps for step in each], "steps in order"
-    for group, job, step in played.computed:
-        assert group.stage == job.stage
-        assert step in items[job.item][group.stage]
+    for group, item, step in played.computed:
+        assert step in items[item][group.stage]
 
 
 @settings(max_examples=200, deadline=None)
@@ -176,7 +175,7 @@ def test_a_lost_job_goes_first_to_another_group_of_its_stage() -> None:
     schedule = schedule.stepped(GroupId(0, 0), 3).interrupted(GroupId(0, 0), counts_as_failure=True)
     assert schedule.next() is None, "the other group goes on undisturbed"
     schedule = schedule.stepped(GroupId(1, 0), 4).finished(GroupId(1, 0))
-    assert schedule.next() == Assignment(GroupId(1, 0), StageJob(0, 0), range(3, 4))
+    assert schedule.next() == Assignment(GroupId(1, 0), 0, range(3, 4))
 
 
 def test_a_fast_first_stage_waits_for_the_second() -> None:
@@ -206,7 +205,7 @@ def test_illegal_transitions_are_refused() -> None:
     assert assignment is not None
     going = new.started(assignment)
     for wrong in (
-        lambda: new.started(Assignment(second, StageJob(0, 1), range(2, 4))),
+        lambda: new.started(Assignment(second, 0, range(2, 4))),
         lambda: going.started(assignment),
         lambda: new.stepped(first, 1),
         lambda: going.stepped(first, 0),

@@ -16,7 +16,7 @@ import pytest
 from wanstream.distributed.driver.heartbeat import Heartbeat, silence_limit
 from wanstream.distributed.driver.rendezvous import Rendezvous
 from wanstream.distributed.driver.results import TaskLog
-from wanstream.distributed.driver.schedule import Assignment, GroupId, StageJob
+from wanstream.distributed.driver.schedule import Assignment, GroupId
 from wanstream.distributed.driver.stage_run import JobEnded, StepTaken
 from wanstream.distributed.driver.worker_group import Work, WorkerFailedError, WorkerGroup
 from wanstream.distributed.messages import RunTask, StepReport, TaskResult
@@ -24,7 +24,7 @@ from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeout
 from wanstream.sampling import InsufficientMemoryError, RunState, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import Mesh, OffloadPolicy, StepRecord, Timeline, WorkersRef
 
-RESULT = TaskResult(run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0)
+RESULT = TaskResult(timeline=Timeline(kind="measured", steps=()), latents=None, gathered_bytes=5)
 CANCELLED, PEER, WRONG = SamplingCancelled(3, 4), PeerLostError("peer"), InsufficientMemoryError("no room")
 RECORD = StepRecord(index=0, expert="high", sigma=1.0, wall_s=0.001, compute_s=0.001, stall_s=0.0, bytes_moved=0)
 LIMIT_S = 60.0
@@ -75,7 +75,7 @@ StartGroup = Callable[..., tuple[WorkerGroup, list[Handle]]]
 def report(make_task: Callable[..., RunTask]) -> StepReport:
     """Report of the leader after the first step."""
     state = RunState(next_step=1, latents=make_task().request.noise, history={})
-    return StepReport(run_id="", rank=0, record=RECORD, done=1, total=4, state=state)
+    return StepReport(rank=0, record=RECORD, done=1, state=state)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def start_group(make_task: Callable[..., RunTask]) -> StartGroup:
         group = WorkerGroup(GROUP, pool, range(count), Mesh(cfg=count), rendezvous, timeout_s)
         work = Work(requests=[task.request], experts=task.experts, paths=(), policy=task.policy, log=log or TaskLog())
         group.assign(work)
-        group.start(Assignment(GROUP, StageJob(0, 0), range(4)), None, wake or threading.Event())
+        group.start(Assignment(GROUP, 0, range(4)), None, wake or threading.Event())
         return group, handles
 
     return start
@@ -161,7 +161,7 @@ def test_a_group_that_was_silent_for_too_long_is_lost_whatever_it_returns_then(
     end = ended(group)
     assert isinstance(end.error, WorkerTimeoutError)
     assert (end.can_resume, end.counts_as_failure, group.is_joined) == (True, True, False)
-    assert log.expert_switches() == ({0: 0} if outcome is RESULT else {}), "results that arrive late are kept"
+    assert log.gathered_bytes() == (5 if outcome is RESULT else 0), "results that arrive late are kept"
 
 
 def test_a_group_that_begins_blocks_is_not_silent_however_long_its_step_takes(
@@ -232,7 +232,7 @@ def test_a_run_that_was_interrupted_while_it_stopped_leaves_no_task_to_the_next(
     send_late, handle.ended = handle.report, Future()
     task = make_task()
     group.assign(Work(requests=[task.request], experts=task.experts, paths=(), policy=task.policy, log=TaskLog()))
-    group.start(Assignment(GROUP, StageJob(0, 0), range(4)), None, threading.Event())
+    group.start(Assignment(GROUP, 0, range(4)), None, threading.Event())
     send_late(report)
     assert group.poll() == [], "a report of the former task"
     handle.end(RESULT)
@@ -254,7 +254,7 @@ def test_a_task_that_is_over_keeps_no_tensors(make_task: Callable[..., RunTask])
     group = WorkerGroup(GROUP, pool, [0], Mesh(), Rendezvous(pool, WorkersRef(count=1)), 60.0)
     work = Work(requests=[task.request], experts=task.experts, paths=(), policy=task.policy, log=TaskLog())
     group.assign(work)
-    group.start(Assignment(GROUP, StageJob(0, 0), range(4)), None, threading.Event())
+    group.start(Assignment(GROUP, 0, range(4)), None, threading.Event())
     (reference,) = sent
     assert reference() is not None
     handle.end(RESULT)
