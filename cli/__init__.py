@@ -48,16 +48,6 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--out", dest="output", type=Path, required=True, metavar="DIR", help="folder for the output files"
     )
     run.add_argument(
-        "--models",
-        type=Path,
-        default=Path("models"),
-        metavar="DIR",
-        help="folder with the layout of ComfyUI's models folder (default: models)",
-    )
-    run.add_argument(
-        "--input", type=Path, default=Path("input"), metavar="DIR", help="folder for LoadImage (default: input)"
-    )
-    run.add_argument(
         "--set",
         dest="overrides",
         action="append",
@@ -65,8 +55,7 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="NODE.INPUT=VALUE",
         help="override an input; NODE is a node's id, or its class if only one node has it; may be repeated",
     )
-    run.add_argument("--device", choices=["cpu", "cuda"], help="compute device (default: cuda if available)")
-    _add_strict(run)
+    _add_host_options(run)
     run.set_defaults(subcommand=_run)
 
 
@@ -92,13 +81,7 @@ def _add_batch(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     batch.add_argument(
         "--server", metavar="URL", help="address of a ComfyUI server, like http://127.0.0.1:8188 (default: run here)"
     )
-    batch.add_argument(
-        "--models", type=Path, default=Path("models"), metavar="DIR", help="without --server: as for `wanstream run`"
-    )
-    batch.add_argument(
-        "--input", type=Path, default=Path("input"), metavar="DIR", help="without --server: folder for LoadImage"
-    )
-    batch.add_argument("--device", choices=["cpu", "cuda"], help="without --server: compute device")
+    _add_host_options(batch, only="without --server: ")
     batch.add_argument(
         "--journal", type=Path, metavar="FILE", help="journal file (default: journal.sqlite in the folder of --out)"
     )
@@ -119,16 +102,22 @@ def _add_batch(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="run up to N rows together, so that weights are read once for all: same videos, more device memory",
     )
     batch.add_argument("--dry-run", action="store_true", help="validate all rows; queue and write nothing")
-    _add_strict(batch)
     batch.set_defaults(subcommand=_batch)
 
 
-def _add_strict(parser: argparse.ArgumentParser) -> None:
+def _add_host_options(parser: argparse.ArgumentParser, *, only: str = "") -> None:
+    """Add the options of the embedded host; `only` states in their help when they apply."""
+    models = f"{only}folder with the layout of ComfyUI's models folder (default: models)"
+    parser.add_argument("--models", type=Path, default=Path("models"), metavar="DIR", help=models)
+    images = f"{only}folder for LoadImage (default: input)"
+    parser.add_argument("--input", type=Path, default=Path("input"), metavar="DIR", help=images)
+    device = f"{only}compute device (default: cuda if available)"
+    parser.add_argument("--device", choices=["cpu", "cuda"], help=device)
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="fail on suspicious inputs: experts or LoRAs that seem swapped, one file as both experts, a LoRA for "
-        "another kind of model (default: a warning)",
+        help=f"{only}fail on suspicious inputs: experts or LoRAs that seem swapped, one file as both experts, a LoRA "
+        "for another kind of model (default: a warning)",
     )
 
 

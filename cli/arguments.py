@@ -136,6 +136,21 @@ def device_of(name: str | None) -> torch.device | None:
     return torch.device(name) if name else None
 
 
+def measured_device(name: str | None, models: Path | None) -> torch.device:
+    """Return the device to measure, by default a GPU if there is one. Raises ArgumentError, also without `models`."""
+    import torch  # takes seconds, and plans for other machines do not need it
+
+    from ..devices import DeviceError, compute_device
+
+    try:
+        device = compute_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except DeviceError as err:
+        raise ArgumentError(str(err)) from err
+    if models is not None and not models.exists():
+        raise ArgumentError(f"--models {models}: no such file or folder")
+    return device
+
+
 def create_output_folder(path: Path) -> Path:
     """Create the folder of `--out` if necessary, and return it. Raises ArgumentError."""
     try:
@@ -161,7 +176,7 @@ def video_shape(text: str, *, per_latent: int = PIXELS_PER_LATENT) -> VideoShape
 
 
 # Values of these types are used as typed; all others are JSON.
-_TYPED_AS_TEXT = ("STRING", "COMBO")
+TYPED_AS_TEXT = ("STRING", "COMBO")
 
 
 class OverrideError(ValueError):
@@ -212,7 +227,7 @@ def _value(
     types = {known.name: known.io_type for known in sockets_of(nodes[class_type])}
     if socket not in types:
         raise OverrideError(f"--set {change}: {class_type} has no input {socket}; {names_listed(socket, types)}")
-    if types[socket] in _TYPED_AS_TEXT:
+    if types[socket] in TYPED_AS_TEXT:
         return text
     try:
         return json.loads(text)

@@ -40,7 +40,7 @@ from ..schema import (
     format_rate,
     format_size,
 )
-from .arguments import DONE, FAILED, INVALID, ArgumentError, video_shape
+from .arguments import DONE, FAILED, INVALID, ArgumentError, measured_device, video_shape
 
 GB = 1e9
 GIB = 2**30
@@ -154,17 +154,9 @@ def planned_value_bytes(arguments: PlanArguments) -> int:
 
 
 def _this_machine(arguments: PlanArguments) -> Machine:
-    import torch  # takes seconds, and plans for other machines do not need it
+    from ..host import load_machine_profile  # imports torch, which takes seconds and other machines do not need
 
-    from ..devices import DeviceError, compute_device
-    from ..host import load_machine_profile
-
-    try:
-        device = compute_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except DeviceError as err:
-        raise ArgumentError(str(err)) from err
-    if arguments.models is not None and not arguments.models.exists():
-        raise ArgumentError(f"--models {arguments.models}: no such file or folder")
+    device = measured_device(arguments.device, arguments.models)
     _check_positive("--ram", arguments.ram_gb)
     _check_positive("--ssd", arguments.ssd_gb_s)
     machine = load_machine_profile(device, models=arguments.models)

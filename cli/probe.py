@@ -7,14 +7,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ..bench import Table
-from ..devices import DeviceError, compute_device
 from ..host import Profile, measure_machine
 from ..plan import Machine
 from ..schema import VideoShape, format_rate, format_size
-from .arguments import DONE, FAILED, INVALID, ArgumentError, video_shape
+from .arguments import DONE, FAILED, INVALID, ArgumentError, measured_device, video_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +29,8 @@ def probe(arguments: ProbeArguments) -> int:
     """Measure, print a table or JSON, and return the exit code."""
     try:
         video = video_shape(arguments.size)
-        device = compute_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if arguments.models is not None and not arguments.models.exists():
-            raise ArgumentError(f"--models {arguments.models}: no such file or folder")
-    except (ArgumentError, DeviceError) as err:
+        device = measured_device(arguments.device, arguments.models)
+    except ArgumentError as err:
         print(err, file=sys.stderr)
         return INVALID
     print(f"measuring {device}, which takes some seconds", file=sys.stderr)
