@@ -213,8 +213,8 @@ def find_node(name: str, prompt: Prompt) -> str:
     if len(of_class) == 1:
         return of_class[0]
     if of_class:
-        raise OverrideError(f"several nodes are of the class {name}: use an id, {_listed(of_class)}")
-    raise OverrideError(f"no such node; the workflow has {_listed(prompt)}")
+        raise OverrideError(f"several nodes are of the class {name}: use an id, {', '.join(of_class)}")
+    raise OverrideError(f"no such node; the workflow has {', '.join(prompt)}")
 
 
 def _value(
@@ -235,7 +235,3 @@ def _value(
         raise OverrideError(
             f"--set {change}: {socket} is {types[socket]}, but {text!r} is not a JSON value: {err}"
         ) from err
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
