@@ -141,14 +141,14 @@ def _check(entry: Entry) -> None:
         raise ValueError(f"it is {entry.state.value} and has no files")
 
 
+_FILE = {"name": str, "size": int, "sha256": str}
+"""Types of the values of a `KeptFile`."""
+
+
 def _file(described: object) -> KeptFile:
-    if not isinstance(described, dict) or described.keys() != {"name", "size", "sha256"}:
+    if not isinstance(described, dict) or described.keys() != _FILE.keys():
         raise ValueError("a file has a name, a size and a sha256")
-    return KeptFile(
-        name=_typed(described["name"], str),
-        size=_typed(described["size"], int),
-        sha256=_typed(described["sha256"], str),
-    )
+    return KeptFile(**{name: _typed(described[name], kind) for name, kind in _FILE.items()})
 
 
 def _listed(text: object) -> list[Any]:
