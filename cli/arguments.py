@@ -127,6 +127,13 @@ def device_of(name: str | None) -> torch.device:
         raise ArgumentError(f"--device {name}: {err}") from err
 
 
+def measured_device(name: str | None, models: Path | None) -> torch.device:
+    """Return the device to measure, by default a GPU if there is one. Raises ArgumentError, also without `models`."""
+    if models is not None and not models.exists():
+        raise ArgumentError(f"--models {models}: no such file or folder")
+    return device_of(name)
+
+
 def create_output_folder(path: Path) -> Path:
     """Create the folder of `--out` if necessary, and return it. Raises ArgumentError."""
     try:
@@ -152,7 +159,7 @@ def video_shape(text: str, *, per_latent: int = PIXELS_PER_LATENT) -> VideoShape
 
 
 # Values of these types are used as typed; all others are JSON.
-_TYPED_AS_TEXT = ("STRING", "COMBO")
+TYPED_AS_TEXT = ("STRING", "COMBO")
 
 
 class OverrideError(ValueError):
@@ -189,8 +196,8 @@ def find_node(name: str, prompt: Prompt) -> str:
     if len(of_class) == 1:
         return of_class[0]
     if of_class:
-        raise OverrideError(f"several nodes are of the class {name}: use an id, {_listed(of_class)}")
-    raise OverrideError(f"no such node; the workflow has {_listed(prompt)}")
+        raise OverrideError(f"several nodes are of the class {name}: use an id, {', '.join(of_class)}")
+    raise OverrideError(f"no such node; the workflow has {', '.join(prompt)}")
 
 
 def _value(
@@ -203,7 +210,7 @@ def _value(
     types = {known.name: known.io_type for known in sockets_of(nodes[class_type])}
     if socket not in types:
         raise OverrideError(f"--set {change}: {class_type} has no input {socket}; {names_listed(socket, types)}")
-    if types[socket] in _TYPED_AS_TEXT:
+    if types[socket] in TYPED_AS_TEXT:
         return text
     try:
         return json.loads(text)
@@ -211,7 +218,3 @@ def _value(
         raise OverrideError(
             f"--set {change}: {socket} is {types[socket]}, but {text!r} is not a JSON value: {err}"
         ) from err
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)

@@ -39,7 +39,7 @@ from ..schema import (
     format_rate,
     format_size,
 )
-from .arguments import DONE, FAILED, INVALID, ArgumentError, device_of, video_shape
+from .arguments import DONE, FAILED, INVALID, ArgumentError, measured_device, video_shape
 from .options import PlanOptions
 
 GB = 1e9
@@ -124,9 +124,7 @@ def planned_value_bytes(options: PlanOptions) -> int:
 def _this_machine(options: PlanOptions) -> Machine:
     from ..host import load_machine_profile
 
-    device = device_of(options.device)
-    if options.models is not None and not options.models.exists():
-        raise ArgumentError(f"--models {options.models}: no such file or folder")
+    device = measured_device(options.device, options.models)
     _check_positive("--ram", options.ram_gb)
     _check_positive("--ssd", options.ssd_gb_s)
     machine = load_machine_profile(device, models=options.models)

@@ -9,7 +9,7 @@ from ..bench import Table
 from ..host import Profile, measure_machine
 from ..plan import Machine
 from ..schema import VideoShape, format_rate, format_size
-from .arguments import DONE, FAILED, INVALID, ArgumentError, device_of, video_shape
+from .arguments import DONE, FAILED, INVALID, ArgumentError, measured_device, video_shape
 from .options import ProbeOptions
 
 
@@ -17,9 +17,7 @@ def probe(options: ProbeOptions) -> int:
     """Measure, print a table or JSON, and return the exit code."""
     try:
         video = video_shape(options.size)
-        device = device_of(options.device)
-        if options.models is not None and not options.models.exists():
-            raise ArgumentError(f"--models {options.models}: no such file or folder")
+        device = measured_device(options.device, options.models)
     except ArgumentError as err:
         print(err, file=sys.stderr)
         return INVALID

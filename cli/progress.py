@@ -73,24 +73,20 @@ class ProgressBars:
 
     def show(self, progress: NodeProgress) -> None:
         """Update the line of the node."""
-        line = self._line_of(progress.node_id)
+        if self._line is None or self._node_id != progress.node_id:
+            self._end()
+            self._node_id = progress.node_id
+            self._line = tqdm(desc=progress.node_id, unit="step", bar_format=_NO_BAR, file=sys.stderr)
         if progress.total > 1:
-            line.bar_format = None
-            line.total, line.n = progress.total, progress.done
-        line.refresh()
+            self._line.bar_format = None
+            self._line.total, self._line.n = progress.total, progress.done
+        self._line.refresh()
 
     def __enter__(self) -> ProgressBars:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._end()
-
-    def _line_of(self, node_id: str) -> tqdm:
-        if self._line is None or self._node_id != node_id:
-            self._end()
-            self._node_id = node_id
-            self._line = tqdm(desc=node_id, unit="step", bar_format=_NO_BAR, file=sys.stderr)
-        return self._line
 
     def _end(self) -> None:
         if self._line is not None:

@@ -141,14 +141,14 @@ def _check(entry: Entry) -> None:
         raise ValueError(f"it is {entry.state.value} and has no files")
 
 
+_FILE = {"name": str, "size": int, "sha256": str}
+"""Types of the values of a `KeptFile`."""
+
+
 def _file(described: object) -> KeptFile:
-    if not isinstance(described, dict) or described.keys() != {"name", "size", "sha256"}:
+    if not isinstance(described, dict) or described.keys() != _FILE.keys():
         raise ValueError("a file has a name, a size and a sha256")
-    return KeptFile(
-        name=_typed(described["name"], str),
-        size=_typed(described["size"], int),
-        sha256=_typed(described["sha256"], str),
-    )
+    return KeptFile(**{name: _typed(described[name], kind) for name, kind in _FILE.items()})
 
 
 def _listed(text: object) -> list[Any]:
@@ -278,12 +278,11 @@ class Journal:
         self._backed_up = time.monotonic()
         try:
             self._connection = sqlite3.connect(path, isolation_level=None, timeout=_LOCKED_SECONDS)
+            # Before anything is read: an untrusted file may contain triggers, views and functions.
+            self._connection.execute("PRAGMA trusted_schema = OFF")
         except sqlite3.Error as err:
             raise self._error(err) from err
         try:
-            # Before anything is read: an untrusted file may contain triggers, views and functions.
-            with self._transaction(begin=False) as execute:
-                execute("PRAGMA trusted_schema = OFF")
             self._check_or_create(workflow)
             self.entries()
         except JournalError:
@@ -509,12 +508,9 @@ class Journal:
         assert done.rowcount == 1, f"row {digest} is not {allowed}: it cannot become {after.value}"
 
     @contextmanager
-    def _transaction(self, *, begin: bool = True) -> Iterator[Callable[..., sqlite3.Cursor]]:
-        """Execute all statements inside the `with` or none; without `begin`, each is its own transaction."""
+    def _transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
+        """Execute all statements inside the `with` or none."""
         try:
-            if not begin:
-                yield self._connection.execute
-                return
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection.execute

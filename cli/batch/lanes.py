@@ -92,7 +92,7 @@ LATENT_OUTPUT = 0
 
 
 class LanesError(ValueError):
-    """An invalid number of lanes, or rows that cannot share a pass."""
+    """An invalid number of lanes, or a prompt that is not that of a pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,17 +150,12 @@ def check_lanes(lanes: int) -> None:
 def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:
     """Return the pass of these rows (row name -> its workflow); a single row keeps its own workflow.
 
-    Raises LanesError for rows that cannot share a pass.
+    Several rows must have equal `lane_traits`, and no `lane_refusal`: `lane_passes` groups rows by them.
     """
     rows = tuple(prompts)
     if len(rows) == 1:
         (prompt,) = prompts.values()
         return LanePass(rows=rows, prompt=prompt, node_ids=({own: own for own in prompt},), reason=reason)
-    traits = {row: lane_traits(prompt) for row, prompt in prompts.items()}
-    for row in rows:
-        unlike = lane_refusal(prompts[row]) or difference(traits[row], traits[rows[0]], rows[0])
-        if unlike:
-            raise LanesError(f"{row} cannot share a pass: {unlike}")
     composer = _Composer([*prompts.values()])
     return LanePass(rows=rows, prompt=composer.prompt(), node_ids=composer.node_ids())
 

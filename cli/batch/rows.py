@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...host.embedded import MOST_NESTED, Prompt, Socket, converted, names_listed, nested_deeper
-from ..arguments import OverrideError, find_node
+from ..arguments import TYPED_AS_TEXT, OverrideError, find_node
 
 NAME = "name"
 """Column with the name of the row's files; it is not an input."""
@@ -201,7 +201,6 @@ def _distinct(rows: list[Row]) -> list[Row]:
 Sockets: TypeAlias = Mapping[str, Mapping[str, Socket]]
 """Inputs of the node classes: class -> name -> input."""
 
-_TYPED_AS_TEXT = ("STRING", "COMBO")
 _NESTED = "COMFY_"
 """Prefix of the types of dynamic inputs, whose nested inputs are called input.nested."""
 
@@ -284,7 +283,7 @@ def _typed(key: str, text: str, socket: Socket | None, before: object) -> object
     """Convert a CSV cell to the type of the input or, if that is unknown, of the value in the workflow."""
     if socket is None and isinstance(before, str):
         return text
-    if socket is not None and socket.io_type in _TYPED_AS_TEXT:
+    if socket is not None and socket.io_type in TYPED_AS_TEXT:
         # Some choices are numbers.
         options = socket.options.get("options") or ()
         return next((option for option in options if text not in options and str(option) == text), text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -52,10 +52,6 @@ def server_target(url: str, workflow: Prompt) -> BatchTarget:
         raise ArgumentError("\n".join([f"the workflow cannot run on {url} (ComfyUI {version}):", *missing]))
     sockets = sockets_of_server(info)
 
-    @contextmanager
-    def opened(folder: Path, on_progress: OnProgress) -> Iterator[BatchBackend]:
-        yield ServerBackend(client, info)
-
     def faults(prompt: Prompt) -> list[str]:
         with own_checks() as (own, folder):
             return [line.replace(folder, "output") for line in server_faults(prompt, info, sockets, own)]
@@ -70,7 +66,8 @@ def server_target(url: str, workflow: Prompt) -> BatchTarget:
             "server"
         )
 
-    return BatchTarget(sockets=sockets, faults=faults, unchecked=unchecked, opened=opened)
+    backend = nullcontext(ServerBackend(client, info))
+    return BatchTarget(sockets=sockets, faults=faults, unchecked=unchecked, opened=lambda folder, on_progress: backend)
 
 
 @contextmanager
