@@ -86,7 +86,7 @@ def test_memory_stays_for_smaller_blocks_and_grows_for_larger_ones(limited_page_
     first = fill(slots, 0, KEY, 3 * PAGE, filled_with(1))
     smaller = fill(slots, 0, KEY, PAGE, filled_with(2))
     assert (smaller.data_ptr(), smaller.numel()) == (first.data_ptr(), PAGE)
-    assert (slots.nbytes, driver.asked) == (3 * PAGE, 1)
+    assert (slots.nbytes, driver.attempts) == (3 * PAGE, 1)
     del first, smaller
     larger = fill(slots, 0, KEY, 4 * PAGE, filled_with(3))
     assert (slots.nbytes, driver.locked) == (4 * PAGE, [(larger.data_ptr(), 4 * PAGE)])

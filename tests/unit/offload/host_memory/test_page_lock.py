@@ -28,7 +28,7 @@ def test_a_refusal_is_told_once_and_not_tried_again(limited_page_lock, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
             blocks.add(allocate_flat(100_000_000, "cpu"))
-    assert driver.asked == 2
+    assert driver.attempts == 2
     assert len(caplog.records) == 1
     assert (
         "0.10 GB of RAM are page-locked for the device, but the next 0.10 GB were refused (no more pages)"
