@@ -8,11 +8,11 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from ...bench import Setting, policy_name
+from ...bench import Setting, Trial, policy_name
 from ...host import StartPool, start_pool
 from ...nodes.runs import TrialTimes, pause, tensor_digest, with_steps
 from ...sampling import DenoiseRequest, seeded_noise
@@ -120,13 +120,8 @@ class BenchCase:
         return f"{self.steps} steps, {count}{layout}, {self.mode}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cases:
-    """The cases to measure, grouped by their number of workers, and the refused ones."""
-
-    cases: tuple[BenchCase, ...]
-    refused: tuple[tuple[str, str], ...]
-    """Name and reason of each refused case."""
+Refused: TypeAlias = dict[str, str]
+"""Reasons for which cases are not measured, by their names."""
 
 
 def bench_cases(
@@ -134,13 +129,13 @@ def bench_cases(
     layouts: Sequence[Mesh],
     settings: Sequence[Setting],
     pair: LayoutTraits,
-) -> Cases:
-    """Return every setting on every layout with one of these numbers of workers.
+) -> tuple[list[BenchCase], Refused]:
+    """Return every setting on every layout with one of these numbers of workers, and the refused ones.
 
     If `layouts` is empty, the defaults are layouts that split the lanes and tokens of a video and, for several videos,
     also those that distribute the videos. One worker always has the trivial layout.
     """
-    cases, refused = list[BenchCase](), dict[str, str]()
+    cases, refused = list[BenchCase](), Refused()
     for count in counts:
         chosen = [mesh for mesh in layouts if mesh.size == count]
         for mesh in chosen if layouts and count > 1 else _default_layouts(count, pair):
@@ -154,7 +149,7 @@ def bench_cases(
                     refused[case.name] = str(err)
                 else:
                     cases.append(case)
-    return Cases(cases=tuple(dict.fromkeys(cases)), refused=tuple(refused.items()))
+    return list(dict.fromkeys(cases)), refused
 
 
 def parse_mesh(words: str) -> Mesh:
@@ -205,19 +200,13 @@ CLOSE_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRun:
-    """Result of one run."""
+class BenchRun(Trial):
+    """A run on workers; its timeline has one record per step, over all videos."""
 
     wall_s: float
     """Seconds from the request to the latents."""
-    timeline: Timeline
-    """One record per step, over all videos."""
     ranks: Mapping[int, Timeline]
-    latents: str
-    """SHA-256 of the latents."""
     gathered_bytes: int
-    counts: bool
-    """False for a warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +272,7 @@ def _run_case(bench: Bench, case: BenchCase, pool: Pool, start_s: float, log: Ca
                 ranks=ran.timelines,
                 latents=tensor_digest(ran.latents),
                 gathered_bytes=ran.gathered_bytes,
-                counts=number >= bench.times.warmup,
+                warmup=number < bench.times.warmup,
             )
         )
     return CaseRuns(case=case, start_s=start_s, runs=tuple(runs))

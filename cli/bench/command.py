@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ...bench import Setting, TrialMatrix
+from ...bench import TrialMatrix
 from ...host import check_ray, cluster, gpus_of
 from ...nodes.runs import TrialTimes
-from ...schema import IN_PROCESS, ExpertsRef, Mesh, OffloadPolicy, VideoShape, WorkersRef, check_count
+from ...schema import IN_PROCESS, ExpertsRef, OffloadPolicy, VideoShape, WorkersRef, check_count
 from ...wan import open_pair
 from ..arguments import DONE, FAILED, INVALID, ArgumentError, create_output_folder, device_of, video_shape
 from ..options import BenchOptions
 from .cases import (
     Bench,
+    BenchCase,
     CaseRuns,
-    Cases,
+    Refused,
     bench_cases,
     bench_request,
     default_counts,
@@ -37,40 +36,34 @@ DEFAULT_CPU_WORKERS = 2
 SMALL_SIZE, REAL_SIZE = "128x128x17", "832x480x81"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _BenchSpec:
-    """The parsed command line."""
-
-    device: torch.device
-    video: VideoShape
-    settings: Sequence[Setting]
-    counts: Sequence[int]
-    layouts: Sequence[Mesh]
-    workers: WorkersRef
-    times: TrialTimes
-
-
 def bench(options: BenchOptions) -> int:
     """Measure, write the files, print their paths, and return the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            spec = _parse(options)
-            prepared, cases = _prepare(options, spec, _experts(options, Path(folder)))
+            prepared, cases, refused = _prepare(options, Path(folder))
             create_output_folder(options.output)
         except (ValueError, OSError) as err:
             print(err, file=sys.stderr)
             return INVALID
-        for name, why in cases.refused:
+        for name, why in refused.items():
             print(f"skipped: {name}: {why}", file=sys.stderr)
-        if not cases.cases:
+        if not cases:
             print("no case is left to measure", file=sys.stderr)
             return INVALID
         measured = list[CaseRuns]()
         paths: tuple[Path, ...] = ()
         try:
-            for runs in run_cases(prepared, cases.cases, _log):
+            for runs in run_cases(prepared, cases, _log):
                 measured.append(runs)
-                paths = _save(options, prepared, cases, measured)
+                failed = {each.case.name: each.failed for each in measured if each.failed}
+                # After each case, because all cases may take hours.
+                paths = save(
+                    measured,
+                    method=_method(options, prepared),
+                    without=[*(refused | failed).items()],
+                    device=prepared.device,
+                    folder=options.output,
+                )
                 _log(f"{runs.case.name}: {runs.failed or 'measured'}")
         except (ValueError, OSError) as err:
             print(f"failed: {err}", file=sys.stderr)
@@ -78,18 +71,6 @@ def bench(options: BenchOptions) -> int:
     for path in paths:
         print(path)
     return FAILED if any(runs.failed for runs in measured) else DONE
-
-
-def _save(options: BenchOptions, prepared: Bench, cases: Cases, measured: Sequence[CaseRuns]) -> tuple[Path, ...]:
-    """Write the results so far; called after each case, because all cases may take hours."""
-    failed = ((runs.case.name, runs.failed) for runs in measured if runs.failed)
-    return save(
-        measured,
-        method=_method(options, prepared),
-        without=(*cases.refused, *failed),
-        device=prepared.device,
-        folder=options.output,
-    )
 
 
 def _log(line: str) -> None:
@@ -106,46 +87,38 @@ def _experts(options: BenchOptions, folder: Path) -> ExpertsRef:
     return ExpertsRef(high_noise=high.absolute(), low_noise=None if low is None else low.absolute())
 
 
-def _parse(options: BenchOptions) -> _BenchSpec:
-    """Parse the options without opening any file. Raises ValueError."""
-    device = device_of(options.device)
+def _prepare(options: BenchOptions, folder: Path) -> tuple[Bench, list[BenchCase], Refused]:
+    """Return the benchmark, its cases and the refused ones; opens the experts when all options are parsed.
+
+    Random experts are written into `folder`. Raises ValueError and OSError.
+    """
+    device, video = device_of(options.device), _video(options)
     settings = TrialMatrix.parse(options.policies, "", options.steps).settings(OffloadPolicy.layerwise())
     if any(not isinstance(setting.policy, OffloadPolicy) for setting in settings):
         raise ArgumentError("--policies auto: the policy would differ between layouts; name fixed policies")
     if any(setting.steps is None for setting in settings):
         raise ArgumentError("--steps is empty: give numbers like 10,20")
-    threads = options.threads or (1 if device.type == "cpu" and options.distributed else None)
     place = cluster(options.cluster if options.distributed else IN_PROCESS)
     workers = WorkersRef(
         count=1,
         address=place.address,
         token_file=place.token_file,
         paths=place.paths,
-        threads=threads,
+        threads=options.threads or (1 if device.type == "cpu" and options.distributed else None),
         beyond_loopback=place.remote_machines,
         max_restarts=0,
     )
-    spec = _BenchSpec(
-        device=device,
-        video=_video(options),
-        settings=settings,
-        counts=_counts(options, device, place.address),
-        layouts=tuple(parse_mesh(words) for words in _split(options.layouts)),
-        workers=workers,
-        times=TrialTimes(repeats=options.repeats, warmup=options.warmup, cooldown_s=options.cooldown_s),
-    )
+    counts = _counts(options, device, place.address)
+    layouts = [parse_mesh(words) for words in _split(options.layouts)]
+    times = TrialTimes(repeats=options.repeats, warmup=options.warmup, cooldown_s=options.cooldown_s)
     check_ray(workers)
-    return spec
-
-
-def _prepare(options: BenchOptions, spec: _BenchSpec, experts: ExpertsRef) -> tuple[Bench, Cases]:
-    """Return the benchmark and its cases. Raises ValueError or OSError for experts that cannot be opened."""
+    experts = _experts(options, folder)
     with open_pair(experts) as opened:
-        pair = layout_traits(opened, spec.video, videos=options.videos, guidance=options.guidance)
+        pair = layout_traits(opened, video, videos=options.videos, guidance=options.guidance)
         channels = opened.in_channels
-    request = bench_request(spec.video, videos=options.videos, guidance=options.guidance, in_channels=channels)
-    bench = Bench(experts=experts, request=request, times=spec.times, workers=spec.workers, device=spec.device)
-    return bench, bench_cases(spec.counts, spec.layouts, spec.settings, pair)
+    request = bench_request(video, videos=options.videos, guidance=options.guidance, in_channels=channels)
+    bench = Bench(experts=experts, request=request, times=times, workers=workers, device=device)
+    return bench, *bench_cases(counts, layouts, settings, pair)
 
 
 def _video(options: BenchOptions) -> VideoShape:

@@ -15,7 +15,6 @@ from ...bench import (
     Result,
     Spread,
     Table,
-    Trial,
     Variant,
     describe_machine,
     hardware,
@@ -133,7 +132,7 @@ def _figures(runs: CaseRuns, alone: CaseRuns | None) -> Figures:
 
 
 def _counted(runs: CaseRuns) -> list[BenchRun]:
-    return [run for run in runs.runs if run.counts]
+    return [run for run in runs.runs if not run.warmup]
 
 
 def _wall(runs: CaseRuns) -> Spread:
@@ -163,9 +162,8 @@ def _memory(timelines: Sequence[Timeline]) -> Figures:
 def _variant(runs: CaseRuns) -> Variant:
     """Return the case as a variant of a report; cases with the same number of steps are one job with equal latents."""
     case = runs.case
-    trials = (Trial(timeline=run.timeline, latents=run.latents, warmup=not run.counts) for run in runs.runs)
     settings = {"Steps": str(case.steps), "Workers": str(case.workers), "Layout": str(case.mesh), "Policy": case.mode}
-    return Variant(name=case.name, settings=settings, job=f"{case.steps} steps", trials=tuple(trials))
+    return Variant(name=case.name, settings=settings, job=f"{case.steps} steps", trials=runs.runs)
 
 
 def _times(runs: CaseRuns, case: Figures) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from PIL import Image
@@ -192,20 +192,8 @@ def _frames(latent_frames: int) -> int:
     return (latent_frames - 1) * FRAMES_PER_LATENT + 1
 
 
-class RunExperts(Protocol):
-    """Signature of `run_experts`."""
-
-    def __call__(
-        self,
-        ref: ExpertsRef,
-        request: DenoiseRequest,
-        requested: Policy,
-        *,
-        node_id: str | None,
-        workers: WorkersRef | None,
-        on_step: OnStep | None,
-        traces: Path | None,
-    ) -> SamplerRun: ...
+RunExperts: TypeAlias = Callable[..., SamplerRun]
+"""Function with the arguments of `run_experts`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

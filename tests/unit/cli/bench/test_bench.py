@@ -41,7 +41,7 @@ def settings(policies: str = "layerwise", steps: str = "4") -> Any:
 
 def meshes(**changes: Any) -> list[str]:
     pair = LayoutTraits(**{**PAIR.__dict__, **changes})
-    return [str(case.mesh) for case in bench_cases((1, 2, 4), (), settings(), pair).cases]
+    return [str(case.mesh) for case in bench_cases((1, 2, 4), (), settings(), pair)[0]]
 
 
 def test_the_usual_layouts_share_one_video_and_spread_several() -> None:
@@ -53,7 +53,7 @@ def test_the_usual_layouts_share_one_video_and_spread_several() -> None:
 
 def test_every_setting_is_measured_on_the_chosen_layouts() -> None:
     layouts = [Mesh(cfg=2), Mesh(ulysses=2)]
-    cases = bench_cases((1, 2), layouts, settings(), PAIR).cases
+    cases, _ = bench_cases((1, 2), layouts, settings(), PAIR)
     assert [case.name for case in cases] == [
         "4 steps, 1 worker, layerwise, 1 ahead",
         "4 steps, 2 workers (cfg 2), layerwise, 1 ahead",
@@ -66,23 +66,22 @@ def test_workers_that_are_powers_of_two() -> None:
 
 
 def test_videos_of_a_cell_are_lanes_that_two_sides_share() -> None:
-    asked = LayoutTraits(**{**PAIR.__dict__, "guided": False, "videos": 4})
+    traits = LayoutTraits(**{**PAIR.__dict__, "guided": False, "videos": 4})
     layouts = [Mesh(cfg=2), Mesh(data=2, cfg=2), Mesh(data=4, cfg=2)]
-    cases = bench_cases((2, 4, 8), layouts, settings(), asked)
-    assert [str(case.mesh) for case in cases.cases] == ["cfg 2", "data 2 x cfg 2"]
-    ((_, why),) = cases.refused
+    cases, refused = bench_cases((2, 4, 8), layouts, settings(), traits)
+    assert [str(case.mesh) for case in cases] == ["cfg 2", "data 2 x cfg 2"]
+    (why,) = refused.values()
     assert "guidance is 1" in why
 
 
 def test_what_cannot_be_is_left_out_with_its_reason() -> None:
-    asked = settings("layerwise, block_swap 9", "1, 4")
-    cases = bench_cases((1, 2), [Mesh(stage=2), Mesh(ulysses=8)], asked, PAIR)
-    assert [case.name for case in cases.cases] == [
+    policies = settings("layerwise, block_swap 9", "1, 4")
+    cases, reasons = bench_cases((1, 2), [Mesh(stage=2), Mesh(ulysses=8)], policies, PAIR)
+    assert [case.name for case in cases] == [
         "1 steps, 1 worker, layerwise, 1 ahead",
         "4 steps, 1 worker, layerwise, 1 ahead",
         "4 steps, 2 workers (stage 2), layerwise, 1 ahead",
     ]
-    reasons = dict(cases.refused)
     assert "the run has 1 step" in reasons["1 steps, 2 workers (stage 2), layerwise, 1 ahead"]
     assert "only 8 blocks" in reasons["4 steps, 1 worker, block_swap 9, 1 ahead"]
 
@@ -115,11 +114,11 @@ def timeline(seconds: float, rss: int, experts: tuple[str, ...] = ("high", "high
 
 
 def case_runs(mesh: Mesh, *seconds: float, warm: float = 99.0, latents: str = "same", start_s: float = 3.0) -> CaseRuns:
-    def run(wall_s: float, counts: bool) -> BenchRun:
+    def run(wall_s: float, warmup: bool = False) -> BenchRun:
         ranks = {rank: timeline(wall_s / 3, 100 + rank) for rank in range(mesh.size)}
-        return BenchRun(wall_s=wall_s, timeline=ranks[0], ranks=ranks, latents=latents, gathered_bytes=7, counts=counts)
+        return BenchRun(wall_s=wall_s, timeline=ranks[0], ranks=ranks, latents=latents, gathered_bytes=7, warmup=warmup)
 
-    runs = (run(warm, False), *(run(each, True) for each in seconds))
+    runs = (run(warm, warmup=True), *map(run, seconds))
     return CaseRuns(case=BenchCase(mesh=mesh, policy=LAYERWISE, steps=3), start_s=start_s, runs=runs)
 
 
@@ -153,10 +152,10 @@ def test_a_worker_that_did_nothing_in_one_run_has_the_memory_of_the_others() -> 
 
 @pytest.mark.slow
 def test_a_worker_that_died_in_one_case_is_replaced_for_the_next(tmp_path: Path) -> None:
-    asked = bench_request(VideoShape(width=32, height=32, frames=5), videos=1, guidance=1.0, in_channels=16)
+    request = bench_request(VideoShape(width=32, height=32, frames=5), videos=1, guidance=1.0, in_channels=16)
     bench = Bench(
         experts=small_experts(tmp_path),
-        request=asked,
+        request=request,
         times=TrialTimes(repeats=1, warmup=0),
         workers=WorkersRef(count=1, address="in-process", max_restarts=0),
         device=torch.device("cpu"),
