@@ -54,11 +54,9 @@ from ..sources.base import BlockSource
 from ..sources.module import ModuleSource
 from .binding import BlockBinding, ResidentTensors
 from .buffers import BlockBuffer, BufferState
-from .forward_hooks import ForwardHooks
+from .forward_hooks import ForwardHooks, Stacks
 from .route import Route
 from .run import EngineRun
-
-Stacks = Mapping[str, Sequence[nn.Module]]
 
 
 class OffloadEngine:
@@ -113,7 +111,9 @@ class OffloadEngine:
         self.unbind_all()
         for tensors in self._resident_tensors:
             tensors.put()
-        self._forward_hooks = ForwardHooks(self, stacks) if follow_forward else None
+        self._forward_hooks = None
+        if follow_forward:
+            self._forward_hooks = ForwardHooks(stacks, lambda stack, count: self.run(self.pass_visits(count, stack)))
         self._attached = True
 
     @property

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -13,15 +13,18 @@ from ...plan import Visit
 from ...schema import StateError
 from .run import EngineRun, VisitContext
 
-if TYPE_CHECKING:
-    from .engine import OffloadEngine, Stacks
+Stacks: TypeAlias = Mapping[str, Sequence[nn.Module]]
+"""Blocks in their order, by the name of their stack."""
 
 
 class ForwardHooks:
-    """Hooks on every block: the first block of a stack starts a run, the last block of its last pass ends it."""
+    """Hooks on every block: the first block of a stack starts a run, the last block of its last pass ends it.
 
-    def __init__(self, engine: OffloadEngine, stacks: Stacks) -> None:
-        self._engine = engine
+    `run_of(stack, count)` returns a run of `count` passes through the blocks of a stack.
+    """
+
+    def __init__(self, stacks: Stacks, run_of: Callable[[str, int], EngineRun]) -> None:
+        self._run_of = run_of
         self._run: EngineRun | None = None
         self._pending: list[Visit] = []  # visits of the run that have not started, the next one last
         self._open: VisitContext | None = None
@@ -63,10 +66,9 @@ class ForwardHooks:
         ]
 
     def _begin(self, stack: str, count: int) -> None:
-        visits = self._engine.pass_visits(count, stack)
-        run = self._engine.run(visits)
+        run = self._run_of(stack, count)
         run.__enter__()
-        self._run, self._pending = run, list(reversed(visits))
+        self._run, self._pending = run, list(reversed(run.program.visits))
 
     def _enter(self, stack: str, index: int) -> None:
         due = self._pending[-1].key if self._pending and self._open is None else None
