@@ -232,14 +232,13 @@ def locked(path: Path, *, of: str) -> Iterator[None]:
 
 _APPLICATION = 0x57535442  # "WSTB" identifies a journal among SQLite files
 _VERSION = 2
-_ATTEMPTS = "CREATE TABLE attempts (prompt_id TEXT NOT NULL, hash TEXT NOT NULL)"
-_FIRST_TABLES = (
+_TABLES = (
     "CREATE TABLE batch (workflow TEXT NOT NULL)",
     "CREATE TABLE rows (hash TEXT PRIMARY KEY, line INTEGER, stem TEXT UNIQUE COLLATE NOCASE, state TEXT NOT NULL, "
     "prompt_id TEXT, attempts INTEGER NOT NULL DEFAULT 0, error TEXT, saves TEXT, files TEXT NOT NULL DEFAULT '[]')",
+    "CREATE TABLE attempts (prompt_id TEXT NOT NULL, hash TEXT NOT NULL)",
 )
-_TABLES_OF = {1: _FIRST_TABLES, _VERSION: (*_FIRST_TABLES, _ATTEMPTS)}
-"""Tables of each version of the file. `attempts` contains all prompt ids under which a row was ever posted."""
+"""Tables of the file. `attempts` contains all prompt ids under which a row was ever posted."""
 
 
 _BACK_UP_SECONDS = 60.0
@@ -434,18 +433,18 @@ class Journal:
             (version,) = execute("PRAGMA user_version").fetchone()
             tables = [row[:2] for row in execute("SELECT sql, type FROM sqlite_master")]
             if not tables:
-                for statement in (*_TABLES_OF[_VERSION], f"PRAGMA application_id = {_APPLICATION}"):
+                for statement in (*_TABLES, f"PRAGMA application_id = {_APPLICATION}"):
                     execute(statement)
                 execute(f"PRAGMA user_version = {_VERSION}")
                 execute("INSERT INTO batch VALUES (?)", (workflow,))
                 return
             if application != _APPLICATION:
                 raise JournalError(f"{self._path} is a database, but not a journal of a batch: give another --journal")
-            if version not in _TABLES_OF:
+            if version != _VERSION:
                 raise JournalError(
                     f"{self._path} was written by another version ({version}, this one writes {_VERSION})"
                 )
-            self._check_tables(tables, _TABLES_OF[version])
+            self._check_tables(tables, _TABLES)
             (found,) = execute("PRAGMA quick_check(1)").fetchone()
             if found != "ok":
                 raise DamagedJournalError(f"the journal {self._path} is damaged: {found}")
@@ -457,10 +456,6 @@ class Journal:
                     f"{self._path} is the journal of another workflow, and the workflow of a batch cannot change: give "
                     "another --out (or --journal), or the original workflow"
                 )
-            if version != _VERSION:
-                execute(_ATTEMPTS)
-                execute("INSERT INTO attempts SELECT prompt_id, hash FROM rows WHERE prompt_id IS NOT NULL")
-                execute(f"PRAGMA user_version = {_VERSION}")
 
     def _check_tables(self, tables: Sequence[Sequence[object]], wanted: Collection[object]) -> None:
         """Raise JournalError for triggers, views and other objects that this module does not create."""

@@ -308,16 +308,6 @@ def test_half_a_video_is_made_again(batch: Batch, computed: list[int], tmp_path:
     assert contents(out) == made
 
 
-def test_a_journal_of_the_first_version_goes_on(batch: Batch, computed: list[int], tmp_path: Path) -> None:
-    assert batch(ROWS[:2]) == DONE
-    connection = sqlite3.connect(tmp_path / "out" / "journal.sqlite")
-    connection.execute("DROP TABLE attempts")
-    connection.execute("PRAGMA user_version = 1")
-    connection.close()
-    assert batch() == DONE
-    assert computed == [1, 2, 3]
-
-
 def latent_of(out: Path, prompt_id: str) -> Path:
     path = out / ".wanstream" / "made" / prompt_id / "latents" / "x.latent"
     path.parent.mkdir(parents=True)
