@@ -134,11 +134,6 @@ def _path_map(number: int, line: str) -> PathMap:
     return PathMap(here=here, there=there)
 
 
-def path_map_text(paths: tuple[PathMap, ...]) -> str:
-    """Format path maps as lines, the inverse of `path_maps`."""
-    return "\n".join(f"{path.here} {ARROW} {path.there}" for path in paths)
-
-
 def check_count(count: int, address: str, *, gpus: int | None, most: int) -> None:
     """Raise WorkersError for fewer workers than one, or more than the machine can run.
 

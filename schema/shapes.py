@@ -289,9 +289,7 @@ class ExpertShape:
 
 
 T2V_A14B = ExpertShape()
-I2V_A14B = ExpertShape(in_channels=36)
 TI2V_5B = ExpertShape(width=3072, ffn_width=14336, blocks=30, in_channels=48, out_channels=48)
-WAN21_I2V_14B = ExpertShape(in_channels=36, image_width=1280)
 
 
 def _bytes(parameters: int, fp32_parameters: int) -> int:

@@ -83,11 +83,6 @@ class FileTensor:
     version: FileVersion | None = None
     packing: QuantFormat | None = None
 
-    @property
-    def format_name(self) -> str:
-        """Name of the stored format for messages: the GGUF format or the dtype."""
-        return str(self.dtype) if self.packing is None else self.packing.name
-
     def rows(self, start: int, stop: int) -> FileTensor:
         """Return rows `start` to `stop` (exclusive) as a separate tensor."""
         assert 0 <= start <= stop <= self.shape[0], f"rows {start}:{stop} of {self.shape}"

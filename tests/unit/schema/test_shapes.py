@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 
 from wanstream.schema import T2V_A14B, TI2V_5B, ExpertShape, VideoShape
-from wanstream.schema.shapes import I2V_A14B, WAN21_I2V_14B
 
 
 class Sizes(NamedTuple):
@@ -28,12 +27,12 @@ class Sizes(NamedTuple):
             id="T2V-A14B",
         ),
         pytest.param(
-            I2V_A14B,
+            ExpertShape(in_channels=36),
             Sizes(14_288_901_184, 702_788_608, 702_870_528, 466_258_048, 521_349_248, 28_111_544_320),
             id="I2V-A14B",
         ),
         pytest.param(
-            WAN21_I2V_14B,
+            ExpertShape(in_channels=36, image_width=1280),
             Sizes(16_394_878_784, 807_676_928, 807_758_848, 482_680_448, 537_797_248, 32_307_077_120),
             id="Wan2.1-I2V-14B",
         ),

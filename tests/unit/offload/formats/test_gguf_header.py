@@ -105,7 +105,7 @@ def test_places_are_those_that_the_package_finds(everything):
             assert ours.shape == tuple(int(size) for size in reversed(theirs.shape))
     assert header.tensors["reshaped"].shape == (3, 2, 1, 2, 2)
     assert header.tensors["q4_k"].shape == (6, 512)
-    assert header.tensors["q4_k"].format_name == "Q4_K"
+    assert header.tensors["q4_k"].packing.name == "Q4_K"
 
 
 def test_bytes_are_those_that_were_written(everything):
@@ -235,7 +235,7 @@ def test_every_type_of_ggml_is_known_by_its_name(tmp_path, kind):
     if kind.value in PLAIN_TYPES:
         assert read_gguf_header(path).tensors["a"].packing is None
     elif kind.name in READABLE_TYPES:
-        assert read_gguf_header(path).tensors["a"].format_name == kind.name
+        assert read_gguf_header(path).tensors["a"].packing.name == kind.name
     else:
         with pytest.raises(CheckpointFileError, match=f"a is stored as {kind.name},"):
             read_gguf_header(path)
