@@ -16,11 +16,11 @@ from .formats.safetensors_header import (
     file_version,
     read_header,
 )
-from .host_memory.pages import CudaPageLock, PageLockError, map_memory
+from .host_memory.pages import CudaPageLock, LockedBlocks, map_memory
 from .host_memory.ram_slots import HostPages
 from .host_memory.shared_segment import SharedSegment, sweep
 from .patches import BlockPatch, WeightPatch
-from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
+from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise, typical_s
 from .sharding.group import GatherBrokenError, Sharded, StoppedTogether, shard_bytes
 from .sources.base import InsufficientRamError
 from .sources.file import FileSource, read_tensors
@@ -41,8 +41,8 @@ __all__ = [
     "GatherBrokenError",
     "HostPages",
     "InsufficientRamError",
+    "LockedBlocks",
     "OffloadEngine",
-    "PageLockError",
     "QuantFormat",
     "QuantisedSource",
     "Sharded",
@@ -70,4 +70,5 @@ __all__ = [
     "streamed_names",
     "sweep",
     "tensor_views",
+    "typical_s",
 ]

@@ -132,7 +132,7 @@ def probe_bus(device: torch.device, *, compute: Callable[[], None]) -> BusRates:
 def probe_copy() -> float:
     """Return the bytes per second of a torch copy from RAM to RAM."""
     source, target = (torch.zeros(PIECE_BYTES, dtype=torch.uint8) for _ in range(2))
-    return PIECE_BYTES / _typical_s(lambda: target.copy_(source), torch.device("cpu"))
+    return PIECE_BYTES / typical_s(lambda: target.copy_(source), torch.device("cpu"))
 
 
 def probe_decode(device: torch.device) -> float:
@@ -140,7 +140,7 @@ def probe_decode(device: torch.device) -> float:
     stored = torch.zeros(SIDE, SIDE, device=device).to(QUANTISED_DTYPE)
     into = torch.empty(SIDE, SIDE, dtype=torch.bfloat16, device=device)
     scale = torch.ones(SIDE, 1, device=device)
-    return into.nbytes / _typical_s(lambda: decode_tensor(stored, into, scale=scale), device)
+    return into.nbytes / typical_s(lambda: decode_tensor(stored, into, scale=scale), device)
 
 
 def probe_quantise() -> float:
@@ -163,7 +163,7 @@ def probe_quantise() -> float:
             for job in jobs:
                 job.result()
 
-        return values.nbytes / _typical_s(all_parts, torch.device("cpu"))
+        return values.nbytes / typical_s(all_parts, torch.device("cpu"))
 
 
 class _CopyTimer:
@@ -190,7 +190,7 @@ class _CopyTimer:
         return source.numel() / median(times[1:])
 
 
-def _typical_s(work: Callable[[], object], device: torch.device, *, repeats: int = 3) -> float:
+def typical_s(work: Callable[[], object], device: torch.device, *, repeats: int = 3) -> float:
     """Return the median seconds of a few calls of `work` on `device` after a warm-up call."""
     clock = clock_for(device)
     times = []

@@ -6,8 +6,8 @@ Tokens are split by diffusers' context parallelism, with suitable attention back
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from ...devices import dtype_name
 from ...sampling import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, Share, tokens_of
 from ...schema import MeshError
 from ...wan import ExpertEngine, Lane
-from .groups import ProcessGroups, all_gather_cpu
+from .groups import ProcessGroups
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -96,8 +96,8 @@ class ContextMesh:
 
 
 @contextmanager
-def context_parallel(groups: ProcessGroups, engine: ExpertEngine) -> Iterator[None]:
-    """Make the engine's models compute only this worker's tokens; restore them on exit.
+def context_parallel(groups: ProcessGroups, model: WanTransformer3DModel) -> Iterator[None]:
+    """Make a model compute only this worker's tokens; restore it on exit.
 
     Hooks that are added inside must be removed before the exit. A chunked forward must be installed before this,
     because it replaces `block.forward`, which the hooks wrap.
@@ -105,14 +105,6 @@ def context_parallel(groups: ProcessGroups, engine: ExpertEngine) -> Iterator[No
     Raises:
         MeshError: the heads cannot be split evenly, or attention cannot be parallelised on this device.
     """
-    with ExitStack() as attached:
-        for model in engine.models.bare.values():
-            attached.enter_context(_attached(model, groups))
-        yield
-
-
-@contextmanager
-def _attached(model: WanTransformer3DModel, groups: ProcessGroups) -> Iterator[None]:
     from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
     from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 
@@ -130,9 +122,8 @@ def _attached(model: WanTransformer3DModel, groups: ProcessGroups) -> Iterator[N
             attached.enter_context(_restored(model.get_submodule(name), "forward", "_diffusers_hook"))
         for block in model.blocks:
             attached.enter_context(_parallel_attention(block.attn1.processor, config, groups, dtype))
-            counter = block.attn1.register_forward_pre_hook(_AttentionBytes(groups))
-            attached.callback(counter.remove)
-        attached.callback(model.proj_out.register_forward_hook(_OutputBytes(groups)).remove)
+            attached.callback(block.attn1.register_forward_pre_hook(_attention_counter(groups)).remove)
+        attached.callback(model.proj_out.register_forward_hook(_output_counter(groups)).remove)
         attached.callback(remove_context_parallel, model, plan)
         apply_context_parallel(model, parallel, plan)
         yield
@@ -168,29 +159,27 @@ def _restored(thing: object, *names: str) -> Iterator[None]:
         attributes.update(before)
 
 
-class _AttentionBytes:
-    """Hook that counts the bytes a self-attention receives from other workers, computed from its input."""
+def _attention_counter(groups: ProcessGroups) -> Callable[..., None]:
+    """Return a hook that counts the bytes a self-attention receives from other workers, computed from its input."""
+    ring, ulysses = groups.mesh.ring, groups.mesh.ulysses
+    # Ulysses exchanges q, k, v and the result except for the own part; a ring sends k and v of the other workers.
+    tensors = 4 * (ulysses - 1) / ulysses + 2 * (ring - 1)
 
-    def __init__(self, groups: ProcessGroups) -> None:
-        self._groups = groups
-        ring, ulysses = groups.mesh.ring, groups.mesh.ulysses
-        # Ulysses exchanges q, k, v and the result except for the own part; a ring sends k and v of the other workers.
-        self._tensors = 4 * (ulysses - 1) / ulysses + 2 * (ring - 1)
-
-    def __call__(self, module: object, inputs: tuple[torch.Tensor, ...]) -> None:
+    def count(module: object, inputs: tuple[torch.Tensor, ...]) -> None:
         # Not `nbytes`, which a compiled graph for any number of tokens cannot trace.
-        self._groups.count_gathered(round(self._tensors * inputs[0].numel() * inputs[0].element_size()))
+        groups.count_gathered(round(tensors * inputs[0].numel() * inputs[0].element_size()))
+
+    return count
 
 
-class _OutputBytes:
-    """Hook that counts the bytes this worker receives when all tokens are gathered at the output."""
+def _output_counter(groups: ProcessGroups) -> Callable[..., None]:
+    """Return a hook that counts the bytes this worker receives when all tokens are gathered at the output."""
+    tokens = groups.mesh.ring * groups.mesh.ulysses
 
-    def __init__(self, groups: ProcessGroups) -> None:
-        self._groups = groups
-        self._tokens = groups.mesh.ring * groups.mesh.ulysses
+    def count(module: object, inputs: object, output: torch.Tensor) -> None:
+        groups.count_gathered(output.nbytes * (tokens - 1) // tokens)
 
-    def __call__(self, module: object, inputs: object, output: torch.Tensor) -> None:
-        self._groups.count_gathered(output.nbytes * (self._tokens - 1) // self._tokens)
+    return count
 
 
 def lanes_of_rank(count: int, cfg_rank: int) -> slice:
@@ -227,9 +216,14 @@ class GroupForward:
         self._groups = groups
         self.share = Share(cfg=groups.mesh.cfg, ring=groups.mesh.ring, ulysses=groups.mesh.ulysses)
 
-    def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
+    @contextmanager
+    def attached(self, engine: ExpertEngine) -> Iterator[None]:
         """See `ParallelForward.attached`. Raises MeshError if the mesh does not fit the experts or this device."""
-        return nullcontext() if self._context_size == 1 else context_parallel(self._groups, engine)
+        with ExitStack() as attached:
+            if self._context_size > 1:
+                for model in engine.models.bare.values():
+                    attached.enter_context(context_parallel(self._groups, model))
+            yield
 
     def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
         """See `ParallelForward.forward`.
@@ -266,7 +260,7 @@ class GroupForward:
             WorkerTimeoutError: a worker did not call within the rendezvous's timeout.
             PeerLostError: a worker is gone.
         """
-        parts, shares = all_gather_cpu(self._groups, sums), self._context_size
+        parts, shares = self._groups.all_gather_cpu(sums, "waited for the values of its group"), self._context_size
         # Every worker adds in the same order, so the sums are bit-equal on all of them.
         totals = [torch.stack(parts[first : first + shares]).sum(dim=0) for first in range(0, len(parts), shares)]
         return AllReduced(totals[self._groups.rank // shares], torch.cat(totals))

@@ -12,13 +12,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch.distributed as dist
@@ -54,74 +52,37 @@ def is_peer_error(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or GLOO_PATH in str(error)
 
 
-FD_FOLDER = Path("/dev/fd")
-"""Open files of this process; missing on Windows, where a waiting collective lasts until its timeout."""
+def open_sockets() -> frozenset[Any]:
+    """Return all TCP sockets of this process, as named tuples of psutil. On Windows they have no descriptor."""
+    return frozenset(psutil.Process().net_connections("tcp"))
 
 
-class TcpSocket(NamedTuple):
-    """An open socket of this process."""
-
-    fd: int
-    """File descriptor."""
-    port: int
-    peer_port: int | None
-    """None if the socket is not connected."""
-    listens: bool
-
-
-def open_sockets() -> frozenset[TcpSocket]:
-    """Return all TCP sockets of this process."""
-    return frozenset(_open_sockets())
-
-
-def connections_of(before: Collection[TcpSocket], exchange: Callable[[str], list[str]]) -> frozenset[TcpSocket]:
+def connections_of(before: Collection[Any], exchange: Callable[[str], list[str]]) -> frozenset[Any]:
     """Return the connections between workers of the group that were opened since `before`.
 
     Other threads may have opened sockets too. So `exchange` sends the new listening ports of this worker and returns
     those of all workers, and only connections to one of these ports count.
     """
     opened = open_sockets() - frozenset(before)
-    own_ports = {each.port for each in opened if each.listens}
+    own_ports = {each.laddr.port for each in opened if each.status == psutil.CONN_LISTEN}
     published = exchange(",".join(map(str, sorted(own_ports))))
     all_ports = {int(port) for ports in published for port in ports.split(",") if port}
     return frozenset(
-        each for each in opened if not each.listens and (each.port in own_ports or each.peer_port in all_ports)
+        each for each in opened if each.raddr and (each.laddr.port in own_ports or each.raddr.port in all_ports)
     )
 
 
-def shut_down(connections: Collection[TcpSocket]) -> None:
-    """Shut down the connections that are still open. Calling it twice is allowed."""
+def shut_down(connections: Collection[Any]) -> None:
+    """Shut down the connections that are still open. Calling it twice is allowed.
+
+    Without descriptors, on Windows, it does nothing: a waiting collective lasts until its timeout.
+    """
     for each in connections:
-        with suppress(OSError), _duplicate(each.fd) as ours:  # gloo, or the peer, may have closed it
+        # A duplicate of the descriptor, because closing it leaves that of gloo open. gloo may have closed it before.
+        with suppress(OSError), socket.fromfd(each.fd, each.family, each.type) as ours:
             # The descriptor may have been reused for another socket since.
-            if _describe(each.fd, ours) == each:
+            if (ours.getsockname()[1], ours.getpeername()[1]) == (each.laddr.port, each.raddr.port):
                 ours.shutdown(socket.SHUT_RDWR)
-
-
-def _open_sockets() -> Iterator[TcpSocket]:
-    for name in os.listdir(FD_FOLDER) if FD_FOLDER.exists() else ():
-        with suppress(OSError), _duplicate(int(name)) as ours:  # not a socket, or closed since
-            if ours.family in (socket.AF_INET, socket.AF_INET6) and ours.type == socket.SOCK_STREAM:
-                yield _describe(int(name), ours)
-
-
-def _describe(fd: int, ours: socket.socket) -> TcpSocket:
-    listens = bool(ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-    return TcpSocket(fd, ours.getsockname()[1], _peer_port(ours), listens)
-
-
-def _peer_port(ours: socket.socket) -> int | None:
-    try:
-        return int(ours.getpeername()[1])
-    except OSError:
-        return None
-
-
-def _duplicate(fd: int) -> socket.socket:
-    """Return the socket under another descriptor, so that closing it leaves the original open. Raises OSError."""
-    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-        raise OSError(errno.ENOTSOCK, f"file {fd} is not a socket")
-    return socket.socket(fileno=os.dup(fd))
 
 
 POLL_S = 0.05
@@ -258,19 +219,15 @@ def interface_towards(host: str, port: int) -> Iterator[None]:
     Variables that the user has set are kept. The one of NCCL is not removed, because NCCL reads it when it first
     connects, which is after this context.
     """
-    name = _interface(host, port)
-    if name is None:
-        yield
-        return
-    os.environ.setdefault(NCCL_INTERFACE, name)
-    if GLOO_INTERFACE in os.environ:
-        yield
-        return
-    os.environ[GLOO_INTERFACE] = name
+    name, is_set = _interface(host, port), GLOO_INTERFACE in os.environ
+    if name is not None:
+        for variable in (NCCL_INTERFACE, GLOO_INTERFACE):
+            os.environ.setdefault(variable, name)
     try:
         yield
     finally:
-        del os.environ[GLOO_INTERFACE]
+        if not is_set:
+            os.environ.pop(GLOO_INTERFACE, None)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -21,9 +21,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from ...devices import available_bytes, clock_for, free_bytes
-from ...offload import CudaPageLock, GatherBrokenError, PageLockError, Sharded, map_memory, shard_bytes
+from ...offload import CudaPageLock, GatherBrokenError, LockedBlocks, Sharded, map_memory, shard_bytes, typical_s
 from ...sampling import DenoiseRequest, request_job, working_bytes
 from ...schema import (
     ON_DEVICE,
@@ -44,7 +45,8 @@ from ...schema import (
     format_size,
 )
 from ...wan import ExpertPair, probe_block
-from .groups import GroupsState, ProcessGroups, all_gather_cpu
+from ..transport.threads import run_in_thread
+from .groups import GroupsState, ProcessGroups
 from .parallel_forward import group_forward
 
 COMPARED_BYTES = 64
@@ -69,7 +71,7 @@ class GroupGather:
         """See `Gather.compare`. Raises WorkerTimeoutError and PeerLostError."""
         assert len(said) <= COMPARED_BYTES, f"{len(said)} bytes to compare, at most {COMPARED_BYTES}"
         own = torch.tensor(list(said.ljust(COMPARED_BYTES, b"\0")), dtype=torch.uint8)
-        gathered = all_gather_cpu(self._groups, own, "compared the blocks to be streamed")
+        gathered = self._groups.all_gather_cpu(own, "compared the blocks to be streamed")
         return tuple(bytes(one.tolist())[: len(said)] for one in gathered)
 
     def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
@@ -130,11 +132,7 @@ MIN_GAIN = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFigures:
-    """Measurements of one worker group, each from its slowest worker; all times are seconds per block.
-
-    Raises:
-        ValueError: a figure is not above 0 (`free_bytes`: negative) or not finite.
-    """
+    """Measurements of one worker group, each from its slowest worker; all times are seconds per block and above 0."""
 
     workers: int
     block_bytes: int
@@ -155,12 +153,6 @@ class WeightFigures:
     """Gather of a block while all workers copy shards of another block."""
     free_bytes: int
     """Device memory left free by a run with full weights."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name == "free_bytes" else None
-            if not (0 < value < math.inf or value == least):
-                raise ValueError(f"{field.name} is {value!r}, it must be a number above 0")
 
     @property
     def shards_bytes(self) -> int:
@@ -219,115 +211,78 @@ REPEATS = 5
 """Number of measurements after a warm-up, of which the median is used."""
 
 
-TIMES = ("h2d_s", "h2d_concurrent_s", "shard_h2d_s", "gather_s", "gather_during_h2d_s")
-"""Figures of `WeightFigures` that `probe_weights` measures, in their order."""
-
-
 def probe_weights(groups: ProcessGroups, block_bytes: int) -> dict[str, float]:
-    """Measure `TIMES` with blocks of `block_bytes` stored bytes; every worker of the group returns the same figures.
+    """Measure the times of `WeightFigures`, except for `visit_s`, with blocks of `block_bytes` stored bytes.
 
-    Raises WorkerTimeoutError and PeerLostError.
+    Every worker of the group returns the same figures. Raises WorkerTimeoutError and PeerLostError.
     """
-    probe = _Probe(groups, min(block_bytes, PROBE_BYTES[groups.device.type]))
+    device, gather = groups.device, GroupGather(groups)
+    shard = shard_bytes(min(block_bytes, PROBE_BYTES[device.type]), groups.size)
+    host = map_memory(shard * groups.size)
+    host.zero_()
+    copied, gathered = (torch.empty(host.numel(), dtype=torch.uint8, device=device) for _ in range(2))
+    own = torch.zeros(shard, dtype=torch.uint8, device=device)
+
+    def copy(nbytes: int) -> None:
+        copied[:nbytes].copy_(host[:nbytes], non_blocking=True)
+
+    def wait_for_all() -> None:
+        gather.compare(b"probe")
+
+    copy_block, copy_shard = partial(copy, host.numel()), partial(copy, shard)
+    gather_block = partial(gather.all_gather, gathered, own)
+    times = {}
+    with _page_locked(host, device):
+        for rank in range(groups.size):
+            wait_for_all()
+            if rank == groups.rank:
+                times["h2d_s"] = typical_s(copy_block, device, repeats=REPEATS)
+        wait_for_all()
+        times["h2d_concurrent_s"] = typical_s(copy_block, device, repeats=REPEATS)
+        wait_for_all()
+        times["gather_s"] = typical_s(gather_block, device, repeats=REPEATS)
+        wait_for_all()
+        times["shard_h2d_s"], times["gather_during_h2d_s"] = _both_s(copy_shard, gather_block, device)
+    scale = block_bytes / host.numel()
+    scaled = [scale * max(seconds, 1e-9) for seconds in times.values()]
+    return dict(zip(times, groups.all_reduce_max(scaled, "compared the times of weights"), strict=True))
+
+
+@contextmanager
+def _page_locked(host: torch.Tensor, device: torch.device) -> Iterator[None]:
+    """Lock the pages of `host` for a GPU, if the driver does not refuse it."""
+    if device.type != "cuda":
+        yield
+        return
+    locked = LockedBlocks(CudaPageLock(device))
+    locked.add(host)
     try:
-        seconds = probe.times()
+        yield
     finally:
-        probe.close()
-    scale = block_bytes / probe.nbytes
-    slowest = _worst(groups, [scale * value for value in seconds], "compared the times of weights")
-    return dict(zip(TIMES, slowest, strict=True))
+        clock_for(device).settle()
+        locked.release()
 
 
-class _Probe:
-    """Buffers of one worker's measurements: a block on the host, and a copied and a gathered block on the device."""
+def _both_s(copy: Callable[[], None], gather: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """Return the median seconds of a copy and of a gather, both at the same time.
 
-    def __init__(self, groups: ProcessGroups, nbytes: int) -> None:
-        self._groups, self._gather = groups, GroupGather(groups)
-        device = groups.device
-        self._shard = shard_bytes(nbytes, groups.size)
-        self.nbytes = self._shard * groups.size
-        self._clock = clock_for(device)
-        self._on_gpu = device.type == "cuda"
-        self._host = map_memory(self.nbytes)
-        self._host.zero_()
-        self._on_device = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        self._own_shard = torch.zeros(self._shard, dtype=torch.uint8, device=device)
-        self._gathered = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        self._copy_stream = torch.cuda.Stream(device) if self._on_gpu else None
-        self._lock: CudaPageLock | None = CudaPageLock(device) if self._on_gpu else None
-        try:
-            if self._lock is not None:
-                self._lock.lock(self._host)
-        except PageLockError:
-            self._lock = None
+    The number of gathers is fixed, because they are collective; copies are repeated until the gathers are done.
+    """
+    finished, copied = threading.Event(), list[float]()
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def close(self) -> None:
-        self._clock.settle()
-        if self._lock is not None:
-            self._lock.unlock(self._host)
+    def copy_until_finished() -> None:
+        with torch.cuda.stream(stream):
+            while not (copied and finished.is_set()):
+                copied.append(typical_s(copy, device, repeats=1))
 
-    def times(self) -> list[float]:
-        """Return seconds in the order of `TIMES`."""
-        alone = 0.0
-        for rank in range(self._groups.size):
-            self._barrier()
-            if rank == self._groups.rank:
-                alone = self._median_s(self._copy)
-        self._barrier()
-        concurrent = self._median_s(self._copy)
-        self._barrier()
-        gather = self._median_s(self._gather_once)
-        self._barrier()
-        shard, during = self._copy_and_gather()
-        return [alone, concurrent, shard, gather, during]
-
-    def _copy(self) -> None:
-        self._on_device.copy_(self._host, non_blocking=True)
-
-    def _copy_shard(self) -> None:
-        self._on_device[: self._shard].copy_(self._host[: self._shard], non_blocking=True)
-
-    def _gather_once(self) -> None:
-        self._gather.all_gather(self._gathered, self._own_shard)
-
-    def _copy_and_gather(self) -> tuple[float, float]:
-        """Return the median seconds of copying a shard and of a gather, both at the same time.
-
-        The number of gathers is fixed, because they are collective; copies are repeated until the gathers are done.
-        """
-        finished = threading.Event()
-        copied: list[float] = []
-
-        def copy_until_finished() -> None:
-            with self._on_copy_stream():
-                while not (copied and finished.is_set()):
-                    copied.append(self._time_s(self._copy_shard))
-
-        copying = threading.Thread(target=copy_until_finished, name="wanstream-probe", daemon=True)
-        copying.start()
-        try:
-            gathered = self._median_s(self._gather_once)
-        finally:
-            finished.set()
-            copying.join()
-        return median(copied), gathered
-
-    def _on_copy_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._copy_stream is None else torch.cuda.stream(self._copy_stream)
-
-    def _median_s(self, work: Callable[[], None]) -> float:
-        return median([self._time_s(work) for _ in range(REPEATS + 1)][1:])
-
-    def _time_s(self, work: Callable[[], None]) -> float:
-        start = self._clock.mark()
-        work()
-        end = self._clock.mark()
-        self._clock.settle()
-        return max(self._clock.seconds(start, end), 1e-9)
-
-    def _barrier(self) -> None:
-        """Wait until all workers have finished the last measurement."""
-        self._gather.compare(b"probe")
+    copying = run_in_thread("wanstream-probe", copy_until_finished)
+    try:
+        gathered = typical_s(gather, device, repeats=REPEATS)
+    finally:
+        finished.set()
+        copying.result()
+    return median(copied), gathered
 
 
 COMPUTE_PROBE_S = 0.5
@@ -390,9 +345,13 @@ def measure(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest, po
     Raises WorkerTimeoutError and PeerLostError.
     """
     times = probe_weights(groups, pair.stored_bytes)
+    free = free_bytes(groups.device)
+    if free is None:
+        free = available_bytes()
+    free += pair.loaded_bytes - taken_bytes(groups, pair, request, policy)
     # The free bytes are negated, so that their maximum over the workers is the minimum of free memory.
-    figures = [_visit_s(groups, pair, request), -_free_bytes(groups, pair, request, policy)]
-    visit_s, negated = _worst(groups, figures, "compared the needs of a run")
+    figures = [_visit_s(groups, pair, request), -free]
+    visit_s, negated = groups.all_reduce_max(figures, "compared the needs of a run")
     return WeightFigures(
         workers=groups.size,
         block_bytes=pair.stored_bytes,
@@ -414,25 +373,9 @@ def _visit_s(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest) -
     return lanes * job.expert.block_flops(job.tokens) / shares / rate
 
 
-def _free_bytes(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> float:
-    """Return the device memory (RAM on a CPU) left free by the run with whole weights, in bytes; may be negative."""
-    free = free_bytes(groups.device)
-    if free is None:
-        free = available_bytes()
-    return free + pair.loaded_bytes - taken_bytes(groups, pair, request, policy)
-
-
 def taken_bytes(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> int:
     """Return the device memory that this worker needs for its share of a run with whole weights, in bytes."""
     shape, share = request.computed_shape, group_forward(groups).share
     chunk, cache = policy.chunk_tokens, request.cache
     working = working_bytes(pair, shape, guided=request.guided, chunk_tokens=chunk, share=share, cache=cache)
     return pair.device_bytes(policy, device=groups.device) + working
-
-
-def _worst(groups: ProcessGroups, figures: list[float], doing: str) -> list[float]:
-    """Return the maximum of each figure over the workers of the group."""
-    worst = torch.tensor(figures, dtype=torch.float64)
-    with groups.translate_errors(doing):
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.group("control"))
-    return [float(value) for value in worst]
