@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from .driver.decode import DecodeJob, TileDone, decode_in_shared_tiles, tiles_by_memory
+from .driver.decode import decode_in_shared_tiles, tiles_by_memory
 from .driver.driver import Driver, part_sizes
 from .driver.stage_run import RestartLimitError
 from .driver.worker_group import WorkerFailedError
-from .messages import DecodeCancelled
+from .messages import DecodeTask
 from .ray.environment import RayMissingError, check_token_file
 from .ray.pool import RayPool
 from .transport.in_process import InProcessPool
 from .transport.pool import Pool, WorkerLostError
 
 __all__ = [
-    "DecodeCancelled",
-    "DecodeJob",
+    "DecodeTask",
     "Driver",
     "InProcessPool",
     "Pool",
     "RayMissingError",
     "RayPool",
     "RestartLimitError",
-    "TileDone",
     "WorkerFailedError",
     "WorkerLostError",
     "check_token_file",

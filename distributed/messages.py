@@ -26,7 +26,7 @@ class RendezvousSpec:
     """Address of the leader, which serves the store; all workers of the group must reach it."""
     port: int
     generation: int
-    """Number of the rendezvous; messages of earlier ones are ignored."""
+    """Number of the rendezvous, from 1; messages of earlier ones are ignored."""
     timeout_s: float
     weights: WeightPlacement = "full"
     """With "auto", the workers of each group measure before their first run, and choose together."""
@@ -36,7 +36,8 @@ class RendezvousSpec:
 class RunTask:
     """Part of a run, for all workers of one group."""
 
-    run_id: str
+    run_id: str = ""
+    """Unique for every try of a job."""
     experts: ExpertsRef
     """Experts with paths of the driver's machine."""
     request: DenoiseRequest
@@ -46,18 +47,15 @@ class RunTask:
     resume: RunState | None = None
     until: int | None = None
     """See `RunSlice`."""
-    generation: int | None = None
-    """Rendezvous that the worker must be in; None: any, or none."""
+    generation: int = 0
+    """Rendezvous that the worker must be in; 0: any, or none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepReport:
     """Report of a worker after a step."""
 
-    rank: int
     record: StepRecord
-    done: int
-    """See `StepProgress`."""
     denoised: torch.Tensor | None = None
     """[B, 16, T, h, w] float32 on the CPU; None unless this is the leader."""
     state: RunState | None = None
@@ -69,8 +67,6 @@ class TaskResult:
     """Result of a worker after its task. The transport raises errors instead."""
 
     timeline: Timeline
-    latents: torch.Tensor | None
-    """[B, 16, T, h, w] float32 on the CPU after the last step of the task; None unless this is the leader."""
     gathered_bytes: int = 0
     """Bytes received from other workers in this task: velocities, tokens and shards of weights."""
 
@@ -97,8 +93,8 @@ class WorkerFacts:
     tile_bytes: int = 0
     """Device memory for a decode: the free memory and the memory that experts release. All workers of a machine share
     its RAM."""
-    generation: int | None = None
-    """Rendezvous of the worker; None outside of one."""
+    generation: int = 0
+    """Rendezvous of the worker; 0 outside of one."""
     auto_dtype: str = "float32"
     """Dtype on this worker for experts with `compute_dtype` "auto"."""
     machine: str = ""
@@ -107,13 +103,14 @@ class WorkerFacts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeTask:
-    """One tile of a video to be decoded."""
+    """Videos, or one tile of a video, to be decoded."""
 
-    run_id: str
+    run_id: str = ""
+    """Unique for every try of a decode."""
     vae: Path
     """VAE file or folder, as a path on the driver's machine."""
     latents: torch.Tensor
-    """[1, C, T, h, w], raw latents of the tile, on the CPU."""
+    """[B, C, T, h, w], raw latents on the CPU; B is 1 for a tile."""
     dtype: torch.dtype = torch.float32
     """Compute dtype of the VAE."""
     paths: tuple[PathMap, ...] = ()

@@ -23,15 +23,15 @@ from ...devices import AUTO, common_dtype, dtype_name
 from ...plan import stage_boundaries
 from ...sampling import DenoiseRequest, RequestError, RunState, SamplingCancelled, StepProgress, split_request
 from ...schema import ExpertsRef, Mesh, OffloadPolicy, StateError, WorkersRef
-from ..messages import StepReport, WorkerFacts
+from ..messages import RunTask, StepReport, WorkerFacts
 from ..transport.path_map import check_paths, paths_of
 from ..transport.pool import Pool, WorkerLostError
 from ..transport.threads import run_in_thread
 from .rendezvous import Rendezvous
 from .results import DistributedResult, TaskLog
 from .schedule import GroupId, JobSchedule
-from .stage_run import POLL_S, RestartLimitError, StageRun, StepTaken
-from .worker_group import Work, WorkerGroup
+from .stage_run import POLL_S, RestartLimitError, StageRun
+from .worker_group import WorkerGroup
 
 logger = logging.getLogger("wanstream.distributed")
 
@@ -53,11 +53,9 @@ class Driver:
         self.mesh = mesh
         self._ref, self._follows = ref, follows
         self._running = threading.Lock()
-        rendezvous, layout = Rendezvous(pool, ref), replace(mesh, data=1, stage=1)
+        layout = replace(mesh, data=1, stage=1)
         self._groups = {
-            GroupId(*place): WorkerGroup(
-                GroupId(*place), pool, mesh.worker_group(*place), layout, rendezvous, ref.timeout_s
-            )
+            GroupId(*place): WorkerGroup(Rendezvous(pool, ref, mesh.worker_group(*place), layout))
             for place in mesh.worker_groups()
         }
 
@@ -92,29 +90,30 @@ class Driver:
         with self._exclusive():
             log = TaskLog()
             steps = [stage_steps(part, self.mesh.stage) for part in parts]
-            schedule = JobSchedule.of(steps, data=self.mesh.data, max_restarts=self._ref.max_restarts)
+            schedule = JobSchedule(steps, data=self.mesh.data, max_restarts=self._ref.max_restarts)
             run: StageRun[StepReport] = StageRun(schedule, self._groups, [None] * len(parts))
             experts = _in_one_dtype(experts, self._connect(experts, parts[0].start_step, should_stop))
-            work = Work(requests=parts, experts=experts, paths=self._ref.paths, policy=policy, log=log)
+            tasks = [RunTask(experts=experts, request=part, policy=policy, paths=self._ref.paths) for part in parts]
             for group in self._groups.values():
-                group.assign(work)
-            with closing(run.events(should_stop)) as events:
-                for event in events:
-                    if on_step is not None and isinstance(event, StepTaken):
-                        on_step(progress.add(event.item, event.state))
+                group.assign(tasks, log)
+            with closing(run.steps(should_stop)) as steps_taken:
+                for part, report in steps_taken:
+                    if on_step is not None:
+                        on_step(progress.add(part, report))
         reports = [run.pop_state(item) for item in range(len(parts))]
-        return log.result(parts[0].step_plan.end_sigma, reports, restarts=run.schedule.lost)
+        return log.result(parts[0].step_plan.end_sigma, reports, restarts=schedule.lost)
 
     def disable(self) -> None:
         """Make all later repairs do nothing, because another driver has the workers. Waits for repairs in progress."""
         for group in self._groups.values():
-            group.disable()
+            group.rendezvous.disable()
 
     def _connect(self, experts: ExpertsRef, start_step: int, should_stop: ShouldStop | None) -> list[WorkerFacts]:
         """Connect the workers of all groups at once, those that are not joined yet. Returns their facts."""
         paths = [str(path) for path in paths_of(experts)]
         connecting = [
-            run_in_thread("wanstream-connect", self._connect_group, group, paths) for group in self._groups.values()
+            run_in_thread("wanstream-connect", self._connect_group, group.rendezvous, paths)
+            for group in self._groups.values()
         ]
         while wait(connecting, timeout=POLL_S).not_done:
             if should_stop is not None and should_stop():
@@ -123,7 +122,7 @@ class Driver:
         check_paths(facts, self._ref.paths)
         return facts
 
-    def _connect_group(self, group: WorkerGroup, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
+    def _connect_group(self, group: Rendezvous, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
         """Connect a group, in as many tries as a run may restart workers. Losses here do not count for the run."""
         former = self._follows
         if former is not None:

@@ -22,56 +22,46 @@ The end of a task, after its last block, is such a time.
 """
 
 
-def silence_limit(timeout_s: float, *, begun: bool, slowest_s: float = 0.0) -> float:
-    """Return the seconds without a sign of life after which workers count as hung.
-
-    The limit is longer than `timeout_s`, so that workers that wait for a hung peer report it first.
-
-    Args:
-        timeout_s: how long workers wait for each other; longer than their slowest block.
-        begun: one of them has begun a block of its task.
-        slowest_s: duration of their slowest step so far.
-    """
-    return 2 * timeout_s + (SLOWER * slowest_s if begun else OPENING_S)
-
-
 class Heartbeat:
     """Signs of life of some workers since its creation. No method blocks; not thread-safe.
 
     Args:
-        timeout_s: see `silence_limit`.
+        timeout_s: how long workers wait for each other; longer than their slowest block.
     """
 
     def __init__(self, workers: Sequence[WorkerHandle], timeout_s: float) -> None:
-        self._workers, self._every_s = workers, min(EVERY_S, timeout_s / 2)
+        self._workers, self._timeout_s, self._every_s = workers, timeout_s, min(EVERY_S, timeout_s / 2)
         self._requests: list[Future[int] | None] = [None] * len(workers)
         self._counts: list[int | None] = [None] * len(workers)
         self._requested_s = self._last_sign_s = time.monotonic()
-        self.begun = False
-        """True after the first sign of life."""
+        self._slowest_s: float | None = None
+        """Duration of the slowest step so far; None before the first sign of life."""
 
     @property
-    def silence_s(self) -> float:
-        """Seconds since the last sign of life of any worker."""
-        return time.monotonic() - self._last_sign_s
+    def limit_s(self) -> float:
+        """Seconds without a sign of life after which the workers count as hung.
 
-    def record_sign(self) -> None:
-        """Record a sign of life, for example a report of a step."""
-        self.begun, self._last_sign_s = True, time.monotonic()
+        The limit is longer than the timeout, so that workers that wait for a hung peer report it first.
+        """
+        return 2 * self._timeout_s + (OPENING_S if self._slowest_s is None else SLOWER * self._slowest_s)
 
-    def poll(self) -> None:
-        """Take the counts that have arrived, and request new ones if the interval is over."""
+    def record_sign(self, step_s: float = 0.0) -> None:
+        """Record a sign of life, for example the report of a step that took `step_s`."""
+        self._slowest_s, self._last_sign_s = max(self._slowest_s or 0.0, step_s), time.monotonic()
+
+    def is_overdue(self) -> bool:
+        """Poll the workers, and return True after a silence of all of them for longer than `limit_s`."""
         for place, request in enumerate(self._requests):
             if request is not None and request.done():
                 self._requests[place] = None
                 if request.exception() is None:
                     self._take(place, request.result())
-        if time.monotonic() - self._requested_s < self._every_s:
-            return
-        self._requested_s = time.monotonic()
-        for place, worker in enumerate(self._workers):
-            # A worker that does not answer gets no second request: they would pile up in its transport.
-            self._requests[place] = self._requests[place] or worker.call("blocks_begun")
+        if time.monotonic() - self._requested_s >= self._every_s:
+            self._requested_s = time.monotonic()
+            for place, worker in enumerate(self._workers):
+                # A worker that does not answer gets no second request: they would pile up in its transport.
+                self._requests[place] = self._requests[place] or worker.call("blocks_begun")
+        return time.monotonic() - self._last_sign_s > self.limit_s
 
     def _take(self, place: int, count: int) -> None:
         before, self._counts[place] = self._counts[place], count

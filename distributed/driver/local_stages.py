@@ -18,7 +18,7 @@ from ...sampling import SamplingCancelled
 from ..transport.pool import WorkerLostError
 from ..transport.threads import run_in_thread
 from .schedule import Assignment, GroupId, JobSchedule
-from .stage_run import GroupEvent, JobEnded, RepairEnded, StageGroup, StageRun, StepTaken
+from .stage_run import GroupEnd, GroupEvent, StageGroup, StageRun, StepTaken
 
 S = TypeVar("S")
 
@@ -35,13 +35,11 @@ class StepGroup(Generic[S]):
     def __init__(self, step: StepFunction[S]) -> None:
         self._step = step
         self._is_stopped = threading.Event()
-        self._group: GroupId | None = None
         self._inbox: queue.SimpleQueue[GroupEvent[S]] = queue.SimpleQueue()
 
     def start(self, assignment: Assignment, state: S | None, wake: threading.Event) -> None:
         """See `StageGroup.start`. The state may not be None: a step function needs one."""
         assert state is not None, "a step function needs an initial state"
-        self._group = assignment.group
         self._is_stopped.clear()
         run_in_thread("wanstream-stage", self._compute, assignment, state, wake)
 
@@ -56,25 +54,22 @@ class StepGroup(Generic[S]):
 
     def repair(self, wake: threading.Event) -> None:
         """See `StageGroup.repair`. There is nothing to repair: a group has no state between jobs."""
-        assert self._group is not None, "a group is repaired after a job"
-        self._inbox.put(RepairEnded(group=self._group))
+        self._inbox.put(GroupEnd())
         wake.set()
 
     def _compute(self, assignment: Assignment, state: S, wake: threading.Event) -> None:
-        group, item = assignment.group, assignment.item
         try:
             for step in assignment.steps:
                 if self._is_stopped.is_set():
                     raise SamplingCancelled(step, 0)
                 state = self._step(state, step)
-                self._inbox.put(StepTaken(group=group, item=item, next_step=step + 1, state=state))
+                self._inbox.put(StepTaken(next_step=step + 1, state=state))
                 wake.set()
         except BaseException as err:  # noqa: BLE001 - the run raises it
             is_loss = isinstance(err, WorkerLostError)
-            ended = JobEnded(group=group, item=item, error=err, can_resume=is_loss, counts_as_failure=is_loss)
+            self._inbox.put(GroupEnd(error=err, can_resume=is_loss, counts_as_failure=is_loss))
         else:
-            ended = JobEnded(group=group, item=item)
-        self._inbox.put(ended)
+            self._inbox.put(GroupEnd())
         wake.set()
 
 
@@ -84,7 +79,7 @@ def run_stages(
     states: Sequence[S | None],
     *,
     max_restarts: int = 0,
-    on_step: Callable[[StepTaken[S]], None] | None = None,
+    on_step: Callable[[int, S], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[S]:
     """Return the states of all items after their last steps.
@@ -94,7 +89,7 @@ def run_stages(
         groups: one group for each place of the grid of data and stages.
         states: initial state of each item.
         max_restarts: how many losses of groups are repaired.
-        on_step: called on this thread. Its errors end the run.
+        on_step: called on this thread with an item and its new state. Its errors end the run.
         should_stop: called often on this thread.
 
     Raises:
@@ -102,13 +97,13 @@ def run_stages(
         RestartLimitError: more than `max_restarts` losses; the message has the last one.
     """
     data = 1 + max(group.data for group in groups)
-    schedule = JobSchedule.of(steps, data=data, max_restarts=max_restarts)
+    schedule = JobSchedule(steps, data=data, max_restarts=max_restarts)
     assert set(schedule.groups()) == set(groups), "the groups do not fill their grid"
     for group in groups.values():
         group.poll()  # an earlier run may have ended before it took all events
     run = StageRun(schedule, groups, states)
-    with closing(run.events(should_stop)) as events:
-        for event in events:
-            if on_step is not None and isinstance(event, StepTaken):
-                on_step(event)
+    with closing(run.steps(should_stop)) as steps_taken:
+        for item, state in steps_taken:
+            if on_step is not None:
+                on_step(item, state)
     return [run.pop_state(item) for item in range(len(states))]

@@ -25,52 +25,101 @@ GENERATIONS = itertools.count(1)
 
 
 class Rendezvous:
-    """Rendezvous of workers of one pool. Thread-safe: several groups may join at once."""
+    """Rendezvous of the workers of one group. `connect`, `repair` and `disable` may be called from any thread.
 
-    def __init__(self, pool: Pool, ref: WorkersRef) -> None:
-        self._pool, self._ref = pool, ref
-        self._replace_lock = threading.Lock()
+    Args:
+        ranks: ranks of the workers in `pool`, the leader's first.
+        layout: mesh of these workers alone; its data and stage degrees are 1.
+    """
 
-    def join(self, ranks: Sequence[int], layout: Mesh) -> int:
-        """Join the workers with these ranks as a group of `layout`, the leader first. Blocks until all have joined.
+    def __init__(self, pool: Pool, ref: WorkersRef, ranks: Sequence[int], layout: Mesh) -> None:
+        self.ranks, self.timeout_s = tuple(ranks), ref.timeout_s
+        self.generation = 0
+        """Number of the last rendezvous."""
+        self.is_joined = False
+        """True if the workers can compute another task without a new rendezvous."""
+        self.facts: tuple[WorkerFacts, ...] = ()
+        """Facts of the workers at the last rendezvous, the leader's first."""
+        self._pool, self._ref, self._layout = pool, ref, layout
+        self._leaving: Sequence[Future[None]] = ()
+        self._lock = threading.Lock()
+        self._is_disabled = False
 
-        Returns the generation of the rendezvous.
+    @property
+    def workers(self) -> list[WorkerHandle]:
+        return [self._pool.workers[rank] for rank in self.ranks]
+
+    def connect(self, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
+        """Replace lost workers and join all of them. Blocks. Returns their facts, with those of `paths` they lack.
 
         Raises:
             WorkerLostError: a worker was lost during the rendezvous.
             OSError: no port was free.
         """
-        facts = [self._facts_or_replace(rank) for rank in ranks]
-        workers = [self._pool.workers[rank] for rank in ranks]
+        with self._lock:
+            self.is_joined = self.is_joined and self._are_joined()
+        self.repair()
+        self.facts = self._all_facts(paths)
+        return self.facts
+
+    def repair(self) -> None:
+        """Replace lost workers and join all of them, unless they are joined. Raises as `connect`."""
+        with self._lock:
+            if self.is_joined or self._is_disabled:
+                return
+            # A worker that leaves late would leave the new rendezvous.
+            wait(self._leaving, timeout=ANSWER_S)
+            self._leaving = ()
+            self._join()
+            self.facts = self._all_facts()
+            self.is_joined = True
+
+    def leave(self) -> None:
+        """Make all workers leave, so that none of them waits for a peer. Does not block; leaving twice is allowed."""
+        self.is_joined = False
+        self._leaving = self._leaving or [worker.call("leave") for worker in self.workers]
+
+    def disable(self) -> None:
+        """Make all later repairs do nothing. Blocks until a repair in progress has ended."""
+        with self._lock:
+            self._is_disabled = True
+
+    def _join(self) -> None:
+        facts = [self._facts_or_replace(rank) for rank in self.ranks]
+        workers = self.workers
         for tries_left in reversed(range(PORT_TRIES)):
             spec = RendezvousSpec(
                 rank=0,
-                mesh=layout,
+                mesh=self._layout,
                 host=facts[0].address,
                 port=self._call(workers[0], "free_port"),
                 generation=next(GENERATIONS),
-                timeout_s=self._ref.timeout_s,
+                timeout_s=self.timeout_s,
                 weights=self._ref.weights,
             )
             error = self._try_join(workers, spec)
             if error is None:
-                break
+                self.generation = spec.generation
+                return
             if not (isinstance(error, OSError) and error.errno == errno.EADDRINUSE and tries_left):
                 raise error
-        return spec.generation
 
-    def facts(self, ranks: Sequence[int], paths: Sequence[str]) -> list[WorkerFacts]:
-        """Return the facts of each worker, with those of `paths` that its machine lacks. Raises WorkerLostError."""
-        return [self._facts(self._pool.workers[rank], paths) for rank in ranks]
+    def _are_joined(self) -> bool:
+        """Return True if all workers are in this group's last rendezvous; another driver may have joined them since."""
+        try:
+            return all(each.generation == self.generation for each in self._all_facts())
+        except WorkerLostError:
+            return False
+
+    def _all_facts(self, paths: Sequence[str] = ()) -> tuple[WorkerFacts, ...]:
+        return tuple(self._facts(worker, paths) for worker in self.workers)
 
     def _facts_or_replace(self, rank: int) -> WorkerFacts:
         """Return the facts of a worker, or of its replacement if it is lost."""
         try:
             return self._facts(self._pool.workers[rank])
         except WorkerLostError:
-            with self._replace_lock:  # pools replace one worker at a time
-                worker = self._pool.replace(rank)
-            return self._facts(worker)
+            return self._facts(self._pool.replace(rank))
 
     def _facts(self, worker: WorkerHandle, paths: Sequence[str] = ()) -> WorkerFacts:
         facts = self._call(worker, "facts", paths, self._ref.paths)
@@ -93,7 +142,7 @@ class Rendezvous:
     def _try_join(self, workers: Sequence[WorkerHandle], spec: RendezvousSpec) -> Exception | None:
         """Join all workers. Returns None, or the error that explains the failure, after the last worker gave up."""
         joining = [worker.call("join", replace(spec, rank=place)) for place, worker in enumerate(workers)]
-        wait(joining, timeout=self._ref.timeout_s + ANSWER_S, return_when=FIRST_EXCEPTION)
+        wait(joining, timeout=self.timeout_s + ANSWER_S, return_when=FIRST_EXCEPTION)
         if all(each.done() and each.exception() is None for each in joining):
             return None
         # Peers of a failed worker would wait for it until their timeout.

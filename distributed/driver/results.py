@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,47 +21,37 @@ PEAKS = ("device_bytes", "rss_bytes", "reserved_bytes", "device_used_bytes", "dy
 logger = logging.getLogger("wanstream.distributed")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TaskTimeline:
-    """Timeline of one worker in one task."""
-
-    rank: int
-    """Rank of the worker in its pool."""
-    data: int
-    """Data coordinate of its group."""
-    start_s: float
-    """Time at which the task was sent, in seconds since the start of the run."""
-    timeline: Timeline
-    """Timeline in seconds since the start of the task."""
+def shifted_timeline(timeline: Timeline, by_s: float) -> Timeline:
+    """Return the same timeline, `by_s` seconds later."""
+    first_block_s = timeline.first_block_s
+    return replace(
+        timeline,
+        steps=tuple(shifted(step, by_s) for step in timeline.steps),
+        first_block_s=None if first_block_s is None else by_s + first_block_s,
+        phases=tuple(replace(phase, start_s=by_s + phase.start_s) for phase in timeline.phases),
+        memory=tuple(replace(sample, at_s=by_s + sample.at_s) for sample in timeline.memory),
+    )
 
 
-def concatenate(parts: Iterable[TaskTimeline]) -> Timeline:
-    """Return the timeline of one worker over all its tasks, in seconds since the start of the run."""
-    parts = sorted(parts, key=lambda each: each.start_s)
-    assert parts, "a worker without tasks has no timeline"
-    timelines = [part.timeline for part in parts]
-    first_blocks = [
-        part.start_s + part.timeline.first_block_s for part in parts if part.timeline.first_block_s is not None
-    ]
+def concatenate(timelines: Sequence[Timeline]) -> Timeline:
+    """Return one timeline of several tasks, given in the order of their starts, all with times of the run."""
+    assert timelines, "a worker without tasks has no timeline"
+    first_blocks = [each.first_block_s for each in timelines if each.first_block_s is not None]
     return Timeline(
         kind="measured",
-        steps=tuple(shifted(step, part.start_s) for part in parts for step in part.timeline.steps),
+        steps=tuple(step for each in timelines for step in each.steps),
         non_block_bytes=sum(each.non_block_bytes for each in timelines),
         first_block_s=min(first_blocks, default=None),
         # Every task of a worker repeats the reason for the placement of weights.
         changes=tuple(dict.fromkeys(change for each in timelines for change in each.changes)),
-        phases=tuple(
-            replace(phase, start_s=part.start_s + phase.start_s) for part in parts for phase in part.timeline.phases
-        ),
-        memory=tuple(
-            replace(sample, at_s=part.start_s + sample.at_s) for part in parts for sample in part.timeline.memory
-        ),
+        phases=tuple(phase for each in timelines for phase in each.phases),
+        memory=tuple(sample for each in timelines for sample in each.memory),
         copy_rates=together(rate for each in timelines for rate in each.copy_rates),
         read_rates=together(rate for each in timelines for rate in each.read_rates),
     )
 
 
-def merge_leaders(parts: Sequence[TaskTimeline], changes: Sequence[str] = ()) -> Timeline:
+def merge_leaders(parts: Sequence[tuple[int, Timeline]], changes: Sequence[str] = ()) -> Timeline:
     """Return one timeline with one record per step over all videos, to be compared with a batch on one worker.
 
     Times of one data coordinate are added, because it computes its videos in turn; of several data coordinates, the
@@ -69,14 +59,14 @@ def merge_leaders(parts: Sequence[TaskTimeline], changes: Sequence[str] = ()) ->
     exceed the duration of the run.
 
     Args:
-        parts: timelines of the leaders of groups, with each step of each video once.
+        parts: (data coordinate, timeline) of every task of the leaders of groups, with each step of each video once.
         changes: appended to the changes of the timeline.
     """
-    whole = concatenate(parts)
+    whole = concatenate([timeline for _, timeline in parts])
     rows: dict[int, list[tuple[int, StepRecord]]] = {}
-    for part in parts:
-        for step in part.timeline.steps:
-            rows.setdefault(step.index, []).append((part.data, shifted(step, part.start_s)))
+    for data, timeline in parts:
+        for step in timeline.steps:
+            rows.setdefault(step.index, []).append((data, step))
     steps = tuple(_merge_step(rows[index]) for index in sorted(rows))
     return replace(whole, steps=steps, changes=(*whole.changes, *changes))
 
@@ -126,25 +116,20 @@ class TaskRecord:
     """Time at which the task was sent, in seconds since the start of the run."""
     steps: list[list[StepRecord]] = field(default_factory=list)
     """Reported steps of each worker, by place in the group."""
-    results: Mapping[int, TaskResult] = field(default_factory=dict)
-    """Results of the workers that finished, by place; empty until the end of the task."""
+    results: dict[int, TaskResult] = field(default_factory=dict)
+    """Results of the workers that finished, by place."""
 
     @property
     def next_step(self) -> int:
         """First step after the last state that the leader reported."""
         return self.steps[0][-1].index + 1 if self.steps[0] else self.assignment.steps.start
 
-    def timeline(self, place: int) -> TaskTimeline | None:
-        """Return the timeline of the worker in that place; None if it has reported nothing."""
+    def timeline(self, place: int) -> Timeline | None:
+        """Return the timeline of the worker in that place, with times of the run; None if it has reported nothing."""
         if place in self.results:
-            timeline = self.results[place].timeline
-        elif self.steps[place]:
-            timeline = Timeline(kind="measured", steps=tuple(self.steps[place]))
-        else:
-            return None
-        return TaskTimeline(
-            rank=self.ranks[place], data=self.assignment.group.data, start_s=self.start_s, timeline=timeline
-        )
+            return shifted_timeline(self.results[place].timeline, self.start_s)
+        measured = Timeline(kind="measured", steps=tuple(self.steps[place]))
+        return shifted_timeline(measured, self.start_s) if measured.steps else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -179,6 +164,11 @@ class TaskLog:
     def now_s(self) -> float:
         return time.perf_counter() - self._started
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that workers sent each other, in tasks that finished."""
+        return sum(result.gathered_bytes for task in self._tasks for result in task.results.values())
+
     def add_task(self, assignment: Assignment, ranks: Sequence[int]) -> TaskRecord:
         """Add a task that is sent to the workers of a group now, and return its record."""
         task = TaskRecord(assignment=assignment, ranks=ranks, start_s=self.now_s, steps=[[] for _ in ranks])
@@ -190,20 +180,18 @@ class TaskLog:
         logger.warning("%s", message)
         self._changes.append(message)
 
-    def gathered_bytes(self) -> int:
-        """Return the bytes that workers sent each other, in tasks that finished."""
-        return sum(result.gathered_bytes for task in self._tasks for result in task.results.values())
-
     def result(self, sigma: float, reports: Sequence[StepReport], *, restarts: int) -> DistributedResult:
         """Return the result of the run from the reports of the last step of each part."""
         latents = [report.state.latents for report in reports if report.state is not None]
         assert len(latents) == len(reports), "a part did not end"
-        leaders = [part for task in self._tasks if (part := task.timeline(0)) is not None]
-        parts: dict[int, list[TaskTimeline]] = {}
+        leaders: list[tuple[int, Timeline]] = []
+        parts: dict[int, list[Timeline]] = {}
         for task in self._tasks:
-            for place in range(len(task.ranks)):
-                if (part := task.timeline(place)) is not None:
-                    parts.setdefault(part.rank, []).append(part)
+            for place, rank in enumerate(task.ranks):
+                if (timeline := task.timeline(place)) is not None:
+                    parts.setdefault(rank, []).append(timeline)
+                    if place == 0:
+                        leaders.append((task.assignment.group.data, timeline))
         return DistributedResult(
             latents=torch.cat(latents),
             sigma=sigma,
@@ -211,5 +199,5 @@ class TaskLog:
             timelines={rank: concatenate(each) for rank, each in sorted(parts.items())},
             restarts=restarts,
             wall_s=self.now_s,
-            gathered_bytes=self.gathered_bytes(),
+            gathered_bytes=self.gathered_bytes,
         )

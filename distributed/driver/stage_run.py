@@ -1,4 +1,4 @@
-"""Scheduling loop: assigns jobs to groups, polls them, and yields their events. Independent of the model.
+"""Scheduling loop: assigns jobs to groups, polls them, and yields their steps. Independent of the model.
 
 The state of an item is passed from one stage to the next; several items are computed at once.
 """
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from ...sampling import SamplingCancelled
-from ..transport.pool import WorkerLostError
-from .schedule import Assignment, GroupId, JobSchedule, ScheduleStatus
+from .schedule import Assignment, GroupId, JobSchedule
 
 S = TypeVar("S")
 
@@ -23,20 +22,16 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTaken(Generic[S]):
-    """A group finished a step; `state` is the new state of the item."""
+    """A group finished a step of its job; `state` is the new state of the item."""
 
-    group: GroupId
-    item: int
     next_step: int
     state: S
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class JobEnded:
-    """A group no longer computes its job. Without an error, the job is complete."""
+class GroupEnd:
+    """End of a job or of a repair. Without an error, the job is complete, or the group is usable again."""
 
-    group: GroupId
-    item: int
     error: BaseException | None = None
     can_resume: bool = False
     """After the error, the job can resume from its last state, here after a repair or in another group."""
@@ -44,19 +39,11 @@ class JobEnded:
     """The error is a loss, of which a run survives a limited number."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RepairEnded:
-    """A repair ended; after an error, the group is still unusable."""
-
-    group: GroupId
-    error: BaseException | None = None
-
-
-GroupEvent: TypeAlias = "StepTaken[S] | JobEnded | RepairEnded"
+GroupEvent: TypeAlias = "StepTaken[S] | GroupEnd"
 
 
 class StageGroup(Protocol[S]):
-    """Computes one job at a time, elsewhere. Every job ends with one JobEnded, every repair with one RepairEnded.
+    """Computes one job at a time, elsewhere. Every job and every repair ends with one GroupEnd.
 
     No method blocks. `wake` is set, from any thread, when `poll` has new events to return.
     """
@@ -71,7 +58,7 @@ class StageGroup(Protocol[S]):
         """End the current job soon, if there is one."""
 
     def repair(self, wake: threading.Event) -> None:
-        """Start to make the group usable again after a JobEnded that can be resumed, or a failed repair."""
+        """Start to make the group usable again after a GroupEnd that can be resumed."""
 
 
 class RestartLimitError(OSError):
@@ -97,12 +84,10 @@ class StageRun(Generic[S]):
         self.schedule = schedule
         self._groups, self._states = groups, list(states)
         self._wake = threading.Event()
-        self._polled: deque[GroupEvent[S]] = deque()
-        self._errors: list[BaseException] = []
-        """Errors of jobs that ended after the run was stopped."""
+        self._polled: deque[tuple[GroupId, GroupEvent[S]]] = deque()
 
-    def events(self, should_stop: Callable[[], bool] | None = None) -> Generator[StepTaken[S] | JobEnded, None, None]:
-        """Run to the end, and yield every event of a job after it was applied to `schedule`.
+    def steps(self, should_stop: Callable[[], bool] | None = None) -> Generator[tuple[int, S], None, None]:
+        """Run to the end, and yield (item, its new state) after every step.
 
         Close the generator to stop all jobs; it returns when none is computed any more. That also happens before any
         error is raised.
@@ -112,19 +97,20 @@ class StageRun(Generic[S]):
             RestartLimitError: more workers were lost than the schedule permits.
         """
         try:
-            while not (stopped := should_stop is not None and should_stop()) and self._is_running:
+            while not (stopped := should_stop is not None and should_stop()) and self.schedule.is_running:
                 self._assign()
-                if (event := self._next_event()) is None:
+                if (polled := self._next_event()) is None:
                     continue
-                self._apply(event)
-                if not isinstance(event, RepairEnded):
-                    yield event
-                if not isinstance(event, StepTaken) and event.error is not None:
-                    self._repair_after(event, event.error)
+                group, event = polled
+                self._apply(group, event)
+                if isinstance(event, StepTaken):
+                    yield self.schedule.busy[group], event.state
+                elif event.error is not None:
+                    self._repair_after(group, event.error, can_resume=event.can_resume)
         finally:
-            self._stop()
+            cancelled = self._stop()
         if stopped:
-            raise self._cancelled()
+            raise cancelled
 
     def pop_state(self, item: int) -> S:
         """Return the last state of that item, and release it here."""
@@ -132,61 +118,52 @@ class StageRun(Generic[S]):
         assert state is not None, f"item {item} has no state"
         return state
 
-    @property
-    def _is_running(self) -> bool:
-        return self.schedule.status is ScheduleStatus.RUNNING
-
     def _assign(self) -> None:
         while (assignment := self.schedule.next()) is not None:
             self._groups[assignment.group].start(assignment, self._states[assignment.item], self._wake)
-            self.schedule = self.schedule.started(assignment)
+            self.schedule.start(assignment)
 
-    def _next_event(self) -> GroupEvent[S] | None:
-        """Return the next event; None if there is none within `POLL_S`."""
+    def _next_event(self) -> tuple[GroupId, GroupEvent[S]] | None:
+        """Return the next event and its group; None if there is none within `POLL_S`."""
         if not self._polled:
             self._wake.wait(POLL_S)
             # Clear before polling: an event that arrives in between is polled now, and wakes the next call for nothing.
             self._wake.clear()
-            for group in self._groups.values():
-                self._polled.extend(group.poll())
+            for place, group in self._groups.items():
+                self._polled.extend((place, event) for event in group.poll())
         return self._polled.popleft() if self._polled else None
 
-    def _apply(self, event: GroupEvent[S]) -> None:
+    def _apply(self, group: GroupId, event: GroupEvent[S]) -> None:
         if isinstance(event, StepTaken):
-            self.schedule = self.schedule.stepped(event.group, event.next_step)
-            self._states[event.item] = event.state
-        elif isinstance(event, RepairEnded):
-            repaired = event.error is None
-            self.schedule = (self.schedule.repaired if repaired else self.schedule.repair_failed)(event.group)
+            self.schedule.step(group, event.next_step)
+            self._states[self.schedule.busy[group]] = event.state
         elif event.error is None:
-            self.schedule = self.schedule.finished(event.group)
+            self.schedule.finish(group)
         else:
-            self.schedule = self.schedule.interrupted(event.group, counts_as_failure=event.counts_as_failure)
+            self.schedule.interrupt(group, counts_as_failure=event.counts_as_failure)
 
-    def _repair_after(self, event: JobEnded | RepairEnded, error: BaseException) -> None:
+    def _repair_after(self, group: GroupId, error: BaseException, *, can_resume: bool) -> None:
         """Start a repair while the other groups compute. Raises the error if no repair can help."""
-        can_resume = event.can_resume if isinstance(event, JobEnded) else isinstance(error, WorkerLostError)
         if not can_resume:
             raise error
-        if self.schedule.status is ScheduleStatus.GIVEN_UP:
+        if not self.schedule.is_running and not self.schedule.is_done:
             raise RestartLimitError.after(error, self.schedule.max_restarts)
         # Not awaited if the run ends first: the next run waits for it.
-        self._groups[event.group].repair(self._wake)
+        self._groups[group].repair(self._wake)
 
-    def _stop(self) -> None:
-        """End all jobs, and wait until none is computed any more."""
-        for group, _ in self.schedule.busy:
+    def _stop(self) -> SamplingCancelled:
+        """End all jobs, and wait until none is computed any more.
+
+        Returns the step and block at which a job was stopped; between two jobs, the first block of the next step.
+        """
+        cancelled = None
+        for group in self.schedule.busy:
             self._groups[group].stop()
         while self.schedule.busy:
-            if (event := self._next_event()) is None:
+            if (polled := self._next_event()) is None:
                 continue
-            self._apply(event)
-            if isinstance(event, JobEnded) and event.error is not None:
-                self._errors.append(event.error)
-
-    def _cancelled(self) -> SamplingCancelled:
-        """Return the step and block at which a job was stopped; between two jobs, the first block of the next step."""
-        for error in self._errors:
-            if isinstance(error, SamplingCancelled):
-                return error
-        return SamplingCancelled(min(item.next_step for item in self.schedule.items), 0)
+            group, event = polled
+            self._apply(group, event)
+            if cancelled is None and isinstance(event, GroupEnd) and isinstance(event.error, SamplingCancelled):
+                cancelled = event.error
+        return cancelled or SamplingCancelled(min(item.next_step for item in self.schedule.items), 0)

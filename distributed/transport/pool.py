@@ -58,7 +58,7 @@ class Pool(Protocol):
         """True if lost workers can be replaced; if not, the caller needs another pool."""
 
     def replace(self, rank: int) -> WorkerHandle:
-        """Start a new worker in place of one that was lost or killed. Blocks until it answers."""
+        """Start a new worker in place of one that was lost or killed (any thread). Blocks until it answers."""
 
     def close(self) -> None:
         """End all workers and everything that was started for them. Later calls do nothing."""

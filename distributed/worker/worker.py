@@ -18,8 +18,8 @@ import torch
 
 from ...devices import auto_dtype, available_bytes, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
 from ...plan import VRAM_RESERVE
-from ...sampling import LOCAL_FORWARD, RunSlice, StepProgress, denoise_part
-from ...schema import VERSION, PathMap
+from ...sampling import RunSlice, StepProgress, denoise_part
+from ...schema import VERSION, Mesh, PathMap
 from ...wan import ExpertsRegistry, WanVae, open_pair, open_vae
 from ..messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.path_map import resolve_experts, resolve_path, weight_bytes
@@ -29,6 +29,7 @@ from .rendezvous import PeerLostError
 from .weights import GroupWeights
 
 LOOPBACK = "127.0.0.1"
+NO_RENDEZVOUS = RendezvousSpec(rank=0, mesh=Mesh(), host=LOOPBACK, port=0, generation=0, timeout_s=0.0)
 MAX_STOPS = 64
 """Number of recent stop requests to keep: one may arrive before its run. Run ids are unique, so old ones can expire."""
 
@@ -80,20 +81,17 @@ class TileDecoder:
             if is_stopped():
                 raise DecodeCancelled(f"the decode {task.run_id} was stopped")
 
+        wanted = (resolve_path(task.vae, task.paths), task.dtype)
         with self._lock:
-            vae = self._vae(resolve_path(task.vae, task.paths), task.dtype)
-            return vae.decode_tile(task.latents, device=self._device, check=check)
+            if self._open is None or self._open[0] != wanted:
+                self._close()
+                self._open = (wanted, open_vae(*wanted))
+            return self._open[1].decode_tile(task.latents, device=self._device, check=check)
 
     def free(self) -> None:
         """Release the weights. Freeing twice is allowed; the next decode reads them again."""
         with self._lock:
             self._close()
-
-    def _vae(self, path: Path, dtype: torch.dtype) -> WanVae:
-        if self._open is None or self._open[0] != (path, dtype):
-            self._close()
-            self._open = ((path, dtype), open_vae(path, dtype))
-        return self._open[1]
 
     def _close(self) -> None:
         opened, self._open = self._open, None
@@ -136,8 +134,7 @@ class Worker:
         if threads is not None:
             torch.set_num_threads(threads)
         self._experts = experts or ExpertsRegistry(partial(open_pair, shared=True))
-        self._groups: ProcessGroups | None = None
-        self._weights: GroupWeights | None = None
+        self._groups, self._weights = self._alone()
         self._tiles = tiles(self._device)
         self._lock = threading.Lock()
         self._running: str | None = None
@@ -151,7 +148,6 @@ class Worker:
             OSError: a path exists and cannot be read.
         """
         mapped = {path: resolve_path(Path(path), maps) for path in paths}
-        groups = self._groups
         return WorkerFacts(
             pid=os.getpid(),
             node=platform.node(),
@@ -164,7 +160,7 @@ class Worker:
             missing=tuple(path for path, local in mapped.items() if not local.exists()),
             sizes=tuple((path, weight_bytes(local)) for path, local in mapped.items() if local.exists()),
             tile_bytes=decode_budget(self._device, self._experts.loaded_bytes),
-            generation=None if groups is None else groups.rendezvous.generation,
+            generation=self._groups.rendezvous.generation,
             auto_dtype=dtype_name(auto_dtype(self._device)),
             machine=self._machine,
         )
@@ -184,18 +180,16 @@ class Worker:
         # Tracebacks of the last rendezvous keep its groups, and so its sockets, in reference cycles.
         gc.collect()
         # Assigned before it has joined, so that `leave` on another thread can end the wait.
-        groups = self._groups = ProcessGroups(rendezvous, self._device)
+        groups = ProcessGroups(rendezvous, self._device)
+        self._groups, self._weights = groups, GroupWeights(groups)
         groups.join()
-        self._weights = GroupWeights(groups)
 
     def leave(self) -> None:
         """Leave the rendezvous (any thread). A collective that waits in it raises PeerLostError."""
-        groups, self._groups = self._groups, None
-        weights, self._weights = self._weights, None
-        if weights is not None:
-            weights.abort()
-        if groups is not None:
-            groups.leave()
+        groups, weights = self._groups, self._weights
+        self._groups, self._weights = self._alone()
+        weights.abort()
+        groups.leave()
 
     def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> TaskResult:
         """Compute `task`, and call `on_report` after every step, on the calling thread.
@@ -209,29 +203,20 @@ class Worker:
         with self._running_as(task.run_id):
             _check_rendezvous(task, groups)
             pair = self._experts.get(resolve_experts(task.experts, task.paths))
-            sharded, reason = (None, "") if weights is None else weights.for_run(pair, task.request, task.policy)
+            sharded, reason = weights.for_run(pair, task.request, task.policy)
             pair.shard(sharded)
-            rank = 0 if groups is None else groups.rank
-            gathered_before = 0 if groups is None else groups.gathered_bytes
+            gathered_before = groups.gathered_bytes
             ended = denoise_part(
                 pair,
                 task.request,
-                RunSlice(
-                    split=LOCAL_FORWARD if groups is None else group_forward(groups),
-                    resume=task.resume,
-                    until=task.until,
-                ),
+                RunSlice(split=group_forward(groups), resume=task.resume, until=task.until),
                 policy=task.policy,
                 device=self._device,
-                on_step=partial(_report_step, on_report, rank),
+                on_step=partial(_report_step, on_report, groups.rank == 0),
                 # All workers of a group must stop before the same block, or the others would wait in a collective.
-                should_stop=is_stopped if groups is None else groups.consensus(is_stopped),
+                should_stop=groups.consensus(is_stopped),
             ).with_note(reason)
-        return TaskResult(
-            timeline=ended.timeline,
-            latents=ended.latents if rank == 0 else None,
-            gathered_bytes=0 if groups is None else groups.gathered_bytes - gathered_before,
-        )
+        return TaskResult(timeline=ended.timeline, gathered_bytes=groups.gathered_bytes - gathered_before)
 
     def decode_tile(self, task: DecodeTask) -> torch.Tensor:
         """Decode a tile as `TileDecoder.decode` does.
@@ -272,6 +257,11 @@ class Worker:
         self._experts.free()
         self._tiles.free()
 
+    def _alone(self) -> tuple[ProcessGroups, GroupWeights]:
+        """Return groups and weights of a worker outside of a rendezvous: those of a group of one."""
+        groups = ProcessGroups(NO_RENDEZVOUS, self._device)
+        return groups, GroupWeights(groups)
+
     @contextmanager
     def _running_as(self, run_id: str) -> Iterator[None]:
         with self._lock:
@@ -288,22 +278,19 @@ class Worker:
         return run_id in self._stopped
 
 
-def _report_step(on_report: Callable[[StepReport], None], rank: int, step: StepProgress) -> None:
-    is_leader = rank == 0
+def _report_step(on_report: Callable[[StepReport], None], is_leader: bool, step: StepProgress) -> None:
     on_report(
         StepReport(
-            rank=rank,
             record=step.record,
-            done=step.done,
             denoised=step.denoised.to("cpu", copy=True) if is_leader else None,
             state=step.state() if is_leader else None,
         )
     )
 
 
-def _check_rendezvous(task: RunTask, groups: ProcessGroups | None) -> None:
+def _check_rendezvous(task: RunTask, groups: ProcessGroups) -> None:
     """Raise PeerLostError for a task of a rendezvous that this worker has left, as it would compute alone."""
-    current = None if groups is None else groups.rendezvous.generation
-    if task.generation not in (None, current):
-        where = "none" if current is None else f"rendezvous {current}"
+    current = groups.rendezvous.generation
+    if task.generation not in (0, current):
+        where = f"rendezvous {current}" if current else "none"
         raise PeerLostError(f"run {task.run_id} is for rendezvous {task.generation}, but this worker is in {where}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,10 +30,6 @@ from ...wan import (
 )
 from .latent_backup import keep_latent_until_done
 from .video_file import write_mp4
-
-if TYPE_CHECKING:
-    from ...distributed import TileDone
-
 
 VAE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Compute dtypes of a VAE. Not fp16: its activations may exceed the largest fp16 number."""
@@ -90,7 +85,7 @@ def decode_shared(
     Raises:
         Exception: the errors of `tiles_by_memory`, of `decode_in_shared_tiles` and of starting the workers.
     """
-    from ...distributed import DecodeCancelled, DecodeJob, decode_in_shared_tiles, tiles_by_memory
+    from ...distributed import DecodeTask, decode_in_shared_tiles, tiles_by_memory
 
     notes: list[str] = []
 
@@ -113,28 +108,16 @@ def decode_shared(
             check=current_host().raise_if_stopped,
         )
         add_note(f"decoded in {describe_tiling(tiling)}, by the memory of the workers ({len(pool.workers)})")
-    job = DecodeJob(
-        latents=latents,
-        tiling=tiling,
-        vae=settings.vae,
-        dtype=settings.dtype,
-        run_id=uuid.uuid4().hex,
-        paths=ref.paths,
+    frames = decode_in_shared_tiles(
+        pool,
+        ref,
+        DecodeTask(latents=latents, vae=settings.vae, dtype=settings.dtype),
+        tiling,
+        needs,
+        check=current_host().raise_if_stopped,
+        on_tile=_TileProgress(node_id).show,
+        on_change=add_note,
     )
-    try:
-        frames = decode_in_shared_tiles(
-            pool,
-            job,
-            needs,
-            max_restarts=ref.max_restarts,
-            timeout_s=ref.timeout_s,
-            should_stop=current_host().should_stop,
-            on_tile=_TileProgress(node_id).show,
-            on_change=add_note,
-        )
-    except DecodeCancelled:
-        current_host().raise_if_stopped()
-        raise
     return frames, notes
 
 
@@ -145,11 +128,11 @@ class _TileProgress:
         self._node_id = node_id
         self._bar: tuple[int, ProgressBar] | None = None
 
-    def show(self, tile: TileDone) -> None:
+    def show(self, done: int, total: int) -> None:
         # Another total means that the decode started again with smaller tiles.
-        if self._bar is None or self._bar[0] != tile.total:
-            self._bar = (tile.total, current_host().progress(tile.total, self._node_id))
-        self._bar[1].update(tile.done)
+        if self._bar is None or self._bar[0] != total:
+            self._bar = (total, current_host().progress(total, self._node_id))
+        self._bar[1].update(done)
 
 
 T = TypeVar("T")

@@ -117,7 +117,7 @@ class FakeWorker:
         raise WorkerLostError(f"worker {self._rank} is gone\n{self.log_tail()}", self._rank)
 
     def _facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
-        generation = None if self._rendezvous is None else self._rendezvous[0].generation
+        generation = 0 if self._rendezvous is None else self._rendezvous[0].generation
         missing = tuple(path for path in self._pool.missing.get(self._rank, ()) if path in paths)
         return replace(
             self._pool.facts,
@@ -203,9 +203,7 @@ class FakeWorker:
             denoised = state.latents if leads else None
             on_report(
                 StepReport(
-                    rank=0,
                     record=record,
-                    done=step + 1,
                     denoised=denoised,
                     state=state if leads else None,
                 )
@@ -213,7 +211,6 @@ class FakeWorker:
         self._fail(task.until, after_reports=True)
         return TaskResult(
             timeline=Timeline(steps=tuple(taken), kind="measured"),
-            latents=state.latents if leads else None,
             gathered_bytes=7,
         )
 

@@ -186,6 +186,7 @@ class ProcessPool:
     ) -> None:
         self._processes, self._first, self._key = processes.at_least(first + count), first, os.urandom(16)
         self._answers: dict[int, Any] = {}
+        self._replacing = threading.Lock()
         self._listener = Listener(family="AF_UNIX", authkey=self._key)
         for rank in range(count):
             self._serve(rank, (short_at or {}).get(rank))
@@ -194,11 +195,12 @@ class ProcessPool:
         self.replaced: list[int] = []
 
     def replace(self, rank: int) -> ProcessWorker:
-        self.replaced.append(rank)
-        self._processes.replace(self._first + rank)
-        self._serve(rank, None)
-        self.workers[rank] = self._accept()
-        return self.workers[rank]
+        with self._replacing:
+            self.replaced.append(rank)
+            self._processes.replace(self._first + rank)
+            self._serve(rank, None)
+            self.workers[rank] = self._accept()
+            return self.workers[rank]
 
     def close(self) -> None:
         for rank, worker in enumerate(self.workers):

@@ -21,6 +21,7 @@ from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.mesh import Mesh
 from wanstream.schema.refs import WeightPlacement
 from wanstream.tests.support.processes import Processes
+from wanstream.tests.support.reports import Reports
 from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.tests.support.split_jobs import rendezvous
 
@@ -50,9 +51,10 @@ def job_run_each(here: SimpleNamespace, tasks: Sequence[RunTask]) -> list[tuple[
     """Run the tasks one after the other on the same worker."""
     found = []
     for task in tasks:
-        ended = here.worker.run(task, lambda step: None)
+        reports = Reports()
+        ended = here.worker.run(task, reports)
         decided = [(step.skipped_lanes, step.skipped_visits) for step in ended.timeline.steps]
-        found.append((decided, ended.latents))
+        found.append((decided, reports[-1].state and reports.latents))
     return found
 
 

@@ -21,6 +21,7 @@ from wanstream.distributed.worker.worker import Worker
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.testing.weights import TinyShape, expert_config
 from wanstream.tests.support.processes import Processes
+from wanstream.tests.support.reports import latents_of
 from wanstream.wan.checkpoint.open import open_expert
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def job_own(here: SimpleNamespace) -> None:
 
 
 def job_run(here: SimpleNamespace, task: RunTask) -> torch.Tensor:
-    return here.worker.run(task, lambda figures: None).latents
+    return latents_of(here.worker, task)
 
 
 def job_taken(here: SimpleNamespace) -> int:

@@ -26,6 +26,7 @@ from wanstream.schema.refs import WeightPlacement
 from wanstream.testing.experts import make_lora, save_lora
 from wanstream.testing.quantised import matrices, save_expert_gguf
 from wanstream.tests.support.processes import Processes
+from wanstream.tests.support.reports import Reports
 from wanstream.tests.support.split_jobs import join_groups, rendezvous
 from wanstream.wan.experts.open import open_pair
 
@@ -58,8 +59,9 @@ def job_leave(here: SimpleNamespace) -> None:
 
 
 def job_run(here: SimpleNamespace, task: RunTask) -> dict[str, Any]:
-    ended = here.worker.run(task, lambda _: None)
-    return {"latents": ended.latents, "gathered": ended.gathered_bytes}
+    reports = Reports()
+    ended = here.worker.run(task, reports)
+    return {"latents": reports[-1].state and reports.latents, "gathered": ended.gathered_bytes}
 
 
 def job_run_and_stop(here: SimpleNamespace, task: RunTask, after: int) -> str:

@@ -69,7 +69,9 @@ def main(folder: str, high: str, low: str, how: str) -> None:
     pool = module("distributed.ray.pool").RayPool(ref, "cpu", store_bytes=128 << 20)
     worker = pool.workers[0]
     task = task_of(module, high, low, steps=4)
-    latents = worker.run(task, lambda step: None).result(60).latents
+    reports = []
+    worker.run(task, reports.append).result(60)
+    latents = reports[-1].state.latents
     begun = threading.Event()
     worker.run(task_of(module, high, low, steps=1000), lambda step: begun.set())
     assert begun.wait(60)

@@ -17,10 +17,10 @@ import psutil
 import pytest
 import torch
 
-from wanstream.distributed.driver.decode import DecodeJob, TileDone, decode_on_workers, tiles_by_memory
+from wanstream.distributed.driver.decode import decode_in_shared_tiles, tiles_by_memory
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.driver.stage_run import RestartLimitError
-from wanstream.distributed.messages import DecodeCancelled, RunTask
+from wanstream.distributed.messages import DecodeCancelled, DecodeTask, RunTask
 from wanstream.sampling import SamplingCancelled, StepProgress
 from wanstream.schema import Mesh, WorkersRef
 from wanstream.wan.vae.tiles import Tiling
@@ -195,61 +195,71 @@ class Counting:
         return self._worker.call(method, *args)
 
 
-@pytest.fixture(scope="module")
-def tiles(tiny_pipeline: Callable[[], Path]) -> DecodeJob:
-    """Two videos in some tiles."""
-    latents = 3 * normal(2, 16, 2, 13, 14, seed=0)
-    return DecodeJob(latents=latents, tiling=Tiling(pixels=64, stride=48), vae=tiny_pipeline(), run_id="tiles")
+TILING = Tiling(pixels=64, stride=48)
 
 
 @pytest.fixture(scope="module")
-def frames(tiles: DecodeJob) -> torch.Tensor:
+def tiles(tiny_pipeline: Callable[[], Path]) -> DecodeTask:
+    """Two videos to be decoded in some tiles."""
+    return DecodeTask(latents=3 * normal(2, 16, 2, 13, 14, seed=0), vae=tiny_pipeline())
+
+
+@pytest.fixture(scope="module")
+def frames(tiles: DecodeTask) -> torch.Tensor:
     """Frames that a single VAE decodes from the tiles."""
     with open_vae(tiles.vae) as vae:
-        return vae.decode(tiles.latents, device="cpu", tiling=tiles.tiling)
+        return vae.decode(tiles.latents, device="cpu", tiling=TILING)
 
 
-def decode(pool: Any, job: DecodeJob, **given: Any) -> torch.Tensor:
-    return decode_on_workers(pool, job, **{"max_restarts": 1, "timeout_s": 60.0, **given})
+def decode(pool: Any, task: DecodeTask, tiling: Tiling = TILING, **given: Any) -> torch.Tensor:
+    with open_vae(task.vae) as vae:
+        needs = vae.decode_needs(task.latents)
+    ref = WorkersRef(count=len(pool.workers), max_restarts=1, timeout_s=60.0)
+    return decode_in_shared_tiles(pool, ref, task, tiling, needs, **given)
 
 
-def test_tiles_of_two_workers_are_those_of_one(pool: Any, tiles: DecodeJob, frames: torch.Tensor) -> None:
+def test_tiles_of_two_workers_are_those_of_one(pool: Any, tiles: DecodeTask, frames: torch.Tensor) -> None:
     two = TwoOf(pool)
-    tiles_done: list[TileDone] = []
-    assert torch.equal(decode(two, tiles, on_tile=tiles_done.append), frames)
+    tiles_done: list[tuple[int, int]] = []
+    assert torch.equal(decode(two, tiles, on_tile=lambda *done: tiles_done.append(done)), frames)
     assert set(two.tiles) == {0, 1}
-    assert sum(two.tiles.values()) == tiles_done[-1].total == len(tiles_done)
+    assert sum(two.tiles.values()) == tiles_done[-1][1] == len(tiles_done)
 
 
-def test_tiles_are_as_large_as_the_memory_of_workers_allows(pool: Any, tiles: DecodeJob) -> None:
+def test_tiles_are_as_large_as_the_memory_of_workers_allows(pool: Any, tiles: DecodeTask) -> None:
     two = TwoOf(pool)
     with open_vae(tiles.vae) as vae:
         needs, weights = vae.decode_needs(tiles.latents), vae.weight_bytes
         by_memory = tiles_by_memory(two, needs, weight_bytes=weights, memory_bytes=0, videos=2)
         whole = vae.decode(tiles.latents, device="cpu")
     assert not by_memory.cuts(13, 14), "a whole video for each"
-    assert torch.allclose(decode(two, replace(tiles, tiling=by_memory, run_id="by memory")), whole, atol=1e-5)
+    assert torch.allclose(decode(two, tiles, by_memory), whole, atol=1e-5)
     assert two.tiles == {0: 1, 1: 1}
 
 
-def test_a_worker_that_is_killed_at_a_tile_costs_no_frame(pool: Any, tiles: DecodeJob, frames: torch.Tensor) -> None:
+def test_a_worker_that_is_killed_at_a_tile_costs_no_frame(pool: Any, tiles: DecodeTask, frames: torch.Tensor) -> None:
     two, killed = TwoOf(pool), pid_of(pool, 1)
 
-    def on_tile(tile: TileDone) -> None:
-        if tile.done == 2:
+    def on_tile(done: int, total: int) -> None:
+        if done == 2:
             os.kill(killed, signal.SIGKILL)
 
-    assert torch.equal(decode(two, replace(tiles, run_id="killed"), on_tile=on_tile), frames)
+    assert torch.equal(decode(two, tiles, on_tile=on_tile), frames)
     assert pid_of(pool, 1) != killed
 
 
 def test_a_decode_that_is_stopped_leaves_workers_that_decode(
-    pool: Any, tiles: DecodeJob, frames: torch.Tensor, task: RunTask, driver: Driver, undisturbed: torch.Tensor
+    pool: Any, tiles: DecodeTask, frames: torch.Tensor, task: RunTask, driver: Driver, undisturbed: torch.Tensor
 ) -> None:
-    done: list[TileDone] = []
-    with pytest.raises(DecodeCancelled, match=r"after [1-9]\d* of"):
-        decode(pool, replace(tiles, run_id="stopped"), on_tile=done.append, should_stop=lambda: bool(done))
-    assert torch.equal(decode(pool, replace(tiles, run_id="again")), frames)
+    decoded: list[int] = []
+
+    def check() -> None:
+        if decoded:
+            raise DecodeCancelled("stopped by the test")
+
+    with pytest.raises(DecodeCancelled, match="by the test"):
+        decode(pool, tiles, on_tile=lambda done, total: decoded.append(done), check=check)
+    assert torch.equal(decode(pool, tiles), frames)
     assert torch.equal(driver.denoise(task.experts, task.request, task.policy).latents, undisturbed)
 
 

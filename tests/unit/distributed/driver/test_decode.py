@@ -12,17 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.driver.decode import EARLY_TILES, DecodeJob, TileDone, decode_on_workers
+from wanstream.distributed.driver.decode import EARLY_TILES, decode_in_shared_tiles
 from wanstream.distributed.messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask
 from wanstream.distributed.transport.path_map import MissingPathError
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.worker import TileDecoder, Worker
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
-from wanstream.schema import Mesh, PathMap
+from wanstream.schema import Mesh, PathMap, WorkersRef
+from wanstream.tests.support.reports import latents_of
+from wanstream.wan.vae.memory import DecodeNeeds
 from wanstream.wan.vae.tiles import Tiling
 from wanstream.wan.vae.vae import VaeInputError, open_vae
 
 TILING = Tiling(pixels=64, stride=48)
+NEEDS = DecodeNeeds(height=72, width=112, frames=5, pixel_bytes=1, value_bytes=4, keeps_frames=True)
 LIMIT_S = 60.0
 
 
@@ -38,31 +41,41 @@ def alone(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> torch.Ten
 
 
 @pytest.fixture
-def job(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> DecodeJob:
-    folder = tiny_pipeline()
-    return DecodeJob(latents=latents, tiling=TILING, vae=folder, run_id="decode")
+def job(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> DecodeTask:
+    return DecodeTask(latents=latents, vae=tiny_pipeline())
 
 
-def _decode(pool: Any, job: DecodeJob, **changes: Any) -> torch.Tensor:
-    return decode_on_workers(pool, job, **{"max_restarts": 1, "timeout_s": LIMIT_S, **changes})
+def _decode(
+    pool: Any, job: DecodeTask, *, max_restarts: int = 1, timeout_s: float = LIMIT_S, **changes: Any
+) -> torch.Tensor:
+    ref = WorkersRef(count=len(pool.workers), max_restarts=max_restarts, timeout_s=timeout_s, paths=job.paths)
+    return decode_in_shared_tiles(pool, ref, job, TILING, NEEDS, **changes)
+
+
+def stop_when(condition: Callable[[], bool]) -> Callable[[], None]:
+    def check() -> None:
+        if condition():
+            raise DecodeCancelled("stopped by the test")
+
+    return check
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_frames_are_those_of_one_worker(
-    count: int, tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
+    count: int, tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
-    told: list[TileDone] = []
+    told: list[tuple[int, int]] = []
     workers = tile_pools(count)
-    assert torch.equal(_decode(workers, job, on_tile=told.append), alone)
+    assert torch.equal(_decode(workers, job, on_tile=lambda *tiles: told.append(tiles)), alone)
     tiles = 2 * len(TILING.tiles(9, 14))
-    assert told == [TileDone(done=done, total=tiles) for done in range(1, tiles + 1)]
+    assert told == [(done, tiles) for done in range(1, tiles + 1)]
     assert sum(worker.tiles for worker in workers.workers) == tiles
     assert [worker.freed for worker in workers.workers] == [1] * count
 
 
 @pytest.mark.slow
 def test_workers_compute_in_the_dtype_that_is_asked_for(
-    tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
+    tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
     workers = tile_pools(2)
     small = replace(job, latents=job.latents[:1, :, :1, :9, :4])
@@ -74,7 +87,7 @@ def test_workers_compute_in_the_dtype_that_is_asked_for(
 
 
 def test_a_slow_tile_holds_the_others_up_before_they_fill_the_memory(
-    tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
+    tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
     ahead, go_on = threading.Event(), threading.Event()
     done: list[int] = []
@@ -85,24 +98,23 @@ def test_a_slow_tile_holds_the_others_up_before_they_fill_the_memory(
             ahead.set()
             assert go_on.wait(LIMIT_S), "nobody stopped to hand out tiles"
 
-    def looked() -> bool:
+    def looked() -> None:
         # The driver polls again and submits nothing to an idle worker: all tiles that may run have been submitted.
         worker = workers.workers[1]
         done.append(worker.tiles if worker.tiles == worker.given else -1)
         if ahead.is_set() and len(done) > 3 and done[-1] == done[-2] == done[-3] >= 0 and not go_on.is_set():
             early.append(done[-1])
             go_on.set()
-        return False
 
     workers = tile_pools(2, before)
-    frames = _decode(workers, job, should_stop=looked)
+    frames = _decode(workers, job, check=looked)
     assert torch.equal(frames, alone)
     columns = max(tile.column for tile in TILING.tiles(9, 14)) + 1
     assert early == [columns + EARLY_TILES * 2]
 
 
 def test_a_lost_worker_is_replaced_and_its_tile_made_again(
-    tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
+    tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
     def before(worker: Any, task: DecodeTask) -> None:
         if worker.rank == 1 and worker.tiles == 1:
@@ -113,7 +125,7 @@ def test_a_lost_worker_is_replaced_and_its_tile_made_again(
     assert len(workers.all) == 3
 
 
-def test_the_last_restart_is_the_last(tile_pools: Callable[..., Any], job: DecodeJob) -> None:
+def test_the_last_restart_is_the_last(tile_pools: Callable[..., Any], job: DecodeTask) -> None:
     def before(worker: Any, task: DecodeTask) -> None:
         raise WorkerLostError("gone for good", worker.rank)
 
@@ -122,25 +134,24 @@ def test_the_last_restart_is_the_last(tile_pools: Callable[..., Any], job: Decod
 
 
 def test_a_decode_that_is_stopped_leaves_workers_that_decode(
-    tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
+    tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
     workers = tile_pools(2)
-    with pytest.raises(DecodeCancelled, match="after 0 of"):
-        _decode(workers, job, should_stop=lambda: True)
+    with pytest.raises(DecodeCancelled, match="by the test"):
+        _decode(workers, job, check=stop_when(lambda: True))
     asked: list[int] = []
 
     def after_a_tile() -> bool:
         asked.append(sum(worker.tiles for worker in workers.workers))
         return asked[-1] > 0
 
-    with pytest.raises(DecodeCancelled, match=r"after \d+ of"):
-        _decode(workers, job, should_stop=after_a_tile)
-    again = DecodeJob(latents=job.latents, tiling=job.tiling, vae=job.vae, run_id="another")
-    assert torch.equal(_decode(workers, again), alone)
+    with pytest.raises(DecodeCancelled, match="by the test"):
+        _decode(workers, job, check=stop_when(after_a_tile))
+    assert torch.equal(_decode(workers, job), alone)
     assert not any(worker.killed for worker in workers.workers)
 
 
-def test_a_worker_that_does_not_stop_is_ended(tile_pools: Callable[..., Any], job: DecodeJob) -> None:
+def test_a_worker_that_does_not_stop_is_ended(tile_pools: Callable[..., Any], job: DecodeTask) -> None:
     go_on = threading.Event()
 
     def before(worker: Any, task: DecodeTask) -> None:
@@ -149,16 +160,16 @@ def test_a_worker_that_does_not_stop_is_ended(tile_pools: Callable[..., Any], jo
 
     workers = tile_pools(2, before)
     with pytest.raises(DecodeCancelled):
-        _decode(workers, job, timeout_s=0.1, should_stop=lambda: workers.workers[0].tiles > 0)
+        _decode(workers, job, timeout_s=0.1, check=stop_when(lambda: workers.workers[0].tiles > 0))
     assert [worker.killed for worker in workers.workers] == [False, True]
-    assert workers.workers[1].stopped == {"decode"}, "it was asked before"
+    assert len(workers.workers[1].stopped) == 1, "it was asked before"
     go_on.set()
 
 
 def test_what_is_wrong_with_the_vae_is_told_once(
-    tile_pools: Callable[..., Any], job: DecodeJob, tmp_path: Path
+    tile_pools: Callable[..., Any], job: DecodeTask, tmp_path: Path
 ) -> None:
-    bad = DecodeJob(latents=job.latents, tiling=job.tiling, vae=tmp_path / "nothing", run_id="bad")
+    bad = DecodeTask(latents=job.latents, vae=tmp_path / "nothing")
     with pytest.raises(MissingPathError, match="nothing does not exist on node-0 and node-1"):
         _decode(tile_pools(2), bad)
     broken = tmp_path / "broken.safetensors"
@@ -168,7 +179,7 @@ def test_what_is_wrong_with_the_vae_is_told_once(
 
 
 def test_a_vae_that_is_missing_on_one_machine_is_told_before_anything_is_decoded(
-    tile_pools: Callable[..., Any], job: DecodeJob
+    tile_pools: Callable[..., Any], job: DecodeTask
 ) -> None:
     workers = tile_pools(2)
     workers.workers[1].missing = (str(job.vae),)
@@ -179,7 +190,7 @@ def test_a_vae_that_is_missing_on_one_machine_is_told_before_anything_is_decoded
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
 def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
-    max_restarts: int, tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
+    max_restarts: int, tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
     """Not in its first tile, and after it has begun some frames of that one."""
     go_on = threading.Event()
@@ -209,7 +220,7 @@ def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
 
 
 def test_the_vae_is_found_where_the_path_map_says(
-    tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
+    tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
     here = Path("/nowhere/models")
     maps = (PathMap(here=str(here), there=str(job.vae.parent)),)
@@ -218,9 +229,9 @@ def test_the_vae_is_found_where_the_path_map_says(
 
 
 def test_latents_of_another_shape_are_refused_before_anybody_is_asked(
-    tile_pools: Callable[..., Any], job: DecodeJob
+    tile_pools: Callable[..., Any], job: DecodeTask
 ) -> None:
-    flat = DecodeJob(latents=torch.zeros(16, 2, 8, 8), tiling=TILING, vae=job.vae, run_id="flat")
+    flat = DecodeTask(latents=torch.zeros(16, 2, 8, 8), vae=job.vae)
     workers = tile_pools(1)
     with pytest.raises(VaeInputError, match="give"):
         _decode(workers, flat)
@@ -247,14 +258,12 @@ def test_a_worker_decodes_where_its_experts_have_made_room(
     worker = Worker("cpu", tiles=ShortOnce)
     tile = DecodeTask(run_id="tile", vae=tiny_pipeline(), latents=latents[:1, :, :, :4, :4])
     try:
-        before = worker.run(make_task(), lambda told: None).latents
+        before = latents_of(worker, make_task())
         worker.join(RendezvousSpec(rank=0, mesh=Mesh(), host="127.0.0.1", port=1, generation=5, timeout_s=10))
         decoded = worker.decode_tile(tile)
-        assert worker.facts().generation is None, "its group must not go on without what lay in its buffers"
+        assert worker.facts().generation == 0, "its group must not go on without what lay in its buffers"
         assert torch.equal(decoded, TileDecoder(torch.device("cpu")).decode(tile, lambda: False))
-        after = worker.run(make_task(), lambda told: None).latents
-        assert before is not None
-        assert after is not None
+        after = latents_of(worker, make_task())
         assert torch.equal(before, after), "the experts are opened again"
         worker.stop("tile")
         with pytest.raises(DecodeCancelled, match="tile"):

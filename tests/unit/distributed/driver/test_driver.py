@@ -16,8 +16,7 @@ import torch
 
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.driver.rendezvous import Rendezvous
-from wanstream.distributed.driver.schedule import GroupId
-from wanstream.distributed.driver.stage_run import RepairEnded, RestartLimitError
+from wanstream.distributed.driver.stage_run import GroupEnd, RestartLimitError
 from wanstream.distributed.driver.worker_group import WorkerFailedError, WorkerGroup
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.transport.path_map import MissingPathError
@@ -373,15 +372,15 @@ def test_a_repair_of_a_former_driver_is_awaited(fakes: Any, request_of: Any, exp
 
 def test_a_disabled_group_repairs_nothing(fakes: Any) -> None:
     pool, mesh = fakes.FakePool(2), Mesh(cfg=2)
-    rendezvous = Rendezvous(pool, WorkersRef(count=2, timeout_s=20.0))
-    late, now = (WorkerGroup(GroupId(0, 0), pool, (0, 1), mesh, rendezvous, 20.0) for _ in range(2))
-    late.disable()
+    ref = WorkersRef(count=2, timeout_s=20.0)
+    late, now = (WorkerGroup(Rendezvous(pool, ref, (0, 1), mesh)) for _ in range(2))
+    late.rendezvous.disable()
     for group, joined in ((late, 0), (now, 2)):
         wake = threading.Event()
         group.repair(wake)
         assert wake.wait(10)
         (ended,) = group.poll()
-        assert isinstance(ended, RepairEnded)
+        assert isinstance(ended, GroupEnd)
         assert (ended.error, len(pool.joined)) == (None, joined)
     assert sorted(rank for rank, _ in pool.joined) == [0, 1]
 

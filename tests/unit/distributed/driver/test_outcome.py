@@ -14,9 +14,13 @@ from wanstream.schema import OffloadPolicy, Timeline
 GONE, PEER, HUNG = WorkerLostError("gone", 1), PeerLostError("peer"), WorkerTimeoutError("hung")
 SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))
 WRONG, CANCELLED = InsufficientMemoryError("no room"), SamplingCancelled(3, 4)
-RESULT = TaskResult(timeline=Timeline(kind="measured", steps=()), latents=None)
+RESULT = TaskResult(timeline=Timeline(kind="measured", steps=()))
 
 ENDED, FAILED, SMALLER, LOST, KILLED, STOPPED, FINISHED = TaskOutcome
+
+
+def errors_of(outcomes: list[TaskResult | BaseException]) -> dict[int, BaseException]:
+    return {place: each for place, each in enumerate(outcomes) if isinstance(each, BaseException)}
 
 
 @pytest.mark.parametrize(
@@ -42,23 +46,21 @@ ENDED, FAILED, SMALLER, LOST, KILLED, STOPPED, FINISHED = TaskOutcome
 def test_the_error_that_caused_the_others_is_returned(
     outcomes: list[TaskResult | BaseException], killed: tuple[int, ...], outcome: TaskOutcome, place: int
 ) -> None:
-    end = classify_failure(dict(enumerate(outcomes)), killed=killed, stopped=False)
+    end = classify_failure(errors_of(outcomes), killed=killed, stopped=False)
     assert (end.outcome, end.place) == (outcome, place)
     assert end.error is outcomes[place]
     assert end.outcome.is_loss == (outcome in (ENDED, LOST, KILLED))
-    assert set(end.results) == {at for at, each in enumerate(outcomes) if each is RESULT}
 
 
 @pytest.mark.parametrize(
     "outcomes", [[CANCELLED, PEER], [WRONG, CANCELLED], [GONE, CANCELLED], [SHORT, RESULT], [GONE]]
 )
 def test_any_error_of_a_stopped_task_counts_as_stopped(outcomes: list[TaskResult | BaseException]) -> None:
-    end = classify_failure(dict(enumerate(outcomes)), killed=(), stopped=True)
+    end = classify_failure(errors_of(outcomes), killed=(), stopped=True)
     assert end.outcome is STOPPED
     assert (end.error is CANCELLED) == (CANCELLED in outcomes)
 
 
 def test_a_task_that_all_workers_finished_is_finished_even_after_a_stop() -> None:
     for stopped in (False, True):
-        end = classify_failure({0: RESULT, 1: RESULT}, killed=(), stopped=stopped)
-        assert (end.outcome, end.error, set(end.results)) == (FINISHED, None, {0, 1})
+        assert classify_failure({}, killed=(), stopped=stopped) == (FINISHED, None, 0)

@@ -14,7 +14,6 @@ from wanstream.distributed.driver.schedule import (
     Assignment,
     GroupId,
     JobSchedule,
-    ScheduleStatus,
 )
 from wanstream.schema import StateError
 
@@ -48,7 +47,7 @@ class Simulation:
         self.next_step: dict[int, int] = {}
 
     def play(self) -> JobSchedule:
-        while self.schedule.status is ScheduleStatus.RUNNING:
+        while self.schedule.is_running:
             self._hand_out()
             self._check_idle()
             self._advance()
@@ -56,7 +55,7 @@ class Simulation:
 
     def _hand_out(self) -> None:
         while (assignment := self.schedule.next()) is not None:
-            self.schedule = self.schedule.started(assignment)
+            self.schedule.start(assignment)
             assert assignment.group not in self.stands
             assert assignment.steps.start == self.next_step.get(assignment.item, assignment.steps.start)
             self.stands[assignment.group] = assignment
@@ -86,27 +85,29 @@ class Simulation:
         moves = [*self.stands, *self.schedule.repairing]
         group = self.chance.choice(moves)
         if group in self.schedule.repairing:
-            again = self.chance.random() < self.losses
-            self.schedule = self.schedule.repair_failed(group) if again else self.schedule.repaired(group)
+            if self.chance.random() < self.losses:
+                self.schedule.interrupt(group, counts_as_failure=True)
+            else:
+                self.schedule.finish(group)
             return
         assignment = self.stands[group]
         item, step = assignment.item, self.next_step[assignment.item]
         if self.chance.random() < self.losses:
             self._drop(group, assignment, step)
         elif step < assignment.steps.stop:
-            self.schedule = self.schedule.stepped(group, step + 1)
+            self.schedule.step(group, step + 1)
             self.computed.append((group, item, step))
             self.next_step[item] = step + 1
         else:
             self._end(group, assignment)
-            self.schedule = self.schedule.finished(group)
+            self.schedule.finish(group)
 
     def _drop(self, group: GroupId, assignment: Assignment, step: int) -> None:
         if step == assignment.steps.stop:
             self._end(group, assignment)
         else:
             del self.stands[group]
-        self.schedule = self.schedule.interrupted(group, counts_as_failure=self.chance.random() < 0.8)
+        self.schedule.interrupt(group, counts_as_failure=self.chance.random() < 0.8)
 
     def _end(self, group: GroupId, assignment: Assignment) -> None:
         del self.stands[group]
@@ -131,8 +132,8 @@ def test_every_job_is_done_once_in_order_by_a_group_of_its_stage(
     grid: tuple[list[list[range]], int], seed: int
 ) -> None:
     items, data = grid
-    played = Simulation(JobSchedule.of(items, data=data, max_restarts=0), seed, losses=0)
-    assert played.play().status is ScheduleStatus.DONE
+    played = Simulation(JobSchedule(items, data=data, max_restarts=0), seed, losses=0)
+    assert played.play().is_done
     _check_all_done(items, played)
 
 
@@ -142,82 +143,89 @@ def test_losses_cost_no_reported_step_and_are_counted(
     grid: tuple[list[list[range]], int], seed: int, max_restarts: int
 ) -> None:
     items, data = grid
-    played = Simulation(JobSchedule.of(items, data=data, max_restarts=max_restarts), seed, losses=0.2)
+    played = Simulation(JobSchedule(items, data=data, max_restarts=max_restarts), seed, losses=0.2)
     ended = played.play()
-    if ended.status is ScheduleStatus.DONE:
+    if ended.is_done:
         assert ended.lost <= max_restarts + 1
         _check_all_done(items, played)
     else:
-        assert ended.status is ScheduleStatus.GIVEN_UP
+        assert not ended.is_running
         assert ended.lost == max_restarts + 1
         assert ended.next() is None
 
 
 def test_a_pipeline_is_filled_and_drained_in_the_order_of_its_items() -> None:
     """Two stages of equal length and three items: the second group follows one job behind the first."""
-    schedule = JobSchedule.of([[range(2), range(2, 4)]] * 3, data=1, max_restarts=0)
+    schedule = JobSchedule([[range(2), range(2, 4)]] * 3, data=1, max_restarts=0)
     rounds = []
-    while schedule.status is ScheduleStatus.RUNNING:
+    while schedule.is_running:
         while (each := schedule.next()) is not None:
-            schedule = schedule.started(each)
-        rounds.append({group.stage: item for group, item in schedule.busy})
-        for group, item in schedule.busy:
-            schedule = schedule.stepped(group, schedule.items[item].remaining.stop).finished(group)
+            schedule.start(each)
+        rounds.append({group.stage: item for group, item in schedule.busy.items()})
+        for group, item in list(schedule.busy.items()):
+            schedule.step(group, schedule.items[item].remaining.stop)
+            schedule.finish(group)
     assert rounds == [{0: 0}, {0: 1, 1: 0}, {0: 2, 1: 1}, {1: 2}]
 
 
 def test_a_lost_job_goes_first_to_another_group_of_its_stage() -> None:
-    schedule = JobSchedule.of([[range(4)]] * 3, data=2, max_restarts=1)
+    schedule = JobSchedule([[range(4)]] * 3, data=2, max_restarts=1)
     for _ in range(2):
         each = schedule.next()
         assert each is not None
-        schedule = schedule.started(each)
-    schedule = schedule.stepped(GroupId(0, 0), 3).interrupted(GroupId(0, 0), counts_as_failure=True)
+        schedule.start(each)
+    schedule.step(GroupId(0, 0), 3)
+    schedule.interrupt(GroupId(0, 0), counts_as_failure=True)
     assert schedule.next() is None, "the other group goes on undisturbed"
-    schedule = schedule.stepped(GroupId(1, 0), 4).finished(GroupId(1, 0))
+    schedule.step(GroupId(1, 0), 4)
+    schedule.finish(GroupId(1, 0))
     assert schedule.next() == Assignment(GroupId(1, 0), 0, range(3, 4))
 
 
 def test_a_fast_first_stage_waits_for_the_second() -> None:
-    schedule = JobSchedule.of([[range(1), range(1, 2)]] * 20, data=1, max_restarts=0)
+    schedule = JobSchedule([[range(1), range(1, 2)]] * 20, data=1, max_restarts=0)
     begun = 0
     while (each := schedule.next()) is not None:
-        schedule = schedule.started(each)
+        schedule.start(each)
         if each.group.stage == 0:
             begun += 1
-            schedule = schedule.stepped(each.group, 1).finished(each.group)
+            schedule.step(each.group, 1)
+            schedule.finish(each.group)
     assert begun == WAITING_PER_GROUP + 1, "one in the second stage, the others before it"
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
 def test_a_loss_after_the_last_state_costs_nothing(max_restarts: int) -> None:
-    schedule = JobSchedule.of([[range(2)]], data=1, max_restarts=max_restarts)
+    schedule = JobSchedule([[range(2)]], data=1, max_restarts=max_restarts)
     each = schedule.next()
     assert each is not None
-    lost = schedule.started(each).stepped(each.group, 2).interrupted(each.group, counts_as_failure=True)
-    assert lost.status is ScheduleStatus.DONE
+    schedule.start(each)
+    schedule.step(each.group, 2)
+    schedule.interrupt(each.group, counts_as_failure=True)
+    assert schedule.is_done
 
 
 def test_illegal_transitions_are_refused() -> None:
-    new = JobSchedule.of([[range(2), range(2, 4)]], data=1, max_restarts=1)
+    new, going = (JobSchedule([[range(2), range(2, 4)]], data=1, max_restarts=1) for _ in range(2))
     first, second = GroupId(0, 0), GroupId(0, 1)
-    assignment = new.next()
+    assignment = going.next()
     assert assignment is not None
-    going = new.started(assignment)
+    going.start(assignment)
     for wrong in (
-        lambda: new.started(Assignment(second, 0, range(2, 4))),
-        lambda: going.started(assignment),
-        lambda: new.stepped(first, 1),
-        lambda: going.stepped(first, 0),
-        lambda: going.stepped(first, 3),
-        lambda: going.stepped(second, 1),
-        lambda: going.finished(first),
-        lambda: new.interrupted(first, counts_as_failure=True),
-        lambda: going.repaired(first),
-        lambda: going.repair_failed(first),
+        lambda: new.start(Assignment(second, 0, range(2, 4))),
+        lambda: going.start(assignment),
+        lambda: new.step(first, 1),
+        lambda: going.step(first, 0),
+        lambda: going.step(first, 3),
+        lambda: going.step(second, 1),
+        lambda: new.finish(first),
+        lambda: going.finish(first),
+        lambda: going.finish(second),
+        lambda: new.interrupt(first, counts_as_failure=True),
     ):
         with pytest.raises(StateError):
             wrong()
+    assert (new.busy, new.lost, going.busy, going.items[0].next_step) == ({}, 0, {first: 0}, 0)
 
 
 @pytest.mark.parametrize(
@@ -231,4 +239,4 @@ def test_illegal_transitions_are_refused() -> None:
 )
 def test_items_that_cannot_be_scheduled_are_named(steps: list[list[range]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        JobSchedule.of(steps, data=1, max_restarts=0)
+        JobSchedule(steps, data=1, max_restarts=0)

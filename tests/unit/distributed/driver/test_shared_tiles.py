@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.driver.decode import DecodeJob, TileDone, decode_in_shared_tiles, tiles_by_memory
+from wanstream.distributed.driver.decode import decode_in_shared_tiles, tiles_by_memory
 from wanstream.distributed.messages import DecodeTask, WorkerFacts
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.worker import Worker, decode_budget
+from wanstream.schema import WorkersRef
 from wanstream.wan.vae.memory import DecodeNeeds, VaeMemoryError
 from wanstream.wan.vae.tiles import Tiling, TilingError
 from wanstream.wan.vae.vae import DecodeOutOfMemoryError, open_vae
@@ -41,8 +42,8 @@ def decode(vae: Path, needs: DecodeNeeds) -> Callable[..., torch.Tensor]:
     """`decode(pool, **changes)` decodes `LATENTS` in tiles of `FIRST`."""
 
     def run(pool: Any, **changes: Any) -> torch.Tensor:
-        job = DecodeJob(latents=LATENTS, tiling=FIRST, vae=vae, run_id="decode")
-        return decode_in_shared_tiles(pool, job, needs, **{"max_restarts": 0, "timeout_s": 60.0, **changes})
+        ref = WorkersRef(count=len(pool.workers), max_restarts=0, timeout_s=60.0)
+        return decode_in_shared_tiles(pool, ref, DecodeTask(latents=LATENTS, vae=vae), FIRST, needs, **changes)
 
     return run
 
@@ -61,14 +62,14 @@ def test_memory_that_runs_out_on_a_worker_leads_to_smaller_tiles(
     tile_pools: Callable[..., Any], decode: Callable[..., torch.Tensor], vae: Path
 ) -> None:
     told: list[str] = []
-    done: list[TileDone] = []
+    done: list[tuple[int, int]] = []
     workers = tile_pools(2, no_room_above(8))
-    made = decode(workers, on_change=told.append, on_tile=done.append)
+    made = decode(workers, on_change=told.append, on_tile=lambda *tiles: done.append(tiles))
     with open_vae(vae) as alone:
         assert torch.equal(made, alone.decode(LATENTS, device="cpu", tiling=Tiling.of(64)))
     assert told == ["no memory for decoding tiles of 88 pixels: retrying with tiles of 64 pixels"]
     tiles = len(Tiling.of(64).tiles(11, 12))
-    assert done[-tiles:] == [TileDone(done=number, total=tiles) for number in range(1, tiles + 1)]
+    assert done[-tiles:] == [(number, tiles) for number in range(1, tiles + 1)]
     assert [worker.freed for worker in workers.workers] == [2, 2], "nothing of a try is left for the next one"
     assert not any(worker.killed for worker in workers.workers)
 

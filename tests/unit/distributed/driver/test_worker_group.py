@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from wanstream.distributed.driver.heartbeat import Heartbeat, silence_limit
+from wanstream.distributed.driver.heartbeat import Heartbeat
 from wanstream.distributed.driver.rendezvous import Rendezvous
 from wanstream.distributed.driver.results import TaskLog
 from wanstream.distributed.driver.schedule import Assignment, GroupId
-from wanstream.distributed.driver.stage_run import JobEnded, StepTaken
-from wanstream.distributed.driver.worker_group import Work, WorkerFailedError, WorkerGroup
+from wanstream.distributed.driver.stage_run import GroupEnd, StepTaken
+from wanstream.distributed.driver.worker_group import WorkerFailedError, WorkerGroup
 from wanstream.distributed.messages import RunTask, StepReport, TaskResult
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.sampling import InsufficientMemoryError, RunState, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import Mesh, OffloadPolicy, StepRecord, Timeline, WorkersRef
 
-RESULT = TaskResult(timeline=Timeline(kind="measured", steps=()), latents=None, gathered_bytes=5)
+RESULT = TaskResult(timeline=Timeline(kind="measured", steps=()), gathered_bytes=5)
 CANCELLED, PEER, WRONG = SamplingCancelled(3, 4), PeerLostError("peer"), InsufficientMemoryError("no room")
 RECORD = StepRecord(index=0, expert="high", sigma=1.0, wall_s=0.001, compute_s=0.001, stall_s=0.0, bytes_moved=0)
 LIMIT_S = 60.0
@@ -75,7 +75,7 @@ StartGroup = Callable[..., tuple[WorkerGroup, list[Handle]]]
 def report(make_task: Callable[..., RunTask]) -> StepReport:
     """Report of the leader after the first step."""
     state = RunState(next_step=1, latents=make_task().request.noise, history={})
-    return StepReport(rank=0, record=RECORD, done=1, state=state)
+    return StepReport(record=RECORD, state=state)
 
 
 @pytest.fixture
@@ -87,20 +87,20 @@ def start_group(make_task: Callable[..., RunTask]) -> StartGroup:
     ) -> Any:
         handles, task = [Handle(rank) for rank in range(count)], make_task()
         pool: Any = SimpleNamespace(workers=handles)
-        rendezvous = Rendezvous(pool, WorkersRef(count=count, timeout_s=timeout_s))
-        group = WorkerGroup(GROUP, pool, range(count), Mesh(cfg=count), rendezvous, timeout_s)
-        work = Work(requests=[task.request], experts=task.experts, paths=(), policy=task.policy, log=log or TaskLog())
-        group.assign(work)
+        ref = WorkersRef(count=count, timeout_s=timeout_s)
+        group = WorkerGroup(Rendezvous(pool, ref, range(count), Mesh(cfg=count)))
+        group.rendezvous.is_joined = True
+        group.assign([task], log or TaskLog())
         group.start(Assignment(GROUP, 0, range(4)), None, wake or threading.Event())
         return group, handles
 
     return start
 
 
-def ended(group: WorkerGroup) -> JobEnded:
+def ended(group: WorkerGroup) -> GroupEnd:
     """Return the end of the job, which must be its only event left."""
     (event,) = group.poll()
-    assert isinstance(event, JobEnded)
+    assert isinstance(event, GroupEnd)
     assert group.poll() == []
     return event
 
@@ -130,7 +130,7 @@ def test_workers_stay_joined_if_all_end_alike(
         handle.end(outcome)
     end = ended(group)
     assert (end.error, end.can_resume, end.counts_as_failure) == (error, resumable, False)
-    assert group.is_joined == joined
+    assert group.rendezvous.is_joined == joined
 
 
 def test_an_error_of_the_task_names_its_worker(start_group: StartGroup) -> None:
@@ -153,15 +153,15 @@ def test_a_group_that_was_silent_for_too_long_is_lost_whatever_it_returns_then(
     handle.report(report)
     (step,) = group.poll()
     assert isinstance(step, StepTaken)
-    assert (step.group, step.item, step.next_step) == (GROUP, 0, 1)
+    assert step.next_step == 1
     time.sleep(0.15)
     assert group.poll() == []
     assert handle.calls == ["leave", "stop"]
     handle.end(outcome)
     end = ended(group)
     assert isinstance(end.error, WorkerTimeoutError)
-    assert (end.can_resume, end.counts_as_failure, group.is_joined) == (True, True, False)
-    assert log.gathered_bytes() == (5 if outcome is RESULT else 0), "results that arrive late are kept"
+    assert (end.can_resume, end.counts_as_failure, group.rendezvous.is_joined) == (True, True, False)
+    assert log.gathered_bytes == (5 if outcome is RESULT else 0), "results that arrive late are kept"
 
 
 def test_a_group_that_begins_blocks_is_not_silent_however_long_its_step_takes(
@@ -186,10 +186,14 @@ def test_a_group_that_begins_blocks_is_not_silent_however_long_its_step_takes(
 
 def test_the_silence_limit_is_somewhat_longer_than_the_timeout_of_workers() -> None:
     """A worker without waiting peers is found after ten minutes; one with waiting peers is found after five."""
-    assert silence_limit(300, begun=True) == 600
-    assert 600 < silence_limit(300, begun=False) < 900
-    assert silence_limit(1, begun=False) > 60, "opening files takes its time, however short blocks are"
-    assert silence_limit(1, begun=True, slowest_s=60) >= 600
+    opening, begun, short, slow = (Heartbeat([], timeout_s) for timeout_s in (300, 300, 1, 1))
+    begun.record_sign()
+    slow.record_sign(60)
+    slow.record_sign(1)
+    assert begun.limit_s == 600
+    assert 600 < opening.limit_s < 900
+    assert short.limit_s > 60, "opening files takes its time, however short blocks are"
+    assert slow.limit_s >= 600
 
 
 def test_a_worker_that_does_not_answer_gets_one_request() -> None:
@@ -201,13 +205,13 @@ def test_a_worker_that_does_not_answer_gets_one_request() -> None:
             return requests[-1]
 
     heartbeat = Heartbeat([Silent(0)], timeout_s=0.02)
-    for count in (1, 1, 2):
+    for number, count in enumerate((1, 1, 2)):
         time.sleep(0.03)
-        heartbeat.poll()
+        assert not heartbeat.is_overdue()
         assert len(requests) == count
-        if count == 1 and len(requests) == 1 and heartbeat.silence_s > 0.05:
+        if number == 1:
             requests[0].set_exception(PEER)
-    assert not heartbeat.begun
+    assert heartbeat.limit_s > 60, "an error is not a sign of life"
 
 
 def test_every_message_wakes_the_run_and_none_of_an_ended_task_arrives(
@@ -231,7 +235,7 @@ def test_a_run_that_was_interrupted_while_it_stopped_leaves_no_task_to_the_next(
     group, (handle,) = start_group(1)
     send_late, handle.ended = handle.report, Future()
     task = make_task()
-    group.assign(Work(requests=[task.request], experts=task.experts, paths=(), policy=task.policy, log=TaskLog()))
+    group.assign([task], TaskLog())
     group.start(Assignment(GROUP, 0, range(4)), None, threading.Event())
     send_late(report)
     assert group.poll() == [], "a report of the former task"
@@ -251,9 +255,8 @@ def test_a_task_that_is_over_keeps_no_tensors(make_task: Callable[..., RunTask])
 
     handle, task = Recording(0), make_task()
     pool: Any = SimpleNamespace(workers=[handle])
-    group = WorkerGroup(GROUP, pool, [0], Mesh(), Rendezvous(pool, WorkersRef(count=1)), 60.0)
-    work = Work(requests=[task.request], experts=task.experts, paths=(), policy=task.policy, log=TaskLog())
-    group.assign(work)
+    group = WorkerGroup(Rendezvous(pool, WorkersRef(count=1), [0], Mesh()))
+    group.assign([task], TaskLog())
     group.start(Assignment(GROUP, 0, range(4)), None, threading.Event())
     (reference,) = sent
     assert reference() is not None

@@ -19,6 +19,7 @@ from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling import RequestError, SamplingCancelled
 from wanstream.schema import ExpertsRef, LoraRef, Mesh, PathMap
+from wanstream.tests.support.reports import Reports, latents_of
 from wanstream.wan.transformer.kernels import KernelsError
 
 MakeTask = Callable[..., RunTask]
@@ -38,7 +39,7 @@ def ignore(_: StepReport) -> None:
 
 
 def place(rank: int, mesh: Mesh) -> RendezvousSpec:
-    return RendezvousSpec(rank=rank, mesh=mesh, host="127.0.0.1", port=1, generation=0, timeout_s=10)
+    return RendezvousSpec(rank=rank, mesh=mesh, host="127.0.0.1", port=1, generation=1, timeout_s=10)
 
 
 def test_the_second_task_runs_what_it_says(
@@ -48,7 +49,7 @@ def test_the_second_task_runs_what_it_says(
     swapped = make_task(experts=experts_ref(high=2, low=1))
     other = make_task(experts=experts_ref(high=1, low=3))
     for task in (first, reseeded, swapped, other, first):
-        assert torch.equal(worker.run(task, ignore).latents, alone(task))
+        assert torch.equal(latents_of(worker, task), alone(task))
     assert len({alone(task).sum().item() for task in (first, reseeded, swapped, other)}) == 4
 
 
@@ -60,7 +61,7 @@ def test_experts_are_opened_where_the_path_map_says(
     assert low is not None
     maps = (PathMap(here="/nowhere/high", there=str(task.experts.high_noise)), PathMap(here=str(low), there="/nowhere"))
     elsewhere = dataclasses.replace(task.experts, high_noise=Path("/nowhere/high"))
-    assert torch.equal(worker.run(make_task(experts=elsewhere, paths=maps), ignore).latents, alone(task))
+    assert torch.equal(latents_of(worker, make_task(experts=elsewhere, paths=maps)), alone(task))
     with pytest.raises(ValueError, match="/nowhere/high"):
         worker.run(make_task(experts=elsewhere), ignore)
 
@@ -72,25 +73,25 @@ def test_files_that_were_replaced_are_opened_anew(
     shutil.copytree(tiny_expert_folder(seed=2), low)
     ref = ExpertsRef(high_noise=tiny_expert_folder(seed=1), low_noise=low, compute_dtype="float32")
     task = make_task(experts=ref)
-    before = worker.run(task, ignore).latents
+    before = latents_of(worker, task)
     shutil.rmtree(low)
     shutil.copytree(tiny_expert_folder(seed=5), low)
-    after = worker.run(task, ignore).latents
+    after = latents_of(worker, task)
     assert not torch.equal(before, after)
     assert torch.equal(after, alone(task))
 
 
 def test_steps_are_told_with_a_state_that_goes_on_elsewhere(worker: Worker, make_task: MakeTask) -> None:
-    task, reports = make_task(), list[StepReport]()
-    ended = worker.run(task, reports.append)
-    assert [(step.done, step.rank) for step in reports] == [(done, 0) for done in (1, 2, 3, 4)]
+    task, reports = make_task(), Reports()
+    ended = worker.run(task, reports)
     assert [step.record for step in reports] == list(ended.timeline.steps)
-    assert torch.equal(reports[-1].denoised, ended.latents)
-    resumed = Worker("cpu").run(make_task(resume=reports[1].state), ignore)
-    assert torch.equal(resumed.latents, ended.latents)
+    assert [step.record.index for step in reports] == [0, 1, 2, 3]
+    assert torch.equal(reports[-1].denoised, reports.latents)
+    rest = Reports()
+    resumed = Worker("cpu").run(make_task(resume=reports[1].state), rest)
+    assert torch.equal(rest.latents, reports.latents)
     assert [step.index for step in resumed.timeline.steps] == [2, 3]
-    part = worker.run(make_task(until=2), ignore)
-    assert torch.equal(part.latents, reports[1].state.latents)
+    assert torch.equal(latents_of(worker, make_task(until=2)), reports[1].state.latents)
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 3])
@@ -101,7 +102,7 @@ def test_a_stopped_worker_is_usable_at_once(
 
     def on_report(each: StepReport) -> None:
         reports.append(each)
-        if each.done == step:
+        if len(reports) == step:
             worker.stop(task.run_id)
 
     if step == 0:
@@ -111,7 +112,7 @@ def test_a_stopped_worker_is_usable_at_once(
     assert (cancelled.value.step, cancelled.value.block) == (step, 0)
     assert len(reports) == step
     after = make_task()
-    assert torch.equal(worker.run(after, ignore).latents, alone(after))
+    assert torch.equal(latents_of(worker, after), alone(after))
 
 
 def test_a_failed_task_leaves_the_worker_usable(
@@ -125,7 +126,7 @@ def test_a_failed_task_leaves_the_worker_usable(
     with pytest.raises(ZeroDivisionError):
         worker.run(make_task(), lambda _: 1 / 0)
     task = make_task()
-    assert torch.equal(worker.run(task, ignore).latents, alone(task))
+    assert torch.equal(latents_of(worker, task), alone(task))
 
 
 def test_a_worker_computes_with_the_attention_that_its_experts_name_or_says_why_not(
@@ -134,18 +135,16 @@ def test_a_worker_computes_with_the_attention_that_its_experts_name_or_says_why_
     with pytest.raises(KernelsError, match="'cudnn' computes on CUDA devices only, and this is cpu: choose 'sdpa'"):
         worker.run(make_task(experts=dataclasses.replace(experts_ref(), attention="cudnn")), ignore)
     task = make_task(experts=dataclasses.replace(experts_ref(), attention="sdpa"))
-    assert torch.equal(worker.run(task, ignore).latents, alone(make_task()))
+    assert torch.equal(latents_of(worker, task), alone(make_task()))
 
 
 def test_the_leader_of_a_group_returns_latents(worker: Worker, make_task: MakeTask) -> None:
-    reports: list[StepReport] = []
+    reports = Reports()
     worker.join(place(0, Mesh()))
-    ended = worker.run(make_task(), reports.append)
-    assert reports[-1].rank == 0
-    assert ended.latents is not None
+    worker.run(make_task(), reports)
     assert (reports[-1].state is not None, reports[-1].denoised is not None) == (True, True)
     worker.leave()
-    assert worker.run(make_task(), ignore).latents is not None
+    assert torch.equal(latents_of(worker, make_task()), reports.latents)
 
 
 def test_facts_are_those_of_this_process(worker: Worker, tmp_path: Path) -> None:
@@ -173,13 +172,13 @@ def test_blocks_and_frames_are_counted(worker: Worker, make_task: MakeTask, tiny
 
 def test_a_task_for_a_meeting_that_was_left_is_not_computed_alone(worker: Worker, make_task: MakeTask) -> None:
     reports: list[StepReport] = []
-    here, other = make_task(generation=0), make_task(generation=7)
+    here, other = make_task(generation=1), make_task(generation=7)
     worker.join(place(0, Mesh()))
     worker.run(here, reports.append)
-    with pytest.raises(PeerLostError, match="for rendezvous 7, but this worker is in rendezvous 0"):
+    with pytest.raises(PeerLostError, match="for rendezvous 7, but this worker is in rendezvous 1"):
         worker.run(other, reports.append)
     worker.leave()
-    with pytest.raises(PeerLostError, match="for rendezvous 0, but this worker is in none"):
+    with pytest.raises(PeerLostError, match="for rendezvous 1, but this worker is in none"):
         worker.run(here, reports.append)
     assert len(reports) == 4
     worker.run(make_task(), ignore)
@@ -213,7 +212,7 @@ def test_a_lora_of_another_strength_is_another_run(
     for strength in (0.0, 0.5, 1.0):
         lora = LoraRef(high_noise=file, low_noise=file, strength_high=strength, strength_low=strength)
         task = make_task(experts=dataclasses.replace(experts_ref(), loras=(lora,)))
-        seen.append(worker.run(task, ignore).latents)
+        seen.append(latents_of(worker, task))
         assert torch.equal(seen[-1], alone(task))
     assert torch.equal(seen[0], alone(make_task()))
     assert not torch.equal(seen[1], seen[2])

@@ -1,0 +1,33 @@
+"""Reports of a run on a worker, and the latents in the last one."""
+
+from __future__ import annotations
+
+import torch
+
+from wanstream.distributed.messages import RunTask, StepReport
+from wanstream.distributed.transport.pool import WorkerHandle
+from wanstream.distributed.worker.worker import Worker
+
+LIMIT_S = 120.0
+
+
+class Reports(list[StepReport]):
+    """Reports of a run in their order; call it with each of them."""
+
+    def __call__(self, report: StepReport) -> None:
+        self.append(report)
+
+    @property
+    def latents(self) -> torch.Tensor:
+        """Latents after the last step, as reported by the leader."""
+        (*_, state) = [report.state for report in self if report.state is not None]
+        return state.latents
+
+
+def latents_of(worker: Worker | WorkerHandle, task: RunTask) -> torch.Tensor:
+    """Run a task, and return the latents after its last step."""
+    reports = Reports()
+    running = worker.run(task, reports)
+    if not isinstance(worker, Worker):
+        running.result(LIMIT_S)
+    return reports.latents
