@@ -92,12 +92,9 @@ def gcs_address(ray: Any) -> str:
 
 def is_listening(server: str) -> bool:
     """Return True if a process listens at host:port."""
-    host, _, port = server.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=LISTENING_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
+    with suppress(OSError), socket.create_connection(host_and_port(server), timeout=LISTENING_TIMEOUT_S):
+        return True
+    return False
 
 
 END_TIMEOUT_S = 20.0
@@ -208,8 +205,11 @@ class RayConnection:
         with self._lock:
             ray = import_ray()
             if self._users == 0:
-                self._undo = self._connected(ray, ref, store_bytes)
-                self._address, self._server = ref.address, gcs_address(ray)
+                with ExitStack() as undo:
+                    self._connect(ray, ref, store_bytes, undo)
+                    self._address, self._server = ref.address, gcs_address(ray)
+                    self._undo = undo.pop_all()
+                atexit.register(self._undo.close)
             elif self._address != ref.address:
                 raise RaySetupError(
                     f"this process has workers at {self._address}: close those before starting others at {ref.address}"
@@ -246,26 +246,20 @@ class RayConnection:
             self._users -= 1
             if self._users == 0:
                 self._reaper = None
+                atexit.unregister(self._undo.close)
                 self._undo.close()
 
-    def _connected(self, ray: Any, ref: WorkersRef, store_bytes: int) -> ExitStack:
-        """Connect, and return the cleanup."""
+    def _connect(self, ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
+        """Connect, unless this process is connected to the same Ray already; register the cleanup in `undo`."""
         if ray.is_initialized():
             _check_joinable(gcs_address(ray), ref.address)
-            return ExitStack()
-        with ExitStack() as undo:
-            # Ray's processes ask the kernel to end them with their parent *thread*, so it must live as long as they do.
-            thread = WorkThread("wanstream ray")
-            undo.callback(thread.close)
-            undo.callback(reset_token_cache)
-            start = _start_local if ref.address == LOCAL else _join_cluster
-            self._reaper = thread.submit(start, ray, ref, store_bytes, undo).result()
-            atexit.register(self._end_at_exit)
-            undo.callback(atexit.unregister, self._end_at_exit)
-            return undo.pop_all()
-
-    def _end_at_exit(self) -> None:
-        self._undo.close()
+            return
+        # Ray's processes ask the kernel to end them with their parent *thread*, so it must live as long as they do.
+        thread = WorkThread("wanstream ray")
+        undo.callback(thread.close)
+        undo.callback(reset_token_cache)
+        start = _start_local if ref.address == LOCAL else _join_cluster
+        self._reaper = thread.submit(start, ray, ref, store_bytes, undo).result()
 
 
 CONNECTION = RayConnection()

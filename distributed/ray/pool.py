@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -19,7 +19,7 @@ from ...schema import LOCAL, WorkersRef, check_address, is_loopback
 from ..messages import RunTask, TaskResult, WorkerFacts
 from ..transport.path_map import places
 from ..transport.pool import OnReport, WorkerLostError
-from ..transport.threads import WorkThread, run_in_thread
+from ..transport.threads import run_in_thread, settle
 from ..worker.worker import Worker
 from .connection import CONNECTION, OBJECT_STORE_BYTES
 from .environment import LostAtStartError, RaySetupError
@@ -33,36 +33,30 @@ OF_RAY = (":job_id:", ":actor_name:", ":task_name:")
 
 
 class RayWorkerHandle:
-    """See `WorkerHandle`. `is_here`: whether it runs on the machine of its driver."""
+    """See `WorkerHandle`."""
 
-    def __init__(self, ray: Any, actor: Any, rank: int, started: Started, *, is_here: bool) -> None:
+    def __init__(self, ray: Any, actor: Any, rank: int, started: Started) -> None:
         self._ray, self._actor, self.rank = ray, actor, rank
-        self._thread = WorkThread(f"wanstream worker {rank}")
         self._lock = threading.Lock()
         self._killed = False
+        is_here = started.facts.machine == ray.get_runtime_context().get_node_id()
         self._process = _process_here(started.facts) if is_here else None
         self.started = started
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         """See `WorkerHandle.call`."""
         future: Future[Any] = Future()
-        with self._lock:
-            # Asked without a connection, Ray would start once more, with none of our settings.
-            if self._killed or not self._ray.is_initialized():
-                future.set_exception(self._lost("it was ended from here"))
-                return future
-            answer = self._actor.call.remote(method, args).future()
-        answer.add_done_callback(lambda answered: self._pass_on(answered, future))
+        try:
+            answer = self._remote(lambda actor: actor.call.remote(method, args).future())
+        except WorkerLostError as err:
+            future.set_exception(err)
+        else:
+            answer.add_done_callback(lambda answered: settle(future, self._result_of, answered))
         return future
 
     def run(self, task: RunTask, on_report: OnReport) -> Future[TaskResult]:
         """See `WorkerHandle.run`."""
-        with self._lock:
-            if self._killed:
-                future: Future[TaskResult] = Future()
-                future.set_exception(self._lost("it was ended from here"))
-                return future
-            return self._thread.submit(self._run, task, on_report)
+        return run_in_thread(f"wanstream worker {self.rank}", self._run, task, on_report)
 
     def log_tail(self) -> str:
         """See `WorkerHandle.log_tail`; empty too where the log is on another machine."""
@@ -75,7 +69,6 @@ class RayWorkerHandle:
             if self._killed:
                 return
             self._killed = True
-            self._thread.close()
             if self._ray.is_initialized():
                 self._ray.kill(self._actor)
             if self._process is not None:
@@ -86,9 +79,18 @@ class RayWorkerHandle:
         if self._process is not None:
             psutil.wait_procs([self._process], timeout=timeout_s)
 
+    def _remote(self, call: Callable[[Any], Any]) -> Any:
+        """Return `call(actor)`. Raises WorkerLostError if the worker was ended from here."""
+        with self._lock:
+            # Asked without a connection, Ray would start once more, with none of our settings.
+            if self._killed or not self._ray.is_initialized():
+                raise self._lost("it was ended from here")
+            return call(self._actor)
+
     def _run(self, task: RunTask, on_report: OnReport) -> TaskResult:
+        messages = self._remote(lambda actor: actor.run.remote(task))
         try:
-            for message in self._actor.run.remote(task):
+            for message in messages:
                 report = self._ray.get(message)
                 if isinstance(report, TaskResult):
                     return report
@@ -101,17 +103,14 @@ class RayWorkerHandle:
             raise self._worded(err) from err
         raise self._lost("its run ended without a result")
 
-    def _pass_on(self, answered: Future[Any], future: Future[Any]) -> None:
-        error = answered.exception()
-        if error is None:
-            future.set_result(answered.result())
-        else:
-            future.set_exception(self._worded(error))
+    def _result_of(self, answered: Future[Any]) -> Any:
+        try:
+            return answered.result()
+        except self._ray.exceptions.RayError as err:
+            raise self._worded(err) from err
 
-    def _worded(self, error: BaseException) -> BaseException:
-        """Return the worker's own error, or WorkerLostError; errors that are not Ray's are returned unchanged."""
-        if not isinstance(error, self._ray.exceptions.RayError):
-            return error
+    def _worded(self, error: Exception) -> Exception:
+        """Return the worker's own error for an error of Ray, or WorkerLostError."""
         if isinstance(error, self._ray.exceptions.RayTaskError):
             cause = error.cause
             return cause if isinstance(cause, Exception) else RuntimeError(str(error))
@@ -207,7 +206,7 @@ class RayPool:
             self._placement = Placement(self._ray, ref.count, start_timeout_s, on_gpus=on_gpus)
             undo.callback(self._placement.close)
             self._class = actor_class(self._ray)
-            self._workers = self._start(range(ref.count), undo)
+            self._workers = self._start(range(ref.count))
             self._undo = undo.pop_all()
 
     @property
@@ -235,16 +234,13 @@ class RayPool:
         self._closed = True
         self._kill(self._starting)
         with self._replacing:
-            self._end_all()
-
-    def _end_all(self) -> None:
-        # Workers on other machines release their shared memory themselves; `sweep` covers this machine only.
-        wait([worker.call("close") for worker in self._workers], timeout=CLOSE_TIMEOUT_S)
-        for worker in self._workers:
-            worker.kill()
-        for worker in self._workers:
-            worker.wait_for_end(END_TIMEOUT_S)
-        self._undo.close()
+            # Workers on other machines release their shared memory themselves; `sweep` covers this machine only.
+            wait([worker.call("close") for worker in self._workers], timeout=CLOSE_TIMEOUT_S)
+            for worker in self._workers:
+                worker.kill()
+            for worker in self._workers:
+                worker.wait_for_end(END_TIMEOUT_S)
+            self._undo.close()
 
     def __enter__(self) -> RayPool:
         return self
@@ -252,29 +248,27 @@ class RayPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, ranks: Sequence[int], undo: ExitStack) -> list[RayWorkerHandle]:
-        """Start the workers of these ranks at the same time."""
+    def _start(self, ranks: Sequence[int]) -> list[RayWorkerHandle]:
+        """Start the workers of these ranks at the same time; after an error none of them is left."""
         folders = [str(folder) for folder in places(FOLDER, self._ref.paths)]
         self._check_open()
         actors = [self._class.options(**self._placement.options(rank)).remote() for rank in ranks]
-        ready = [
-            actor.start.remote(PACKAGE, folders, self._ref.threads, self._placement.workers_on_machine_of(rank))
-            for actor, rank in zip(actors, ranks, strict=True)
-        ]
-        undo.callback(self._kill, actors)
-        self._starting = actors
-        self._check_open()  # again: `close` on another thread may have missed actors assigned just now
-        until = time.monotonic() + self._timeout_s  # one deadline for all workers
-        started = [self._wait_ready(rank, answer, until) for rank, answer in zip(ranks, ready, strict=True)]
-        self._starting = []
-        CONNECTION.track_processes()
-        check_versions(Worker("cpu").facts(), [each.facts for each in started])
-        check_exposure(started, beyond_loopback=self._ref.beyond_loopback)
-        own_node = self._ray.get_runtime_context().get_node_id()
-        return [
-            RayWorkerHandle(self._ray, actor, rank, each, is_here=each.node_id == own_node)
-            for actor, rank, each in zip(actors, ranks, started, strict=True)
-        ]
+        with ExitStack() as undo:
+            undo.callback(self._kill, actors)
+            ready = [
+                actor.start.remote(PACKAGE, folders, self._ref.threads, self._placement.workers_on_machine_of(rank))
+                for actor, rank in zip(actors, ranks, strict=True)
+            ]
+            self._starting = actors
+            self._check_open()  # again: `close` on another thread may have missed actors assigned just now
+            until = time.monotonic() + self._timeout_s  # one deadline for all workers
+            started = [self._wait_ready(rank, answer, until) for rank, answer in zip(ranks, ready, strict=True)]
+            self._starting = []
+            CONNECTION.track_processes()
+            check_versions(Worker("cpu").facts(), [each.facts for each in started])
+            check_exposure(started, beyond_loopback=self._ref.beyond_loopback)
+            undo.pop_all()
+        return [RayWorkerHandle(self._ray, *each) for each in zip(actors, ranks, started, strict=True)]
 
     def _restart(self, rank: int) -> RayWorkerHandle:
         """Start a new worker with that rank, and try again as long as Ray assigns it to another machine.
@@ -286,15 +280,11 @@ class RayPool:
             self._check_open()  # a call after Ray's end would start Ray again
             node = self._placement.node_of(rank)
             try:
-                with ExitStack() as undo:
-                    (worker,) = self._start([rank], undo)
-                    undo.pop_all()
+                return self._start([rank])[0]
             except LostAtStartError:
                 same_node = node is not None and self._placement.node_of(rank) == node
                 if same_node or time.monotonic() > until:
                     raise
-            else:
-                return worker
 
     def _check_open(self) -> None:
         if self._closed:

@@ -26,15 +26,13 @@ class Started:
     """Report of a worker's process that is ready."""
 
     facts: WorkerFacts
-    node_id: str
-    """Ray's id of its machine; cloned machines may share a host name."""
     logs: tuple[str, ...]
     """Log files on its machine, with its stdout and stderr."""
     requires_token: bool
     """True if Ray requires a token there."""
 
 
-class RayWorker:
+class RayWorker(Worker):
     """Worker in a process that Ray has started.
 
     Args:
@@ -44,29 +42,24 @@ class RayWorker:
 
     def __init__(self, *, threads: int | None, workers_on_machine: int) -> None:
         ray = import_ray()
-        self._node_id = str(ray.get_runtime_context().get_node_id())
-        self._worker = Worker(
+        super().__init__(
             "cuda:0" if ray.get_gpu_ids() else "cpu",
             address=ray.util.get_node_ip_address(),
-            machine=self._node_id,
+            # Not the host name, which cloned machines may share.
+            machine=str(ray.get_runtime_context().get_node_id()),
             threads=threads or max(1, _cores() // workers_on_machine),
         )
         self._thread = WorkThread("wanstream worker")
 
     def started(self) -> Started:
         """Return facts and log files of this worker."""
-        token = os.environ.get("RAY_AUTH_MODE") == "token"
-        return Started(facts=self._worker.facts(), node_id=self._node_id, logs=_logs(), requires_token=token)
+        return Started(facts=self.facts(), logs=_logs(), requires_token=os.environ.get("RAY_AUTH_MODE") == "token")
 
-    def call(self, method: str, args: tuple[Any, ...]) -> Any:
-        """See `WorkerHandle.call`."""
-        return getattr(self._worker, method)(*args)
-
-    def run(self, task: RunTask) -> Iterator[StepReport | TaskResult]:
-        """Yield a report after every step, then the result. Raises as `Worker.run`."""
+    def stream(self, task: RunTask) -> Iterator[StepReport | TaskResult]:
+        """Run a task, and yield a report after every step, then the result. Raises as `run`."""
         # The run has its own thread, because this generator is suspended while Ray sends a report.
         reports: queue.SimpleQueue[StepReport | None] = queue.SimpleQueue()
-        result = self._thread.submit(self._worker.run, task, reports.put)
+        result = self._thread.submit(self.run, task, reports.put)
         result.add_done_callback(lambda _: reports.put(None))
         while (report := reports.get()) is not None:
             yield report
@@ -135,10 +128,10 @@ def actor_class(ray: Any) -> Any:
 
         @ray.method(concurrency_group="calls")  # type: ignore[untyped-decorator]
         def call(self, method: str, args: tuple[Any, ...]) -> Any:
-            return self._worker.call(method, args)
+            return getattr(self._worker, method)(*args)
 
         @ray.method(concurrency_group="runs", num_returns="streaming")  # type: ignore[untyped-decorator]
         def run(self, task: Any) -> Iterator[Any]:
-            yield from self._worker.run(task)
+            yield from self._worker.stream(task)
 
     return ray.remote(concurrency_groups={"calls": CONCURRENT_CALLS, "runs": 1})(WanStreamWorker)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from operator import methodcaller
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from ..messages import RunTask, TaskResult
 from ..worker.worker import Worker
 from .pool import OnReport, WorkerLostError
 from .threads import WorkThread, run_in_thread
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 END_TIMEOUT_S = 60.0
 
@@ -25,7 +29,8 @@ class InProcessWorker:
         self._worker = worker
         self._thread = WorkThread("wanstream worker")
         self._lock = threading.Lock()
-        self._run_ids: set[str] = set()
+        self._run_ids: deque[str] = deque(maxlen=2)
+        """Ids of the last run and of the one before it, which may still end."""
         self._killed = False
         self._ended: Future[None] = Future()
 
@@ -36,10 +41,10 @@ class InProcessWorker:
     def run(self, task: RunTask, on_report: OnReport) -> Future[TaskResult]:
         """See `WorkerHandle.run`."""
         with self._lock:
-            if self._killed:
-                return run_in_thread("wanstream run", self._run, task, on_report)
-            self._run_ids.add(task.run_id)
-            return self._thread.submit(self._run, task, on_report)
+            if self._killed:  # its thread ends
+                return run_in_thread("wanstream run", self._alive, self._worker.run, task, on_report)
+            self._run_ids.append(task.run_id)
+            return self._thread.submit(self._alive, self._worker.run, task, on_report)
 
     def log_tail(self) -> str:
         """See `WorkerHandle.log_tail`. Empty: the worker writes to the output of this process."""
@@ -61,20 +66,12 @@ class InProcessWorker:
         self.kill()
         wait([self._ended], timeout=END_TIMEOUT_S)
 
-    def _run(self, task: RunTask, on_report: OnReport) -> TaskResult:
-        try:
-            result: TaskResult = self._alive(self._worker.run, task, on_report)
-            return result
-        finally:
-            with self._lock:
-                self._run_ids.discard(task.run_id)
-
-    def _alive(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _alive(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a function. Raises WorkerLostError if the worker was killed before or during the call."""
         if self._killed:
             raise self._lost()
         try:
-            return function(*args)
+            return function(*args, **kwargs)
         except Exception as err:
             if self._killed:
                 raise self._lost() from err

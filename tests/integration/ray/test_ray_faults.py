@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +93,7 @@ class FakeRay:
 
 
 def started(**changes: Any) -> Started:
-    return Started(**{"facts": Worker("cpu").facts(), "node_id": OTHER, "logs": (), "requires_token": True, **changes})
+    return Started(**{"facts": Worker("cpu", machine=OTHER).facts(), "logs": (), "requires_token": True, **changes})
 
 
 class FakePlacement:
@@ -283,10 +284,10 @@ def test_a_process_of_another_machine_with_the_same_host_name_is_left_alone(ray:
     assert bystander.stdout is not None
     bystander.stdout.readline()
     try:
-        facts = Worker("cpu").facts()
-        same_name = started(facts=type(facts)(**{**vars(facts), "pid": bystander.pid}))
-        away = RayWorkerHandle(ray, object(), 0, same_name, is_here=False)
-        here = RayWorkerHandle(ray, object(), 0, same_name, is_here=True)
+        away, here = (
+            RayWorkerHandle(ray, object(), 0, started(facts=replace(facts, pid=bystander.pid)))
+            for facts in (Worker("cpu", machine=OTHER).facts(), Worker("cpu", machine=OWN).facts())
+        )
         away.kill()
         away.wait_for_end(0.1)
         assert (away._process, bystander.poll()) == (None, None)

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from wanstream.distributed.messages import RendezvousSpec, RunTask, StepReport, WorkerFacts
-from wanstream.distributed.ray.environment import RaySetupError
+from wanstream.distributed.ray.environment import RaySetupError, import_ray
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.sampling import RequestError, SamplingCancelled
 from wanstream.schema import ExpertsRef, Mesh, WorkersRef
 from wanstream.schema.refs import WorkersError
+from wanstream.tests.support.reports import Reports, latents_of
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.integration
@@ -74,7 +75,7 @@ def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
     facts = facts_of(pool)
     assert len({each.pid for each in facts} | {os.getpid()}) == 3
     assert [(each.address, each.device) for each in facts] == [("127.0.0.1", "cpu")] * 2
-    assert {each.machine for each in facts} == {worker.started.node_id for worker in pool.workers}
+    assert {each.machine for each in facts} == {import_ray().get_runtime_context().get_node_id()}
     assert [worker.started.requires_token for worker in pool.workers] == [True, True]
     assert [worker.rank for worker in pool.workers] == [0, 1]
     assert [each.missing for each in facts] == [(), ()]
@@ -84,14 +85,13 @@ def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
 
 def test_two_workers_give_the_latents_of_one(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
     join(pool, Mesh(cfg=2), generation=1)
-    task, reports = make_task(), list[StepReport]()
-    running = [worker.run(task, reports.append) for worker in pool.workers]
+    task, reports = make_task(), [Reports(), Reports()]
+    running = [worker.run(task, each) for worker, each in zip(pool.workers, reports, strict=True)]
     ended = [run.result(LIMIT_S) for run in running]
-    assert torch.equal(ended[0].latents, alone(task))
-    assert ended[1].latents is None
-    expected = [(rank, done) for rank in (0, 1) for done in (1, 2, 3, 4)]
-    assert sorted((step.rank, step.done) for step in reports) == expected
-    assert {step.rank for step in reports if step.state is not None and step.denoised is not None} == {0}
+    assert torch.equal(reports[0].latents, alone(task))
+    assert [[step.record.index for step in each] for each in reports] == [[0, 1, 2, 3]] * 2
+    assert [[step.state is not None for step in each] for each in reports] == [[True] * 4, [False] * 4]
+    assert [[step.denoised is not None for step in each] for each in reports] == [[True] * 4, [False] * 4]
     velocity = task.request.noise.numel() * 4
     assert [each.gathered_bytes for each in ended] == [4 * velocity] * 2
     leave(pool)
@@ -103,7 +103,7 @@ def test_the_second_task_runs_what_it_says(
 ) -> None:
     worker = pool.workers[rank]
     for task in (make_task(), make_task(seed=20), make_task(experts=experts_ref(high=2, low=1)), make_task(seed=20)):
-        assert torch.equal(worker.run(task, ignore).result(LIMIT_S).latents, alone(task))
+        assert torch.equal(latents_of(worker, task), alone(task))
 
 
 def test_a_state_goes_on_in_another_process(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
@@ -112,8 +112,9 @@ def test_a_state_goes_on_in_another_process(pool: RayPool, make_task: MakeTask, 
     first.run(make_task(request={"solver": "unipc"}, until=2), reports.append).result(LIMIT_S)
     rest = make_task(request={"solver": "unipc"}, resume=reports[-1].state)
     whole = make_task(request={"solver": "unipc"})
-    ended = second.run(rest, ignore).result(LIMIT_S)
-    assert torch.equal(ended.latents, alone(whole))
+    rest_reports = Reports()
+    ended = second.run(rest, rest_reports).result(LIMIT_S)
+    assert torch.equal(rest_reports.latents, alone(whole))
     assert [step.index for step in ended.timeline.steps] == [2, 3]
 
 
@@ -122,7 +123,7 @@ def test_questions_and_stops_are_heard_beside_a_run(pool: RayPool, make_task: Ma
     task = make_task(request=LONG)
 
     def on_report(report: StepReport) -> None:
-        if report.done == 2:
+        if report.record.index == 1:
             pids.append(worker.call("facts").result(LIMIT_S).pid)
             worker.call("stop", task.run_id).result(LIMIT_S)
 
@@ -131,7 +132,7 @@ def test_questions_and_stops_are_heard_beside_a_run(pool: RayPool, make_task: Ma
     assert cancelled.value.step < LONG["steps"]
     assert pids == [worker.started.facts.pid]
     after = make_task()
-    assert torch.equal(worker.run(after, ignore).result(LIMIT_S).latents, alone(after))
+    assert torch.equal(latents_of(worker, after), alone(after))
 
 
 def test_errors_of_a_worker_come_out_as_they_are(pool: RayPool, make_task: MakeTask, tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_an_error_of_who_is_told_ends_the_run(pool: RayPool, make_task: MakeTask
     with pytest.raises(ZeroDivisionError):
         worker.run(task, lambda _: 1 / 0).result(LIMIT_S)
     after = make_task()
-    assert torch.equal(worker.run(after, ignore).result(LIMIT_S).latents, alone(after))
+    assert torch.equal(latents_of(worker, after), alone(after))
 
 
 def test_everything_listens_on_loopback(pool: RayPool) -> None:
@@ -190,7 +191,8 @@ def test_a_second_pool_shares_this_ray(pool: RayPool, make_task: MakeTask) -> No
         RayPool(WorkersRef(count=2, beyond_loopback=True), "cpu")
     with pytest.raises(WorkersError, match=r"localhost\.evil\.example:6379 is another machine"):
         RayPool(WorkersRef(count=2, address="localhost.evil.example:6379"), "cpu")
-    assert pool.workers[0].run(make_task(), ignore).result(LIMIT_S).latents is not None
+    task = make_task()
+    assert latents_of(pool.workers[0], task).shape == task.request.noise.shape
 
 
 def test_a_killed_worker_is_lost_and_replaced(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
@@ -198,7 +200,7 @@ def test_a_killed_worker_is_lost_and_replaced(pool: RayPool, make_task: MakeTask
     pid = worker.started.facts.pid
 
     def on_report(report: StepReport) -> None:
-        if report.done == 2:
+        if report.record.index == 1:
             os.kill(pid, signal.SIGKILL)
 
     task = make_task(request=LONG)
@@ -214,9 +216,11 @@ def test_a_killed_worker_is_lost_and_replaced(pool: RayPool, make_task: MakeTask
     assert again.started.facts.pid not in (pid, other.started.facts.pid)
     join(pool, Mesh(cfg=2), generation=3)
     task = make_task()
-    running = [each.run(task, ignore) for each in pool.workers]
-    assert torch.equal(running[0].result(LIMIT_S).latents, alone(task))
-    running[1].result(LIMIT_S)
+    reports = Reports()
+    running = [pool.workers[0].run(task, reports), pool.workers[1].run(task, ignore)]
+    for each in running:
+        each.result(LIMIT_S)
+    assert torch.equal(reports.latents, alone(task))
     leave(pool)
 
 
@@ -291,6 +295,8 @@ def test_a_worker_has_a_gpu_of_its_own(make_task: MakeTask) -> None:
     with RayPool(WorkersRef(count=gpus), "cuda", store_bytes=STORE_BYTES) as pool:
         assert [worker.started.facts.device for worker in pool.workers] == ["cuda:0"] * gpus
         task = make_task()
-        running = [worker.run(task, ignore) for worker in pool.workers]
-        first, *rest = [run.result(LIMIT_S).latents for run in running]
+        reports = [Reports() for _ in pool.workers]
+        for running in [worker.run(task, each) for worker, each in zip(pool.workers, reports, strict=True)]:
+            running.result(LIMIT_S)
+        first, *rest = [each.latents for each in reports]
         assert all(torch.equal(first, latents) for latents in rest)

@@ -13,6 +13,7 @@ from wanstream.distributed.messages import RunTask, StepReport
 from wanstream.distributed.transport.in_process import InProcessPool
 from wanstream.distributed.transport.pool import Pool, WorkerLostError
 from wanstream.sampling import SamplingCancelled
+from wanstream.tests.support.reports import Reports, latents_of
 
 LIMIT_S = 60
 
@@ -31,7 +32,7 @@ def ignore(report: StepReport) -> None:
 
 
 def test_a_run_on_another_thread_is_reported_and_ends(pool: Pool, make_task: MakeTask, alone: Callable) -> None:
-    told: list[StepReport] = []
+    told = Reports()
     threads: set[int] = set()
 
     def on_report(step: StepReport) -> None:
@@ -39,8 +40,8 @@ def test_a_run_on_another_thread_is_reported_and_ends(pool: Pool, make_task: Mak
         threads.add(threading.get_ident())
 
     task = make_task()
-    ended = pool.workers[0].run(task, on_report).result(LIMIT_S)
-    assert torch.equal(ended.latents, alone(task))
+    pool.workers[0].run(task, on_report).result(LIMIT_S)
+    assert torch.equal(told.latents, alone(task))
     assert [step.record.index for step in told] == [0, 1, 2, 3]
     assert threading.get_ident() not in threads
     assert pool.workers[0].call("facts").result(LIMIT_S).pid == os.getpid()
@@ -77,7 +78,7 @@ def test_a_killed_worker_is_lost_and_can_be_replaced(pool: Pool, make_task: Make
     assert killed.log_tail() == ""
     again = pool.replace(0)
     assert again is pool.workers[0]
-    assert torch.equal(again.run(task, ignore).result(LIMIT_S).latents, alone(task))
+    assert torch.equal(latents_of(again, task), alone(task))
 
 
 def test_closing_ends_the_run_and_its_thread(make_task: MakeTask) -> None:
