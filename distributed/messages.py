@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,10 +87,8 @@ class WorkerFacts:
     torch: str
     diffusers: str
     python: str
-    missing: tuple[str, ...] = field(default=())
-    """Requested paths that exist under none of their candidates on its machine."""
-    sizes: tuple[tuple[str, int], ...] = ()
-    """(path, bytes of its weights) of requested paths that exist; see `weight_bytes`."""
+    sizes: Mapping[str, int | None] = field(default_factory=dict)
+    """Bytes of the weights of requested paths (see `weight_bytes`); None for paths that are missing on its machine."""
     tile_bytes: int = 0
     """Device memory for a decode: the free memory and the memory that experts release. All workers of a machine share
     its RAM."""

@@ -130,7 +130,6 @@ class RayReaper:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tracked: set[int] = set()
         self._raylet: psutil.Process | None = None
         self._process = subprocess.Popen(
             [sys.executable, "-c", REAPER, str(folder)],
@@ -143,12 +142,10 @@ class RayReaper:
         )
 
     def track(self) -> None:
-        """Send the ids of the processes that this Ray has now to the reaper."""
+        """Send the ids of the processes that this Ray has now to the reaper; sending one twice is allowed."""
         pipe = self._process.stdin
         assert pipe is not None
-        for pid in self._processes() - self._tracked - {self._process.pid}:
-            pipe.write(f"{pid}\n")
-            self._tracked.add(pid)
+        pipe.writelines(f"{pid}\n" for pid in self._processes() - {self._process.pid})
         pipe.flush()
 
     def raylet_is_alive(self) -> bool:
@@ -252,7 +249,12 @@ class RayConnection:
     def _connect(self, ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
         """Connect, unless this process is connected to the same Ray already; register the cleanup in `undo`."""
         if ray.is_initialized():
-            _check_joinable(gcs_address(ray), ref.address)
+            if (connected := gcs_address(ray)) != ref.address:
+                raise RaySetupError(
+                    f"this process is connected to the Ray at {connected} already, by another node pack or script, "
+                    f"and can have only one connection: add {connected} to the list of clusters to use it, or close it "
+                    "first"
+                )
             return
         # Ray's processes ask the kernel to end them with their parent *thread*, so it must live as long as they do.
         thread = WorkThread("wanstream ray")
@@ -329,11 +331,3 @@ def _join_cluster(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) 
             ray.init(address=ref.address, log_to_driver=False, configure_logging=False)
         except Exception as err:
             raise RaySetupError(f"Ray {ray.__version__} cannot join the cluster at {ref.address}: {err}") from err
-
-
-def _check_joinable(connected: str, requested: str) -> None:
-    if requested != connected:
-        raise RaySetupError(
-            f"this process is connected to the Ray at {connected} already, by another node pack or script, and can "
-            f"have only one connection: add {connected} to the list of clusters to use it, or close it first"
-        )

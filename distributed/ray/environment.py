@@ -20,7 +20,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,11 @@ def process_token() -> str:
 @contextmanager
 def on_loopback() -> Iterator[None]:
     """Make Ray use 127.0.0.1 as given, instead of replacing it by this machine's external address."""
-    with temporary_environment({ONE_MACHINE: "0"}), _one_machine(), quiet_logging():
+    with temporary_environment({ONE_MACHINE: "0"}), quiet_logging(), ExitStack() as undo:
+        constants: Any = sys.modules.get("ray._private.ray_constants")
+        if constants is not None:  # a Ray that is already imported has read the variable before
+            undo.callback(setattr, constants, "ENABLE_RAY_CLUSTER", constants.ENABLE_RAY_CLUSTER)
+            constants.ENABLE_RAY_CLUSTER = False
         yield
 
 
@@ -165,21 +169,6 @@ def temporary_environment(values: Mapping[str, str | None]) -> Iterator[None]:
 
 def _ray_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIX) or name == DEBUGGER}
-
-
-@contextmanager
-def _one_machine() -> Iterator[None]:
-    """Turn off the switch for clusters in a Ray that is already imported, which has read the variable before."""
-    constants = sys.modules.get("ray._private.ray_constants")
-    if constants is None:
-        yield
-        return
-    before = constants.ENABLE_RAY_CLUSTER
-    constants.ENABLE_RAY_CLUSTER = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -68,36 +68,28 @@ def check_paths(workers: Sequence[WorkerFacts], maps: Sequence[PathMap]) -> None
         MissingPathError: a machine lacks a path.
         DifferentFilesError: weights under one path have different sizes. Their content is not compared.
     """
-    lacking: dict[str, list[str]] = {}
+    found: dict[str, dict[int | None, list[str]]] = {}
     for worker in workers:
-        for path in worker.missing:
-            machines = lacking.setdefault(path, [])
+        for path, nbytes in worker.sizes.items():
+            machines = found.setdefault(path, {}).setdefault(nbytes, [])
             if worker.node not in machines:
                 machines.append(worker.node)
-    if not lacking:
-        _check_sizes(workers)
-        return
     missing = "; ".join(
-        f"{' or '.join(map(str, places(Path(path), maps)))} does not exist on {' and '.join(machines)}"
-        for path, machines in lacking.items()
+        f"{' or '.join(map(str, places(Path(path), maps)))} does not exist on {' and '.join(sizes[None])}"
+        for path, sizes in found.items()
+        if None in sizes
     )
-    known = ", ".join(f"{each.here} -> {each.there}" for each in maps) or "empty"
-    raise MissingPathError(
-        f"{missing}: copy the file there, or add its folder there to the path_map of the cluster in the list of "
-        f"clusters (the map is {known})"
-    )
-
-
-def _check_sizes(workers: Sequence[WorkerFacts]) -> None:
-    found: dict[str, dict[int, str]] = {}
-    for worker in workers:
-        for path, nbytes in worker.sizes:
-            found.setdefault(path, {}).setdefault(nbytes, worker.node)
-    for path, machines in found.items():
-        if len(machines) > 1:
-            sizes = " and ".join(f"{nbytes} bytes on {node}" for nbytes, node in machines.items())
+    if missing:
+        known = ", ".join(f"{each.here} -> {each.there}" for each in maps) or "empty"
+        raise MissingPathError(
+            f"{missing}: copy the file there, or add its folder there to the path_map of the cluster in the list of "
+            f"clusters (the map is {known})"
+        )
+    for path, sizes in found.items():
+        if len(sizes) > 1:
+            told = " and ".join(f"{nbytes} bytes on {machines[0]}" for nbytes, machines in sizes.items())
             raise DifferentFilesError(
-                f"the weights of {path} have {sizes}: workers would compute with different ones. Copy the same files "
+                f"the weights of {path} have {told}: workers would compute with different ones. Copy the same files "
                 "to all machines"
             )
 

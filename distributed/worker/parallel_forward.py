@@ -192,21 +192,6 @@ def lanes_of_rank(count: int, cfg_rank: int) -> slice:
     return slice(0, half) if cfg_rank == 0 else slice(count - half, count)
 
 
-def forward_shared(groups: ProcessGroups, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
-    """Return the velocity of every lane: compute those of this cfg rank, and gather the others from its peer.
-
-    All workers return the same bits.
-    """
-    group = groups.group("cfg")
-    computed = torch.stack(compute(lanes[lanes_of_rank(len(lanes), dist.get_rank(group))]))
-    halves = [torch.empty_like(computed) for _ in range(2)]
-    dist.all_gather(halves, computed, group=group)
-    groups.count_gathered(computed.nbytes)
-    first, last = halves
-    # The middle lane of an odd count is in both halves; the first one's is used, on all workers.
-    return [*first, *last[2 * len(last) - len(lanes) :]]
-
-
 class GroupForward:
     """Share of one worker in a group of two or more; see `ParallelForward`."""
 
@@ -242,9 +227,20 @@ class GroupForward:
                     "degrees, or another size or length of the video"
                 )
         with self._groups.translate_errors("computed a step"):
-            if mesh.cfg == 1:
-                return compute(lanes)
-            return forward_shared(self._groups, lanes, compute)
+            return compute(lanes) if mesh.cfg == 1 else self._forward_shared(lanes, compute)
+
+    def _forward_shared(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
+        """Return the velocity of every lane: compute those of this cfg rank, and gather the others from its peer.
+
+        All workers return the same bits.
+        """
+        group = self._groups.group("cfg")
+        computed = torch.stack(compute(lanes[lanes_of_rank(len(lanes), dist.get_rank(group))]))
+        first, last = torch.empty_like(computed), torch.empty_like(computed)
+        dist.all_gather([first, last], computed, group=group)
+        self._groups.count_gathered(computed.nbytes)
+        # The middle lane of an odd count is in both halves; the first one's is used, on all workers.
+        return [*first, *last[2 * len(last) - len(lanes) :]]
 
     def local_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """See `ParallelForward.local_tokens`; the split is that of diffusers' context parallelism."""

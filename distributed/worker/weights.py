@@ -80,7 +80,9 @@ class GroupGather:
             group = self._groups.group("weights")
             if self._aborted:
                 raise GatherBrokenError("the gathers of this rendezvous were aborted")
-            work = _issue(into, own, group)
+            # torch 2.13 renamed it, and warns about the old name.
+            issue = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            work = issue(into, own, group=group, async_op=True)
             if own.is_cuda:
                 work.wait()  # makes the current stream wait, not the host
             else:
@@ -108,17 +110,9 @@ class GroupGather:
             self._wake.clear()
         if not ended.is_set():
             # gloo's thread must not drop the last reference to the group, because freeing the group joins that thread.
-            threading.Thread(
-                target=_hold_until_done, args=(ended, [work, *used]), name="wanstream-aborted-gather", daemon=True
-            ).start()
+            run_in_thread("wanstream-aborted-gather", _hold_until_done, ended, [work, *used])
             raise GatherBrokenError("the run ended while its weights were gathered")
         work.wait()  # raises the error of a gather that failed
-
-
-def _issue(into: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    # torch 2.13 renamed it, and warns about the old name.
-    issue = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return issue(into, own, group=group, async_op=True)
 
 
 def _hold_until_done(ended: threading.Event, used: list[Any]) -> None:
@@ -312,31 +306,25 @@ class GroupWeights:
 
         Raises WorkerTimeoutError and PeerLostError.
         """
-        placement = self._groups.rendezvous.weights
-        if self._groups.size == 1:
+        placement, reason = self._groups.rendezvous.weights, ""
+        if self._groups.size == 1 or (placement == "auto" and self._groups.device.type == "cpu"):
             return None, ""
-        if placement != "auto":
-            return self._sharded_in(placement), ""
-        if self._groups.device.type == "cpu":
-            return None, ""
-        choice = self._choices.get(pair.stored_bytes)
-        if choice is None:
-            choice = choose_placement(measure(self._groups, pair, request, policy))
-            self._choices[pair.stored_bytes] = choice
-            logger.info("%s", choice.reason)
-        return self._sharded_in(choice.placement), choice.reason
+        if placement == "auto":
+            if pair.stored_bytes not in self._choices:
+                choice = choose_placement(measure(self._groups, pair, request, policy))
+                self._choices[pair.stored_bytes] = choice
+                logger.info("%s", choice.reason)
+            placement, reason = self._choices[pair.stored_bytes]
+        if placement == WHOLE_WEIGHTS:
+            return None, reason
+        if placement not in self._sharded:
+            self._sharded[placement] = Sharded(gather=GroupGather(self._groups), on_device=placement == ON_DEVICE)
+        return self._sharded[placement], reason
 
     def abort(self) -> None:
         """Abort gathers that wait (any thread)."""
         for sharded in tuple(self._sharded.values()):  # a run that begins on another thread may add one
             sharded.gather.abort()
-
-    def _sharded_in(self, placement: WeightPlacement) -> Sharded | None:
-        if placement == WHOLE_WEIGHTS:
-            return None
-        if placement not in self._sharded:
-            self._sharded[placement] = Sharded(gather=GroupGather(self._groups), on_device=placement == ON_DEVICE)
-        return self._sharded[placement]
 
 
 def measure(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> WeightFigures:

@@ -8,8 +8,7 @@ import platform
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -136,13 +135,12 @@ class Worker:
         self._experts = experts or ExpertsRegistry(partial(open_pair, shared=True))
         self._groups, self._weights = self._alone()
         self._tiles = tiles(self._device)
-        self._lock = threading.Lock()
-        self._running: str | None = None
+        self._running = threading.Lock()
         self._stopped: deque[str] = deque(maxlen=MAX_STOPS)
         self._blocks_begun = 0
 
     def facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
-        """Return facts about this worker, and which of `paths`, mapped by `maps`, are missing on its machine.
+        """Return facts about this worker, and the sizes of `paths`, mapped by `maps`, on its machine.
 
         Raises:
             OSError: a path exists and cannot be read.
@@ -157,8 +155,7 @@ class Worker:
             torch=torch.__version__,
             diffusers=version("diffusers"),
             python=platform.python_version(),
-            missing=tuple(path for path, local in mapped.items() if not local.exists()),
-            sizes=tuple((path, weight_bytes(local)) for path, local in mapped.items() if local.exists()),
+            sizes={path: weight_bytes(local) if local.exists() else None for path, local in mapped.items()},
             tile_bytes=decode_budget(self._device, self._experts.loaded_bytes),
             generation=self._groups.rendezvous.generation,
             auto_dtype=dtype_name(auto_dtype(self._device)),
@@ -200,7 +197,9 @@ class Worker:
             PeerLostError: another worker is gone, or this one has left the rendezvous.
         """
         groups, weights, is_stopped = self._groups, self._weights, partial(self._is_stopped, task.run_id)
-        with self._running_as(task.run_id):
+        is_free = self._running.acquire(blocking=False)
+        assert is_free, f"run {task.run_id} was assigned to a worker that computes another run"
+        try:
             _check_rendezvous(task, groups)
             pair = self._experts.get(resolve_experts(task.experts, task.paths))
             sharded, reason = weights.for_run(pair, task.request, task.policy)
@@ -216,6 +215,8 @@ class Worker:
                 # All workers of a group must stop before the same block, or the others would wait in a collective.
                 should_stop=groups.consensus(is_stopped),
             ).with_note(reason)
+        finally:
+            self._running.release()
         return TaskResult(timeline=ended.timeline, gathered_bytes=groups.gathered_bytes - gathered_before)
 
     def decode_tile(self, task: DecodeTask) -> torch.Tensor:
@@ -231,7 +232,7 @@ class Worker:
         try:
             return self._tiles.decode(task, is_stopped)
         except RuntimeError as err:
-            if self._running is not None or not is_out_of_memory(err):
+            if self._running.locked() or not is_out_of_memory(err):
                 raise
             forget(err)
         self._experts.free()
@@ -261,16 +262,6 @@ class Worker:
         """Return groups and weights of a worker outside of a rendezvous: those of a group of one."""
         groups = ProcessGroups(NO_RENDEZVOUS, self._device)
         return groups, GroupWeights(groups)
-
-    @contextmanager
-    def _running_as(self, run_id: str) -> Iterator[None]:
-        with self._lock:
-            assert self._running is None, f"run {run_id} was assigned to a worker that computes run {self._running}"
-            self._running = run_id
-        try:
-            yield
-        finally:
-            self._running = None
 
     def _is_stopped(self, run_id: str) -> bool:
         """Return True after `stop`; called before every block of a run, and before every frame of a tile."""

@@ -118,12 +118,12 @@ class FakeWorker:
 
     def _facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
         generation = 0 if self._rendezvous is None else self._rendezvous[0].generation
-        missing = tuple(path for path in self._pool.missing.get(self._rank, ()) if path in paths)
+        missing = [path for path in self._pool.missing.get(self._rank, ()) if path in paths]
         return replace(
             self._pool.facts,
             pid=self.pid,
             node=f"node-{self._rank}",
-            missing=missing,
+            sizes=dict.fromkeys(missing),
             generation=generation,
             auto_dtype=self._pool.auto_dtypes.get(self._rank, "float32"),
         )

@@ -54,7 +54,7 @@ class ThreadWorker:
 
     def _facts(self, paths: Sequence[str], maps: Sequence[PathMap]) -> WorkerFacts:
         facts = FACTS.facts(paths, maps)
-        return replace(facts, node=f"node-{self.rank}", missing=(*facts.missing, *self.missing))
+        return replace(facts, node=f"node-{self.rank}", sizes={**facts.sizes, **dict.fromkeys(self.missing)})
 
     def _decode(self, task: DecodeTask) -> torch.Tensor:
         self._before(self, task)

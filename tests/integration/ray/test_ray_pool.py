@@ -78,9 +78,9 @@ def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
     assert {each.machine for each in facts} == {import_ray().get_runtime_context().get_node_id()}
     assert [worker.started.requires_token for worker in pool.workers] == [True, True]
     assert [worker.rank for worker in pool.workers] == [0, 1]
-    assert [each.missing for each in facts] == [(), ()]
+    assert [each.sizes for each in facts] == [{}, {}]
     facts = pool.workers[0].call("facts", ["/", "/not there"]).result(LIMIT_S)
-    assert facts.missing == ("/not there",)
+    assert facts.sizes == {"/": 0, "/not there": None}
 
 
 def test_two_workers_give_the_latents_of_one(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:

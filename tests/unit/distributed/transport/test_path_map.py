@@ -100,9 +100,9 @@ def test_a_missing_path_is_told_with_its_machines() -> None:
     check_paths([FACTS, FACTS], ())
     workers = [
         replace(FACTS, node="desk"),
-        replace(FACTS, node="rack", missing=("/high", "/low")),
-        replace(FACTS, node="rack", missing=("/high", "/low")),
-        replace(FACTS, node="box", missing=("/low",)),
+        replace(FACTS, node="rack", sizes={"/high": None, "/low": None}),
+        replace(FACTS, node="rack", sizes={"/high": None, "/low": None}),
+        replace(FACTS, node="box", sizes={"/low": None}),
     ]
     with pytest.raises(MissingPathError) as refused:
         check_paths(workers, (MODELS,))
@@ -112,7 +112,7 @@ def test_a_missing_path_is_told_with_its_machines() -> None:
     with pytest.raises(MissingPathError, match="the map is empty"):
         check_paths(workers, ())
     with pytest.raises(MissingPathError, match=r"^/mnt/share/models/high or /models/high does not exist on rack: "):
-        check_paths([replace(FACTS, missing=("/models/high",))], (MODELS,))
+        check_paths([replace(FACTS, sizes={"/models/high": None})], (MODELS,))
 
 
 def test_the_weights_of_a_path_are_its_file_or_those_directly_in_its_folder(tmp_path: Path) -> None:
@@ -126,10 +126,10 @@ def test_the_weights_of_a_path_are_its_file_or_those_directly_in_its_folder(tmp_
 
 def test_machines_with_other_weights_under_one_path_are_told_apart() -> None:
     """Each of them alone would compute, and their videos, or the sides of one, would not fit together."""
-    desk = replace(FACTS, node="desk", sizes=(("/models/high", 28), ("/models/low", 30)))
-    rack = replace(FACTS, node="rack", sizes=(("/models/high", 28), ("/models/low", 30)))
+    desk = replace(FACTS, node="desk", sizes={"/models/high": 28, "/models/low": 30})
+    rack = replace(FACTS, node="rack", sizes={"/models/high": 28, "/models/low": 30})
     check_paths([desk, rack, desk], ())
-    other = replace(rack, sizes=(("/models/high", 28), ("/models/low", 31)))
+    other = replace(rack, sizes={"/models/high": 28, "/models/low": 31})
     with pytest.raises(
         DifferentFilesError, match=r"/models/low have 30 bytes on desk and 31 bytes on rack: .*same files"
     ):

@@ -152,10 +152,9 @@ def test_facts_are_those_of_this_process(worker: Worker, tmp_path: Path) -> None
     there.write_bytes(b"abc")
     facts = worker.facts([str(there), str(gone)])
     assert facts.pid == os.getpid()
-    assert facts.missing == (str(gone),)
-    assert facts.sizes == ((str(there), 3),)
+    assert facts.sizes == {str(there): 3, str(gone): None}
     elsewhere = worker.facts(["/nowhere/there", "/nowhere/gone"], (PathMap(here="/nowhere", there=str(tmp_path)),))
-    assert elsewhere.missing == ("/nowhere/gone",)
+    assert elsewhere.sizes["/nowhere/gone"] is None
     assert (facts.address, facts.device) == ("127.0.0.1", "cpu")
     assert (facts.wanstream, facts.torch) == (wanstream.__version__, torch.__version__)
     with socket.socket() as listening:
@@ -185,7 +184,7 @@ def test_a_task_for_a_meeting_that_was_left_is_not_computed_alone(worker: Worker
 
 
 def test_one_run_at_a_time(worker: Worker, make_task: MakeTask) -> None:
-    with pytest.raises(AssertionError, match="was assigned to a worker that computes run"):
+    with pytest.raises(AssertionError, match="was assigned to a worker that computes another run"):
         worker.run(make_task(), lambda _: worker.run(make_task(), ignore))
 
 
