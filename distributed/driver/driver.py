@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -29,7 +29,7 @@ from ..transport.pool import Pool, WorkerLostError
 from ..transport.threads import run_in_thread
 from .rendezvous import Rendezvous
 from .results import DistributedResult, TaskLog
-from .schedule import GroupId, JobSchedule
+from .schedule import GroupId
 from .stage_run import POLL_S, RestartLimitError, StageRun
 from .worker_group import WorkerGroup
 
@@ -90,18 +90,15 @@ class Driver:
         with self._exclusive():
             log = TaskLog()
             steps = [stage_steps(part, self.mesh.stage) for part in parts]
-            schedule = JobSchedule(steps, data=self.mesh.data, max_restarts=self._ref.max_restarts)
-            run: StageRun[StepReport] = StageRun(schedule, self._groups, [None] * len(parts))
             experts = _in_one_dtype(experts, self._connect(experts, parts[0].start_step, should_stop))
             tasks = [RunTask(experts=experts, request=part, policy=policy, paths=self._ref.paths) for part in parts]
             for group in self._groups.values():
                 group.assign(tasks, log)
-            with closing(run.steps(should_stop)) as steps_taken:
-                for part, report in steps_taken:
-                    if on_step is not None:
-                        on_step(progress.add(part, report))
-        reports = [run.pop_state(item) for item in range(len(parts))]
-        return log.result(parts[0].step_plan.end_sigma, reports, restarts=schedule.lost)
+            run: StageRun[StepReport] = StageRun(
+                steps, self._groups, [None] * len(parts), max_restarts=self._ref.max_restarts
+            )
+            reports = run.run(None if on_step is None else lambda *step: on_step(progress.add(*step)), should_stop)
+        return log.result(parts[0].step_plan.end_sigma, reports, restarts=run.schedule.lost)
 
     def disable(self) -> None:
         """Make all later repairs do nothing, because another driver has the workers. Waits for repairs in progress."""

@@ -1,7 +1,7 @@
 """Stages of any model with a step function, each on a thread of this process.
 
     groups = {GroupId(0, 0): StepGroup(high_step), GroupId(0, 1): StepGroup(low_step)}
-    states = run_stages([[range(0, 4), range(4, 9)]] * 8, groups, initial_states)
+    states = StageRun([[range(0, 4), range(4, 9)]] * 8, groups, initial_states).run()
 
 No model of this package uses it yet.
 """
@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable
 from typing import Generic, TypeAlias, TypeVar
 
 from ...sampling import SamplingCancelled
 from ..transport.pool import WorkerLostError
 from ..transport.threads import run_in_thread
-from .schedule import Assignment, GroupId, JobSchedule
-from .stage_run import GroupEnd, GroupEvent, StageGroup, StageRun, StepTaken
+from .schedule import Assignment
+from .stage_run import GroupEnd, GroupEvent, StepTaken
 
 S = TypeVar("S")
 
@@ -71,39 +70,3 @@ class StepGroup(Generic[S]):
         else:
             self._inbox.put(GroupEnd())
         wake.set()
-
-
-def run_stages(
-    steps: Sequence[Sequence[range]],
-    groups: Mapping[GroupId, StageGroup[S]],
-    states: Sequence[S | None],
-    *,
-    max_restarts: int = 0,
-    on_step: Callable[[int, S], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-) -> list[S]:
-    """Return the states of all items after their last steps.
-
-    Args:
-        steps: steps of each item, by stage.
-        groups: one group for each place of the grid of data and stages.
-        states: initial state of each item.
-        max_restarts: how many losses of groups are repaired.
-        on_step: called on this thread with an item and its new state. Its errors end the run.
-        should_stop: called often on this thread.
-
-    Raises:
-        SamplingCancelled: `should_stop` returned True. As after any other error, no group has a job any more.
-        RestartLimitError: more than `max_restarts` losses; the message has the last one.
-    """
-    data = 1 + max(group.data for group in groups)
-    schedule = JobSchedule(steps, data=data, max_restarts=max_restarts)
-    assert set(schedule.groups()) == set(groups), "the groups do not fill their grid"
-    for group in groups.values():
-        group.poll()  # an earlier run may have ended before it took all events
-    run = StageRun(schedule, groups, states)
-    with closing(run.steps(should_stop)) as steps_taken:
-        for item, state in steps_taken:
-            if on_step is not None:
-                on_step(item, state)
-    return [run.pop_state(item) for item in range(len(states))]

@@ -180,9 +180,9 @@ class TaskLog:
         logger.warning("%s", message)
         self._changes.append(message)
 
-    def result(self, sigma: float, reports: Sequence[StepReport], *, restarts: int) -> DistributedResult:
+    def result(self, sigma: float, reports: Sequence[StepReport | None], *, restarts: int) -> DistributedResult:
         """Return the result of the run from the reports of the last step of each part."""
-        latents = [report.state.latents for report in reports if report.state is not None]
+        latents = [report.state.latents for report in reports if report is not None and report.state is not None]
         assert len(latents) == len(reports), "a part did not end"
         leaders: list[tuple[int, Timeline]] = []
         parts: dict[int, list[Timeline]] = {}

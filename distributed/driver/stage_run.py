@@ -1,4 +1,4 @@
-"""Scheduling loop: assigns jobs to groups, polls them, and yields their steps. Independent of the model.
+"""Scheduling loop: assigns jobs to groups, polls them, and reports their steps. Independent of the model.
 
 The state of an item is passed from one stage to the next; several items are computed at once.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
@@ -74,49 +74,58 @@ class StageRun(Generic[S]):
     """One run of items through stages. Used once, on one thread.
 
     Args:
+        steps: steps of each item, by stage.
         groups: one group for each place of the grid of data and stages.
         states: initial state of each item.
+        max_restarts: how many losses of groups are repaired.
     """
 
     def __init__(
-        self, schedule: JobSchedule, groups: Mapping[GroupId, StageGroup[S]], states: Sequence[S | None]
+        self,
+        steps: Sequence[Sequence[range]],
+        groups: Mapping[GroupId, StageGroup[S]],
+        states: Sequence[S | None],
+        *,
+        max_restarts: int = 0,
     ) -> None:
-        self.schedule = schedule
+        self.schedule = JobSchedule(steps, data=1 + max(group.data for group in groups), max_restarts=max_restarts)
+        assert set(self.schedule.groups()) == set(groups), "the groups do not fill their grid"
         self._groups, self._states = groups, list(states)
         self._wake = threading.Event()
         self._polled: deque[tuple[GroupId, GroupEvent[S]]] = deque()
 
-    def steps(self, should_stop: Callable[[], bool] | None = None) -> Generator[tuple[int, S], None, None]:
-        """Run to the end, and yield (item, its new state) after every step.
+    def run(
+        self, on_step: Callable[[int, S], None] | None = None, should_stop: Callable[[], bool] | None = None
+    ) -> list[S | None]:
+        """Run to the end, and return the last state of every item. After an error, no group has a job any more.
 
-        Close the generator to stop all jobs; it returns when none is computed any more. That also happens before any
-        error is raised.
+        Args:
+            on_step: called on this thread with an item and its new state. Its errors end the run.
+            should_stop: called often on this thread.
 
         Raises:
-            SamplingCancelled: `should_stop`, which is called often on this thread, returned True.
-            RestartLimitError: more workers were lost than the schedule permits.
+            SamplingCancelled: `should_stop` returned True.
+            RestartLimitError: more than `max_restarts` losses; the message has the last one.
         """
+        for group in self._groups.values():
+            group.poll()  # an earlier run may have ended before it took all events
         try:
             while not (stopped := should_stop is not None and should_stop()) and self.schedule.is_running:
                 self._assign()
                 if (polled := self._next_event()) is None:
                     continue
-                group, event = polled
-                self._apply(group, event)
-                if isinstance(event, StepTaken):
-                    yield self.schedule.busy[group], event.state
-                elif event.error is not None:
-                    self._repair_after(group, event.error, can_resume=event.can_resume)
+                place, event = polled
+                self._apply(place, event)
+                if isinstance(event, GroupEnd):
+                    if event.error is not None:
+                        self._repair_after(place, event.error, can_resume=event.can_resume)
+                elif on_step is not None:
+                    on_step(self.schedule.busy[place], event.state)
         finally:
             cancelled = self._stop()
         if stopped:
             raise cancelled
-
-    def pop_state(self, item: int) -> S:
-        """Return the last state of that item, and release it here."""
-        state, self._states[item] = self._states[item], None
-        assert state is not None, f"item {item} has no state"
-        return state
+        return self._states
 
     def _assign(self) -> None:
         while (assignment := self.schedule.next()) is not None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.driver.local_stages import StepFunction, StepGroup, run_stages
+from wanstream.distributed.driver.local_stages import StepFunction, StepGroup
 from wanstream.distributed.driver.schedule import GroupId
-from wanstream.distributed.driver.stage_run import RestartLimitError
+from wanstream.distributed.driver.stage_run import RestartLimitError, StageRun
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.sampling import RunSlice, RunState, SamplingCancelled, StepProgress, denoise_part
@@ -42,6 +42,18 @@ class ToyUnet(torch.nn.Module):
 def videos(count: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [{name: torch.randn(VIDEO, generator=generator) for name in ("latent", "image")} for _ in range(count)]
+
+
+def run_stages(
+    steps: list[list[range]],
+    groups: dict[GroupId, StepGroup[Any]],
+    states: list[Any],
+    *,
+    max_restarts: int = 0,
+    on_step: Callable[[int, Any], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[Any]:
+    return StageRun(steps, groups, states, max_restarts=max_restarts).run(on_step, should_stop)
 
 
 def stages_of(steps: dict[GroupId, StepFunction[Any]]) -> dict[GroupId, StepGroup[Any]]:
