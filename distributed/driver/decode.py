@@ -118,7 +118,15 @@ class _Decode:
             self._submit_tiles()
             ended, _ = wait(self._in_flight, timeout=POLL_S, return_when=FIRST_COMPLETED)
             for future in ended:
-                if self._collect(future):
+                number, worker, _ = self._in_flight.pop(future)
+                try:
+                    decoded = future.result()
+                except WorkerLostError as err:
+                    self._replace(number, worker, err)
+                else:
+                    video, tile = self._tiles[number]
+                    self._blenders[video].put(tile, decoded)
+                    self._done.add(number)
                     on_tile(len(self._done), len(self._tiles))
             self._kill_hung()
         return self._frames
@@ -147,19 +155,6 @@ class _Decode:
             task = replace(self._task, latents=crop(self._videos[video], tile).contiguous())
             future = worker.call("decode_tile", task)
             self._in_flight[future] = _TileInFlight(number, worker, Heartbeat([worker], self._timeout_s))
-
-    def _collect(self, future: Future[torch.Tensor]) -> bool:
-        """Blend a decoded tile and return True; if its worker was lost, replace the worker and return False."""
-        number, worker, _ = self._in_flight.pop(future)
-        try:
-            decoded = future.result()
-        except WorkerLostError as err:
-            self._replace(number, worker, err)
-            return False
-        video, tile = self._tiles[number]
-        self._blenders[video].put(tile, decoded)
-        self._done.add(number)
-        return True
 
     def _kill_hung(self) -> None:
         """Kill and replace workers that hang in a tile."""

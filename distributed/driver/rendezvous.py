@@ -71,7 +71,6 @@ class Rendezvous:
             wait(self._leaving, timeout=ANSWER_S)
             self._leaving = ()
             self._join()
-            self.facts = self._all_facts()
             self.is_joined = True
 
     def leave(self) -> None:
@@ -85,13 +84,13 @@ class Rendezvous:
             self._is_disabled = True
 
     def _join(self) -> None:
-        facts = [self._facts_or_replace(rank) for rank in self.ranks]
+        self.facts = tuple(self._facts_or_replace(rank) for rank in self.ranks)
         workers = self.workers
         for tries_left in reversed(range(PORT_TRIES)):
             spec = RendezvousSpec(
                 rank=0,
                 mesh=self._layout,
-                host=facts[0].address,
+                host=self.facts[0].address,
                 port=self._call(workers[0], "free_port"),
                 generation=next(GENERATIONS),
                 timeout_s=self.timeout_s,

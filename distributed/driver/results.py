@@ -77,7 +77,10 @@ def shifted(step: StepRecord, by_s: float) -> StepRecord:
 
 
 def _merge_step(records: Sequence[tuple[int, StepRecord]]) -> StepRecord:
-    """Merge the records of one step, given as (data coordinate, record of a leader)."""
+    """Merge the records of one step, given as (data coordinate, record of a leader).
+
+    A peak is the largest measured value; None if no record has it.
+    """
     steps = [step for _, step in records]
     if len(steps) == 1:
         return steps[0]
@@ -85,24 +88,14 @@ def _merge_step(records: Sequence[tuple[int, StepRecord]]) -> StepRecord:
     for data, step in records:
         by_row.setdefault(data, []).append(step)
     slowest = max(by_row.values(), key=lambda row: sum(step.wall_s for step in row))
-    starts = [step.start_s for step in steps if step.start_s is not None]
-    return replace(
-        steps[0],
-        **_sums(slowest, SUMMED_TIMES),
-        **_sums(steps, SUMMED_BYTES),
-        **_peaks(steps),
-        start_s=min(starts, default=None),
-    )
 
+    def known(name: str) -> list[Any]:
+        return [value for step in steps if (value := getattr(step, name)) is not None]
 
-def _sums(steps: Sequence[StepRecord], names: Sequence[str]) -> dict[str, Any]:
-    return {name: sum(getattr(step, name) for step in steps) for name in names}
-
-
-def _peaks(steps: Sequence[StepRecord]) -> dict[str, Any]:
-    """Return the largest measured value of each figure; None if no step has it."""
-    found = {name: [value for step in steps if (value := getattr(step, name)) is not None] for name in PEAKS}
-    return {name: max(values, default=None) for name, values in found.items()}
+    merged: dict[str, Any] = {name: sum(getattr(step, name) for step in slowest) for name in SUMMED_TIMES}
+    merged |= {name: sum(getattr(step, name) for step in steps) for name in SUMMED_BYTES}
+    merged |= {name: max(known(name), default=None) for name in PEAKS}
+    return replace(steps[0], **merged, start_s=min(known("start_s"), default=None))
 
 
 @dataclass(kw_only=True, eq=False)

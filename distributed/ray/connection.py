@@ -106,20 +106,17 @@ import sys
 # Without the current folder, in which other users may write; PYTHONSAFEPATH has the same effect.
 sys.path = [folder for folder in sys.path if folder]
 import shutil
+from contextlib import suppress
 
 import psutil
 
 tracked = []
 for line in sys.stdin:
-    try:
+    with suppress(psutil.NoSuchProcess):
         tracked.append(psutil.Process(int(line)))
-    except psutil.NoSuchProcess:
-        pass
 for process in tracked:
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.kill()
-    except psutil.NoSuchProcess:
-        pass
 psutil.wait_procs(tracked, timeout=10)
 shutil.rmtree(sys.argv[1], ignore_errors=True)
 """

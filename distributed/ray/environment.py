@@ -21,7 +21,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +54,9 @@ PREFIX, DEBUGGER = "RAY_", "PYTHONBREAKPOINT"
 MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 """Ray's variables for its token; without them it uses the file `~/.ray/auth_token`."""
 
+PROCESS_TOKEN = secrets.token_hex(32)
+"""Random token of this process."""
+
 _ENVIRONMENT = threading.RLock()
 """Lock of the process-wide environment: two threads would restore each other's values."""
 
@@ -78,7 +80,7 @@ def local_ray_environment() -> Iterator[None]:
     A token or token mode in the user's environment is meant for a cluster, so both are replaced.
     """
     values = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    with temporary_environment({**values, MODE: "token", TOKEN: process_token(), TOKEN_FILE: None}), on_loopback():
+    with temporary_environment({**values, MODE: "token", TOKEN: PROCESS_TOKEN, TOKEN_FILE: None}), on_loopback():
         reset_token_cache()
         yield
 
@@ -127,12 +129,6 @@ def reset_token_cache() -> None:
     if raylet is not None:
         raylet.AuthenticationTokenLoader.instance().reset_cache()
         raylet.Config.initialize("")  # reads the token mode again
-
-
-@cache
-def process_token() -> str:
-    """Return the random token of this process."""
-    return secrets.token_hex(32)
 
 
 @contextmanager

@@ -27,8 +27,6 @@ from .placement import Placement
 from .worker import FOLDER, PACKAGE, Started, actor_class
 
 TAIL_LINES = 30
-GRACE_S = 3.0
-OF_RAYS_WORKERS = "ray::"
 OF_RAY = (":job_id:", ":actor_name:", ":task_name:")
 
 
@@ -39,9 +37,12 @@ class RayWorkerHandle:
         self._ray, self._actor, self.rank = ray, actor, rank
         self._lock = threading.Lock()
         self._killed = False
-        is_here = started.facts.machine == ray.get_runtime_context().get_node_id()
-        self._process = _process_here(started.facts) if is_here else None
         self.started = started
+        self._processes: list[psutil.Process] = []
+        """Its process, if it runs on the machine of its driver."""
+        if started.facts.machine == ray.get_runtime_context().get_node_id():
+            with suppress(psutil.NoSuchProcess):
+                self._processes.append(psutil.Process(started.facts.pid))
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         """See `WorkerHandle.call`."""
@@ -64,20 +65,15 @@ class RayWorkerHandle:
         return "\n".join(filter(None, (tail(file) for file in files if file.is_file())))
 
     def kill(self) -> None:
-        """See `WorkerHandle.kill`."""
+        """See `WorkerHandle.kill`. Ray ends the process, after a few seconds by force if it does not react."""
         with self._lock:
-            if self._killed:
-                return
-            self._killed = True
-            if self._ray.is_initialized():
+            if not self._killed and self._ray.is_initialized():
                 self._ray.kill(self._actor)
-            if self._process is not None:
-                run_in_thread("wanstream end of a worker", _end, self._process)
+            self._killed = True
 
     def wait_for_end(self, timeout_s: float) -> None:
         """Wait until its process is gone, and its memory with it, if it is on this machine."""
-        if self._process is not None:
-            psutil.wait_procs([self._process], timeout=timeout_s)
+        psutil.wait_procs(self._processes, timeout=timeout_s)
 
     def _remote(self, call: Callable[[Any], Any]) -> Any:
         """Return `call(actor)`. Raises WorkerLostError if the worker was ended from here."""
@@ -127,22 +123,6 @@ class RayWorkerHandle:
         elif logs:
             where += f"; its log, which says nothing or is on its machine, is {logs}"
         return WorkerLostError(where, self.rank)
-
-
-def _process_here(facts: WorkerFacts) -> psutil.Process | None:
-    """The process of a worker of this machine; None where it has ended."""
-    try:
-        process = psutil.Process(facts.pid)
-        return process if OF_RAYS_WORKERS in " ".join(process.cmdline()) else None
-    except psutil.NoSuchProcess:
-        return None
-
-
-def _end(process: psutil.Process) -> None:
-    """End it if it does not hear Ray, which has asked it to; ended at once, Ray would tell the user of an accident."""
-    psutil.wait_procs([process], timeout=GRACE_S)
-    with suppress(psutil.NoSuchProcess):
-        process.kill()
 
 
 def describe_exit(told: str) -> str:
@@ -309,14 +289,13 @@ class RayPool:
             raise RaySetupError(
                 f"worker {rank} did not start within {self._timeout_s:g} s: {self._placement.describe_delay()}"
             ) from err
-        except errors.RayTaskError as err:
-            raise RaySetupError(f"worker {rank} does not start: {err.cause or err}") from err
         except errors.RayActorError as err:
             raise LostAtStartError(
                 f"worker {rank} does not start: {describe_exit(str(err))}{TOKEN_HINT if self._ref.token_file else ''}"
             ) from err
         except errors.RayError as err:
-            raise RaySetupError(f"worker {rank} does not start: {err}") from err
+            cause = getattr(err, "cause", None)  # of an error of the worker itself
+            raise RaySetupError(f"worker {rank} does not start: {cause or err}") from err
         return started
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from .groups import ProcessGroups
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
-    from diffusers.models._modeling_parallel import ParallelConfig
 
 
 WITH_LSE = frozenset({"flash", "flash_hub", "_flash_3_hub", "_native_cudnn", "_native_flash"})
@@ -121,28 +120,17 @@ def context_parallel(groups: ProcessGroups, model: WanTransformer3DModel) -> Ite
         for name in plan:
             attached.enter_context(_restored(model.get_submodule(name), "forward", "_diffusers_hook"))
         for block in model.blocks:
-            attached.enter_context(_parallel_attention(block.attn1.processor, config, groups, dtype))
+            # Cross-attention needs no configuration: every worker has the whole text.
+            processor = block.attn1.processor
+            attached.enter_context(_restored(processor, "_parallel_config", "_attention_backend"))
+            processor._attention_backend = backend_for(
+                processor._attention_backend, ring=mesh.ring, ulysses=mesh.ulysses, device=groups.device, dtype=dtype
+            )
+            processor._parallel_config = config
             attached.callback(block.attn1.register_forward_pre_hook(_attention_counter(groups)).remove)
         attached.callback(model.proj_out.register_forward_hook(_output_counter(groups)).remove)
         attached.callback(remove_context_parallel, model, plan)
         apply_context_parallel(model, parallel, plan)
-        yield
-
-
-@contextmanager
-def _parallel_attention(
-    processor: Any, config: ParallelConfig, groups: ProcessGroups, dtype: torch.dtype
-) -> Iterator[None]:
-    """Set the parallel configuration and backend of a self-attention processor; restore them on exit.
-
-    Cross-attention needs none: every worker has the whole text.
-    """
-    mesh = groups.mesh
-    backend = backend_for(
-        processor._attention_backend, ring=mesh.ring, ulysses=mesh.ulysses, device=groups.device, dtype=dtype
-    )
-    with _restored(processor, "_parallel_config", "_attention_backend"):
-        processor._parallel_config, processor._attention_backend = config, backend
         yield
 
 

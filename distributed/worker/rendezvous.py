@@ -110,12 +110,10 @@ class RendezvousStore:
         self._rendezvous, self._ranks, self._is_left = rendezvous, range(rendezvous.mesh.size), is_left
         self._deadline = time.monotonic() + rendezvous.timeout_s + (STORE_GRACE_S if rendezvous.rank == 0 else 0)
         self._address = f"{rendezvous.host}:{rendezvous.port}"
-        if rendezvous.rank == 0:
-            store = self._listen()
-        else:
+        listening = self._listen() if rendezvous.rank == 0 else None
+        if listening is None:
             self._wait_for_server()
-            store = self._store(is_server=False)
-        self.store = PrefixStore(f"wanstream/{rendezvous.generation}", store)
+        self.store = PrefixStore(f"wanstream/{rendezvous.generation}", self._store(listening))
         self.exchange("here", "")
 
     def missing(self, name: str, within_s: float) -> list[int] | None:
@@ -157,10 +155,11 @@ class RendezvousStore:
 
     def _wait_for_server(self) -> None:
         """Poll until the store listens. TCPStore can wait too, but its wait cannot be cancelled."""
+        address = (self._rendezvous.host, self._rendezvous.port)
         while True:
             try:
-                address = (self._rendezvous.host, self._rendezvous.port)
                 socket.create_connection(address, timeout=self._remaining_s()).close()
+                return
             except OSError as err:
                 if self._remaining_s() <= POLL_S:
                     raise WorkerTimeoutError(
@@ -168,10 +167,9 @@ class RendezvousStore:
                         "whether rank 0, which runs it, is alive, and whether this machine reaches that address"
                     ) from err
                 self._pause()
-            else:
-                return
 
-    def _listen(self) -> TCPStore:
+    def _listen(self) -> int:
+        """Return the descriptor of a socket that listens."""
         family = socket.AF_INET6 if ":" in self._rendezvous.host else socket.AF_INET
         try:
             # Bound here, because TCPStore itself would listen on all interfaces.
@@ -185,16 +183,16 @@ class RendezvousStore:
                     f"port {self._rendezvous.port} at {self._rendezvous.host} is taken: use another port",
                 ) from err
             raise
-        return self._store(is_server=True, listening=listening.detach())
+        return listening.detach()
 
-    def _store(self, *, is_server: bool, listening: int | None = None) -> TCPStore:
+    def _store(self, listening: int | None) -> TCPStore:
         from torch._C._distributed_c10d import TCPStore
 
         try:
             return TCPStore(
                 self._rendezvous.host,
                 self._rendezvous.port,
-                is_master=is_server,
+                is_master=listening is not None,
                 timeout=timedelta(seconds=max(self._remaining_s(), 1)),
                 wait_for_workers=False,
                 master_listen_fd=listening,

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +20,8 @@ from wanstream.distributed.ray import connection as ray_setup
 from wanstream.distributed.ray import pool as ray_pool
 from wanstream.distributed.ray.connection import FOLDER_PREFIX, RayConnection, RayReaper
 from wanstream.distributed.ray.environment import LostAtStartError, RaySetupError
-from wanstream.distributed.ray.pool import OF_RAYS_WORKERS, RayPool, RayWorkerHandle
+from wanstream.distributed.ray.pool import RayPool
 from wanstream.distributed.ray.worker import Started
-from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.worker import Worker
 from wanstream.schema import WorkersRef
 
@@ -275,25 +273,3 @@ def test_paths_of_sockets_are_short_enough() -> None:
     """In the usual folder for temporary files; the system takes 107 bytes."""
     session = "session_2026-11-22_15-08-00_123456_4194304/sockets/plasma_store"
     assert len(f"/tmp/{FOLDER_PREFIX}12345678/r/{session}.12") <= 107
-
-
-@pytest.mark.integration
-def test_a_process_of_another_machine_with_the_same_host_name_is_left_alone(ray: FakeRay, tmp_path: Path) -> None:
-    """Its number belongs to another process here."""
-    bystander = subprocess.Popen([sys.executable, "-c", RAYLET, OF_RAYS_WORKERS], stdout=subprocess.PIPE)
-    assert bystander.stdout is not None
-    bystander.stdout.readline()
-    try:
-        away, here = (
-            RayWorkerHandle(ray, object(), 0, started(facts=replace(facts, pid=bystander.pid)))
-            for facts in (Worker("cpu", machine=OTHER).facts(), Worker("cpu", machine=OWN).facts())
-        )
-        away.kill()
-        away.wait_for_end(0.1)
-        assert (away._process, bystander.poll()) == (None, None)
-        assert here._process is not None, "the number and the words would have fitted"
-        with pytest.raises(WorkerLostError):
-            away.call("facts").result(0)
-    finally:
-        bystander.kill()
-        bystander.communicate()

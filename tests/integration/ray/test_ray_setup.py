@@ -19,12 +19,12 @@ from wanstream.distributed.ray import environment as ray_environment
 from wanstream.distributed.ray.connection import RayReaper, check_cluster
 from wanstream.distributed.ray.environment import (
     ONE_MACHINE,
+    PROCESS_TOKEN,
     RaySetupError,
     check_token_file,
     import_ray,
     local_ray_environment,
     on_loopback,
-    process_token,
     temporary_environment,
     token_of_cluster,
 )
@@ -147,8 +147,8 @@ def test_settings_of_ray_are_there_only_for_as_long_as_they_are_needed(monkeypat
     with local_ray_environment():
         assert os.environ[ONE_MACHINE] == "0"
         assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
-        assert os.environ["RAY_AUTH_TOKEN"] == process_token()
-        assert len(process_token()) == 64
+        assert os.environ["RAY_AUTH_TOKEN"] == PROCESS_TOKEN
+        assert len(PROCESS_TOKEN) == 64
         os.environ["RAY_LEFT_BY_RAY"] = os.environ["PYTHONBREAKPOINT"] = "x"
     assert dict(os.environ) == before
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -156,7 +156,7 @@ def test_settings_of_ray_are_there_only_for_as_long_as_they_are_needed(monkeypat
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of a cluster")
     with local_ray_environment():
         assert os.environ["RAY_AUTH_MODE"] == "token"
-        assert os.environ["RAY_AUTH_TOKEN"] == process_token()
+        assert os.environ["RAY_AUTH_TOKEN"] == PROCESS_TOKEN
         assert "RAY_AUTH_TOKEN_PATH" not in os.environ
     assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]) == ("disabled", "of a cluster")
 
