@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...sampling import DenoiseResult
 from ...schema import StepRecord, Timeline, together
 from ..messages import StepReport, TaskResult
 from .schedule import Assignment
@@ -126,15 +127,13 @@ class TaskRecord:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DistributedResult:
-    """Result of a run on workers."""
+class DistributedResult(DenoiseResult):
+    """Result of a run on workers, with latents on the CPU.
 
-    latents: torch.Tensor
-    """[B, 16, T, h, w] float32, normalised, on the CPU."""
-    sigma: float
-    """Noise level of the latents; see `DenoiseResult`."""
-    timeline: Timeline
-    """One record per step over all videos; see `merge_leaders`. Its changes include losses and smaller policies."""
+    Its timeline has one record per step over all videos (see `merge_leaders`), and its changes include losses and
+    smaller policies.
+    """
+
     timelines: Mapping[int, Timeline]
     """Timeline of each worker by rank, in seconds since the start of the run."""
     restarts: int

@@ -127,7 +127,6 @@ class RayReaper:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._raylet: psutil.Process | None = None
         self._process = subprocess.Popen(
             [sys.executable, "-c", REAPER, str(folder)],
             stdin=subprocess.PIPE,
@@ -142,31 +141,28 @@ class RayReaper:
         """Send the ids of the processes that this Ray has now to the reaper; sending one twice is allowed."""
         pipe = self._process.stdin
         assert pipe is not None
-        pipe.writelines(f"{pid}\n" for pid in self._processes() - {self._process.pid})
+        for child in self._children():
+            with suppress(psutil.NoSuchProcess):
+                pipe.writelines(f"{each.pid}\n" for each in (child, *child.children(recursive=True)))
         pipe.flush()
 
     def raylet_is_alive(self) -> bool:
-        """Return False after the raylet found by `track` has ended, even as a zombie."""
-        raylet = self._raylet
-        try:
-            return raylet is None or (raylet.is_running() and raylet.status() != psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return False
+        """Return False after the raylet has ended, even as a zombie, which has no command line."""
+        with suppress(psutil.NoSuchProcess):
+            return any(child.name().startswith(RAYLET) for child in self._children())
+        return False
 
     def close(self) -> None:
         """End the tracked processes now."""
         self._process.communicate(timeout=END_TIMEOUT_S)
 
-    def _processes(self) -> set[int]:
-        found = set()
+    def _children(self) -> list[psutil.Process]:
+        """Return the processes that this one has started for Ray."""
+        found = []
         for child in psutil.Process().children():
-            try:
-                if any(str(self._folder) in word for word in child.cmdline()):
-                    if self._raylet is None and child.name().startswith(RAYLET):
-                        self._raylet = child
-                    found |= {child.pid, *(each.pid for each in child.children(recursive=True))}
-            except psutil.NoSuchProcess:
-                continue
+            with suppress(psutil.NoSuchProcess):
+                if child.pid != self._process.pid and any(str(self._folder) in word for word in child.cmdline()):
+                    found.append(child)
         return found
 
 

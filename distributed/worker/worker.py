@@ -64,7 +64,7 @@ class TileDecoder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._open: tuple[tuple[Path, torch.dtype], WanVae] | None = None
 
     def decode(self, task: DecodeTask, is_stopped: Callable[[], bool]) -> torch.Tensor:
@@ -83,19 +83,16 @@ class TileDecoder:
         wanted = (resolve_path(task.vae, task.paths), task.dtype)
         with self._lock:
             if self._open is None or self._open[0] != wanted:
-                self._close()
+                self.free()
                 self._open = (wanted, open_vae(*wanted))
             return self._open[1].decode_tile(task.latents, device=self._device, check=check)
 
     def free(self) -> None:
         """Release the weights. Freeing twice is allowed; the next decode reads them again."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        opened, self._open = self._open, None
-        if opened is not None:
-            opened[1].close()
+            opened, self._open = self._open, None
+            if opened is not None:
+                opened[1].close()
 
 
 class Worker:

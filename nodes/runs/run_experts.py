@@ -111,8 +111,7 @@ def prepare_shared(
 
     def compute(on_step: OnStep) -> RunResult:
         shared = driver.denoise(ref, request, plan.policy, on_step=on_step, should_stop=current_host().should_stop)
-        latents = shared.latents.to(request.noise.device)
-        result = DenoiseResult(latents=latents, sigma=shared.sigma, timeline=shared.timeline)
+        result: DenoiseResult = replace(shared, latents=shared.latents.to(request.noise.device))
         # Reversed, because `with_note` puts a note in front of the others.
         for reason in reversed(plan.reasons):
             result = result.with_note(reason)
