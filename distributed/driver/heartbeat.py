@@ -55,16 +55,13 @@ class Heartbeat:
             if request is not None and request.done():
                 self._requests[place] = None
                 if request.exception() is None:
-                    self._take(place, request.result())
+                    before, self._counts[place] = self._counts[place], request.result()
+                    # The first count is only a starting point: the blocks may belong to an earlier task.
+                    if before not in (None, request.result()):
+                        self.record_sign()
         if time.monotonic() - self._requested_s >= self._every_s:
             self._requested_s = time.monotonic()
             for place, worker in enumerate(self._workers):
                 # A worker that does not answer gets no second request: they would pile up in its transport.
                 self._requests[place] = self._requests[place] or worker.call("blocks_begun")
         return time.monotonic() - self._last_sign_s > self.limit_s
-
-    def _take(self, place: int, count: int) -> None:
-        before, self._counts[place] = self._counts[place], count
-        # The first count is only a starting point: the blocks may belong to an earlier task.
-        if before not in (None, count):
-            self.record_sign()

@@ -50,7 +50,7 @@ class Rendezvous:
         return [self._pool.workers[rank] for rank in self.ranks]
 
     def connect(self, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
-        """Replace lost workers and join all of them. Blocks. Returns their facts, with those of `paths` they lack.
+        """Replace lost workers and join all of them. Blocks. Returns their facts, with the sizes of `paths`.
 
         Raises:
             WorkerLostError: a worker was lost during the rendezvous.

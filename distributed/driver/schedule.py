@@ -6,7 +6,7 @@ takes jobs of one stage only, so that no worker ever changes its expert if the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -66,14 +66,14 @@ class JobSchedule:
 
     Args:
         steps: steps of each item, by stage.
-        data: number of groups per stage.
+        groups: all groups in the order of their ranks, as many for each stage.
         max_restarts: number of losses that are repaired.
 
     Raises:
         ValueError: no items, items without steps, or gaps between the stages of an item.
     """
 
-    def __init__(self, steps: Sequence[Sequence[range]], *, data: int, max_restarts: int) -> None:
+    def __init__(self, steps: Sequence[Sequence[range]], groups: Sequence[GroupId], *, max_restarts: int) -> None:
         if not steps or len({len(stages) for stages in steps}) != 1 or not steps[0]:
             raise ValueError("nothing to schedule: give at least one item, and as many stages for each of them")
         for number, stages in enumerate(steps):
@@ -85,7 +85,7 @@ class JobSchedule:
         self.items = [Item(steps=stages) for stages in steps]
         for item in self.items:
             item.enter(0)
-        self.data, self.stages, self.max_restarts = data, len(steps[0]), max_restarts
+        self.groups, self.stages, self.max_restarts = groups, len(steps[0]), max_restarts
         self.busy: dict[GroupId, int] = {}
         """Item of each group that computes a job."""
         self.repairing: set[GroupId] = set()
@@ -102,15 +102,11 @@ class JobSchedule:
         """False when all items are done, and after more losses than `max_restarts`."""
         return not self.is_done and self.lost <= self.max_restarts
 
-    def groups(self) -> Iterator[GroupId]:
-        """Yield all groups in the order of their ranks."""
-        return (GroupId(data, stage) for data in range(self.data) for stage in range(self.stages))
-
     def next(self) -> Assignment | None:
         """Return the next job for the first free group that can take one; None if there is none."""
         if not self.is_running:
             return None
-        for group in self.groups():
+        for group in self.groups:
             if group in self.repairing or group in self.busy or self._is_full_after(group.stage):
                 continue
             if waiting := self._waiting(group.stage):
@@ -118,13 +114,13 @@ class JobSchedule:
         return None
 
     def start(self, assignment: Assignment) -> None:
-        """Apply the start of the assignment that `next` returned."""
+        """Record the start of the assignment that `next` returned."""
         if assignment != self.next():
             raise StateError(f"{assignment} is not the next assignment")
         self.busy[assignment.group] = assignment.item
 
     def step(self, group: GroupId, next_step: int) -> None:
-        """Apply that a group returned the state before step `next_step`."""
+        """Record the state before step `next_step`, which a group returned."""
         item = self._item_of(group)
         if next_step not in range(item.next_step + 1, item.steps[item.stage].stop + 1):
             number = self.busy[group]
@@ -132,7 +128,7 @@ class JobSchedule:
         item.next_step = next_step
 
     def finish(self, group: GroupId) -> None:
-        """Apply the end of a repair, or of a job; its item goes to the next stage with steps for it."""
+        """Record the end of a repair, or of a job; its item goes to the next stage with steps for it."""
         if group in self.repairing:
             self.repairing.remove(group)
             return
@@ -143,7 +139,7 @@ class JobSchedule:
         item.enter(item.stage + 1)
 
     def interrupt(self, group: GroupId, *, counts_as_failure: bool) -> None:
-        """Apply that a group stopped before the end of its job, or failed in a repair, and needs a repair.
+        """Record a group that stopped before the end of its job, or whose repair failed, and that needs a repair.
 
         The job waits again, at its last state. `counts_as_failure` is False for a group that only needs another policy.
         """
@@ -171,4 +167,4 @@ class JobSchedule:
         if stage == self.stages - 1:
             return False
         started = sum(group.stage == stage for group in self.busy)
-        return len(self._waiting(stage + 1)) + started >= WAITING_PER_GROUP * self.data
+        return len(self._waiting(stage + 1)) + started >= WAITING_PER_GROUP * len(self.groups) // self.stages

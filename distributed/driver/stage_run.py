@@ -88,8 +88,7 @@ class StageRun(Generic[S]):
         *,
         max_restarts: int = 0,
     ) -> None:
-        self.schedule = JobSchedule(steps, data=1 + max(group.data for group in groups), max_restarts=max_restarts)
-        assert set(self.schedule.groups()) == set(groups), "the groups do not fill their grid"
+        self.schedule = JobSchedule(steps, tuple(groups), max_restarts=max_restarts)
         self._groups, self._states = groups, list(states)
         self._wake = threading.Event()
         self._polled: deque[tuple[GroupId, GroupEvent[S]]] = deque()
@@ -111,7 +110,9 @@ class StageRun(Generic[S]):
             group.poll()  # an earlier run may have ended before it took all events
         try:
             while not (stopped := should_stop is not None and should_stop()) and self.schedule.is_running:
-                self._assign()
+                while (assignment := self.schedule.next()) is not None:
+                    self._groups[assignment.group].start(assignment, self._states[assignment.item], self._wake)
+                    self.schedule.start(assignment)
                 if (polled := self._next_event()) is None:
                     continue
                 place, event = polled
@@ -126,11 +127,6 @@ class StageRun(Generic[S]):
         if stopped:
             raise cancelled
         return self._states
-
-    def _assign(self) -> None:
-        while (assignment := self.schedule.next()) is not None:
-            self._groups[assignment.group].start(assignment, self._states[assignment.item], self._wake)
-            self.schedule.start(assignment)
 
     def _next_event(self) -> tuple[GroupId, GroupEvent[S]] | None:
         """Return the next event and its group; None if there is none within `POLL_S`."""

@@ -23,8 +23,10 @@ class Placement:
 
     def __init__(self, ray: Any, count: int, timeout_s: float, *, on_gpus: bool | None = None) -> None:
         self._ray = ray
-        self.on_gpus = ray.cluster_resources().get("GPU", 0) >= 1 if on_gpus is None else on_gpus
-        _check_capacity(ray, count, on_gpus=self.on_gpus)
+        if on_gpus is None:
+            on_gpus = ray.cluster_resources().get("GPU", 0) >= 1
+        _check_capacity(ray, count, on_gpus=on_gpus)
+        self._bundle: dict[str, float] = {"GPU": 1} if on_gpus else {"CPU": CPU_SLOT}
         self._group = ray.util.placement_group([self._bundle] * count, strategy="PACK")
         if not self._group.wait(timeout_s):
             self.close()
@@ -72,10 +74,6 @@ class Placement:
         """Release the placement group, unless Ray is gone."""
         if CONNECTION.is_alive():
             self._ray.util.remove_placement_group(self._group)
-
-    @property
-    def _bundle(self) -> dict[str, float]:
-        return {"GPU": 1} if self.on_gpus else {"CPU": CPU_SLOT}
 
 
 def _check_capacity(ray: Any, count: int, *, on_gpus: bool) -> None:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ TOKEN_HINT = (
 )
 
 
-class RayPool:
+class RayPool(AbstractContextManager["RayPool"]):
     """Pool of `ref.count` workers; see `Pool`. The constructor blocks until all are ready. Use with `with` or `close`.
 
     Args:
@@ -221,9 +221,6 @@ class RayPool:
             for worker in self._workers:
                 worker.wait_for_end(END_TIMEOUT_S)
             self._undo.close()
-
-    def __enter__(self) -> RayPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

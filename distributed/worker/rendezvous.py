@@ -240,10 +240,8 @@ def _interface(host: str, port: int) -> str | None:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting UDP sends no packet
         probe.connect((host, port))
         source = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == source for address in addresses):
-            return str(name)
-    return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((str(name) for name, addresses in interfaces if source in {each.address for each in addresses}), None)
 
 
 def _key(name: str, rank: int) -> str:

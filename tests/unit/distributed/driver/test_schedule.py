@@ -33,6 +33,11 @@ def grids(draw: st.DrawFn) -> tuple[list[list[range]], int]:
     return items, draw(st.integers(1, 3))
 
 
+def schedule_of(items: list[list[range]], *, data: int, max_restarts: int) -> JobSchedule:
+    groups = [GroupId(row, stage) for row in range(data) for stage in range(len(items[0]) if items else 1)]
+    return JobSchedule(items, groups, max_restarts=max_restarts)
+
+
 class Simulation:
     """Simulation of groups that step, finish, are lost and repaired in a random order; checks all invariants."""
 
@@ -62,7 +67,7 @@ class Simulation:
             self.next_step[assignment.item] = assignment.steps.start
 
     def _check_idle(self) -> None:
-        for group in self.schedule.groups():
+        for group in self.schedule.groups:
             if group in self.stands or group in self.schedule.repairing:
                 continue
             computed = {assignment.item for assignment in self.stands.values()}
@@ -76,9 +81,8 @@ class Simulation:
                 for number, item in enumerate(self.schedule.items)
             )
             begun = sum(other.stage == group.stage for other in self.stands)
-            is_full = group.stage + 1 < self.schedule.stages and (
-                behind + begun >= WAITING_PER_GROUP * self.schedule.data
-            )
+            data = len(self.schedule.groups) // self.schedule.stages
+            is_full = group.stage + 1 < self.schedule.stages and behind + begun >= WAITING_PER_GROUP * data
             assert not waits or is_full, f"{group} idles"
 
     def _advance(self) -> None:
@@ -132,7 +136,7 @@ def test_every_job_is_done_once_in_order_by_a_group_of_its_stage(
     grid: tuple[list[list[range]], int], seed: int
 ) -> None:
     items, data = grid
-    played = Simulation(JobSchedule(items, data=data, max_restarts=0), seed, losses=0)
+    played = Simulation(schedule_of(items, data=data, max_restarts=0), seed, losses=0)
     assert played.play().is_done
     _check_all_done(items, played)
 
@@ -143,7 +147,7 @@ def test_losses_cost_no_reported_step_and_are_counted(
     grid: tuple[list[list[range]], int], seed: int, max_restarts: int
 ) -> None:
     items, data = grid
-    played = Simulation(JobSchedule(items, data=data, max_restarts=max_restarts), seed, losses=0.2)
+    played = Simulation(schedule_of(items, data=data, max_restarts=max_restarts), seed, losses=0.2)
     ended = played.play()
     if ended.is_done:
         assert ended.lost <= max_restarts + 1
@@ -156,7 +160,7 @@ def test_losses_cost_no_reported_step_and_are_counted(
 
 def test_a_pipeline_is_filled_and_drained_in_the_order_of_its_items() -> None:
     """Two stages of equal length and three items: the second group follows one job behind the first."""
-    schedule = JobSchedule([[range(2), range(2, 4)]] * 3, data=1, max_restarts=0)
+    schedule = schedule_of([[range(2), range(2, 4)]] * 3, data=1, max_restarts=0)
     rounds = []
     while schedule.is_running:
         while (each := schedule.next()) is not None:
@@ -169,7 +173,7 @@ def test_a_pipeline_is_filled_and_drained_in_the_order_of_its_items() -> None:
 
 
 def test_a_lost_job_goes_first_to_another_group_of_its_stage() -> None:
-    schedule = JobSchedule([[range(4)]] * 3, data=2, max_restarts=1)
+    schedule = schedule_of([[range(4)]] * 3, data=2, max_restarts=1)
     for _ in range(2):
         each = schedule.next()
         assert each is not None
@@ -183,7 +187,7 @@ def test_a_lost_job_goes_first_to_another_group_of_its_stage() -> None:
 
 
 def test_a_fast_first_stage_waits_for_the_second() -> None:
-    schedule = JobSchedule([[range(1), range(1, 2)]] * 20, data=1, max_restarts=0)
+    schedule = schedule_of([[range(1), range(1, 2)]] * 20, data=1, max_restarts=0)
     begun = 0
     while (each := schedule.next()) is not None:
         schedule.start(each)
@@ -196,7 +200,7 @@ def test_a_fast_first_stage_waits_for_the_second() -> None:
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
 def test_a_loss_after_the_last_state_costs_nothing(max_restarts: int) -> None:
-    schedule = JobSchedule([[range(2)]], data=1, max_restarts=max_restarts)
+    schedule = schedule_of([[range(2)]], data=1, max_restarts=max_restarts)
     each = schedule.next()
     assert each is not None
     schedule.start(each)
@@ -206,7 +210,7 @@ def test_a_loss_after_the_last_state_costs_nothing(max_restarts: int) -> None:
 
 
 def test_illegal_transitions_are_refused() -> None:
-    new, going = (JobSchedule([[range(2), range(2, 4)]], data=1, max_restarts=1) for _ in range(2))
+    new, going = (schedule_of([[range(2), range(2, 4)]], data=1, max_restarts=1) for _ in range(2))
     first, second = GroupId(0, 0), GroupId(0, 1)
     assignment = going.next()
     assert assignment is not None
@@ -239,4 +243,4 @@ def test_illegal_transitions_are_refused() -> None:
 )
 def test_items_that_cannot_be_scheduled_are_named(steps: list[list[range]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        JobSchedule(steps, data=1, max_restarts=0)
+        schedule_of(steps, data=1, max_restarts=0)
