@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..distributed import Driver, Pool
-    from ..telemetry import QueueItemPhases
+    from ..telemetry import QueueItemPhases, TelemetryOptions
     from ..wan import ExpertPair
     from .comfy.guider_session import GuiderSettings
 
@@ -191,6 +191,12 @@ class HostApi(Protocol):
 
     def ledger(self) -> QueueItemPhases:
         """Return the record of phases of the executing queue item; a throw-away record outside one."""
+
+    def telemetry_options(self) -> TelemetryOptions:
+        """Return the options of a run of the executing node. Raises ValueError for invalid environment variables."""
+        from ..telemetry import TelemetryOptions
+
+        return TelemetryOptions.from_environment(ledger=self.ledger(), dynamic_bytes=self.dynamic_bytes)
 
     def executing_node(self) -> str | None:
         """Return the graph id of the node that executes on this thread; None outside one."""

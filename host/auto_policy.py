@@ -25,7 +25,6 @@ from ..plan import (
 )
 from ..sampling import CacheSettings, computed_shape, working_bytes
 from ..schema import ContextWindows, ExpertShape, OffloadPolicy, StepRecord
-from ..wan import ExpertPair
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,7 @@ from ..bench import policy_name
 from ..devices import total_bytes
 from ..plan import AutoOffload
 from ..schema import FRAMES_PER_LATENT, ExpertsRef, OffloadPolicy, StateError, StepRecord, Timeline, WorkersRef
-from ..telemetry import TelemetryOptions
 from ..wan import space_of
-from .api import HostApi
 
 if TYPE_CHECKING:
     import torch
@@ -85,11 +82,6 @@ def _lora_names(ref: ExpertsRef) -> list[str]:
             if file is not None:
                 found[f"{file.stem} {strength:g}"] = None
     return list(found)
-
-
-def observed(host: HostApi) -> TelemetryOptions:
-    """Return the options for a run of the executing node. Raises ValueError for invalid environment variables."""
-    return TelemetryOptions.asked(os.environ, ledger=host.ledger(), dynamic_bytes=host.dynamic_bytes)
 
 
 BEGIN = "wanstream.begin"

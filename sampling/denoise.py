@@ -8,7 +8,6 @@ The visits of the whole run are known before the first block computes, so the en
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -68,7 +67,7 @@ def denoise(
         should_stop: polled before every block, and within blocks that take long on a CPU.
         revise: called once with the record of the first step, unless that step ran out of memory or compiled blocks.
             The policy that it returns applies to the rest of the run; None keeps the present one.
-        observe: telemetry in addition to the timeline; by default from the environment, see `TelemetryOptions.asked`.
+        observe: telemetry in addition to the timeline; by default `TelemetryOptions.from_environment()`.
 
     Raises:
         RequestError: the request does not fit the experts.
@@ -141,7 +140,7 @@ def run_part(
 ) -> DenoiseResult:
     """Compute the steps of a part; `cache` replaces the request's own. Raises the errors of `denoise_part`."""
     with torch.inference_mode():
-        recorder = Recorder(policy.device, observe=observe or TelemetryOptions.asked(os.environ))
+        recorder = Recorder(policy.device, observe=observe or TelemetryOptions.from_environment())
         denoiser = Denoiser(request, part, policy, recorder, cache)
         denoiser.run(on_step, should_stop)
     # Copied outside inference mode: callers could not change an inference tensor in place, or use it under autograd.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,12 +19,12 @@ import torch
 from comfy_execution.utils import get_executing_context
 
 from ...devices import with_resolved_dtype
-from ...plan import AutoOffload, OffloadJob
+from ...plan import AutoOffload
 from ...sampling import policy_with_cache
-from ...schema import ExpertsRef, OffloadPolicy, Timeline
+from ...schema import ExpertsRef, OffloadPolicy
 from ...telemetry import PhaseRegistry, QueueItemPhases
 from ..api import HostApi, LoadedExperts, ProgressBar
-from ..auto_policy import AutoPlanner, FreeMemory, PolicyChoice, free_memory, measured_machine
+from ..auto_policy import AutoPlanner, FreeMemory, free_memory, measured_machine
 from ..folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
@@ -36,7 +35,6 @@ from ..folders import (
     find_model,
     inside,
 )
-from ..run_events import RunEvents, observed, run_settings
 from ..workers import WorkerRegistry
 from .console_line import ConsoleLine
 from .user_settings import SETTINGS, STRICT, setting_is_on
@@ -216,7 +214,6 @@ class ComfyHost(HostApi):
         It stays valid when other experts are opened. A `flow_shift` of None is ComfyUI's default for Wan. Raises
         ValueError for a policy that does not fit the experts.
         """
-        from ...devices import with_resolved_dtype
         from .patcher import ExpertsModel, ExpertsPatcher
         from .samplers import FlowSampling
 
@@ -292,38 +289,10 @@ class ComfyHost(HostApi):
     ) -> ExpertsGuider:
         from .guider import ExpertsGuider
 
-        ref = with_resolved_dtype(ref, self.device())
-
-        def choose(job: OffloadJob) -> PolicyChoice:
-            choice = self.choose_policy(ref, policy, job)
-            return replace(choice, policy=policy_with_cache(choice.policy, settings.cache))
-
         # The smallest policy until the first run, which has the sizes that the planner needs.
         first = OffloadPolicy.layerwise() if isinstance(policy, AutoOffload) else policy
-        guider_node = self.executing_node()
-
-        def make_events(
-            experts: Sequence[str], predicted: Timeline | None, first_policy: OffloadPolicy, shape: Sequence[int]
-        ) -> RunEvents:
-            # Called while a sampler node executes; its run is shown at the guider node.
-            return RunEvents(
-                self.announce,
-                prompt_id=self.run_id(),
-                node_id=self.executing_node(),
-                shown_at=guider_node,
-                experts=experts,
-                predicted=predicted,
-                settings=run_settings(ref, policy, first_policy, shape, self.device()),
-            )
-
-        guider = ExpertsGuider(
-            self.patcher(ref, policy_with_cache(first, settings.cache), flow_shift=flow_shift),
-            settings,
-            make_events,
-            partial(observed, self),
-            partial(self.known_machine, ref),
-            choose if isinstance(policy, AutoOffload) else None,
-        )
+        patcher = self.patcher(ref, policy_with_cache(first, settings.cache), flow_shift=flow_shift)
+        guider = ExpertsGuider(self, patcher, settings, policy)
         guider.set_conds(positive, negative)
         return guider
 

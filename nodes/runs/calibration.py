@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ...host import current_host, inside, observed
+from ...host import current_host, inside
 from ...sampling import (
     MagTable,
     RequestError,
@@ -97,7 +97,7 @@ def calibrate_run(run: SamplerRun, *, node_id: str | None) -> MagTable:
             source=_source(run),
             on_step=on_step,
             should_stop=current_host().should_stop,
-            observe=observed(current_host()),
+            observe=current_host().telemetry_options(),
         )
     except SamplingCancelled:
         current_host().raise_if_stopped()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ...devices import with_resolved_dtype
 from ...distributed import part_sizes
-from ...host import RunEvents, SharedRun, current_host, observed, run_settings
+from ...host import RunEvents, SharedRun, current_host, run_settings
 from ...plan import AutoOffload
 from ...sampling import (
     DenoiseRequest,
@@ -77,6 +77,7 @@ def prepare_here(
     predicted = None if machine is None else predicted_timeline(pair, request, policy, machine=machine, device=device)
 
     def compute(on_step: OnStep) -> RunResult:
+        options = current_host().telemetry_options()
         result = denoise(
             pair,
             request,
@@ -85,7 +86,7 @@ def prepare_here(
             on_step=on_step,
             should_stop=current_host().should_stop,
             revise=choice.revise_under(policy),
-            observe=observed(current_host()) if traces is None else replace(observed(current_host()), trace=traces),
+            observe=options if traces is None else replace(options, trace=traces),
         )
         return RunResult(result.with_note(choice.reason), {})
 
