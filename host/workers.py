@@ -100,8 +100,6 @@ def _with_whole_paths(entry: Cluster, folder: Path) -> Cluster:
 
 
 StartPool: TypeAlias = "Callable[[WorkersRef, torch.device], Pool]"
-MakeDriver: TypeAlias = "Callable[[Pool, WorkersRef, Mesh, Driver | None], Driver]"
-"""The last argument is the previous driver of the same workers."""
 
 RELEASE_TIMEOUT_S = 60.0
 """Seconds that workers may take to release memory; after that they are killed, which releases it too."""
@@ -136,19 +134,12 @@ def start_pool(ref: WorkersRef, device: torch.device) -> Pool:
     return RayPool(ref, device.type)
 
 
-def make_driver(pool: Pool, ref: WorkersRef, mesh: Mesh, previous: Driver | None) -> Driver:
-    """Return a driver for the workers of `pool` that replaces the previous one."""
-    from ..distributed import Driver
-
-    return Driver(pool, ref, mesh, follows=previous)
-
-
 @dataclass(kw_only=True)
 class _StartedWorkers:
     ref: WorkersRef
     device: torch.device
     pool: Pool
-    driver: tuple[WorkersRef, Mesh, Driver] | None = None
+    driver: Driver | None = None
 
 
 class WorkerRegistry:
@@ -156,26 +147,24 @@ class WorkerRegistry:
 
     Args:
         start: starts the workers named by a reference.
-        make_driver: lays them out for a run.
         release_timeout_s: seconds that a worker may take to release memory.
     """
 
-    def __init__(
-        self,
-        start: StartPool = start_pool,
-        make_driver: MakeDriver = make_driver,
-        *,
-        release_timeout_s: float = RELEASE_TIMEOUT_S,
-    ) -> None:
-        self._start, self._make_driver, self._release_timeout_s = start, make_driver, release_timeout_s
+    def __init__(self, start: StartPool = start_pool, *, release_timeout_s: float = RELEASE_TIMEOUT_S) -> None:
+        self._start, self._release_timeout_s = start, release_timeout_s
         self._lock = threading.Lock()
         self._entry: _StartedWorkers | None = None
-        self._plans = WorkersPlanCache()
+        self._last_plan: tuple[SharedRun, WorkersPlan] | None = None
 
     def plan(self, run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPlan:
-        """Return layout and policy of a run; equal runs get equal plans. See `plan_workers`."""
+        """Return layout and policy of a run as `plan_workers`.
+
+        A run that equals the last one gets its plan, so that workers keep their buffers between runs.
+        """
         with self._lock:
-            return self._plans.plan(run, machine_of)
+            if self._last_plan is None or self._last_plan[0] != run:
+                self._last_plan = run, plan_workers(run, machine_of)
+            return self._last_plan[1]
 
     def get(self, ref: WorkersRef, mesh: Mesh, device: torch.device) -> Driver:
         """Return the workers named by `ref` with layout `mesh`, and start them if necessary.
@@ -185,12 +174,13 @@ class WorkerRegistry:
 
         Raises RayMissingError, and the errors of starting workers.
         """
+        from ..distributed import Driver
+
         with self._lock:
             entry = self._running(ref, device)
-            if entry.driver is None or entry.driver[:2] != (ref, mesh):
-                previous = None if entry.driver is None else entry.driver[2]
-                entry.driver = (ref, mesh, self._make_driver(entry.pool, ref, mesh, previous))
-            return entry.driver[2]
+            if entry.driver is None or (entry.driver.ref, entry.driver.mesh) != (ref, mesh):
+                entry.driver = Driver(entry.pool, ref, mesh, follows=entry.driver)
+            return entry.driver
 
     def pool(self, ref: WorkersRef, device: torch.device) -> Pool:
         """Return the workers named by `ref` without a layout; otherwise as `get`."""
@@ -207,7 +197,7 @@ class WorkerRegistry:
             entry = self._entry
             if entry is None:
                 return True
-            if entry.driver is not None and entry.driver[2].is_running:
+            if entry.driver is not None and entry.driver.is_running:
                 return False
             from ..distributed import WorkerLostError
 
@@ -354,16 +344,3 @@ def _workers_per_machine(workers: WorkersRef) -> int:
 def _weights(workers: WorkersRef) -> WeightPlacement:
     # `auto` is decided by a measurement when workers start, so the placement with the largest RAM use must fit.
     return "full" if workers.weights == "auto" else workers.weights
-
-
-class WorkersPlanCache:
-    """Cache of the last plan: equal runs get equal plans, so that workers keep their buffers between runs."""
-
-    def __init__(self) -> None:
-        self._last: tuple[SharedRun, WorkersPlan] | None = None
-
-    def plan(self, run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPlan:
-        """Return the plan of `run`, computed by `plan_workers` if it differs from the last run."""
-        if self._last is None or self._last[0] != run:
-            self._last = (run, plan_workers(run, machine_of))
-        return self._last[1]

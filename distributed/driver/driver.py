@@ -50,8 +50,7 @@ class Driver:
     def __init__(self, pool: Pool, ref: WorkersRef, mesh: Mesh, *, follows: Driver | None = None) -> None:
         if mesh.size > len(pool.workers):
             raise ValueError(f"{mesh}: a layout of {mesh.size} workers, but there are {len(pool.workers)}")
-        self.mesh = mesh
-        self._ref, self._follows = ref, follows
+        self.ref, self.mesh, self._follows = ref, mesh, follows
         self._running = threading.Lock()
         rendezvous, layout = Rendezvous(pool, ref), replace(mesh, data=1, stage=1)
         self._groups = {
@@ -92,10 +91,10 @@ class Driver:
         with self._exclusive():
             log = TaskLog()
             steps = [stage_steps(part, self.mesh.stage) for part in parts]
-            schedule = JobSchedule.of(steps, data=self.mesh.data, max_restarts=self._ref.max_restarts)
+            schedule = JobSchedule.of(steps, data=self.mesh.data, max_restarts=self.ref.max_restarts)
             run: StageRun[StepReport] = StageRun(schedule, self._groups, [None] * len(parts))
             experts = _in_one_dtype(experts, self._connect(experts, parts[0].start_step, should_stop))
-            work = Work(requests=parts, experts=experts, paths=self._ref.paths, policy=policy, log=log)
+            work = Work(requests=parts, experts=experts, paths=self.ref.paths, policy=policy, log=log)
             for group in self._groups.values():
                 group.assign(work)
             with closing(run.events(should_stop)) as events:
@@ -120,7 +119,7 @@ class Driver:
             if should_stop is not None and should_stop():
                 raise SamplingCancelled(start_step, 0)
         facts = [each for future in connecting for each in future.result()]
-        check_paths(facts, self._ref.paths)
+        check_paths(facts, self.ref.paths)
         return facts
 
     def _connect_group(self, group: WorkerGroup, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
@@ -129,13 +128,13 @@ class Driver:
         if former is not None:
             former.disable()
             self._follows = None
-        for _ in range(self._ref.max_restarts):
+        for _ in range(self.ref.max_restarts):
             with suppress(WorkerLostError):
                 return group.connect(paths)
         try:
             return group.connect(paths)
         except WorkerLostError as err:
-            raise RestartLimitError.after(err, self._ref.max_restarts) from err
+            raise RestartLimitError.after(err, self.ref.max_restarts) from err
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.workers import SharedRun, WorkersPlanCache, plan_workers
+from wanstream.host.workers import SharedRun, WorkerRegistry, plan_workers
 from wanstream.plan import AutoOffload, Budgets, DoesNotFitError, Machine, OffloadJob
 from wanstream.plan.machine import expected_machine
 from wanstream.schema import T2V_A14B, Mesh, MeshError, OffloadPolicy, VideoShape, WorkersRef
@@ -118,7 +118,7 @@ def test_equal_runs_get_the_same_plan_and_measure_once() -> None:
         asked.append("measured")
         return GPU
 
-    planned, run = WorkersPlanCache(), a_run(WorkersRef(count=2))
+    planned, run = WorkerRegistry(), a_run(WorkersRef(count=2))
     first = planned.plan(run, machine)
     assert planned.plan(replace(run, job=a_job()), machine) is first
     assert len(asked) == 1
