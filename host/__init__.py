@@ -26,7 +26,7 @@ else:
     from comfy_api.latest import ComfyExtension, io, ui
 
 
-def search_words(*words: str) -> dict[str, Any]:
+def search_aliases(*words: str) -> dict[str, Any]:
     """Return `words` as the search aliases argument of `io.Schema`; empty in ComfyUI versions without aliases."""
     return {"search_aliases": list(words)} if "search_aliases" in _SCHEMA_FIELDS else {}
 
@@ -59,7 +59,7 @@ __all__ = [
     "measure_machine",
     "name_errors_of",
     "run_settings",
-    "search_words",
+    "search_aliases",
     "start_pool",
     "ui",
 ]

@@ -43,7 +43,7 @@ class RunSettings:
 
 def run_settings(
     ref: ExpertsRef,
-    asked: OffloadPolicy | AutoOffload,
+    requested: OffloadPolicy | AutoOffload,
     policy: OffloadPolicy,
     shape: Sequence[int],
     device: torch.device,
@@ -52,14 +52,14 @@ def run_settings(
 ) -> RunSettings:
     """Return the settings of a run on latents of `shape` [B, C, T, h, w] that starts with `policy`.
 
-    `asked` is the policy requested by the user.
+    `requested` is the policy requested by the user.
     """
     totals = (None, None) if workers is not None else total_bytes(device)
     chosen = policy_name(policy) + (", RAM" if policy.source == "pinned" else "")
     return RunSettings(
         size=_size(shape),
         dtype=SHORT_DTYPES.get(ref.compute_dtype, ref.compute_dtype),
-        policy=f"auto: {chosen}" if isinstance(asked, AutoOffload) else chosen,
+        policy=f"auto: {chosen}" if isinstance(requested, AutoOffload) else chosen,
         lora=", ".join(_lora_names(ref)),
         workers=None if workers is None else workers.count,
         device_total=totals[0],

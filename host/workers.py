@@ -254,7 +254,7 @@ class SharedRun:
     job: OffloadJob
     """The run of all videos on one worker."""
     videos: int
-    asked: OffloadPolicy | AutoOffload
+    requested: OffloadPolicy | AutoOffload
     """The requested policy."""
 
 
@@ -273,13 +273,13 @@ def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPl
     Raises MeshError for a layout that does not suit the run, and DoesNotFitError if memory is too small.
     """
     mesh, reasons = _layout(run, machine_of)
-    if isinstance(run.asked, OffloadPolicy):
-        return WorkersPlan(mesh=mesh, policy=run.asked, reasons=reasons)
+    if isinstance(run.requested, OffloadPolicy):
+        return WorkersPlan(mesh=mesh, policy=run.requested, reasons=reasons)
     share = worker_share(
         mesh,
         _group_job(run, mesh),
         machine_of(),
-        run.asked.budgets,
+        run.requested.budgets,
         workers_per_machine=_workers_per_machine(run.workers),
         weights=_weights(run.workers),
     )
@@ -308,7 +308,7 @@ def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tu
         count,
         _layout_job(run),
         machine_of(),
-        run.asked.budgets if isinstance(run.asked, AutoOffload) else Budgets(),
+        run.requested.budgets if isinstance(run.requested, AutoOffload) else Budgets(),
         samples=run.videos if run.workers.goal == "throughput" else 1,
         workers_per_machine=_workers_per_machine(run.workers),
         weights=_weights(run.workers),

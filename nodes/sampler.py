@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..host import io, search_words
+from ..host import io, search_aliases
 from ..plan import TRAIN_TIMESTEPS, AutoOffload
 from ..sampling import (
     SCHEDULES,
@@ -303,7 +303,7 @@ class WanStreamSampler(io.ComfyNode):
             node_id="WanStreamSampler",
             display_name="Wan Sampler (streamed)",
             category="WanStream/sampling",
-            **search_words("ksampler", "moe", "high noise", "low noise", "t2v", "i2v"),
+            **search_aliases("ksampler", "moe", "high noise", "low noise", "t2v", "i2v"),
             description="Denoises with both experts in one run. The defaults are those of Wan2.2 text-to-video; for "
             "image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
             inputs=sampler_inputs(),

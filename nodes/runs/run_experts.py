@@ -106,7 +106,7 @@ def prepare_shared(
         MeshError: the layout does not suit the run.
         Exception: any error of starting the workers.
     """
-    run = SharedRun(workers=workers, job=job, videos=request.batch, asked=requested)
+    run = SharedRun(workers=workers, job=job, videos=request.batch, requested=requested)
     plan = current_host().plan_workers(run, ref)
     driver = current_host().workers(workers, plan.mesh)
 
