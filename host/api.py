@@ -16,18 +16,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
+
+from ..distributed import Driver, Pool
 from ..plan import AutoOffload, Machine, OffloadJob
 from ..schema import ExpertShape, ExpertsRef, Mesh, OffloadPolicy, WorkersRef
+from ..telemetry import QueueItemPhases, TelemetryOptions
+from ..wan import ExpertPair
 from .auto_policy import AutoPlanner, FreeMemory, PolicyChoice
 from .folders import OutputFile, check_output
 from .workers import SharedRun, WorkerRegistry, WorkersPlan
 
 if TYPE_CHECKING:
-    import torch
-
-    from ..distributed import Driver, Pool
-    from ..telemetry import QueueItemPhases, TelemetryOptions
-    from ..wan import ExpertPair
     from .comfy.guider_session import GuiderSettings
 
 
@@ -194,8 +194,6 @@ class HostApi(Protocol):
 
     def telemetry_options(self) -> TelemetryOptions:
         """Return the options of a run of the executing node. Raises ValueError for invalid environment variables."""
-        from ..telemetry import TelemetryOptions
-
         return TelemetryOptions.from_environment(ledger=self.ledger(), dynamic_bytes=self.dynamic_bytes)
 
     def executing_node(self) -> str | None:

@@ -15,11 +15,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import platformdirs
+import torch
 
-from ..distributed import RayMissingError, check_token_file
+from ..distributed import (
+    Driver,
+    InProcessPool,
+    Pool,
+    RayMissingError,
+    RayPool,
+    WorkerLostError,
+    check_token_file,
+    part_sizes,
+)
 from ..plan import (
     AutoOffload,
     Budgets,
@@ -48,12 +58,6 @@ from ..schema import (
     cluster_named,
     read_clusters,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..distributed import Driver, Pool
-
 
 VARIABLE = "WANSTREAM_CLUSTERS"
 """Environment variable with the path of another file."""
@@ -99,7 +103,7 @@ def _with_whole_paths(entry: Cluster, folder: Path) -> Cluster:
     return replace(entry, token_file=str(folder / os.path.expanduser(entry.token_file))) if entry.token_file else entry
 
 
-StartPool: TypeAlias = "Callable[[WorkersRef, torch.device], Pool]"
+StartPool: TypeAlias = Callable[[WorkersRef, torch.device], Pool]
 
 RELEASE_TIMEOUT_S = 60.0
 """Seconds that workers may take to release memory; after that they are killed, which releases it too."""
@@ -120,15 +124,11 @@ def check_ray(ref: WorkersRef) -> None:
 
 def gpus_of(device: torch.device) -> int | None:
     """Return the number of GPUs for workers of this machine; None if `device` is a CPU."""
-    import torch
-
     return torch.cuda.device_count() if device.type == "cuda" else None
 
 
 def start_pool(ref: WorkersRef, device: torch.device) -> Pool:
     """Start the workers named by `ref` on devices of the type of `device`; blocks until all of them are ready."""
-    from ..distributed import InProcessPool, RayPool
-
     if ref.address == IN_PROCESS:
         return InProcessPool(str(device))
     return RayPool(ref, device.type)
@@ -174,8 +174,6 @@ class WorkerRegistry:
 
         Raises RayMissingError, and the errors of starting workers.
         """
-        from ..distributed import Driver
-
         with self._lock:
             entry = self._running(ref, device)
             if entry.driver is None or (entry.driver.ref, entry.driver.mesh) != (ref, mesh):
@@ -199,8 +197,6 @@ class WorkerRegistry:
                 return True
             if entry.driver is not None and entry.driver.is_running:
                 return False
-            from ..distributed import WorkerLostError
-
             requests = {worker.call("close"): worker for worker in entry.pool.workers}
             done, late = wait(requests, timeout=self._release_timeout_s)
             for request in late:
@@ -327,8 +323,6 @@ def _layout_job(run: SharedRun) -> OffloadJob:
 
 def _group_job(run: SharedRun, mesh: Mesh) -> OffloadJob:
     """Return the job of the largest number of videos that one worker group of `mesh` computes at once."""
-    from ..distributed import part_sizes
-
     return _job_of_videos(run, max(part_sizes(run.videos, mesh)))
 
 

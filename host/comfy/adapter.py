@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,14 @@ import folder_paths
 import torch
 from comfy_execution.utils import get_executing_context
 
-from ...devices import with_resolved_dtype
+from ...devices import auto_dtype, with_resolved_dtype
 from ...plan import AutoOffload
 from ...sampling import policy_with_cache
 from ...schema import ExpertsRef, OffloadPolicy
 from ...telemetry import PhaseRegistry, QueueItemPhases
+from ...wan import ExpertPair, ExpertsRegistry, open_pair, open_text_encoder
 from ..api import HostApi, LoadedExperts, ProgressBar
-from ..auto_policy import AutoPlanner, FreeMemory, free_memory, measured_machine
+from ..auto_policy import AutoPlanner, FreeMemory, free_memory, measured_machine, usable_bytes
 from ..folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
@@ -37,12 +38,11 @@ from ..folders import (
 )
 from ..workers import WorkerRegistry
 from .console_line import ConsoleLine
+from .guider_session import GuiderSettings
 from .user_settings import SETTINGS, STRICT, setting_is_on
 
 if TYPE_CHECKING:
-    from ...wan import ExpertPair, ExpertsRegistry
     from .guider import ExpertsGuider
-    from .guider_session import GuiderSettings
     from .patcher import ExpertsPatcher
     from .preview import LatentPreview
     from .server_events import ServerEvents
@@ -92,9 +92,9 @@ class ComfyHost(HostApi):
     """Implements `HostApi` with ComfyUI's folders, devices, memory manager, progress and interrupt."""
 
     def __init__(
-        self, open_pair: Callable[[ExpertsRef], ExpertPair] | None = None, planner: AutoPlanner | None = None
+        self, open_experts: Callable[[ExpertsRef], ExpertPair] = open_pair, planner: AutoPlanner | None = None
     ) -> None:
-        self._open_pair = open_pair
+        self._experts = ExpertsRegistry(open_experts)
         self.planner = planner or AutoPlanner(partial(measured_machine, make_room=self._make_room_for_probes))
         self._gguf = CachedFileNames(GGUF_FILES)
         self._ledgers = PhaseRegistry()
@@ -104,12 +104,6 @@ class ComfyHost(HostApi):
         self._workers_patcher: WorkersPatcher | None = None
         self._patcher: ExpertsPatcher | None = None  # of the open pair
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
-
-    @cached_property
-    def _experts(self) -> ExpertsRegistry:
-        from ...wan import ExpertsRegistry, open_pair
-
-        return ExpertsRegistry(self._open_pair or open_pair)
 
     def name(self) -> str:
         return f"ComfyUI {comfyui_version.__version__}"
@@ -191,9 +185,6 @@ class ComfyHost(HostApi):
 
     def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
         # Not cached here: ComfyUI's node cache does not execute the node again for equal texts.
-        from ...devices import auto_dtype
-        from ...wan import open_text_encoder
-
         device = self.device()
         with open_text_encoder(path, compute_dtype=auto_dtype(device)) as encoder:
             return encoder.encode(texts, device=device)
@@ -262,8 +253,6 @@ class ComfyHost(HostApi):
         return dynamic_bytes()
 
     def make_room(self, wanted: int) -> int:
-        from ..auto_policy import usable_bytes
-
         device = self.device()
         reserved = int(comfy.model_management.minimum_inference_memory())
         comfy.model_management.free_memory(wanted + reserved, device)

@@ -72,7 +72,7 @@ class FakeDriver:
 
 @pytest.fixture(autouse=True)
 def fake_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wanstream.distributed.Driver", FakeDriver)
+    monkeypatch.setattr("wanstream.host.workers.Driver", FakeDriver)
 
 
 @pytest.fixture
