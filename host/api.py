@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,12 +24,9 @@ from ..schema import ExpertShape, ExpertsRef, Mesh, OffloadPolicy, WorkersRef
 from ..telemetry import QueueItemPhases, TelemetryOptions
 from ..wan import ExpertPair
 from .auto_policy import AutoPlanner, FreeMemory, PolicyChoice
+from .comfy.guider_session import GuiderSettings
 from .folders import OutputFile, check_output
 from .workers import SharedRun, WorkerRegistry, WorkersPlan
-
-if TYPE_CHECKING:
-    from .comfy.guider_session import GuiderSettings
-
 
 SAVING_NODE = "wanstream_node"
 """Metadata key of the id of the node that saved a file: the `prompt` next to it may contain several saving nodes."""

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..devices import AUTO, dtype_name
 from ..host import current_host, io, search_aliases
 from ..schema import Attention, ExpertsRef, LoraRef, Storage
-from ..wan import STORAGES, expert_mismatches, lora_mismatches
+from ..wan import STORAGES, ExpertPair, expert_mismatches, lora_mismatches
 from . import sockets
 from .inputs import attention_input, compile_input, warnings_ui
-
-if TYPE_CHECKING:
-    from ..wan import ExpertPair
-
 
 SAME_FOLDER = "from the same pipeline folder"
 

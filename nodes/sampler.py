@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..host import io, search_aliases
 from ..plan import TRAIN_TIMESTEPS, AutoOffload
@@ -31,10 +33,6 @@ from .inputs import (
     workers_input,
 )
 from .runs.run_experts import run_experts
-
-if TYPE_CHECKING:
-    import torch
-
 
 FROM_BOUNDARY = -1
 """Value of `switch_step` with which `boundary_ratio` decides."""

@@ -30,6 +30,8 @@ from ...sampling import (
 )
 from ...schema import OffloadPolicy, Timeline
 from ...telemetry import Recorder
+from ...wan import ExpertPair
+from ..api import HostApi
 from ..auto_policy import MemoryEstimateInputs, PolicyChoice
 from ..error_names import plainly_named
 from ..run_events import RunEvents, run_settings
@@ -42,8 +44,6 @@ from .guider_session import (
 from .samplers import common_sigma, predicted_sigmas, sampler_name
 
 if TYPE_CHECKING:
-    from ...wan import ExpertPair
-    from ..api import HostApi
     from .patcher import ExpertsPatcher
 
 

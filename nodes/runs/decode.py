@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ...devices import insufficient_ram
+from ...distributed import DecodeCancelled, DecodeJob, TileDone, decode_in_shared_tiles, tiles_by_memory
 from ...host import OutputFile, ProgressBar, current_host
 from ...schema import PIXELS_PER_LATENT, WorkersRef, format_need, format_size
 from ...wan import (
@@ -31,10 +32,6 @@ from ...wan import (
 )
 from .latent_backup import keep_latent_until_done
 from .video_file import write_mp4
-
-if TYPE_CHECKING:
-    from ...distributed import TileDone
-
 
 VAE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Compute dtypes of a VAE. Not fp16: its activations may exceed the largest fp16 number."""
@@ -90,8 +87,6 @@ def decode_shared(
     Raises:
         Exception: the errors of `tiles_by_memory`, of `decode_in_shared_tiles` and of starting the workers.
     """
-    from ...distributed import DecodeCancelled, DecodeJob, decode_in_shared_tiles, tiles_by_memory
-
     notes: list[str] = []
 
     def add_note(note: str) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
+
+import torch
 
 from ...devices import with_resolved_dtype
 from ...distributed import part_sizes
 from ...host import RunEvents, SharedRun, current_host, run_settings
-from ...plan import AutoOffload
+from ...plan import AutoOffload, OffloadJob
 from ...sampling import (
     DenoiseRequest,
     DenoiseResult,
@@ -24,15 +26,9 @@ from ...sampling import (
     working_bytes,
 )
 from ...schema import ExpertsRef, OffloadPolicy, Timeline, WorkersRef
+from ...wan import ExpertPair
 
-if TYPE_CHECKING:
-    import torch
-
-    from ...plan import OffloadJob
-    from ...wan import ExpertPair
-
-
-OnStep: TypeAlias = "Callable[[StepProgress], None]"
+OnStep: TypeAlias = Callable[[StepProgress], None]
 
 
 class RunResult(NamedTuple):
