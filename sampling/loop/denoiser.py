@@ -17,7 +17,7 @@ from ..errors import NonFiniteLatentError
 from ..inputs.mask import MaskedPart
 from ..inputs.request import DenoiseRequest
 from ..schedules import PURE_NOISE, step_seeds
-from ..solvers import Solver, make_solver
+from ..solvers import Solver
 from .lanes import LaneInputs, LaneName, names_at, prefetch_embeddings, windows_at
 from .model_calls import ModelCalls
 from .oom_fallback import RunPolicy
@@ -75,7 +75,7 @@ class Denoiser:
         self._masked = _masked_part(request, device)
         self._cache = cache or step_cache(request.cache, part.split)
         seeds = step_seeds(request.noise, request.latent)
-        self._solver = make_solver(request.solver, self.step_plan.schedule, request.start_step, seeds=seeds)
+        self._solver = Solver(request.solver, self.step_plan.schedule, request.start_step, seeds=seeds)
         if part.resume is None:
             self.latents = _starting_latents(request, self.step_plan.start_sigma).to(device)
         else:

@@ -15,7 +15,7 @@ from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
 
 from wanstream.sampling import DenoiseRequest, RequestError, RunSlice, SamplingCancelled, denoise, denoise_part
 from wanstream.sampling.cache.settings import FirstBlockCache
-from wanstream.sampling.solvers import make_solver
+from wanstream.sampling.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.experts import make_lora, save_lora
 from wanstream.wan import ExpertPair
@@ -78,7 +78,7 @@ def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: flo
     for model in models.values():
         model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
     step_plan, latents = request.step_plan, request.noise
-    solver = make_solver(request.solver, step_plan.schedule, request.start_step)
+    solver = Solver(request.solver, step_plan.schedule, request.start_step)
     for step in step_plan.steps:
         model, time = models[step_plan.experts[step]], torch.tensor([step_plan.schedule.timesteps[step]])
         found = []

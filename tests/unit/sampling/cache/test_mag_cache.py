@@ -27,7 +27,7 @@ from wanstream.sampling import (
 from wanstream.sampling.cache.calibrate import calibrate, calibration_bytes, calibration_job
 from wanstream.sampling.cache.mag_table import MagTable
 from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
-from wanstream.sampling.solvers import make_solver
+from wanstream.sampling.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
@@ -75,7 +75,7 @@ def with_diffusers_cache(
     for name, model in models.items():
         model.enable_cache(configs[name])
     step_plan, latents = request.step_plan, request.noise
-    solver = make_solver(request.solver, step_plan.schedule, request.start_step)
+    solver = Solver(request.solver, step_plan.schedule, request.start_step)
     for step in step_plan.steps:
         model, time = models[step_plan.experts[step]], torch.tensor([step_plan.schedule.timesteps[step]])
         with model.cache_context("cond"):
