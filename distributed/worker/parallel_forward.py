@@ -218,7 +218,7 @@ def forward_shared(groups: ProcessGroups, lanes: Sequence[Lane], compute: Comput
     return [*first, *last[2 * len(last) - len(lanes) :]]
 
 
-class GroupForward:
+class GroupForward(ParallelForward):
     """Share of one worker in a group of two or more; see `ParallelForward`."""
 
     alone = False
@@ -260,7 +260,7 @@ class GroupForward:
         return tokens.chunk(shares, dim=1)[self._groups.rank % shares]
 
     def all_reduce_sums(self, sums: torch.Tensor) -> AllReduced:
-        """See `ParallelForward.agreed`.
+        """See `ParallelForward.all_reduce_sums`.
 
         Raises:
             WorkerTimeoutError: a worker did not call within the rendezvous's timeout.

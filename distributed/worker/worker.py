@@ -18,7 +18,7 @@ import torch
 
 from ...devices import auto_dtype, available_bytes, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
 from ...plan import VRAM_RESERVE
-from ...sampling import LOCAL_FORWARD, RunSlice, StepProgress, denoise_part
+from ...sampling import LOCAL_FORWARD, RunSlice, StepProgress, denoise
 from ...schema import VERSION, PathMap
 from ...wan import ExpertsRegistry, WanVae, open_pair, open_vae
 from ..messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
@@ -200,7 +200,7 @@ class Worker:
     def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> TaskResult:
         """Compute `task`, and call `on_report` after every step, on the calling thread.
 
-        Raises as `denoise_part` and as opening the experts does, and:
+        Raises as `denoise` and as opening the experts does, and:
             Cancelled: any worker of the group was stopped.
             WorkerTimeoutError: another worker did not respond in time.
             PeerLostError: another worker is gone, or this one has left the rendezvous.
@@ -213,7 +213,7 @@ class Worker:
             pair.shard(sharded)
             rank = 0 if groups is None else groups.rank
             gathered_before = 0 if groups is None else groups.gathered_bytes
-            ended = denoise_part(
+            ended = denoise(
                 pair,
                 task.request,
                 RunSlice(

@@ -13,7 +13,6 @@ import torch
 
 from ...plan import TRAIN_TIMESTEPS, AutoOffload
 from ...sampling import (
-    CachedCalls,
     DenoiseRequest,
     LaneInputs,
     ModelCalls,
@@ -21,6 +20,7 @@ from ...sampling import (
     RequestError,
     RunPolicy,
     SamplingCancelled,
+    StepCache,
     check_fits,
     native_inputs,
     policy_with_cache,
@@ -186,7 +186,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             revise=self._choice.revise_under(policy),
         )
         run_policy.refuse_without_ram()
-        cached = CachedCalls.of(cache, guider_steps.calls(levels, len(noise)))
+        running = None if cache is None else cache.start(guider_steps.calls(levels, len(noise)))
         recorder = Recorder(engine.device, observe=self.host.telemetry_options())
         model_calls = ModelCalls(
             engine,
@@ -195,14 +195,14 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             should_stop=comfy.model_management.processing_interrupted,
             policy=run_policy,
             nag=self.settings.more_guidance.nag,
-            cached=cached,
+            cache=running,
         )
         inputs = LaneInputs(request, engine.device)
         timesteps = [sigma * TRAIN_TIMESTEPS for sigma in levels]
         prefetch_embeddings(
             engine, inputs, zip(experts, timesteps, strict=True), guided=guider_steps.needs_negative(levels)
         )
-        predicted = self._predict(pair, policy, guider_steps, levels, noise.shape, cached)
+        predicted = self._predict(pair, policy, guider_steps, levels, noise.shape, running)
         events = RunEvents(
             self.host.announce,
             prompt_id=self.host.run_id(),
@@ -230,15 +230,15 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         guider_steps: GuiderSteps,
         levels: Sequence[float],
         shape: Sequence[int],
-        cached: CachedCalls | None,
+        cache: StepCache | None,
     ) -> Timeline | None:
         """Simulate calls at `levels` on latents of `shape`; None without calls or without a profile of this machine."""
         if not levels:
             return None
         device = self.model_patcher.load_device
         job = guider_job(pair, guider_steps, levels, shape, device)
-        if cached is not None:
-            job = replace(job, skipped_steps=cached.skipped)
+        if cache is not None:
+            job = replace(job, skipped_steps=cache.skipped)
         machine = self.host.known_machine(self.model_patcher.ref, job.expert)
         return None if machine is None else predicted_calls(pair, job, levels, policy, machine=machine, device=device)
 

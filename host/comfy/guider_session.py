@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,6 +18,7 @@ from ...sampling import (
     ModelCalls,
     RequestError,
     RunPolicy,
+    StepLanes,
     StepWindows,
     cached_job,
     check_guidance,
@@ -136,7 +137,7 @@ class GuiderSteps:
         """Return the lanes of a call at `level`; a sampler may still read the negative at guidance 1."""
         return lane_names(samples, with_negative=self.scale(level) != 1, windows=self.windows(level))
 
-    def calls(self, levels: Sequence[float], samples: int) -> Mapping[int, tuple[str, Sequence[LaneName]]]:
+    def calls(self, levels: Sequence[float], samples: int) -> StepLanes:
         """Return the expert and the lanes of each future call, by its number."""
         return {call: (self.settings.expert(level), self.lanes(level, samples)) for call, level in enumerate(levels)}
 

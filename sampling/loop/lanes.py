@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
 from ...wan import ExpertEngine, Lane, frame_timesteps
+from ..cache.base import LaneName
 from ..context_windows import StepWindows
 from ..inputs.checks import Texts
 from ..inputs.request import DenoiseRequest
-
-
-class LaneName(NamedTuple):
-    """Name of a lane: in every step, the same name means the same piece of the same video under the same text."""
-
-    side: int
-    """0: positive text; 1: negative text."""
-    sample: int
-    frames: tuple[int, ...] | None = None
-    """Latent frames of the context window; None: the whole video."""
 
 
 def lane_names(samples: int, *, with_negative: bool, windows: StepWindows | None = None) -> tuple[LaneName, ...]:
@@ -28,16 +18,6 @@ def lane_names(samples: int, *, with_negative: bool, windows: StepWindows | None
     pieces = (None,) if windows is None else windows.frames
     sides = range(2 if with_negative else 1)
     return tuple(LaneName(side, sample, piece) for side in sides for sample in range(samples) for piece in pieces)
-
-
-def names_of(lanes: Sequence[Lane]) -> tuple[LaneName, ...]:
-    """Return the names of lanes that `LaneInputs.lanes` made."""
-    return tuple(lane.name for lane in lanes if isinstance(lane.name, LaneName))
-
-
-def count_texts(names: Sequence[LaneName]) -> int:
-    """Return the number of lanes without windows: one for each text of each sample."""
-    return len({(name.side, name.sample) for name in names})
 
 
 def names_at(request: DenoiseRequest, step: int) -> tuple[LaneName, ...]:

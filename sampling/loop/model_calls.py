@@ -26,7 +26,7 @@ from ...plan import TRAIN_TIMESTEPS, step_visits
 from ...schema import OffloadPolicy, StateError
 from ...telemetry import Recorder
 from ...wan import ExpertEngine, Lane, Nag, attach_nag, forward_lanes
-from ..cache.base import CachedCalls, CachedPass
+from ..cache.base import CachedPass, StepCache, names_of
 from .interruptible import BlockVisits
 from .oom_fallback import RunPolicy
 from .parallel import LOCAL_FORWARD, Compute
@@ -74,7 +74,7 @@ class ModelCalls:
         should_stop: polled before every block.
         policy: makes the engine again after a change of policy, and has the parallel forward; None: neither.
         nag: NAG settings, attached to the models.
-        cached: step cache, for which each call is one step.
+        cache: step cache, for which each call is one step.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class ModelCalls:
         should_stop: Callable[[], bool] | None = None,
         policy: RunPolicy | None = None,
         nag: Nag | None = None,
-        cached: CachedCalls | None = None,
+        cache: StepCache | None = None,
     ) -> None:
         self._engine, self._recorder, self._should_stop = engine, recorder, should_stop
         self._first_step = first_step or 0
         self._unit = "call" if first_step is None else "step"
-        self._policy, self._nag, self._cached = policy, nag, cached
+        self._policy, self._nag, self._cache = policy, nag, cache
         self._split = LOCAL_FORWARD if policy is None else policy.split
         self._non_block_bytes_before = None if engine is None else engine.non_block_bytes
         self._expected = tuple(predicted)
@@ -184,16 +184,24 @@ class ModelCalls:
         visit = BlockVisits(run, step, expert, self._should_stop, inside=inside)
         own = self._split.local_tokens
         compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit, local_tokens=own)
-        if self._cached is None:
+        cache = self._cache
+        if cache is None:
             return self._split.forward(lanes, compute)
-        cached = CachedPass(self._cached.cache, step, expert, lanes, engine.models[expert])
-        velocities = self._split.forward(lanes, partial(cached.forward, compute))
-        if cached.skips_rest:
+        passes: list[CachedPass] = []
+
+        def compute_cached(own: Sequence[Lane]) -> list[torch.Tensor]:
+            passes.append(cache.begin(step, expert, names_of(lanes), names_of(own), engine.models[expert]))
+            return compute(own, shortcut=passes[0])
+
+        velocities = self._split.forward(lanes, compute_cached)
+        if passes[0].skips_rest:
             # The remaining visits are skipped. `leave` keeps the blocks fetched for them in their buffers, where the
             # next call finds them; ending the run without it would discard them.
             run.leave()
             self._end_run(None, None, None)
-        cached.record(self._recorder, blocks=engine.block_counts[expert])
+        blocks = engine.block_counts[expert]
+        skipped = blocks if passes[0].whole else blocks - 1 if passes[0].skips_rest else 0
+        self._recorder.cached(lanes=passes[0].skipped_lanes, visits=skipped)
         return velocities
 
     def _revise_once(self) -> None:
@@ -224,7 +232,7 @@ class ModelCalls:
         try:
             self._attach()
             engine = self.engine
-            skipped = frozenset[int]() if self._cached is None else self._cached.skipped
+            skipped = frozenset[int]() if self._cache is None else self._cache.skipped
             visits = step_visits(
                 self._expected, engine.block_counts, first_step=self._first_step + call, skipped=skipped
             )

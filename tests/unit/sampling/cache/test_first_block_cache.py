@@ -13,7 +13,7 @@ import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
 
-from wanstream.sampling import DenoiseRequest, RequestError, RunSlice, SamplingCancelled, denoise, denoise_part
+from wanstream.sampling import DenoiseRequest, RequestError, RunSlice, SamplingCancelled, denoise
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.solvers import Solver
 from wanstream.schema import OffloadPolicy
@@ -214,7 +214,7 @@ def test_a_run_that_is_stopped_leaves_the_pair_usable(
 def test_a_run_that_goes_on_computes_its_first_step(open_pair: OpenPair, make_eight_steps: Request) -> None:
     pair, request, states = open_pair(), make_eight_steps(cache=ALWAYS), list[Any]()
     run(pair, request, on_step=lambda step: states.append(step.state()))
-    rest = denoise_part(pair, request, RunSlice(resume=states[1]), policy=LAYERWISE, device="cpu")
+    rest = denoise(pair, request, RunSlice(resume=states[1]), policy=LAYERWISE, device="cpu")
     assert [step.index for step in rest.timeline.steps if not step.skipped_visits] == [2, SWITCH]
 
 

@@ -13,9 +13,8 @@ import torch
 from wanstream.offload import EngineRun
 from wanstream.plan import Visit
 from wanstream.sampling import ModelCalls, SamplingCancelled
-from wanstream.sampling.cache.base import CachedCalls
+from wanstream.sampling.cache.base import LaneName, StepCache
 from wanstream.sampling.cache.settings import FirstBlockCache
-from wanstream.sampling.loop.lanes import LaneName
 from wanstream.sampling.loop.model_calls import CALLS_AHEAD, CallState, predict_again
 from wanstream.schema import OffloadPolicy, StateError
 from wanstream.telemetry import Recorder
@@ -232,18 +231,16 @@ def _named_lanes(count: int = 2) -> list[Lane]:
     return [replace(lane, name=name) for lane, name in zip(_lanes(count), names, strict=True)]
 
 
-def _cached(threshold: float, calls: Sequence[str]) -> CachedCalls | None:
+def _cached(threshold: float, calls: Sequence[str]) -> StepCache:
     names = tuple(lane.name for lane in _named_lanes())
-    return CachedCalls.of(
-        FirstBlockCache(threshold=threshold), {at: (expert, names) for at, expert in enumerate(calls)}
-    )
+    return FirstBlockCache(threshold=threshold).start({at: (expert, names) for at, expert in enumerate(calls)})
 
 
 @pytest.mark.parametrize("predicted", [[H, H, L, L, L], [], [H, L]], ids=["all", "none", "wrong"])
 def test_calls_take_over_what_the_one_before_has_computed(predicted: list[str], open_pair: OpenPair) -> None:
     calls, lanes = [H, H, L, L, L], _named_lanes()
     recorder, engine = Recorder(CPU), open_pair().engine(replace(LAYERWISE, pin_first_block=True), CPU)
-    with ModelCalls(engine, predicted, recorder=recorder, cached=_cached(1e9, calls)) as passes:
+    with ModelCalls(engine, predicted, recorder=recorder, cache=_cached(1e9, calls)) as passes:
         found = [passes.forward(expert, lanes, _sigma(call)) for call, expert in enumerate(calls)]
     steps = recorder.timeline().steps
     assert [step.skipped_lanes for step in steps] == [0, 2, 0, 2, 2]
@@ -258,11 +255,11 @@ def test_calls_take_over_what_the_one_before_has_computed(predicted: list[str], 
 
 def test_a_cache_that_leaves_nothing_out_changes_no_bit_and_no_bytes(open_pair: OpenPair) -> None:
     calls, lanes, found = [H, H, L], _named_lanes(), []
-    for cached in (None, _cached(0.0, calls)):
+    for cache in (None, _cached(0.0, calls)):
         recorder = Recorder(CPU)
         with open_pair() as pair:
             engine = pair.engine(replace(LAYERWISE, pin_first_block=True), CPU)
-            with ModelCalls(engine, calls, recorder=recorder, cached=cached) as passes:
+            with ModelCalls(engine, calls, recorder=recorder, cache=cache) as passes:
                 velocities = [passes.forward(expert, lanes, _sigma(call)) for call, expert in enumerate(calls)]
         found.append((torch.stack([each for call in velocities for each in call]), recorder.timeline().bytes_moved))
     assert torch.equal(found[0][0], found[1][0])
