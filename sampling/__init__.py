@@ -17,7 +17,7 @@ from .inputs.conditioning import IMAGE_EMBEDDING_KEY, NativeInputs, native_input
 from .inputs.first_frame import latent_with_first_frames, start_end_mask, start_frames, start_mask, video_with_start_end
 from .inputs.request import DenoiseRequest, Guidance, check_nag, parse_scales
 from .loop.denoiser import StepProgress
-from .loop.lanes import LaneInputs, lane_names, prefetch_embeddings
+from .loop.lanes import LaneInputs, lane_names
 from .loop.model_calls import ModelCalls
 from .loop.oom_fallback import RunPolicy
 from .loop.parallel import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, RunSlice, RunState, Share
@@ -83,7 +83,6 @@ __all__ = [
     "policy_with_cache",
     "predicted_calls",
     "predicted_timeline",
-    "prefetch_embeddings",
     "request_job",
     "schedule_sigmas",
     "seeded_noise",

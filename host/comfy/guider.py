@@ -25,7 +25,6 @@ from ...sampling import (
     native_inputs,
     policy_with_cache,
     predicted_calls,
-    prefetch_embeddings,
     single_entry,
 )
 from ...schema import OffloadPolicy, Timeline
@@ -140,7 +139,15 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         run = self._run = self._start_run(noise, denoise_mask, levels, guider_steps, sampler_name(sampler))
         try:
             with run.events:
-                with run.model_calls:
+                with run.model_calls as calls:
+                    if levels:
+                        experts = map(self.settings.expert, levels)
+                        timesteps = [sigma * TRAIN_TIMESTEPS for sigma in levels]
+                        run.inputs.prefetch(
+                            calls.engine,
+                            zip(experts, timesteps, strict=True),
+                            with_negative=guider_steps.needs_negative(levels),
+                        )
                     samples: torch.Tensor = super().inner_sample(
                         *(noise, latent_image, device, sampler, sigmas, denoise_mask, callback, disable_pbar, seed),
                         **more,
@@ -189,18 +196,12 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         running = None if cache is None else cache.start(guider_steps.calls(levels, len(noise)))
         recorder = Recorder(engine.device, observe=self.host.telemetry_options())
         model_calls = ModelCalls(
-            engine,
+            run_policy,
             experts,
             recorder=recorder,
             should_stop=comfy.model_management.processing_interrupted,
-            policy=run_policy,
             nag=self.settings.more_guidance.nag,
             cache=running,
-        )
-        inputs = LaneInputs(request, engine.device)
-        timesteps = [sigma * TRAIN_TIMESTEPS for sigma in levels]
-        prefetch_embeddings(
-            engine, inputs, zip(experts, timesteps, strict=True), guided=guider_steps.needs_negative(levels)
         )
         predicted = self._predict(pair, policy, guider_steps, levels, noise.shape, running)
         events = RunEvents(
@@ -213,7 +214,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             settings=run_settings(self.model_patcher.ref, self.requested, policy, noise.shape, device),
         )
         return GuiderRunState(
-            inputs=inputs,
+            inputs=LaneInputs(request, engine.device),
             model_calls=model_calls,
             policy=run_policy,
             recorder=recorder,

@@ -18,7 +18,7 @@ from ..inputs.mask import MaskedPart
 from ..inputs.request import DenoiseRequest, StepPlan
 from ..schedules import PURE_NOISE, step_seeds
 from ..solvers import Solver
-from .lanes import LaneInputs, names_at, prefetch_embeddings, windows_at
+from .lanes import LaneInputs, names_at, windows_at
 from .model_calls import ModelCalls
 from .oom_fallback import RunPolicy
 from .parallel import Compute, RunSlice, RunState
@@ -94,12 +94,11 @@ class Denoiser:
     def run(self, on_step: Callable[[StepProgress], None] | None, should_stop: Callable[[], bool] | None) -> None:
         """Compute all remaining steps; see `denoise` for both callbacks."""
         calls = ModelCalls(
-            None,
+            self._policy,
             [expert for _, expert in self._steps],
             recorder=self._recorder,
             first_step=self._range.start,
             should_stop=should_stop,
-            policy=self._policy,
             nag=self._request.nag,
             cache=self._cache,
         )
@@ -118,9 +117,10 @@ class Denoiser:
         timesteps = self.step_plan.schedule.timesteps
         nag = self._request.nag is not None
         with_negative = {expert for step, expert in self._steps if nag or self.step_plan.guidance[step] != 1}
-        guided = {expert: expert in with_negative for _, expert in self._steps}
-        prefetch_embeddings(
-            engine, self._inputs, ((expert, timesteps[step]) for step, expert in self._steps), guided=guided
+        self._inputs.prefetch(
+            engine,
+            ((expert, timesteps[step]) for step, expert in self._steps),
+            with_negative={expert: expert in with_negative for _, expert in self._steps},
         )
 
     def _step_lanes(self) -> dict[int, tuple[str, Sequence[LaneName]]]:

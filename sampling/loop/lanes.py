@@ -47,10 +47,6 @@ class LaneInputs:
         self._embedding = samples(request.image_embedding)
         self._timestep_scales = request.timestep_scales
 
-    def texts(self, *, with_negative: bool) -> list[torch.Tensor]:
-        """Return the texts of the lanes that `lanes` returns."""
-        return [*self._positive, *(self._negative if with_negative else ())]
-
     def lanes(
         self,
         latents: torch.Tensor,
@@ -93,22 +89,18 @@ class LaneInputs:
             for part, part_scales in zip(own, local_scales, strict=True)
         ]
 
-    def timesteps(self, timestep: float) -> set[float]:
-        """Return all timesteps that the model embeds in a step at `timestep`, those of single frames included."""
-        own = (frame_timesteps(scales, timestep) for scales in self._timestep_scales if scales is not None)
-        return {timestep}.union(*own)
+    def prefetch(
+        self, engine: ExpertEngine, calls: Iterable[tuple[str, float]], *, with_negative: Mapping[str, bool]
+    ) -> None:
+        """Announce the timesteps and texts of `calls` to the engine, which embeds them together.
 
-
-def prefetch_embeddings(
-    engine: ExpertEngine, inputs: LaneInputs, calls: Iterable[tuple[str, float]], *, guided: Mapping[str, bool]
-) -> None:
-    """Announce the timesteps and texts of `calls` to the engine, which embeds them together.
-
-    Args:
-        calls: expert and timestep of each call.
-        guided: for each expert, True if it gets the negative texts too.
-    """
-    timesteps: dict[str, list[float]] = {}
-    for expert, timestep in calls:
-        timesteps.setdefault(expert, []).extend(sorted(inputs.timesteps(timestep)))
-    engine.expect(timesteps, {expert: inputs.texts(with_negative=guided[expert]) for expert in timesteps})
+        Args:
+            calls: expert and timestep of each call.
+            with_negative: for each expert, True if it gets the negative texts too.
+        """
+        timesteps: dict[str, list[float]] = {}
+        for expert, timestep in calls:
+            of_frames = (frame_timesteps(scales, timestep) for scales in self._timestep_scales if scales is not None)
+            timesteps.setdefault(expert, []).extend(sorted({timestep}.union(*of_frames)))
+        sides = {True: [*self._positive, *self._negative], False: self._positive}
+        engine.expect(timesteps, {expert: sides[with_negative[expert]] for expert in timesteps})
