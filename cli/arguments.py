@@ -207,7 +207,7 @@ def _value(
     class_type = node.get("class_type", "")
     if class_type not in nodes:
         return text  # the validation of the workflow has a better message for an unknown class
-    types = {known.name: known.io_type for known in sockets_of(nodes[class_type])}
+    types = {name: known.io_type for name, known in sockets_of(nodes[class_type].INPUT_TYPES()).items()}
     if socket not in types:
         raise OverrideError(f"--set {change}: {class_type} has no input {socket}; {names_listed(socket, types)}")
     if types[socket] in TYPED_AS_TEXT:

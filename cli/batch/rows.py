@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ...host.embedded import MOST_NESTED, Prompt, Socket, converted, names_listed, nested_deeper
+from ...host.embedded import MOST_NESTED, NESTED, Prompt, Socket, converted, names_listed, nested_deeper
 from ..arguments import TYPED_AS_TEXT, OverrideError, find_node
 
 NAME = "name"
@@ -201,9 +201,6 @@ def _distinct(rows: list[Row]) -> list[Row]:
 Sockets: TypeAlias = Mapping[str, Mapping[str, Socket]]
 """Inputs of the node classes: class -> name -> input."""
 
-_NESTED = "COMFY_"
-"""Prefix of the types of dynamic inputs, whose nested inputs are called input.nested."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
@@ -273,7 +270,7 @@ def _socket(node: Mapping[str, Any], name: str, known: Mapping[str, Socket]) -> 
     if name in known:
         return known[name]
     above = known.get(name.partition(".")[0])
-    if name in node.get("inputs", {}) or (above is not None and above.io_type.startswith(_NESTED)):
+    if name in node.get("inputs", {}) or (above is not None and above.io_type.startswith(NESTED)):
         return None
     names = dict.fromkeys((*known, *node.get("inputs", {})))
     raise RowError(f"{node.get('class_type')} has no input {name}; {names_listed(name, names)}")

@@ -125,7 +125,7 @@ def embedded_target(
         return load_workflow(prompt, host=host, nodes=[*own.values()], folders=folders, device=chosen, strict=strict)
 
     return BatchTarget(
-        sockets={name: {socket.name: socket for socket in sockets_of(node)} for name, node in classes.items()},
+        sockets={name: sockets_of(node.INPUT_TYPES()) for name, node in classes.items()},
         faults=lambda prompt: load(prompt, EmbeddedHost(), output).verdict.lines(),
         unchecked=lambda prompt: "",
         opened=lambda folder, on_progress: EmbeddedBackend(load, folder, on_progress),

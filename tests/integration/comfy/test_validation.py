@@ -306,7 +306,7 @@ def _verdict(error: Mapping[str, Any] | None, node_errors: Mapping[str, Any]) ->
 @pytest.fixture(scope="module")
 def sockets(base: Any) -> Sockets:
     with embedded_host.opened(Folders(models=base / "models", output=base / "output", input=base / "input")):
-        return {name: sockets_of(node) for name, node in CLASSES.items()}
+        return {name: [*sockets_of(node.INPUT_TYPES()).values()] for name, node in CLASSES.items()}
 
 
 def _is_ambiguous(prompt: Prompt) -> bool:
@@ -406,7 +406,7 @@ def test_a_cycle(server: Any, back: str) -> None:
         "4": {"class_type": "WanStreamSaveVideo", "inputs": {"images": ["3", 0]}},
     }
     for node in prompt.values():
-        for socket in sockets_of(CLASSES[node["class_type"]]):
+        for socket in sockets_of(CLASSES[node["class_type"]].INPUT_TYPES()).values():
             if "default" in socket.options:
                 node["inputs"].setdefault(socket.name, socket.options["default"])
     ours, theirs = _judge_twice(server, prompt)

@@ -74,8 +74,8 @@ def test_a_sound_workflow_has_no_faults() -> None:
         ("3", "seed", "x", "node 3 (Sampler): Failed to convert an input value to a INT value"),
         ("3", "model", None, "node 3 (Sampler): Required input is missing: model"),
         ("3", "model", ["2", 0], "received_type(IMAGE) mismatch input_type(MODEL)"),
-        ("3", "model", ["9", 0], "Linked to an output that does not exist: model: ['9', 0]"),
-        ("3", "model", ["1", 2], "Linked to an output that does not exist"),
+        ("3", "model", ["9", 0], "'model' is linked to node '9', which is not in the workflow"),
+        ("3", "model", ["1", 2], "'model' is linked to output 2 of node '1' (Loader), which has 2"),
         ("3", "model", ["1"], "Bad linked input"),
     ],
 )
@@ -86,6 +86,12 @@ def test_a_fault_is_told_with_its_node_and_input(node: str, name: str, value: An
         del broken[node]["inputs"][name]
     (told,) = server_faults(broken, INFO, SOCKETS)
     assert fault in told
+
+
+def test_a_node_that_no_output_reads_is_not_checked() -> None:
+    """The server does not check it either."""
+    unread = {"class_type": "Sampler", "inputs": {"seed": -1}}
+    assert server_faults({**WORKFLOW, "5": unread}, INFO, SOCKETS) == []
 
 
 def test_a_workflow_that_shows_nothing() -> None:
@@ -178,7 +184,7 @@ def test_a_dry_run_for_a_server_names_every_bad_row(
     told = capsys.readouterr().err
     for line, said in {1: "70", 3: "switch step 99", 4: "frames"}.items():
         (reason,) = [each for each in told.splitlines() if f"line {line}:" in each]
-        assert "Exception when validating node" in reason
+        assert "Exception when validating inner node" in reason
         assert said in reason
     assert "line 2:" not in told
 
