@@ -1,22 +1,24 @@
-"""Batch targets: node inputs and workflow validation of a server or of this process."""
+"""Batch targets: node inputs and workflow validation of a server or of this process.
+
+Own checks of nodes run only on the server, except those of this pack's classes, which can run here. The faults found
+here are a subset of the server's: a value that an own check might accept is not refused here.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ...host.embedded import ComfyNode, Prompt, nodes_by_id
+from ...host.embedded import ComfyNode, NodeRules, Prompt, Socket, nodes_by_id, own_check, sockets_of, validate_nodes
 from ..arguments import ArgumentError, check_models, device_of
 from .backends.base import BatchBackend, UnreachableError
-from .backends.comfy_client import ComfyClient
-from .backends.object_info import server_faults, sockets_of_server, unknown_classes
-from .backends.server import ServerBackend
+from .backends.server import ObjectInfo, ServerBackend
 from .rows import Sockets
 
 if TYPE_CHECKING:
@@ -41,10 +43,10 @@ class BatchTarget:
 
 def server_target(url: str, workflow: Prompt) -> BatchTarget:
     """Return the ComfyUI server at `url`. Raises ValueError if it is none, or lacks a node of the workflow."""
-    client = ComfyClient(url)
+    backend = ServerBackend(url)
     try:
-        version = client.version()
-        info = client.object_info()
+        version = backend.version()
+        info = backend.object_info()
     except UnreachableError as err:
         raise ArgumentError(f"--server {url}: {err}; is ComfyUI running there?") from err
     missing = unknown_classes(workflow, info)
@@ -66,8 +68,53 @@ def server_target(url: str, workflow: Prompt) -> BatchTarget:
             "server"
         )
 
-    backend = nullcontext(ServerBackend(client, info))
-    return BatchTarget(sockets=sockets, faults=faults, unchecked=unchecked, opened=lambda folder, on_progress: backend)
+    opened = nullcontext(backend)
+    return BatchTarget(sockets=sockets, faults=faults, unchecked=unchecked, opened=lambda folder, on_progress: opened)
+
+
+def sockets_of_server(info: ObjectInfo) -> Sockets:
+    """Return the inputs of every node class."""
+    return {class_type: sockets_of(node.get("input") or {}) for class_type, node in info.items()}
+
+
+def unknown_classes(prompt: Prompt, known: Container[str]) -> list[str]:
+    """Return a line for each node with an unknown class."""
+    return [
+        f"node {node_id}: unknown class {node.get('class_type')}"
+        for node_id, node in prompt.items()
+        if node.get("class_type") not in known
+    ]
+
+
+def server_faults(
+    prompt: Prompt, info: ObjectInfo, sockets: Sockets, own: Mapping[str, type[ComfyNode]] | None = None
+) -> list[str]:
+    """Return the faults of a workflow of known classes, a line each.
+
+    `own` are the classes whose own checks can run here.
+    """
+    classes = {node["class_type"] for node in prompt.values()}
+    rules = {name: _rules(info[name], sockets[name], (own or {}).get(name)) for name in classes}
+    if not any(each.is_output for each in rules.values()):
+        return ["the workflow has no node that saves or shows anything"]
+    return validate_nodes(prompt, rules).lines()
+
+
+def _rules(described: Mapping[str, Any], sockets: Mapping[str, Socket], own: type[ComfyNode] | None) -> NodeRules:
+    return NodeRules(
+        sockets=sockets,
+        outputs=["COMBO" if isinstance(kind, list) else str(kind) for kind in described.get("output") or ()],
+        is_output=bool(described.get("output_node")),
+        check=None if own is None else own_check(own, _elsewhere(own, sockets)),
+        others_refused=False,
+    )
+
+
+def _elsewhere(own: type[ComfyNode], sockets: Mapping[str, Socket]) -> frozenset[str]:
+    """Return the names of the inputs with other choices on the server than on this machine."""
+    here = {name: each.options.get("options") for name, each in sockets_of(own.INPUT_TYPES()).items()}
+    shared = here.keys() & sockets.keys()
+    return frozenset(name for name in shared if sockets[name].options.get("options") != here[name])
 
 
 @contextmanager
@@ -109,7 +156,7 @@ def embedded_target(
     """Return this process as a target. Raises ValueError for foreign nodes in the workflow, or without models."""
     check_models(models)
     # Imported here, because neither torch nor our nodes are needed if a server computes.
-    from ...host.embedded import EmbeddedHost, Folders, LoadImage, load_workflow, sockets_of
+    from ...host.embedded import EmbeddedHost, Folders, LoadImage, load_workflow
     from .backends.embedded import EmbeddedBackend
 
     chosen = device_of(device)

@@ -17,9 +17,9 @@ import torch
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INVALID
 from wanstream.cli.batch import target as batch_ground
-from wanstream.cli.batch.backends.object_info import ObjectInfo, server_faults, sockets_of_server, unknown_classes
+from wanstream.cli.batch.backends.server import ObjectInfo
 from wanstream.cli.batch.rows import Sockets
-from wanstream.cli.batch.target import own_checks
+from wanstream.cli.batch.target import own_checks, server_faults, sockets_of_server, unknown_classes
 from wanstream.host.workers import VARIABLE
 from wanstream.tests.faults.comfy_like import State, Trouble, handler_of, object_info
 from wanstream.tests.faults.replaced import named_models
