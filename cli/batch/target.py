@@ -13,18 +13,34 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
-from ...host.embedded import ComfyNode, NodeRules, Prompt, Socket, nodes_by_id, own_check, sockets_of, validate_nodes
+import torch
+
+from ...host.embedded import (
+    ComfyNode,
+    EmbeddedHost,
+    Folders,
+    LoadImage,
+    NodeProgress,
+    NodeRules,
+    Prompt,
+    Socket,
+    Workflow,
+    load_workflow,
+    nodes_by_id,
+    own_check,
+    sockets_of,
+    validate_nodes,
+)
+from ...nodes import WanStreamExtension
 from ..arguments import ArgumentError, check_models, device_of
 from .backends.base import BatchBackend, UnreachableError
+from .backends.embedded import EmbeddedBackend
 from .backends.server import ObjectInfo, ServerBackend
 from .rows import Sockets
 
-if TYPE_CHECKING:
-    from ...host.embedded import NodeProgress, Workflow
-
-OnProgress = Callable[["NodeProgress"], None]
+OnProgress: TypeAlias = Callable[[NodeProgress], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +71,11 @@ def server_target(url: str, workflow: Prompt) -> BatchTarget:
     sockets = sockets_of_server(info)
 
     def faults(prompt: Prompt) -> list[str]:
-        with own_checks() as (own, folder):
-            return [line.replace(folder, "output") for line in server_faults(prompt, info, sockets, own)]
+        with own_checks() as folder:
+            return [line.replace(folder, "output") for line in server_faults(prompt, info, sockets, own_nodes())]
 
     def unchecked(prompt: Prompt) -> str:
-        with own_checks() as (own, _):
-            others = sorted({node["class_type"] for node in prompt.values()} - own.keys())
+        others = sorted({node["class_type"] for node in prompt.values()} - own_nodes().keys())
         if not others:
             return ""
         return (
@@ -118,35 +133,20 @@ def _elsewhere(own: type[ComfyNode], sockets: Mapping[str, Socket]) -> frozenset
 
 
 @contextmanager
-def own_checks() -> Iterator[tuple[Mapping[str, type[ComfyNode]], str]]:
-    """Yield the nodes of this pack, whose own checks can run inside the `with`, and a placeholder output folder.
-
-    There are no nodes if torch is not installed.
-    """
-    try:
-        own = _own_nodes()
-    except ModuleNotFoundError as err:
-        if err.name != "torch":
-            raise
-        yield {}, "output"
-        return
-    import torch
-
-    from ...host.embedded import EmbeddedHost, Folders
-
+def own_checks() -> Iterator[str]:
+    """Inside the `with` the own checks of this pack's nodes can run; yields their placeholder of an output folder."""
     # Checks of output names need a folder: the server's is not accessible, so an empty one replaces it. The server's
     # GPUs are not known either; the device is a CPU, for which no check limits the number of workers.
     with TemporaryDirectory() as temporary:
         empty = Path(temporary).resolve()
         folders = Folders(models=empty, output=empty, input=empty)
         with EmbeddedHost().opened(folders, device=torch.device("cpu")):
-            yield own, str(empty)
+            yield str(empty)
 
 
 @cache
-def _own_nodes() -> Mapping[str, type[ComfyNode]]:
-    from ...nodes import WanStreamExtension
-
+def own_nodes() -> Mapping[str, type[ComfyNode]]:
+    """Return the nodes of this pack by their `class_type`."""
     return nodes_by_id(asyncio.run(WanStreamExtension().get_node_list()))
 
 
@@ -155,12 +155,8 @@ def embedded_target(
 ) -> BatchTarget:
     """Return this process as a target. Raises ValueError for foreign nodes in the workflow, or without models."""
     check_models(models)
-    # Imported here, because neither torch nor our nodes are needed if a server computes.
-    from ...host.embedded import EmbeddedHost, Folders, LoadImage, load_workflow
-    from .backends.embedded import EmbeddedBackend
-
     chosen = device_of(device)
-    own = _own_nodes()
+    own = own_nodes()
     classes = {**own, **nodes_by_id([LoadImage])}
     missing = unknown_classes(workflow, classes)
     if missing:

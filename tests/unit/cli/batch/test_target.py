@@ -6,7 +6,6 @@ import copy
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ import torch
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INVALID
-from wanstream.cli.batch import target as batch_ground
 from wanstream.cli.batch.backends.server import ObjectInfo
 from wanstream.cli.batch.rows import Sockets
-from wanstream.cli.batch.target import own_checks, server_faults, sockets_of_server, unknown_classes
+from wanstream.cli.batch.target import own_checks, own_nodes, server_faults, sockets_of_server, unknown_classes
 from wanstream.host.workers import VARIABLE
 from wanstream.tests.faults.comfy_like import State, Trouble, handler_of, object_info
 from wanstream.tests.faults.replaced import named_models
@@ -223,20 +221,10 @@ def test_workers_are_judged_by_the_clusters_and_gpus_of_the_server(
     workflow = copy.deepcopy(WORKERS)
     (node,) = [node for node in workflow.values() if node["class_type"] == "WanStreamWorkers"]
     node["inputs"].update(changes)
-    with own_checks() as (own, _):
-        faults = server_faults(workflow, *server_of_many_gpus, own)
+    with own_checks():
+        faults = server_faults(workflow, *server_of_many_gpus, own_nodes())
     assert len(faults) == (1 if said else 0)
     assert said in "".join(faults)
-
-
-@pytest.mark.parametrize(("missing", "known"), [("torch", True), ("diffusers", False)])
-def test_only_without_torch_are_there_no_own_checks(monkeypatch: pytest.MonkeyPatch, missing: str, known: bool) -> None:
-    def no_nodes() -> None:
-        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
-
-    monkeypatch.setattr(batch_ground, "_own_nodes", no_nodes)
-    with nullcontext() if known else pytest.raises(ModuleNotFoundError, match=missing), own_checks() as (own, _):
-        assert own == {}
 
 
 def test_what_a_dry_run_cannot_judge_is_named(
