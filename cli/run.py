@@ -19,6 +19,7 @@ from ..host.embedded import (
     api_prompt,
     load_workflow,
     nodes_by_id,
+    sockets_of,
 )
 from ..nodes import REPORT, TIMELINE, WARNINGS, WanStreamExtension
 from ..schema import Cancelled, Timeline
@@ -28,13 +29,13 @@ from .arguments import (
     INTERRUPTED,
     INVALID,
     ArgumentError,
-    apply_overrides,
     check_models,
     create_output_folder,
     device_of,
     handle_sigint,
     read_json,
 )
+from .inputs import apply_overrides
 from .options import RunOptions
 from .progress import progress_of_run
 
@@ -71,8 +72,9 @@ def _load(options: RunOptions, host: EmbeddedHost) -> Workflow:
     device = device_of(options.device)
     nodes = asyncio.run(WanStreamExtension().get_node_list())
     prompt = api_prompt(read_json(options.workflow))
+    sockets = {name: sockets_of(node.INPUT_TYPES()) for name, node in nodes_by_id([*nodes, LoadImage]).items()}
     workflow = load_workflow(
-        apply_overrides(prompt, options.overrides, nodes_by_id([*nodes, LoadImage])),
+        apply_overrides(prompt, options.overrides, sockets),
         host=host,
         nodes=nodes,
         folders=Folders(models=options.models, output=options.output, input=options.input),

@@ -25,6 +25,7 @@ from ..arguments import (
     handle_sigint,
     read_json,
 )
+from ..inputs import InputError
 from ..options import BatchOptions
 from .backends.base import BatchBackend
 from .journal import Journal, State, is_full_disk, locked
@@ -32,7 +33,7 @@ from .lanes import check_lanes, lane_planner, row_workflow
 from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
 from .resume import FindRows, Start, open_journal, resume
-from .rows import Planner, Row, RowError, apply_row, read_rows, workflow_key
+from .rows import Planner, Row, apply_row, read_rows, workflow_key
 from .runner import Runner
 from .target import BatchTarget, embedded_target, server_target
 
@@ -114,7 +115,7 @@ def _checked(row: Row, workflow: Prompt, target: BatchTarget) -> Row:
     """Return the row, with a fault if the workflow lacks one of its inputs."""
     try:
         apply_row(workflow, row, target.sockets)
-    except RowError as err:
+    except InputError as err:
         return replace(row, fault=str(err))
     return row
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...host.embedded import Prompt, as_link
-from .rows import BatchJob, Planner, Row, Sockets, apply_row, node_traits
+from ..inputs import Sockets
+from .rows import BatchJob, Planner, Row, apply_row, node_traits
 
 SAMPLER = "WanStreamSampler"
 OWN_INPUTS = ("positive", "negative", "latent", "seed")

@@ -35,10 +35,10 @@ from ...host.embedded import (
 )
 from ...nodes import WanStreamExtension
 from ..arguments import ArgumentError, check_models, device_of
+from ..inputs import Sockets
 from .backends.base import BatchBackend, UnreachableError
 from .backends.embedded import EmbeddedBackend
 from .backends.server import ObjectInfo, ServerBackend
-from .rows import Sockets
 
 OnProgress: TypeAlias = Callable[[NodeProgress], None]
 

@@ -16,8 +16,8 @@ import torch
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INVALID
 from wanstream.cli.batch.backends.server import ObjectInfo
-from wanstream.cli.batch.rows import Sockets
 from wanstream.cli.batch.target import own_checks, own_nodes, server_faults, sockets_of_server, unknown_classes
+from wanstream.cli.inputs import Sockets
 from wanstream.host.workers import VARIABLE
 from wanstream.tests.faults.comfy_like import State, Trouble, handler_of, object_info
 from wanstream.tests.faults.replaced import named_models
