@@ -29,7 +29,7 @@ from ..inputs import InputError
 from ..options import BatchOptions
 from .backends.base import BatchBackend
 from .journal import Journal, State, is_full_disk, locked
-from .lanes import check_lanes, lane_planner, row_workflow
+from .lanes import MAX_LANES, key_of_lane, lane_planner, row_key
 from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
 from .resume import FindRows, Start, open_journal, resume
@@ -97,7 +97,8 @@ def _clean_up(store: OutputStore, journal: Journal) -> None:
 
 def _read(options: BatchOptions) -> _BatchSpec:
     """Return rows, workflow and target of the options. Raises ValueError; runs nothing."""
-    check_lanes(options.share_weights)
+    if options.share_weights > MAX_LANES:
+        raise ArgumentError(f"--share-weights {options.share_weights}: give a number of rows from 1 to {MAX_LANES}")
     rows = read_rows(options.jobs)
     workflow = api_prompt(read_json(options.workflow))
     if options.strict and options.server is not None:
@@ -164,16 +165,18 @@ def _row_finder(spec: _BatchSpec) -> FindRows:
         for row in spec.rows:
             if row.fault is None:
                 prompt = apply_row(spec.workflow, row, spec.target.sockets)
-                found.setdefault(workflow_key(prompt, spec.target.sockets), []).append(row.hash)
+                for key in (workflow_key(prompt, spec.target.sockets), row_key(prompt)):
+                    found.setdefault(key, []).append(row.hash)
         return found
 
     def find_rows(path: Path) -> list[str]:
         try:
             stored, node_id = stored_prompt(path)
-            prompt = row_workflow(api_prompt(stored), str(node_id))
+            prompt = api_prompt(stored)
         except ValueError:
             return []
-        return hashes_by_key().get(workflow_key(prompt, spec.target.sockets), [])
+        keys = (str(key_of_lane(prompt, str(node_id))), workflow_key(prompt, spec.target.sockets))
+        return next((hashes for key in keys if (hashes := hashes_by_key().get(key))), [])
 
     return find_rows
 
