@@ -16,45 +16,6 @@ _MAX_FRACTION = 0.99
 """Limit of the estimate for a running job."""
 
 
-class EtaEstimator:
-    """Estimates the finished fraction of the running job. Times are seconds of one clock."""
-
-    def __init__(self) -> None:
-        self._job: str | None = None
-        self._begin = self._duration = 0.0
-        """Start of the job, and seconds of the previous one; 0 before its end."""
-        self._steps, self._reached = 1, 0.0
-        """Steps of the longest node of the job; largest fraction returned so far."""
-
-    def begin(self, job: str, now: float) -> None:
-        """Start a job; does nothing if it is already running."""
-        if job != self._job:
-            self._job, self._begin = job, now
-            self._steps, self._reached = 1, 0.0
-
-    def report(self, done: int, total: int) -> None:
-        """Set the finished steps of a node of the job; only those of its longest node so far count."""
-        if total >= max(self._steps, 2):
-            self._steps = total
-            self._reached = max(self._reached, min(done / total, _MAX_FRACTION))
-
-    def end(self, now: float) -> None:
-        """End the job; its duration becomes the reference for the next one."""
-        if self._job is not None:
-            self._duration, self._job = now - self._begin, None
-
-    def fraction(self, now: float) -> float:
-        """Return the finished fraction of the job, 0 to 1, never decreasing; 0 without a job.
-
-        It is that of the reported steps; without any, as from a server, that of the previous job's duration.
-        """
-        if self._job is None:
-            return 0.0
-        if self._steps == 1 and self._duration:
-            self._reached = min((now - self._begin) / self._duration, _MAX_FRACTION)
-        return self._reached
-
-
 _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}<{remaining}{postfix}]"
 _SILENT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}, no answer for {silence:.0f} s]"
 """Without a remaining time, which cannot be estimated while the backend does not respond."""
@@ -88,8 +49,13 @@ class BatchBar:
     """
 
     def __init__(self, *, rows: int, ended: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._eta = clock, EtaEstimator()
+        self._clock = clock
+        self._job: str | None = None
         self._together = 0
+        self._begin = self._duration = 0.0
+        """Start of the running job, and seconds of the previous one; 0 before its end."""
+        self._steps, self._reached = 1, 0.0
+        """Steps of the longest node of the job; largest fraction of it shown so far."""
         self._silent_since: float | None = None
         self._bar = _Line(total=rows, initial=ended, desc="batch", smoothing=0, bar_format=_FORMAT, file=sys.stderr)
         self._whole = ended
@@ -106,11 +72,13 @@ class BatchBar:
     @property
     def passed(self) -> float:
         """Number of finished rows, including fractions of the running ones."""
-        return float(self._whole + self._together * self._eta.fraction(self._clock()))
+        return float(self._whole + self._together * self._fraction())
 
     def running(self, job: str, rows: int) -> None:
         """Report the running, or next, job and its number of rows; called at every poll."""
-        self._eta.begin(job, self._clock())
+        if job != self._job:
+            self._job, self._begin = job, self._clock()
+            self._steps, self._reached = 1, 0.0
         self._together = rows
 
     def done(self, row: Row) -> None:
@@ -138,7 +106,9 @@ class BatchBar:
 
     def show(self, progress: NodeProgress) -> None:
         """Show the progress of the node that is running in this process."""
-        self._eta.report(progress.done, progress.total)
+        if progress.total >= max(self._steps, 2):  # a shorter node that follows does not start again
+            self._steps = progress.total
+            self._reached = max(self._reached, min(progress.done / progress.total, _MAX_FRACTION))
         part = f" {progress.done}/{progress.total}" if progress.total > 1 else ""
         self._bar.set_postfix_str(f"{progress.node_id}{part}", refresh=False)
         self.tick()
@@ -153,6 +123,17 @@ class BatchBar:
     def _ended(self) -> None:
         self._whole += 1
         self._together = max(0, self._together - 1)
-        if not self._together:
-            self._eta.end(self._clock())
+        if not self._together and self._job is not None:
+            self._duration, self._job = self._clock() - self._begin, None
         self.tick()
+
+    def _fraction(self) -> float:
+        """Return the finished fraction of the running job, 0 to 1, never decreasing; 0 without a job.
+
+        It is that of the reported steps; without any, as from a server, that of the previous job's duration.
+        """
+        if self._job is None:
+            return 0.0
+        if self._steps == 1 and self._duration:
+            self._reached = min((self._clock() - self._begin) / self._duration, _MAX_FRACTION)
+        return self._reached

@@ -29,7 +29,6 @@ from ...host.embedded import (
     Workflow,
     load_workflow,
     nodes_by_id,
-    own_check,
     sockets_of,
     validate_nodes,
 )
@@ -120,16 +119,19 @@ def _rules(described: Mapping[str, Any], sockets: Mapping[str, Socket], own: typ
         sockets=sockets,
         outputs=["COMBO" if isinstance(kind, list) else str(kind) for kind in described.get("output") or ()],
         is_output=bool(described.get("output_node")),
-        check=None if own is None else own_check(own, _elsewhere(own, sockets)),
+        own=own,
+        elsewhere=_elsewhere(own, sockets),
         others_refused=False,
     )
 
 
-def _elsewhere(own: type[ComfyNode], sockets: Mapping[str, Socket]) -> frozenset[str]:
+def _elsewhere(own: type[ComfyNode] | None, sockets: Mapping[str, Socket]) -> frozenset[str]:
     """Return the names of the inputs with other choices on the server than on this machine."""
-    here = {name: each.options.get("options") for name, each in sockets_of(own.INPUT_TYPES()).items()}
+    here = sockets_of(own.INPUT_TYPES()) if own is not None else {}
     shared = here.keys() & sockets.keys()
-    return frozenset(name for name in shared if sockets[name].options.get("options") != here[name])
+    return frozenset(
+        name for name in shared if sockets[name].options.get("options") != here[name].options.get("options")
+    )
 
 
 @contextmanager

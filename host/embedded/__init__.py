@@ -14,7 +14,6 @@ from .validate import (
     Verdict,
     converted,
     names_listed,
-    own_check,
     sockets_of,
     validate_nodes,
 )
@@ -42,7 +41,6 @@ __all__ = [
     "names_listed",
     "nested_deeper",
     "nodes_by_id",
-    "own_check",
     "sockets_of",
     "validate_nodes",
 ]

@@ -12,6 +12,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from .graph import Prompt, as_link
@@ -46,36 +47,6 @@ class Socket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnCheck:
-    """A node's `validate_inputs`; it replaces the built-in checks of the inputs named in its signature."""
-
-    node: type[ComfyNode]
-    names: frozenset[str]
-    everything: bool
-    elsewhere: frozenset[str] = frozenset()
-    """Inputs with other choices on the server, such as its Ray clusters: checked against those, and hidden from it."""
-
-    def covers(self, name: str) -> bool:
-        """Return True if the check gets the input."""
-        return self.everything or name in self.names
-
-    def faults(self, inputs: Mapping[str, Any], received: Mapping[str, str]) -> list[Fault]:
-        """Return the faults that it finds. It gets None for inputs that are linked or `elsewhere`."""
-        hidden = self.elsewhere | {name for name, value in inputs.items() if as_link(value)}
-        given = {name: None if name in hidden else value for name, value in inputs.items() if self.covers(name)}
-        types = {"input_types": dict(received)} if "input_types" in self.names else {}
-        result = self.node.validate_inputs(**given, **types)
-        if result is True:
-            return []
-        reason = f" - {result}" if result is not False else ""
-        message = "Custom validation failed for node"
-        # One fault per input that was passed, as in ComfyUI: the result does not name the wrong one.
-        return [
-            fault("custom_validation_failed", message, name + reason, {"input_name": name}) for name in given | types
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
 class NodeRules:
     """Properties of a node class that its validation needs."""
 
@@ -83,20 +54,45 @@ class NodeRules:
     outputs: Sequence[str]
     """Types of its outputs."""
     is_output: bool
-    check: OwnCheck | None
+    own: type[ComfyNode] | None
+    """The class itself, if its `validate_inputs` can run here."""
+    elsewhere: frozenset[str] = frozenset()
+    """Inputs with other choices on a server, such as its Ray clusters: checked against those, and hidden from `own`."""
     others_refused: bool = True
     """False if a workflow may have inputs that are not among `sockets`, as for ComfyUI, which ignores them."""
+
+    @cached_property
+    def own_checked(self) -> frozenset[str]:
+        """Parameters of the class's own check, which replaces the built-in checks of these inputs, if it has one."""
+        bases = self.own.__mro__ if self.own is not None else ()
+        if self.own is None or all("validate_inputs" not in vars(base) for base in bases if base is not ComfyNode):
+            return frozenset()
+        parameters = inspect.signature(self.own.validate_inputs).parameters.values()
+        everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        return frozenset(parameter.name for parameter in parameters).union(self.sockets if everything else ())
+
+    def own_faults(self, inputs: Mapping[str, Any], received: Mapping[str, str]) -> list[Fault]:
+        """Return the faults found by the class's own check. It gets None for inputs that are linked or `elsewhere`."""
+        if self.own is None or not self.own_checked:
+            return []
+        hidden = self.elsewhere | {name for name, value in inputs.items() if as_link(value)}
+        given = {name: None if name in hidden else inputs[name] for name in inputs if name in self.own_checked}
+        types = {"input_types": dict(received)} if "input_types" in self.own_checked else {}
+        result = self.own.validate_inputs(**given, **types)
+        if result is True:
+            return []
+        reason = f" - {result}" if result is not False else ""
+        kind, message = "custom_validation_failed", "Custom validation failed for node"
+        # One fault per input that was passed, as in ComfyUI: the result does not name the wrong one.
+        return [fault(kind, message, name + reason, {"input_name": name}) for name in given | types]
 
 
 def rules_of(node: type[ComfyNode]) -> NodeRules:
     """Return the rules for a class of this process."""
     schema = node.define_schema()
-    return NodeRules(
-        sockets=sockets_of(node.INPUT_TYPES()),
-        outputs=[output.io_type for output in schema.outputs],
-        is_output=schema.is_output_node,
-        check=own_check(node),
-    )
+    outputs = [output.io_type for output in schema.outputs]
+    sockets = sockets_of(node.INPUT_TYPES())
+    return NodeRules(sockets=sockets, outputs=outputs, is_output=schema.is_output_node, own=node)
 
 
 def fault(kind: str, message: str, details: str, extra_info: Mapping[str, object] | None = None) -> Fault:
@@ -120,16 +116,6 @@ def sockets_of(input_types: Mapping[str, Any]) -> dict[str, Socket]:
                 io_type, options = "COMBO", {**options, "options": io_type}
             sockets[name] = Socket(name=name, io_type=str(io_type), options=options, required=kind == "required")
     return sockets
-
-
-def own_check(node: type[ComfyNode], elsewhere: frozenset[str] = frozenset()) -> OwnCheck | None:
-    """Return the node's own check, or None if it has no `validate_inputs`."""
-    if all("validate_inputs" not in vars(base) for base in node.__mro__ if base is not ComfyNode):
-        return None
-    parameters = inspect.signature(node.validate_inputs).parameters.values()
-    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = frozenset(parameter.name for parameter in parameters)
-    return OwnCheck(node=node, names=names, everything=everything, elsewhere=elsewhere)
 
 
 def names_listed(unknown: str, known: Iterable[str]) -> str:
@@ -327,7 +313,7 @@ class _Walk:
     def _inspect(self, node_id: str) -> tuple[list[Fault], bool]:
         """Return the node's own faults, and True if all its sources are valid; converts its constants in place."""
         rules = self._rules[self._prompt[node_id]["class_type"]]
-        inputs, check = self._prompt[node_id]["inputs"], rules.check
+        inputs = self._prompt[node_id]["inputs"]
         faults = unknown_faults(inputs, rules)
         received: dict[str, str] = {}
         sources_valid = True
@@ -340,21 +326,19 @@ class _Walk:
                 found = missing_fault(socket)
             elif not isinstance(value, list):
                 inputs[name], found = converted(socket, value)
-                if found is None and not (check and check.covers(name) and name not in check.elsewhere):
+                if found is None and name not in rules.own_checked - rules.elsewhere:
                     found = value_fault(socket, inputs[name])
             elif len(value) != 2:
                 malformed = "Bad linked input, must be a length-2 list of [node_id, slot_index]"
                 found = fault("bad_linked_input", malformed, name, socket.about(received_value=value))
             else:
                 received[name] = self._linked_type(socket, value)
-                if not (check and "input_types" in check.names):
+                if "input_types" not in rules.own_checked:
                     found = link_type_fault(socket, value, received[name])
                 if found is None and not self._validate(value[0], socket.about(linked_node=value)):
                     sources_valid = False
             faults += [found] if found else []
-        if check:
-            faults += check.faults(inputs, received)
-        return faults, sources_valid
+        return faults + rules.own_faults(inputs, received), sources_valid
 
     def _linked_type(self, socket: Socket, link: list[Any]) -> str:
         """Return the type of the linked output. Raises DanglingLinkError."""

@@ -18,7 +18,7 @@ import pytest
 
 from wanstream.host.embedded.adapter import Folders
 from wanstream.host.embedded.load_image import LoadImage
-from wanstream.host.embedded.validate import Socket, own_check, sockets_of
+from wanstream.host.embedded.validate import Socket, rules_of, sockets_of
 from wanstream.nodes import WanStreamExtension
 from wanstream.tests.support.embedded import embedded_host, validate_workflow
 from wanstream.tools.comfyui import ComfyUI
@@ -182,8 +182,7 @@ def _put(rng: random.Random, prompt: Prompt, sockets: Sockets, fits: Callable[[S
 
 
 def _checked_by_node(node: Mapping[str, Any], socket: Socket) -> bool:
-    check = own_check(CLASSES[node["class_type"]])
-    return check is not None and check.covers(socket.name)
+    return socket.name in rules_of(CLASSES[node["class_type"]]).own_checked
 
 
 def _number(socket: Socket) -> bool:
