@@ -17,7 +17,7 @@ import pytest
 
 from wanstream.cli.arguments import StopRequest
 from wanstream.cli.batch import journal as journal_module
-from wanstream.cli.batch.backends.base import (
+from wanstream.cli.batch.backend import (
     Ended,
     Interrupted,
     JobFailed,

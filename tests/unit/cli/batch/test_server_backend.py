@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.batch.backends.base import (
+from wanstream.cli.batch.backend import (
     Ended,
     Interrupted,
     JobFailed,
@@ -24,7 +24,7 @@ from wanstream.cli.batch.backends.base import (
     Unknown,
     UnreachableError,
 )
-from wanstream.cli.batch.backends.server import NotComfyUIError, ServerBackend
+from wanstream.cli.batch.server_backend import NotComfyUIError, ServerBackend
 
 Answer = tuple[int, Any] | None
 """A status and a body (JSON, or bytes as they are); None: the connection is closed without an answer."""
@@ -84,7 +84,7 @@ PROMPT = {"1": {"class_type": "Load"}, "2": {"class_type": "Save"}, "3": {"class
 def host_of(canned: Canned) -> ServerBackend:
     backend = ServerBackend(canned.url)
     canned.answers["/object_info"] = (200, INFO)
-    backend.object_info()
+    backend.read_nodes()
     return backend
 
 
@@ -156,7 +156,7 @@ def test_a_download_that_breaks_off_is_silence_and_not_a_file(canned: Canned, tm
     with pytest.raises(UnreachableError, match=r"5 of 9 bytes|broke off"):
         client.fetch(made("a.png"), tmp_path / "part")
     with pytest.raises(UnreachableError, match="the connection was lost"):
-        client.object_info()
+        client.read_nodes()
 
 
 def test_a_file_that_the_server_does_not_give(canned: Canned, tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_workflow_whose_post_was_not_answered_counts_only_if_nothing_of_it_was
     assert isinstance(heard.outcome("id"), Ended)
 
 
-@pytest.mark.parametrize("call", [lambda client: client.outcome("x"), lambda client: client.object_info()])
+@pytest.mark.parametrize("call", [lambda client: client.outcome("x"), lambda client: client.read_nodes()])
 def test_an_answer_that_is_none_is_silence(canned: Canned, call: Callable[[ServerBackend], Any]) -> None:
     canned.answers |= {"/api/jobs/x": (500, b""), "/object_info": (200, b"<html>")}
     with pytest.raises(UnreachableError):

@@ -1,4 +1,8 @@
-"""ComfyUI server as a batch backend: the parts of its HTTP API that a batch uses. Does not retry."""
+"""ComfyUI server as a batch backend: the parts of its HTTP API that a batch uses, and its `/object_info`.
+
+Nothing is retried here. Own checks of nodes run only on the server, except those of this pack's classes, which can run
+here. The faults found here are a subset of the server's: a value that an own check might accept is not refused here.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,39 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
-from ....host.embedded import Prompt, Verdict
-from ....schema import is_loopback
-from .base import (
+import torch
+
+from ...host.embedded import (
+    EmbeddedHost,
+    Folders,
+    NodeRules,
+    Prompt,
+    Verdict,
+    sockets_of,
+    validate_nodes,
+)
+from ...schema import is_loopback
+from ..arguments import ArgumentError
+from ..inputs import Sockets
+from .backend import (
     Ended,
     Interrupted,
     JobFailed,
     MadeFile,
     NoSuchFileError,
+    OnProgress,
     Outcome,
     RefusedError,
     UnderWay,
     Unknown,
     UnreachableError,
+    own_nodes,
+    unknown_classes,
 )
 
 ObjectInfo: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -66,7 +86,8 @@ class ServerBackend:
         # Proxies of the environment cannot reach this machine's loopback ports.
         handlers = [urllib.request.ProxyHandler({})] if is_loopback(host) else []
         self._opener = urllib.request.build_opener(_NoRedirect(), *handlers)
-        self._output_classes: set[str] = set()
+        self._info: ObjectInfo = {}
+        self.sockets: Sockets = {}
         self._whole: set[str] = set()
 
     def version(self) -> str:
@@ -81,11 +102,46 @@ class ServerBackend:
             raise NotComfyUIError(f"{self.url} answers, but not as a ComfyUI server does (status {status})")
         return str(system.get("comfyui_version", "unknown"))
 
-    def object_info(self) -> ObjectInfo:
-        """Return the server's description of every node class."""
-        info = self._object("/object_info")
-        self._output_classes = {name for name, node in info.items() if node.get("output_node")}
-        return info
+    def read_nodes(self) -> None:
+        """Read the server's description of every node class."""
+        self._info = self._object("/object_info")
+        self.sockets = {name: sockets_of(node.get("input") or {}) for name, node in self._info.items()}
+
+    def connect(self, workflow: Prompt) -> None:
+        """Prepare for a workflow. Raises ValueError without a ComfyUI server, or if it lacks a node of the workflow."""
+        try:
+            version = self.version()
+            self.read_nodes()
+        except UnreachableError as err:
+            raise ArgumentError(f"--server {self.url}: {err}; is ComfyUI running there?") from err
+        missing = unknown_classes(workflow, self._info)
+        if missing:
+            raise ArgumentError("\n".join([f"the workflow cannot run on {self.url} (ComfyUI {version}):", *missing]))
+
+    def faults(self, prompt: Prompt) -> list[str]:
+        # Checks of output names need a folder: the server's is not accessible, so an empty one replaces it. The
+        # server's GPUs are not known either; the device is a CPU, for which no check limits the number of workers.
+        with TemporaryDirectory() as temporary:
+            empty = Path(temporary).resolve()
+            folders = Folders(models=empty, output=empty, input=empty)
+            with EmbeddedHost().opened(folders, device=torch.device("cpu")):
+                rules = {name: self._rules(name) for name in {node["class_type"] for node in prompt.values()}}
+                if not any(each.is_output for each in rules.values()):
+                    return ["the workflow has no node that saves or shows anything"]
+                lines = validate_nodes(prompt, rules).lines()
+            return [line.replace(str(empty), "output") for line in lines]
+
+    def unchecked(self, prompt: Prompt) -> str:
+        others = sorted({node["class_type"] for node in prompt.values()} - own_nodes().keys())
+        if not others:
+            return ""
+        return (
+            f"only types, ranges and choices of {', '.join(others)} were checked: a node's own checks run only on the "
+            "server"
+        )
+
+    def opened(self, folder: Path, on_progress: OnProgress) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def post(self, prompt_id: str, prompt: Prompt) -> None:
         """Queue a workflow, and cancel it if the server drops some of its outputs as invalid."""
@@ -164,6 +220,22 @@ class ServerBackend:
             raise UnreachableError(f"{self.url}/api/jobs answers with status {status}")
         return self._job_of_older_server(prompt_id)
 
+    def _rules(self, class_type: str) -> NodeRules:
+        info, sockets, own = self._info[class_type], self.sockets[class_type], own_nodes().get(class_type)
+        here = sockets_of(own.INPUT_TYPES()) if own is not None else {}
+        return NodeRules(
+            sockets=sockets,
+            outputs=["COMBO" if isinstance(kind, list) else str(kind) for kind in info.get("output") or ()],
+            is_output=bool(info.get("output_node")),
+            own=own,
+            elsewhere=frozenset(
+                name
+                for name in here.keys() & sockets.keys()
+                if sockets[name].options.get("options") != here[name].options.get("options")
+            ),
+            others_refused=False,
+        )
+
     def _was_whole(self, prompt_id: str) -> bool:
         """Return True if the history has the workflow, and all its output nodes were executed."""
         entry = self._object(f"/history/{prompt_id}").get(prompt_id)
@@ -172,7 +244,7 @@ class ServerBackend:
                 return False
             prompt, executed = entry["prompt"][2], set(entry["prompt"][4])
             return executed == {
-                node_id for node_id, node in prompt.items() if node["class_type"] in self._output_classes
+                node_id for node_id, node in prompt.items() if self._info.get(node["class_type"], {}).get("output_node")
             }
 
     def _job_of_older_server(self, prompt_id: str) -> dict[str, Any] | None:

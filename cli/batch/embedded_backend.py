@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import shutil
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
 
-from ....host.embedded import EmbeddedHost, History, NodeFailedError, NodeProgress, Prompt, Workflow
-from ....schema import Cancelled
-from ..journal import FULL_DISK, FileError
-from ..output_store import LATENT
-from .base import Ended, JobFailed, MadeFile, Outcome, RefusedError, Unknown
+from ...host.embedded import (
+    EmbeddedHost,
+    Folders,
+    History,
+    LoadImage,
+    NodeFailedError,
+    Prompt,
+    Workflow,
+    load_workflow,
+    nodes_by_id,
+    sockets_of,
+)
+from ...schema import Cancelled
+from ..arguments import ArgumentError, check_models, device_of
+from ..inputs import Sockets
+from .backend import Ended, JobFailed, MadeFile, OnProgress, Outcome, RefusedError, Unknown, own_nodes, unknown_classes
+from .journal import FULL_DISK, FileError
+from .output_store import LATENT
 
 
 class DiskFullError(FileError):
     """A node could not write its file because the disk is full, which ends the batch. `errno` is the node's."""
-
-
-Load: TypeAlias = Callable[[Prompt, EmbeddedHost, Path], Workflow]
-"""Validates a workflow for the host; its files are saved below the folder."""
 
 
 class EmbeddedBackend:
@@ -28,23 +37,43 @@ class EmbeddedBackend:
 
     window = 1
 
-    def __init__(self, load: Load, folder: Path, on_progress: Callable[[NodeProgress], None]) -> None:
-        """Create a backend whose workflows save their files below `folder`, until they are fetched."""
-        self._load = load
-        self._folder = folder
-        self._on_progress = on_progress
+    def __init__(
+        self, workflow: Prompt, *, models: Path, input_dir: Path, output: Path, device: str | None, strict: bool
+    ) -> None:
+        """Create a backend. Raises ValueError for foreign nodes in the workflow, or without models."""
+        check_models(models)
+        self._device = device_of(device)
+        classes = {**own_nodes(), **nodes_by_id([LoadImage])}
+        missing = unknown_classes(workflow, classes)
+        if missing:
+            hint = "only the nodes of this pack run without ComfyUI: start a server, and give its address with --server"
+            raise ArgumentError("\n".join([hint, *missing]))
+        self.sockets: Sockets = {name: sockets_of(node.INPUT_TYPES()) for name, node in classes.items()}
+        self._models, self._input, self._strict = models, input_dir, strict
+        self._folder = output
+        self._on_progress: OnProgress | None = None
         self._host = EmbeddedHost()
         self._posted: dict[str, Workflow] = {}
         self._ended: dict[str, Ended] = {}
 
-    def __enter__(self) -> EmbeddedBackend:
-        return self
+    @contextmanager
+    def opened(self, folder: Path, on_progress: OnProgress) -> Iterator[None]:
+        """Inside the `with` workflows save their files below `folder`, until they are fetched."""
+        self._folder, self._on_progress = folder, on_progress
+        try:
+            yield
+        finally:
+            self._host.free_experts()
 
-    def __exit__(self, *error: object) -> None:
-        self._host.free_experts()
+    def faults(self, prompt: Prompt) -> list[str]:
+        return self._load(prompt, self._folder).verdict.lines()
+
+    def unchecked(self, prompt: Prompt) -> str:
+        """Return nothing: all checks of all nodes run here."""
+        return ""
 
     def post(self, prompt_id: str, prompt: Prompt) -> None:
-        workflow = self._load(prompt, self._host, self._folder / prompt_id)
+        workflow = self._load(prompt, self._folder / prompt_id)
         if faults := workflow.verdict.lines():
             raise RefusedError("; ".join(faults))
         self._posted[prompt_id] = workflow
@@ -85,6 +114,14 @@ class EmbeddedBackend:
 
     def halt(self) -> None:
         self._host.stop()
+
+    def _load(self, prompt: Prompt, output: Path) -> Workflow:
+        """Validate a workflow whose files are saved below `output`."""
+        folders = Folders(models=self._models, output=output, input=self._input)
+        nodes = [*own_nodes().values()]
+        return load_workflow(
+            prompt, host=self._host, nodes=nodes, folders=folders, device=self._device, strict=self._strict
+        )
 
 
 def _files(prompt_id: str, history: History) -> tuple[MadeFile, ...]:
