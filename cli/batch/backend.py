@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from ...host.embedded import ComfyNode, NodeProgress, Prompt, nodes_by_id
 from ...nodes import WanStreamExtension
@@ -109,6 +109,19 @@ class BatchBackend(Protocol):
 
     def halt(self) -> None:
         """Request the end of a running `outcome`. Called by a signal handler, at any time."""
+
+
+def output_files(outputs: Mapping[str, Any]) -> tuple[MadeFile, ...]:
+    """Return the files in the output folder; previews are in the temporary folder."""
+    files: dict[MadeFile, None] = {}
+    for node_id, shown in sorted(outputs.items()):
+        for values in shown.values() if isinstance(shown, dict) else ():
+            for value in values if isinstance(values, list) else ():
+                if isinstance(value, dict) and value.get("type") == "output" and value.get("filename"):
+                    # Converted to text, because nodes of other packs may return anything.
+                    filename, subfolder = str(value["filename"]), str(value.get("subfolder") or "")
+                    files[MadeFile(node_id=node_id, filename=filename, subfolder=subfolder)] = None
+    return tuple(files)
 
 
 @cache

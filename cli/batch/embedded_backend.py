@@ -6,12 +6,12 @@ import shutil
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from ...host.embedded import (
     EmbeddedHost,
     Folders,
-    History,
     LoadImage,
     NodeFailedError,
     Prompt,
@@ -23,7 +23,18 @@ from ...host.embedded import (
 from ...schema import Cancelled
 from ..arguments import ArgumentError, check_models, device_of
 from ..inputs import Sockets
-from .backend import Ended, JobFailed, MadeFile, OnProgress, Outcome, RefusedError, Unknown, own_nodes, unknown_classes
+from .backend import (
+    Ended,
+    JobFailed,
+    MadeFile,
+    OnProgress,
+    Outcome,
+    RefusedError,
+    Unknown,
+    output_files,
+    own_nodes,
+    unknown_classes,
+)
 from .journal import FULL_DISK, FileError
 from .output_store import LATENT
 
@@ -93,7 +104,9 @@ class EmbeddedBackend:
             return JobFailed(reason=str(err))
         except Cancelled:
             return Unknown()
-        self._ended[prompt_id] = Ended(files=_files(prompt_id, history))
+        made = output_files(history.outputs)
+        files = tuple(replace(file, subfolder=str(Path(prompt_id, file.subfolder))) for file in made)
+        self._ended[prompt_id] = Ended(files=files)
         return self._ended[prompt_id]
 
     def fetch(self, file: MadeFile, part: Path) -> None:
@@ -122,13 +135,3 @@ class EmbeddedBackend:
         return load_workflow(
             prompt, host=self._host, nodes=nodes, folders=folders, device=self._device, strict=self._strict
         )
-
-
-def _files(prompt_id: str, history: History) -> tuple[MadeFile, ...]:
-    return tuple(
-        MadeFile(node_id=node_id, filename=file["filename"], subfolder=str(Path(prompt_id, file["subfolder"])))
-        for node_id, shown in sorted(history.outputs.items())
-        for values in shown.values()
-        for file in values
-        if isinstance(file, dict) and file.get("type") == "output"
-    )

@@ -44,6 +44,7 @@ from .backend import (
     UnderWay,
     Unknown,
     UnreachableError,
+    output_files,
     own_nodes,
     unknown_classes,
 )
@@ -339,7 +340,7 @@ def _outcome(job: Mapping[str, Any]) -> Outcome:
         return Interrupted()
     if job["status"] != "completed":
         return JobFailed(reason=_failure(job.get("execution_error") or {}))
-    return Ended(files=_files(job.get("outputs") or {}))
+    return Ended(files=output_files(job.get("outputs") or {}))
 
 
 def _describe_faults(answer: Mapping[str, Any]) -> str:
@@ -356,16 +357,3 @@ def _failure(error: Mapping[str, Any]) -> str:
     if "node_id" not in error:
         return message
     return f"node {error['node_id']} ({error.get('node_type')}): {message}"
-
-
-def _files(outputs: Mapping[str, Any]) -> tuple[MadeFile, ...]:
-    """Return the files in the output folder; previews are in the temporary folder."""
-    files: dict[MadeFile, None] = {}
-    for node_id, shown in sorted(outputs.items()):
-        for values in shown.values() if isinstance(shown, dict) else ():
-            for value in values if isinstance(values, list) else ():
-                if isinstance(value, dict) and value.get("type") == "output" and value.get("filename"):
-                    # Converted to text, because nodes of other packs may return anything.
-                    filename, subfolder = str(value["filename"]), str(value.get("subfolder") or "")
-                    files[MadeFile(node_id=node_id, filename=filename, subfolder=subfolder)] = None
-    return tuple(files)
