@@ -9,6 +9,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -50,25 +51,21 @@ def _nearest(unknown: Sequence[str], known: Any) -> str:
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
+@dataclass
 class StopRequest:
     """Number of stop requests of the user so far."""
 
-    def __init__(self) -> None:
-        self._count = 0
+    count: int = 0
 
     @property
     def requested(self) -> bool:
         """True after the first request: start nothing more."""
-        return self._count > 0
+        return self.count > 0
 
     @property
     def immediate(self) -> bool:
         """True after the second request: end the running work, too."""
-        return self._count > 1
-
-    def request(self) -> None:
-        """Add a request."""
-        self._count += 1
+        return self.count > 1
 
 
 @contextmanager

@@ -219,7 +219,7 @@ def _sleep(seconds: float, stop: StopRequest, bar: BatchBar) -> None:
 
 
 def _on_stop(stop: StopRequest, backend: BatchBackend) -> None:
-    stop.request()
+    stop.count += 1
     if stop.immediate:
         backend.halt()
     else:

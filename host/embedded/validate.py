@@ -220,10 +220,6 @@ class InvalidWorkflowError(ValueError):
         self.verdict = verdict
 
 
-class DanglingLinkError(LookupError):
-    """A link points to a node or an output that does not exist."""
-
-
 def validate_prompt(prompt: Prompt | None, nodes: Mapping[str, type[ComfyNode]]) -> Verdict:
     """Validate a workflow of `nodes` (by id). Never raises for a fault of the workflow."""
     if prompt is None:
@@ -341,16 +337,16 @@ class _Walk:
         return faults + rules.own_faults(inputs, received), sources_valid
 
     def _linked_type(self, socket: Socket, link: list[Any]) -> str:
-        """Return the type of the linked output. Raises DanglingLinkError."""
+        """Return the type of the linked output. Raises LookupError."""
         source, index = link
         if not isinstance(source, str) or source not in self._prompt:
-            raise DanglingLinkError(f"'{socket.name}' is linked to node '{source}', which is not in the workflow")
+            raise LookupError(f"'{socket.name}' is linked to node '{source}', which is not in the workflow")
         class_type = self._prompt[source]["class_type"]
         outputs = self._rules[class_type].outputs
         # ComfyUI indexes a Python list, so -1 is a valid index of the last output.
         if not isinstance(index, int) or not -len(outputs) <= index < len(outputs):
             count = len(outputs)
-            raise DanglingLinkError(
+            raise LookupError(
                 f"'{socket.name}' is linked to output {index} of node '{source}' ({class_type}), which has {count}"
             )
         return outputs[index]
