@@ -88,10 +88,15 @@ class _Pen:
         self.picture = picture
         self.draw = ImageDraw.Draw(picture)
 
-    def box(self, box: tuple[float, ...], *, round_by: float = 10, **colours: tuple[int, ...] | None) -> None:
-        """Draw a rectangle with the colours `fill` and `outline`."""
-        scaled = [at * SCALE for at in box]
-        self.draw.rounded_rectangle(scaled, round_by * SCALE, width=3 * SCALE, **colours)
+    def box(
+        self,
+        box: tuple[float, ...],
+        *,
+        fill: tuple[int, ...] | None = None,
+        outline: tuple[int, ...] | None = None,
+        round_by: float = 10,
+    ) -> None:
+        self.draw.rounded_rectangle([at * SCALE for at in box], round_by * SCALE, fill, outline, 3 * SCALE)
 
     def line(self, points: list[tuple[float, float]], colour: tuple[int, ...], width: float = 4) -> None:
         scaled = [(x * SCALE, y * SCALE) for x, y in points]
