@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .chart import report_chart
 from .documents import csv_document, html_document, json_document, summary
-from .figures import Spread, held_bytes
+from .figures import Spread, memory_bytes
 from .machine_info import describe_machine, hardware, versions
 from .report import Report, Table, Trial, Variant
 from .report_tables import run_table
@@ -26,9 +26,9 @@ __all__ = [
     "csv_document",
     "describe_machine",
     "hardware",
-    "held_bytes",
     "html_document",
     "json_document",
+    "memory_bytes",
     "policy_name",
     "report_chart",
     "run_table",

@@ -9,7 +9,7 @@ from itertools import pairwise
 from PIL import Image, ImageDraw, ImageFont
 
 from ..schema import StepRecord, format_seconds, format_size, second_digits
-from .figures import TOTAL, Spread, held_bytes
+from .figures import TOTAL, Spread, memory_bytes
 from .report import Report, Variant
 
 SCALE = 2
@@ -64,7 +64,7 @@ def report_chart(report: Report) -> Image.Image:
         _draw_overview(canvas, report)
     steps = [step for variant in shown for step in _drawn_steps(variant)]
     seconds = max((step.wall_s for step in steps), default=0.0) or 1.0
-    memory = max((held_bytes(step) or 0 for step in steps), default=0)
+    memory = max((memory_bytes(step) or 0 for step in steps), default=0)
     for place, variant in enumerate(shown):
         _draw_panel(canvas, variant, HEAD + overview + place * PANEL, seconds, memory)
     if not shown:
@@ -134,12 +134,12 @@ def _draw_overview(canvas: _Canvas, report: Report) -> None:
     for place, (variant, total) in enumerate(zip(report.variants, totals, strict=True)):
         y = HEAD + place * ROW
         canvas.text(MARGIN, y + 19, variant.name, max_width=LABELS - 12)
-        if total is None or variant.usual is None:
+        if total is None or variant.median_run is None:
             reason = f"failed: {variant.failed}" if variant.failed else "not measured"
             canvas.text(left, y + 19, reason, colour="soft", max_width=WIDTH - left - MARGIN)
             continue
         x = float(left)
-        for colour, seconds in _parts(variant.usual.steps):
+        for colour, seconds in _parts(variant.median_run.steps):
             canvas.box(x, y + 6, seconds * scale, 18, colour)
             x += seconds * scale
         low, high = left + total.low * scale, left + total.high * scale
@@ -150,38 +150,38 @@ def _draw_overview(canvas: _Canvas, report: Report) -> None:
 
 def _draw_panel(canvas: _Canvas, variant: Variant, top: float, seconds: float, memory: int) -> None:
     """Draw the steps of the median run; `seconds` and `memory` (bytes) are the scale of all panels."""
-    usual, total = variant.usual, TOTAL.spread(variant)
-    assert usual is not None
+    median, total = variant.median_run, TOTAL.spread(variant)
+    assert median is not None
     assert total is not None
     left, right, floor = MARGIN + 48, WIDTH - MARGIN, top + PANEL - 38
     height = floor - top - 56 - STRIP
-    hidden = "" if usual.overlap is None else f", {100 * usual.overlap:.0f} % of the transfers hidden"
-    figures = f"{TOTAL.text(total)}, moved {format_size(usual.bytes_moved)}{hidden}"
+    hidden = "" if median.overlap is None else f", {100 * median.overlap:.0f} % of the transfers hidden"
+    figures = f"{TOTAL.text(total)}, moved {format_size(median.bytes_moved)}{hidden}"
     canvas.text(MARGIN, top + 22, variant.name, size=14, max_width=560)
     canvas.text(right, top + 22, figures, colour="soft", anchor="rs")
     for part in (0.0, 0.5, 1.0):
         y, label = floor - part * height, format_seconds(part * seconds, second_digits([seconds]))
         canvas.line(left, y, right, y, "faint")
         canvas.text(left - 8, y + 4, f"{label} s", colour="soft", anchor="rs")
-    if not usual.steps:
+    if not median.steps:
         return
-    pitch, scale = (right - left) / len(usual.steps), height / seconds
-    label_width = _font(12 * SCALE).getlength(f" {usual.steps[-1].index + 1} ") / SCALE
+    pitch, scale = (right - left) / len(median.steps), height / seconds
+    label_width = _font(12 * SCALE).getlength(f" {median.steps[-1].index + 1} ") / SCALE
     fitting = (interval for interval in LABEL_INTERVALS if max(interval - 1, 1) * pitch >= label_width)
-    interval = next(fitting, len(usual.steps))
-    for place, steps in enumerate(zip(usual.steps, *(run.steps for run in variant.measured), strict=True)):
+    interval = next(fitting, len(median.steps))
+    for place, steps in enumerate(zip(median.steps, *(run.steps for run in variant.measured), strict=True)):
         x = left + place * pitch
         _draw_step(canvas, steps[0], [run.wall_s for run in steps[1:]], x, pitch, floor, scale)
         if (place + 1) % interval == 0 or place == 0:
             canvas.text(x + pitch / 2, floor + 16, str(steps[0].index + 1), colour="soft", anchor="ms")
-        if steps[0].index == usual.switch_step:
+        if steps[0].index == median.switch_step:
             canvas.line(x, top + 30, x, floor, "ink")
             canvas.text(x + 4, floor - height - 6, "switch")
     for place, step in enumerate(variant.predicted.steps if variant.predicted else ()):
         y = floor - step.wall_s * scale
         canvas.line(left + place * pitch, y, left + (place + 1) * pitch, y, "predicted")
     if memory:
-        _draw_memory(canvas, usual.steps, left, pitch, top + 30 + STRIP, STRIP / memory)
+        _draw_memory(canvas, median.steps, left, pitch, top + 30 + STRIP, STRIP / memory)
     canvas.text((left + right) / 2, floor + 32, "step", colour="soft", anchor="ms")
 
 
@@ -206,7 +206,7 @@ def _draw_memory(
     canvas: _Canvas, steps: Sequence[StepRecord], left: float, pitch: float, floor: float, scale: float
 ) -> None:
     """Draw the memory of each step as a line above `floor`, labelled with its maximum."""
-    known = [(place, nbytes) for place, step in enumerate(steps) if (nbytes := held_bytes(step))]
+    known = [(place, nbytes) for place, step in enumerate(steps) if (nbytes := memory_bytes(step))]
     points = [(left + (place + 0.5) * pitch, floor - nbytes * scale) for place, nbytes in known]
     canvas.line(left, floor, WIDTH - MARGIN, floor, "faint")
     for start, end in pairwise(points):

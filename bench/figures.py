@@ -77,7 +77,7 @@ class Figure:
         return spread.text(self.unit, digits)
 
 
-def held_bytes(record: StepRecord | MemorySample) -> int | None:
+def memory_bytes(record: StepRecord | MemorySample) -> int | None:
     """Return the bytes on the device, or the RAM of the process if the device has no counter."""
     return record.rss_bytes if record.device_bytes is None else record.device_bytes
 

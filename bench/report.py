@@ -116,7 +116,7 @@ class Variant:
         return frozenset(trial.latents for trial in self.trials)
 
     @property
-    def usual(self) -> Timeline | None:
+    def median_run(self) -> Timeline | None:
         """Measured run with the median wall time, the shorter of two in the middle; None if there is no run."""
         ordered = sorted(self.measured, key=lambda timeline: timeline.wall_s)
         return ordered[(len(ordered) - 1) // 2] if ordered else None

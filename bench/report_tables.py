@@ -18,7 +18,7 @@ from ..schema import (
     second_digits,
     together,
 )
-from .figures import TOTAL, Figure, Spread, Unit, figure_text, held_bytes, known_figures, over_steady_s, steady_s
+from .figures import TOTAL, Figure, Spread, Unit, figure_text, known_figures, memory_bytes, over_steady_s, steady_s
 from .report import Report, Table, Variant
 
 MAX_COLUMNS = 4
@@ -246,7 +246,7 @@ def run_table(timeline: Timeline) -> Table:
     `moved` are the bytes of the blocks fetched for a step, `read` the bytes read from files for it, and `memory` is the
     peak on the device, or the RAM of the process if the device has no counter.
     """
-    memory = [held_bytes(step) for step in timeline.steps]
+    memory = [memory_bytes(step) for step in timeline.steps]
     peak = max((nbytes for nbytes in memory if nbytes is not None), default=None)
     rows = [
         (str(step.index + 1), step.expert, "" if step.sigma is None else f"{step.sigma:.4f}", *_run_cells(step, nbytes))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .arguments import DONE, FAILED, INTERRUPTED, Parser
@@ -24,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (default: those of the process) and return the exit code."""
     try:
         parsed = _parser().parse_args(arguments)
-        return int(parsed.run(parsed_options(parsed.kind, parsed)))
+        run = pkgutil.resolve_name(f"{__package__}{parsed.run}")
+        return int(run(parsed_options(parsed.kind, parsed)))
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
@@ -42,19 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: RunOptions) -> int:
-    from .run import run
-
-    return run(options)
-
-
-def _batch(options: BatchOptions) -> int:
-    from .batch.command import batch
-
-    return batch(options)
-
-
-def _make_test_model(options: ModelOptions) -> int:
+def make_test_model(options: ModelOptions) -> int:
+    """Write the model, print its summary, and return the exit code."""
     from ..testing import TinyModelError, write_tiny_model
 
     try:
@@ -66,34 +57,16 @@ def _make_test_model(options: ModelOptions) -> int:
     return DONE
 
 
-def _probe(options: ProbeOptions) -> int:
-    from .probe import probe
-
-    return probe(options)
-
-
-def _plan(options: PlanOptions) -> int:
-    from .plan import plan
-
-    return plan(options)
-
-
-def _bench(options: BenchOptions) -> int:
-    from .bench.command import bench
-
-    return bench(options)
-
-
-_COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str, str]] = {
+_COMMANDS: dict[str, tuple[str, type[Any], str, str]] = {
     "run": (
-        _run,
+        ".run:run",
         RunOptions,
         "run an API-format workflow without ComfyUI",
         "Runs an API-format workflow of WanStream nodes (and LoadImage) without ComfyUI. "
         "Exit code 0: done; 1: a node failed; 2: the workflow or the arguments are invalid; 130: stopped by Ctrl-C.",
     ),
     "batch": (
-        _batch,
+        ".batch.command:batch",
         BatchOptions,
         "make many videos with one workflow; resumable",
         "Runs a workflow once for every row of a CSV or JSONL file, here or on a ComfyUI server. A journal next to the "
@@ -101,7 +74,7 @@ _COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str, str]] = {
         "Exit code 0: all rows are done; 1: some failed; 2: nothing ran; 130: stopped by Ctrl-C.",
     ),
     "make-test-model": (
-        _make_test_model,
+        ":make_test_model",
         ModelOptions,
         "write a tiny random model under the real file names",
         "Writes a models folder with tiny random weights under the names of the real files, so that the workflows of "
@@ -109,14 +82,14 @@ _COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str, str]] = {
         "one. Its videos show noise.",
     ),
     "probe": (
-        _probe,
+        ".probe:probe",
         ProbeOptions,
         "measure this machine for the planner",
         "Measures disk, bus, RAM and a Wan block in a few seconds and stores the profile in the user's cache folder, "
         "for Auto Offload and `wanstream plan --gpu this`.",
     ),
     "plan": (
-        _plan,
+        ".plan:plan",
         PlanOptions,
         "predict time and memory of a run on any machine",
         "Simulates a run of Wan2.2 A14B or 5B under every offload policy that fits, and prints the best ones with the "
@@ -124,7 +97,7 @@ _COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str, str]] = {
         "probe` has done so.",
     ),
     "bench": (
-        _bench,
+        ".bench.command:bench",
         BenchOptions,
         "measure runs on one or several workers",
         "Measures loading, generation, every step and the memory of every worker, as medians of several runs, and "
@@ -133,3 +106,4 @@ _COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str, str]] = {
         "case failed; 2: the arguments are invalid.",
     ),
 }
+"""By command: its function, its options, and its help. The function is imported when the command runs."""

@@ -1,20 +1,19 @@
-"""Parsing of command lines and of `--set node.input=value`, exit codes, Ctrl-C, and arguments of several commands."""
+"""Parsing of command lines, exit codes, Ctrl-C, and arguments of several commands."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 import difflib
 import json
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..host.embedded import MOST_NESTED, ComfyNode, Prompt, names_listed, nested_deeper, sockets_of
 from ..schema import PIXELS_PER_LATENT, VideoShape
 
 if TYPE_CHECKING:
@@ -52,25 +51,21 @@ def _nearest(unknown: Sequence[str], known: Any) -> str:
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
+@dataclass
 class StopRequest:
     """Number of stop requests of the user so far."""
 
-    def __init__(self) -> None:
-        self._count = 0
+    count: int = 0
 
     @property
     def requested(self) -> bool:
         """True after the first request: start nothing more."""
-        return self._count > 0
+        return self.count > 0
 
     @property
     def immediate(self) -> bool:
         """True after the second request: end the running work, too."""
-        return self._count > 1
-
-    def request(self) -> None:
-        """Add a request."""
-        self._count += 1
+        return self.count > 1
 
 
 @contextmanager
@@ -156,65 +151,3 @@ def video_shape(text: str, *, per_latent: int = PIXELS_PER_LATENT) -> VideoShape
         return VideoShape(width=width, height=height, frames=frames, per_latent=per_latent)
     except ValueError as err:
         raise ArgumentError(f"--size {text}: {err}") from err
-
-
-# Values of these types are used as typed; all others are JSON.
-TYPED_AS_TEXT = ("STRING", "COMBO")
-
-
-class OverrideError(ValueError):
-    """An override of a missing node or input, or with an unreadable value."""
-
-
-def apply_overrides(prompt: Prompt, changes: Iterable[str], nodes: Mapping[str, type[ComfyNode]]) -> Prompt:
-    """Return a copy of `prompt` with every `node.input=value` applied in order; `nodes` are classes by `class_type`.
-
-    Ranges and choices are not checked here but by the validation of the workflow. Raises OverrideError.
-    """
-    changed: dict[str, Any] = copy.deepcopy(dict(prompt))
-    for change in changes:
-        target, equals, text = change.partition("=")
-        name, dot, socket = target.rpartition(".")
-        if not (equals and dot and name and socket):
-            raise OverrideError(f"--set {change}: write node.input=value")
-        try:
-            node_id = find_node(name, changed)
-        except OverrideError as err:
-            raise OverrideError(f"--set {name}: {err}") from err
-        value = _value(change, changed[node_id], socket, text, nodes)
-        if nested_deeper(value, MOST_NESTED):
-            raise OverrideError(f"--set {name}.{socket}: the value is nested deeper than {MOST_NESTED} levels")
-        changed[node_id].setdefault("inputs", {})[socket] = value
-    return changed
-
-
-def find_node(name: str, prompt: Prompt) -> str:
-    """Return the id of the node with the id `name`, or of the only node of that class. Raises OverrideError."""
-    if name in prompt:
-        return name
-    of_class = [node_id for node_id, node in prompt.items() if node.get("class_type") == name]
-    if len(of_class) == 1:
-        return of_class[0]
-    if of_class:
-        raise OverrideError(f"several nodes are of the class {name}: use an id, {', '.join(of_class)}")
-    raise OverrideError(f"no such node; the workflow has {', '.join(prompt)}")
-
-
-def _value(
-    change: str, node: Mapping[str, Any], socket: str, text: str, nodes: Mapping[str, type[ComfyNode]]
-) -> object:
-    """Convert `text` to the type of the input."""
-    class_type = node.get("class_type", "")
-    if class_type not in nodes:
-        return text  # the validation of the workflow has a better message for an unknown class
-    types = {known.name: known.io_type for known in sockets_of(nodes[class_type])}
-    if socket not in types:
-        raise OverrideError(f"--set {change}: {class_type} has no input {socket}; {names_listed(socket, types)}")
-    if types[socket] in TYPED_AS_TEXT:
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as err:
-        raise OverrideError(
-            f"--set {change}: {socket} is {types[socket]}, but {text!r} is not a JSON value: {err}"
-        ) from err

@@ -54,7 +54,10 @@ def _count(text: str) -> int:
     return count
 
 
-_DEVICES = ["cpu", "cuda"]
+def _device(help: str) -> Any:
+    return option("--device", choices=["cpu", "cuda"], default=None, help=help)
+
+
 _STRICT = (
     "fail on suspicious inputs: experts or LoRAs that seem swapped, one file as both experts, a LoRA for another kind "
     "of model (default: a warning)"
@@ -81,9 +84,7 @@ class RunOptions:
         metavar="NODE.INPUT=VALUE",
         help="override an input; NODE is a node's id, or its class if only one node has it; may be repeated",
     )
-    device: str | None = option(
-        "--device", choices=_DEVICES, default=None, help="compute device (default: cuda if available)"
-    )
+    device: str | None = _device("compute device (default: cuda if available)")
     strict: bool = switch("--strict", help=_STRICT)
 
 
@@ -109,7 +110,7 @@ class BatchOptions:
         "--models", default=Path("models"), metavar="DIR", help="without --server: as for `wanstream run`"
     )
     input: Path = option("--input", default=Path("input"), metavar="DIR", help="without --server: folder for LoadImage")
-    device: str | None = option("--device", choices=_DEVICES, default=None, help="without --server: compute device")
+    device: str | None = _device("without --server: compute device")
     journal: Path | None = option(
         "--journal", default=None, metavar="FILE", help="journal file (default: journal.sqlite in the folder of --out)"
     )
@@ -147,9 +148,7 @@ class ProbeOptions:
     models: Path | None = option(
         "--models", default=None, metavar="DIR", help="a file or a folder of weights on the disk to measure"
     )
-    device: str | None = option(
-        "--device", choices=_DEVICES, default=None, help="compute device (default: cuda if available)"
-    )
+    device: str | None = _device("compute device (default: cuda if available)")
     size: str = option(
         "--size",
         default="832x480x81",
@@ -188,7 +187,7 @@ class PlanOptions:
     )
     vram_gb: float | None = option("--vram", default=None, metavar="GB", help="maximum device memory of the run")
     models: Path | None = option("--models", default=None, metavar="DIR", help="with --gpu this: folder of the weights")
-    device: str | None = option("--device", choices=_DEVICES, default=None, help="with --gpu this: compute device")
+    device: str | None = _device("with --gpu this: compute device")
     workers: int | None = option("--workers", default=None, metavar="N", help="choose layouts for N of these GPUs")
     gpus_per_node: int = option(
         "--gpus-per-node", default=8, metavar="N", help="with --workers: GPUs per machine (default: 8)"
@@ -229,7 +228,5 @@ class BenchOptions:
         "--cluster", default="local", metavar="NAME", help="local, or an entry of clusters.json (default: local)"
     )
     threads: int = option("--threads", default=0, metavar="N", help="CPU threads per worker (on a CPU: 1)")
-    device: str | None = option(
-        "--device", choices=_DEVICES, default=None, help="compute device (default: cuda if available)"
-    )
+    device: str | None = _device("compute device (default: cuda if available)")
     output: Path = option("--out", metavar="DIR", help="folder of both files")

@@ -313,11 +313,7 @@ def plan_json(machine: Machine, chosen: OffloadPlan, alternatives: Sequence[Alte
     data: dict[str, Any] = {
         "kind": "simulated",
         "machine": machine.to_dict(),
-        "policy": asdict(chosen.policy),
-        "total_s": chosen.total_s,
-        "device_bytes": chosen.device_bytes,
-        "host_bytes": chosen.host_bytes,
-        "reason": chosen.reason,
+        **_figures(chosen),
         "candidates": [asdict(candidate) for candidate in chosen.candidates],
         "does_not_fit": [{"policy": asdict(misfit.policy), "because": misfit.shortage} for misfit in chosen.misfits],
         "timeline": chosen.timeline.to_dict(),
@@ -345,17 +341,13 @@ def _row(job: OffloadJob, candidate: Candidate) -> tuple[str, ...]:
 def _alternative(alternative: Alternative) -> dict[str, Any]:
     if alternative.plan is None:
         return {"way": alternative.words, "videos": alternative.videos, "because": alternative.why_not}
-    plan = alternative.plan
-    return {
-        "way": alternative.words,
-        "videos": alternative.videos,
-        "video_s": alternative.video_s,
-        "total_s": plan.total_s,
-        "policy": asdict(plan.policy),
-        "device_bytes": plan.device_bytes,
-        "host_bytes": plan.host_bytes,
-        "reason": plan.reason,
-    }
+    way = {"way": alternative.words, "videos": alternative.videos, "video_s": alternative.video_s}
+    return {**way, **_figures(alternative.plan)}
+
+
+def _figures(plan: OffloadPlan) -> dict[str, Any]:
+    names = ("total_s", "device_bytes", "host_bytes", "reason")
+    return {"policy": asdict(plan.policy), **{name: getattr(plan, name) for name in names}}
 
 
 def _describe(job: OffloadJob, policy: OffloadPolicy) -> str:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 import traceback
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ..bench import run_table
 from ..host.embedded import (
@@ -14,11 +19,13 @@ from ..host.embedded import (
     History,
     LoadImage,
     NodeFailedError,
+    NodeProgress,
     Verdict,
     Workflow,
     api_prompt,
     load_workflow,
     nodes_by_id,
+    sockets_of,
 )
 from ..nodes import REPORT, TIMELINE, WARNINGS, WanStreamExtension
 from ..schema import Cancelled, Timeline
@@ -28,15 +35,14 @@ from .arguments import (
     INTERRUPTED,
     INVALID,
     ArgumentError,
-    apply_overrides,
     check_models,
     create_output_folder,
     device_of,
     handle_sigint,
     read_json,
 )
+from .inputs import apply_overrides
 from .options import RunOptions
-from .progress import progress_of_run
 
 
 def run(options: RunOptions) -> int:
@@ -49,7 +55,7 @@ def run(options: RunOptions) -> int:
         return INVALID
     try:
         # The first Ctrl-C ends the run at the next block or node.
-        with handle_sigint(host.stop, requests=1), progress_of_run() as progress:
+        with handle_sigint(host.stop, requests=1), closing(progress_of_run()) as progress:
             history = workflow.run(on_progress=progress.show)
     except NodeFailedError as err:
         if not isinstance(err.__cause__, ValueError | OSError):  # not a refusal but a bug, ours or a library's
@@ -71,8 +77,9 @@ def _load(options: RunOptions, host: EmbeddedHost) -> Workflow:
     device = device_of(options.device)
     nodes = asyncio.run(WanStreamExtension().get_node_list())
     prompt = api_prompt(read_json(options.workflow))
+    sockets = {name: sockets_of(node.INPUT_TYPES()) for name, node in nodes_by_id([*nodes, LoadImage]).items()}
     workflow = load_workflow(
-        apply_overrides(prompt, options.overrides, nodes_by_id([*nodes, LoadImage])),
+        apply_overrides(prompt, options.overrides, sockets),
         host=host,
         nodes=nodes,
         folders=Folders(models=options.models, output=options.output, input=options.input),
@@ -115,3 +122,74 @@ def _print_results(history: History, output: Path) -> None:
     for shown in history.outputs.values():
         for file in shown.get("images", ()):
             print(output / file["subfolder"] / file["filename"])
+
+
+_NO_BAR = "{desc}: {elapsed}"
+
+LINE_EVERY_S = 10.0
+"""Seconds between two plain lines of one node."""
+
+
+def progress_of_run() -> ProgressBars | ProgressLines:
+    """Return bars for a terminal, and plain lines for everything else, where a bar would be written again and again."""
+    return ProgressBars() if sys.stderr.isatty() else ProgressLines()
+
+
+class ProgressLines:
+    """Writes a plain line at the end of each node, and every `LINE_EVERY_S` during its steps."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._progress: NodeProgress | None = None
+        self._shown: NodeProgress | None = None
+        self._begin = self._written = 0.0
+
+    def show(self, progress: NodeProgress) -> None:
+        """Store the node's progress; write the line of the previous node, or this node's line if it is due."""
+        now = self._clock()
+        if self._progress is None or self._progress.node_id != progress.node_id:
+            self.close()
+            self._begin = self._written = now
+            self._progress = progress
+        elif progress.total > 1:  # not at a node's end, which is reported as 1 of 1: its last step is shown
+            self._progress = progress
+        if now - self._written >= LINE_EVERY_S:
+            self._write(now)
+
+    def close(self) -> None:
+        """Write the line of the last node."""
+        if self._progress is not self._shown:
+            self._write(self._clock())
+        self._progress = self._shown = None
+
+    def _write(self, now: float) -> None:
+        node = self._progress
+        assert node is not None
+        steps = f" {node.done}/{node.total} steps" if node.total > 1 else ""
+        print(f"{node.node_id}:{steps} {now - self._begin:.1f} s", file=sys.stderr, flush=True)
+        self._written, self._shown = now, node
+
+
+class ProgressBars:
+    """Draws a bar for the running node; the lines of finished nodes stay above it."""
+
+    def __init__(self) -> None:
+        self._node_id: str | None = None
+        self._line: tqdm | None = None
+
+    def show(self, progress: NodeProgress) -> None:
+        """Update the line of the node."""
+        if self._line is None or self._node_id != progress.node_id:
+            self.close()
+            self._node_id = progress.node_id
+            self._line = tqdm(desc=progress.node_id, unit="step", bar_format=_NO_BAR, file=sys.stderr)
+        if progress.total > 1:
+            self._line.bar_format = None
+            self._line.total, self._line.n = progress.total, progress.done
+        self._line.refresh()
+
+    def close(self) -> None:
+        """Finish the line of the last node."""
+        if self._line is not None:
+            self._line.close()
+        self._line = None

@@ -15,7 +15,7 @@ from .comfy.guider_session import GuiderSettings
 from .error_names import name_errors_of
 from .folders import ModelNotFoundError, OutputFile, OutputNameError, OutsideFolderError, inside
 from .machine_profile import Profile, load_machine_profile, measure_machine
-from .run_events import RunEvents, observed, run_settings
+from .run_events import RunEvents, run_settings
 from .workers import SharedRun, StartPool, check_ray, cluster, cluster_names, gpus_of, start_pool
 
 # `find_spec` of a top-level name finds the package without importing it.
@@ -26,7 +26,7 @@ else:
     from comfy_api.latest import ComfyExtension, io, ui
 
 
-def search_words(*words: str) -> dict[str, Any]:
+def search_aliases(*words: str) -> dict[str, Any]:
     """Return `words` as the search aliases argument of `io.Schema`; empty in ComfyUI versions without aliases."""
     return {"search_aliases": list(words)} if "search_aliases" in _SCHEMA_FIELDS else {}
 
@@ -58,9 +58,8 @@ __all__ = [
     "load_machine_profile",
     "measure_machine",
     "name_errors_of",
-    "observed",
     "run_settings",
-    "search_words",
+    "search_aliases",
     "start_pool",
     "ui",
 ]

@@ -14,22 +14,19 @@ from contextvars import ContextVar
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
+
+from ..distributed import Driver, Pool
 from ..plan import AutoOffload, Machine, OffloadJob
 from ..schema import ExpertShape, ExpertsRef, Mesh, OffloadPolicy, WorkersRef
+from ..telemetry import QueueItemPhases, TelemetryOptions
+from ..wan import ExpertPair
 from .auto_policy import AutoPlanner, FreeMemory, PolicyChoice
+from .comfy.guider_session import GuiderSettings
 from .folders import OutputFile, check_output
 from .workers import SharedRun, WorkerRegistry, WorkersPlan
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..distributed import Driver, Pool
-    from ..telemetry import QueueItemPhases
-    from ..wan import ExpertPair
-    from .comfy.guider_session import GuiderSettings
-
 
 SAVING_NODE = "wanstream_node"
 """Metadata key of the id of the node that saved a file: the `prompt` next to it may contain several saving nodes."""
@@ -191,6 +188,10 @@ class HostApi(Protocol):
 
     def ledger(self) -> QueueItemPhases:
         """Return the record of phases of the executing queue item; a throw-away record outside one."""
+
+    def telemetry_options(self) -> TelemetryOptions:
+        """Return the options of a run of the executing node. Raises ValueError for invalid environment variables."""
+        return TelemetryOptions.from_environment(ledger=self.ledger(), dynamic_bytes=self.dynamic_bytes)
 
     def executing_node(self) -> str | None:
         """Return the graph id of the node that executes on this thread; None outside one."""

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from ..devices import available_bytes, free_bytes
 from ..plan import (
     RAM_SHARE,
     VRAM_RESERVE,
@@ -26,12 +28,6 @@ from ..plan import (
 from ..sampling import CacheSettings, computed_shape, working_bytes
 from ..schema import ContextWindows, ExpertShape, OffloadPolicy, StepRecord
 from ..wan import ExpertPair
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..wan import ExpertPair
-
 
 WORTH = 0.05
 """Share of the remaining time that a revised policy must save.
@@ -77,18 +73,16 @@ class PolicyChoice:
 
 def free_memory(pair: ExpertPair, device: torch.device, *, free: int, reserved: int) -> FreeMemory:
     """Return the memory for `pair` on a GPU with `free` bytes, of which `reserved` must stay free."""
-    from ..devices import available_bytes
-
     ram = int(AVAILABLE_SHARE * available_bytes()) + pair.host_bytes
     if device.type != "cuda":
         return FreeMemory(vram_bytes=None, ram_bytes=ram + pair.loaded_bytes)
     return FreeMemory(vram_bytes=max(0, free + pair.loaded_bytes - reserved), ram_bytes=ram)
 
 
-ProfileOf = Callable[["torch.device", ExpertShape, Path], Machine]
+ProfileOf = Callable[[torch.device, ExpertShape, Path], Machine]
 """Device, expert shape and a file of weights -> the machine, from its stored profile or measured now."""
 
-StoredProfileOf = Callable[["torch.device", ExpertShape, Path], Machine | None]
+StoredProfileOf = Callable[[torch.device, ExpertShape, Path], Machine | None]
 """The same, but None instead of a measurement."""
 
 
@@ -96,8 +90,6 @@ def measured_machine(
     device: torch.device, expert: ExpertShape, weights: Path, *, make_room: Callable[[], object] = lambda: None
 ) -> Machine:
     """Return the stored profile of this machine; without one, call `make_room` and measure it now."""
-    import torch
-
     from .machine_profile import load_machine_profile
 
     # Hosts run nodes in inference mode, which is thread-local: other threads could not write to the probes' buffers.
@@ -227,8 +219,6 @@ def usable_bytes(device: torch.device, *, free: int | None = None, reserved: int
         free: free bytes of the GPU; None: as reported by the driver.
         reserved: bytes of the GPU to leave free.
     """
-    from ..devices import available_bytes, free_bytes
-
     if device.type != "cuda":
         return int(AVAILABLE_SHARE * available_bytes())
     return max(0, (free_bytes(device) or 0 if free is None else free) - reserved)

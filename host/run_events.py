@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+
+import torch
 
 from ..bench import policy_name
 from ..devices import total_bytes
 from ..plan import AutoOffload
 from ..schema import FRAMES_PER_LATENT, ExpertsRef, OffloadPolicy, StateError, StepRecord, Timeline, WorkersRef
-from ..telemetry import TelemetryOptions
 from ..wan import space_of
-from .api import HostApi
-
-if TYPE_CHECKING:
-    import torch
-
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -46,7 +41,7 @@ class RunSettings:
 
 def run_settings(
     ref: ExpertsRef,
-    asked: OffloadPolicy | AutoOffload,
+    requested: OffloadPolicy | AutoOffload,
     policy: OffloadPolicy,
     shape: Sequence[int],
     device: torch.device,
@@ -55,14 +50,14 @@ def run_settings(
 ) -> RunSettings:
     """Return the settings of a run on latents of `shape` [B, C, T, h, w] that starts with `policy`.
 
-    `asked` is the policy requested by the user.
+    `requested` is the policy requested by the user.
     """
     totals = (None, None) if workers is not None else total_bytes(device)
     chosen = policy_name(policy) + (", RAM" if policy.source == "pinned" else "")
     return RunSettings(
         size=_size(shape),
         dtype=SHORT_DTYPES.get(ref.compute_dtype, ref.compute_dtype),
-        policy=f"auto: {chosen}" if isinstance(asked, AutoOffload) else chosen,
+        policy=f"auto: {chosen}" if isinstance(requested, AutoOffload) else chosen,
         lora=", ".join(_lora_names(ref)),
         workers=None if workers is None else workers.count,
         device_total=totals[0],
@@ -85,11 +80,6 @@ def _lora_names(ref: ExpertsRef) -> list[str]:
             if file is not None:
                 found[f"{file.stem} {strength:g}"] = None
     return list(found)
-
-
-def observed(host: HostApi) -> TelemetryOptions:
-    """Return the options for a run of the executing node. Raises ValueError for invalid environment variables."""
-    return TelemetryOptions.asked(os.environ, ledger=host.ledger(), dynamic_bytes=host.dynamic_bytes)
 
 
 BEGIN = "wanstream.begin"

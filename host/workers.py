@@ -15,11 +15,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import platformdirs
+import torch
 
-from ..distributed import RayMissingError, check_token_file
+from ..distributed import (
+    Driver,
+    InProcessPool,
+    Pool,
+    RayMissingError,
+    RayPool,
+    WorkerLostError,
+    check_token_file,
+    part_sizes,
+)
 from ..plan import (
     AutoOffload,
     Budgets,
@@ -48,12 +58,6 @@ from ..schema import (
     cluster_named,
     read_clusters,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..distributed import Driver, Pool
-
 
 VARIABLE = "WANSTREAM_CLUSTERS"
 """Environment variable with the path of another file."""
@@ -99,9 +103,7 @@ def _with_whole_paths(entry: Cluster, folder: Path) -> Cluster:
     return replace(entry, token_file=str(folder / os.path.expanduser(entry.token_file))) if entry.token_file else entry
 
 
-StartPool: TypeAlias = "Callable[[WorkersRef, torch.device], Pool]"
-MakeDriver: TypeAlias = "Callable[[Pool, WorkersRef, Mesh, Driver | None], Driver]"
-"""The last argument is the previous driver of the same workers."""
+StartPool: TypeAlias = Callable[[WorkersRef, torch.device], Pool]
 
 RELEASE_TIMEOUT_S = 60.0
 """Seconds that workers may take to release memory; after that they are killed, which releases it too."""
@@ -122,25 +124,14 @@ def check_ray(ref: WorkersRef) -> None:
 
 def gpus_of(device: torch.device) -> int | None:
     """Return the number of GPUs for workers of this machine; None if `device` is a CPU."""
-    import torch
-
     return torch.cuda.device_count() if device.type == "cuda" else None
 
 
 def start_pool(ref: WorkersRef, device: torch.device) -> Pool:
     """Start the workers named by `ref` on devices of the type of `device`; blocks until all of them are ready."""
-    from ..distributed import InProcessPool, RayPool
-
     if ref.address == IN_PROCESS:
         return InProcessPool(str(device))
     return RayPool(ref, device.type)
-
-
-def make_driver(pool: Pool, ref: WorkersRef, mesh: Mesh, previous: Driver | None) -> Driver:
-    """Return a driver for the workers of `pool` that replaces the previous one."""
-    from ..distributed import Driver
-
-    return Driver(pool, ref, mesh, follows=previous)
 
 
 @dataclass(kw_only=True)
@@ -148,7 +139,7 @@ class _StartedWorkers:
     ref: WorkersRef
     device: torch.device
     pool: Pool
-    driver: tuple[WorkersRef, Mesh, Driver] | None = None
+    driver: Driver | None = None
 
 
 class WorkerRegistry:
@@ -156,26 +147,24 @@ class WorkerRegistry:
 
     Args:
         start: starts the workers named by a reference.
-        make_driver: lays them out for a run.
         release_timeout_s: seconds that a worker may take to release memory.
     """
 
-    def __init__(
-        self,
-        start: StartPool = start_pool,
-        make_driver: MakeDriver = make_driver,
-        *,
-        release_timeout_s: float = RELEASE_TIMEOUT_S,
-    ) -> None:
-        self._start, self._make_driver, self._release_timeout_s = start, make_driver, release_timeout_s
+    def __init__(self, start: StartPool = start_pool, *, release_timeout_s: float = RELEASE_TIMEOUT_S) -> None:
+        self._start, self._release_timeout_s = start, release_timeout_s
         self._lock = threading.Lock()
         self._entry: _StartedWorkers | None = None
-        self._plans = WorkersPlanCache()
+        self._last_plan: tuple[SharedRun, WorkersPlan] | None = None
 
     def plan(self, run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPlan:
-        """Return layout and policy of a run; equal runs get equal plans. See `plan_workers`."""
+        """Return layout and policy of a run as `plan_workers`.
+
+        A run that equals the last one gets its plan, so that workers keep their buffers between runs.
+        """
         with self._lock:
-            return self._plans.plan(run, machine_of)
+            if self._last_plan is None or self._last_plan[0] != run:
+                self._last_plan = run, plan_workers(run, machine_of)
+            return self._last_plan[1]
 
     def get(self, ref: WorkersRef, mesh: Mesh, device: torch.device) -> Driver:
         """Return the workers named by `ref` with layout `mesh`, and start them if necessary.
@@ -187,10 +176,9 @@ class WorkerRegistry:
         """
         with self._lock:
             entry = self._running(ref, device)
-            if entry.driver is None or entry.driver[:2] != (ref, mesh):
-                previous = None if entry.driver is None else entry.driver[2]
-                entry.driver = (ref, mesh, self._make_driver(entry.pool, ref, mesh, previous))
-            return entry.driver[2]
+            if entry.driver is None or (entry.driver.ref, entry.driver.mesh) != (ref, mesh):
+                entry.driver = Driver(entry.pool, ref, mesh, follows=entry.driver)
+            return entry.driver
 
     def pool(self, ref: WorkersRef, device: torch.device) -> Pool:
         """Return the workers named by `ref` without a layout; otherwise as `get`."""
@@ -207,10 +195,8 @@ class WorkerRegistry:
             entry = self._entry
             if entry is None:
                 return True
-            if entry.driver is not None and entry.driver[2].is_running:
+            if entry.driver is not None and entry.driver.is_running:
                 return False
-            from ..distributed import WorkerLostError
-
             requests = {worker.call("close"): worker for worker in entry.pool.workers}
             done, late = wait(requests, timeout=self._release_timeout_s)
             for request in late:
@@ -264,7 +250,7 @@ class SharedRun:
     job: OffloadJob
     """The run of all videos on one worker."""
     videos: int
-    asked: OffloadPolicy | AutoOffload
+    requested: OffloadPolicy | AutoOffload
     """The requested policy."""
 
 
@@ -283,13 +269,13 @@ def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPl
     Raises MeshError for a layout that does not suit the run, and DoesNotFitError if memory is too small.
     """
     mesh, reasons = _layout(run, machine_of)
-    if isinstance(run.asked, OffloadPolicy):
-        return WorkersPlan(mesh=mesh, policy=run.asked, reasons=reasons)
+    if isinstance(run.requested, OffloadPolicy):
+        return WorkersPlan(mesh=mesh, policy=run.requested, reasons=reasons)
     share = worker_share(
         mesh,
         _group_job(run, mesh),
         machine_of(),
-        run.asked.budgets,
+        run.requested.budgets,
         workers_per_machine=_workers_per_machine(run.workers),
         weights=_weights(run.workers),
     )
@@ -318,7 +304,7 @@ def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tu
         count,
         _layout_job(run),
         machine_of(),
-        run.asked.budgets if isinstance(run.asked, AutoOffload) else Budgets(),
+        run.requested.budgets if isinstance(run.requested, AutoOffload) else Budgets(),
         samples=run.videos if run.workers.goal == "throughput" else 1,
         workers_per_machine=_workers_per_machine(run.workers),
         weights=_weights(run.workers),
@@ -337,8 +323,6 @@ def _layout_job(run: SharedRun) -> OffloadJob:
 
 def _group_job(run: SharedRun, mesh: Mesh) -> OffloadJob:
     """Return the job of the largest number of videos that one worker group of `mesh` computes at once."""
-    from ..distributed import part_sizes
-
     return _job_of_videos(run, max(part_sizes(run.videos, mesh)))
 
 
@@ -354,16 +338,3 @@ def _workers_per_machine(workers: WorkersRef) -> int:
 def _weights(workers: WorkersRef) -> WeightPlacement:
     # `auto` is decided by a measurement when workers start, so the placement with the largest RAM use must fit.
     return "full" if workers.weights == "auto" else workers.weights
-
-
-class WorkersPlanCache:
-    """Cache of the last plan: equal runs get equal plans, so that workers keep their buffers between runs."""
-
-    def __init__(self) -> None:
-        self._last: tuple[SharedRun, WorkersPlan] | None = None
-
-    def plan(self, run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPlan:
-        """Return the plan of `run`, computed by `plan_workers` if it differs from the last run."""
-        if self._last is None or self._last[0] != run:
-            self._last = (run, plan_workers(run, machine_of))
-        return self._last[1]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..host import io, search_words
+from ..host import io, search_aliases
 from ..plan import AutoOffload
 from ..sampling import DenoiseRequest, DenoiseResult, RequestError, merge_requests, native_latent
 from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
@@ -37,7 +37,7 @@ class WanStreamLane(io.ComfyNode):
             node_id="WanStreamLane",
             display_name="Wan Add Video",
             category="WanStream/sampling",
-            **search_words("batch", "several videos", "several prompts"),
+            **search_aliases("batch", "several videos", "several prompts"),
             description="Adds a video with its own texts, image and seed to Wan Batch Sampler. Connect one node per "
             "video in a row: all share one pass over the weights.",
             inputs=[
@@ -84,7 +84,7 @@ class WanStreamLaneSampler(io.ComfyNode):
             node_id="WanStreamLaneSampler",
             display_name="Wan Batch Sampler",
             category="WanStream/sampling",
-            **search_words("batch", "several videos", "ksampler"),
+            **search_aliases("batch", "several videos", "ksampler"),
             description="Wan Sampler for all videos of a row of Wan Add Video: the weights move once per step for all "
             "of them. Each video is the same as from Wan Sampler alone.",
             inputs=[
@@ -138,7 +138,7 @@ class WanStreamLaneLatent(io.ComfyNode):
             node_id="WanStreamLaneLatent",
             display_name="Wan Pick Video",
             category="WanStream/sampling",
-            **search_words("batch", "select video"),
+            **search_aliases("batch", "select video"),
             description="Picks one video from the result of Wan Batch Sampler.",
             inputs=[
                 sockets.LaneLatents.Input("latents", tooltip="From Wan Batch Sampler."),

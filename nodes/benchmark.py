@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from ..bench import MAX_PREFETCH, MAX_STEPS, Report, TrialMatrix, summary
-from ..host import current_host, io, search_words
+from ..host import current_host, io, search_aliases
 from . import sockets
 from .decode import check_name
 from .runs.benchmark import MAX_PAUSE_S, MAX_RUNS, Benchmark, ReportFiles, TrialTimes, measure, named_runs
@@ -32,7 +32,7 @@ class WanStreamBenchmark(io.ComfyNode):
             node_id="WanStreamBenchmark",
             display_name="Wan Benchmark",
             category="WanStream/benchmark",
-            **search_words("benchmark", "speed test", "measure", "profile", "timing"),
+            **search_aliases("benchmark", "speed test", "measure", "profile", "timing"),
             description="Reports seconds, bytes and memory of every step of a sampler's run, next to other runs, as "
             "JSON, CSV, an HTML page and a chart in the output folder. Can repeat the run under every setting "
             "that you name; the defaults only report the finished run.",
@@ -82,7 +82,7 @@ class WanStreamBenchmark(io.ComfyNode):
         with files:
             report = measure(benchmark, node_id=cls.hidden.unique_id, on_report=files.save)
         chart, text = files.finish(report), summary(report)
-        outputs = {TIMELINE: _usual_runs(report), REPORT: [text], "text": [text], "images": [files.chart_preview()]}
+        outputs = {TIMELINE: _median_runs(report), REPORT: [text], "text": [text], "images": [files.chart_preview()]}
         return io.NodeOutput(_image(chart), text, ui=outputs)
 
 
@@ -99,11 +99,11 @@ def _readable(title: str) -> str:
     return " ".join(title.encode(errors="replace").decode().split())
 
 
-def _usual_runs(report: Report) -> list[dict[str, Any]]:
-    """Return the usual run of each variant as JSON."""
+def _median_runs(report: Report) -> list[dict[str, Any]]:
+    """Return the median run of each variant as JSON."""
     # Without the memory samples: ComfyUI sends this to every open page, and a run of hours has many samples.
-    usual = [variant.usual for variant in report.variants if variant.usual is not None]
-    return [replace(timeline, memory=()).to_dict() for timeline in usual]
+    runs = [variant.median_run for variant in report.variants if variant.median_run is not None]
+    return [replace(timeline, memory=()).to_dict() for timeline in runs]
 
 
 def _image(chart: Image.Image) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..host import io, search_words
+from ..host import io, search_aliases
 from ..plan import SkipRule
 from ..sampling import PRESETS, CacheSettings, FirstBlockCache, MagCache
 from . import sockets
@@ -23,7 +23,7 @@ class WanStreamCache(io.ComfyNode):
             node_id="WanStreamCache",
             display_name="Wan Cache",
             category="WanStream/sampling",
-            **search_words("teacache", "magcache", "first block cache", "skip steps"),
+            **search_aliases("teacache", "magcache", "first block cache", "skip steps"),
             description="Skips steps that are similar to the one before: their blocks are neither computed nor "
             "fetched, and the earlier change is added again. A higher threshold costs quality, first in motion "
             "and in the last frames: check the result.",
@@ -57,7 +57,7 @@ class WanStreamCacheCalibration(io.ComfyNode):
             node_id="WanStreamCacheCalibration",
             display_name="Wan Cache Calibration",
             category="WanStream/benchmark",
-            **search_words("magcache", "calibrate"),
+            **search_aliases("magcache", "calibrate"),
             description="Measures the data that Wan Cache needs for magcache. Repeats the sampler's run without a "
             "cache, in this process, and writes a small file. It is valid for every prompt and seed with the same "
             "experts, steps, schedule and flow_shift.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..host import io, search_words
+from ..host import io, search_aliases
 from ..schema import BLENDS, FRAMES_PER_LATENT, ContextWindows
 from . import sockets
 
@@ -18,7 +18,7 @@ class WanStreamContextWindows(io.ComfyNode):
             node_id="WanStreamContextWindows",
             display_name="Wan Context Windows",
             category="WanStream/sampling",
-            **search_words("long video", "context options", "sliding window", "freenoise"),
+            **search_aliases("long video", "context options", "sliding window", "freenoise"),
             description="For videos longer than the 81 frames of Wan's training: every step computes overlapping "
             "windows and blends them. The weights move once per step for all windows.",
             inputs=[*_window_inputs(), *_merging_inputs()],

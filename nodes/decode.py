@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..host import SAVING_NODE, OutputFile, current_host, io, search_words, ui
+from ..host import SAVING_NODE, OutputFile, current_host, io, search_aliases, ui
 from ..sampling import RequestError
 from ..schema import PIXELS_PER_LATENT, WorkersRef
 from . import sockets
@@ -137,7 +137,7 @@ class WanStreamDecodeVideo(io.ComfyNode):
             node_id="WanStreamDecodeVideo",
             display_name="Wan Decode to Video",
             category="WanStream/video",
-            **search_words("mp4", "h264", "long video", "vae", "video combine"),
+            **search_aliases("mp4", "h264", "long video", "vae", "video combine"),
             description="Decodes a Wan latent straight into an MP4 (H.264), without images in RAM. Drop the file on "
             "the canvas to get the graph back.",
             inputs=[
@@ -198,7 +198,7 @@ class WanStreamVAEDecode(io.ComfyNode):
             node_id="WanStreamVAEDecode",
             display_name="Wan VAE Decode",
             category="WanStream/video",
-            **search_words("tiled vae", "vae"),
+            **search_aliases("tiled vae", "vae"),
             description="Decodes a Wan latent, a few frames at a time, into images.",
             inputs=[
                 vae_input(),
@@ -251,7 +251,7 @@ class WanStreamSaveVideo(io.ComfyNode):
             node_id="WanStreamSaveVideo",
             display_name="Wan Save Video",
             category="WanStream/video",
-            **search_words("mp4", "h264", "export video", "video combine"),
+            **search_aliases("mp4", "h264", "export video", "video combine"),
             description="Writes an MP4 (H.264). Drop the file on the canvas to get the graph back.",
             inputs=[
                 io.Image.Input("images", tooltip="From Wan VAE Decode, or any images of one size."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..host import io, search_words
+from ..host import io, search_aliases
 from ..sampling import Guidance, parse_scales
 from ..wan import Nag
 from . import sockets
@@ -20,7 +20,7 @@ class WanStreamGuidance(io.ComfyNode):
             node_id="WanStreamGuidance",
             display_name="Wan Guidance",
             category="WanStream/sampling",
-            **search_words("nag", "normalized attention guidance", "cfg", "cfg schedule"),
+            **search_aliases("nag", "normalized attention guidance", "cfg", "cfg schedule"),
             description="Guidance for each step instead of each expert; and NAG, which applies the negative prompt in "
             "steps of guidance 1, as with distilled LoRAs, without the second pass of guidance.",
             inputs=[_steps_input(), *_nag_inputs()],

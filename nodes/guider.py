@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..host import GuiderSettings, current_host, io, search_words
+from ..host import GuiderSettings, current_host, io, search_aliases
 from ..plan import AutoOffload
 from ..sampling import Guidance
 from ..schema import ExpertsRef, OffloadPolicy
@@ -22,7 +22,7 @@ class WanStreamGuider(io.ComfyNode):
             node_id="WanStreamGuider",
             display_name="Wan Guider (streamed)",
             category="WanStream/sampling",
-            **search_words("ksampler", "moe", "cfg guider", "custom sampler"),
+            **search_aliases("ksampler", "moe", "cfg guider", "custom sampler"),
             description="Runs both experts in SamplerCustomAdvanced with any of ComfyUI's samplers: no reload at the "
             "switch, and the sampler keeps its history across it. The defaults are those of Wan2.2 text-to-video; "
             "for image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
@@ -66,7 +66,7 @@ class WanStreamSigmas(io.ComfyNode):
             node_id="WanStreamSigmas",
             display_name="Wan Sigmas",
             category="WanStream/sampling",
-            **search_words("scheduler", "flow shift", "shift"),
+            **search_aliases("scheduler", "flow shift", "shift"),
             description="Noise levels for SamplerCustomAdvanced or Wan Sampler: ComfyUI's schedules, and that of "
             "Wan2.2 and diffusers. Replaces ModelSamplingSD3 and BasicScheduler, and needs no model.",
             inputs=_schedule_inputs(),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..devices import insufficient_ram
-from ..host import current_host, io, search_words
+from ..host import current_host, io, search_aliases
 from ..sampling import (
     IMAGE_EMBEDDING_KEY,
     InsufficientMemoryError,
@@ -106,7 +106,7 @@ class WanStreamEmptyLatent(io.ComfyNode):
             node_id="WanStreamEmptyLatent",
             display_name="Wan Empty Latent",
             category="WanStream/video",
-            **search_words("t2v", "text to video", "empty video latent"),
+            **search_aliases("t2v", "text to video", "empty video latent"),
             description="An empty latent of the right size for a video made from text alone.",
             inputs=[
                 *size_inputs(),
@@ -161,7 +161,7 @@ class WanStreamImageToVideo(io.ComfyNode):
             node_id="WanStreamImageToVideo",
             display_name="WanStream Image to Video",
             category="WanStream/video",
-            **search_words("i2v", "img2vid", "flf2v", "first last frame", "start image", "end image"),
+            **search_aliases("i2v", "img2vid", "flf2v", "first last frame", "start image", "end image"),
             description="Encodes a start image and an optional end image for the sampler and adds them to both "
             "prompts. Needs I2V experts, or Wan2.2 5B and its VAE.",
             inputs=[

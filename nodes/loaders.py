@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..devices import AUTO, dtype_name
-from ..host import current_host, io, search_words
+from ..host import current_host, io, search_aliases
 from ..schema import Attention, ExpertsRef, LoraRef, Storage
-from ..wan import STORAGES, expert_mismatches, lora_mismatches
+from ..wan import STORAGES, ExpertPair, expert_mismatches, lora_mismatches
 from . import sockets
 from .inputs import attention_input, compile_input, warnings_ui
-
-if TYPE_CHECKING:
-    from ..wan import ExpertPair
-
 
 SAME_FOLDER = "from the same pipeline folder"
 
@@ -34,7 +30,7 @@ class WanStreamExperts(io.ComfyNode):
             node_id="WanStreamExperts",
             display_name="Wan Experts (streamed)",
             category="WanStream/loaders",
-            **search_words(
+            **search_aliases(
                 "moe", "high noise", "low noise", "load diffusion model", "unet", "gguf", "fp8", "a14b", "wan 2.2"
             ),
             description="Opens the two experts of Wan2.2 A14B. Only headers are read: weights move when a step needs "
@@ -139,7 +135,7 @@ class WanStreamOneExpert(io.ComfyNode):
             node_id="WanStreamOneExpert",
             display_name="Wan Model (single)",
             category="WanStream/loaders",
-            **search_words("load diffusion model", "unet", "gguf", "fp8", "5b", "ti2v", "1.3b", "wan 2.1"),
+            **search_aliases("load diffusion model", "unet", "gguf", "fp8", "5b", "ti2v", "1.3b", "wan 2.1"),
             description="Opens a model with one expert for all steps: Wan2.1 T2V (1.3B, 14B), Wan2.1 I2V (14B) or "
             "Wan2.2 5B. Only headers are read: weights move when a step needs them.",
             inputs=[
@@ -190,7 +186,7 @@ class WanStreamLora(io.ComfyNode):
             node_id="WanStreamLora",
             display_name="Wan LoRA (pair)",
             category="WanStream/loaders",
-            **search_words("lightning", "lightx2v", "4 steps", "distill", "load lora"),
+            **search_aliases("lightning", "lightx2v", "4 steps", "distill", "load lora"),
             description="Adds a LoRA to each expert's weights when they arrive on the device. Several nodes in a row "
             "add up; another LoRA or strength reloads no expert. For a single model, the LoRA is high_noise.",
             inputs=[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..host import io, search_words
+from ..host import io, search_aliases
 from ..plan import AutoOffload, Budgets
 from ..schema import OffloadPolicy, SourceKind
 from . import sockets
@@ -79,7 +79,7 @@ class WanStreamLayerwise(io.ComfyNode):
             node_id="WanStreamLayerwise",
             display_name="Wan Layerwise Prefetch",
             category="WanStream/offload",
-            **search_words("low vram", "vram", "offload", "layerwise", "stream weights"),
+            **search_aliases("low vram", "vram", "offload", "layerwise", "stream weights"),
             description="Smallest device memory: every block is fetched in every step, ahead of its use, and none "
             "stays.",
             inputs=[_prefetch_blocks(), _weights_source(), _ram_blocks(), _chunk_tokens()],
@@ -103,7 +103,7 @@ class WanStreamBlockSwap(io.ComfyNode):
             node_id="WanStreamBlockSwap",
             display_name="Wan Block Swap",
             category="WanStream/offload",
-            **search_words("blockswap", "blocks to swap", "low vram", "vram", "offload"),
+            **search_aliases("blockswap", "blocks to swap", "low vram", "vram", "offload"),
             description="Spends device memory to save bus time: only blocks_to_swap blocks of an expert are fetched "
             "per step.",
             inputs=[
@@ -149,7 +149,7 @@ class WanStreamAutoOffload(io.ComfyNode):
             node_id="WanStreamAutoOffload",
             display_name="Wan Auto Offload",
             category="WanStream/offload",
-            **search_words("low vram", "vram", "automatic", "offload"),
+            **search_aliases("low vram", "vram", "automatic", "offload"),
             description="Simulates the run on this machine with every policy that fits, chooses the fastest, and "
             "corrects the choice once after the first step. The first run ever measures the machine, which takes "
             "some seconds.",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..host import io, search_words
+import torch
+
+from ..host import io, search_aliases
 from ..plan import TRAIN_TIMESTEPS, AutoOffload
 from ..sampling import (
     SCHEDULES,
@@ -31,10 +33,6 @@ from .inputs import (
     workers_input,
 )
 from .runs.run_experts import run_experts
-
-if TYPE_CHECKING:
-    import torch
-
 
 FROM_BOUNDARY = -1
 """Value of `switch_step` with which `boundary_ratio` decides."""
@@ -303,7 +301,7 @@ class WanStreamSampler(io.ComfyNode):
             node_id="WanStreamSampler",
             display_name="Wan Sampler (streamed)",
             category="WanStream/sampling",
-            **search_words("ksampler", "moe", "high noise", "low noise", "t2v", "i2v"),
+            **search_aliases("ksampler", "moe", "high noise", "low noise", "t2v", "i2v"),
             description="Denoises with both experts in one run. The defaults are those of Wan2.2 text-to-video; for "
             "image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
             inputs=sampler_inputs(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..host import current_host, io, search_words
+from ..host import current_host, io, search_aliases
 
 
 class WanStreamTextEncode(io.ComfyNode):
@@ -14,7 +14,7 @@ class WanStreamTextEncode(io.ComfyNode):
             node_id="WanStreamTextEncode",
             display_name="Wan Text Encode (streamed)",
             category="WanStream/loaders",
-            **search_words("t5", "umt5", "clip", "prompt", "load clip"),
+            **search_aliases("t5", "umt5", "clip", "prompt", "load clip"),
             description="Encodes both prompts in one pass; the encoder's blocks stream through the device like the "
             "experts'.",
             inputs=[

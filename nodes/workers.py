@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..host import check_ray, cluster, cluster_names, current_host, gpus_of, io, search_words
+from ..host import check_ray, cluster, cluster_names, current_host, gpus_of, io, search_aliases
 from ..schema import (
     GOALS,
     LOCAL,
@@ -194,7 +194,7 @@ class WanStreamWorkers(io.ComfyNode):
             node_id="WanStreamWorkers",
             display_name="Wan Workers (many GPUs)",
             category="WanStream/offload",
-            **search_words("multigpu", "multi gpu", "two gpus", "ray", "distributed", "parallel", "ulysses"),
+            **search_aliases("multigpu", "multi gpu", "two gpus", "ray", "distributed", "parallel", "ulysses"),
             description="Runs Wan Sampler on several GPUs of this machine or of a Ray cluster: one video faster, or "
             "the videos of a batch at the same time. The result is the same. Needs Ray: pip install ray.",
             inputs=workers_inputs(),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
 
-from ..schema import OffloadPolicy, Residency, plan_residency
+from ..schema import OffloadPolicy, plan_residency
 from .machine import Machine
 from .memory import MemoryBudget, MemoryNeeds, memory_needs
 from .offload_job import OffloadJob
 from .predict import hardware_of
-from .ram_program import RamResidency, plan_ram
+from .ram_program import plan_ram
 
 DEPTHS = (1, 2, 3)
 CHUNKS = (None, 32768, 16384, 8192, 4096, 2048)
@@ -102,97 +101,38 @@ def lower_bound_s(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> f
     """Return a lower bound of the seconds that the run of `policy` takes.
 
     At the end of each step all bytes needed so far have passed disk and bus, and the later steps are still to be
-    computed. Between the first and the last step of a stage the bound is linear, so these two are sufficient.
+    computed.
     """
     residency, _ = plan_residency(policy, job.block_counts)
-    ram_residency = plan_ram(policy, residency, job.block_counts)
-    traffic = _Traffic(job, machine, policy, residency, ram_residency)
-    stages = [(expert, sum(1 for _ in steps)) for expert, steps in groupby(job.experts_of_steps)]
-    rest_s = sum(traffic.stage_seconds(expert, steps, first) for expert, steps, first in _first_uses(stages, residency))
-    least_s = traffic.first_arrival_s + rest_s
-    for expert, steps, first in _first_uses(stages, residency):
-        for count in (1, steps - 1):
-            if not count:
-                continue
-            fetches = traffic.add_steps(expert, count, first)
-            rest_s -= traffic.stage_seconds(expert, count, first)
-            if fetches:
-                least_s = max(least_s, traffic.arrival_s + traffic.hardware.visit_s[expert] + rest_s)
-            first = False
-    return least_s
-
-
-def _first_uses(stages: list[tuple[str, int]], residency: Residency) -> Iterator[tuple[str, int, bool]]:
-    """Yield (expert, steps, True if the residents are fetched in the first step) for each stage."""
-    seen: set[str] = set()
-    for expert, steps in stages:
-        yield expert, steps, not (residency.permanent and expert in seen)
+    in_ram_residency = plan_ram(policy, residency, job.block_counts).residency
+    hardware = hardware_of(job, machine, policy.chunk_tokens)
+    read_s, copy_s = hardware.read_s, 0.0 if hardware.decode_computes else hardware.copy_s
+    late_decode_s = 0.0 if hardware.decode_computes else hardware.decode_s
+    # A CPU that does not decode reads files directly into buffers: one transfer, which disk and bus count both.
+    # Otherwise a block leaves the disk first and the bus last.
+    direct_reads = machine.computes_on == "cpu" and not job.decodes
+    if direct_reads:
+        # Keeps the bound monotonic: more RAM-resident blocks never raise it, even if RAM is slower than the disk.
+        copy_s = min(copy_s, read_s)
+    first_hop_s, last_hop_s = (0.0, 0.0) if direct_reads else (read_s, copy_s)
+    disk_s = bus_s = computed_s = 0.0
+    late_s = read_s + last_hop_s + late_decode_s  # the most by which the device has to be late so far
+    stage, seen = "", set[str]()
+    for expert in job.experts_of_steps:
+        residents, in_ram = (each.residents.get(expert, frozenset()) for each in (residency, in_ram_residency))
+        first = expert != stage and not (residency.permanent and expert in seen)
+        fetches = job.expert.blocks if first else job.expert.blocks - len(residents)
+        ram_fetches = len(in_ram if first else in_ram - residents)
+        file_fetches, ram_fills = fetches - ram_fetches, 0 if expert in seen else len(in_ram)
+        disk_s += (file_fetches + ram_fills) * read_s
+        bus_s += ram_fetches * copy_s + file_fetches * (read_s if direct_reads else copy_s)
+        computed_s += job.expert.blocks * hardware.visit_s[expert]
+        if hardware.decode_computes:
+            computed_s += fetches * hardware.decode_s
+        if fetches:
+            # The bus starts after the first block has left the disk, and the last block still has to pass the bus.
+            arrival_s = max(disk_s + last_hop_s, bus_s + first_hop_s) + late_decode_s
+            late_s = max(late_s, arrival_s + hardware.visit_s[expert] - computed_s)
+        stage = expert
         seen.add(expert)
-
-
-class _Traffic:
-    """Time that disk and bus need at least for the steps added so far."""
-
-    def __init__(
-        self,
-        job: OffloadJob,
-        machine: Machine,
-        policy: OffloadPolicy,
-        residency: Residency,
-        ram_residency: RamResidency,
-    ) -> None:
-        self.hardware = hardware_of(job, machine, policy.chunk_tokens)
-        self._blocks = job.expert.blocks
-        self._residents = residency.residents
-        self._ram_residents = ram_residency.residency.residents
-        # A CPU that does not decode reads files directly into buffers.
-        self._direct_reads = machine.computes_on == "cpu" and not job.decodes
-        self._experts_read: set[str] = set()
-        self._disk_s = self._bus_s = 0.0
-        hardware, expert = self.hardware, job.experts_of_steps[0]
-        self._read_s = hardware.read_bytes(expert) / (hardware.disk_bytes_per_s or 1.0)
-        self._copy_s = 0.0 if hardware.decode_computes else hardware.block_bytes[expert] / hardware.bus_bytes_per_s
-        if self._direct_reads:
-            # Keeps the bound monotonic: more RAM-resident blocks never raise it, even if RAM is slower than the disk.
-            self._copy_s = min(self._copy_s, self._read_s)
-        self._decode_s = hardware.decode_s.get(expert, 0.0)
-        self._late_decode_s = 0.0 if hardware.decode_computes else self._decode_s
-        # A direct read is one transfer on both routes; otherwise a block leaves the disk first and the bus last.
-        self._first_hop_s, self._last_hop_s = (0.0, 0.0) if self._direct_reads else (self._read_s, self._copy_s)
-        self.first_arrival_s = self._first_hop_s + self._last_hop_s + self._late_decode_s
-        if self._direct_reads:
-            self.first_arrival_s += self._read_s
-
-    @property
-    def arrival_s(self) -> float:
-        """Earliest time at which the last block of the added steps can be in its buffer."""
-        # The bus starts after the first block has left the disk, and the last block still has to pass the bus.
-        return max(self._disk_s + self._last_hop_s, self._bus_s + self._first_hop_s) + self._late_decode_s
-
-    def stage_seconds(self, expert: str, steps: int, first: bool) -> float:
-        """Return the compute seconds of `steps` steps, with the decoding that the computing thread does."""
-        compute_s = steps * self._blocks * self.hardware.visit_s[expert]
-        if self.hardware.decode_computes:
-            compute_s += self._fetches(expert, steps, first) * self._decode_s
-        return compute_s
-
-    def add_steps(self, expert: str, steps: int, first: bool) -> int:
-        """Add and count the fetches of `steps` steps of `expert`; with `first` those of its residents too."""
-        fetches = self._fetches(expert, steps, first)
-        residents = self._residents.get(expert, frozenset())
-        in_ram = self._ram_residents.get(expert, frozenset())
-        ram_fetches = steps * len(in_ram - residents) + (len(in_ram & residents) if first else 0)
-        ram_fills = 0
-        if expert not in self._experts_read:
-            ram_fills = len(in_ram)
-            self._experts_read.add(expert)
-        file_fetches = fetches - ram_fetches
-        self._disk_s += (file_fetches + ram_fills) * self._read_s
-        self._bus_s += ram_fetches * self._copy_s + file_fetches * (
-            self._read_s if self._direct_reads else self._copy_s
-        )
-        return fetches
-
-    def _fetches(self, expert: str, steps: int, first: bool) -> int:
-        residents = len(self._residents.get(expert, frozenset()))
-        return steps * (self._blocks - residents) + (residents if first else 0)
+    return late_s + computed_s

@@ -68,14 +68,13 @@ def hardware_of(job: OffloadJob, machine: Machine, chunk_tokens: int | None) -> 
     on_gpu = machine.computes_on == "cuda"
     bus = machine.h2d_bytes_per_s if on_gpu else machine.copy_bytes_per_s
     assert bus is not None  # a Machine that computes on cuda has it
-    decode_s = job.computed_bytes / machine.decode_bytes_per_s if job.decodes else 0.0
     return Hardware(
         bus_bytes_per_s=bus,
-        block_bytes=dict.fromkeys(job.lanes, job.stored_bytes),
+        block_bytes=job.stored_bytes,
         visit_s={expert: visit_seconds(job, machine, expert, chunk_tokens) for expert in job.lanes},
         disk_bytes_per_s=job.file_bytes / read_seconds(job, machine),
-        file_bytes=dict.fromkeys(job.lanes, job.file_bytes),
-        decode_s=dict.fromkeys(job.lanes, decode_s),
+        file_bytes=job.file_bytes,
+        decode_s=job.computed_bytes / machine.decode_bytes_per_s if job.decodes else 0.0,
         decode_computes=job.decodes and not on_gpu,
     )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from .cache.base import CachedCalls
-from .cache.calibrate import calibrate, calibration_bytes, calibration_job
+from .cache.base import LaneName, StepCache, StepLanes
+from .cache.calibrate import calibrate
 from .cache.mag_table import NEAR_SIGMA, MagTable
+from .cache.magcache import Calibration
 from .cache.settings import PRESETS, CacheSettings, FirstBlockCache, MagCache, policy_with_cache
 from .context_windows import StepWindows, computed_shape
-from .denoise import DenoiseResult, check_fits, denoise, denoise_part
+from .denoise import DenoiseResult, check_fits, denoise
 from .errors import InsufficientMemoryError, NonFiniteLatentError, RequestError, SamplingCancelled, SmallerPolicyError
 from .estimate import cached_job, offload_job, predicted_calls, predicted_timeline, request_job
 from .inputs.batching import merge_requests, split_request
@@ -16,7 +17,7 @@ from .inputs.conditioning import IMAGE_EMBEDDING_KEY, NativeInputs, native_input
 from .inputs.first_frame import latent_with_first_frames, start_end_mask, start_frames, start_mask, video_with_start_end
 from .inputs.request import DenoiseRequest, Guidance, check_nag, parse_scales
 from .loop.denoiser import StepProgress
-from .loop.lanes import LaneInputs, LaneName, lane_names, prefetch_embeddings
+from .loop.lanes import LaneInputs, lane_names
 from .loop.model_calls import ModelCalls
 from .loop.oom_fallback import RunPolicy
 from .loop.parallel import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, RunSlice, RunState, Share
@@ -33,7 +34,7 @@ __all__ = [
     "SOLVERS",
     "AllReduced",
     "CacheSettings",
-    "CachedCalls",
+    "Calibration",
     "Compute",
     "DenoiseRequest",
     "DenoiseResult",
@@ -55,12 +56,12 @@ __all__ = [
     "SamplingCancelled",
     "Share",
     "SmallerPolicyError",
+    "StepCache",
+    "StepLanes",
     "StepProgress",
     "StepWindows",
     "cached_job",
     "calibrate",
-    "calibration_bytes",
-    "calibration_job",
     "check_fits",
     "check_flow_shift",
     "check_guidance",
@@ -72,7 +73,6 @@ __all__ = [
     "check_windows_repeat",
     "computed_shape",
     "denoise",
-    "denoise_part",
     "lane_names",
     "latent_with_first_frames",
     "merge_requests",
@@ -83,7 +83,6 @@ __all__ = [
     "policy_with_cache",
     "predicted_calls",
     "predicted_timeline",
-    "prefetch_embeddings",
     "request_job",
     "schedule_sigmas",
     "seeded_noise",

@@ -8,7 +8,6 @@ The visits of the whole run are known before the first block computes, so the en
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,7 +17,6 @@ from ..devices import compute_device
 from ..schema import TEXT_TOKENS, OffloadPolicy, Timeline
 from ..telemetry import Recorder, TelemetryOptions
 from ..wan import ExpertPair
-from .cache.base import StepCache
 from .errors import RequestError
 from .inputs.checks import Texts
 from .inputs.request import DenoiseRequest, check_channels
@@ -46,9 +44,10 @@ class DenoiseResult:
         return replace(self, timeline=replace(self.timeline, changes=(reason, *self.timeline.changes)))
 
 
-def denoise(
+def denoise(  # noqa: PLR0913 (the entry point of all hosts and workers)
     pair: ExpertPair,
     request: DenoiseRequest,
+    part: RunSlice = WHOLE_RUN,
     *,
     policy: OffloadPolicy,
     device: torch.device | str,
@@ -64,56 +63,23 @@ def denoise(
     only smaller policy computes fewer tokens at once, which may round the last bits differently.
 
     Args:
+        part: part of the run to compute: some of its steps, this worker's share of each step, or both. The result has
+            the latents and the noise level after the last computed step, and a timeline of the computed steps.
         on_step: called after each step, on the calling thread.
         should_stop: polled before every block, and within blocks that take long on a CPU.
         revise: called once with the record of the first step, unless that step ran out of memory or compiled blocks.
             The policy that it returns applies to the rest of the run; None keeps the present one.
-        observe: telemetry in addition to the timeline; by default from the environment, see `TelemetryOptions.asked`.
+        observe: telemetry in addition to the timeline; by default `TelemetryOptions.from_environment()`.
 
     Raises:
-        RequestError: the request does not fit the experts.
+        RequestError: the request does not fit the experts, or the part does not belong to this request.
         ValueError: the policy does not fit the experts, or the device does not exist.
         InsufficientMemoryError: the device has too little memory even for the smallest policy; or, on a CPU, the run
             is estimated to need more RAM than there is.
+        SmallerPolicyError: a step that other workers compute too ran out of memory.
         SamplingCancelled: `should_stop` returned True. The pair can be used again at once, as after any error.
         NonFiniteLatentError: a step made NaN or infinity.
     """
-    run_policy = check_run(pair, request, WHOLE_RUN, policy, device, revise)
-    return run_part(request, WHOLE_RUN, run_policy, on_step=on_step, should_stop=should_stop, observe=observe)
-
-
-def denoise_part(
-    pair: ExpertPair,
-    request: DenoiseRequest,
-    part: RunSlice,
-    *,
-    policy: OffloadPolicy,
-    device: torch.device | str,
-    on_step: Callable[[StepProgress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    observe: TelemetryOptions | None = None,
-) -> DenoiseResult:
-    """Compute a part of a run: some of its steps, this worker's share of each step, or both.
-
-    The result has the latents and the noise level after the last computed step, and a timeline of the computed steps.
-
-    Raises:
-        RequestError: the part does not belong to this request; and as `denoise`.
-        SmallerPolicyError: a step that other workers compute too ran out of memory.
-    """
-    run_policy = check_run(pair, request, part, policy, device)
-    return run_part(request, part, run_policy, on_step=on_step, should_stop=should_stop, observe=observe)
-
-
-def check_run(
-    pair: ExpertPair,
-    request: DenoiseRequest,
-    part: RunSlice,
-    policy: OffloadPolicy,
-    device: torch.device | str,
-    revise: Revise | None = None,
-) -> RunPolicy:
-    """Return the policy of a run that is about to start. Raises the errors of `denoise` that need no computed step."""
     check_fits(request, pair)
     run_policy = RunPolicy(
         pair,
@@ -126,23 +92,9 @@ def check_run(
         revise=revise,
     )
     run_policy.refuse_without_ram()
-    return run_policy
-
-
-def run_part(
-    request: DenoiseRequest,
-    part: RunSlice,
-    policy: RunPolicy,
-    *,
-    on_step: Callable[[StepProgress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    observe: TelemetryOptions | None = None,
-    cache: StepCache | None = None,
-) -> DenoiseResult:
-    """Compute the steps of a part; `cache` replaces the request's own. Raises the errors of `denoise_part`."""
     with torch.inference_mode():
-        recorder = Recorder(policy.device, observe=observe or TelemetryOptions.asked(os.environ))
-        denoiser = Denoiser(request, part, policy, recorder, cache)
+        recorder = Recorder(run_policy.device, observe=observe or TelemetryOptions.from_environment())
+        denoiser = Denoiser(request, part, run_policy, recorder)
         denoiser.run(on_step, should_stop)
     # Copied outside inference mode: callers could not change an inference tensor in place, or use it under autograd.
     latents = denoiser.latents.to(request.noise.device, copy=True)

@@ -11,11 +11,9 @@ from ..devices import compute_device
 from ..plan import RAW_SLOTS, Machine, OffloadJob, predict
 from ..schema import HEAD_DIM, ExpertShape, OffloadPolicy, StepRecord, Timeline
 from ..wan import ExpertPair
-from .cache.magcache import MagSteps
-from .cache.settings import CacheSettings, FirstBlockCache, MagCache, policy_with_cache
+from .cache.settings import CacheSettings, FirstBlockCache, policy_with_cache
 from .inputs.request import DenoiseRequest
 from .loop.lanes import names_at
-from .loop.parallel import LOCAL_FORWARD
 from .memory import tokens_of
 
 
@@ -110,9 +108,9 @@ def predicted_timeline(
     """
     step_plan, job = request.step_plan, request_job(pair, request, device)
     policy = policy_with_cache(policy, request.cache)
-    if isinstance(request.cache, MagCache):
+    if request.cache is not None:
         stages = {step: (step_plan.experts[step], names_at(request, step)) for step in step_plan.steps}
-        skips = MagSteps(request.cache, LOCAL_FORWARD).known_skips(stages)
+        skips = request.cache.start(stages).skipped
         job = replace(job, skipped_steps=frozenset(step - step_plan.start_step for step in skips))
     steps = ((index, step_plan.schedule.sigmas[index]) for index in step_plan.steps)
     return _simulated(pair, job, policy, steps, machine=machine, device=device)

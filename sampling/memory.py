@@ -26,7 +26,6 @@ def working_bytes(
     chunk_tokens: int | None = None,
     share: Share = WHOLE_STEP,
     cache: CacheSettings | None = None,
-    cached_states: int = 0,
 ) -> int:
     """Estimate the bytes in addition to the weights for steps on latents of `shape` [B, 16, T, h, w].
 
@@ -35,7 +34,6 @@ def working_bytes(
         chunk_tokens: tokens computed at once, of the policy; None: all.
         share: this worker's share of a step.
         cache: step cache, whose tensors are included.
-        cached_states: more tensors to include, each of the size of a lane's hidden state.
     """
     expert = _shape_of(pair)
     lanes = shape[0] * (2 if guided else 1)
@@ -46,7 +44,7 @@ def working_bytes(
         chunk_tokens=chunk_tokens,
         ring=share.ring,
         ulysses=share.ulysses,
-        cached_states=cached_states + (0 if cache is None else cache.cached_states),
+        cached_states=0 if cache is None else cache.cached_states,
     )
 
 

@@ -10,12 +10,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import overload
+from typing import TypeVar
 
 import torch
 
 from ..plan import TRAIN_TIMESTEPS
 from .errors import RequestError
+
+Level = TypeVar("Level", float, torch.Tensor)
 
 
 def seeded_noise(shape: Sequence[int], seed: int, *, batch_index: Sequence[int] | None = None) -> torch.Tensor:
@@ -88,7 +90,6 @@ class Schedule:
 
 def simple_schedule(steps: int, flow_shift: float) -> Schedule:
     """Return ComfyUI's `simple` schedule under a `ModelSamplingSD3` of that shift, bit-equal."""
-    _check_shape(steps, flow_shift)
     table = _shifted(torch.arange(1, TRAIN_TIMESTEPS + 1) / TRAIN_TIMESTEPS, flow_shift).tolist()
     # ComfyUI divides first and truncates afterwards; integer division picks another entry at 38, 76, 122, ... steps.
     stride = TRAIN_TIMESTEPS / steps
@@ -97,7 +98,6 @@ def simple_schedule(steps: int, flow_shift: float) -> Schedule:
 
 def wan_schedule(steps: int, flow_shift: float) -> Schedule:
     """Return the flow sigmas of diffusers' `UniPCMultistepScheduler` (0.37 and later), bit-equal."""
-    _check_shape(steps, flow_shift)
     stride = (1 / TRAIN_TIMESTEPS - 1) / steps
     levels = [_shifted(i * stride + 1, flow_shift) for i in range(steps)]
     levels[0] = HIGHEST_BELOW_ONE
@@ -139,14 +139,12 @@ def make_schedule(name: str, steps: int, flow_shift: float) -> Schedule:
     """
     if name not in SCHEDULES:
         raise RequestError(f"unknown schedule {name!r}: choose one of {', '.join(SCHEDULES)}, or give sigmas")
+    check_steps(steps)
+    check_flow_shift(flow_shift)
     return SCHEDULES[name](steps, flow_shift)
 
 
-@overload
-def _shifted(u: float, flow_shift: float) -> float: ...
-@overload
-def _shifted(u: torch.Tensor, flow_shift: float) -> torch.Tensor: ...
-def _shifted(u: float | torch.Tensor, flow_shift: float) -> float | torch.Tensor:
+def _shifted(u: Level, flow_shift: float) -> Level:
     return flow_shift * u / (1 + (flow_shift - 1) * u)
 
 
@@ -164,11 +162,6 @@ def check_flow_shift(flow_shift: float) -> None:
     """Raise RequestError unless the flow shift is a positive number."""
     if not (math.isfinite(flow_shift) and flow_shift > 0):
         raise RequestError(f"flow shift {flow_shift:g}: give a positive number (Wan2.2: 12 for text, 5 for images)")
-
-
-def _check_shape(steps: int, flow_shift: float) -> None:
-    check_steps(steps)
-    check_flow_shift(flow_shift)
 
 
 def partial_sigmas(make: Callable[[int], torch.Tensor], steps: int, denoise: float) -> torch.Tensor:

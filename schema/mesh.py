@@ -104,7 +104,6 @@ def check_mesh(
     lanes: Mapping[str, int],
     steps: int,
     samples: int = 1,
-    gpus: int | None = None,
 ) -> tuple[str, ...]:
     """Return warnings for a run on `mesh`, one line for each reason for which workers are idle at times.
 
@@ -117,13 +116,12 @@ def check_mesh(
             guidance is not 1.
         steps: steps of the whole run.
         samples: number of videos: samples of the request, or items of the queue.
-        gpus: number of GPUs; None if the workers compute on CPUs.
 
     Raises:
         MeshError: for a mesh that cannot run, or on which workers are always idle or repeat the work of others.
     """
     for refusals in (
-        _wrong_worker_count(mesh, workers, gpus),
+        _wrong_worker_count(mesh, workers),
         _indivisible(mesh, heads, tokens),
         _always_idle(mesh, lanes, steps, samples),
     ):
@@ -132,9 +130,7 @@ def check_mesh(
     return tuple(_idle_at_times(mesh, lanes, samples))
 
 
-def _wrong_worker_count(mesh: Mesh, workers: int, gpus: int | None) -> Iterator[str]:
-    if gpus is not None and workers > gpus:
-        yield f"{workers} workers, but {gpus} GPU{'s' * (gpus != 1)}: each worker takes one; use at most {gpus}"
+def _wrong_worker_count(mesh: Mesh, workers: int) -> Iterator[str]:
     if mesh.size != workers:
         data, remainder = divmod(workers, mesh.size // mesh.data)
         remedy = f", or data {data}" if data and not remainder else ""

@@ -6,6 +6,7 @@ A caller or environment variables add a trace, NVTX ranges or the phases of a qu
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,9 +48,9 @@ class TelemetryOptions:
     """Returns the device bytes that the host's dynamic VRAM currently uses."""
 
     @classmethod
-    def asked(
+    def from_environment(
         cls,
-        environment: Mapping[str, str],
+        environment: Mapping[str, str] = os.environ,
         *,
         ledger: QueueItemPhases | None = None,
         dynamic_bytes: Callable[[], int | None] = no_dynamic_bytes,

@@ -55,90 +55,73 @@ class Layout:
 
 
 def place(columns: Sequence[Sequence[Group]], sizes: Mapping[str, Size]) -> Layout:
-    """Put the groups of each column below each other and the columns side by side, from (0, 0)."""
+    """Put the groups of each column below each other, equally wide, and the columns side by side, from (0, 0)."""
     nodes: dict[str, tuple[float, float]] = {}
     frames: dict[str, Box] = {}
     left = 0.0
     for column in columns:
-        top = 0.0
+        top, right = 0.0, left
         for group in column:
-            placed = _inside(group, sizes, left + PADDING, top + GROUP_TITLE)
-            nodes |= placed
-            right = max(placed[node][0] + sizes[node].width for node in placed)
-            bottom = max(placed[node][1] + sizes[node].height for node in placed)
-            frames[group.title] = Box(left, top, right + PADDING - left, bottom + PADDING - top)
+            beside, bottom = left + PADDING, top
+            for rank in group.ranks:
+                below = top + GROUP_TITLE
+                for node in rank:
+                    nodes[node] = (beside, below + BADGE + TITLE)
+                    below += BADGE + TITLE + sizes[node].height
+                beside += max(sizes[node].width for node in rank) + GAP
+                bottom = max(bottom, below)
+            right = max(right, beside - GAP + PADDING)
+            frames[group.title] = Box(left, top, 0, bottom + PADDING - top)
             top = bottom + PADDING + GAP
-        left = max(frames[group.title].x + frames[group.title].width for group in column) + GAP
-        _widen(column, frames, left - GAP)
+        frames |= {group.title: frames[group.title]._replace(width=right - left) for group in column}
+        left = right + GAP
     return Layout(nodes=nodes, frames=frames)
-
-
-def _inside(group: Group, sizes: Mapping[str, Size], left: float, top: float) -> dict[str, tuple[float, float]]:
-    """Return the positions of a group's nodes, starting at (left, top) within the frame."""
-    placed = {}
-    for rank in group.ranks:
-        below = top
-        for node in rank:
-            placed[node] = (left, below + BADGE + TITLE)
-            below += BADGE + TITLE + sizes[node].height
-        left += max(sizes[node].width for node in rank) + GAP
-    return placed
-
-
-def _widen(column: Sequence[Group], frames: dict[str, Box], right: float) -> None:
-    """Make all frames of a column equally wide."""
-    for group in column:
-        frame = frames[group.title]
-        frames[group.title] = frame._replace(width=right - frame.x)
 
 
 NOTES = Path(__file__).parent / "notes"
 NOTE_TYPE = "MarkdownNote"
 
 
+NOTE = "Read me"
+
+
 class Place(NamedTuple):
-    """Column and group of a node, and the minimum size that shows its content."""
+    """Place of the nodes of a group: its column, the minimum width of its nodes, and their minimum height by class."""
 
     column: int
-    group: str
-    size: Size = Size(0, 0)
+    width: float
+    heights: Mapping[str, float]
 
 
-NOTE, MODELS, PROMPTS, SIZE, PICTURES, START, WORKERS, SAMPLING, VIDEO, MEASURING = (
-    *("Read me", "Models", "Prompts", "Size", "Pictures", "Start", "Workers", "Sampling", "Video", "Measuring"),
-)
-WIDE, NARROW = Size(470, 0), Size(320, 0)
-
-PLACES = {
-    NOTE_TYPE: Place(0, NOTE, Size(470, 320)),
-    "WanStreamExperts": Place(0, MODELS, WIDE),
-    "WanStreamOneExpert": Place(0, MODELS, WIDE),
-    "WanStreamLora": Place(0, MODELS, WIDE),
-    "WanStreamLayerwise": Place(0, MODELS, WIDE),
-    "WanStreamBlockSwap": Place(0, MODELS, WIDE),
-    "CLIPLoader": Place(0, MODELS, WIDE),
-    "VAELoader": Place(0, MODELS, WIDE),
-    "WanStreamTextEncode": Place(1, PROMPTS, Size(400, 260)),
-    "CLIPTextEncode": Place(1, PROMPTS, Size(400, 130)),
-    "WanStreamEmptyLatent": Place(1, SIZE, Size(400, 0)),
-    "EmptyHunyuanLatentVideo": Place(1, SIZE, Size(400, 0)),
-    "LoadImage": Place(1, PICTURES, Size(400, 340)),
-    "WanStreamImageToVideo": Place(2, START, NARROW),
-    "WanStreamWorkers": Place(2, WORKERS, NARROW),
-    "RandomNoise": Place(3, SAMPLING, NARROW),
-    "KSamplerSelect": Place(3, SAMPLING, NARROW),
-    "WanStreamSigmas": Place(3, SAMPLING, NARROW),
-    "WanStreamGuider": Place(3, SAMPLING, NARROW),
-    "SamplerCustomAdvanced": Place(3, SAMPLING, NARROW),
-    "WanStreamSampler": Place(3, SAMPLING, NARROW),
-    "WanStreamVAEDecode": Place(4, VIDEO, NARROW),
-    "VAEDecode": Place(4, VIDEO, NARROW),
-    "CreateVideo": Place(4, VIDEO, NARROW),
-    "WanStreamSaveVideo": Place(4, VIDEO, Size(320, 260)),
-    "SaveVideo": Place(4, VIDEO, Size(320, 260)),
-    "WanStreamBenchmark": Place(4, MEASURING, Size(520, 640)),
+GROUPS = {
+    NOTE: Place(0, 470, {NOTE_TYPE: 320}),
+    "Models": Place(
+        0,
+        470,
+        dict.fromkeys(["WanStreamExperts", "WanStreamOneExpert", "WanStreamLora", "CLIPLoader", "VAELoader"], 0)
+        | {"WanStreamLayerwise": 0, "WanStreamBlockSwap": 0},
+    ),
+    "Prompts": Place(1, 400, {"WanStreamTextEncode": 260, "CLIPTextEncode": 130}),
+    "Size": Place(1, 400, {"WanStreamEmptyLatent": 0, "EmptyHunyuanLatentVideo": 0}),
+    "Pictures": Place(1, 400, {"LoadImage": 340}),
+    "Start": Place(2, 320, {"WanStreamImageToVideo": 0}),
+    "Workers": Place(2, 320, {"WanStreamWorkers": 0}),
+    "Sampling": Place(
+        3,
+        320,
+        dict.fromkeys(["RandomNoise", "KSamplerSelect", "WanStreamSigmas", "WanStreamGuider"], 0)
+        | {"SamplerCustomAdvanced": 0, "WanStreamSampler": 0},
+    ),
+    "Video": Place(
+        4,
+        320,
+        {"WanStreamVAEDecode": 0, "VAEDecode": 0, "CreateVideo": 0, "WanStreamSaveVideo": 260, "SaveVideo": 260},
+    ),
+    "Measuring": Place(4, 520, {"WanStreamBenchmark": 640}),
 }
-"""Every class that a shipped workflow may use; one that is missing here is a KeyError of the builder."""
+"""Every group that a shipped workflow may have, by title."""
+GROUP_OF = {class_type: title for title, place in GROUPS.items() for class_type in place.heights}
+"""Group of each class; one that is missing here is a KeyError of the builder."""
 
 CHAINS = {"WanStreamLora", "VAEDecode", "CreateVideo", "WanStreamSaveVideo", "SaveVideo"}
 """Classes that are placed below their source, instead of to its right, within a group."""
@@ -146,30 +129,26 @@ CHAINS = {"WanStreamLora", "VAEDecode", "CreateVideo", "WanStreamSaveVideo", "Sa
 
 def columns(prompt: Prompt) -> list[list[Group]]:
     """Return the groups of a graph by column from left to right, with nodes in the order of the file."""
-    groups: dict[Place, list[list[str]]] = {}
+    groups: dict[str, list[list[str]]] = {}
     ranks: dict[str, int] = {}
     for node_id, node in prompt.items():
-        place = _place(node)
-        mates = [ranks[source] for source in links_of(node).values() if _place(prompt[source]) == place]
-        rank = max(mates, default=-1) + (node["class_type"] not in CHAINS) if mates else 0
-        ranks[node_id] = rank
-        of_group = groups.setdefault(place, [])
+        title = GROUP_OF[node["class_type"]]
+        sources = [source for source in links_of(node).values() if GROUP_OF[prompt[source]["class_type"]] == title]
+        below = node["class_type"] in CHAINS
+        ranks[node_id] = rank = max((ranks[source] + (not below) for source in sources), default=0)
+        of_group = groups.setdefault(title, [])
         of_group += [[] for _ in range(len(of_group), rank + 1)]
         of_group[rank].append(node_id)
     by_column: dict[int, list[Group]] = {}
-    for place, nodes in groups.items():
-        by_column.setdefault(place.column, []).append(Group(title=place.group, ranks=nodes))
+    for title, nodes in groups.items():
+        by_column.setdefault(GROUPS[title].column, []).append(Group(title=title, ranks=nodes))
     return [by_column[column] for column in sorted(by_column)]
-
-
-def _place(node: Mapping[str, Any]) -> Place:
-    """Return column and group without the size, which differs within a group."""
-    return PLACES[node["class_type"]]._replace(size=Size(0, 0))
 
 
 def least_size(class_type: str) -> Size:
     """Return the minimum size of a node of that class."""
-    return PLACES[class_type].size
+    place = GROUPS[GROUP_OF[class_type]]
+    return Size(place.width, place.heights[class_type])
 
 
 def models_of(node: Mapping[str, Any]) -> list[ModelFile]:

@@ -93,10 +93,10 @@ class _Pen:
         box: tuple[float, ...],
         *,
         fill: tuple[int, ...] | None = None,
-        line: tuple[int, ...] | None = None,
+        outline: tuple[int, ...] | None = None,
         round_by: float = 10,
     ) -> None:
-        self.draw.rounded_rectangle([at * SCALE for at in box], round_by * SCALE, fill, line, 3 * SCALE)
+        self.draw.rounded_rectangle([at * SCALE for at in box], round_by * SCALE, fill, outline, 3 * SCALE)
 
     def line(self, points: list[tuple[float, float]], colour: tuple[int, ...], width: float = 4) -> None:
         scaled = [(x * SCALE, y * SCALE) for x, y in points]
@@ -114,7 +114,7 @@ class _Pen:
 def _input(pen: _Pen, kind: Input, box: tuple[int, int, int, int]) -> None:
     left, top, right, bottom = box
     if kind == "text":
-        pen.box(box, line=FAINT)
+        pen.box(box, outline=FAINT)
         pen.words(((left + right) / 2, top + 45), "Aa", 52, INK)
         for number, length in enumerate((1.0, 0.85, 0.6)):
             y = top + 90 + 20 * number
@@ -123,7 +123,7 @@ def _input(pen: _Pen, kind: Input, box: tuple[int, int, int, int]) -> None:
         _graph(pen, box)
     else:
         pen.landscape((left, top + 15, right, bottom - 15), day=0.9 if kind == "last" else 0.1)
-        pen.box((left, top + 15, right, bottom - 15), line=INK, round_by=2)
+        pen.box((left, top + 15, right, bottom - 15), outline=INK, round_by=2)
 
 
 def _graph(pen: _Pen, box: tuple[int, int, int, int]) -> None:
@@ -133,7 +133,7 @@ def _graph(pen: _Pen, box: tuple[int, int, int, int]) -> None:
     for x, y in ends:
         pen.line([(x, y), (x + 20, y), (right - 65, (top + bottom) / 2), (right - 50, (top + bottom) / 2)], GREEN)
     for end, middle in [*ends, (right, (top + bottom) // 2)]:
-        pen.box((end - 55, middle - 25, end, middle + 25), fill=(44, 48, 60), line=FAINT, round_by=6)
+        pen.box((end - 55, middle - 25, end, middle + 25), fill=(44, 48, 60), outline=FAINT, round_by=6)
 
 
 def _arrow(pen: _Pen, left: float, right: float) -> None:
@@ -149,10 +149,10 @@ def _model(pen: _Pen, scene: Scene) -> None:
             x, y = 275 + column * 33, 160 + row * 33
             colour = HIGH if scene.experts == 2 and row < 2 else LOW
             streamed = column < 2
-            pen.box((x, y, x + 26, y + 26), fill=colour if streamed else None, line=colour, round_by=4)
+            pen.box((x, y, x + 26, y + 26), fill=colour if streamed else None, outline=colour, round_by=4)
     for gpu in range(scene.gpus):
         left = 275 + gpu * 70
-        pen.box((left, 95, left + 56, 140), fill=(44, 48, 60), line=GREEN, round_by=5)
+        pen.box((left, 95, left + 56, 140), fill=(44, 48, 60), outline=GREEN, round_by=5)
         for pin in range(4):
             x = left + 10 + pin * 12
             pen.line([(x, 140), (x, 150)], GREEN, 4)

@@ -19,7 +19,7 @@ from diffusers.hooks import apply_group_offloading
 
 from wanstream.devices import clock_for
 from wanstream.sampling import DenoiseRequest
-from wanstream.sampling.solvers import make_solver
+from wanstream.sampling.solvers import Solver
 
 from .variants import CaseVariant
 
@@ -40,7 +40,7 @@ def denoise_plain(
 ) -> PlainResult:
     """Denoise with two forward passes per step; bit-equal to `wanstream.sampling.denoise` on exact weights."""
     step_plan = request.step_plan
-    solver = make_solver(request.solver, step_plan.schedule)
+    solver = Solver(request.solver, step_plan.schedule)
     clock = clock_for(device)
     texts = [text.to(device, dtype) for text in (request.positive, request.negative) if text is not None]
     latents, step_s = request.noise.to(device), []

@@ -11,7 +11,7 @@ import torch
 
 from wanstream.devices import compute_device
 from wanstream.host.machine_profile import measure_machine
-from wanstream.plan import Machine, OffloadJob, compile_program, step_visits
+from wanstream.plan import Machine, OffloadJob, compile_program, compile_ram, plan_ram, step_visits
 from wanstream.plan.predict import predict
 from wanstream.plan.simulator import Hardware, simulate
 from wanstream.schema import OffloadPolicy, Timeline, plan_residency
@@ -76,14 +76,19 @@ def longer_run(measured: dict[str, Any], *, blocks: int, longer: int) -> dict[st
     stalled = [step for step in timeline.steps[1:] if step.stall_s > 0.05 * step.wall_s]
     rate = min((step.bytes_moved / step.wall_s for step in stalled), default=block_bytes / min(compute_s.values()))
     counts = dict.fromkeys(compute_s, longer)
-    residency, buffers = plan_residency(OffloadPolicy.layerwise(), counts)
+    policy = OffloadPolicy.layerwise(source="pinned")
+    residency, buffers = plan_residency(policy, counts)
     hardware = Hardware(
         bus_bytes_per_s=rate,
-        block_bytes=dict.fromkeys(counts, block_bytes),
+        block_bytes=block_bytes,
         visit_s=compute_s,
         step_overhead_s=max(0.0, outside_s),
+        disk_bytes_per_s=rate,
+        file_bytes=0,  # the measured blocks came from RAM
     )
-    simulated = simulate(compile_program(step_visits(experts, counts), residency, buffers), hardware)
+    program = compile_program(step_visits(experts, counts), residency, buffers)
+    ram = compile_ram(program, plan_ram(policy, residency, counts), staging=0)
+    simulated = simulate(program, hardware, ram)
     return {
         "blocks": longer,
         "bus_gb_per_s": round(rate / 1e9, 2),

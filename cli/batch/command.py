@@ -25,16 +25,18 @@ from ..arguments import (
     handle_sigint,
     read_json,
 )
+from ..inputs import InputError
 from ..options import BatchOptions
-from .backends.base import BatchBackend
+from .backend import BatchBackend
+from .embedded_backend import EmbeddedBackend
 from .journal import Journal, State, is_full_disk, locked
-from .lanes import check_lanes, lane_planner, row_workflow
+from .lanes import MAX_LANES, key_of_lane, lane_planner, row_key
 from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
 from .resume import FindRows, Start, open_journal, resume
-from .rows import Planner, Row, RowError, apply_row, read_rows, workflow_key
+from .rows import Planner, Row, apply_row, read_rows, workflow_key
 from .runner import Runner
-from .target import BatchTarget, embedded_target, server_target
+from .server_backend import ServerBackend
 
 JOURNAL = "journal.sqlite"
 _TICK_SECONDS = 0.1
@@ -42,16 +44,16 @@ _TICK_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class _BatchSpec:
-    """Rows, workflow and target of a batch. Rows that do not fit the workflow have a fault."""
+    """Rows, workflow and backend of a batch. Rows that do not fit the workflow have a fault."""
 
     rows: tuple[Row, ...]
     workflow: Prompt
-    target: BatchTarget
+    backend: BatchBackend
     lanes: int
 
     def planner(self, report: Callable[[str], None]) -> Planner:
         """Return the function that groups rows into jobs; it calls `report` with the rows that cannot share one."""
-        return lane_planner(self.workflow, self.target.sockets, self.lanes, report)
+        return lane_planner(self.workflow, self.backend.sockets, self.lanes, report)
 
 
 def batch(options: BatchOptions) -> int:
@@ -95,26 +97,29 @@ def _clean_up(store: OutputStore, journal: Journal) -> None:
 
 
 def _read(options: BatchOptions) -> _BatchSpec:
-    """Return rows, workflow and target of the options. Raises ValueError; runs nothing."""
-    check_lanes(options.share_weights)
+    """Return rows, workflow and backend of the options. Raises ValueError; runs nothing."""
+    if options.share_weights > MAX_LANES:
+        raise ArgumentError(f"--share-weights {options.share_weights}: give a number of rows from 1 to {MAX_LANES}")
     rows = read_rows(options.jobs)
     workflow = api_prompt(read_json(options.workflow))
     if options.strict and options.server is not None:
         raise ArgumentError("--strict has no effect on a server: enable its setting instead (Settings, WanStream)")
+    backend: BatchBackend
     if options.server is not None:
-        target = server_target(options.server, workflow)
+        backend = server = ServerBackend(options.server)
+        server.connect(workflow)
     else:
         folders = {"models": options.models, "input_dir": options.input, "output": options.output}
-        target = embedded_target(workflow, **folders, device=options.device, strict=options.strict)
-    checked = tuple(_checked(row, workflow, target) for row in rows)
-    return _BatchSpec(rows=checked, workflow=workflow, target=target, lanes=options.share_weights)
+        backend = EmbeddedBackend(workflow, **folders, device=options.device, strict=options.strict)
+    checked = tuple(_checked(row, workflow, backend) for row in rows)
+    return _BatchSpec(rows=checked, workflow=workflow, backend=backend, lanes=options.share_weights)
 
 
-def _checked(row: Row, workflow: Prompt, target: BatchTarget) -> Row:
+def _checked(row: Row, workflow: Prompt, backend: BatchBackend) -> Row:
     """Return the row, with a fault if the workflow lacks one of its inputs."""
     try:
-        apply_row(workflow, row, target.sockets)
-    except RowError as err:
+        apply_row(workflow, row, backend.sockets)
+    except InputError as err:
         return replace(row, fault=str(err))
     return row
 
@@ -123,11 +128,11 @@ def _dry_run(spec: _BatchSpec) -> int:
     """Validate all rows without queueing them."""
     valid = []
     for row in spec.rows:
-        faults = [row.fault] if row.fault else spec.target.faults(apply_row(spec.workflow, row, spec.target.sockets))
+        faults = [row.fault] if row.fault else spec.backend.faults(apply_row(spec.workflow, row, spec.backend.sockets))
         for fault in faults:
             print(f"line {row.line}: {fault}", file=sys.stderr)
         valid += [] if faults else [row]
-    unchecked = spec.target.unchecked(spec.workflow)
+    unchecked = spec.backend.unchecked(spec.workflow)
     if unchecked:
         print(unchecked, file=sys.stderr)
     jobs = spec.planner(lambda text: print(text, file=sys.stderr))(valid)
@@ -162,17 +167,19 @@ def _row_finder(spec: _BatchSpec) -> FindRows:
         found: dict[str, list[str]] = {}
         for row in spec.rows:
             if row.fault is None:
-                prompt = apply_row(spec.workflow, row, spec.target.sockets)
-                found.setdefault(workflow_key(prompt, spec.target.sockets), []).append(row.hash)
+                prompt = apply_row(spec.workflow, row, spec.backend.sockets)
+                for key in (workflow_key(prompt, spec.backend.sockets), row_key(prompt)):
+                    found.setdefault(key, []).append(row.hash)
         return found
 
     def find_rows(path: Path) -> list[str]:
         try:
             stored, node_id = stored_prompt(path)
-            prompt = row_workflow(api_prompt(stored), str(node_id))
+            prompt = api_prompt(stored)
         except ValueError:
             return []
-        return hashes_by_key().get(workflow_key(prompt, spec.target.sockets), [])
+        keys = (str(key_of_lane(prompt, str(node_id))), workflow_key(prompt, spec.backend.sockets))
+        return next((hashes for key in keys if (hashes := hashes_by_key().get(key))), [])
 
     return find_rows
 
@@ -184,9 +191,9 @@ def _run(options: BatchOptions, spec: _BatchSpec, store: OutputStore, journal: J
         bar = opened.enter_context(BatchBar(rows=len(spec.rows), ended=start.done + len(start.faults)))
         for note in (*(f"line {row.line}: {fault}" for row, fault in start.faults), *start.notes):
             bar.note(note)
-        backend = opened.enter_context(spec.target.opened(store.backend_folder, bar.show))
+        opened.enter_context(spec.backend.opened(store.backend_folder, bar.show))
         runner = Runner(
-            backend=backend,
+            backend=spec.backend,
             journal=journal,
             store=store,
             planner=spec.planner(bar.note),
@@ -197,7 +204,7 @@ def _run(options: BatchOptions, spec: _BatchSpec, store: OutputStore, journal: J
             max_failures=options.max_failures,
             timeout_s=options.timeout_s,
         )
-        with handle_sigint(lambda: _on_stop(stop, backend), requests=2):
+        with handle_sigint(lambda: _on_stop(stop, spec.backend), requests=2):
             runner.run(start.waiting, start.submissions)
     return stop
 
@@ -212,7 +219,7 @@ def _sleep(seconds: float, stop: StopRequest, bar: BatchBar) -> None:
 
 
 def _on_stop(stop: StopRequest, backend: BatchBackend) -> None:
-    stop.request()
+    stop.count += 1
     if stop.immediate:
         backend.halt()
     else:

@@ -51,7 +51,7 @@ def write_failure(path: Path) -> OSError | None:
     return None
 
 
-COLUMNS = "hash, line, stem, state, prompt_id, attempts, error, saves, files"
+COLUMNS = "hash, line, stem, state, prompt_id, error, saves, files"
 
 PROMPT_ID = re.compile(r"\w[\w-]{0,99}")
 """Format of prompt ids; without separators, because they become names of folders and parts of URLs."""
@@ -95,7 +95,6 @@ class Entry:
     stem: str | None
     state: State
     prompt_id: str | None
-    attempts: int
     error: str | None
     saves: frozenset[str] | None
     files: tuple[KeptFile, ...]
@@ -106,7 +105,7 @@ def entry_of(row: Sequence[Any]) -> Entry:
 
     File names must start with the row's stem, so that no entry names a file outside the folder.
     """
-    digest, line, stem, state, prompt_id, attempts, error, saves, files = row
+    digest, line, stem, state, prompt_id, error, saves, files = row
     try:
         entry = Entry(
             hash=_typed(digest, str),
@@ -114,7 +113,6 @@ def entry_of(row: Sequence[Any]) -> Entry:
             stem=_typed(stem, str, optional=True),
             state=State(state),
             prompt_id=_typed(prompt_id, str, optional=True),
-            attempts=_typed(attempts, int),
             error=_typed(error, str, optional=True),
             saves=None if saves is None else frozenset(_typed(node, str) for node in _listed(saves)),
             files=tuple(_file(file) for file in _listed(files)),

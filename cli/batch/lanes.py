@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...host.embedded import Prompt, as_link
-from .rows import BatchJob, Planner, Row, Sockets, apply_row, node_traits
+from ..inputs import Sockets
+from .rows import BatchJob, Planner, Row, apply_row, node_traits, workflow_key
 
 SAMPLER = "WanStreamSampler"
 OWN_INPUTS = ("positive", "negative", "latent", "seed")
@@ -85,14 +86,12 @@ def _sources(values: Iterable[object]) -> list[str]:
 
 
 LANE, LANE_SAMPLER, LANE_LATENT = "WanStreamLane", "WanStreamLaneSampler", "WanStreamLaneLatent"
+_ROW_KEY = "wanstream_row"
+"""Entry of the `_meta` of a row's nodes, which is stored in its video with the prompt of the pass."""
 MAX_LANES = 1000
 """Maximum index of the node that selects a lane's latent, plus one."""
 LATENT_OUTPUT = 0
 """Output of the sampler that is replaced by the lane's latent; the other outputs are those of the lane sampler."""
-
-
-class LanesError(ValueError):
-    """An invalid number of lanes, or a prompt that is not that of a pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +140,6 @@ def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ..
     return tuple(sorted([*alone, *shared], key=lambda each: order[each.rows[0]]))
 
 
-def check_lanes(lanes: int) -> None:
-    """Raise LanesError for less than one lane, or more than `MAX_LANES`."""
-    if not 1 <= lanes <= MAX_LANES:
-        raise LanesError(f"--share-weights {lanes}: give a number of rows from 1 to {MAX_LANES}")
-
-
 def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:
     """Return the pass of these rows (row name -> its workflow); a single row keeps its own workflow.
 
@@ -160,18 +153,16 @@ def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:
     return LanePass(rows=rows, prompt=composer.prompt(), node_ids=composer.node_ids())
 
 
-def row_workflow(prompt: Prompt, node_id: str) -> Prompt:
-    """Extract the workflow of the row of a node from the prompt of a pass; a single row's prompt is returned unchanged.
+def row_key(prompt: Prompt) -> str:
+    """Return a digest of the workflow of a row, by which the nodes of a pass name their row."""
+    return hashlib.sha256(workflow_key(prompt, {}).encode()).hexdigest()
 
-    Node titles are those of the pass. Raises LanesError for a prompt that `lane_pass` has not composed, and for a node
-    that several rows share.
-    """
-    if not any(node.get("class_type") == LANE_SAMPLER for node in prompt.values()):
-        return prompt
-    try:
-        return _RowExtractor(prompt, node_id).workflow()
-    except (LookupError, AttributeError, TypeError) as err:
-        raise LanesError(f"this prompt was not composed for a pass: {err!r}") from err
+
+def key_of_lane(prompt: object, node_id: str) -> object:
+    """Return the `row_key` of a node's row in the prompt of a pass; None for a node or a prompt without one."""
+    for name in (node_id, "_meta", _ROW_KEY):
+        prompt = prompt.get(name) if isinstance(prompt, Mapping) else None
+    return prompt
 
 
 def _reason_alone(row: Hashable, prompts: Mapping[Any, Prompt], groups: Collection[Sequence[Hashable]]) -> str:
@@ -187,6 +178,7 @@ class _Composer:
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
+        self._keys = [row_key(prompt) for prompt in prompts]
         self._samplers = sampler_ids(prompts[0])
         self._owners = _owners(prompts, self._samplers)
         self._shared = {own for own in prompts[0] if all(owners.get(own) == 0 for owners in self._owners)}
@@ -207,7 +199,7 @@ class _Composer:
                     composed[self._lane(row, own)] = self._lane_node(row, own)
                     composed[self._composed_id(row, own)] = self._lane_latent(row, own)
                 elif own not in self._shared and self._owners[row][own] == row:
-                    composed[self._composed_id(row, own)] = _as(node, self._titled(row, node), self._linked(row, node))
+                    composed[self._composed_id(row, own)] = _as(node, self._meta(row, node), self._linked(row, node))
         return composed
 
     def node_ids(self) -> tuple[Mapping[str, str], ...]:
@@ -220,18 +212,18 @@ class _Composer:
         node = self._prompts[0][sampler]
         settings = {name: value for name, value in node["inputs"].items() if name not in OWN_INPUTS}
         last = self._lane(len(self._prompts) - 1, sampler)
-        return _as({**node, "class_type": LANE_SAMPLER}, _title(node), {**settings, "lanes": [last, 0]})
+        return _as({**node, "class_type": LANE_SAMPLER}, {"title": _title(node)}, {**settings, "lanes": [last, 0]})
 
     def _lane_node(self, row: int, sampler: str) -> dict[str, Any]:
         node = self._prompts[row][sampler]
         inputs = {name: value for name, value in self._linked(row, node).items() if name in OWN_INPUTS}
         if row > 0:
             inputs["lanes"] = [self._lane(row - 1, sampler), 0]
-        return _as({"class_type": LANE}, self._titled(row, node), inputs)
+        return _as({"class_type": LANE}, self._meta(row, node), inputs)
 
     def _lane_latent(self, row: int, sampler: str) -> dict[str, Any]:
         inputs = {"latents": [sampler, 0], "index": row}
-        return _as({"class_type": LANE_LATENT}, self._titled(row, self._prompts[row][sampler]), inputs)
+        return _as({"class_type": LANE_LATENT}, self._meta(row, self._prompts[row][sampler]), inputs)
 
     def _linked(self, row: int, node: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs of a row's node, with links to the composed nodes."""
@@ -252,62 +244,8 @@ class _Composer:
     def _lane(self, row: int, sampler: str) -> str:
         return f"{self._stem}_inputs{row + 1}_{sampler}"  # unlike ids of row nodes, which have a number after the stem
 
-    def _titled(self, row: int, node: Mapping[str, Any]) -> str:
-        return f"{_title(node)} (lane {row + 1})"
-
-
-class _RowExtractor:
-    """Workflow of one row of a composed prompt: the inverse of `_Composer`."""
-
-    def __init__(self, prompt: Prompt, node_id: str) -> None:
-        self._prompt = prompt
-        self._chains = {own: self._chain(own) for own, node in prompt.items() if node["class_type"] == LANE_SAMPLER}
-        sampler, chain = next(iter(self._chains.items()))
-        stem = chain[0].removesuffix(f"_inputs1_{sampler}")
-        self._of_a_row = re.compile(rf"{re.escape(stem)}(\d+)_(.*)", re.DOTALL)
-        row = self._of_a_row.fullmatch(node_id)
-        if row is None or not 1 <= int(row[1]) <= len(chain):
-            raise LanesError(f"node {node_id} does not belong to a single row")
-        self._row = int(row[1]) - 1
-
-    def workflow(self) -> Prompt:
-        found: dict[str, Mapping[str, Any]] = {}
-        matches = {each: self._of_a_row.fullmatch(each) for each in self._prompt}
-        pending = [each for each, match in matches.items() if match and int(match[1]) == self._row + 1]
-        while pending:
-            node_id = pending.pop()
-            own = self._own(node_id)
-            if own in found:
-                continue
-            node = self._sampler(own) if own in self._chains else self._prompt[node_id]
-            links = {name: link for name, value in node.get("inputs", {}).items() if (link := as_link(value))}
-            links = {name: link for name, link in links.items() if link.node_id in self._prompt}
-            pending += [link.node_id for link in links.values()]
-            own_links = {name: [self._own(link.node_id), link.output] for name, link in links.items()}
-            found[own] = {**node, "inputs": {**node.get("inputs", {}), **own_links}}
-        return found
-
-    def _sampler(self, own: str) -> dict[str, Any]:
-        """Return the original sampler of this row, with the inputs of the lane sampler and of the lane."""
-        node, lane = self._prompt[own], self._prompt[self._chains[own][self._row]]
-        inputs = {name: value for name, value in {**node["inputs"], **lane["inputs"]}.items() if name != "lanes"}
-        return {**node, "class_type": SAMPLER, "inputs": inputs}
-
-    def _own(self, node_id: str) -> str:
-        """Return the id in the row's own workflow for a node of the pass."""
-        if node_id in self._chains:
-            return node_id
-        match = self._of_a_row.fullmatch(node_id)
-        return match[2] if match else node_id
-
-    def _chain(self, sampler: str) -> list[str]:
-        """Return the ids of the lanes of a lane sampler in order; each lane is linked to the previous one."""
-        chain: list[str] = []
-        link = as_link(self._prompt[sampler]["inputs"]["lanes"])
-        while link is not None and link.node_id not in chain:
-            chain.insert(0, link.node_id)
-            link = as_link(self._prompt[link.node_id]["inputs"].get("lanes"))
-        return chain
+    def _meta(self, row: int, node: Mapping[str, Any]) -> dict[str, str]:
+        return {"title": f"{_title(node)} (lane {row + 1})", _ROW_KEY: self._keys[row]}
 
 
 def _owners(prompts: Sequence[Prompt], samplers: Collection[str]) -> list[dict[str, int]]:
@@ -335,8 +273,8 @@ def _title(node: Mapping[str, Any]) -> str:
     return str((meta.get("title") if isinstance(meta, Mapping) else None) or node.get("class_type", ""))
 
 
-def _as(node: Mapping[str, Any], title: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {**node, "_meta": {"title": title}, "inputs": dict(inputs)}
+def _as(node: Mapping[str, Any], meta: Mapping[str, str], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**node, "_meta": meta, "inputs": dict(inputs)}
 
 
 MAX_NAMED = 8

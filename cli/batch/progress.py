@@ -16,65 +16,6 @@ _MAX_FRACTION = 0.99
 """Limit of the estimate for a running job."""
 
 
-class EtaEstimator:
-    """Estimates the finished fraction of the running job. Times are seconds of one clock."""
-
-    def __init__(self) -> None:
-        self._job: str | None = None
-        self._before: dict[str, float] = {}
-        """Seconds of each node of the previous job; "" for time outside nodes."""
-        self._spent: dict[str, float] = {}
-        self._node, self._since = "", 0.0
-        self._done, self._total, self._most_steps = 0, 1, 1
-        self._reached = 0.0
-
-    def begin(self, job: str, now: float) -> None:
-        """Start a job; does nothing if it is already running."""
-        if job == self._job:
-            return
-        self._job, self._spent, self._reached = job, {}, 0.0
-        self._node, self._since = "", now
-        self._done, self._total, self._most_steps = 0, 1, 1
-
-    def report(self, node: str, done: int, total: int, now: float) -> None:
-        """Set the progress of a node of the job."""
-        self._change_node(node, now)
-        self._done, self._total = done, total
-
-    def end(self, now: float) -> None:
-        """End the job; its node times become the reference for the next one."""
-        if self._job is None:
-            return
-        self._change_node(None, now)
-        self._before, self._job = self._spent, None
-
-    def fraction(self, now: float) -> float:
-        """Return the finished fraction of the job, 0 to 1, never decreasing; 0 without a job."""
-        if self._job is None:
-            return 0.0
-        estimate = self._by_time(now) if self._before else self._by_steps()
-        self._reached = max(self._reached, min(estimate, _MAX_FRACTION))
-        return self._reached
-
-    def _by_time(self, now: float) -> float:
-        whole = sum(self._before.values())
-        over = sum(self._before.get(node, 0.0) for node in self._spent if node != self._node)
-        of_node = self._before.get(self._node, 0.0)
-        part = of_node * self._done / self._total if self._total > 1 else min(now - self._since, of_node)
-        return (over + part) / whole if whole else 0.0
-
-    def _by_steps(self) -> float:
-        if self._total < max(self._most_steps, 2):
-            return self._reached
-        self._most_steps = self._total
-        return self._done / self._total
-
-    def _change_node(self, node: str | None, now: float) -> None:
-        if node != self._node:
-            self._spent[self._node] = self._spent.get(self._node, 0.0) + now - self._since
-            self._node, self._since = node or "", now
-
-
 _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}<{remaining}{postfix}]"
 _SILENT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}, no answer for {silence:.0f} s]"
 """Without a remaining time, which cannot be estimated while the backend does not respond."""
@@ -104,12 +45,17 @@ class BatchBar:
     """Output of a batch for the user, with a progress bar.
 
     The remaining time uses the mean duration of rows finished by this process. The running rows count
-    fractionally: by the time of the previous job's nodes, or by steps in the first job.
+    fractionally: by their steps or, on a server, by the duration of the previous job.
     """
 
     def __init__(self, *, rows: int, ended: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._eta = clock, EtaEstimator()
+        self._clock = clock
+        self._job: str | None = None
         self._together = 0
+        self._begin = self._duration = 0.0
+        """Start of the running job, and seconds of the previous one; 0 before its end."""
+        self._steps, self._reached = 1, 0.0
+        """Steps of the longest node of the job; largest fraction of it shown so far."""
         self._silent_since: float | None = None
         self._bar = _Line(total=rows, initial=ended, desc="batch", smoothing=0, bar_format=_FORMAT, file=sys.stderr)
         self._whole = ended
@@ -126,11 +72,13 @@ class BatchBar:
     @property
     def passed(self) -> float:
         """Number of finished rows, including fractions of the running ones."""
-        return float(self._whole + self._together * self._eta.fraction(self._clock()))
+        return float(self._whole + self._together * self._fraction())
 
     def running(self, job: str, rows: int) -> None:
         """Report the running, or next, job and its number of rows; called at every poll."""
-        self._eta.begin(job, self._clock())
+        if job != self._job:
+            self._job, self._begin = job, self._clock()
+            self._steps, self._reached = 1, 0.0
         self._together = rows
 
     def done(self, row: Row) -> None:
@@ -158,7 +106,9 @@ class BatchBar:
 
     def show(self, progress: NodeProgress) -> None:
         """Show the progress of the node that is running in this process."""
-        self._eta.report(progress.node_id, progress.done, progress.total, self._clock())
+        if progress.total >= max(self._steps, 2):  # a shorter node that follows does not start again
+            self._steps = progress.total
+            self._reached = max(self._reached, min(progress.done / progress.total, _MAX_FRACTION))
         part = f" {progress.done}/{progress.total}" if progress.total > 1 else ""
         self._bar.set_postfix_str(f"{progress.node_id}{part}", refresh=False)
         self.tick()
@@ -173,6 +123,17 @@ class BatchBar:
     def _ended(self) -> None:
         self._whole += 1
         self._together = max(0, self._together - 1)
-        if not self._together:
-            self._eta.end(self._clock())
+        if not self._together and self._job is not None:
+            self._duration, self._job = self._clock() - self._begin, None
         self.tick()
+
+    def _fraction(self) -> float:
+        """Return the finished fraction of the running job, 0 to 1, never decreasing; 0 without a job.
+
+        It is that of the reported steps; without any, as from a server, that of the previous job's duration.
+        """
+        if self._job is None:
+            return 0.0
+        if self._steps == 1 and self._duration:
+            self._reached = min((self._clock() - self._begin) / self._duration, _MAX_FRACTION)
+        return self._reached

@@ -6,7 +6,6 @@ its own.
 
 from __future__ import annotations
 
-import copy
 import csv
 import hashlib
 import io
@@ -18,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ...host.embedded import MOST_NESTED, Prompt, Socket, converted, names_listed, nested_deeper
-from ..arguments import TYPED_AS_TEXT, OverrideError, find_node
+from ...host.embedded import Prompt, converted
+from ..inputs import InputError, Sockets, names_an_input, with_inputs
 
 NAME = "name"
 """Column with the name of the row's files; it is not an input."""
@@ -34,10 +33,6 @@ _WINDOWS_DEVICE = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGN
 
 class JobsError(ValueError):
     """The file of rows is not usable; the message contains its path."""
-
-
-class RowError(ValueError):
-    """One row is invalid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +99,7 @@ def _csv_rows(content: bytes) -> Iterator[Row]:
 
 def _header(cells: list[str]) -> list[str]:
     header = [cell.strip() for cell in cells]
-    wrong = [cell for cell in header if cell != NAME and (not _names_an_input(cell) or set(cell) & _OTHER_SEPARATORS)]
+    wrong = [cell for cell in header if cell != NAME and (not names_an_input(cell) or set(cell) & _OTHER_SEPARATORS)]
     if wrong:
         raise JobsError(f"column '{wrong[0]}': call columns node.input, or {NAME}, and separate them by commas")
     twice = [cell for cell, count in Counter(header).items() if count > 1]
@@ -136,34 +131,29 @@ def _json_rows(content: bytes) -> Iterator[Row]:
 def _json_object(raw: bytes) -> dict[str, Any]:
     try:
         values = json.loads(raw.decode(), parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
-    except RowError:
+    except InputError:
         raise
     except (ValueError, RecursionError) as err:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise RowError(f"this is not JSON: {err}") from err
+        raise InputError(f"this is not JSON: {err}") from err
     if not isinstance(values, dict):
-        raise RowError('a row is an object: {"node.input": value, ...}')
-    wrong = [key for key in values if key != NAME and not _names_an_input(key)]
+        raise InputError('a row is an object: {"node.input": value, ...}')
+    wrong = [key for key in values if key != NAME and not names_an_input(key)]
     if wrong:
-        raise RowError(f"'{wrong[0]}': write node.input, or {NAME}")
+        raise InputError(f"'{wrong[0]}': write node.input, or {NAME}")
     if not isinstance(values.get(NAME, ""), str):
-        raise RowError(f"{NAME} is a text, not {json.dumps(values[NAME])}")
+        raise InputError(f"{NAME} is a text, not {json.dumps(values[NAME])}")
     return values
 
 
 def _refuse_constant(constant: str) -> object:
-    raise RowError(f"{constant} is not a JSON value")
+    raise InputError(f"{constant} is not a JSON value")
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if twice:
-        raise RowError(f"'{twice[0]}' is given twice")
+        raise InputError(f"'{twice[0]}' is given twice")
     return dict(pairs)
-
-
-def _names_an_input(key: str) -> bool:
-    node, dot, socket = key.partition(".")
-    return bool(node and dot and socket)
 
 
 def _row(
@@ -198,13 +188,6 @@ def _distinct(rows: list[Row]) -> list[Row]:
     return distinct
 
 
-Sockets: TypeAlias = Mapping[str, Mapping[str, Socket]]
-"""Inputs of the node classes: class -> name -> input."""
-
-_NESTED = "COMFY_"
-"""Prefix of the types of dynamic inputs, whose nested inputs are called input.nested."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
     """One workflow to queue, and its rows."""
@@ -220,24 +203,10 @@ Planner: TypeAlias = Callable[[Sequence[Row]], list[BatchJob]]
 
 
 def apply_row(workflow: Prompt, row: Row, sockets: Sockets) -> Prompt:
-    """Return a copy of the workflow with the values of the row.
-
-    Ranges and choices are not checked here but by the validation of the workflow. Raises RowError for an unknown node
-    or input, and for text that is not a value of the input's type.
-    """
+    """Return a copy of the workflow with the values of the row. Raises InputError, also for the fault of a row."""
     if row.fault is not None:
-        raise RowError(row.fault)
-    changed: dict[str, Any] = copy.deepcopy(dict(workflow))
-    for key, value in row.values.items():
-        node_id, name = _target(key, workflow)
-        node = changed[node_id]
-        socket = _socket(node, name, sockets.get(node.get("class_type", ""), {}))
-        inputs = node.setdefault("inputs", {})
-        given = _typed(key, value, socket, inputs.get(name)) if row.as_text else value
-        if nested_deeper(given, MOST_NESTED):
-            raise RowError(f"{key}: the value is nested deeper than {MOST_NESTED} levels")
-        inputs[name] = given
-    return changed
+        raise InputError(row.fault)
+    return with_inputs(workflow, row.values, sockets, as_text=row.as_text)
 
 
 def workflow_key(prompt: Prompt, sockets: Sockets) -> str:
@@ -251,49 +220,6 @@ def workflow_key(prompt: Prompt, sockets: Sockets) -> str:
         }
         traits |= node_traits({node_id: {"class_type": node.get("class_type"), "inputs": inputs}}, node_id)
     return json.dumps(traits, sort_keys=True)
-
-
-def _target(key: str, workflow: Prompt) -> tuple[str, str]:
-    """Return the node's id and the name of the input; both may contain dots."""
-    parts = key.split(".")
-    splits = [(".".join(parts[:place]), ".".join(parts[place:])) for place in range(1, len(parts))]
-    for name, socket in splits:
-        try:
-            return find_node(name, workflow), socket
-        except OverrideError:
-            continue
-    try:
-        return find_node(splits[0][0], workflow), splits[0][1]
-    except OverrideError as err:
-        raise RowError(f"{key}: {err}") from err
-
-
-def _socket(node: Mapping[str, Any], name: str, known: Mapping[str, Socket]) -> Socket | None:
-    """Return the class's description of an input; None if only the workflow has the input. Raises RowError."""
-    if name in known:
-        return known[name]
-    above = known.get(name.partition(".")[0])
-    if name in node.get("inputs", {}) or (above is not None and above.io_type.startswith(_NESTED)):
-        return None
-    names = dict.fromkeys((*known, *node.get("inputs", {})))
-    raise RowError(f"{node.get('class_type')} has no input {name}; {names_listed(name, names)}")
-
-
-def _typed(key: str, text: str, socket: Socket | None, before: object) -> object:
-    """Convert a CSV cell to the type of the input or, if that is unknown, of the value in the workflow."""
-    if socket is None and isinstance(before, str):
-        return text
-    if socket is not None and socket.io_type in TYPED_AS_TEXT:
-        # Some choices are numbers.
-        options = socket.options.get("options") or ()
-        return next((option for option in options if text not in options and str(option) == text), text)
-    if socket is not None and socket.io_type == "BOOLEAN" and text.lower() in {"true", "false"}:
-        return text.lower() == "true"  # as spreadsheets write it
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as err:
-        kind = "not a text" if socket is None else socket.io_type
-        raise RowError(f"{key} is {kind}, but '{text}' is not a JSON value: {err}") from err
 
 
 def node_traits(prompt: Prompt, node_id: str) -> dict[str, object]:

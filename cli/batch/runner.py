@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..arguments import StopRequest
-from .backends.base import (
+from .backend import (
     BatchBackend,
     Ended,
     Interrupted,

@@ -18,7 +18,7 @@ from ...bench import (
     Variant,
     describe_machine,
     hardware,
-    held_bytes,
+    memory_bytes,
     summary,
     versions,
 )
@@ -103,7 +103,7 @@ def figures(measured: Sequence[CaseRuns]) -> list[Figures]:
 def _figures(runs: CaseRuns, alone: CaseRuns | None) -> Figures:
     case, counted, first = runs.case, _counted(runs), runs.runs[0]
     wall = _wall(runs)
-    usual = sorted(counted, key=lambda run: run.wall_s)[(len(counted) - 1) // 2]
+    median = sorted(counted, key=lambda run: run.wall_s)[(len(counted) - 1) // 2]
     speedup = None if alone is None else _wall(alone).median / wall.median
     digests = {run.latents for run in runs.runs}
     ranks = sorted({rank for run in counted for rank in run.ranks})
@@ -118,13 +118,13 @@ def _figures(runs: CaseRuns, alone: CaseRuns | None) -> Figures:
         "load_s": first.timeline.first_block_s,
         "generation_s": {"median": wall.median, "least": wall.low, "most": wall.high},
         "total_s": runs.start_s + first.wall_s,
-        "step_s": [step.wall_s for step in usual.timeline.steps],
-        "experts": [step.expert for step in usual.timeline.steps],
+        "step_s": [step.wall_s for step in median.timeline.steps],
+        "experts": [step.expert for step in median.timeline.steps],
         # A rank may be missing in a run: among the worker groups of one stage, a faster one may take all videos.
         "memory": {rank: _memory([run.ranks[rank] for run in counted if rank in run.ranks]) for rank in ranks},
-        "moved_bytes": sum(each.bytes_moved for each in usual.ranks.values()),
-        "gathered_bytes": usual.gathered_bytes,
-        "latents": usual.latents,
+        "moved_bytes": sum(each.bytes_moved for each in median.ranks.values()),
+        "gathered_bytes": median.gathered_bytes,
+        "latents": median.latents,
         "same_latents": None if alone is None else digests == {alone.runs[0].latents},
         "speedup": speedup,
         "efficiency": None if speedup is None else speedup / case.workers,
@@ -150,8 +150,8 @@ def _twin(case: BenchCase) -> tuple[object, int]:
 def _memory(timelines: Sequence[Timeline]) -> Figures:
     """Return the bytes of one worker in the counted runs, and the steps that it computed."""
     steps = [step for each in timelines for step in each.steps]
-    sampled = [nbytes for each in timelines for sample in each.memory if (nbytes := held_bytes(sample)) is not None]
-    held = [nbytes for step in steps if (nbytes := held_bytes(step)) is not None]
+    sampled = [nbytes for each in timelines for sample in each.memory if (nbytes := memory_bytes(sample)) is not None]
+    held = [nbytes for step in steps if (nbytes := memory_bytes(step)) is not None]
     return {
         "peak": max([*sampled, *held], default=0),
         "average": round(mean(sampled or held or [0])),

@@ -50,8 +50,7 @@ class Driver:
     def __init__(self, pool: Pool, ref: WorkersRef, mesh: Mesh, *, follows: Driver | None = None) -> None:
         if mesh.size > len(pool.workers):
             raise ValueError(f"{mesh}: a layout of {mesh.size} workers, but there are {len(pool.workers)}")
-        self.mesh = mesh
-        self._ref, self._follows = ref, follows
+        self.ref, self.mesh, self._follows = ref, mesh, follows
         self._running = threading.Lock()
         layout = replace(mesh, data=1, stage=1)
         self._groups = {
@@ -91,11 +90,11 @@ class Driver:
             log = TaskLog()
             steps = [stage_steps(part, self.mesh.stage) for part in parts]
             experts = _in_one_dtype(experts, self._connect(experts, parts[0].start_step, should_stop))
-            tasks = [RunTask(experts=experts, request=part, policy=policy, paths=self._ref.paths) for part in parts]
+            tasks = [RunTask(experts=experts, request=part, policy=policy, paths=self.ref.paths) for part in parts]
             for group in self._groups.values():
                 group.assign(tasks, log)
             run: StageRun[StepReport] = StageRun(
-                steps, self._groups, [None] * len(parts), max_restarts=self._ref.max_restarts
+                steps, self._groups, [None] * len(parts), max_restarts=self.ref.max_restarts
             )
             reports = run.run(None if on_step is None else lambda *step: on_step(progress.add(*step)), should_stop)
         return log.result(parts[0].step_plan.end_sigma, reports, restarts=run.schedule.lost)
@@ -116,7 +115,7 @@ class Driver:
             if should_stop is not None and should_stop():
                 raise SamplingCancelled(start_step, 0)
         facts = [each for future in connecting for each in future.result()]
-        check_paths(facts, self._ref.paths)
+        check_paths(facts, self.ref.paths)
         return facts
 
     def _connect_group(self, group: Rendezvous, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
@@ -125,13 +124,13 @@ class Driver:
         if former is not None:
             former.disable()
             self._follows = None
-        for _ in range(self._ref.max_restarts):
+        for _ in range(self.ref.max_restarts):
             with suppress(WorkerLostError):
                 return group.connect(paths)
         try:
             return group.connect(paths)
         except WorkerLostError as err:
-            raise RestartLimitError.after(err, self._ref.max_restarts) from err
+            raise RestartLimitError.after(err, self.ref.max_restarts) from err
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

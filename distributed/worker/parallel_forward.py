@@ -180,7 +180,7 @@ def lanes_of_rank(count: int, cfg_rank: int) -> slice:
     return slice(0, half) if cfg_rank == 0 else slice(count - half, count)
 
 
-class GroupForward:
+class GroupForward(ParallelForward):
     """Share of one worker in a group of two or more; see `ParallelForward`."""
 
     alone = False
@@ -238,7 +238,7 @@ class GroupForward:
         return tokens.chunk(shares, dim=1)[self._groups.rank % shares]
 
     def all_reduce_sums(self, sums: torch.Tensor) -> AllReduced:
-        """See `ParallelForward.agreed`.
+        """See `ParallelForward.all_reduce_sums`.
 
         Raises:
             WorkerTimeoutError: a worker did not call within the rendezvous's timeout.

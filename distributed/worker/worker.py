@@ -17,7 +17,7 @@ import torch
 
 from ...devices import auto_dtype, available_bytes, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
 from ...plan import VRAM_RESERVE
-from ...sampling import RunSlice, StepProgress, denoise_part
+from ...sampling import RunSlice, StepProgress, denoise
 from ...schema import VERSION, Mesh, PathMap
 from ...wan import ExpertsRegistry, WanVae, open_pair, open_vae
 from ..messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
@@ -188,7 +188,7 @@ class Worker:
     def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> TaskResult:
         """Compute `task`, and call `on_report` after every step, on the calling thread.
 
-        Raises as `denoise_part` and as opening the experts does, and:
+        Raises as `denoise` and as opening the experts does, and:
             Cancelled: any worker of the group was stopped.
             WorkerTimeoutError: another worker did not respond in time.
             PeerLostError: another worker is gone, or this one has left the rendezvous.
@@ -202,7 +202,7 @@ class Worker:
             sharded, reason = weights.for_run(pair, task.request, task.policy)
             pair.shard(sharded)
             gathered_before = groups.gathered_bytes
-            ended = denoise_part(
+            ended = denoise(
                 pair,
                 task.request,
                 RunSlice(split=group_forward(groups), resume=task.resume, until=task.until),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +18,14 @@ import folder_paths
 import torch
 from comfy_execution.utils import get_executing_context
 
-from ...devices import with_resolved_dtype
-from ...plan import AutoOffload, OffloadJob
+from ...devices import auto_dtype, with_resolved_dtype
+from ...plan import AutoOffload
 from ...sampling import policy_with_cache
-from ...schema import ExpertsRef, OffloadPolicy, Timeline
+from ...schema import ExpertsRef, OffloadPolicy
 from ...telemetry import PhaseRegistry, QueueItemPhases
+from ...wan import ExpertPair, ExpertsRegistry, open_pair, open_text_encoder
 from ..api import HostApi, LoadedExperts, ProgressBar
-from ..auto_policy import AutoPlanner, FreeMemory, PolicyChoice, free_memory, measured_machine
+from ..auto_policy import AutoPlanner, FreeMemory, free_memory, measured_machine, usable_bytes
 from ..folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
@@ -36,15 +36,13 @@ from ..folders import (
     find_model,
     inside,
 )
-from ..run_events import RunEvents, observed, run_settings
 from ..workers import WorkerRegistry
 from .console_line import ConsoleLine
+from .guider_session import GuiderSettings
 from .user_settings import SETTINGS, STRICT, setting_is_on
 
 if TYPE_CHECKING:
-    from ...wan import ExpertPair, ExpertsRegistry
     from .guider import ExpertsGuider
-    from .guider_session import GuiderSettings
     from .patcher import ExpertsPatcher
     from .preview import LatentPreview
     from .server_events import ServerEvents
@@ -94,9 +92,9 @@ class ComfyHost(HostApi):
     """Implements `HostApi` with ComfyUI's folders, devices, memory manager, progress and interrupt."""
 
     def __init__(
-        self, open_pair: Callable[[ExpertsRef], ExpertPair] | None = None, planner: AutoPlanner | None = None
+        self, open_experts: Callable[[ExpertsRef], ExpertPair] = open_pair, planner: AutoPlanner | None = None
     ) -> None:
-        self._open_pair = open_pair
+        self._experts = ExpertsRegistry(open_experts)
         self.planner = planner or AutoPlanner(partial(measured_machine, make_room=self._make_room_for_probes))
         self._gguf = CachedFileNames(GGUF_FILES)
         self._ledgers = PhaseRegistry()
@@ -106,12 +104,6 @@ class ComfyHost(HostApi):
         self._workers_patcher: WorkersPatcher | None = None
         self._patcher: ExpertsPatcher | None = None  # of the open pair
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
-
-    @cached_property
-    def _experts(self) -> ExpertsRegistry:
-        from ...wan import ExpertsRegistry, open_pair
-
-        return ExpertsRegistry(self._open_pair or open_pair)
 
     def name(self) -> str:
         return f"ComfyUI {comfyui_version.__version__}"
@@ -193,9 +185,6 @@ class ComfyHost(HostApi):
 
     def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
         # Not cached here: ComfyUI's node cache does not execute the node again for equal texts.
-        from ...devices import auto_dtype
-        from ...wan import open_text_encoder
-
         device = self.device()
         with open_text_encoder(path, compute_dtype=auto_dtype(device)) as encoder:
             return encoder.encode(texts, device=device)
@@ -216,7 +205,6 @@ class ComfyHost(HostApi):
         It stays valid when other experts are opened. A `flow_shift` of None is ComfyUI's default for Wan. Raises
         ValueError for a policy that does not fit the experts.
         """
-        from ...devices import with_resolved_dtype
         from .patcher import ExpertsModel, ExpertsPatcher
         from .samplers import FlowSampling
 
@@ -265,8 +253,6 @@ class ComfyHost(HostApi):
         return dynamic_bytes()
 
     def make_room(self, wanted: int) -> int:
-        from ..auto_policy import usable_bytes
-
         device = self.device()
         reserved = int(comfy.model_management.minimum_inference_memory())
         comfy.model_management.free_memory(wanted + reserved, device)
@@ -292,38 +278,10 @@ class ComfyHost(HostApi):
     ) -> ExpertsGuider:
         from .guider import ExpertsGuider
 
-        ref = with_resolved_dtype(ref, self.device())
-
-        def choose(job: OffloadJob) -> PolicyChoice:
-            choice = self.choose_policy(ref, policy, job)
-            return replace(choice, policy=policy_with_cache(choice.policy, settings.cache))
-
         # The smallest policy until the first run, which has the sizes that the planner needs.
         first = OffloadPolicy.layerwise() if isinstance(policy, AutoOffload) else policy
-        guider_node = self.executing_node()
-
-        def make_events(
-            experts: Sequence[str], predicted: Timeline | None, first_policy: OffloadPolicy, shape: Sequence[int]
-        ) -> RunEvents:
-            # Called while a sampler node executes; its run is shown at the guider node.
-            return RunEvents(
-                self.announce,
-                prompt_id=self.run_id(),
-                node_id=self.executing_node(),
-                shown_at=guider_node,
-                experts=experts,
-                predicted=predicted,
-                settings=run_settings(ref, policy, first_policy, shape, self.device()),
-            )
-
-        guider = ExpertsGuider(
-            self.patcher(ref, policy_with_cache(first, settings.cache), flow_shift=flow_shift),
-            settings,
-            make_events,
-            partial(observed, self),
-            partial(self.known_machine, ref),
-            choose if isinstance(policy, AutoOffload) else None,
-        )
+        patcher = self.patcher(ref, policy_with_cache(first, settings.cache), flow_shift=flow_shift)
+        guider = ExpertsGuider(self, patcher, settings, policy)
         guider.set_conds(positive, negative)
         return guider
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,8 @@ import comfy.model_management
 import comfy.samplers
 import torch
 
-from ...plan import TRAIN_TIMESTEPS
+from ...plan import TRAIN_TIMESTEPS, AutoOffload
 from ...sampling import (
-    CachedCalls,
     DenoiseRequest,
     LaneInputs,
     ModelCalls,
@@ -21,24 +20,25 @@ from ...sampling import (
     RequestError,
     RunPolicy,
     SamplingCancelled,
+    StepCache,
     check_fits,
     native_inputs,
-    prefetch_embeddings,
+    policy_with_cache,
+    predicted_calls,
     single_entry,
 )
 from ...schema import OffloadPolicy, Timeline
-from ...telemetry import Recorder, TelemetryOptions
+from ...telemetry import Recorder
+from ...wan import ExpertPair
+from ..api import HostApi
 from ..auto_policy import MemoryEstimateInputs, PolicyChoice
 from ..error_names import plainly_named
+from ..run_events import RunEvents, run_settings
 from .guider_session import (
-    ChoosePolicy,
     GuiderRunState,
     GuiderSettings,
     GuiderSteps,
-    KnownMachine,
-    MakeEvents,
     guider_job,
-    predicted_run,
 )
 from .samplers import common_sigma, predicted_sigmas, sampler_name
 
@@ -59,28 +59,23 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     """A CFGGuider whose model is a pair of streamed experts. See `ComfyHost.guider`.
 
     Args:
+        host: chooses an automatic policy before each run, and announces the run.
         patcher: the experts in ComfyUI's memory manager.
         settings: boundary, guidance, cache and context windows.
-        make_events: creates the events of a run.
-        telemetry_options: returns the options of a run.
-        known_machine: returns the stored profile of this machine.
-        choose: chooses the policy before each run; None: the patcher's policy.
+        policy: the requested policy.
     """
 
     def __init__(
         self,
+        host: HostApi,
         patcher: ExpertsPatcher,
         settings: GuiderSettings,
-        make_events: MakeEvents,
-        telemetry_options: Callable[[], TelemetryOptions],
-        known_machine: KnownMachine,
-        choose: ChoosePolicy | None = None,
+        policy: OffloadPolicy | AutoOffload,
     ) -> None:
         super().__init__(patcher)
-        self.settings, self._make_events = settings, make_events
-        self._telemetry_options, self._known_machine = telemetry_options, known_machine
-        self._choose = choose
-        self._choice = PolicyChoice(policy=OffloadPolicy.layerwise())  # placeholder until `_choose` is called
+        self.host, self.settings, self.requested = host, settings, policy
+        self._shown_at = host.executing_node()  # runs execute in a sampler node, but are shown at the guider's
+        self._choice = PolicyChoice(policy=OffloadPolicy.layerwise())  # placeholder until `_choose_policy`
         self.timeline: Timeline | None = None
         """Timeline of the last run, one step per model call."""
         self.recompiled = 0
@@ -101,8 +96,8 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         if latent_image.is_nested:
             raise RequestError("the latent has several parts, but Wan generates only video: use an empty video latent")
         guider_steps = self._guider_steps_of(noise.shape, sigmas)
-        if self._choose is not None and guider_steps.steps > 0:
-            self._choose_policy(self._choose, noise.shape, guider_steps)
+        if isinstance(self.requested, AutoOffload) and guider_steps.steps > 0:
+            self._choose_policy(noise.shape, guider_steps)
         self.model_patcher.model.memory_inputs = MemoryEstimateInputs(
             chunk_tokens=self.model_patcher.policy.chunk_tokens,
             cache=self.settings.cache,
@@ -115,12 +110,13 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     def _guider_steps_of(self, shape: Sequence[int], sigmas: torch.Tensor) -> GuiderSteps:
         return GuiderSteps(settings=self.settings, sigmas=tuple(sigmas.tolist()), frames=shape[2])
 
-    def _choose_policy(self, choose: ChoosePolicy, shape: Sequence[int], guider_steps: GuiderSteps) -> None:
+    def _choose_policy(self, shape: Sequence[int], guider_steps: GuiderSteps) -> None:
         """Choose the policy for one model call per step, before ComfyUI makes room for it."""
         patcher = self.model_patcher
         patcher.model.open(patcher.ref)
         job = guider_job(patcher.model.pair, guider_steps, guider_steps.sigmas[:-1], shape, patcher.load_device)
-        self._choice = choose(job)
+        choice = self.host.choose_policy(patcher.ref, self.requested, job)
+        self._choice = replace(choice, policy=policy_with_cache(choice.policy, self.settings.cache))
         patcher.policy = self._choice.policy
 
     def inner_sample(  # noqa: PLR0913, PLR0917 (ComfyUI's arguments)
@@ -143,7 +139,15 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         run = self._run = self._start_run(noise, denoise_mask, levels, guider_steps, sampler_name(sampler))
         try:
             with run.events:
-                with run.model_calls:
+                with run.model_calls as calls:
+                    if levels:
+                        experts = map(self.settings.expert, levels)
+                        timesteps = [sigma * TRAIN_TIMESTEPS for sigma in levels]
+                        run.inputs.prefetch(
+                            calls.engine,
+                            zip(experts, timesteps, strict=True),
+                            with_negative=guider_steps.needs_negative(levels),
+                        )
                     samples: torch.Tensor = super().inner_sample(
                         *(noise, latent_image, device, sampler, sigmas, denoise_mask, callback, disable_pbar, seed),
                         **more,
@@ -189,39 +193,55 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             revise=self._choice.revise_under(policy),
         )
         run_policy.refuse_without_ram()
-        cached = CachedCalls.of(cache, guider_steps.calls(levels, len(noise)))
-        recorder = Recorder(engine.device, observe=self._telemetry_options())
+        running = None if cache is None else cache.start(guider_steps.calls(levels, len(noise)))
+        recorder = Recorder(engine.device, observe=self.host.telemetry_options())
         model_calls = ModelCalls(
-            engine,
+            run_policy,
             experts,
             recorder=recorder,
             should_stop=comfy.model_management.processing_interrupted,
-            policy=run_policy,
             nag=self.settings.more_guidance.nag,
-            cached=cached,
+            cache=running,
         )
-        inputs = LaneInputs(request, engine.device)
-        timesteps = [sigma * TRAIN_TIMESTEPS for sigma in levels]
-        prefetch_embeddings(
-            engine, inputs, zip(experts, timesteps, strict=True), guided=guider_steps.needs_negative(levels)
-        )
-        predicted = predicted_run(
-            *(pair, policy, guider_steps, levels),
-            known_machine=self._known_machine,
-            engine=engine,
-            shape=noise.shape,
-            cached=cached,
+        predicted = self._predict(pair, policy, guider_steps, levels, noise.shape, running)
+        events = RunEvents(
+            self.host.announce,
+            prompt_id=self.host.run_id(),
+            node_id=self.host.executing_node(),
+            shown_at=self._shown_at,
+            experts=experts,
+            predicted=predicted,
+            settings=run_settings(self.model_patcher.ref, self.requested, policy, noise.shape, device),
         )
         return GuiderRunState(
-            inputs=inputs,
+            inputs=LaneInputs(request, engine.device),
             model_calls=model_calls,
             policy=run_policy,
             recorder=recorder,
-            events=self._make_events(experts, predicted, policy, noise.shape),
+            events=events,
             shape=noise.shape,
             guider_steps=guider_steps,
             sampler=sampler,
         )
+
+    def _predict(
+        self,
+        pair: ExpertPair,
+        policy: OffloadPolicy,
+        guider_steps: GuiderSteps,
+        levels: Sequence[float],
+        shape: Sequence[int],
+        cache: StepCache | None,
+    ) -> Timeline | None:
+        """Simulate calls at `levels` on latents of `shape`; None without calls or without a profile of this machine."""
+        if not levels:
+            return None
+        device = self.model_patcher.load_device
+        job = guider_job(pair, guider_steps, levels, shape, device)
+        if cache is not None:
+            job = replace(job, skipped_steps=cache.skipped)
+        machine = self.host.known_machine(self.model_patcher.ref, job.expert)
+        return None if machine is None else predicted_calls(pair, job, levels, policy, machine=machine, device=device)
 
     def predict_noise(
         self, x: torch.Tensor, timestep: torch.Tensor, model_options: Mapping[str, Any] = {}, seed: int | None = None

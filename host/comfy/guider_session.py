@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 import torch
 
-from ...plan import TRAIN_TIMESTEPS, Machine, OffloadJob, expert_at
+from ...plan import TRAIN_TIMESTEPS, OffloadJob, expert_at
 from ...sampling import (
     NEAR_SIGMA,
-    CachedCalls,
     CacheSettings,
     Guidance,
     LaneInputs,
@@ -20,6 +18,7 @@ from ...sampling import (
     ModelCalls,
     RequestError,
     RunPolicy,
+    StepLanes,
     StepWindows,
     cached_job,
     check_guidance,
@@ -29,12 +28,10 @@ from ...sampling import (
     computed_shape,
     lane_names,
     offload_job,
-    predicted_calls,
 )
-from ...schema import ContextWindows, ExpertShape, OffloadPolicy, Timeline
+from ...schema import ContextWindows
 from ...telemetry import Recorder
-from ...wan import ExpertEngine, ExpertPair
-from ..auto_policy import PolicyChoice
+from ...wan import ExpertPair
 from ..run_events import RunEvents
 
 
@@ -140,7 +137,7 @@ class GuiderSteps:
         """Return the lanes of a call at `level`; a sampler may still read the negative at guidance 1."""
         return lane_names(samples, with_negative=self.scale(level) != 1, windows=self.windows(level))
 
-    def calls(self, levels: Sequence[float], samples: int) -> Mapping[int, tuple[str, Sequence[LaneName]]]:
+    def calls(self, levels: Sequence[float], samples: int) -> StepLanes:
         """Return the expert and the lanes of each future call, by its number."""
         return {call: (self.settings.expert(level), self.lanes(level, samples)) for call, level in enumerate(levels)}
 
@@ -174,16 +171,6 @@ def _near(one: float, other: float) -> bool:
     return abs(one - other) <= NEAR_SIGMA
 
 
-ChoosePolicy: TypeAlias = Callable[[OffloadJob], PolicyChoice]
-"""Chooses the policy of a run; called before each run."""
-
-KnownMachine: TypeAlias = Callable[[ExpertShape], "Machine | None"]
-"""Returns the stored profile of this machine, None without one."""
-
-MakeEvents: TypeAlias = Callable[[Sequence[str], "Timeline | None", OffloadPolicy, Sequence[int]], RunEvents]
-"""Creates the events of a run from its experts by call, its prediction, its policy and the shape of its latents."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GuiderRunState:
     """State of one run, shared by its model calls."""
@@ -212,25 +199,3 @@ def guider_job(
     if any(job.lanes[expert] != count for expert, count in zip(experts, lanes, strict=True)):
         job = replace(job, lanes_of_steps=lanes)
     return cached_job(job, pair, guider_steps.settings.cache)
-
-
-def predicted_run(
-    pair: ExpertPair,
-    policy: OffloadPolicy,
-    guider_steps: GuiderSteps,
-    levels: Sequence[float],
-    *,
-    known_machine: KnownMachine,
-    engine: ExpertEngine,
-    shape: Sequence[int],
-    cached: CachedCalls | None,
-) -> Timeline | None:
-    """Simulate calls at `levels` on latents of `shape`; None without calls or without a profile of this machine."""
-    if not levels:
-        return None
-    device = engine.device
-    job = guider_job(pair, guider_steps, levels, shape, device)
-    if cached is not None:
-        job = replace(job, skipped_steps=cached.skipped)
-    machine = known_machine(job.expert)
-    return None if machine is None else predicted_calls(pair, job, levels, policy, machine=machine, device=device)

@@ -198,9 +198,6 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         assert self.model.policy is not None, "ComfyUI has not loaded the experts"
         return LoadedExperts(pair=self.model.pair, policy=self.model.policy, device=self.load_device)
 
-    def is_dynamic(self) -> bool:
-        return False
-
     def model_size(self) -> int:
         """Return the device bytes that ComfyUI must provide: those of the policy, or the loaded ones if more."""
         pair: ExpertPair = self.model.pair
@@ -211,9 +208,6 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         self.model.count_pins()  # here, because ComfyUI calls this before each of its memory decisions
         pair: ExpertPair = self.model.pair
         return SIZE_WHILE_RUNNING if pair.running else pair.loaded_bytes
-
-    def lowvram_patch_counter(self) -> int:
-        return 0
 
     def pinned_memory_size(self) -> int:
         pinned: int = self.model.pair.pinned_bytes

@@ -26,6 +26,8 @@ class WorkersModel(torch.nn.Module):
 class WorkersPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
     """Entry of the workers in ComfyUI's list of loaded models, from their first run until ComfyUI unloads it.
 
+    Its size is 0, as the model has no parameters: ComfyUI makes no room for it, and unloads it whole.
+
     Args:
         release_memory: releases the workers' weights; returns False during a run, when it cannot.
         load_device: device of this process, which one of the workers shares.
@@ -43,40 +45,6 @@ class WorkersPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         if self.load_device.type == "cuda":
             ours = [entry for entry in management.current_loaded_models if entry.model is self]
             management.free_memory(ALL, self.load_device, keep_loaded=ours)
-
-    def is_dynamic(self) -> bool:
-        return False
-
-    def model_size(self) -> int:
-        """Return 0, so that ComfyUI makes no room: workers check the free memory themselves."""
-        return 0
-
-    def loaded_size(self) -> int:
-        return 0
-
-    def lowvram_patch_counter(self) -> int:
-        return 0
-
-    def pinned_memory_size(self) -> int:
-        return 0
-
-    def model_mmap_residency(self, free: bool = False) -> tuple[int, int]:
-        return 0, 0
-
-    def partially_load(
-        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
-    ) -> int:
-        self.model.device = device_to
-        return 0
-
-    def partially_unload(
-        self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
-    ) -> int:
-        """Return 0, so that ComfyUI detaches this entry."""
-        return 0
-
-    def partially_unload_ram(self, ram_to_unload: float) -> None:
-        """Do nothing: blocks in RAM are shared between workers and released only by `detach`."""
 
     def detach(self, unpatch_all: bool = True) -> WorkersModel:
         """Release the workers' weights, unless `unpatch_all` is False: ComfyUI is about to load them again."""

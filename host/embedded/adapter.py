@@ -8,14 +8,19 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from ...devices import compute_device, free_bytes, with_resolved_dtype
 from ...plan import VRAM_RESERVE
+from ...sampling import SCHEDULES, schedule_sigmas
 from ...schema import Cancelled, ExpertsRef, OffloadPolicy, StateError
+from ...telemetry import QueueItemPhases
+from ...wan import EmbeddingCache, ExpertPair, ExpertsRegistry
 from ..api import HostApi, LoadedExperts, NeedsComfyUIError, ProgressBar, use_host
-from ..auto_policy import AutoPlanner, FreeMemory, free_memory
+from ..auto_policy import AutoPlanner, FreeMemory, free_memory, usable_bytes
 from ..folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
@@ -28,12 +33,6 @@ from ..folders import (
     weight_files,
 )
 from ..workers import WorkerRegistry
-
-if TYPE_CHECKING:
-    import torch
-
-    from ...telemetry import QueueItemPhases
-    from ...wan import EmbeddingCache, ExpertPair, ExpertsRegistry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,20 +82,9 @@ class EmbeddedHost(HostApi):
         self._stop = threading.Event()
         self._temp: Path | None = None
         self._run_id: str | None = None
+        self._experts, self._texts = ExpertsRegistry(), EmbeddingCache()
         self._ledger: QueueItemPhases | None = None
         self.worker_registry = WorkerRegistry()
-
-    @cached_property
-    def _experts(self) -> ExpertsRegistry:
-        from ...wan import ExpertsRegistry
-
-        return ExpertsRegistry()
-
-    @cached_property
-    def _texts(self) -> EmbeddingCache:
-        from ...wan import EmbeddingCache
-
-        return EmbeddingCache()
 
     @contextmanager
     def opened(
@@ -163,8 +151,6 @@ class EmbeddedHost(HostApi):
         return "without ComfyUI"
 
     def device(self) -> torch.device:
-        from ...devices import compute_device
-
         return compute_device(self._device)
 
     def input_names(self) -> list[str]:
@@ -222,8 +208,6 @@ class EmbeddedHost(HostApi):
             raise Cancelled("the run was stopped")
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
-        from ...devices import with_resolved_dtype
-
         return self._experts.get(with_resolved_dtype(ref, self.device()))
 
     def free_experts(self) -> None:
@@ -234,8 +218,6 @@ class EmbeddedHost(HostApi):
 
     def free_memory(self, pair: ExpertPair, evicting: bool) -> FreeMemory:
         # `evicting` makes no difference: this host has no other models.
-        from ...devices import free_bytes
-
         device = self.device()
         return free_memory(pair, device, free=free_bytes(device) or 0, reserved=VRAM_RESERVE)
 
@@ -253,8 +235,6 @@ class EmbeddedHost(HostApi):
             self._on_event(event, payload)
 
     def ledger(self) -> QueueItemPhases:
-        from ...telemetry import QueueItemPhases
-
         if self._run_id is None:
             return QueueItemPhases()
         self._ledger = self._ledger or QueueItemPhases()
@@ -264,8 +244,6 @@ class EmbeddedHost(HostApi):
         return None
 
     def make_room(self, wanted: int) -> int:
-        from ..auto_policy import usable_bytes
-
         if usable_bytes(self.device()) < wanted:
             self.free_experts()
         return usable_bytes(self.device())
@@ -281,13 +259,9 @@ class EmbeddedHost(HostApi):
         )
 
     def schedule_names(self) -> list[str]:
-        from ...sampling import SCHEDULES
-
         return list(SCHEDULES)
 
     def sigmas(self, name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
-        from ...sampling import schedule_sigmas
-
         return schedule_sigmas(name, steps, denoise, flow_shift)
 
     def _report(self, done: int, total: int) -> None:

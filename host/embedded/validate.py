@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from .graph import Prompt, as_link
@@ -21,6 +22,12 @@ Fault: TypeAlias = dict[str, Any]
 """`{"type", "message", "details", "extra_info"}`, ComfyUI's JSON format."""
 
 _CONVERTERS: Mapping[str, Callable[[Any], object]] = {"INT": int, "FLOAT": float, "STRING": str, "BOOLEAN": bool}
+_COMPARED = (*_CONVERTERS, "COMBO")
+"""Types of inputs with generic checks; values of other types are checked only by their nodes."""
+# Options of choices that change while a server runs: nodes with such an input check the file themselves.
+_GROWING = ("image_upload", "video_upload", "audio_upload", "file_upload", "remote")
+NESTED = "COMFY_"
+"""Prefix of the types of dynamic inputs, whose nested inputs are called input.nested."""
 _MAX_LISTED_CHOICES = 20
 _ANY = "*"
 
@@ -40,14 +47,52 @@ class Socket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnCheck:
-    """A node's `validate_inputs`; it replaces the built-in checks of the inputs named in its signature."""
+class NodeRules:
+    """Properties of a node class that its validation needs."""
 
-    names: frozenset[str]
-    everything: bool
+    sockets: Mapping[str, Socket]
+    outputs: Sequence[str]
+    """Types of its outputs."""
+    is_output: bool
+    own: type[ComfyNode] | None
+    """The class itself, if its `validate_inputs` can run here."""
+    elsewhere: frozenset[str] = frozenset()
+    """Inputs with other choices on a server, such as its Ray clusters: checked against those, and hidden from `own`."""
+    others_refused: bool = True
+    """False if a workflow may have inputs that are not among `sockets`, as for ComfyUI, which ignores them."""
 
-    def covers(self, name: str) -> bool:
-        return self.everything or name in self.names
+    @cached_property
+    def own_checked(self) -> frozenset[str]:
+        """Parameters of the class's own check, which replaces the built-in checks of these inputs, if it has one."""
+        bases = self.own.__mro__ if self.own is not None else ()
+        if self.own is None or all("validate_inputs" not in vars(base) for base in bases if base is not ComfyNode):
+            return frozenset()
+        parameters = inspect.signature(self.own.validate_inputs).parameters.values()
+        everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        return frozenset(parameter.name for parameter in parameters).union(self.sockets if everything else ())
+
+    def own_faults(self, inputs: Mapping[str, Any], received: Mapping[str, str]) -> list[Fault]:
+        """Return the faults found by the class's own check. It gets None for inputs that are linked or `elsewhere`."""
+        if self.own is None or not self.own_checked:
+            return []
+        hidden = self.elsewhere | {name for name, value in inputs.items() if as_link(value)}
+        given = {name: None if name in hidden else inputs[name] for name in inputs if name in self.own_checked}
+        types = {"input_types": dict(received)} if "input_types" in self.own_checked else {}
+        result = self.own.validate_inputs(**given, **types)
+        if result is True:
+            return []
+        reason = f" - {result}" if result is not False else ""
+        kind, message = "custom_validation_failed", "Custom validation failed for node"
+        # One fault per input that was passed, as in ComfyUI: the result does not name the wrong one.
+        return [fault(kind, message, name + reason, {"input_name": name}) for name in given | types]
+
+
+def rules_of(node: type[ComfyNode]) -> NodeRules:
+    """Return the rules for a class of this process."""
+    schema = node.define_schema()
+    outputs = [output.io_type for output in schema.outputs]
+    sockets = sockets_of(node.INPUT_TYPES())
+    return NodeRules(sockets=sockets, outputs=outputs, is_output=schema.is_output_node, own=node)
 
 
 def fault(kind: str, message: str, details: str, extra_info: Mapping[str, object] | None = None) -> Fault:
@@ -55,35 +100,22 @@ def fault(kind: str, message: str, details: str, extra_info: Mapping[str, object
     return {"type": kind, "message": message, "details": details, "extra_info": dict(extra_info or {})}
 
 
-def exception_fault(
-    error: Exception,
-    about: Mapping[str, object] | None = None,
-    *,
-    kind: str = "exception_during_validation",
-    message: str = "Exception when validating node",
-) -> Fault:
-    """Return the fault of a node whose validation raised `error`; a node's own check may raise anything."""
-    trace = {"exception_type": type(error).__name__, "traceback": traceback.format_tb(error.__traceback__)}
-    return fault(kind, message, str(error), {**(about or {}), **trace})
+def sockets_of(input_types: Mapping[str, Any]) -> dict[str, Socket]:
+    """Return the inputs described by `INPUT_TYPES()`, or by a server, by name; required ones first.
 
-
-def sockets_of(node: type[ComfyNode]) -> list[Socket]:
-    """Return all inputs of a node, required ones first."""
-    kinds = node.INPUT_TYPES()
-    return [
-        Socket(name=name, io_type=io_type, options=options, required=kind == "required")
-        for kind in ("required", "optional")
-        for name, (io_type, options) in kinds.get(kind, {}).items()
-    ]
-
-
-def own_check(node: type[ComfyNode]) -> OwnCheck | None:
-    """Return the node's own check, or None if it has no `validate_inputs`."""
-    if all("validate_inputs" not in vars(base) for base in node.__mro__ if base is not ComfyNode):
-        return None
-    parameters = inspect.signature(node.validate_inputs).parameters.values()
-    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return OwnCheck(names=frozenset(parameter.name for parameter in parameters), everything=everything)
+    Malformed descriptions, which some packs have, are skipped.
+    """
+    sockets = {}
+    for kind in ("required", "optional"):
+        for name, described in (input_types.get(kind) or {}).items():
+            if not described or not isinstance(described, list | tuple):
+                continue
+            io_type, *rest = described
+            options = dict(rest[0]) if rest and isinstance(rest[0], Mapping) else {}
+            if isinstance(io_type, list):  # the older format of a choice
+                io_type, options = "COMBO", {**options, "options": io_type}
+            sockets[name] = Socket(name=name, io_type=str(io_type), options=options, required=kind == "required")
+    return sockets
 
 
 def names_listed(unknown: str, known: Iterable[str]) -> str:
@@ -93,10 +125,18 @@ def names_listed(unknown: str, known: Iterable[str]) -> str:
     return f"{f'did you mean {near[0]}? ' if near else ''}it has {', '.join(names)}"
 
 
-def unknown_fault(name: str, sockets: Iterable[Socket]) -> Fault:
-    """Return the fault of an input that the node does not have; ComfyUI ignores it, even if the name is mistyped."""
-    details = f"{name}: {names_listed(name, (socket.name for socket in sockets))}"
-    return fault("unknown_input", "Node has no such input", details, {"input_name": name})
+def unknown_faults(inputs: Iterable[str], rules: NodeRules) -> list[Fault]:
+    """Return the faults of inputs that the node does not have; ComfyUI ignores them, even if a name is mistyped."""
+    return [
+        fault(
+            "unknown_input",
+            "Node has no such input",
+            f"{name}: {names_listed(name, rules.sockets)}",
+            {"input_name": name},
+        )
+        for name in inputs
+        if rules.others_refused and name not in rules.sockets
+    ]
 
 
 def missing_fault(socket: Socket) -> Fault | None:
@@ -104,14 +144,6 @@ def missing_fault(socket: Socket) -> Fault | None:
     if not socket.required:
         return None
     return fault("required_input_missing", "Required input is missing", socket.name, {"input_name": socket.name})
-
-
-def link_shape_fault(socket: Socket, value: list[Any]) -> Fault | None:
-    """Return the fault of a list that is not a link."""
-    if len(value) == 2:
-        return None
-    message = "Bad linked input, must be a length-2 list of [node_id, slot_index]"
-    return fault("bad_linked_input", message, socket.name, socket.about(received_value=value))
 
 
 def link_type_fault(socket: Socket, value: list[Any], received: str) -> Fault | None:
@@ -139,6 +171,8 @@ def converted(socket: Socket, value: object) -> tuple[object, Fault | None]:
 
 def value_fault(socket: Socket, value: Any) -> Fault | None:
     """Return the fault of a constant that is out of range or not among the choices."""
+    if socket.io_type not in _COMPARED or any(socket.options.get(key) for key in _GROWING):
+        return None
     about = socket.about(received_value=value)
     low, high = socket.options.get("min"), socket.options.get("max")
     if low is not None and value < low:
@@ -152,21 +186,6 @@ def value_fault(socket: Socket, value: Any) -> Fault | None:
             listed, about["input_config"] = f"(list of length {len(choices)})", None
         return fault("value_not_in_list", "Value not in list", f"{socket.name}: '{value}' not in {listed}", about)
     return None
-
-
-def own_faults(
-    node: type[ComfyNode], check: OwnCheck, inputs: Mapping[str, Any], received: Mapping[str, str]
-) -> list[Fault]:
-    """Return the faults found by the node's own check, which gets None for linked inputs."""
-    given = {name: None if as_link(value) else value for name, value in inputs.items() if check.covers(name)}
-    types = {"input_types": dict(received)} if "input_types" in check.names else {}
-    result = node.validate_inputs(**given, **types)
-    if result is True:
-        return []
-    reason = f" - {result}" if result is not False else ""
-    message = "Custom validation failed for node"
-    # One fault per input that was passed, as in ComfyUI: the result does not name the wrong one.
-    return [fault("custom_validation_failed", message, name + reason, {"input_name": name}) for name in given | types]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,10 +220,6 @@ class InvalidWorkflowError(ValueError):
         self.verdict = verdict
 
 
-class DanglingLinkError(LookupError):
-    """A link points to a node or an output that does not exist."""
-
-
 def validate_prompt(prompt: Prompt | None, nodes: Mapping[str, type[ComfyNode]]) -> Verdict:
     """Validate a workflow of `nodes` (by id). Never raises for a fault of the workflow."""
     if prompt is None:
@@ -213,10 +228,16 @@ def validate_prompt(prompt: Prompt | None, nodes: Mapping[str, type[ComfyNode]])
         class_type = node.get("class_type")
         if not isinstance(class_type, str) or class_type not in nodes:
             return _refused(prompt, _missing_node(node_id, node))
-    outputs = [node_id for node_id, node in prompt.items() if nodes[node["class_type"]].define_schema().is_output_node]
+    classes = {node["class_type"] for node in prompt.values()}
+    return validate_nodes(prompt, {name: rules_of(nodes[name]) for name in classes})
+
+
+def validate_nodes(prompt: Prompt, rules: Mapping[str, NodeRules]) -> Verdict:
+    """Validate a workflow by the rules of all its classes. Never raises for a fault of the workflow."""
+    outputs = [node_id for node_id, node in prompt.items() if rules[node["class_type"]].is_output]
     if not outputs:
         return _refused(prompt, fault("prompt_no_outputs", "Prompt has no outputs", ""))
-    return _Walk(prompt, nodes).verdict(outputs)
+    return _Walk(prompt, rules).verdict(outputs)
 
 
 def _refused(prompt: Prompt, error: Fault) -> Verdict:
@@ -235,8 +256,8 @@ def _missing_node(node_id: str, node: Mapping[str, Any]) -> Fault:
 class _Walk:
     """Depth-first walk from the outputs to their sources; each node is validated once."""
 
-    def __init__(self, prompt: Prompt, nodes: Mapping[str, type[ComfyNode]]) -> None:
-        self._nodes = nodes
+    def __init__(self, prompt: Prompt, rules: Mapping[str, NodeRules]) -> None:
+        self._rules = rules
         self._prompt = {
             node_id: {**node, "inputs": dict(node["inputs"])} if "inputs" in node else node
             for node_id, node in prompt.items()
@@ -250,7 +271,7 @@ class _Walk:
         good: list[str] = []
         node_errors: dict[str, dict[str, Any]] = {}
         for output in outputs:
-            if self._validate(output, "exception_during_validation", "Exception when validating node", {}):
+            if self._validate(output, {}):
                 good.append(output)
                 continue
             for node_id, faults in self._faults.items():
@@ -264,8 +285,8 @@ class _Walk:
         details = [f"{found['message']}: {found['details']}" for found in of_outputs] + self._cycles
         return fault("prompt_outputs_failed_validation", "Prompt outputs failed validation", "\n".join(details))
 
-    def _validate(self, node_id: str, kind: str, message: str, about: Mapping[str, object]) -> bool:
-        """Return True if a node and all its sources are valid; an exception becomes the node's fault of this kind."""
+    def _validate(self, node_id: str, about: Mapping[str, object]) -> bool:
+        """Return True if a node and all its sources are valid. `about` describes the link to it, if there is one."""
         if node_id in self._path:
             cycle = [*self._path[self._path.index(node_id) :], node_id]
             self._cycles.append(f"Dependency cycle detected: {' -> '.join(cycle)}")
@@ -275,7 +296,10 @@ class _Walk:
             try:
                 faults, sources_valid = self._inspect(node_id)
             except Exception as err:  # noqa: BLE001 (a node's own check may raise anything; it is reported)
-                faults, sources_valid = [exception_fault(err, about, kind=kind, message=message)], False
+                inner, node = ("inner_", "inner node") if about else ("", "node")
+                trace = {"exception_type": type(err).__name__, "traceback": traceback.format_tb(err.__traceback__)}
+                kind, message = f"exception_during_{inner}validation", f"Exception when validating {node}"
+                faults, sources_valid = [fault(kind, message, str(err), {**about, **trace})], False
             self._path.pop()
             self._valid[node_id] = sources_valid and not faults
             if faults:
@@ -284,51 +308,45 @@ class _Walk:
 
     def _inspect(self, node_id: str) -> tuple[list[Fault], bool]:
         """Return the node's own faults, and True if all its sources are valid; converts its constants in place."""
-        node = self._nodes[self._prompt[node_id]["class_type"]]
+        rules = self._rules[self._prompt[node_id]["class_type"]]
         inputs = self._prompt[node_id]["inputs"]
-        check = own_check(node)
-        sockets = sockets_of(node)
-        names = {socket.name for socket in sockets}
-        faults: list[Fault] = [unknown_fault(name, sockets) for name in inputs if name not in names]
+        faults = unknown_faults(inputs, rules)
         received: dict[str, str] = {}
         sources_valid = True
-        for socket in sockets:
-            value = inputs.get(socket.name)
+        for name, socket in rules.sockets.items():
+            if socket.io_type.startswith(NESTED):
+                continue
+            value = inputs.get(name)
             found: Fault | None = None
-            if socket.name not in inputs:
+            if name not in inputs:
                 found = missing_fault(socket)
             elif not isinstance(value, list):
-                inputs[socket.name], found = converted(socket, value)
-                if found is None and not (check and check.covers(socket.name)):
-                    found = value_fault(socket, inputs[socket.name])
-            elif (found := link_shape_fault(socket, value)) is None:
-                received[socket.name] = self._linked_type(socket, value)
-                if not (check and "input_types" in check.names):
-                    found = link_type_fault(socket, value, received[socket.name])
-                if found is None and not self._source_valid(socket, value):
+                inputs[name], found = converted(socket, value)
+                if found is None and name not in rules.own_checked - rules.elsewhere:
+                    found = value_fault(socket, inputs[name])
+            elif len(value) != 2:
+                malformed = "Bad linked input, must be a length-2 list of [node_id, slot_index]"
+                found = fault("bad_linked_input", malformed, name, socket.about(received_value=value))
+            else:
+                received[name] = self._linked_type(socket, value)
+                if "input_types" not in rules.own_checked:
+                    found = link_type_fault(socket, value, received[name])
+                if found is None and not self._validate(value[0], socket.about(linked_node=value)):
                     sources_valid = False
             faults += [found] if found else []
-        if check:
-            faults += own_faults(node, check, inputs, received)
-        return faults, sources_valid
+        return faults + rules.own_faults(inputs, received), sources_valid
 
     def _linked_type(self, socket: Socket, link: list[Any]) -> str:
-        """Return the type of the linked output. Raises DanglingLinkError."""
+        """Return the type of the linked output. Raises LookupError."""
         source, index = link
         if not isinstance(source, str) or source not in self._prompt:
-            raise DanglingLinkError(f"'{socket.name}' is linked to node '{source}', which is not in the workflow")
+            raise LookupError(f"'{socket.name}' is linked to node '{source}', which is not in the workflow")
         class_type = self._prompt[source]["class_type"]
-        outputs = self._nodes[class_type].define_schema().outputs
+        outputs = self._rules[class_type].outputs
         # ComfyUI indexes a Python list, so -1 is a valid index of the last output.
         if not isinstance(index, int) or not -len(outputs) <= index < len(outputs):
             count = len(outputs)
-            raise DanglingLinkError(
+            raise LookupError(
                 f"'{socket.name}' is linked to output {index} of node '{source}' ({class_type}), which has {count}"
             )
-        return outputs[index].io_type
-
-    def _source_valid(self, socket: Socket, link: list[Any]) -> bool:
-        about = socket.about(linked_node=link)
-        return self._validate(
-            link[0], "exception_during_inner_validation", "Exception when validating inner node", about
-        )
+        return outputs[index]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
-from ...host import current_host, inside, observed
+from ...host import current_host, inside
 from ...sampling import (
+    Calibration,
     MagTable,
     RequestError,
     SamplingCancelled,
     StepProgress,
     calibrate,
-    calibration_bytes,
-    calibration_job,
+    request_job,
+    working_bytes,
 )
 from ...schema import VERSION
 from .run_experts import SamplerRun
@@ -79,9 +81,11 @@ def calibrate_run(run: SamplerRun, *, node_id: str | None) -> MagTable:
         RequestError: the run cannot be measured.
     """
     pair = current_host().experts(run.experts)
-    request, job = run.request, calibration_job(pair, run.request, current_host().device())
+    request = replace(run.request, cache=Calibration())
+    job = request_job(pair, request, current_host().device())
     choice = current_host().choose_policy(run.experts, run.requested, job)
-    needed = calibration_bytes(pair, request, chunk_tokens=choice.policy.chunk_tokens)
+    chunk = choice.policy.chunk_tokens
+    needed = working_bytes(pair, request.computed_shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache)
     pair, policy, device = current_host().load_experts(run.experts, choice.policy, working_bytes=needed)
     progress = current_host().progress(len(request.step_plan.steps), node_id)
 
@@ -97,7 +101,7 @@ def calibrate_run(run: SamplerRun, *, node_id: str | None) -> MagTable:
             source=_source(run),
             on_step=on_step,
             should_stop=current_host().should_stop,
-            observe=observed(current_host()),
+            observe=current_host().telemetry_options(),
         )
     except SamplingCancelled:
         current_host().raise_if_stopped()

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...devices import insufficient_ram
+from ...distributed import DecodeTask, decode_in_shared_tiles, tiles_by_memory
 from ...host import OutputFile, ProgressBar, current_host
 from ...schema import PIXELS_PER_LATENT, WorkersRef, format_need, format_size
 from ...wan import (
@@ -85,8 +86,6 @@ def decode_shared(
     Raises:
         Exception: the errors of `tiles_by_memory`, of `decode_in_shared_tiles` and of starting the workers.
     """
-    from ...distributed import DecodeTask, decode_in_shared_tiles, tiles_by_memory
-
     notes: list[str] = []
 
     def add_note(note: str) -> None:

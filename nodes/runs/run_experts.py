@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
+
+import torch
 
 from ...devices import with_resolved_dtype
 from ...distributed import part_sizes
-from ...host import RunEvents, SharedRun, current_host, observed, run_settings
-from ...plan import AutoOffload
+from ...host import RunEvents, SharedRun, current_host, run_settings
+from ...plan import AutoOffload, OffloadJob
 from ...sampling import (
     DenoiseRequest,
     DenoiseResult,
@@ -24,15 +26,9 @@ from ...sampling import (
     working_bytes,
 )
 from ...schema import ExpertsRef, OffloadPolicy, Timeline, WorkersRef
+from ...wan import ExpertPair
 
-if TYPE_CHECKING:
-    import torch
-
-    from ...plan import OffloadJob
-    from ...wan import ExpertPair
-
-
-OnStep: TypeAlias = "Callable[[StepProgress], None]"
+OnStep: TypeAlias = Callable[[StepProgress], None]
 
 
 class RunResult(NamedTuple):
@@ -77,6 +73,7 @@ def prepare_here(
     predicted = None if machine is None else predicted_timeline(pair, request, policy, machine=machine, device=device)
 
     def compute(on_step: OnStep) -> RunResult:
+        options = current_host().telemetry_options()
         result = denoise(
             pair,
             request,
@@ -85,7 +82,7 @@ def prepare_here(
             on_step=on_step,
             should_stop=current_host().should_stop,
             revise=choice.revise_under(policy),
-            observe=observed(current_host()) if traces is None else replace(observed(current_host()), trace=traces),
+            observe=options if traces is None else replace(options, trace=traces),
         )
         return RunResult(result.with_note(choice.reason), {})
 
@@ -105,7 +102,7 @@ def prepare_shared(
         MeshError: the layout does not suit the run.
         Exception: any error of starting the workers.
     """
-    run = SharedRun(workers=workers, job=job, videos=request.batch, asked=requested)
+    run = SharedRun(workers=workers, job=job, videos=request.batch, requested=requested)
     plan = current_host().plan_workers(run, ref)
     driver = current_host().workers(workers, plan.mesh)
 

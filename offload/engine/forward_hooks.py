@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...plan import Visit
 from ...schema import StateError
+from .block_pool import Stacks
 from .run import EngineRun, VisitContext
-
-Stacks: TypeAlias = Mapping[str, Sequence[nn.Module]]
-"""Blocks in their order, by the name of their stack."""
 
 
 class ForwardHooks:

@@ -10,7 +10,6 @@ import atexit
 from collections import deque
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from ...devices import Clock, DeviceEvent, clock_for
 from ...plan import IMMEDIATE, KEPT, Fetch, RunPrograms, Visit
@@ -19,11 +18,9 @@ from ...telemetry import BlockArrival, Ranges, Recorder, ranged
 from ..host_memory.ram_run import RamRun
 from ..sharding.group import GATHERS_AHEAD, GatheringState, StoppedTogether
 from ..transfers.base import BlockCopy, PendingBlock
+from .block_pool import BlockPool
 from .buffers import BlockBuffer
 from .threads import RunStopped, RunThread, ThreadSync
-
-if TYPE_CHECKING:
-    from .engine import OffloadEngine
 
 PACE = 2
 """Visits that the host may be ahead of the device: enough to hide launches, few enough to cancel within two blocks."""
@@ -38,16 +35,16 @@ class EngineRun:
         fetched: fetches that were issued so far. A completed run has issued those of the program, in their order.
     """
 
-    def __init__(self, engine: OffloadEngine, programs: RunPrograms, recorder: Recorder | None) -> None:
+    def __init__(self, pool: BlockPool, programs: RunPrograms, recorder: Recorder | None) -> None:
         self.programs = programs
         self.program = programs.device
         self.fetched: list[Fetch] = []
-        self._engine = engine
+        self._pool = pool
         self._ranges: Ranges | None = None if recorder is None else recorder.ranges
         self._range: int | None = None  # profiler range of the current visit
-        self._ram = RamRun(engine.ram, programs.ram, engine.block_source, recorder)
+        self._ram = RamRun(pool.ram, programs.ram, pool.block_source, recorder)
         self._recorder = recorder
-        self._clock: Clock = recorder.clock if recorder is not None else clock_for(engine.device)
+        self._clock: Clock = recorder.clock if recorder is not None else clock_for(pool.device)
         self._sync = ThreadSync()
         self._thread = RunThread("wanstream-fetch", self._fetch_all, failed=self._sync.end_issuing)
         self._pending_blocks: list[PendingBlock | None] = [None] * len(self.program.fetches)
@@ -66,7 +63,7 @@ class EngineRun:
         return self._ram.reads
 
     def __enter__(self) -> EngineRun:
-        self._engine.claim()
+        self._pool.claim()
         try:
             self._start()
         except BaseException:
@@ -83,18 +80,18 @@ class EngineRun:
         assert not completed or self._ram.is_whole, "the reads differ from the program"
 
     def _start(self) -> None:
-        engine = self._engine
-        engine.check_size(self.programs)
-        if engine.gathering is not None:
-            engine.gathering.begin(self.program)
-        engine.restore_buffers(self.program)
-        for buffer in engine.buffers:
+        pool = self._pool
+        pool.check_size(self.programs)
+        if pool.gathering is not None:
+            pool.gathering.begin(self.program)
+        pool.restore_buffers(self.program)
+        for buffer in pool.buffers:
             key = self.program.initial.get(buffer.index)
             if key is not None:
                 buffer.keep(key)
-        engine.backend.begin_run()
+        pool.backend.begin_run()
         if self._recorder is not None:
-            self._recorder.begin_run(lambda: engine.pinned_bytes)
+            self._recorder.begin_run(lambda: pool.pinned_bytes)
         # The first fetches wait for this event: work issued before this run may still read the buffers.
         self._origin = self._clock.mark()
         self._running = True
@@ -112,19 +109,19 @@ class EngineRun:
                 if in_sync and self._stops_early:
                     self._settle_issued()
             finally:  # even if interrupted again: later copies must not overwrite buffers that visits still read
-                self._engine.backend.end_run()
+                self._pool.backend.end_run()
         finally:
-            for buffer in self._engine.buffers:
+            for buffer in self._pool.buffers:
                 buffer.end_run()
-            if self._engine.gathering is not None and self._engine.gathering.state is GatheringState.BROKEN:
-                self._engine.drop_buffers()  # an aborted gather may still write to them
+            if self._pool.gathering is not None and self._pool.gathering.state is GatheringState.BROKEN:
+                self._pool.drop_buffers()  # an aborted gather may still write to them
             self._ram.end()
             if self._recorder is not None:
                 self._recorder.end_run()
             self._close_range()
             self._pending_blocks.clear()
-            self._engine.unbind_all()
-            self._engine.release()
+            self._pool.unbind_all()
+            self._pool.release()
 
     def _end_threads(self, *, in_sync: bool = False) -> None:
         """End both threads, and wait for them even after a second interrupt: until then they may write into buffers.
@@ -132,7 +129,7 @@ class EngineRun:
         If ranks gather and stop `in_sync`, the fetch thread first issues all gathers that the visits so far allow, so
         that all ranks have issued the same ones.
         """
-        gathering = self._engine.gathering
+        gathering = self._pool.gathering
         try:
             if gathering is not None and in_sync:
                 self._sync.end_visits()
@@ -170,7 +167,7 @@ class EngineRun:
                 pending.decode()
                 ready = self._clock.mark()
             self._record_arrival(number, pending, (requested, arrived, ready))
-            buffer = self._engine.buffers[fetch.buffer]
+            buffer = self._pool.buffers[fetch.buffer]
             buffer.acquire(fetch.block)
             buffer.release(last=True)
 
@@ -182,7 +179,7 @@ class EngineRun:
         requested, arrived, ready = events
         key = self.program.fetches[number].block
         decoded = (arrived, ready) if pending.decode is not None else pending.decoded
-        nbytes, read = self._engine.fetch_bytes(key), self._ram.read_for(number)
+        nbytes, read = self._pool.fetch_bytes(key), self._ram.read_for(number)
         self._recorder.record_arrival(
             BlockArrival(key.block, nbytes, requested, arrived, read, pending.copied, decoded)
         )
@@ -224,9 +221,9 @@ class EngineRun:
             ready = self._clock.mark()
         if pending is not None:
             self._record_arrival(fetch, pending, (requested, arrived, ready))
-        buffer = self._engine.buffers[program.visit_buffer[number]]
+        buffer = self._pool.buffers[program.visit_buffer[number]]
         buffer.acquire(key)
-        self._engine.bind(key, buffer)
+        self._pool.bind(key, buffer)
         return buffer, requested, arrived, ready
 
     def end(self, buffer: BlockBuffer, requested: DeviceEvent, arrived: DeviceEvent, ready: DeviceEvent) -> None:
@@ -245,7 +242,7 @@ class EngineRun:
         if self._range is not None:
             self._close_range()
         if last:
-            self._engine.unbind(visit.key)
+            self._pool.unbind(visit.key)
 
     def _close_range(self) -> None:
         if self._range is not None:
@@ -275,21 +272,21 @@ class EngineRun:
 
     def _fetch(self, number: int, fetch: Fetch) -> None:
         slot = self._ram.take(number)
-        if self._engine.gathering is not None and number >= GATHERS_AHEAD:
+        if self._pool.gathering is not None and number >= GATHERS_AHEAD:
             self._sync.await_released(self.program.fetches[number - GATHERS_AHEAD].needed_by)
         # The end of visit `start_after` must be recorded before a stream can wait for it.
         self._sync.await_released(fetch.start_after)
         after = self._origin if fetch.start_after == IMMEDIATE else self._visit_ends.pop(fetch.start_after)
-        buffer = self._engine.buffers[fetch.buffer]
+        buffer = self._pool.buffers[fetch.buffer]
         buffer.begin_fill(fetch.block)
         if slot is None:
             key, stored = fetch.block, None
-            self._ram.read_straight(number, key, buffer.memory[: self._engine.formats[key].stored.nbytes])
+            self._ram.read_straight(number, key, buffer.memory[: self._pool.formats[key].stored.nbytes])
         else:
             assert slot.key is not None, f"slot {slot.index} was taken, but it is empty"
             key, stored = slot.key, slot.memory
         copy = BlockCopy(key, stored, buffer.memory, after, partial(self._ram.leave, number))
-        self._pending_blocks[number] = self._engine.backend.copy_in(copy)
+        self._pending_blocks[number] = self._pool.backend.copy_in(copy)
         buffer.issued()
         self.fetched.append(fetch._replace(block=key, buffer=buffer.index))
         self._sync.note_issued(number)

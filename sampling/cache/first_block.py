@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from ...schema import OUTPUT_TOKENS
 from ...wan import SkipDecision
-from ..loop.lanes import LaneName, count_texts
 from ..loop.parallel import ParallelForward
+from .base import CachedPass, LaneName, StepCache, count_texts
 
 
 class _LaneState(NamedTuple):
@@ -24,20 +24,16 @@ class _LaneState(NamedTuple):
     """Residual of all other blocks."""
 
 
-class FirstBlockSteps:
-    """First-block cache of a run; see `StepCache`.
+class FirstBlockSteps(StepCache):
+    """First-block cache of a run.
 
     Lanes are found by their names; a context window without residuals from an earlier step is computed.
     """
 
     def __init__(self, threshold: float, split: ParallelForward) -> None:
-        self._threshold, self._split = threshold, split
-        self._kept: dict[LaneName, _LaneState] = {}
+        self.threshold, self.split = threshold, split
+        self.kept: dict[LaneName, _LaneState] = {}
         self._texts: tuple[str, int] | None = None
-
-    def known_skips(self, steps: Mapping[int, tuple[str, Sequence[LaneName]]]) -> frozenset[int]:
-        """See `StepCache.known_skips`: none, as every step computes its first block to decide."""
-        return frozenset()
 
     def begin(
         self, step: int, expert: str, lanes: Sequence[LaneName], own: Sequence[LaneName], model: torch.nn.Module
@@ -45,39 +41,24 @@ class FirstBlockSteps:
         """See `StepCache.begin`."""
         texts = expert, count_texts(lanes)
         if self._texts != texts:
-            self._kept.clear()
+            self.kept.clear()
             self._texts = texts
         # Residuals of this step or a later one are those of a failed attempt: without them, a repeated step decides as
         # the first attempt did.
-        for name in [name for name, kept in self._kept.items() if kept.step >= step or name not in own]:
-            del self._kept[name]
-        return FirstBlockPass(step, own, self._kept, self._threshold, self._split)
+        for name in [name for name, kept in self.kept.items() if kept.step >= step or name not in own]:
+            del self.kept[name]
+        return FirstBlockPass(self, step, own)
 
 
-class FirstBlockPass:
+class FirstBlockPass(CachedPass):
     """Forward pass of one step; see `BlockCache`."""
 
-    whole = False
-
-    def __init__(
-        self,
-        step: int,
-        names: Sequence[LaneName],
-        kept: dict[LaneName, _LaneState],
-        threshold: float,
-        split: ParallelForward,
-    ) -> None:
-        self._step, self._names, self._kept = step, names, kept
-        self._threshold, self._split = threshold, split
+    def __init__(self, cache: FirstBlockSteps, step: int, names: Sequence[LaneName]) -> None:
+        self._step, self._names = step, names
+        self._kept, self._threshold, self._split = cache.kept, cache.threshold, cache.split
         self._added: dict[int, torch.Tensor] = {}
         self._after_first: dict[int, torch.Tensor] = {}
         self._sums: list[torch.Tensor] = []
-        self.skipped_lanes = 0
-        self.skips_rest = False
-
-    def skip_all(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
-        """See `BlockCache.without_blocks`."""
-        raise AssertionError("a first-block cache computes the first block in every step")
 
     def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
         """See `BlockCache.entered`."""
@@ -106,7 +87,7 @@ class FirstBlockPass:
         return SkipDecision(going, visits)
 
     def skip_rest(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
-        """See `BlockCache.from_first`."""
+        """See `BlockCache.skip_rest`."""
         return hidden + self._kept[self._names[lane]].rest
 
     def ended(self, lane: int, hidden: torch.Tensor) -> None:

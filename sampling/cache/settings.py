@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from ...plan import SkipRule
 from ...schema import OffloadPolicy
 from ..errors import RequestError
+from ..loop.parallel import LOCAL_FORWARD, ParallelForward
+from .base import StepCache, StepLanes
+from .first_block import FirstBlockSteps
 from .mag_table import MagTable
+from .magcache import Calibration, MagSteps, known_skips
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +25,10 @@ class FirstBlockCache:
     of diffusers' First Block Cache, except that an equal distance computes, so that a threshold of 0 skips nothing.
     """
 
+    # Two from step to step; a third while other lanes are in the first block: the present residual of that block.
+    cached_states: ClassVar[int] = 3
+    """Most tensors that the cache keeps for a lane at a time, each of the size of its hidden state."""
+
     threshold: float = 0.05
     """At least 0; another value raises RequestError."""
 
@@ -29,27 +37,23 @@ class FirstBlockCache:
             raise RequestError(f"the cache's threshold is {self.threshold}: give 0 (skips nothing) or more")
 
     @property
-    def cached_states(self) -> int:
-        """Most tensors that the cache keeps for a lane at a time, each of the size of its hidden state."""
-        # Two from step to step; a third while other lanes are in the first block: the present residual of that block.
-        return 3
-
-    @property
     def words(self) -> str:
         return f"first block, threshold {self.threshold:g}"
+
+    def start(self, steps: StepLanes, split: ParallelForward = LOCAL_FORWARD) -> StepCache:
+        """Return a new cache for a run of these steps."""
+        return FirstBlockSteps(self.threshold, split)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MagCache:
     """MagCache: the skipped steps are known before the run, from a calibrated table; see `SkipRule`."""
 
+    cached_states: ClassVar[int] = 1
+    """See `FirstBlockCache.cached_states`."""
+
     table: MagTable
     rule: SkipRule
-
-    @property
-    def cached_states(self) -> int:
-        """See `FirstBlockCache.kept_states`."""
-        return 1
 
     @property
     def words(self) -> str:
@@ -59,8 +63,12 @@ class MagCache:
             f"{rule.retention:g}; {self.table.source}"
         )
 
+    def start(self, steps: StepLanes, split: ParallelForward = LOCAL_FORWARD) -> StepCache:
+        """See `FirstBlockCache.start`."""
+        return MagSteps(self.table, known_skips(self.table, self.rule, steps), split)
 
-CacheSettings: TypeAlias = FirstBlockCache | MagCache
+
+CacheSettings: TypeAlias = FirstBlockCache | MagCache | Calibration
 
 
 def policy_with_cache(policy: OffloadPolicy, cache: CacheSettings | None) -> OffloadPolicy:

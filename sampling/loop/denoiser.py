@@ -12,16 +12,16 @@ import torch
 from ...schema import StepRecord, Timeline
 from ...telemetry import Recorder
 from ...wan import WAN22, ExpertEngine
-from ..cache.base import CachedCalls, StepCache, step_cache
-from ..errors import NonFiniteLatentError
+from ..cache.base import LaneName
+from ..errors import NonFiniteLatentError, RequestError
 from ..inputs.mask import MaskedPart
-from ..inputs.request import DenoiseRequest
+from ..inputs.request import DenoiseRequest, StepPlan
 from ..schedules import PURE_NOISE, step_seeds
-from ..solvers import Solver, make_solver
-from .lanes import LaneInputs, LaneName, names_at, prefetch_embeddings, windows_at
+from ..solvers import Solver
+from .lanes import LaneInputs, names_at, windows_at
 from .model_calls import ModelCalls
 from .oom_fallback import RunPolicy
-from .parallel import Compute, RunSlice, RunState, remaining_steps
+from .parallel import Compute, RunSlice, RunState
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,19 +63,19 @@ class Denoiser:
         part: RunSlice,
         policy: RunPolicy,
         recorder: Recorder,
-        cache: StepCache | None = None,
     ) -> None:
         device = policy.device
         self.step_plan = request.step_plan
-        self._range = remaining_steps(self.step_plan, part.resume, part.until)
+        self._range = _remaining_steps(self.step_plan, part.resume, part.until)
         self._steps = [(step, self.step_plan.experts[step]) for step in self._range]
         self._request, self._policy = request, policy
         self._recorder = recorder
         self._inputs = LaneInputs(request, device)
         self._masked = _masked_part(request, device)
-        self._cache = cache or step_cache(request.cache, part.split)
+        cache = request.cache
+        self._cache = None if cache is None else cache.start(self._step_lanes(), part.split)
         seeds = step_seeds(request.noise, request.latent)
-        self._solver = make_solver(request.solver, self.step_plan.schedule, request.start_step, seeds=seeds)
+        self._solver = Solver(request.solver, self.step_plan.schedule, request.start_step, seeds=seeds)
         if part.resume is None:
             self.latents = _starting_latents(request, self.step_plan.start_sigma).to(device)
         else:
@@ -93,18 +93,14 @@ class Denoiser:
 
     def run(self, on_step: Callable[[StepProgress], None] | None, should_stop: Callable[[], bool] | None) -> None:
         """Compute all remaining steps; see `denoise` for both callbacks."""
-        cached = None
-        if self._cache is not None:
-            cached = CachedCalls(cache=self._cache, skipped=self._cache.known_skips(self._step_lanes()))
         calls = ModelCalls(
-            None,
+            self._policy,
             [expert for _, expert in self._steps],
             recorder=self._recorder,
             first_step=self._range.start,
             should_stop=should_stop,
-            policy=self._policy,
             nag=self._request.nag,
-            cached=cached,
+            cache=self._cache,
         )
         with calls:
             if self._steps:
@@ -121,9 +117,10 @@ class Denoiser:
         timesteps = self.step_plan.schedule.timesteps
         nag = self._request.nag is not None
         with_negative = {expert for step, expert in self._steps if nag or self.step_plan.guidance[step] != 1}
-        guided = {expert: expert in with_negative for _, expert in self._steps}
-        prefetch_embeddings(
-            engine, self._inputs, ((expert, timesteps[step]) for step, expert in self._steps), guided=guided
+        self._inputs.prefetch(
+            engine,
+            ((expert, timesteps[step]) for step, expert in self._steps),
+            with_negative={expert: expert in with_negative for _, expert in self._steps},
         )
 
     def _step_lanes(self) -> dict[int, tuple[str, Sequence[LaneName]]]:
@@ -177,6 +174,22 @@ class Denoiser:
 
 def _state(next_step: int, result: _StepResult) -> RunState:
     return RunState(next_step=next_step, latents=result.latents.to("cpu", copy=True), history=result.solver.history())
+
+
+def _remaining_steps(step_plan: StepPlan, resume: RunState | None, until: int | None) -> range:
+    """Return the steps from `resume`, or else the first one, to before `until`, or else to the last one.
+
+    Raises:
+        RequestError: the state or the end does not belong to this step plan.
+    """
+    first = step_plan.start_step if resume is None else resume.next_step
+    end = step_plan.steps.stop if until is None else until
+    if not step_plan.start_step <= first <= end <= step_plan.steps.stop:
+        raise RequestError(
+            f"steps {first} to {end} of a run that takes steps {step_plan.start_step} to {step_plan.steps.stop}: "
+            "continue from a state of the same request, and end where that ends or before"
+        )
+    return range(first, end)
 
 
 def _starting_latents(request: DenoiseRequest, sigma: float) -> torch.Tensor:

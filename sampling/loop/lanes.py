@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
 from ...wan import ExpertEngine, Lane, frame_timesteps
+from ..cache.base import LaneName
 from ..context_windows import StepWindows
 from ..inputs.checks import Texts
 from ..inputs.request import DenoiseRequest
-
-
-class LaneName(NamedTuple):
-    """Name of a lane: in every step, the same name means the same piece of the same video under the same text."""
-
-    side: int
-    """0: positive text; 1: negative text."""
-    sample: int
-    frames: tuple[int, ...] | None = None
-    """Latent frames of the context window; None: the whole video."""
 
 
 def lane_names(samples: int, *, with_negative: bool, windows: StepWindows | None = None) -> tuple[LaneName, ...]:
@@ -28,16 +18,6 @@ def lane_names(samples: int, *, with_negative: bool, windows: StepWindows | None
     pieces = (None,) if windows is None else windows.frames
     sides = range(2 if with_negative else 1)
     return tuple(LaneName(side, sample, piece) for side in sides for sample in range(samples) for piece in pieces)
-
-
-def names_of(lanes: Sequence[Lane]) -> tuple[LaneName, ...]:
-    """Return the names of lanes that `LaneInputs.lanes` made."""
-    return tuple(lane.name for lane in lanes if isinstance(lane.name, LaneName))
-
-
-def count_texts(names: Sequence[LaneName]) -> int:
-    """Return the number of lanes without windows: one for each text of each sample."""
-    return len({(name.side, name.sample) for name in names})
 
 
 def names_at(request: DenoiseRequest, step: int) -> tuple[LaneName, ...]:
@@ -66,10 +46,6 @@ class LaneInputs:
         self._image = samples(request.image_condition)
         self._embedding = samples(request.image_embedding)
         self._timestep_scales = request.timestep_scales
-
-    def texts(self, *, with_negative: bool) -> list[torch.Tensor]:
-        """Return the texts of the lanes that `lanes` returns."""
-        return [*self._positive, *(self._negative if with_negative else ())]
 
     def lanes(
         self,
@@ -113,22 +89,18 @@ class LaneInputs:
             for part, part_scales in zip(own, local_scales, strict=True)
         ]
 
-    def timesteps(self, timestep: float) -> set[float]:
-        """Return all timesteps that the model embeds in a step at `timestep`, those of single frames included."""
-        own = (frame_timesteps(scales, timestep) for scales in self._timestep_scales if scales is not None)
-        return {timestep}.union(*own)
+    def prefetch(
+        self, engine: ExpertEngine, calls: Iterable[tuple[str, float]], *, with_negative: Mapping[str, bool]
+    ) -> None:
+        """Announce the timesteps and texts of `calls` to the engine, which embeds them together.
 
-
-def prefetch_embeddings(
-    engine: ExpertEngine, inputs: LaneInputs, calls: Iterable[tuple[str, float]], *, guided: Mapping[str, bool]
-) -> None:
-    """Announce the timesteps and texts of `calls` to the engine, which embeds them together.
-
-    Args:
-        calls: expert and timestep of each call.
-        guided: for each expert, True if it gets the negative texts too.
-    """
-    timesteps: dict[str, list[float]] = {}
-    for expert, timestep in calls:
-        timesteps.setdefault(expert, []).extend(sorted(inputs.timesteps(timestep)))
-    engine.expect(timesteps, {expert: inputs.texts(with_negative=guided[expert]) for expert in timesteps})
+        Args:
+            calls: expert and timestep of each call.
+            with_negative: for each expert, True if it gets the negative texts too.
+        """
+        timesteps: dict[str, list[float]] = {}
+        for expert, timestep in calls:
+            of_frames = (frame_timesteps(scales, timestep) for scales in self._timestep_scales if scales is not None)
+            timesteps.setdefault(expert, []).extend(sorted({timestep}.union(*of_frames)))
+        sides = {True: [*self._positive, *self._negative], False: self._positive}
+        engine.expect(timesteps, {expert: sides[with_negative[expert]] for expert in timesteps})

@@ -4,7 +4,7 @@ The calls of our own sampler are certain; those of an external sampler are predi
 ahead from call to call and across the expert switch. An unpredicted call ends the program; the next program is compiled
 from the present contents of the buffers.
 
-    with ModelCalls(engine, ["high", "high", "low"], recorder=recorder) as calls:
+    with ModelCalls(policy, ["high", "high", "low"], recorder=recorder) as calls:
         velocities = calls.forward("high", lanes, sigma=1.0)
 """
 
@@ -26,10 +26,10 @@ from ...plan import TRAIN_TIMESTEPS, step_visits
 from ...schema import OffloadPolicy, StateError
 from ...telemetry import Recorder
 from ...wan import ExpertEngine, Lane, Nag, attach_nag, forward_lanes
-from ..cache.base import CachedCalls, CachedPass
+from ..cache.base import CachedPass, StepCache, names_of
 from .interruptible import BlockVisits
 from .oom_fallback import RunPolicy
-from .parallel import LOCAL_FORWARD, Compute
+from .parallel import Compute
 
 CALLS_AHEAD = 8
 """Calls of one expert that are assumed where nothing is predicted. A wrong guess wastes at most the prefetch depth."""
@@ -63,44 +63,40 @@ def predict_again(rest: Sequence[str], expert: str) -> tuple[str, ...]:
 class ModelCalls:
     """Calls of the experts of one engine; leaving the `with` block ends all fetches.
 
-    A call that runs out of device memory is computed again under the next smaller policy, if `policy` is given. The
-    caller does not notice.
+    A call that runs out of device memory is computed again under the next smaller policy. The caller does not notice.
 
     Args:
-        engine: engine under the present policy; None: made by `policy` when the first run begins.
+        policy: makes the engine when the first run begins, and again after a change of policy.
         predicted: expert of each call to come, in order.
         recorder: records one step per call, and samples memory while this object is entered.
         first_step: number of the first step where each call is a step; None: calls are numbered from 0.
         should_stop: polled before every block.
-        policy: makes the engine again after a change of policy, and has the parallel forward; None: neither.
         nag: NAG settings, attached to the models.
-        cached: step cache, for which each call is one step.
+        cache: step cache, for which each call is one step.
     """
 
     def __init__(
         self,
-        engine: ExpertEngine | None,
+        policy: RunPolicy,
         predicted: Sequence[str],
         *,
         recorder: Recorder,
         first_step: int | None = None,
         should_stop: Callable[[], bool] | None = None,
-        policy: RunPolicy | None = None,
         nag: Nag | None = None,
-        cached: CachedCalls | None = None,
+        cache: StepCache | None = None,
     ) -> None:
-        self._engine, self._recorder, self._should_stop = engine, recorder, should_stop
+        self._policy, self._recorder, self._should_stop = policy, recorder, should_stop
         self._first_step = first_step or 0
         self._unit = "call" if first_step is None else "step"
-        self._policy, self._nag, self._cached = policy, nag, cached
-        self._split = LOCAL_FORWARD if policy is None else policy.split
-        self._non_block_bytes_before = None if engine is None else engine.non_block_bytes
+        self._nag, self._cache = nag, cache
+        self._engine: ExpertEngine | None = None
         self._expected = tuple(predicted)
         self._state = CallState.NEW
         self._run: EngineRun | None = None
-        self._attached: ExitStack | None = None
+        self._attached = ExitStack()
         self._attached_policy: OffloadPolicy | None = None
-        self._recording = ExitStack()
+        self._entered = ExitStack()
         self._compiled = False
         self.calls = 0
         """Number of calls so far."""
@@ -146,127 +142,121 @@ class ModelCalls:
         else:
             self._revise_once()
         call, self.calls = self.calls, self.calls + 1
-        while isinstance(computed := self._try(call, sigma, timestep, body), str):
-            self._make_smaller(call, computed)
-            self._begin_run(call)
+        result = self._retried(call, partial(self._compute, call, sigma, timestep, body))
         self._expected = self._expected[1:]
-        if self._expected:
-            if self._run is None:
-                self._begin_run(self.calls)
-            self._state = CallState.STREAMING
+        if not self._expected:
+            self._end_run()
+        elif self._run is None:
+            self._retried(self.calls, partial(self._begin_run, self.calls))
         else:
-            self._end_run(None, None, None)
-        return computed[0]
+            self._state = CallState.STREAMING
+        return result
 
-    def _try(self, call: int, sigma: float, timestep: float, body: Callable[[Compute], Result]) -> tuple[Result] | str:
-        """Return the result in a tuple, or the message of an out-of-memory error. After any error the run has ended."""
-        expert, self._state = self._expected[0], CallState.COMPUTING
+    def _retried(self, call: int, attempt: Callable[[], Result]) -> Result:
+        """Return the result of `attempt`, which is repeated under smaller policies while it runs out of memory."""
+        where = f"{self._unit} {self._first_step + call} ({self._expected[0]}-noise expert)"
+        while True:
+            try:
+                return attempt()
+            except RuntimeError as err:
+                if not is_out_of_memory(err):
+                    raise
+                # The traceback keeps the step's activations alive, and the retry needs their memory.
+                message = forget(err)
+            self._policy.make_smaller(where, message)
+
+    def _compute(self, call: int, sigma: float, timestep: float, body: Callable[[Compute], Result]) -> Result:
+        """Compute a call, in a new run if the last one has ended. After any error the run has ended."""
+        if self._run is None:
+            self._begin_run(call)
+        expert, step, self._state = self._expected[0], self._first_step + call, CallState.COMPUTING
         graphs = self.engine.graphs
         with ExitStack() as ending:
             ending.push(self._end_run)
-            try:
-                with self._recorder.step(self._first_step + call, expert, sigma), torch.inference_mode():
-                    result = body(partial(self._velocities, self._first_step + call, expert, torch.tensor([timestep])))
-            except RuntimeError as err:
-                if self._policy is None or not is_out_of_memory(err):
-                    raise
-                # The traceback keeps the step's activations alive, and the retry needs their memory.
-                return forget(err)
+            with self._recorder.step(step, expert, sigma), torch.inference_mode():
+                result = body(partial(self._velocities, step, expert, torch.tensor([timestep])))
             ending.pop_all()
         self._compiled = self.engine.graphs > graphs
-        return (result,)
+        return result
 
     def _velocities(self, step: int, expert: str, timestep: torch.Tensor, lanes: Sequence[Lane]) -> list[torch.Tensor]:
         """Return the velocity of each lane, computed by the expert or taken from the step cache."""
         assert self._run is not None
         engine, run = self.engine, self._run
-        inside = self._policy is not None and self._policy.stops_inside
-        visit = BlockVisits(run, step, expert, self._should_stop, inside=inside)
-        own = self._split.local_tokens
+        split, cache = self._policy.split, self._cache
+        visit = BlockVisits(run, step, expert, self._should_stop, inside=self._policy.stops_inside)
+        own = split.local_tokens
         compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit, local_tokens=own)
-        if self._cached is None:
-            return self._split.forward(lanes, compute)
-        cached = CachedPass(self._cached.cache, step, expert, lanes, engine.models[expert])
-        velocities = self._split.forward(lanes, partial(cached.forward, compute))
-        if cached.skips_rest:
+        if cache is None:
+            return split.forward(lanes, compute)
+        passes: list[CachedPass] = []
+
+        def compute_cached(own: Sequence[Lane]) -> list[torch.Tensor]:
+            passes.append(cache.begin(step, expert, names_of(lanes), names_of(own), engine.models[expert]))
+            return compute(own, shortcut=passes[0])
+
+        velocities = split.forward(lanes, compute_cached)
+        if passes[0].skips_rest:
             # The remaining visits are skipped. `leave` keeps the blocks fetched for them in their buffers, where the
             # next call finds them; ending the run without it would discard them.
             run.leave()
-            self._end_run(None, None, None)
-        cached.record(self._recorder, blocks=engine.block_counts[expert])
+            self._end_run()
+        blocks = engine.block_counts[expert]
+        skipped = blocks if passes[0].whole else blocks - 1 if passes[0].skips_rest else 0
+        self._recorder.cached(lanes=passes[0].skipped_lanes, visits=skipped)
         return velocities
 
     def _revise_once(self) -> None:
         """Before the second call, replace the policy if the record of the first call suggests a better one."""
         # A first call that compiled blocks is slower than the others, so its record is not used.
-        if self._policy is None or self.calls != 1 or self._compiled:
-            return
-        if self._policy.revise(self._recorder.last):
-            self._end_run(None, None, None)
-            self._begin_run(self.calls)
+        if self.calls == 1 and not self._compiled and self._policy.revise(self._recorder.last):
+            self._end_run()
 
     def _repredict(self, expert: str) -> None:
-        """Predict again from an unpredicted call of `expert`, and begin a run for that prediction."""
-        self._end_run(None, None, None)
+        """End the run, and predict again from an unpredicted call of `expert`."""
+        self._end_run()
         self.recompiled += 1
         logger.debug("call %d is of the %s-noise expert, which was not predicted: a new program", self.calls, expert)
         self._expected = predict_again(self._expected, expert)
-        self._begin_run(self.calls)
 
     def _begin_run(self, call: int) -> None:
-        """Begin a run for the predicted calls from `call` on, under a smaller policy if the buffers do not fit."""
+        """Begin a run for the predicted calls from `call` on."""
         assert self._run is None
-        while (short := self._try_begin(call)) is not None:
-            self._make_smaller(call, short)
-
-    def _try_begin(self, call: int) -> str | None:
-        """Begin a run; returns None, or the message of an out-of-memory error."""
-        try:
-            self._attach()
-            engine = self.engine
-            skipped = frozenset[int]() if self._cached is None else self._cached.skipped
-            visits = step_visits(
-                self._expected, engine.block_counts, first_step=self._first_step + call, skipped=skipped
-            )
-            run = engine.run(visits, recorder=self._recorder)
-            self._run = run.__enter__()
-        except RuntimeError as err:
-            if self._policy is None or not is_out_of_memory(err):
-                raise
-            return forget(err)
+        self._attach()
+        skipped = frozenset[int]() if self._cache is None else self._cache.skipped
+        visits = step_visits(
+            self._expected, self.engine.block_counts, first_step=self._first_step + call, skipped=skipped
+        )
+        run = self.engine.run(visits, recorder=self._recorder)
+        self._run = run.__enter__()
         self._state = CallState.STREAMING
-        return None
 
     def _attach(self) -> None:
         """Make the engine for the present policy, and attach context parallelism and NAG to its models."""
-        policy = None if self._policy is None else self._policy.policy
-        if self._attached is not None and self._attached_policy == policy:
+        policy = self._policy.policy
+        if self._attached_policy == policy:
             return
         # The engine installs a policy's chunked forward as `block.forward`, and hooks of context parallelism wrap the
         # forward that they find. So the hooks come off before the engine changes, and on again after it.
         self._detach()
-        if self._policy is not None:
-            self._engine = self._policy.engine()
-        if self._non_block_bytes_before is None:
-            self._non_block_bytes_before = self.engine.non_block_bytes
+        first, self._engine = self._engine is None, self._policy.engine()
+        if first:
+            self._entered.callback(self._count_non_block_bytes, self._engine, before=self._engine.non_block_bytes)
         with ExitStack() as attaching:
-            attaching.enter_context(self._split.attached(self.engine))
+            attaching.enter_context(self._policy.split.attached(self.engine))
             if self._nag is not None:
                 attaching.enter_context(attach_nag(self.engine.models.bare.values(), self._nag))
             self._attached, self._attached_policy = attaching.pop_all(), policy
 
     def _detach(self) -> None:
-        attached, self._attached = self._attached, None
-        if attached is not None:
-            attached.close()
-
-    def _make_smaller(self, call: int, message: str) -> None:
-        """Choose a smaller policy after `call`, or the allocation of its buffers, ran out of memory."""
-        assert self._policy is not None
-        self._policy.make_smaller(f"{self._unit} {self._first_step + call} ({self._expected[0]}-noise expert)", message)
+        self._attached_policy = None
+        self._attached.close()
 
     def _end_run(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
     ) -> None:
         run, self._run = self._run, None
         self._state = CallState.IDLE
@@ -281,24 +271,22 @@ class ModelCalls:
         if self._state is not CallState.NEW:
             raise StateError(f"cannot be entered twice; state: {self._state.value}")
         self._state = CallState.IDLE
-        with ExitStack() as entering:
-            entering.enter_context(self._recorder.watching())
-            entering.callback(self._count_non_block_bytes)
-            entering.callback(self._detach)
+        with self._entered:
+            self._entered.enter_context(self._recorder.watching())
+            self._entered.callback(self._detach)
             if self._expected:
-                self._begin_run(0)
-            self._recording = entering.pop_all()
+                self._retried(0, partial(self._begin_run, 0))
+            self._entered = self._entered.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._recording:
+        with self._entered:
             try:
                 self._end_run(kind, error, trace)
             finally:
                 self._state = CallState.CLOSED
 
-    def _count_non_block_bytes(self) -> None:
-        if self._engine is not None and self._non_block_bytes_before is not None:
-            self._recorder.non_block_bytes += self._engine.non_block_bytes - self._non_block_bytes_before
+    def _count_non_block_bytes(self, engine: ExpertEngine, *, before: int) -> None:
+        self._recorder.non_block_bytes += engine.non_block_bytes - before

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ...wan import ExpertEngine, Lane
-from ..errors import RequestError
-from ..inputs.request import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,22 +22,6 @@ class RunState:
     """[B, 16, T, h, w] float32, normalised, at that step's noise level."""
     history: Mapping[str, Any]
     """History of the solver (`Solver.history`)."""
-
-
-def remaining_steps(step_plan: StepPlan, resume: RunState | None, until: int | None) -> range:
-    """Return the steps from `resume`, or else the first one, to before `until`, or else to the last one.
-
-    Raises:
-        RequestError: the state or the end does not belong to this step plan.
-    """
-    first = step_plan.start_step if resume is None else resume.next_step
-    end = step_plan.steps.stop if until is None else until
-    if not step_plan.start_step <= first <= end <= step_plan.steps.stop:
-        raise RequestError(
-            f"steps {first} to {end} of a run that takes steps {step_plan.start_step} to {step_plan.steps.stop}: "
-            "continue from a state of the same request, and end where that ends or before"
-        )
-    return range(first, end)
 
 
 Compute: TypeAlias = "Callable[[Sequence[Lane]], list[torch.Tensor]]"
@@ -70,25 +52,28 @@ class AllReduced(NamedTuple):
     """[N, 2] for all lanes."""
 
 
-class ParallelForward(Protocol):
-    """Forward pass of a step that several workers compute together. All of them run the same steps."""
+class ParallelForward:
+    """Forward pass of a step that several workers compute together. All of them run the same steps.
 
-    @property
-    def alone(self) -> bool:
-        """True if there are no other workers, so that a step may be repeated under another policy."""
+    This base class is for a step without other workers.
+    """
 
-    @property
-    def share(self) -> Share:
-        """Share of a step that this worker computes."""
+    alone = True
+    """True if there are no other workers, so that a step may be repeated under another policy."""
+    share = WHOLE_STEP
+    """Share of a step that this worker computes."""
 
     def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
         """Attach this worker's share to the engine's models for the duration of the context."""
+        return nullcontext()
 
     def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
         """Return the velocity of every lane, in their order; `compute` is called with this worker's lanes."""
+        return compute(lanes)
 
     def local_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return this worker's part of a lane's tokens [1, S, dim]."""
+        return tokens
 
     def all_reduce_sums(self, sums: torch.Tensor) -> AllReduced:
         """Add `sums` up over the workers that share each lane's tokens.
@@ -98,32 +83,10 @@ class ParallelForward(Protocol):
         Args:
             sums: [L, 2] float64 on the CPU, for the lanes that this worker computes.
         """
-
-
-class LocalForward:
-    """Forward pass without other workers."""
-
-    alone = True
-    share = WHOLE_STEP
-
-    def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
-        """See `ParallelForward.attached`."""
-        return nullcontext()
-
-    def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
-        """See `ParallelForward.forward`."""
-        return compute(lanes)
-
-    def local_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See `ParallelForward.local_tokens`."""
-        return tokens
-
-    def all_reduce_sums(self, sums: torch.Tensor) -> AllReduced:
-        """See `ParallelForward.agreed`."""
         return AllReduced(sums, sums)
 
 
-LOCAL_FORWARD = LocalForward()
+LOCAL_FORWARD = ParallelForward()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from wanstream.plan import IMMEDIATE, BlockKey, OffloadJob, TransferProgram, Visit, step_visits
+from wanstream.plan import (
+    IMMEDIATE,
+    BlockKey,
+    OffloadJob,
+    RamProgram,
+    RamResidency,
+    TransferProgram,
+    Visit,
+    compile_ram,
+    step_visits,
+)
 from wanstream.plan import Machine as RatedMachine
 from wanstream.plan.transfer_program import list_lifetimes, max_overlap
 from wanstream.schema import ExpertShape, Residency, spread_evenly
@@ -36,6 +46,14 @@ def buffers_needed(visits: Sequence[Visit], residency: Residency) -> int:
 def final_contents(program: TransferProgram) -> dict[int, BlockKey]:
     """Return the contents of the buffers after the last fetch was issued: `contents` for the next program."""
     return {**program.untouched, **program.initial, **{fetch.buffer: fetch.block for fetch in program.fetches}}
+
+
+def kept_in_ram(program: TransferProgram) -> RamProgram:
+    """Return a RAM program that reads nothing: each block of `program` is in a slot from an earlier run."""
+    blocks = sorted({fetch.block for fetch in program.fetches})
+    residents = {expert: frozenset(key.block for key in blocks if key.expert == expert) for expert, _ in blocks}
+    residency = RamResidency(residency=Residency(residents=residents, permanent=True), slots=len(blocks))
+    return compile_ram(program, residency, staging=0, contents=dict(enumerate(blocks)))
 
 
 @st.composite

@@ -14,7 +14,7 @@ from wanstream.offload import EngineRun
 from wanstream.plan import Visit
 from wanstream.sampling import DenoiseRequest
 from wanstream.sampling.schedules import step_seeds
-from wanstream.sampling.solvers import make_solver
+from wanstream.sampling.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair
@@ -107,7 +107,7 @@ def plain_denoise() -> Callable[[Models, DenoiseRequest], torch.Tensor]:
         if request.latent is not None:
             latents = first * request.noise + (1 - first) * request.latent
         seeds = step_seeds(request.noise, request.latent)
-        solver = make_solver(request.solver, step_plan.schedule, request.start_step, seeds=seeds)
+        solver = Solver(request.solver, step_plan.schedule, request.start_step, seeds=seeds)
         for step in step_plan.steps:
             expert, time = step_plan.experts[step], step_plan.schedule.timesteps[step]
             velocity = plain_velocity(models[expert], request, latents, time, request.positive)

@@ -19,7 +19,7 @@ from wanstream import schema
 from wanstream.distributed.messages import RendezvousSpec
 from wanstream.distributed.worker.groups import ProcessGroups
 from wanstream.distributed.worker.parallel_forward import group_forward
-from wanstream.sampling import DenoiseRequest, RunSlice, SamplingCancelled, denoise_part
+from wanstream.sampling import DenoiseRequest, RunSlice, SamplingCancelled, denoise
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.mesh import Mesh
 from wanstream.testing.weights import TinyShape, in_dtype, make_expert
@@ -151,7 +151,7 @@ def compute(
     """Return the latents of a run on "cpu" or on the "cuda" device of this process, which keeps its experts open."""
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
     place = f"cuda:{here.number}" if device == "cuda" else device
-    return denoise_part(here.experts.get(experts), request, part, policy=policy, device=place, **options).latents
+    return denoise(here.experts.get(experts), request, part, policy=policy, device=place, **options).latents
 
 
 def job_run(

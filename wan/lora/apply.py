@@ -71,14 +71,14 @@ def combine_patches(parameter: str, stack: LoraStack, factors: LoraFactors) -> W
     downs: list[torch.Tensor] = []
     full: torch.Tensor | None = None
     for lora, strength in stack:
-        low, difference = lora.low_rank.get(parameter), lora.differences.get(parameter)
-        tensors = factors.load(lora) if low or difference else {}
-        if low is not None:
-            ups.append(_scaled(tensors[low.up].flatten(1), low.scale * strength))
-            downs.append(tensors[low.down].flatten(1))
-        if difference is not None:
-            part = _scaled(tensors[difference.key], difference.scale * strength)
-            full = part if full is None else full.add_(part)
+        for change in lora.changes.get(parameter, ()):
+            tensors = factors.load(lora)
+            scaled = _scaled(tensors[change.key], change.scale * strength)
+            if change.down is not None:
+                ups.append(scaled.flatten(1))
+                downs.append(tensors[change.down].flatten(1))
+            else:
+                full = scaled if full is None else full.add_(scaled)
     return WeightPatch(up=_concatenated(ups, dim=1), down=_concatenated(downs, dim=0), full=full)
 
 
@@ -140,11 +140,9 @@ def block_patches(expert: str, config: WanConfig, stack: LoraStack, factors: Lor
     patches = {}
     for block in range(config.num_layers):
         names = {name: f"blocks.{block}.{name}" for name in block_streams(config)}
-        changed = {name: full for name, full in names.items() if any(_changes(lora, full) for lora, _ in stack)}
+        changed = {name: full for name, full in names.items() if any(full in lora.changes for lora, _ in stack)}
         if changed:
-            involved = [
-                (lora, strength) for lora, strength in stack if any(_changes(lora, full) for full in changed.values())
-            ]
+            involved = [each for each in stack if not each[0].changes.keys().isdisjoint(changed.values())]
             patches[BlockKey(expert, block)] = BlockPatch(
                 identity=stack_identity(involved), weights=LazyPatches(changed, involved, factors)
             )
@@ -154,7 +152,7 @@ def block_patches(expert: str, config: WanConfig, stack: LoraStack, factors: Lor
 def resident_patches(config: WanConfig, stack: LoraStack, factors: LoraFactors) -> LazyPatches:
     """Return the patches of an expert's parameters that are not streamed, by full name."""
     streamed = {f"blocks.{block}.{name}" for block in range(config.num_layers) for name in block_streams(config)}
-    names = [name for lora, _ in stack for name in (*lora.low_rank, *lora.differences) if name not in streamed]
+    names = [name for lora, _ in stack for name in lora.changes if name not in streamed]
     return LazyPatches({name: name for name in names}, stack, factors)
 
 
@@ -196,7 +194,3 @@ class PatchedParameters:
                 if name not in self._pristine:
                     self._pristine[name] = parameter.detach().to("cpu", copy=True)
                 write_patched(self._pristine[name], patch, parameter)
-
-
-def _changes(lora: LoraFile, parameter: str) -> bool:
-    return parameter in lora.low_rank or parameter in lora.differences

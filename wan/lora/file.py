@@ -23,36 +23,27 @@ MAX_SHOWN_KEYS = 3  # in a message
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRank:
-    """Product `up @ down * scale`; `up` [rows, rank] and `down` [rank, columns] are keys of the file.
+class Change:
+    """Tensor `key` of the file or, if there is a `down`, the product of both, multiplied by `scale`.
 
-    The additional dimensions of a convolution's factors count as columns.
+    In a product, `key` is the factor `up` [rows, rank] and `down` is [rank, columns]; the additional dimensions of a
+    convolution's factors count as columns.
     """
 
-    up: str
-    down: str
-    scale: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Tensor `key` of the file, multiplied by `scale`."""
-
     key: str
+    down: str | None = None
     scale: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraFile:
-    """Opened LoRA file. A parameter may be in both `low_rank` and `differences`."""
+    """Opened LoRA file."""
 
     path: Path
     tensors: Mapping[str, FileTensor]
     """Locations of the used tensors, by key of the file."""
-    low_rank: Mapping[str, LowRank]
-    """Low-rank changes by parameter name."""
-    differences: Mapping[str, Difference]
-    """Changes of full shape by parameter name."""
+    changes: Mapping[str, tuple[Change, ...]]
+    """Changes by parameter name: a product, a difference, or both."""
     unmatched: tuple[str, ...]
     """Keys that match no parameter of an expert."""
 
@@ -81,13 +72,13 @@ def open_lora(path: Path | str) -> LoraFile:
     header = read_header(path)
     _refuse_other_algorithms(path, header.tensors)
     parts = _parts(header)
-    low_rank = _low_rank(path, header, parts)
-    differences = _differences(header, parts, low_rank)
-    if not low_rank and not differences:
+    products = _products(path, header, parts)
+    changes = {name: _changes(path, roles, products, name) for name, roles in parts.items()}
+    changes = {name: found for name, found in changes.items() if found}  # not a lone alpha
+    if not changes:
         raise CheckpointError(path, _no_match_message(header.tensors))
-    factors = {key for low in low_rank.values() for key in (low.up, low.down)}
-    factors |= {difference.key for difference in differences.values()}
-    alphas = {parts[parameter].get("alpha") for parameter in low_rank}
+    factors = {key for each in changes.values() for change in each for key in (change.key, change.down) if key}
+    alphas = {parts[parameter].get("alpha") for parameter in products}
     unmatched = [key for key in header.tensors if key not in factors | alphas]
     tensors = {key: tensor for key, tensor in header.tensors.items() if key in factors}
     for key, tensor in tensors.items():
@@ -100,7 +91,7 @@ def open_lora(path: Path | str) -> LoraFile:
             len(header.tensors),
             _first_keys(unmatched),
         )
-    return LoraFile(path=path, tensors=tensors, low_rank=low_rank, differences=differences, unmatched=tuple(unmatched))
+    return LoraFile(path=path, tensors=tensors, changes=changes, unmatched=tuple(unmatched))
 
 
 _Parts = dict[str, dict[Role, str]]  # parameter -> role -> key
@@ -120,7 +111,7 @@ def _parts(header: FileHeader) -> _Parts:
     return parts
 
 
-def _low_rank(path: Path, header: FileHeader, parts: _Parts) -> dict[str, LowRank]:
+def _products(path: Path, header: FileHeader, parts: _Parts) -> dict[str, Change]:
     settings = adapter_settings(path, header.metadata)
     alphas = _alphas(path, header, (roles["alpha"] for roles in parts.values() if "alpha" in roles))
     products = {}
@@ -143,7 +134,7 @@ def _product(
     roles: Mapping[Role, str],
     settings: AdapterSettings,
     alpha: float | None,
-) -> LowRank:
+) -> Change:
     up, down = roles["up"], roles["down"]
     up_shape, down_shape = header.tensors[up].shape, header.tensors[down].shape
     if len(up_shape) < 2 or len(down_shape) < 2 or 0 in up_shape + down_shape:
@@ -155,21 +146,22 @@ def _product(
             f"mixed ranks: {up} {list(up_shape)} has rank {math.prod(up_shape[1:])}, {down} {list(down_shape)} has "
             f"rank {rank}; the factors of a layer share one",
         )
-    return LowRank(up=up, down=down, scale=settings.scale(parameter.removesuffix(".weight"), rank, alpha))
+    return Change(key=up, down=down, scale=settings.scale(parameter.removesuffix(".weight"), rank, alpha))
 
 
-def _differences(header: FileHeader, parts: _Parts, low_rank: Mapping[str, LowRank]) -> dict[str, Difference]:
-    differences = {}
-    for parameter, roles in parts.items():
-        if "diff" in roles:
-            differences[parameter] = Difference(key=roles["diff"], scale=1.0)
-        if "up bias" in roles:
-            if parameter in differences:
-                raise CheckpointError(header.path, f"{roles['diff']} and {roles['up bias']} mean the same")
-            # The bias belongs to the `up` layer, so it has the scale of the layer's product.
-            low = low_rank.get(parameter.removesuffix("bias") + "weight")
-            differences[parameter] = Difference(key=roles["up bias"], scale=1.0 if low is None else low.scale)
-    return differences
+def _changes(
+    path: Path, roles: Mapping[Role, str], products: Mapping[str, Change], parameter: str
+) -> tuple[Change, ...]:
+    if "diff" in roles and "up bias" in roles:
+        raise CheckpointError(path, f"{roles['diff']} and {roles['up bias']} mean the same")
+    changes = [products[parameter]] if parameter in products else []
+    if "diff" in roles:
+        changes.append(Change(key=roles["diff"], scale=1.0))
+    if "up bias" in roles:
+        # The bias belongs to the `up` layer, so it has the scale of the layer's product.
+        product = products.get(parameter.removesuffix("bias") + "weight")
+        changes.append(Change(key=roles["up bias"], scale=1.0 if product is None else product.scale))
+    return tuple(changes)
 
 
 def _alphas(path: Path, header: FileHeader, keys: Iterable[str]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from ..checkpoint.files import CheckpointError
 from ..checkpoint.key_names import both_names
 from ..checkpoint.meta_model import parameter_shapes
 from .apply import LoraStack
-from .file import LoraFile, LowRank, logger
+from .file import Change, LoraFile, logger
 
 # Models by their width and by the width of their feed-forward layers.
 KNOWN_SIZES = {
@@ -40,27 +40,21 @@ def fit_lora(lora: LoraFile, config: WanConfig) -> LoraFile:
     # First, because an expert without an image branch would refuse these parameters below.
     if config.image_dim is None:
         lora = _without_image_branch(lora)
-    for parameter in (*lora.low_rank, *lora.differences):
+    for parameter in lora.changes:
         if parameter not in shapes:
             raise CheckpointError(
                 lora.path, f"changes {both_names(parameter)}; the expert has {config.num_layers} blocks, from 0 on"
             )
     lora = _without_other_latents(lora, shapes[LATENT_LAYER])
-    for parameter, low in lora.low_rank.items():
-        lora_shape, expected = _product_shape(lora, low), _as_matrix(shapes[parameter])
-        if lora_shape != expected:
+    for parameter, change in ((name, change) for name, changes in lora.changes.items() for change in changes):
+        shape, expected = lora.tensors[change.key].shape, shapes[parameter]
+        named = f"{change.key} is {list(shape)};"
+        if change.down is not None:
+            shape, expected = _matrix_shape(lora, change), _as_matrix(expected)
+            named = f"{change.key} and {change.down} change a weight of {list(shape)};"
+        if shape != expected:
             raise CheckpointError(
-                lora.path,
-                f"{low.up} and {low.down} change a weight of {list(lora_shape)}; {both_names(parameter)} of the expert "
-                f"is {list(expected)}{_model_of(lora_shape)}",
-            )
-    for parameter, difference in lora.differences.items():
-        shape = lora.tensors[difference.key].shape
-        if shape != shapes[parameter]:
-            raise CheckpointError(
-                lora.path,
-                f"{difference.key} is {list(shape)}; {both_names(parameter)} of the expert is "
-                f"{list(shapes[parameter])}{_model_of(shape)}",
+                lora.path, f"{named} {both_names(parameter)} of the expert is {list(expected)}{_model_of(shape)}"
             )
     return lora
 
@@ -80,9 +74,7 @@ def fit_stack(stack: LoraStack, config: WanConfig) -> LoraStack:
 
 def _without_other_latents(lora: LoraFile, expected: Shape) -> LoraFile:
     """Drop the change of the patch embedding if it was made for the latents of the other family."""
-    low, difference = lora.low_rank.get(LATENT_LAYER), lora.differences.get(LATENT_LAYER)
-    lora_shape = {_product_shape(lora, low)} if low else set()
-    lora_shape |= {_as_matrix(lora.tensors[difference.key].shape)} if difference else set()
+    lora_shape = {_matrix_shape(lora, change) for change in lora.changes.get(LATENT_LAYER, ())}
     patch = math.prod(expected[2:])
     families = {(expected[0], channels * patch) for channels in (LATENT_CHANNELS, CONDITIONED_CHANNELS)}
     if not lora_shape or not lora_shape <= families - {_as_matrix(expected)}:
@@ -97,11 +89,10 @@ def _without_other_latents(lora: LoraFile, expected: Shape) -> LoraFile:
 
 def _without_image_branch(lora: LoraFile) -> LoraFile:
     """Drop changes of an image branch, which LoRAs of Wan2.1 I2V have."""
-    changed = {*lora.low_rank, *lora.differences}
-    dropped = {name for name in changed if IMAGE_BRANCH.match(name)}
+    dropped = {name for name in lora.changes if IMAGE_BRANCH.match(name)}
     if not dropped:
         return lora
-    if dropped == changed:
+    if dropped == lora.changes.keys():
         raise CheckpointError(
             lora.path, "changes the image branch of Wan2.1 I2V alone, which this expert does not have"
         )
@@ -115,15 +106,12 @@ def _without_image_branch(lora: LoraFile) -> LoraFile:
 
 def _filtered(lora: LoraFile, keep: Callable[[str], bool]) -> LoraFile:
     """Return `lora` with only the changes of parameters for which `keep` is true."""
-    return replace(
-        lora,
-        low_rank={name: product for name, product in lora.low_rank.items() if keep(name)},
-        differences={name: change for name, change in lora.differences.items() if keep(name)},
-    )
+    return replace(lora, changes={name: changes for name, changes in lora.changes.items() if keep(name)})
 
 
-def _product_shape(lora: LoraFile, low: LowRank) -> tuple[int, int]:
-    return lora.tensors[low.up].shape[0], _as_matrix(lora.tensors[low.down].shape)[1]
+def _matrix_shape(lora: LoraFile, change: Change) -> tuple[int, int]:
+    rows, columns = (_as_matrix(lora.tensors[key].shape) for key in (change.key, change.down or change.key))
+    return rows[0], columns[1]
 
 
 def _as_matrix(shape: Shape) -> tuple[int, int]:

@@ -170,9 +170,7 @@ def sampler_case(side: Side, name: str) -> dict[str, object]:
     after = _state()
     native = sampled(theirs, sampler, sigmas)
     steps = ours.timeline.steps
-    plain = Unpredicted(
-        ours.model_patcher, ours.settings, ours._make_events, ours._telemetry_options, ours._known_machine
-    )
+    plain = Unpredicted(ours.host, ours.model_patcher, ours.settings, ours.requested)
     plain.set_conds(side.positive, side.negative)
     unpredicted = sampled(plain, sampler, sigmas)
     found = {

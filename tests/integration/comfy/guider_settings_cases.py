@@ -102,9 +102,7 @@ def many_calls_case(side: Side) -> dict[str, object]:
     settings = {"cache": SOME, "windows": WINDOWS, "guidance": HELD}
     guider = side.ours(**settings)
     first, again = run_long(guider, "heun"), run_long(guider, "heun")
-    plain = Unpredicted(
-        guider.model_patcher, guider.settings, guider._make_events, guider._telemetry_options, guider._known_machine
-    )
+    plain = Unpredicted(guider.host, guider.model_patcher, guider.settings, guider.requested)
     plain.set_conds(side.positive, side.negative)
     return {
         "finite": bool(first.isfinite().all()),

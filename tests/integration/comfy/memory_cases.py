@@ -588,7 +588,8 @@ def room_for_a_decode(files: Files) -> Any:
     settings = DecodeSettings(vae=Path(), tiling=None, memory_bytes=0)
     whole = vae.weight_bytes + needs.device_bytes(None) + int(mm.minimum_inference_memory())
     found: dict[str, Any] = {"neighbour": []}
-    for lacking in (0, 1000, 2**30, 5 * 2**30):
+    # One byte more than needed, because ComfyUI 0.3.64 frees memory unless more than the requested bytes are free.
+    for lacking in (-1, 1000, 2**30, 5 * 2**30):
         with world(files) as (here, _):
             neighbour, messages = here.neighbour(2**32), list[str]()
             here.capacity = here.taken + whole - lacking

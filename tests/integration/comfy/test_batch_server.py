@@ -167,7 +167,7 @@ def test_a_dry_run_queues_nothing(
     printed = capsys.readouterr()
     assert printed.out == "2 of 4 rows are valid; nothing was queued\n"
     assert "line 2: node 1 (EmptyImage): Value -1 smaller than min of 0: color" in printed.err
-    assert "line 3: node 2 (SaveImage): Linked to an output that does not exist" in printed.err
+    assert "'images' is linked to output 1 of node '1' (EmptyImage), which has 1" in printed.err
     assert server.get("/history") == before
     assert not (tmp_path / "out").exists()
 

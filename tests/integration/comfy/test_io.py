@@ -93,7 +93,7 @@ def test_types_and_schema_fields_are_comfyuis(real: dict[str, Any]) -> None:
     fields = [field.name for field in dataclasses.fields(io.Schema)]
     assert len(fields) == 15
     assert [name for name in real["schema"] if name in fields] == [name for name in fields if name in real["schema"]]
-    assert {*fields} - {*real["schema"]} <= {"search_aliases"}, "`search_words` leaves that one out"
+    assert {*fields} - {*real["schema"]} <= {"search_aliases"}, "`search_aliases` leaves that one out"
     assert {member.name: member.value for member in io.Hidden} == real["hidden"]
 
 

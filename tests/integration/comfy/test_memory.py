@@ -180,7 +180,7 @@ def test_other_models_make_room_for_measuring_and_no_more(found: dict[str, Any])
 def test_other_models_make_room_for_a_decode_and_no_more(found: dict[str, Any]) -> None:
     """Whole frames as long as neighbours can free the missing bytes; tiles if all of their memory is not enough."""
     beside = found["room_for_a_decode"]
-    assert beside["neighbour"][:3] == [[None, 0, 0, 0], [None, 1, 1001, 0], [None, 1, 2**30 + 1, 0]]
+    assert beside["neighbour"][:3] == [[None, 1, 0, 0], [None, 1, 1001, 0], [None, 1, 2**30 + 1, 0]]
     pixels, over, given, lines = beside["neighbour"][3]
     assert 64 <= pixels < 832
     assert (over, given, lines) == (-(2**30), 2**32, 1)

@@ -18,7 +18,7 @@ import pytest
 
 from wanstream.host.embedded.adapter import Folders
 from wanstream.host.embedded.load_image import LoadImage
-from wanstream.host.embedded.validate import Socket, own_check, sockets_of
+from wanstream.host.embedded.validate import Socket, rules_of, sockets_of
 from wanstream.nodes import WanStreamExtension
 from wanstream.tests.support.embedded import embedded_host, validate_workflow
 from wanstream.tools.comfyui import ComfyUI
@@ -182,8 +182,7 @@ def _put(rng: random.Random, prompt: Prompt, sockets: Sockets, fits: Callable[[S
 
 
 def _checked_by_node(node: Mapping[str, Any], socket: Socket) -> bool:
-    check = own_check(CLASSES[node["class_type"]])
-    return check is not None and check.covers(socket.name)
+    return socket.name in rules_of(CLASSES[node["class_type"]]).own_checked
 
 
 def _number(socket: Socket) -> bool:
@@ -306,7 +305,7 @@ def _verdict(error: Mapping[str, Any] | None, node_errors: Mapping[str, Any]) ->
 @pytest.fixture(scope="module")
 def sockets(base: Any) -> Sockets:
     with embedded_host.opened(Folders(models=base / "models", output=base / "output", input=base / "input")):
-        return {name: sockets_of(node) for name, node in CLASSES.items()}
+        return {name: [*sockets_of(node.INPUT_TYPES()).values()] for name, node in CLASSES.items()}
 
 
 def _is_ambiguous(prompt: Prompt) -> bool:
@@ -406,7 +405,7 @@ def test_a_cycle(server: Any, back: str) -> None:
         "4": {"class_type": "WanStreamSaveVideo", "inputs": {"images": ["3", 0]}},
     }
     for node in prompt.values():
-        for socket in sockets_of(CLASSES[node["class_type"]]):
+        for socket in sockets_of(CLASSES[node["class_type"]].INPUT_TYPES()).values():
             if "default" in socket.options:
                 node["inputs"].setdefault(socket.name, socket.options["default"])
     ours, theirs = _judge_twice(server, prompt)

@@ -152,9 +152,9 @@ def test_a_short_time_among_long_ones_has_their_digits() -> None:
 
 def test_the_usual_run_is_the_one_in_the_middle(make_timeline: MakeTimeline, make_variant: Any) -> None:
     short, middle, long = (make_timeline(wall) for wall in (1, 2, 9))
-    assert make_variant("a", long, short, middle).usual is middle
-    assert make_variant("a", long, short).usual is short
-    assert make_variant("a").usual is None
+    assert make_variant("a", long, short, middle).median_run is middle
+    assert make_variant("a", long, short).median_run is short
+    assert make_variant("a").median_run is None
 
 
 def test_a_cache_is_known_by_the_share_of_steps_that_it_shortened(make_timeline: MakeTimeline) -> None:

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.cli.arguments import OverrideError, apply_overrides
+from wanstream.cli.inputs import InputError, apply_overrides
 from wanstream.host import io
+from wanstream.host.embedded import sockets_of
 
 
 class Sampler(io.ComfyNode):
@@ -22,7 +23,7 @@ class Sampler(io.ComfyNode):
         )
 
 
-NODES = {"Sampler": Sampler}
+SOCKETS = {"Sampler": sockets_of(Sampler.INPUT_TYPES())}
 PROMPT = {
     "sampler": {"class_type": "Sampler", "inputs": {"steps": 20, "text": "a cat"}},
     "1.5": {"class_type": "Other", "inputs": {}},
@@ -46,7 +47,7 @@ PROMPT = {
     ],
 )  # fmt: skip
 def test_a_value_is_read_as_its_input_wants_it(change: str, node: str, socket: str, value: object) -> None:
-    changed = apply_overrides(PROMPT, [change], NODES)[node]["inputs"][socket]
+    changed = apply_overrides(PROMPT, [change], SOCKETS)[node]["inputs"][socket]
     assert changed == value
     assert type(changed) is type(value)
 
@@ -65,11 +66,11 @@ def test_a_value_is_read_as_its_input_wants_it(change: str, node: str, socket: s
     ],
 )
 def test_a_change_that_changes_nothing_is_refused(change: str, reason: str) -> None:
-    with pytest.raises(OverrideError, match=reason):
-        apply_overrides(PROMPT, [change], NODES)
+    with pytest.raises(InputError, match=reason):
+        apply_overrides(PROMPT, [change], SOCKETS)
 
 
 def test_the_workflow_itself_is_left_alone_and_the_last_change_wins() -> None:
-    changed = apply_overrides(PROMPT, ["sampler.steps=4", "sampler.steps=5"], NODES)
+    changed = apply_overrides(PROMPT, ["sampler.steps=4", "sampler.steps=5"], SOCKETS)
     assert changed["sampler"]["inputs"] == {"steps": 5, "text": "a cat"}
     assert PROMPT["sampler"]["inputs"]["steps"] == 20

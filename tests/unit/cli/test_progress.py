@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 
 import pytest
 
-from wanstream.cli.progress import LINE_EVERY_S, ProgressBars, ProgressLines, progress_of_run
+from wanstream.cli.run import LINE_EVERY_S, ProgressBars, ProgressLines, progress_of_run
 from wanstream.host.embedded.adapter import NodeProgress
 
 
@@ -16,7 +17,7 @@ def _at(node_id: str, done: int, total: int) -> NodeProgress:
 
 def test_a_log_has_one_line_for_each_node(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    with ProgressLines(lambda: now) as lines:
+    with closing(ProgressLines(lambda: now)) as lines:
         for node, done, total in (
             ("text", 0, 1),
             ("text", 1, 1),
@@ -30,7 +31,7 @@ def test_a_log_has_one_line_for_each_node(capsys: pytest.CaptureFixture[str]) ->
 
 def test_steps_that_take_long_are_seen_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    with ProgressLines(lambda: now) as lines:
+    with closing(ProgressLines(lambda: now)) as lines:
         for done in range(5):
             lines.show(_at("sampler", done, 4))
             now += 0.6 * LINE_EVERY_S

@@ -29,7 +29,7 @@ def test_two_requests_are_counted_and_the_third_ends_the_process_as_usual() -> N
     stop, heard = StopRequest(), []
 
     def on_request() -> None:
-        stop.request()
+        stop.count += 1
         heard.append(stop.immediate)
 
     with handle_sigint(on_request, requests=2):

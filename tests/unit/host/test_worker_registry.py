@@ -66,8 +66,13 @@ class FakeDriver:
     pool: FakePool
     ref: WorkersRef
     mesh: Mesh
-    former: FakeDriver | None
+    follows: FakeDriver | None
     is_running: bool = False
+
+
+@pytest.fixture(autouse=True)
+def fake_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wanstream.host.workers.Driver", FakeDriver)
 
 
 @pytest.fixture
@@ -82,7 +87,7 @@ def kept(started: list[FakePool]) -> WorkerRegistry:
         started.append(FakePool(ref, device))
         return started[-1]
 
-    return WorkerRegistry(start, FakeDriver)
+    return WorkerRegistry(start)
 
 
 def test_equal_references_find_the_same_workers(kept: WorkerRegistry, started: list[FakePool]) -> None:
@@ -100,7 +105,7 @@ def test_another_layout_is_another_driver_of_the_same_workers(kept: WorkerRegist
     patient = kept.get(replace(two, mesh=Mesh(stage=2), **held), Mesh(stage=2), CPU)
     assert len({id(driver) for driver in (sides, stages, patient)}) == 3
     assert sides.pool is stages.pool is patient.pool
-    assert (sides.former, stages.former, patient.former) == (None, sides, stages)
+    assert (sides.follows, stages.follows, patient.follows) == (None, sides, stages)
     assert patient.ref.max_restarts == 9
     assert (len(started), started[0].said) == (1, [])
 
@@ -157,7 +162,7 @@ def test_a_worker_that_does_not_give_its_memory_back_is_ended(
         started.append(FakePool(ref, device))
         return started[-1]
 
-    kept = WorkerRegistry(start, FakeDriver, release_timeout_s=0.05)
+    kept = WorkerRegistry(start, release_timeout_s=0.05)
     kept.get(replace(ONE, count=2), Mesh(cfg=2), CPU)
     started[0].hangs = True
     assert kept.release_memory()
@@ -169,7 +174,7 @@ def test_a_start_that_fails_leaves_nothing_behind() -> None:
     def start(ref: WorkersRef, device: torch.device) -> FakePool:
         raise OSError("the port is taken")
 
-    kept = WorkerRegistry(start, FakeDriver)
+    kept = WorkerRegistry(start)
     for _ in range(2):
         with pytest.raises(OSError, match="the port is taken"):
             kept.get(ONE, Mesh(), CPU)
@@ -181,8 +186,8 @@ def test_they_end_with_the_process() -> None:
     code = f"""{SETUP}
 class Pool:
     def close(self): print("ended")
-kept = WorkerRegistry(lambda ref, device: Pool(), lambda *given: None)
-kept.get(ONE, Mesh(), torch.device("cpu"))
+kept = WorkerRegistry(lambda ref, device: Pool())
+kept.pool(ONE, torch.device("cpu"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "ended\n"

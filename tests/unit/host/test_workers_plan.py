@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.workers import SharedRun, WorkersPlanCache, plan_workers
+from wanstream.host.workers import SharedRun, WorkerRegistry, plan_workers
 from wanstream.plan import AutoOffload, Budgets, DoesNotFitError, Machine, OffloadJob
 from wanstream.plan.machine import expected_machine
 from wanstream.schema import T2V_A14B, Mesh, MeshError, OffloadPolicy, VideoShape, WorkersRef
@@ -30,7 +30,7 @@ def a_job(videos: int = 1, *, lanes: int = 2) -> OffloadJob:
 
 
 def a_run(workers: WorkersRef, videos: int = 1, **changes: Any) -> SharedRun:
-    return SharedRun(**{"workers": workers, "job": a_job(videos), "videos": videos, "asked": LAYERWISE, **changes})
+    return SharedRun(**{"workers": workers, "job": a_job(videos), "videos": videos, "requested": LAYERWISE, **changes})
 
 
 def nobody() -> Machine:
@@ -73,8 +73,8 @@ def test_one_video_is_shared_and_many_are_spread() -> None:
 
 def test_videos_on_workers_of_their_own_are_checked_one_by_one() -> None:
     """Memory for one video is enough, though all four together would not fit."""
-    asked = AutoOffload(budgets=Budgets(vram_bytes=int(5e9)))
-    run = a_run(WorkersRef(count=4, goal="throughput"), videos=4, asked=asked)
+    requested = AutoOffload(budgets=Budgets(vram_bytes=int(5e9)))
+    run = a_run(WorkersRef(count=4, goal="throughput"), videos=4, requested=requested)
     assert plan_workers(run, lambda: GPU).mesh == Mesh(data=4)
 
 
@@ -90,9 +90,9 @@ def test_videos_of_a_cell_are_lanes_of_one_pass() -> None:
 @pytest.mark.parametrize(("mesh", "vram_gb"), [(Mesh(data=2), 9.5), (Mesh(data=2, cfg=2), 7)], ids=str)
 def test_a_policy_leaves_room_for_all_videos_of_a_cell(mesh: Mesh, vram_gb: float) -> None:
     def chosen(videos: int, on: Mesh) -> OffloadPolicy:
-        asked = AutoOffload(budgets=Budgets(vram_bytes=int(vram_gb * 1e9)))
+        requested = AutoOffload(budgets=Budgets(vram_bytes=int(vram_gb * 1e9)))
         return plan_workers(
-            a_run(WorkersRef(count=on.size, mesh=on), videos, job=a_job(videos), asked=asked), lambda: GPU
+            a_run(WorkersRef(count=on.size, mesh=on), videos, job=a_job(videos), requested=requested), lambda: GPU
         ).policy
 
     alone = replace(mesh, data=1)
@@ -101,9 +101,9 @@ def test_a_policy_leaves_room_for_all_videos_of_a_cell(mesh: Mesh, vram_gb: floa
 
 def test_a_policy_is_chosen_for_the_share_of_one_worker_within_the_budget() -> None:
     def chosen(**budgets: int) -> OffloadPolicy:
-        asked = AutoOffload(budgets=Budgets(**budgets))
+        requested = AutoOffload(budgets=Budgets(**budgets))
         slow_disk = replace(GPU, disk_bytes_per_s=1e9)
-        return plan_workers(a_run(WorkersRef(count=2, mesh=Mesh(cfg=2)), asked=asked), lambda: slow_disk).policy
+        return plan_workers(a_run(WorkersRef(count=2, mesh=Mesh(cfg=2)), requested=requested), lambda: slow_disk).policy
 
     assert chosen().source == "pinned"
     assert chosen(ram_bytes=2 * 10**9).source == "file"
@@ -112,15 +112,15 @@ def test_a_policy_is_chosen_for_the_share_of_one_worker_within_the_budget() -> N
 
 
 def test_equal_runs_get_the_same_plan_and_measure_once() -> None:
-    asked: list[str] = []
+    measured: list[str] = []
 
     def machine() -> Machine:
-        asked.append("measured")
+        measured.append("measured")
         return GPU
 
-    planned, run = WorkersPlanCache(), a_run(WorkersRef(count=2))
+    planned, run = WorkerRegistry(), a_run(WorkersRef(count=2))
     first = planned.plan(run, machine)
     assert planned.plan(replace(run, job=a_job()), machine) is first
-    assert len(asked) == 1
+    assert len(measured) == 1
     planned.plan(replace(run, videos=2, job=a_job(2)), machine)
-    assert len(asked) == 2
+    assert len(measured) == 2

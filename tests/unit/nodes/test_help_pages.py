@@ -14,8 +14,8 @@ import pytest
 import wanstream.nodes
 from wanstream.host import io
 from wanstream.nodes import WanStreamExtension
-from wanstream.tools.help_pages import input_lines as input_lines_in_chinese
-from wanstream.tools.help_pages import section, translated_by_hand
+from wanstream.tools.locales import input_lines as input_lines_in_chinese
+from wanstream.tools.locales import section, translated_by_hand
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 EACH_NODE = pytest.mark.parametrize("node", NODES, ids=lambda node: node.__name__)

@@ -115,5 +115,5 @@ def test_words_of_the_search_are_given_only_to_a_comfyui_that_knows_them(
     fields: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wanstream.host, "_SCHEMA_FIELDS", fields)
-    found = wanstream.host.search_words("block swap", "offload")
+    found = wanstream.host.search_aliases("block swap", "offload")
     assert found == ({"search_aliases": ["block swap", "offload"]} if "search_aliases" in fields else {})

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.sampling import DenoiseRequest, ModelCalls, SamplingCancelled, StepProgress, denoise
+from wanstream.sampling import DenoiseRequest, ModelCalls, RunPolicy, SamplingCancelled, StepProgress, denoise
 from wanstream.schema import OffloadPolicy, StepRecord, Timeline
 from wanstream.telemetry import Recorder, TelemetryOptions
 from wanstream.telemetry.phases import QueueItemPhases
@@ -124,7 +124,8 @@ def test_an_unusable_request_of_the_environment_is_refused_before_the_run(
 
 def test_passes_are_watched_from_entering_to_leaving(open_pair: OpenPair) -> None:
     recorder = Recorder(CPU)
-    with ModelCalls(open_pair().engine(LAYERWISE, CPU), ["high"], recorder=recorder):
+    policy = RunPolicy(open_pair(), LAYERWISE, CPU, shape=(1, 16, 2, 4, 6), guided=False)
+    with ModelCalls(policy, ["high"], recorder=recorder):
         assert len(samplers()) == 1
     assert samplers() == []
     assert len(recorder.timeline().memory) >= 2

@@ -14,7 +14,7 @@ from diffusers import (
 
 from wanstream.sampling import RequestError
 from wanstream.sampling.schedules import Schedule, explicit_schedule, simple_schedule, wan_schedule
-from wanstream.sampling.solvers import Solver, make_solver
+from wanstream.sampling.solvers import Solver
 
 SHAPE = (2, 16, 2, 4, 6)
 SEEDS = (5, 2**64 - 1)
@@ -49,7 +49,7 @@ def test_unipc_is_wan_pipelines_scheduler_to_the_bit(latents: torch.Tensor, step
         expected = scheduler.step(_velocity(expected, float(scheduler.sigmas[i])), t, expected, return_dict=False)[0]
 
     schedule = wan_schedule(steps, 5.0)
-    assert torch.equal(_run(make_solver("unipc", schedule), schedule, latents), expected)
+    assert torch.equal(_run(Solver("unipc", schedule), schedule, latents), expected)
 
 
 def test_euler_is_the_flow_match_scheduler_to_the_bit(latents: torch.Tensor) -> None:
@@ -60,7 +60,7 @@ def test_euler_is_the_flow_match_scheduler_to_the_bit(latents: torch.Tensor) -> 
         expected = scheduler.step(_velocity(expected, float(scheduler.sigmas[i])), t, expected, return_dict=False)[0]
 
     schedule = explicit_schedule(scheduler.sigmas)
-    assert torch.equal(_run(make_solver("euler", schedule), schedule, latents), expected)
+    assert torch.equal(_run(Solver("euler", schedule), schedule, latents), expected)
 
 
 def test_euler_does_not_shift_the_sigmas_again(latents: torch.Tensor) -> None:
@@ -68,7 +68,7 @@ def test_euler_does_not_shift_the_sigmas_again(latents: torch.Tensor) -> None:
     expected = latents
     for here, after in zip(schedule.sigmas, schedule.sigmas[1:], strict=False):
         expected = expected + (torch.tensor(after) - torch.tensor(here)) * _velocity(expected, here)
-    assert torch.equal(_run(make_solver("euler", schedule), schedule, latents), expected)
+    assert torch.equal(_run(Solver("euler", schedule), schedule, latents), expected)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 16])
@@ -80,17 +80,17 @@ def test_dpm_plus_plus_is_the_multistep_scheduler_to_the_bit(latents: torch.Tens
     expected = latents
     for sigma, t in zip(schedule.sigmas, scheduler.timesteps, strict=False):
         expected = scheduler.step(_velocity(expected, sigma), t, expected, return_dict=False)[0]
-    assert torch.equal(_run(make_solver("dpm++", schedule), schedule, latents), expected)
+    assert torch.equal(_run(Solver("dpm++", schedule), schedule, latents), expected)
 
 
 @pytest.mark.parametrize("solver", ["dpm++", "lcm"])
 def test_a_first_sigma_of_one_leaves_no_infinity(latents: torch.Tensor, solver: str) -> None:
     schedule = simple_schedule(4, 5.0)
     assert schedule.sigmas[0] == 1.0
-    ended = _run(make_solver(solver, schedule, seeds=SEEDS), schedule, latents)
+    ended = _run(Solver(solver, schedule, seeds=SEEDS), schedule, latents)
     nearly = explicit_schedule([1 - 1e-6, *schedule.sigmas[1:]])
     torch.testing.assert_close(
-        ended, _run(make_solver(solver, nearly, seeds=SEEDS), schedule, latents), rtol=1e-2, atol=1e-2
+        ended, _run(Solver(solver, nearly, seeds=SEEDS), schedule, latents), rtol=1e-2, atol=1e-2
     )
 
 
@@ -99,7 +99,7 @@ def test_dpm_plus_plus_is_of_second_order() -> None:
 
     def error(solver: str, steps: int) -> float:
         schedule = explicit_schedule(torch.linspace(0.9, 0.1, steps + 1))
-        state, rule = torch.full(SHAPE, 1.0), make_solver(solver, schedule)
+        state, rule = torch.full(SHAPE, 1.0), Solver(solver, schedule)
         for _ in range(steps):
             state = rule.step(state, state)
         return float((state - torch.tensor(-0.8).exp()).abs().max())
@@ -119,12 +119,12 @@ def test_lcm_is_the_scheduler_with_the_noise_of_each_step(latents: torch.Tensor)
         drawn = [torch.Generator().manual_seed((seed + step) % 2**64) for seed in SEEDS]
         velocity = _velocity(expected, sigma)
         (expected,) = scheduler.step(velocity, scheduler.timesteps[step], expected, generator=drawn, return_dict=False)
-    assert torch.equal(_run(make_solver("lcm", schedule, seeds=SEEDS), schedule, latents), expected)
+    assert torch.equal(_run(Solver("lcm", schedule, seeds=SEEDS), schedule, latents), expected)
 
 
 def test_lcm_goes_to_the_estimated_end_and_back_up(latents: torch.Tensor) -> None:
     schedule = explicit_schedule([0.75, 0.5, 0.0])
-    solver = make_solver("lcm", schedule, seeds=SEEDS)
+    solver = Solver("lcm", schedule, seeds=SEEDS)
     velocity = _velocity(latents, 0.75)
     denoised = latents - 0.75 * velocity
     noise = (solver.step(velocity, latents) - 0.5 * denoised) / 0.5
@@ -135,27 +135,27 @@ def test_lcm_goes_to_the_estimated_end_and_back_up(latents: torch.Tensor) -> Non
 
 def test_lcm_without_seeds_is_refused() -> None:
     with pytest.raises(RequestError, match="lcm draws noise in every step: give a seed for each sample"):
-        make_solver("lcm", simple_schedule(4, 5.0))
+        Solver("lcm", simple_schedule(4, 5.0))
 
 
 def test_lcm_draws_other_noise_in_every_step_and_the_same_when_it_is_taken_again(latents: torch.Tensor) -> None:
     schedule = explicit_schedule([0.75, 0.5, 0.25, 0.0])
-    solver = make_solver("lcm", schedule, seeds=SEEDS)
+    solver = Solver("lcm", schedule, seeds=SEEDS)
     again = solver.copy()
     nothing = torch.zeros_like(latents)
     first, second = solver.step(nothing, nothing) / 0.5, solver.step(nothing, nothing) / 0.25
     assert not torch.allclose(first, second)
     assert torch.equal(again.step(nothing, nothing) / 0.5, first)
-    later = make_solver("lcm", schedule, 1, seeds=SEEDS)
+    later = Solver("lcm", schedule, 1, seeds=SEEDS)
     assert torch.equal(later.step(nothing, nothing) / 0.25, second)
 
 
 @pytest.mark.parametrize("solver", ["dpm++", "lcm"])
 def test_history_is_all_that_a_cut_run_needs(latents: torch.Tensor, solver: str) -> None:
     schedule = simple_schedule(8, 5.0)
-    whole = make_solver(solver, schedule, seeds=SEEDS)
+    whole = Solver(solver, schedule, seeds=SEEDS)
     middle = _run(whole, schedule, latents, end=3)
-    other = make_solver(solver, schedule, seeds=SEEDS)
+    other = Solver(solver, schedule, seeds=SEEDS)
     other.restore(whole.history(), torch.device("cpu"))
     assert torch.equal(_run(other, schedule, middle, start=3), _run(whole, schedule, middle, start=3))
 
@@ -163,24 +163,24 @@ def test_history_is_all_that_a_cut_run_needs(latents: torch.Tensor, solver: str)
 @pytest.mark.parametrize("solver", ["euler", "unipc", "dpm++"])
 def test_a_sample_does_not_depend_on_its_batch(latents: torch.Tensor, solver: str) -> None:
     schedule = simple_schedule(8, 5.0)
-    together = _run(make_solver(solver, schedule), schedule, latents)
-    alone = [_run(make_solver(solver, schedule), schedule, sample[None]) for sample in latents]
+    together = _run(Solver(solver, schedule), schedule, latents)
+    alone = [_run(Solver(solver, schedule), schedule, sample[None]) for sample in latents]
     assert torch.equal(together, torch.cat(alone))
 
 
 def test_a_sample_of_lcm_does_not_depend_on_its_batch(latents: torch.Tensor) -> None:
     schedule = simple_schedule(8, 5.0)
-    together = _run(make_solver("lcm", schedule, seeds=SEEDS), schedule, latents)
+    together = _run(Solver("lcm", schedule, seeds=SEEDS), schedule, latents)
     for sample, seed, expected in zip(latents, SEEDS, together, strict=True):
-        alone = _run(make_solver("lcm", schedule, seeds=[seed]), schedule, sample[None])
+        alone = _run(Solver("lcm", schedule, seeds=[seed]), schedule, sample[None])
         assert torch.equal(alone[0], expected)
 
 
 def test_euler_has_no_history_so_a_run_can_be_cut_anywhere(latents: torch.Tensor) -> None:
     schedule = simple_schedule(8, 5.0)
-    whole = _run(make_solver("euler", schedule), schedule, latents)
-    middle = _run(make_solver("euler", schedule), schedule, latents, end=3)
-    assert torch.equal(_run(make_solver("euler", schedule, 3), schedule, middle, start=3), whole)
+    whole = _run(Solver("euler", schedule), schedule, latents)
+    middle = _run(Solver("euler", schedule), schedule, latents, end=3)
+    assert torch.equal(_run(Solver("euler", schedule, 3), schedule, middle, start=3), whole)
 
 
 def test_unipc_starts_later_as_the_scheduler_does(latents: torch.Tensor) -> None:
@@ -192,7 +192,7 @@ def test_unipc_starts_later_as_the_scheduler_does(latents: torch.Tensor) -> None
         expected = scheduler.step(_velocity(expected, float(scheduler.sigmas[i])), t, expected, return_dict=False)[0]
 
     schedule = wan_schedule(8, 5.0)
-    assert torch.equal(_run(make_solver("unipc", schedule, 3), schedule, latents, start=3), expected)
+    assert torch.equal(_run(Solver("unipc", schedule, 3), schedule, latents, start=3), expected)
 
 
 def test_unipc_takes_a_first_sigma_of_one_as_the_scheduler_does(latents: torch.Tensor) -> None:
@@ -204,9 +204,9 @@ def test_unipc_takes_a_first_sigma_of_one_as_the_scheduler_does(latents: torch.T
     expected = latents
     for sigma, t in zip(schedule.sigmas, scheduler.timesteps, strict=False):
         expected = scheduler.step(_velocity(expected, sigma), t, expected, return_dict=False)[0]
-    assert torch.equal(_run(make_solver("unipc", schedule), schedule, latents), expected)
+    assert torch.equal(_run(Solver("unipc", schedule), schedule, latents), expected)
 
 
 def test_unknown_solver() -> None:
     with pytest.raises(RequestError, match="unknown solver 'heun': choose one of euler, unipc, dpm\\+\\+, lcm"):
-        make_solver("heun", simple_schedule(4, 5.0))
+        Solver("heun", simple_schedule(4, 5.0))

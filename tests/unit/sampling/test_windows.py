@@ -14,7 +14,7 @@ from wanstream.nodes.runs.benchmark import describe_request
 from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests, request_job, split_request
 from wanstream.sampling.errors import InsufficientMemoryError
 from wanstream.sampling.memory import check_room, tokens_of, working_bytes
-from wanstream.sampling.solvers import make_solver
+from wanstream.sampling.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.wan import ExpertPair
@@ -52,7 +52,7 @@ def one_by_one(models: Mapping[str, WanTransformer3DModel], request: DenoiseRequ
     """Reference loop: whole models, one forward pass per window and prompt, guided, then blended."""
     assert request.windows is not None
     step_plan, latents = request.step_plan, request.noise
-    solver = make_solver(request.solver, step_plan.schedule)
+    solver = Solver(request.solver, step_plan.schedule)
     for step in step_plan.steps:
         model, scale = models[step_plan.experts[step]], step_plan.guidance[step]
         time = torch.tensor([step_plan.schedule.timesteps[step]])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from wanstream.nodes import WanStreamExtension
-from wanstream.tools.help_pages import DOCS
 from wanstream.tools.locales import (
+    DOCS,
     LOCALES,
     english_names,
     fingerprints,

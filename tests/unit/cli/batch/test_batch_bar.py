@@ -48,6 +48,82 @@ def test_a_row_counts_as_far_as_it_is_and_lanes_together(capsys: pytest.CaptureF
     assert any("62%" in line and "3/8" in line for line in told)
 
 
+class Clocked:
+    """A bar of one row and more at a time that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.bar = BatchBar(rows=9, ended=0, clock=lambda: self.now)
+        self.before = 0.0
+
+    def begin(self, job: str, now: float) -> None:
+        self.now = now
+        self.bar.running(job, 1)
+
+    def report(self, done: int, total: int) -> None:
+        self.bar.show(NodeProgress(node_id="n", class_type="N", done=done, total=total))
+
+    def end(self, now: float) -> None:
+        self.now = now
+        self.bar.done(Row(line=1, position=1, hash="h"))
+        self.before += 1
+
+    def fraction(self, now: float) -> float:
+        self.now = now
+        return self.bar.passed - self.before
+
+
+def test_the_first_job_is_as_far_as_the_steps_of_its_longest_node() -> None:
+    bar = Clocked()
+    bar.begin("a", 0.0)
+    assert bar.fraction(5.0) == 0.0
+    bar.report(0, 1)
+    bar.report(1, 1)
+    assert bar.fraction(6.0) == 0.0, "a node without steps says nothing"
+    bar.report(5, 20)
+    assert bar.fraction(7.0) == 0.25
+    bar.report(15, 20)
+    assert bar.fraction(9.0) == 0.75
+    bar.report(1, 3)
+    assert bar.fraction(10.0) == 0.75, "never back"
+    bar.report(20, 20)
+    assert bar.fraction(11.0) == 0.99, "it has not ended"
+
+
+def test_the_steps_of_the_next_job_count_and_not_the_time_of_the_last_one() -> None:
+    bar = Clocked()
+    bar.begin("a", 0.0)
+    bar.report(4, 4)
+    bar.end(100.0)
+    assert bar.fraction(101.0) == 0.0, "none runs"
+    bar.begin("b", 200.0)
+    bar.report(2, 4)
+    assert bar.fraction(290.0) == 0.5
+    bar.report(0, 4)
+    assert bar.fraction(301.0) == 0.5, "a node that begins again takes nothing back"
+
+
+def test_without_reports_the_last_job_is_the_measure() -> None:
+    bar = Clocked()
+    bar.begin("a", 0.0)
+    assert bar.fraction(30.0) == 0.0
+    bar.end(40.0)
+    bar.begin("b", 50.0)
+    bar.begin("b", 55.0)
+    assert bar.fraction(60.0) == 0.25
+    assert bar.fraction(500.0) == 0.99
+
+
+def test_a_job_that_was_given_up_is_no_measure() -> None:
+    bar = Clocked()
+    bar.begin("a", 0.0)
+    bar.report(3, 4)
+    bar.begin("b", 2.0)
+    assert bar.fraction(2.0) == 0.0
+    bar.report(1, 4)
+    assert bar.fraction(3.0) == 0.25
+
+
 def test_nothing_is_left_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     with BatchBar(rows=1, ended=0) as bar:
         bar.note("a word")

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.batch.rows import Row, RowError, apply_row
+from wanstream.cli.batch.rows import Row, apply_row
+from wanstream.cli.inputs import InputError
 from wanstream.host.embedded.validate import Socket
 
 WORKFLOW: dict[str, Any] = {
@@ -82,5 +83,5 @@ def test_json_values_stay_as_they_are() -> None:
     ],
 )
 def test_what_the_workflow_has_no_place_for_is_refused(key: str, text: str, reason: str) -> None:
-    with pytest.raises(RowError, match=reason):
+    with pytest.raises(InputError, match=reason):
         apply_row(WORKFLOW, row_of({key: text}), SOCKETS)

@@ -157,6 +157,11 @@ def test_a_dry_run_says_how_many_passes_there_are(batch: Batch, capsys: pytest.C
     assert "line 6 runs alone: its sampler.steps is 3" in printed.err
 
 
+def test_more_lanes_than_a_pass_can_have_are_refused(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert batch([{}], "--share-weights", "1001") == INVALID
+    assert "--share-weights 1001: give a number of rows from 1 to 1000" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("lanes", ["0", "-2", "many"])
 def test_no_lanes_are_refused(batch: Batch, tmp_path: Path, lanes: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -17,7 +17,7 @@ import pytest
 
 from wanstream.cli.arguments import StopRequest
 from wanstream.cli.batch import journal as journal_module
-from wanstream.cli.batch.backends.base import (
+from wanstream.cli.batch.backend import (
     Ended,
     Interrupted,
     JobFailed,
@@ -235,8 +235,8 @@ class Chance:
         if what == "kill":
             raise Killed
         if what == "stop":
-            self.stop.request()
-            self.stop.request()
+            self.stop.count += 1
+            self.stop.count += 1
             return
         if what == "restart":
             self.world.restart()
@@ -577,7 +577,7 @@ class Impatient(World):
     def outcome(self, prompt_id: str) -> Outcome:
         if len(self.made) == 2 and self.queue and self.queue[0][2] == 2:
             for _ in range(self._times):
-                self._stop.request()
+                self._stop.count += 1
         return super().outcome(prompt_id)
 
 

@@ -48,7 +48,7 @@ def test_a_row_goes_its_way_and_another_process_sees_where_it_is(tmp_path: Path)
         journal.post({"hash 1": frozenset("ab"), "hash 2": None}, "id")
     with Journal(path, workflow="w") as journal:
         first, second = journal.entries().values()
-        assert (first.state, first.prompt_id, first.attempts, first.saves) == (State.posted, "id", 1, frozenset("ab"))
+        assert (first.state, first.prompt_id, first.saves) == (State.posted, "id", frozenset("ab"))
         assert second.saves is None
         journal.place("hash 1", [FILE])
         journal.fail("hash 2", "too big")
@@ -242,7 +242,6 @@ def test_a_journal_with_more_than_its_tables_is_refused(tmp_path: Path, change: 
         "UPDATE rows SET stem = CAST(x'ff' AS TEXT)",
         "UPDATE rows SET prompt_id = NULL",
         "UPDATE rows SET state = 'done'",
-        "UPDATE rows SET attempts = 'many'",
         "DELETE FROM batch",
     ],
 )

@@ -18,11 +18,10 @@ from wanstream.cli.batch.lanes import (
     OWN_INPUTS,
     SAMPLER,
     LanePass,
-    LanesError,
-    check_lanes,
+    key_of_lane,
     lane_pass,
     lane_passes,
-    row_workflow,
+    row_key,
 )
 from wanstream.host.embedded.graph import as_link
 from wanstream.nodes import WanStreamExtension
@@ -229,12 +228,6 @@ def test_one_lane_leaves_every_row_as_it_is() -> None:
     ]
 
 
-@pytest.mark.parametrize("lanes", [0, -1, MAX_LANES + 1])
-def test_numbers_of_lanes_that_cannot_be_are_refused(lanes: int) -> None:
-    with pytest.raises(LanesError, match=f"--share-weights {lanes}: give a number of rows from 1 to 1000"):
-        check_lanes(lanes)
-
-
 def test_the_last_lane_that_there_can_be_is_one_that_the_node_takes_out() -> None:
     index = next(socket for socket in SCHEMAS[LANE_LATENT].inputs if socket.id == "index")
     assert index.as_dict()["max"] == MAX_LANES - 1
@@ -307,33 +300,22 @@ def test_a_broken_workflow_is_left_to_those_who_judge_workflows() -> None:
 
 
 @pytest.mark.parametrize("name", ["t2v", "i2v", "flf2v", "t2v_lightning"])
-def test_a_pass_gives_every_row_its_own_workflow_back(name: str) -> None:
+def test_the_nodes_of_a_row_name_its_workflow(name: str) -> None:
     prompts = {n: row(name, sampler__seed=n, text__positive=("sun", "rain")[n % 2]) for n in range(3)}
-    for prompt in prompts.values():
-        prompt["lane"] = copy.deepcopy(prompt["save"])  # an id with which that of a composed node begins
     made = lane_pass(prompts)
+    assert len({row_key(prompt) for prompt in prompts.values()}) == 3
     for prompt, ids in zip(prompts.values(), made.node_ids, strict=True):
-        for save in ("save", "lane"):
-            back = row_workflow(made.prompt, ids[save])
-            plain = {own: (node["class_type"], node["inputs"]) for own, node in back.items()}
-            assert plain == {own: (node["class_type"], node["inputs"]) for own, node in prompt.items()}
+        assert key_of_lane(json.loads(json.dumps(made.prompt)), ids["save"]) == row_key(prompt)
+    for shared in ("experts", "sampler", "nobody"):
+        assert key_of_lane(made.prompt, shared) is None
 
 
-def test_the_workflow_of_one_row_is_given_back_as_it_is() -> None:
-    prompt = row()
-    assert row_workflow(prompt, "save") is prompt
-    assert row_workflow(prompt, "None") is prompt
+def test_a_row_is_named_alike_whatever_its_titles_and_the_notation_of_its_numbers() -> None:
+    other = row(sampler__guidance_low=3.0)
+    other["sampler"]["_meta"] = {"title": "another"}
+    assert row_key(row(sampler__guidance_low=3)) == row_key(other)
 
 
-@pytest.mark.parametrize("node_id", ["experts", "sampler", "lane4_save", "lane0_save", "None", ""])
-def test_a_node_that_belongs_to_no_row_is_refused(node_id: str) -> None:
-    with pytest.raises(LanesError, match="does not belong to a single row"):
-        row_workflow(only(seeds(1, 2, 3)).prompt, node_id)
-
-
-@pytest.mark.parametrize(
-    "sampler", [{}, {"inputs": {}}, {"inputs": {"lanes": 3}}, {"inputs": {"lanes": ["sampler", 0]}}]
-)
-def test_a_composed_prompt_of_somebody_else_is_refused(sampler: dict[str, Any]) -> None:
-    with pytest.raises(LanesError):
-        row_workflow({"sampler": {"class_type": LANE_SAMPLER, **sampler}, "x": {}}, "lane1_save")
+@pytest.mark.parametrize("prompt", [row(), {"save": {"_meta": "a title"}}, {"save": 3}, None])
+def test_a_prompt_that_is_not_of_a_pass_names_no_row(prompt: object) -> None:
+    assert key_of_lane(prompt, "save") is None

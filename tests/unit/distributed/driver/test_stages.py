@@ -14,7 +14,7 @@ from wanstream.distributed.driver.schedule import GroupId
 from wanstream.distributed.driver.stage_run import RestartLimitError, StageRun
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.sampling import RunSlice, RunState, SamplingCancelled, StepProgress, denoise_part
+from wanstream.sampling import RunSlice, RunState, SamplingCancelled, StepProgress, denoise
 from wanstream.wan.experts.open import ExpertsRegistry
 
 VIDEO = (1, 4, 14, 8, 8)
@@ -115,7 +115,7 @@ def test_our_denoiser_is_such_a_step_function(
             told: list[StepProgress] = []
             part = RunSlice(resume=state, until=step + 1)
             pair = experts.get(task.experts)
-            denoise_part(pair, task.request, part, policy=task.policy, device="cpu", on_step=told.append)
+            denoise(pair, task.request, part, policy=task.policy, device="cpu", on_step=told.append)
             return told[-1].state()
 
         return take

@@ -16,7 +16,7 @@ from wanstream.sampling import DenoiseRequest, RequestError, denoise, split_requ
 from wanstream.sampling.cache.calibrate import calibrate
 from wanstream.sampling.cache.mag_table import MagTable
 from wanstream.sampling.cache.settings import FirstBlockCache, MagCache, policy_with_cache
-from wanstream.sampling.solvers import make_solver
+from wanstream.sampling.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.wan import ExpertPair
@@ -62,7 +62,7 @@ def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: flo
     for model in models.values():
         model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
     step_plan, latents = request.step_plan, request.noise
-    solver = make_solver(request.solver, step_plan.schedule, request.start_step)
+    solver = Solver(request.solver, step_plan.schedule, request.start_step)
     since: dict[tuple[int, ...], int] = {}
     for step in step_plan.steps:
         model, time = models[step_plan.experts[step]], torch.tensor([step_plan.schedule.timesteps[step]])

@@ -13,9 +13,9 @@ import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
 
-from wanstream.sampling import DenoiseRequest, RequestError, RunSlice, SamplingCancelled, denoise, denoise_part
+from wanstream.sampling import DenoiseRequest, RequestError, RunSlice, SamplingCancelled, denoise
 from wanstream.sampling.cache.settings import FirstBlockCache
-from wanstream.sampling.solvers import make_solver
+from wanstream.sampling.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.experts import make_lora, save_lora
 from wanstream.wan import ExpertPair
@@ -78,7 +78,7 @@ def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: flo
     for model in models.values():
         model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
     step_plan, latents = request.step_plan, request.noise
-    solver = make_solver(request.solver, step_plan.schedule, request.start_step)
+    solver = Solver(request.solver, step_plan.schedule, request.start_step)
     for step in step_plan.steps:
         model, time = models[step_plan.experts[step]], torch.tensor([step_plan.schedule.timesteps[step]])
         found = []
@@ -214,7 +214,7 @@ def test_a_run_that_is_stopped_leaves_the_pair_usable(
 def test_a_run_that_goes_on_computes_its_first_step(open_pair: OpenPair, make_eight_steps: Request) -> None:
     pair, request, states = open_pair(), make_eight_steps(cache=ALWAYS), list[Any]()
     run(pair, request, on_step=lambda step: states.append(step.state()))
-    rest = denoise_part(pair, request, RunSlice(resume=states[1]), policy=LAYERWISE, device="cpu")
+    rest = denoise(pair, request, RunSlice(resume=states[1]), policy=LAYERWISE, device="cpu")
     assert [step.index for step in rest.timeline.steps if not step.skipped_visits] == [2, SWITCH]
 
 

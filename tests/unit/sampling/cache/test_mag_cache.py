@@ -20,14 +20,14 @@ from wanstream.sampling import (
     RunSlice,
     SamplingCancelled,
     denoise,
-    denoise_part,
     request_job,
     working_bytes,
 )
-from wanstream.sampling.cache.calibrate import calibrate, calibration_bytes, calibration_job
+from wanstream.sampling.cache.calibrate import calibrate
 from wanstream.sampling.cache.mag_table import MagTable
-from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
-from wanstream.sampling.solvers import make_solver
+from wanstream.sampling.cache.magcache import Calibration
+from wanstream.sampling.cache.settings import MagCache
+from wanstream.sampling.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
@@ -75,7 +75,7 @@ def with_diffusers_cache(
     for name, model in models.items():
         model.enable_cache(configs[name])
     step_plan, latents = request.step_plan, request.noise
-    solver = make_solver(request.solver, step_plan.schedule, request.start_step)
+    solver = Solver(request.solver, step_plan.schedule, request.start_step)
     for step in step_plan.steps:
         model, time = models[step_plan.experts[step]], torch.tensor([step_plan.schedule.timesteps[step]])
         with model.cache_context("cond"):
@@ -168,7 +168,7 @@ def test_a_run_that_goes_on_in_a_skipped_step_computes_it(
     pair, states = open_pair(), list[Any]()
     request = make_eight_steps(cache=MagCache(table=table, rule=SkipRule(threshold=1e9, retention=0.0)))
     run(pair, request, on_step=lambda step: states.append(step.state()))
-    rest = denoise_part(pair, request, RunSlice(resume=states[0]), policy=LAYERWISE, device="cpu")
+    rest = denoise(pair, request, RunSlice(resume=states[0]), policy=LAYERWISE, device="cpu")
     assert skipped(rest) == [2, 3, 5, 6]
 
 
@@ -243,11 +243,11 @@ def test_what_measuring_keeps_is_counted_and_what_a_cache_would_keep_is_not(
     open_pair: OpenPair, make_eight_steps: Request
 ) -> None:
     pair, cpu, noise = open_pair(), torch.device("cpu"), torch.zeros(1, 16, 2, 40, 60)
-    request, plain = make_eight_steps(noise=noise, cache=FirstBlockCache()), make_eight_steps(noise=noise)
-    assert calibration_job(pair, request, cpu) == replace(request_job(pair, plain, cpu), cached_states=1)
+    request, plain = make_eight_steps(noise=noise, cache=Calibration()), make_eight_steps(noise=noise)
+    assert request_job(pair, request, cpu) == replace(request_job(pair, plain, cpu), cached_states=1)
     state = 2 * (2 * 20 * 30) * 256 * 4  # lanes x tokens x width x fp32
     usual = working_bytes(pair, noise.shape, guided=True)
-    assert calibration_bytes(pair, request, chunk_tokens=None) - usual == state
+    assert working_bytes(pair, noise.shape, guided=True, cache=request.cache) - usual == state
 
 
 def test_a_part_of_a_schedule_is_not_measured(open_pair: OpenPair, make_eight_steps: Request) -> None:

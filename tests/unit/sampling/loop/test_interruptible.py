@@ -124,7 +124,7 @@ def test_passes_of_other_samplers_stop_inside_too(
     policy = RunPolicy(pair, LAYERWISE, CPU, shape=request.noise.shape, guided=False)
     should_stop, polls = stop_after(LINEARS // 2)
     lanes = LaneInputs(request, CPU).lanes(request.noise, with_negative=False)
-    passes = ModelCalls(policy.engine(), ["high"], recorder=Recorder(CPU), should_stop=should_stop, policy=policy)
+    passes = ModelCalls(policy, ["high"], recorder=Recorder(CPU), should_stop=should_stop)
     with pytest.raises(SamplingCancelled), passes:
         passes.forward("high", lanes, sigma=1.0)
     assert len(polls) == LINEARS // 2 + 1

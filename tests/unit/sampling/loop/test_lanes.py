@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from wanstream.sampling import DenoiseRequest
-from wanstream.sampling.loop.lanes import LaneInputs, LaneName, count_texts, lane_names, names_at, names_of, windows_at
+from wanstream.sampling.cache.base import LaneName, count_texts, names_of
+from wanstream.sampling.loop.lanes import LaneInputs, lane_names, names_at, windows_at
 from wanstream.schema.context_windows import ContextWindows
 
 WINDOWS = ContextWindows(frames=3, overlap=1)

@@ -10,17 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.offload import EngineRun
-from wanstream.plan import Visit
 from wanstream.sampling import ModelCalls, SamplingCancelled
-from wanstream.sampling.cache.base import CachedCalls
+from wanstream.sampling.cache.base import LaneName, StepCache
 from wanstream.sampling.cache.settings import FirstBlockCache
-from wanstream.sampling.loop.lanes import LaneName
 from wanstream.sampling.loop.model_calls import CALLS_AHEAD, CallState, predict_again
+from wanstream.sampling.loop.oom_fallback import RunPolicy
 from wanstream.schema import OffloadPolicy, StateError
 from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair, Lane, Nag
-from wanstream.wan.experts.engine import ExpertEngine
 
 LAYERS = 4
 CPU = torch.device("cpu")
@@ -28,31 +25,6 @@ LAYERWISE = OffloadPolicy.layerwise(1)
 H, L = "high", "low"
 
 OpenPair = Callable[..., ExpertPair]
-
-
-class Watched:
-    """Wrapper of an engine that collects its runs."""
-
-    def __init__(self, engine: ExpertEngine) -> None:
-        self._engine = engine
-        self.device, self.models, self.block_counts = engine.device, engine.models, engine.block_counts
-        self.runs: list[EngineRun] = []
-
-    @property
-    def graphs(self) -> int:
-        return self._engine.graphs
-
-    @property
-    def non_block_bytes(self) -> int:
-        return self._engine.non_block_bytes
-
-    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> EngineRun:
-        self.runs.append(self._engine.run(visits, recorder=recorder))
-        return self.runs[-1]
-
-    @property
-    def fetched(self) -> int:
-        return sum(len(run.fetched) for run in self.runs)
 
 
 def _lanes(count: int = 2) -> list[Lane]:
@@ -70,8 +42,19 @@ def _sigma(call: int) -> float:
     return 1 - call / 16
 
 
-def _passes(engine: Any, predicted: Sequence[str], **settings: Any) -> ModelCalls:
-    return ModelCalls(engine, predicted, recorder=Recorder(CPU), **settings)
+def _passes(
+    pair: Any,
+    predicted: Sequence[str],
+    policy: OffloadPolicy = LAYERWISE,
+    recorder: Recorder | None = None,
+    **settings: Any,
+) -> ModelCalls:
+    run_policy = RunPolicy(pair, policy, CPU, shape=(1, 16, 2, 4, 6), guided=True)
+    return ModelCalls(run_policy, predicted, recorder=recorder or Recorder(CPU), **settings)
+
+
+def _fetched(pair: Any) -> int:
+    return sum(len(run.fetched) for run in pair.runs)
 
 
 def _no_thread_is_left() -> bool:
@@ -121,7 +104,7 @@ def test_every_call_is_that_of_the_whole_model_whatever_was_predicted(
     plain_models: Callable[..., Any],
 ) -> None:
     whole, lanes = plain_models(), _lanes()
-    with _passes(open_pair().engine(policy, CPU), predicted) as passes:
+    with _passes(open_pair(), predicted, policy) as passes:
         for call, expert in enumerate(calls):
             for lane, velocity in zip(lanes, passes.forward(expert, lanes, _sigma(call)), strict=True):
                 time = torch.tensor([1000 * _sigma(call)])
@@ -131,16 +114,15 @@ def test_every_call_is_that_of_the_whole_model_whatever_was_predicted(
     assert _no_thread_is_left()
 
 
-def test_a_right_prediction_is_one_program_that_fetches_every_block_once_per_call(open_pair: OpenPair) -> None:
-    engine = Watched(open_pair().engine(LAYERWISE, CPU))
+def test_a_right_prediction_is_one_program_that_fetches_every_block_once_per_call(watched: Any) -> None:
     recorder = Recorder(CPU)
-    with ModelCalls(engine, [H, H, L], recorder=recorder) as passes:
+    with _passes(watched, [H, H, L], recorder=recorder) as passes:
         for call, expert in enumerate([H, H, L]):
             passes.forward(expert, _lanes(), _sigma(call))
         # The last predicted call has ended the run: nothing is fetched for calls after it.
         assert passes.state is CallState.IDLE
-    (run,) = engine.runs
-    assert engine.fetched == 3 * LAYERS
+    (run,) = watched.runs
+    assert _fetched(watched) == 3 * LAYERS
     steps = recorder.timeline().steps
     assert [(step.index, step.expert, step.sigma) for step in steps] == [
         (0, H, 1.0),
@@ -154,33 +136,31 @@ def test_a_right_prediction_is_one_program_that_fetches_every_block_once_per_cal
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_a_surprise_costs_no_more_than_what_was_fetched_ahead(prefetch: int, open_pair: OpenPair) -> None:
-    engine = Watched(open_pair().engine(OffloadPolicy.layerwise(prefetch), CPU))
-    with _passes(engine, [H, H, L, L]) as passes:
+def test_a_surprise_costs_no_more_than_what_was_fetched_ahead(prefetch: int, watched: Any) -> None:
+    with _passes(watched, [H, H, L, L], OffloadPolicy.layerwise(prefetch)) as passes:
         for call, expert in enumerate([H, L, L, L]):
             passes.forward(expert, _lanes(1), _sigma(call))
     assert passes.recompiled == 2
     # Two wrong predictions, and the last program had more calls than were made.
-    assert engine.fetched <= 4 * LAYERS + 3 * (prefetch + 1)
+    assert _fetched(watched) <= 4 * LAYERS + 3 * (prefetch + 1)
 
 
-def test_residents_stay_over_a_surprise(open_pair: OpenPair) -> None:
-    engine = Watched(open_pair().engine(OffloadPolicy.block_swap(0, 1), CPU))
-    with _passes(engine, [H]) as passes:
+def test_residents_stay_over_a_surprise(watched: Any) -> None:
+    with _passes(watched, [H], OffloadPolicy.block_swap(0, 1)) as passes:
         for call in range(3):
             passes.forward(H, _lanes(1), _sigma(call))
     assert passes.recompiled == 1
-    assert engine.fetched == LAYERS
+    assert _fetched(watched) == LAYERS
 
 
 def test_a_pass_belongs_into_with_and_not_into_another_pass(open_pair: OpenPair) -> None:
-    engine = open_pair().engine(LAYERWISE, CPU)
+    pair = open_pair()
 
     def within() -> bool:
         passes.forward(H, _lanes(), 1.0)
         return False
 
-    passes = _passes(engine, [H], should_stop=within)
+    passes = _passes(pair, [H], should_stop=within)
     with pytest.raises(StateError, match="not entered"):
         passes.forward(H, _lanes(), 1.0)
     with passes:
@@ -198,13 +178,12 @@ def test_a_pass_belongs_into_with_and_not_into_another_pass(open_pair: OpenPair)
 @pytest.mark.parametrize("poll", [1, LAYERS, LAYERS + 2])
 def test_a_stop_comes_before_the_next_block_and_leaves_all_usable(poll: int, open_pair: OpenPair) -> None:
     pair, asking = open_pair(), list[int]()
-    whole = pair.engine(LAYERWISE, CPU)
 
     def should_stop() -> bool:
         asking.append(1)
         return len(asking) == poll
 
-    with _passes(whole, [H, H, L], should_stop=should_stop) as passes:
+    with _passes(pair, [H, H, L], should_stop=should_stop) as passes:
         with pytest.raises(SamplingCancelled) as stopped:
             for call in range(2):
                 passes.forward(H, _lanes(), _sigma(call))
@@ -212,18 +191,18 @@ def test_a_stop_comes_before_the_next_block_and_leaves_all_usable(poll: int, ope
         assert passes.state is CallState.IDLE
         assert _no_thread_is_left()
         again = passes.forward(L, _lanes(), 0.5)
-    with _passes(whole, [L]) as fresh:
+    with _passes(pair, [L]) as fresh:
         expected = fresh.forward(L, _lanes(), 0.5)
     assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
 
 
 def test_an_error_between_two_calls_ends_the_run(open_pair: OpenPair) -> None:
-    engine = open_pair().engine(LAYERWISE, CPU)
-    with pytest.raises(ZeroDivisionError), _passes(engine, [H, L]) as passes:
+    pair = open_pair()
+    with pytest.raises(ZeroDivisionError), _passes(pair, [H, L]) as passes:
         passes.forward(H, _lanes(), 1.0)
         1 / 0  # noqa: B018 (a sampler may do this)
     assert _no_thread_is_left()
-    with _passes(engine, [H]) as passes:
+    with _passes(pair, [H]) as passes:
         passes.forward(H, _lanes(), 1.0)
 
 
@@ -232,23 +211,21 @@ def _named_lanes(count: int = 2) -> list[Lane]:
     return [replace(lane, name=name) for lane, name in zip(_lanes(count), names, strict=True)]
 
 
-def _cached(threshold: float, calls: Sequence[str]) -> CachedCalls | None:
+def _cached(threshold: float, calls: Sequence[str]) -> StepCache:
     names = tuple(lane.name for lane in _named_lanes())
-    return CachedCalls.of(
-        FirstBlockCache(threshold=threshold), {at: (expert, names) for at, expert in enumerate(calls)}
-    )
+    return FirstBlockCache(threshold=threshold).start({at: (expert, names) for at, expert in enumerate(calls)})
 
 
 @pytest.mark.parametrize("predicted", [[H, H, L, L, L], [], [H, L]], ids=["all", "none", "wrong"])
 def test_calls_take_over_what_the_one_before_has_computed(predicted: list[str], open_pair: OpenPair) -> None:
     calls, lanes = [H, H, L, L, L], _named_lanes()
-    recorder, engine = Recorder(CPU), open_pair().engine(replace(LAYERWISE, pin_first_block=True), CPU)
-    with ModelCalls(engine, predicted, recorder=recorder, cached=_cached(1e9, calls)) as passes:
+    recorder, pair, policy = Recorder(CPU), open_pair(), replace(LAYERWISE, pin_first_block=True)
+    with _passes(pair, predicted, policy, recorder, cache=_cached(1e9, calls)) as passes:
         found = [passes.forward(expert, lanes, _sigma(call)) for call, expert in enumerate(calls)]
     steps = recorder.timeline().steps
     assert [step.skipped_lanes for step in steps] == [0, 2, 0, 2, 2]
     assert [step.skipped_visits for step in steps] == [0, LAYERS - 1, 0, LAYERS - 1, LAYERS - 1]
-    with _passes(engine, calls) as passes:
+    with _passes(pair, calls, policy) as passes:
         whole = [passes.forward(expert, lanes, _sigma(call)) for call, expert in enumerate(calls)]
     for call, (ours, theirs) in enumerate(zip(found, whole, strict=True)):
         same = [torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)]
@@ -258,11 +235,10 @@ def test_calls_take_over_what_the_one_before_has_computed(predicted: list[str], 
 
 def test_a_cache_that_leaves_nothing_out_changes_no_bit_and_no_bytes(open_pair: OpenPair) -> None:
     calls, lanes, found = [H, H, L], _named_lanes(), []
-    for cached in (None, _cached(0.0, calls)):
+    for cache in (None, _cached(0.0, calls)):
         recorder = Recorder(CPU)
         with open_pair() as pair:
-            engine = pair.engine(replace(LAYERWISE, pin_first_block=True), CPU)
-            with ModelCalls(engine, calls, recorder=recorder, cached=cached) as passes:
+            with _passes(pair, calls, replace(LAYERWISE, pin_first_block=True), recorder, cache=cache) as passes:
                 velocities = [passes.forward(expert, lanes, _sigma(call)) for call, expert in enumerate(calls)]
         found.append((torch.stack([each for call in velocities for each in call]), recorder.timeline().bytes_moved))
     assert torch.equal(found[0][0], found[1][0])
@@ -270,12 +246,12 @@ def test_a_cache_that_leaves_nothing_out_changes_no_bit_and_no_bytes(open_pair: 
 
 
 def test_nag_is_in_the_blocks_as_long_as_passes_are_open(open_pair: OpenPair) -> None:
-    engine = open_pair().engine(LAYERWISE, CPU)
-    blocks = [block for model in engine.models.bare.values() for block in model.blocks]
+    pair = open_pair()
+    blocks = [block for model in pair.engine(LAYERWISE, CPU).models.bare.values() for block in model.blocks]
     own = [block.attn2.processor for block in blocks]
     (plain,) = _lanes(1)
     held = replace(plain, negative_text=_lanes(2)[1].text)
-    with _passes(engine, [H, H, L], nag=Nag(scale=5.0)) as passes:
+    with _passes(pair, [H, H, L], nag=Nag(scale=5.0)) as passes:
         assert all(type(block.attn2.processor).__name__ == "NagAttention" for block in blocks)
         (off,), (on,) = (passes.forward(H, [lane], 0.9) for lane in (plain, held))
         passes.forward(H, [held], 0.8)  # an unpredicted call: another program
@@ -285,7 +261,7 @@ def test_nag_is_in_the_blocks_as_long_as_passes_are_open(open_pair: OpenPair) ->
         passes.forward(L, [held], 0.7)
     assert [block.attn2.processor for block in blocks] == own
     assert not torch.allclose(off, on, rtol=1e-3)
-    with _passes(engine, [H]) as passes:
+    with _passes(pair, [H]) as passes:
         assert torch.equal(passes.forward(H, [plain], 0.9)[0], off)
 
 

@@ -20,7 +20,6 @@ from wanstream.sampling import (
     RunState,
     StepProgress,
     denoise,
-    denoise_part,
 )
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
@@ -35,7 +34,7 @@ OpenPair = Callable[..., ExpertPair]
 
 def _run(pair: ExpertPair, request: DenoiseRequest, part: RunSlice) -> tuple[torch.Tensor, list[StepProgress]]:
     progress: list[StepProgress] = []
-    ended = denoise_part(pair, request, part, policy=LAYERWISE, device="cpu", on_step=progress.append)
+    ended = denoise(pair, request, part, policy=LAYERWISE, device="cpu", on_step=progress.append)
     return ended.latents, progress
 
 
@@ -71,7 +70,7 @@ def test_a_run_that_is_cut_leaves_the_noise_of_its_step(
     request = make_request(solver="unipc", steps=STEPS, switch_step=3)
     progress = whole(request)
     with open_pair() as pair:
-        before = denoise_part(pair, request, RunSlice(until=cut), policy=LAYERWISE, device="cpu")
+        before = denoise(pair, request, RunSlice(until=cut), policy=LAYERWISE, device="cpu")
     assert before.sigma == request.step_plan.schedule.sigmas[cut]
     assert [step.index for step in before.timeline.steps] == list(range(cut))
     if cut:

@@ -18,7 +18,7 @@ from diffusers import UniPCMultistepScheduler
 from wanstream.devices.oom import forget, is_out_of_memory
 from wanstream.sampling import DenoiseRequest, InsufficientMemoryError, SamplingCancelled, denoise
 from wanstream.sampling.schedules import wan_schedule
-from wanstream.sampling.solvers import make_solver
+from wanstream.sampling.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.engine import ExpertEngine
@@ -372,7 +372,7 @@ def test_steps_of_a_copied_solver_are_none_of_the_solvers(name: str) -> None:
     schedule = wan_schedule(6, 5.0)
     draw = torch.Generator().manual_seed(1)
     given = [torch.randn(1, 16, 1, 2, 2, generator=draw) for _ in range(7)]
-    plain, careful = make_solver(name, schedule), make_solver(name, schedule)
+    plain, careful = Solver(name, schedule), Solver(name, schedule)
     latents = [given[0], given[0]]
     for velocity in given[1:]:
         tried = careful.copy()

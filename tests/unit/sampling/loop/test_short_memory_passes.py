@@ -47,10 +47,9 @@ class Calls:
         self.policy = RunPolicy(pair, policy, CPU, shape=(1, 16, 2, 4, 6), guided=True, revise=revise)
         self.recorder = Recorder(CPU)
         self._uses, self._short = 0, short
-        self.engine = self.policy.engine()
         self._hooks = [
             block.register_forward_pre_hook(self._use)
-            for blocks in self.engine.models.blocks.values()
+            for blocks in self.policy.engine().models.blocks.values()
             for block in blocks
         ]
 
@@ -70,7 +69,7 @@ class Calls:
         return found
 
     def passes(self, predicted: list[str], **settings: Any) -> ModelCalls:
-        return ModelCalls(self.engine, predicted, recorder=self.recorder, policy=self.policy, **settings)
+        return ModelCalls(self.policy, predicted, recorder=self.recorder, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +131,6 @@ def test_where_nothing_smaller_is_left_the_passes_wait_for_another_call(open_pai
         assert passes.state is CallState.IDLE
         short[0] = False
         assert len(passes.forward(L, _lanes(), 0.5)) == LANES
-
-
-def test_without_a_policy_to_make_smaller_the_shortage_is_the_callers(open_pair: OpenPair) -> None:
-    calls = Calls(open_pair(), RESIDENT(), {1}.__contains__)
-    with ModelCalls(calls.engine, [H], recorder=calls.recorder) as passes:
-        with pytest.raises(torch.OutOfMemoryError, match="no room at use 1"):
-            passes.forward(H, _lanes(), 1.0)
 
 
 def test_a_stop_ends_a_call_that_is_computed_again(open_pair: OpenPair) -> None:

@@ -18,7 +18,7 @@ from wanstream.offload.patches import WeightPatch
 from wanstream.wan.checkpoint.detect import WanConfig
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.lora.apply import LoraFactors, combine_patches, write_patched
-from wanstream.wan.lora.file import Difference, LowRank, open_lora
+from wanstream.wan.lora.file import Change, LoraFile, open_lora
 from wanstream.wan.lora.fit import fit_lora
 
 Q = "diffusion_model.blocks.1.self_attn.q"
@@ -43,16 +43,24 @@ def layer(rows=256, columns=256, *, rank=4, name=Q):
     return {f"{name}.lora_down.weight": torch.ones(rank, columns), f"{name}.lora_up.weight": torch.ones(rows, rank)}
 
 
+def products(lora: LoraFile) -> dict[str, Change]:
+    return {name: change for name, changes in lora.changes.items() for change in changes if change.down}
+
+
+def differences(lora: LoraFile) -> dict[str, Change]:
+    return {name: change for name, changes in lora.changes.items() for change in changes if not change.down}
+
+
 class TestOpened:
     def test_what_a_lightning_lora_holds(self, lora_file):
         path = lora_file()
         lora = open_lora(str(path))
         assert lora.path == path
-        assert len(lora.low_rank) == 4 * 10
-        assert lora.low_rank["blocks.1.attn1.to_q.weight"] == LowRank(
-            up=f"{Q}.lora_up.weight", down=f"{Q}.lora_down.weight", scale=0.5
+        assert len(products(lora)) == 4 * 10
+        assert products(lora)["blocks.1.attn1.to_q.weight"] == Change(
+            key=f"{Q}.lora_up.weight", down=f"{Q}.lora_down.weight", scale=0.5
         )
-        assert lora.differences["blocks.0.attn1.to_q.bias"] == Difference(
+        assert differences(lora)["blocks.0.attn1.to_q.bias"] == Change(
             key="diffusion_model.blocks.0.self_attn.q.diff_b", scale=1.0
         )
         assert lora.unmatched == ()
@@ -66,13 +74,13 @@ class TestOpened:
     def test_scale_is_alpha_by_rank(self, lora_file, alpha, scale, shape, dtype):
         alphas = {} if alpha is None else {f"{Q}.alpha": torch.full(shape, alpha).to(dtype)}
         lora = open_lora(lora_file(layer() | alphas))
-        assert lora.low_rank["blocks.1.attn1.to_q.weight"].scale == scale
+        assert products(lora)["blocks.1.attn1.to_q.weight"].scale == scale
 
     def test_layers_may_have_different_ranks(self, lora_file):
         other = "diffusion_model.blocks.1.self_attn.k"
         alphas = {f"{Q}.alpha": torch.tensor(4.0), f"{other}.alpha": torch.tensor(4.0)}
         lora = open_lora(lora_file(layer(rank=2) | layer(rank=16, name=other) | alphas))
-        assert [low.scale for low in lora.low_rank.values()] == [0.25, 2.0]
+        assert [low.scale for low in products(lora).values()] == [0.25, 2.0]
 
     def test_the_bias_of_up_is_scaled_like_up(self, lora_file):
         tensors = {
@@ -81,13 +89,13 @@ class TestOpened:
             "transformer.blocks.1.attn1.to_q.lora_B.bias": torch.ones(256),
             "transformer.blocks.1.attn1.to_q.alpha": torch.tensor(2.0),
         }
-        assert open_lora(lora_file(tensors)).differences["blocks.1.attn1.to_q.bias"].scale == 0.5
+        assert differences(open_lora(lora_file(tensors)))["blocks.1.attn1.to_q.bias"].scale == 0.5
 
     def test_only_the_header_and_the_alphas_are_read(self, lora_file, lightning):
         """A factor that is not finite is refused when it is read."""
         tensors = lightning()
         tensors[f"{Q}.lora_up.weight"][:] = float("nan")
-        assert open_lora(lora_file(tensors)).low_rank["blocks.1.attn1.to_q.weight"].scale == 0.5
+        assert products(open_lora(lora_file(tensors)))["blocks.1.attn1.to_q.weight"].scale == 0.5
 
     def test_identity_and_currency(self, lora_file):
         path = lora_file()
@@ -115,7 +123,7 @@ class TestUnmatched:
         with caplog.at_level(logging.WARNING, logger="wanstream.lora"):
             lora = open_lora(lora_file(tensors))
         assert set(lora.unmatched) == set(self.OTHERS)
-        assert len(lora.low_rank) == 4 * 10
+        assert len(products(lora)) == 4 * 10
         [record] = caplog.records
         assert record.name == "wanstream.lora"
         message = record.getMessage()
@@ -242,14 +250,14 @@ class TestSettingsInTheHeader:
     )
     def test_scale(self, lora_file, settings, scale, first):
         lora = self.open(lora_file, settings)
-        scales = {name: low.scale for name, low in lora.low_rank.items()}
+        scales = {name: low.scale for name, low in products(lora).items()}
         assert scales.pop("blocks.0.attn1.to_q.weight") == first
         assert set(scales.values()) == {scale}
 
     def test_alphas_of_tensors_count_first(self, lora_file):
         metadata = {"lora_adapter_metadata": json.dumps({"lora_alpha": 400})}
         lora = open_lora(lora_file(metadata=metadata))
-        assert {low.scale for low in lora.low_rank.values()} == {0.5}
+        assert {low.scale for low in products(lora).values()} == {0.5}
 
     @pytest.mark.parametrize(
         ("settings", "message"),
@@ -281,14 +289,14 @@ class TestFit:
             f"{self.K_IMG}.lora_up.weight": torch.ones(256, 4),
         }
         lora = open_lora(lora_file(lightning() | image | {"diffusion_model.img_emb.proj.4.diff_b": torch.ones(256)}))
-        assert len(lora.low_rank) == 4 * 10 + 1
+        assert len(products(lora)) == 4 * 10 + 1
         with caplog.at_level(logging.WARNING, logger="wanstream.lora"):
             left = fit_lora(lora, config)
-        assert len(left.low_rank) == 4 * 10
-        assert not any("image" in name or "add_" in name for name in (*left.low_rank, *left.differences))
+        assert len(products(left)) == 4 * 10
+        assert not any("image" in name or "add_" in name for name in left.changes)
         assert "2 parameters of an image branch (Wan2.1 I2V) are not used" in caplog.text
         with_branch = replace(config, in_channels=36, image_dim=80)
-        assert fit_lora(open_lora(lora_file(image)), with_branch).low_rank
+        assert products(fit_lora(open_lora(lora_file(image)), with_branch))
         with pytest.raises(CheckpointError, match=r"changes the image branch of Wan2\.1 I2V alone"):
             fit_lora(open_lora(lora_file(image)), config)
 
@@ -332,7 +340,7 @@ class TestFit:
             "patch_embedding.lora_down.weight": torch.ones(4, 16, 1, 2, 2),
             "patch_embedding.lora_up.weight": torch.ones(256, 4, 1, 1, 1),
         }
-        assert "patch_embedding.weight" in fit_lora(open_lora(lora_file(tensors)), config).low_rank
+        assert "patch_embedding.weight" in products(fit_lora(open_lora(lora_file(tensors)), config))
 
     @pytest.mark.parametrize("channels", [16, 36])
     @pytest.mark.parametrize("kind", ["product", "difference", "both"])
@@ -347,8 +355,8 @@ class TestFit:
         tensors["patch_embedding.diff_b"] = torch.ones(256)
         lora = open_lora(lora_file(tensors))
         found = fit_lora(lora, replace(config, in_channels=channels))
-        assert set(found.low_rank) == {"blocks.1.attn1.to_q.weight"}
-        assert set(found.differences) == {"patch_embedding.bias"}
+        assert set(products(found)) == {"blocks.1.attn1.to_q.weight"}
+        assert set(differences(found)) == {"patch_embedding.bias"}
         [record] = caplog.records
         assert "its change of patch_embedding.weight is not used" in record.getMessage()
         assert fit_lora(lora, replace(config, in_channels=other)) is lora

@@ -6,7 +6,6 @@ import copy
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ import torch
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INVALID
-from wanstream.cli.batch import target as batch_ground
-from wanstream.cli.batch.backends.object_info import ObjectInfo, server_faults, sockets_of_server, unknown_classes
-from wanstream.cli.batch.rows import Sockets
-from wanstream.cli.batch.target import own_checks
+from wanstream.cli.batch.backend import unknown_classes
+from wanstream.cli.batch.server_backend import ObjectInfo, ServerBackend
+from wanstream.host.embedded import sockets_of
 from wanstream.host.workers import VARIABLE
 from wanstream.tests.faults.comfy_like import State, Trouble, handler_of, object_info
 from wanstream.tests.faults.replaced import named_models
@@ -56,12 +54,18 @@ WORKFLOW: dict[str, Any] = {
     "3": {"class_type": "Sampler", "inputs": {"model": ["1", 0], "seed": 7, "solver": ["1", 1], "mask": ["2", 1]}},
     "4": {"class_type": "Save", "inputs": {"latent": ["3", 0], "any": ["2", 0]}},
 }
-SOCKETS = sockets_of_server(INFO)
+
+
+def faults_of(workflow: dict[str, Any], info: ObjectInfo = INFO) -> list[str]:
+    backend = ServerBackend("http://127.0.0.1:1")
+    backend._info = info
+    backend.sockets = {name: sockets_of(node.get("input") or {}) for name, node in info.items()}
+    return backend.faults(workflow)
 
 
 def test_a_sound_workflow_has_no_faults() -> None:
     assert unknown_classes(WORKFLOW, INFO) == []
-    assert server_faults(WORKFLOW, INFO, SOCKETS) == []
+    assert faults_of(WORKFLOW) == []
 
 
 @pytest.mark.parametrize(
@@ -74,8 +78,8 @@ def test_a_sound_workflow_has_no_faults() -> None:
         ("3", "seed", "x", "node 3 (Sampler): Failed to convert an input value to a INT value"),
         ("3", "model", None, "node 3 (Sampler): Required input is missing: model"),
         ("3", "model", ["2", 0], "received_type(IMAGE) mismatch input_type(MODEL)"),
-        ("3", "model", ["9", 0], "Linked to an output that does not exist: model: ['9', 0]"),
-        ("3", "model", ["1", 2], "Linked to an output that does not exist"),
+        ("3", "model", ["9", 0], "'model' is linked to node '9', which is not in the workflow"),
+        ("3", "model", ["1", 2], "'model' is linked to output 2 of node '1' (Loader), which has 2"),
         ("3", "model", ["1"], "Bad linked input"),
     ],
 )
@@ -84,14 +88,18 @@ def test_a_fault_is_told_with_its_node_and_input(node: str, name: str, value: An
     broken[node]["inputs"][name] = value
     if value is None:
         del broken[node]["inputs"][name]
-    (told,) = server_faults(broken, INFO, SOCKETS)
+    (told,) = faults_of(broken)
     assert fault in told
 
 
+def test_a_node_that_no_output_reads_is_not_checked() -> None:
+    """The server does not check it either."""
+    unread = {"class_type": "Sampler", "inputs": {"seed": -1}}
+    assert faults_of({**WORKFLOW, "5": unread}) == []
+
+
 def test_a_workflow_that_shows_nothing() -> None:
-    assert server_faults({"1": WORKFLOW["1"]}, INFO, SOCKETS) == [
-        "the workflow has no node that saves or shows anything"
-    ]
+    assert faults_of({"1": WORKFLOW["1"]}) == ["the workflow has no node that saves or shows anything"]
 
 
 def test_classes_that_are_not_there() -> None:
@@ -105,17 +113,15 @@ def test_classes_that_are_not_there() -> None:
 def test_descriptions_that_are_none_cost_nobody_anything() -> None:
     odd = {"input": {"required": {"a": [], "b": "INT", "c": None, "d": ["INT", {"max": 3}]}, "optional": None}}
     info = {**INFO, "Odd": {**odd, "output": [], "output_node": True}, "Bare": {"input": None}}
-    sockets = sockets_of_server(info)
-    assert list(sockets["Odd"]) == ["d"]
-    assert sockets["Bare"] == {}
-    assert server_faults({"1": {"class_type": "Odd", "inputs": {"d": 3}}}, info, sockets) == []
+    assert list(sockets_of(odd["input"])) == ["d"]
+    assert faults_of({"1": {"class_type": "Odd", "inputs": {"d": 3}}}, info) == []
 
 
 def test_a_limit_of_a_type_of_somebodys_own_is_left_to_the_server() -> None:
     any_number = {"input": {"required": {"x": ["INT,FLOAT", {"min": 0}]}}, "output": [], "output_node": True}
     info = {"Own": any_number}
     workflow = {"1": {"class_type": "Own", "inputs": {"x": "seven"}}}
-    assert server_faults(workflow, info, sockets_of_server(info)) == []
+    assert faults_of(workflow, info) == []
 
 
 T2V = json.loads((Path(__file__).parents[4] / "workflows" / "api" / "t2v.json").read_text(encoding="utf-8"))
@@ -178,7 +184,7 @@ def test_a_dry_run_for_a_server_names_every_bad_row(
     told = capsys.readouterr().err
     for line, said in {1: "70", 3: "switch step 99", 4: "frames"}.items():
         (reason,) = [each for each in told.splitlines() if f"line {line}:" in each]
-        assert "Exception when validating node" in reason
+        assert "Exception when validating inner node" in reason
         assert said in reason
     assert "line 2:" not in told
 
@@ -187,7 +193,7 @@ WORKERS = json.loads((Path(__file__).parents[4] / "workflows" / "api" / "workers
 
 
 @pytest.fixture
-def server_of_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ObjectInfo, Sockets]:
+def server_of_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectInfo:
     """The nodes of a server that has the cluster "lab"; this machine has the cluster "mine" and one GPU."""
     lists = {}
     for name in ("lab", "mine"):
@@ -198,7 +204,7 @@ def server_of_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
     monkeypatch.setenv(VARIABLE, str(lists["mine"]))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    return info, sockets_of_server(info)
+    return info
 
 
 @pytest.mark.parametrize(
@@ -212,25 +218,14 @@ def server_of_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
     ],
 )
 def test_workers_are_judged_by_the_clusters_and_gpus_of_the_server(
-    server_of_many_gpus: tuple[ObjectInfo, Sockets], changes: dict[str, Any], said: str
+    server_of_many_gpus: ObjectInfo, changes: dict[str, Any], said: str
 ) -> None:
     workflow = copy.deepcopy(WORKERS)
     (node,) = [node for node in workflow.values() if node["class_type"] == "WanStreamWorkers"]
     node["inputs"].update(changes)
-    with own_checks() as (own, _):
-        faults = server_faults(workflow, *server_of_many_gpus, own)
+    faults = faults_of(workflow, server_of_many_gpus)
     assert len(faults) == (1 if said else 0)
     assert said in "".join(faults)
-
-
-@pytest.mark.parametrize(("missing", "known"), [("torch", True), ("diffusers", False)])
-def test_only_without_torch_are_there_no_own_checks(monkeypatch: pytest.MonkeyPatch, missing: str, known: bool) -> None:
-    def no_nodes() -> None:
-        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
-
-    monkeypatch.setattr(batch_ground, "_own_nodes", no_nodes)
-    with nullcontext() if known else pytest.raises(ModuleNotFoundError, match=missing), own_checks() as (own, _):
-        assert own == {}
 
 
 def test_what_a_dry_run_cannot_judge_is_named(

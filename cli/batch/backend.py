@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from ....host.embedded import Prompt
+from ...host.embedded import ComfyNode, NodeProgress, Prompt, nodes_by_id
+from ...nodes import WanStreamExtension
+from ..inputs import Sockets
+
+OnProgress: TypeAlias = Callable[[NodeProgress], None]
 
 
 class UnreachableError(OSError):
@@ -69,6 +77,17 @@ class BatchBackend(Protocol):
 
     window: int
     """Number of workflows to post at once, so that the backend is never idle."""
+    sockets: Sockets
+    """Inputs of all its node classes."""
+
+    def faults(self, prompt: Prompt) -> list[str]:
+        """Return the faults of a workflow, a line each."""
+
+    def unchecked(self, prompt: Prompt) -> str:
+        """Describe the checks that only a run can do; empty if there are none."""
+
+    def opened(self, folder: Path, on_progress: OnProgress) -> AbstractContextManager[object]:
+        """Keep it ready to run workflows inside the `with`; it may save files in `folder`."""
 
     def post(self, prompt_id: str, prompt: Prompt) -> None:
         """Queue a workflow. Raises RefusedError unless all its outputs are valid."""
@@ -90,3 +109,31 @@ class BatchBackend(Protocol):
 
     def halt(self) -> None:
         """Request the end of a running `outcome`. Called by a signal handler, at any time."""
+
+
+def output_files(outputs: Mapping[str, Any]) -> tuple[MadeFile, ...]:
+    """Return the files in the output folder; previews are in the temporary folder."""
+    files: dict[MadeFile, None] = {}
+    for node_id, shown in sorted(outputs.items()):
+        for values in shown.values() if isinstance(shown, dict) else ():
+            for value in values if isinstance(values, list) else ():
+                if isinstance(value, dict) and value.get("type") == "output" and value.get("filename"):
+                    # Converted to text, because nodes of other packs may return anything.
+                    filename, subfolder = str(value["filename"]), str(value.get("subfolder") or "")
+                    files[MadeFile(node_id=node_id, filename=filename, subfolder=subfolder)] = None
+    return tuple(files)
+
+
+@cache
+def own_nodes() -> Mapping[str, type[ComfyNode]]:
+    """Return the nodes of this pack by their `class_type`."""
+    return nodes_by_id(asyncio.run(WanStreamExtension().get_node_list()))
+
+
+def unknown_classes(prompt: Prompt, known: Container[str]) -> list[str]:
+    """Return a line for each node with an unknown class."""
+    return [
+        f"node {node_id}: unknown class {node.get('class_type')}"
+        for node_id, node in prompt.items()
+        if node.get("class_type") not in known
+    ]

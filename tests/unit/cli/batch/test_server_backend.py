@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.batch.backends.base import (
+from wanstream.cli.batch.backend import (
     Ended,
     Interrupted,
     JobFailed,
+    MadeFile,
     NoSuchFileError,
     RefusedError,
     UnderWay,
     Unknown,
     UnreachableError,
 )
-from wanstream.cli.batch.backends.comfy_client import ComfyClient, NotComfyUIError
-from wanstream.cli.batch.backends.server import ServerBackend
+from wanstream.cli.batch.server_backend import NotComfyUIError, ServerBackend
 
 Answer = tuple[int, Any] | None
 """A status and a body (JSON, or bytes as they are); None: the connection is closed without an answer."""
@@ -82,7 +82,14 @@ PROMPT = {"1": {"class_type": "Load"}, "2": {"class_type": "Save"}, "3": {"class
 
 
 def host_of(canned: Canned) -> ServerBackend:
-    return ServerBackend(ComfyClient(canned.url), INFO)
+    backend = ServerBackend(canned.url)
+    canned.answers["/object_info"] = (200, INFO)
+    backend.read_nodes()
+    return backend
+
+
+def made(filename: str, subfolder: str = "") -> MadeFile:
+    return MadeFile(node_id="2", filename=filename, subfolder=subfolder)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]"])
@@ -91,7 +98,7 @@ def test_a_proxy_of_the_environment_has_no_part_in_calls_to_this_machine(
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://192.0.2.7:3128")
     monkeypatch.delenv("no_proxy", raising=False)
-    handlers = ComfyClient(f"http://{host}:8188")._opener.handlers
+    handlers = ServerBackend(f"http://{host}:8188")._opener.handlers
     assert not any(isinstance(handler, urllib.request.ProxyHandler) for handler in handlers)
 
 
@@ -100,7 +107,7 @@ def test_a_proxy_of_the_environment_has_no_part_in_calls_to_this_machine(
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(NotComfyUIError, match="--server"):
-        ComfyClient(url)
+        ServerBackend(url)
 
 
 def test_nobody_listens() -> None:
@@ -108,53 +115,53 @@ def test_nobody_listens() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with pytest.raises(UnreachableError, match=f"no answer from http://127.0.0.1:{port}: .*refused"):
-        ComfyClient(f"http://127.0.0.1:{port}").version()
+        ServerBackend(f"http://127.0.0.1:{port}").version()
 
 
 @pytest.mark.parametrize("answer", [(404, b"no"), (200, b"<html>"), (200, []), (200, {"system": 1}), (403, b"")])
 def test_somebody_else_listens(canned: Canned, answer: Answer) -> None:
     canned.answers["/system_stats"] = answer
     with pytest.raises(NotComfyUIError, match="answers, but not as a ComfyUI server does"):
-        ComfyClient(canned.url).version()
+        ServerBackend(canned.url).version()
 
 
 def test_an_address_may_have_a_path_and_a_slash(canned: Canned) -> None:
     canned.answers["/comfy/system_stats"] = (200, {"system": {"comfyui_version": "0.3.64"}})
-    assert ComfyClient(f"{canned.url}/comfy/").version() == "0.3.64"
+    assert ServerBackend(f"{canned.url}/comfy/").version() == "0.3.64"
 
 
 @pytest.mark.parametrize("answer", [None, (502, b"bad gateway"), (503, b""), (504, b"")])
 def test_a_gateway_without_a_server_is_silence(canned: Canned, answer: Answer) -> None:
     canned.answers |= dict.fromkeys(("/system_stats", "/api/jobs/x", "/prompt", "/view"), answer)
-    client = ComfyClient(canned.url)
-    for call in (client.version, lambda: client.job("x"), lambda: client.post_prompt("x", {})):
+    client = ServerBackend(canned.url)
+    for call in (client.version, lambda: client.outcome("x"), lambda: client.post("x", {})):
         with pytest.raises(UnreachableError):
             call()
 
 
 def test_silence_after_a_while(canned: Canned) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        client = ComfyClient(f"http://127.0.0.1:{mute.getsockname()[1]}", timeout_s=0.2)
+        client = ServerBackend(f"http://127.0.0.1:{mute.getsockname()[1]}", timeout_s=0.2)
         with pytest.raises(UnreachableError, match="timed out"):
             client.version()
 
 
 def test_a_download_that_breaks_off_is_silence_and_not_a_file(canned: Canned, tmp_path: Path) -> None:
     canned.answers |= dict.fromkeys(("/view", "/object_info"), (200, b"12345"))
-    client = ComfyClient(canned.url)
-    client.download("a b_.png", "sub/folder", tmp_path / "part")
+    client = ServerBackend(canned.url)
+    client.fetch(made("a b_.png", "sub/folder"), tmp_path / "part")
     assert (tmp_path / "part").read_bytes() == b"12345"
     assert canned.asked[-1][0] == "/view?filename=a+b_.png&subfolder=sub%2Ffolder&type=output"
     canned.promise = 9
     with pytest.raises(UnreachableError, match=r"5 of 9 bytes|broke off"):
-        client.download("a.png", "", tmp_path / "part")
+        client.fetch(made("a.png"), tmp_path / "part")
     with pytest.raises(UnreachableError, match="the connection was lost"):
-        client.object_info()
+        client.read_nodes()
 
 
 def test_a_file_that_the_server_does_not_give(canned: Canned, tmp_path: Path) -> None:
     with pytest.raises(NoSuchFileError, match=r"saved 'a\.png' but does not return it \(status 404\)"):
-        ComfyClient(canned.url).download("a.png", "", tmp_path / "part")
+        ServerBackend(canned.url).fetch(made("a.png"), tmp_path / "part")
     assert not (tmp_path / "part").exists()
 
 
@@ -162,7 +169,7 @@ def test_a_file_that_the_server_does_not_give(canned: Canned, tmp_path: Path) ->
 def test_a_file_that_the_server_cannot_send_now_is_asked_for_again(canned: Canned, tmp_path: Path, status: int) -> None:
     canned.answers["/view"] = (status, b"Internal Server Error")
     with pytest.raises(UnreachableError, match=f"a.png.*status {status}"):
-        ComfyClient(canned.url).download("a.png", "", tmp_path / "part")
+        ServerBackend(canned.url).fetch(made("a.png"), tmp_path / "part")
     assert not (tmp_path / "part").exists()
 
 
@@ -170,14 +177,14 @@ def test_a_file_that_the_server_cannot_send_now_is_asked_for_again(canned: Canne
 def test_a_file_that_the_server_refuses_costs_its_row(canned: Canned, tmp_path: Path, status: int) -> None:
     canned.answers["/view"] = (status, b"")
     with pytest.raises(NoSuchFileError, match=f"status {status}"):
-        ComfyClient(canned.url).download("a.png", "", tmp_path / "part")
+        ServerBackend(canned.url).fetch(made("a.png"), tmp_path / "part")
 
 
 def test_a_queue_that_answers_with_an_error_has_not_taken_a_row_out(canned: Canned) -> None:
     """A row that counts as taken back while the server still runs it would be computed twice."""
     canned.answers |= {"/queue": (500, b""), "/interrupt": (500, b"")}
-    client = ComfyClient(canned.url)
-    for call in (client.delete, client.interrupt):
+    client = ServerBackend(canned.url)
+    for call in (client.withdraw, client.interrupt):
         with pytest.raises(UnreachableError, match="status 500"):
             call("id")
 
@@ -186,7 +193,7 @@ def test_a_queue_that_answers_with_an_error_has_not_taken_a_row_out(canned: Cann
 def test_a_server_that_is_in_trouble_is_not_taken_for_another_program(canned: Canned, status: int) -> None:
     canned.answers["/system_stats"] = (status, b"oops")
     with pytest.raises(UnreachableError, match=f"status {status}"):
-        ComfyClient(canned.url).version()
+        ServerBackend(canned.url).version()
 
 
 def test_half_an_answer_to_a_post_is_asked_about_again(canned: Canned) -> None:
@@ -199,16 +206,16 @@ def test_half_an_answer_to_a_post_is_asked_about_again(canned: Canned) -> None:
 def test_an_answer_of_another_shape_is_no_answer(canned: Canned, answer: object) -> None:
     canned.answers |= {"/queue": (200, answer), "/history/x": (200, {"x": {"status": 1}})}
     with pytest.raises(UnreachableError, match="not as ComfyUI does"):
-        ComfyClient(canned.url).job("x")
+        ServerBackend(canned.url).outcome("x")
     canned.answers["/api/jobs/x"] = (200, answer)
     with pytest.raises(UnreachableError):
-        ComfyClient(canned.url).job("x")
+        ServerBackend(canned.url).outcome("x")
 
 
 def test_a_file_that_cannot_be_written_is_no_silence(canned: Canned, tmp_path: Path) -> None:
     canned.answers["/view"] = (200, b"12345")
     with pytest.raises(OSError, match="No such file") as refused:
-        ComfyClient(canned.url).download("a.png", "", tmp_path / "none" / "part")
+        ServerBackend(canned.url).fetch(made("a.png"), tmp_path / "none" / "part")
     assert not isinstance(refused.value, UnreachableError)
 
 
@@ -321,11 +328,11 @@ def test_a_workflow_whose_post_was_not_answered_counts_only_if_nothing_of_it_was
     assert isinstance(heard.outcome("id"), Ended)
 
 
-@pytest.mark.parametrize("call", [lambda client: client.job("x"), lambda client: client.object_info()])
-def test_an_answer_that_is_none_is_silence(canned: Canned, call: Callable[[ComfyClient], Any]) -> None:
+@pytest.mark.parametrize("call", [lambda client: client.outcome("x"), lambda client: client.read_nodes()])
+def test_an_answer_that_is_none_is_silence(canned: Canned, call: Callable[[ServerBackend], Any]) -> None:
     canned.answers |= {"/api/jobs/x": (500, b""), "/object_info": (200, b"<html>")}
     with pytest.raises(UnreachableError):
-        call(ComfyClient(canned.url))
+        call(ServerBackend(canned.url))
 
 
 @pytest.mark.parametrize("status", [301, 307])
@@ -334,7 +341,7 @@ def test_an_address_that_sends_elsewhere_is_told(canned: Canned, status: int) ->
     canned.answers["/system_stats"] = (status, b"")
     canned.answers["/elsewhere"] = (200, {"system": {"comfyui_version": "1"}})
     with pytest.raises(NotComfyUIError, match=rf"redirects to another address \(status {status}\)"):
-        ComfyClient(canned.url).version()
+        ServerBackend(canned.url).version()
     canned.answers["/prompt"] = (status, b"")
     with pytest.raises(NotComfyUIError, match="does not accept workflows"):
         host_of(canned).post("id", PROMPT)
@@ -342,7 +349,7 @@ def test_an_address_that_sends_elsewhere_is_told(canned: Canned, status: int) ->
 
 def test_an_address_that_is_none_is_told_with_the_option() -> None:
     with pytest.raises(NotComfyUIError, match=r"--server http://\[::1: "):
-        ComfyClient("http://[::1")
+        ServerBackend("http://[::1")
 
 
 def test_what_others_show_under_names_that_are_none_is_no_crash(canned: Canned) -> None:

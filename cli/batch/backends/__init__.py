@@ -1,1 +1,0 @@
-"""Backends of a batch: a ComfyUI server, or the embedded host of this process."""

@@ -1,0 +1,137 @@
+"""Embedded host as a batch backend: `outcome` runs the workflow in this process."""
+
+from __future__ import annotations
+
+import shutil
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ...host.embedded import (
+    EmbeddedHost,
+    Folders,
+    LoadImage,
+    NodeFailedError,
+    Prompt,
+    Workflow,
+    load_workflow,
+    nodes_by_id,
+    sockets_of,
+)
+from ...schema import Cancelled
+from ..arguments import ArgumentError, check_models, device_of
+from ..inputs import Sockets
+from .backend import (
+    Ended,
+    JobFailed,
+    MadeFile,
+    OnProgress,
+    Outcome,
+    RefusedError,
+    Unknown,
+    output_files,
+    own_nodes,
+    unknown_classes,
+)
+from .journal import FULL_DISK, FileError
+from .output_store import LATENT
+
+
+class DiskFullError(FileError):
+    """A node could not write its file because the disk is full, which ends the batch. `errno` is the node's."""
+
+
+class EmbeddedBackend:
+    """`BatchBackend` in this process. The experts are kept open between rows and closed at the end of the `with`."""
+
+    window = 1
+
+    def __init__(
+        self, workflow: Prompt, *, models: Path, input_dir: Path, output: Path, device: str | None, strict: bool
+    ) -> None:
+        """Create a backend. Raises ValueError for foreign nodes in the workflow, or without models."""
+        check_models(models)
+        self._device = device_of(device)
+        classes = {**own_nodes(), **nodes_by_id([LoadImage])}
+        missing = unknown_classes(workflow, classes)
+        if missing:
+            hint = "only the nodes of this pack run without ComfyUI: start a server, and give its address with --server"
+            raise ArgumentError("\n".join([hint, *missing]))
+        self.sockets: Sockets = {name: sockets_of(node.INPUT_TYPES()) for name, node in classes.items()}
+        self._models, self._input, self._strict = models, input_dir, strict
+        self._folder = output
+        self._on_progress: OnProgress | None = None
+        self._host = EmbeddedHost()
+        self._posted: dict[str, Workflow] = {}
+        self._ended: dict[str, Ended] = {}
+
+    @contextmanager
+    def opened(self, folder: Path, on_progress: OnProgress) -> Iterator[None]:
+        """Inside the `with` workflows save their files below `folder`, until they are fetched."""
+        self._folder, self._on_progress = folder, on_progress
+        try:
+            yield
+        finally:
+            self._host.free_experts()
+
+    def faults(self, prompt: Prompt) -> list[str]:
+        return self._load(prompt, self._folder).verdict.lines()
+
+    def unchecked(self, prompt: Prompt) -> str:
+        """Return nothing: all checks of all nodes run here."""
+        return ""
+
+    def post(self, prompt_id: str, prompt: Prompt) -> None:
+        workflow = self._load(prompt, self._folder / prompt_id)
+        if faults := workflow.verdict.lines():
+            raise RefusedError("; ".join(faults))
+        self._posted[prompt_id] = workflow
+
+    def outcome(self, prompt_id: str) -> Outcome:
+        if prompt_id in self._ended:
+            return self._ended[prompt_id]
+        if prompt_id not in self._posted:
+            return Unknown()
+        try:
+            history = self._posted.pop(prompt_id).run(on_progress=self._on_progress)
+        except NodeFailedError as err:
+            if isinstance(err.__cause__, OSError) and err.__cause__.errno in FULL_DISK:
+                raise DiskFullError(err.__cause__.errno, str(err)) from err
+            if not isinstance(err.__cause__, ValueError | OSError):  # not a refusal but a bug, ours or a library's
+                traceback.print_exception(err.__cause__)
+            return JobFailed(reason=str(err))
+        except Cancelled:
+            return Unknown()
+        made = output_files(history.outputs)
+        files = tuple(replace(file, subfolder=str(Path(prompt_id, file.subfolder))) for file in made)
+        self._ended[prompt_id] = Ended(files=files)
+        return self._ended[prompt_id]
+
+    def fetch(self, file: MadeFile, part: Path) -> None:
+        (self._folder / file.subfolder / file.filename).replace(part)
+
+    def withdraw(self, prompt_id: str) -> None:
+        self._posted.pop(prompt_id, None)
+
+    def interrupt(self, prompt_id: str) -> None:
+        """Do nothing: `outcome` blocks, so no workflow is running when the batch calls this."""
+
+    def release(self, prompt_id: str) -> None:
+        self._ended.pop(prompt_id, None)
+        folder = self._folder / prompt_id
+        # A latent is kept, because its video does not exist yet.
+        if folder.is_dir() and not any(folder.rglob(f"*{LATENT}")):
+            shutil.rmtree(folder)
+
+    def halt(self) -> None:
+        self._host.stop()
+
+    def _load(self, prompt: Prompt, output: Path) -> Workflow:
+        """Validate a workflow whose files are saved below `output`."""
+        folders = Folders(models=self._models, output=output, input=self._input)
+        nodes = [*own_nodes().values()]
+        return load_workflow(
+            prompt, host=self._host, nodes=nodes, folders=folders, device=self._device, strict=self._strict
+        )

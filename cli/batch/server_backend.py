@@ -1,0 +1,359 @@
+"""ComfyUI server as a batch backend: the parts of its HTTP API that a batch uses, and its `/object_info`.
+
+Nothing is retried here. Own checks of nodes run only on the server, except those of this pack's classes, which can run
+here. The faults found here are a subset of the server's: a value that an own check might accept is not refused here.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+
+import torch
+
+from ...host.embedded import (
+    EmbeddedHost,
+    Folders,
+    NodeRules,
+    Prompt,
+    Verdict,
+    sockets_of,
+    validate_nodes,
+)
+from ...schema import is_loopback
+from ..arguments import ArgumentError
+from ..inputs import Sockets
+from .backend import (
+    Ended,
+    Interrupted,
+    JobFailed,
+    MadeFile,
+    NoSuchFileError,
+    OnProgress,
+    Outcome,
+    RefusedError,
+    UnderWay,
+    Unknown,
+    UnreachableError,
+    output_files,
+    own_nodes,
+    unknown_classes,
+)
+
+ObjectInfo: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""A server's description of every node class."""
+
+TIMEOUT_SECONDS = 60.0
+_GATEWAY_ERRORS = (502, 503, 504)
+_OK, _BAD_REQUEST, _NOT_FOUND, _TOO_LARGE, _BROKEN = 200, 400, 404, 413, 500
+_NEVER = (400, 403, _NOT_FOUND, 410)
+"""Permanent error codes of `/view`, for which a retry is useless."""
+_MOVED = (301, 302, 303, 307, 308)
+_PIECE = 1 << 20
+
+
+class NotComfyUIError(ValueError):
+    """The address is not that of a ComfyUI server."""
+
+
+class ServerBackend:
+    """`BatchBackend` on a server. One workflow runs while another one waits, so that the server is never idle.
+
+    Every method raises UnreachableError if there is no complete response.
+    """
+
+    window = 2
+
+    def __init__(self, url: str, *, timeout_s: float = TIMEOUT_SECONDS) -> None:
+        """Create a backend without sending anything. Raises NotComfyUIError for an invalid address."""
+        try:
+            parts = urllib.parse.urlsplit(url)
+            host, _ = parts.hostname, parts.port
+        except ValueError as err:
+            raise NotComfyUIError(f"--server {url}: {err}") from err
+        if parts.scheme not in {"http", "https"} or not host or parts.query or parts.fragment:
+            raise NotComfyUIError(f"--server {url}: write an address like http://127.0.0.1:8188")
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        # Proxies of the environment cannot reach this machine's loopback ports.
+        handlers = [urllib.request.ProxyHandler({})] if is_loopback(host) else []
+        self._opener = urllib.request.build_opener(_NoRedirect(), *handlers)
+        self._info: ObjectInfo = {}
+        self.sockets: Sockets = {}
+        self._whole: set[str] = set()
+
+    def version(self) -> str:
+        """Return ComfyUI's version. Raises NotComfyUIError for any other server."""
+        status, answer = self._ask("/system_stats")
+        if status >= _BROKEN:
+            raise UnreachableError(f"{self.url} answers with status {status}")
+        if status in _MOVED:
+            raise NotComfyUIError(f"{self.url} redirects to another address (status {status}): give that address")
+        system = answer.get("system") if isinstance(answer, dict) else None
+        if status != _OK or not isinstance(system, dict):
+            raise NotComfyUIError(f"{self.url} answers, but not as a ComfyUI server does (status {status})")
+        return str(system.get("comfyui_version", "unknown"))
+
+    def read_nodes(self) -> None:
+        """Read the server's description of every node class."""
+        self._info = self._object("/object_info")
+        self.sockets = {name: sockets_of(node.get("input") or {}) for name, node in self._info.items()}
+
+    def connect(self, workflow: Prompt) -> None:
+        """Prepare for a workflow. Raises ValueError without a ComfyUI server, or if it lacks a node of the workflow."""
+        try:
+            version = self.version()
+            self.read_nodes()
+        except UnreachableError as err:
+            raise ArgumentError(f"--server {self.url}: {err}; is ComfyUI running there?") from err
+        missing = unknown_classes(workflow, self._info)
+        if missing:
+            raise ArgumentError("\n".join([f"the workflow cannot run on {self.url} (ComfyUI {version}):", *missing]))
+
+    def faults(self, prompt: Prompt) -> list[str]:
+        # Checks of output names need a folder: the server's is not accessible, so an empty one replaces it. The
+        # server's GPUs are not known either; the device is a CPU, for which no check limits the number of workers.
+        with TemporaryDirectory() as temporary:
+            empty = Path(temporary).resolve()
+            folders = Folders(models=empty, output=empty, input=empty)
+            with EmbeddedHost().opened(folders, device=torch.device("cpu")):
+                rules = {name: self._rules(name) for name in {node["class_type"] for node in prompt.values()}}
+                if not any(each.is_output for each in rules.values()):
+                    return ["the workflow has no node that saves or shows anything"]
+                lines = validate_nodes(prompt, rules).lines()
+            return [line.replace(str(empty), "output") for line in lines]
+
+    def unchecked(self, prompt: Prompt) -> str:
+        others = sorted({node["class_type"] for node in prompt.values()} - own_nodes().keys())
+        if not others:
+            return ""
+        return (
+            f"only types, ranges and choices of {', '.join(others)} were checked: a node's own checks run only on the "
+            "server"
+        )
+
+    def opened(self, folder: Path, on_progress: OnProgress) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def post(self, prompt_id: str, prompt: Prompt) -> None:
+        """Queue a workflow, and cancel it if the server drops some of its outputs as invalid."""
+        # Without a client_id, ComfyUI 0.18 omits outputs that it has cached from an earlier job from the history.
+        body = {"prompt": prompt, "prompt_id": prompt_id, "client_id": prompt_id}
+        status, answer = self._ask("/prompt", body)
+        if status >= _BROKEN:
+            raise UnreachableError(f"{self.url} answers with status {status}")
+        if status not in {_OK, _BAD_REQUEST, _TOO_LARGE}:
+            raise NotComfyUIError(f"{self.url} does not accept workflows (status {status})")
+        if status == _OK and not isinstance(answer, dict):
+            raise UnreachableError(f"the response of {self.url} to a workflow is incomplete")
+        response = answer if isinstance(answer, dict) else {}
+        if status == _OK and response.get("prompt_id") != prompt_id:
+            self.withdraw(str(response.get("prompt_id")))
+            raise NotComfyUIError(f"{self.url} ignores prompt ids: a batch needs ComfyUI 0.3.64 or later")
+        if status == _OK and not response.get("node_errors"):
+            self._whole.add(prompt_id)
+            return
+        if status == _OK:
+            self.withdraw(prompt_id)
+            self.interrupt(prompt_id)
+        with self._shape("/prompt"):
+            faults = _describe_faults(response)
+        raise RefusedError(faults or f"the server refuses it with status {status}")
+
+    def outcome(self, prompt_id: str) -> Outcome:
+        job = self._job(prompt_id)
+        if job is None:
+            return Unknown()
+        with self._shape(f"/api/jobs/{prompt_id}"):
+            outcome = _outcome(job)
+        # If the response to the post was lost, the server may have dropped outputs.
+        if isinstance(outcome, Ended) and prompt_id not in self._whole and not self._was_whole(prompt_id):
+            return Unknown()
+        return outcome
+
+    def fetch(self, file: MadeFile, part: Path) -> None:
+        filename = file.filename
+        query = urllib.parse.urlencode({"filename": filename, "subfolder": file.subfolder, "type": "output"})
+        with self._answer(urllib.request.Request(f"{self.url}/view?{query}")) as (status, body):
+            if status in _NEVER:
+                raise NoSuchFileError(
+                    f"the server saved '{filename}' but does not return it (status {status}): if the file was removed, "
+                    "restart the server, which otherwise returns cached results for the same workflow"
+                )
+            if status != _OK:
+                raise UnreachableError(f"{self.url} does not send '{filename}' now (status {status})")
+            expected = body.headers.get("Content-Length")
+            with part.open("wb") as written:
+                shutil.copyfileobj(_Body(body), written, _PIECE)
+                received = written.tell()
+        if expected is not None and received != int(expected):
+            raise UnreachableError(f"{filename}: received {received} of {expected} bytes")
+
+    def withdraw(self, prompt_id: str) -> None:
+        self._command("/queue", {"delete": [prompt_id]})
+
+    def interrupt(self, prompt_id: str) -> None:
+        self._command("/interrupt", {"prompt_id": prompt_id})
+
+    def release(self, prompt_id: str) -> None:
+        self._whole.discard(prompt_id)
+
+    def halt(self) -> None:
+        """Do nothing: no method of this backend blocks."""
+
+    def _job(self, prompt_id: str) -> dict[str, Any] | None:
+        """Return the server's `/api/jobs/ID`, None for an unknown id. Emulated on servers before 0.6.0."""
+        status, answer = self._ask(f"/api/jobs/{prompt_id}")
+        if status == _OK and isinstance(answer, dict) and "status" in answer:
+            return answer
+        if status == _NOT_FOUND and isinstance(answer, dict) and "error" in answer:
+            return None
+        if status != _NOT_FOUND:
+            raise UnreachableError(f"{self.url}/api/jobs answers with status {status}")
+        return self._job_of_older_server(prompt_id)
+
+    def _rules(self, class_type: str) -> NodeRules:
+        info, sockets, own = self._info[class_type], self.sockets[class_type], own_nodes().get(class_type)
+        here = sockets_of(own.INPUT_TYPES()) if own is not None else {}
+        return NodeRules(
+            sockets=sockets,
+            outputs=["COMBO" if isinstance(kind, list) else str(kind) for kind in info.get("output") or ()],
+            is_output=bool(info.get("output_node")),
+            own=own,
+            elsewhere=frozenset(
+                name
+                for name in here.keys() & sockets.keys()
+                if sockets[name].options.get("options") != here[name].options.get("options")
+            ),
+            others_refused=False,
+        )
+
+    def _was_whole(self, prompt_id: str) -> bool:
+        """Return True if the history has the workflow, and all its output nodes were executed."""
+        entry = self._object(f"/history/{prompt_id}").get(prompt_id)
+        with self._shape("/history"):
+            if entry is None:
+                return False
+            prompt, executed = entry["prompt"][2], set(entry["prompt"][4])
+            return executed == {
+                node_id for node_id, node in prompt.items() if self._info.get(node["class_type"], {}).get("output_node")
+            }
+
+    def _job_of_older_server(self, prompt_id: str) -> dict[str, Any] | None:
+        # The queue before the history: a workflow that finishes between the two requests is found in the history.
+        queue = self._object("/queue")
+        with self._shape("/queue"):
+            for key, status in (("queue_running", "in_progress"), ("queue_pending", "pending")):
+                if any(item[1] == prompt_id for item in queue[key]):
+                    return {"status": status}
+        entry = self._object(f"/history/{prompt_id}").get(prompt_id)
+        if entry is None:
+            return None
+        with self._shape("/history"):
+            messages = dict(message[:2] for message in entry["status"]["messages"])
+            if entry["status"]["status_str"] == "success":
+                return {"status": "completed", "outputs": entry["outputs"]}
+            status = "cancelled" if "execution_interrupted" in messages else "failed"
+            return {"status": status, "execution_error": messages.get("execution_error", {})}
+
+    @contextmanager
+    def _shape(self, route: str) -> Iterator[None]:
+        """Translate errors of reading a JSON response into UnreachableError: its format is that of a proxy, say."""
+        try:
+            yield
+        except (LookupError, AttributeError, TypeError, ValueError) as err:
+            raise UnreachableError(f"{self.url}{route} answers, but not as ComfyUI does: {err!r}") from err
+
+    def _command(self, route: str, body: object) -> None:
+        """Send a command; with any status other than 200 it may not have been executed."""
+        status, _ = self._ask(route, body)
+        if status != _OK:
+            raise UnreachableError(f"{self.url}{route} answers with status {status}")
+
+    def _object(self, route: str) -> dict[str, Any]:
+        status, answer = self._ask(route)
+        if status != _OK or not isinstance(answer, dict):
+            raise UnreachableError(f"{self.url}{route} answers with status {status}")
+        return answer
+
+    def _ask(self, route: str, body: object = None) -> tuple[int, Any]:
+        """Return the status and the JSON response; None if it is not JSON."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {} if data is None else {"Content-Type": "application/json"}
+        with self._answer(urllib.request.Request(self.url + route, data, headers)) as (status, answer):
+            content = _Body(answer).read()
+        try:
+            return status, json.loads(content)
+        except ValueError:
+            return status, None
+
+    @contextmanager
+    def _answer(self, request: urllib.request.Request) -> Iterator[tuple[int, Any]]:
+        """Yield the status and the body of a response."""
+        try:
+            answer = self._opener.open(request, timeout=self._timeout_s)
+        except urllib.error.HTTPError as err:
+            answer = err
+        except (OSError, http.client.HTTPException) as err:
+            raise UnreachableError(f"no answer from {self.url}: {getattr(err, 'reason', None) or err}") from err
+        with answer:
+            if answer.status in _GATEWAY_ERRORS:
+                raise UnreachableError(f"{self.url} answers with status {answer.status}")
+            yield answer.status, answer
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: urllib would turn a redirected POST into a GET."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
+
+
+class _Body:
+    """Body of a response that raises UnreachableError, so that a lost connection differs from a full disk."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def read(self, length: int | None = None) -> bytes:
+        try:
+            piece: bytes = self._answer.read() if length is None else self._answer.read(length)
+        except (OSError, http.client.HTTPException) as err:
+            raise UnreachableError(f"the connection was lost: {err}") from err
+        return piece
+
+
+def _outcome(job: Mapping[str, Any]) -> Outcome:
+    """Return the outcome of a response of `/api/jobs/ID`."""
+    if job["status"] in {"pending", "in_progress"}:
+        return UnderWay(begun=job["status"] == "in_progress")
+    if job["status"] == "cancelled":
+        return Interrupted()
+    if job["status"] != "completed":
+        return JobFailed(reason=_failure(job.get("execution_error") or {}))
+    return Ended(files=output_files(job.get("outputs") or {}))
+
+
+def _describe_faults(answer: Mapping[str, Any]) -> str:
+    """Return the faults of the nodes or, if there are none, that of the workflow."""
+    error = answer.get("error")
+    if error is not None and not isinstance(error, dict):
+        return str(error)
+    node_errors = answer.get("node_errors") or {}
+    return "; ".join(Verdict(prompt={}, error=error, node_errors=node_errors).lines())
+
+
+def _failure(error: Mapping[str, Any]) -> str:
+    message = str(error.get("exception_message", "the server returned no reason")).strip()
+    if "node_id" not in error:
+        return message
+    return f"node {error['node_id']} ({error.get('node_type')}): {message}"

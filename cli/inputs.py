@@ -1,0 +1,110 @@
+"""Values of a workflow's inputs, named `node.input`: those of `--set`, and those of a row of a batch."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from ..host.embedded import MOST_NESTED, NESTED, Prompt, Socket, names_listed, nested_deeper
+
+Sockets: TypeAlias = Mapping[str, Mapping[str, Socket]]
+"""Inputs of the node classes: class -> name -> input."""
+
+# Values of these types are used as typed; all others are JSON.
+_TYPED_AS_TEXT = ("STRING", "COMBO")
+
+
+class InputError(ValueError):
+    """A value for a missing node or input, or text that is not a value of the input's type."""
+
+
+def names_an_input(key: str) -> bool:
+    """Return True if the text has the form `node.input`."""
+    node, dot, socket = key.partition(".")
+    return bool(node and dot and socket)
+
+
+def apply_overrides(workflow: Prompt, changes: Iterable[str], sockets: Sockets) -> Prompt:
+    """Return a copy of the workflow with every `node.input=value` of `--set`. Raises InputError."""
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not (equals and names_an_input(key)):
+            raise InputError(f"--set {change}: write node.input=value")
+        try:
+            workflow = with_inputs(workflow, {key: text}, sockets, as_text=True)
+        except InputError as err:
+            raise InputError(f"--set {change}: {err}") from err
+    return workflow
+
+
+def with_inputs(workflow: Prompt, values: Mapping[str, Any], sockets: Sockets, *, as_text: bool) -> Prompt:
+    """Return a copy of the workflow with these values of its inputs, by `node.input`; text is converted if `as_text`.
+
+    Ranges and choices are not checked here but by the validation of the workflow. Raises InputError for an unknown
+    node or input, and for text that is not a value of the input's type.
+    """
+    changed: dict[str, Any] = copy.deepcopy(dict(workflow))
+    for key, value in values.items():
+        node_id, name = _target(key, workflow)
+        node = changed[node_id]
+        inputs = node.setdefault("inputs", {})
+        known = sockets.get(node.get("class_type", ""))
+        given = value
+        if known is not None:  # the validation of the workflow has a better message for an unknown class
+            socket = _socket(node, name, known)
+            given = _typed(key, value, socket, inputs.get(name)) if as_text else value
+        if nested_deeper(given, MOST_NESTED):
+            raise InputError(f"{key}: the value is nested deeper than {MOST_NESTED} levels")
+        inputs[name] = given
+    return changed
+
+
+def _target(key: str, workflow: Prompt) -> tuple[str, str]:
+    """Return the node's id and the name of the input; both may contain dots. Raises InputError."""
+    parts = key.split(".")
+    splits = [(".".join(parts[:place]), ".".join(parts[place:])) for place in range(1, len(parts))]
+    nodes = [_nodes(name, workflow) for name, _ in splits]
+    for (_, socket), found in zip(splits, nodes, strict=True):
+        if len(found) == 1:
+            return found[0], socket
+    if nodes[0]:
+        name = splits[0][0]
+        raise InputError(f"{key}: several nodes are of the class {name}: use an id, {', '.join(nodes[0])}")
+    raise InputError(f"{key}: no such node; the workflow has {', '.join(workflow)}")
+
+
+def _nodes(name: str, workflow: Prompt) -> list[str]:
+    """Return the id `name` if there is such a node, else the ids of the nodes of the class `name`."""
+    if name in workflow:
+        return [name]
+    return [node_id for node_id, node in workflow.items() if node.get("class_type") == name]
+
+
+def _socket(node: Mapping[str, Any], name: str, known: Mapping[str, Socket]) -> Socket | None:
+    """Return the class's description of an input; None if only the workflow has the input. Raises InputError."""
+    if name in known:
+        return known[name]
+    above = known.get(name.partition(".")[0])
+    if name in node.get("inputs", {}) or (above is not None and above.io_type.startswith(NESTED)):
+        return None
+    names = dict.fromkeys((*known, *node.get("inputs", {})))
+    raise InputError(f"{node.get('class_type')} has no input {name}; {names_listed(name, names)}")
+
+
+def _typed(key: str, text: str, socket: Socket | None, before: object) -> object:
+    """Convert text to the type of the input or, if that is unknown, of the value in the workflow."""
+    if socket is None and isinstance(before, str):
+        return text
+    if socket is not None and socket.io_type in _TYPED_AS_TEXT:
+        # Some choices are numbers.
+        options = socket.options.get("options") or ()
+        return next((option for option in options if text not in options and str(option) == text), text)
+    if socket is not None and socket.io_type == "BOOLEAN" and text.lower() in {"true", "false"}:
+        return text.lower() == "true"  # as spreadsheets write it
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as err:
+        kind = "not a text" if socket is None else socket.io_type
+        raise InputError(f"{key} is {kind}, but '{text}' is not a JSON value: {err}") from err
