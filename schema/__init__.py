@@ -53,7 +53,7 @@ from .timeline import (
     RateRange,
     StepRecord,
     Timeline,
-    rate_range,
+    largest_known,
     run_phases,
     together,
 )
@@ -124,8 +124,8 @@ __all__ = [
     "format_size",
     "host_and_port",
     "is_loopback",
+    "largest_known",
     "plan_residency",
-    "rate_range",
     "read_clusters",
     "run_phases",
     "second_digits",

@@ -27,11 +27,12 @@ class RateRange:
     busy_s: float
     """Sum of the seconds of the single fetches."""
 
-
-def rate_range(nbytes: int, seconds: float) -> int:
-    """Return the lower bound of the range of `nbytes` in `seconds`; 0 seconds belong to the last range."""
-    rate = nbytes / seconds / 1e9 if seconds > 0 else inf
-    return RATE_BORDERS[bisect_right(RATE_BORDERS, rate) - 1]
+    @classmethod
+    def of_fetch(cls, nbytes: int, seconds: float) -> RateRange:
+        """Return the range with this fetch only; one of 0 seconds belongs to the last range."""
+        rate = nbytes / seconds / 1e9 if seconds > 0 else inf
+        border = RATE_BORDERS[bisect_right(RATE_BORDERS, rate) - 1]
+        return cls(from_gb_per_s=border, fetches=1, nbytes=nbytes, busy_s=seconds)
 
 
 def together(ranges: Iterable[RateRange]) -> tuple[RateRange, ...]:
@@ -58,8 +59,37 @@ PHASES = ("open", "text", "first block", "high", "switch", "low", "decode", "sav
 """Names of the phases of a queue item."""
 
 
+class _Transfers:
+    """Figures of the transfers of a step, or of all steps of a run."""
+
+    stall_s: float
+    copy_s: float
+    read_s: float
+    copied_bytes: int
+    read_bytes: int
+
+    @property
+    def overlap(self) -> float | None:
+        """Share of the transfer time that compute hid, 0 to 1; None if nothing was transferred.
+
+        Both routes work in parallel, so the transfer time is that of the busier one.
+        """
+        transfer_s = max(self.copy_s, self.read_s)
+        return 1 - min(1.0, self.stall_s / transfer_s) if transfer_s > 0 else None
+
+    @property
+    def copy_bytes_per_s(self) -> float | None:
+        """Rate of the route from RAM to the buffers while it was busy; None if nothing was copied."""
+        return self.copied_bytes / self.copy_s if self.copy_s > 0 else None
+
+    @property
+    def read_bytes_per_s(self) -> float | None:
+        """Rate of the route from files while it was busy; None if nothing was read."""
+        return self.read_bytes / self.read_s if self.read_s > 0 else None
+
+
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
+class StepRecord(_Transfers):
     """One denoising step. Times are in seconds.
 
     Simulated, `wall_s` is `compute_s + stall_s`, on a CPU also `decode_s`. Measured, `compute_s` is the time in the
@@ -110,24 +140,6 @@ class StepRecord:
     skipped_visits: int = 0
     """Blocks that all lanes skipped for that reason; they were neither visited nor fetched."""
 
-    @property
-    def overlap(self) -> float | None:
-        """Share of the transfer time that compute hid, 0 to 1; None if nothing was transferred.
-
-        Both routes work in parallel, so the transfer time is that of the busier one.
-        """
-        return _overlap(self)
-
-    @property
-    def copy_bytes_per_s(self) -> float | None:
-        """Rate of the route from RAM to the buffers while it was busy; None if nothing was copied."""
-        return _rate(self.copied_bytes, self.copy_s)
-
-    @property
-    def read_bytes_per_s(self) -> float | None:
-        """Rate of the route from files while it was busy; None if nothing was read."""
-        return _rate(self.read_bytes, self.read_s)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRecord:
@@ -163,6 +175,11 @@ class MemorySample:
 Number = TypeVar("Number", int, float)
 
 
+def largest_known(values: Iterable[Number | None]) -> Number | None:
+    """Return the largest of the values that are not None; None if there is none."""
+    return max((value for value in values if value is not None), default=None)
+
+
 class _StepSum(Generic[Number]):
     """Read-only attribute of a `Timeline`: the sum over its steps of the `StepRecord` field with the same name."""
 
@@ -175,7 +192,7 @@ class _StepSum(Generic[Number]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class Timeline(_Transfers):
     """Steps of one run in order, with its phases, memory samples and transfer rates.
 
     `wall_s` to `copied_bytes` are sums of the same field of the steps.
@@ -220,21 +237,6 @@ class Timeline:
         """Number of steps in which a cache skipped blocks."""
         return sum(step.skipped_visits > 0 for step in self.steps)
 
-    @property
-    def copy_bytes_per_s(self) -> float | None:
-        """See `StepRecord.copy_bytes_per_s`."""
-        return _rate(self.copied_bytes, self.copy_s)
-
-    @property
-    def read_bytes_per_s(self) -> float | None:
-        """See `StepRecord.read_bytes_per_s`."""
-        return _rate(self.read_bytes, self.read_s)
-
-    @property
-    def overlap(self) -> float | None:
-        """See `StepRecord.overlap`."""
-        return _overlap(self)
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, strings, lists and dicts, ready for JSON."""
         data = asdict(self)
@@ -259,15 +261,6 @@ class Timeline:
             return cls(**fields)
         except TypeError as err:
             raise ValueError(f"not a timeline: {err}") from err
-
-
-def _overlap(record: StepRecord | Timeline) -> float | None:
-    transfer_s = max(record.copy_s, record.read_s)
-    return 1 - min(1.0, record.stall_s / transfer_s) if transfer_s > 0 else None
-
-
-def _rate(nbytes: int, busy_s: float) -> float | None:
-    return nbytes / busy_s if busy_s > 0 else None
 
 
 def _lines(changes: Any) -> tuple[str, ...]:
@@ -304,13 +297,9 @@ def run_phases(steps: Sequence[StepRecord], computed_from: Sequence[float | None
                 name=expert,
                 start_s=computes,
                 wall_s=reached - computes,
-                device_bytes=_largest(step.device_bytes for step, _ in stage),
-                device_used_bytes=_largest(step.device_used_bytes for step, _ in stage),
+                device_bytes=largest_known(step.device_bytes for step, _ in stage),
+                device_used_bytes=largest_known(step.device_used_bytes for step, _ in stage),
                 rss_bytes=last.rss_bytes,
             )
         )
     return tuple(phases)
-
-
-def _largest(values: Iterable[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from enum import Enum
+from dataclasses import replace
 from itertools import zip_longest
 
 import torch
 
 from ..devices import MemoryMeter
-from ..schema import MemorySample
+from ..schema import MemorySample, largest_known
 
 INTERVAL_S = 0.5
 MAX_SAMPLES = 600
 
 
-class SamplerState(Enum):
-    """States of a sampler, in their order; the values are for messages."""
-
-    NEW = "was not started"
-    RUNNING = "is running"
-    STOPPED = "was stopped"
-
-
 class MemorySampler:
-    """Samples memory from `start` to `stop`, including both ends; use it with `with`.
+    """Samples memory during its `with` block, which it has only once, including both ends.
 
     When there are more than `max_samples`, neighbours are merged into one sample with the larger values of both and
     the time of the first, and the interval doubles. Peaks are preserved.
@@ -40,7 +32,6 @@ class MemorySampler:
     def __init__(
         self, device: torch.device, *, run_start: float, interval_s: float = INTERVAL_S, max_samples: int = MAX_SAMPLES
     ) -> None:
-        self.state = SamplerState.NEW
         self._meter = MemoryMeter(device)
         self._run_start, self._interval_s, self._max_samples = run_start, interval_s, max_samples
         self._samples: list[MemorySample] = []
@@ -48,32 +39,16 @@ class MemorySampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample_until_stop, name="wanstream-memory", daemon=True)
 
-    def start(self) -> None:
-        """Start sampling; raise RuntimeError unless the sampler is new."""
-        self._advance(SamplerState.NEW, SamplerState.RUNNING)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop sampling and join the thread; raise RuntimeError unless the sampler is running."""
-        self._advance(SamplerState.RUNNING, SamplerState.STOPPED)
-        self._stop.set()
-        self._thread.join()
-
     def samples(self) -> tuple[MemorySample, ...]:
         """Return the samples so far (any thread)."""
         with self._lock:
             return tuple(self._samples)
 
-    def _advance(self, before: SamplerState, after: SamplerState) -> None:
-        if self.state is not before:
-            raise RuntimeError(f"this sampler {self.state.value}, so it cannot go from {before.name} to {after.name}")
-        self.state = after
-
     def _sample_until_stop(self) -> None:
         stopped = False
         while True:
             self._sample()
-            if stopped:  # one last sample after `stop`
+            if stopped:  # one last sample after the end of the block
                 return
             stopped = self._stop.wait(self._interval_s)
 
@@ -91,11 +66,12 @@ class MemorySampler:
                 self._interval_s *= 2
 
     def __enter__(self) -> MemorySampler:
-        self.start()
+        self._thread.start()  # raises RuntimeError for a second block: a thread starts once
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self._stop.set()
+        self._thread.join()
 
 
 def downsample(samples: list[MemorySample]) -> list[MemorySample]:
@@ -105,13 +81,9 @@ def downsample(samples: list[MemorySample]) -> list[MemorySample]:
 
 
 def _merge(first: MemorySample, second: MemorySample) -> MemorySample:
-    return MemorySample(
-        at_s=first.at_s,
-        device_bytes=_max(first.device_bytes, second.device_bytes),
-        device_used_bytes=_max(first.device_used_bytes, second.device_used_bytes),
+    return replace(
+        first,
+        device_bytes=largest_known((first.device_bytes, second.device_bytes)),
+        device_used_bytes=largest_known((first.device_used_bytes, second.device_used_bytes)),
         rss_bytes=max(first.rss_bytes, second.rss_bytes),
     )
-
-
-def _max(*values: int | None) -> int | None:
-    return max((value for value in values if value is not None), default=None)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -72,13 +72,10 @@ class PhaseRegistry:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._items: OrderedDict[str, QueueItemPhases] = OrderedDict()
+        self._items = lru_cache(MAX_QUEUE_ITEMS)(lambda run_id: QueueItemPhases())
 
     def of(self, run_id: str) -> QueueItemPhases:
         """Return the phases of a queue item, created on first use; the least recently used items are dropped."""
+        # Two threads that ask a cache for a new key at the same time may get two objects.
         with self._lock:
-            phases = self._items.setdefault(run_id, QueueItemPhases())
-            self._items.move_to_end(run_id)
-            while len(self._items) > MAX_QUEUE_ITEMS:
-                self._items.popitem(last=False)
-            return phases
+            return self._items(run_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,16 @@ from pathlib import Path
 import torch
 
 from ..devices import DeviceEvent, MemoryMeter, clock_for
-from ..schema import RATE_BORDERS, MemorySample, PhaseRecord, RateRange, StepRecord, Timeline, rate_range, run_phases
+from ..schema import (
+    MemorySample,
+    PhaseRecord,
+    RateRange,
+    StepRecord,
+    Timeline,
+    largest_known,
+    run_phases,
+    together,
+)
 from .memory_sampler import MemorySampler
 from .phases import QueueItemPhases
 from .step_events import BlockArrival, StepEvents
@@ -67,31 +76,6 @@ class TelemetryOptions:
         return cls(trace=Path(folder) if folder else None, nvtx=nvtx == "1", ledger=ledger, dynamic_bytes=dynamic_bytes)
 
 
-class RateCounter:
-    """Histogram of the rates of all fetches of one route."""
-
-    def __init__(self) -> None:
-        self._fetches = dict.fromkeys(RATE_BORDERS, 0)
-        self._nbytes = dict.fromkeys(RATE_BORDERS, 0)
-        self._busy_s = dict.fromkeys(RATE_BORDERS, 0.0)
-
-    def add(self, moves: Iterable[tuple[int, float]]) -> None:
-        """Count moves, each given as the bytes and seconds of one fetch."""
-        for nbytes, seconds in moves:
-            border = rate_range(nbytes, seconds)
-            self._fetches[border] += 1
-            self._nbytes[border] += nbytes
-            self._busy_s[border] += seconds
-
-    def ranges(self) -> tuple[RateRange, ...]:
-        """Return the non-empty ranges so far, in order of their rate."""
-        return tuple(
-            RateRange(from_gb_per_s=border, fetches=fetches, nbytes=self._nbytes[border], busy_s=self._busy_s[border])
-            for border, fetches in self._fetches.items()
-            if fetches
-        )
-
-
 PHASES_BEFORE_RUN = ("open", "text")
 """Phases of a queue item that appear in the timeline of the first run after them."""
 
@@ -131,7 +115,8 @@ class Recorder:
         self._steps: list[StepRecord] = []
         self._computed_from: list[float | None] = []
         self._events = StepEvents(self.clock)
-        self._copy_rates, self._read_rates = RateCounter(), RateCounter()
+        self._copy_rates: tuple[RateRange, ...] = ()
+        self._read_rates: tuple[RateRange, ...] = ()
         self._spans: list[TraceSpan] = []
         self._traced_steps, self._max_spans = 0, max_spans
         self._sampler: MemorySampler | None = None
@@ -201,8 +186,9 @@ class Recorder:
                 skipped_visits=events.skipped_visits,
             )
         )
-        self._copy_rates.add(copies)
-        self._read_rates.add((read.nbytes, read.end - read.start) for read in reads)
+        self._copy_rates = together([*self._copy_rates, *(RateRange.of_fetch(*copy) for copy in copies)])
+        read_rates = (RateRange.of_fetch(read.nbytes, read.end - read.start) for read in reads)
+        self._read_rates = together([*self._read_rates, *read_rates])
         if self._observe.trace is not None and len(self._spans) < self._max_spans:
             self._spans += events.spans(expert, end, now, self._start)
             self._traced_steps = len(self._steps)
@@ -244,8 +230,8 @@ class Recorder:
             first_block_s=first_blocks[0] if first_blocks else None,
             phases=(*self._phases_before, *self._run_phases()),
             memory=() if self._sampler is None else self._sampler.samples(),
-            copy_rates=self._copy_rates.ranges(),
-            read_rates=self._read_rates.ranges(),
+            copy_rates=self._copy_rates,
+            read_rates=self._read_rates,
         )
 
     def _write_trace(self, folder: Path) -> None:
@@ -270,5 +256,4 @@ def _with_sampled_peak(phase: PhaseRecord, samples: tuple[MemorySample, ...]) ->
     """Return the phase with the peak of the device memory samples taken during it."""
     end_s = phase.start_s + phase.wall_s
     used = [sample.device_used_bytes for sample in samples if phase.start_s <= sample.at_s <= end_s]
-    known = [value for value in (phase.device_used_bytes, *used) if value is not None]
-    return replace(phase, device_used_bytes=max(known, default=None))
+    return replace(phase, device_used_bytes=largest_known((phase.device_used_bytes, *used)))

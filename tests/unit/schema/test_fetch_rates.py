@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.schema.timeline import RateRange, rate_range, together
+from wanstream.schema.timeline import RATE_BORDERS, RateRange, together
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,8 @@ from wanstream.schema.timeline import RateRange, rate_range, together
     ],
 )
 def test_a_border_belongs_to_the_range_above(nbytes: int, seconds: float, border: int) -> None:
-    assert rate_range(nbytes, seconds) == border
+    expected = RateRange(from_gb_per_s=border, fetches=1, nbytes=nbytes, busy_s=seconds)
+    assert RateRange.of_fetch(nbytes, seconds) == expected
 
 
 def test_ranges_of_several_runs_are_added_up_and_in_order() -> None:
@@ -30,3 +31,9 @@ def test_ranges_of_several_runs_are_added_up_and_in_order() -> None:
 
     assert together([of(20, 4), of(1, 2), of(20, 6)]) == (of(1, 2), of(20, 10))
     assert together([]) == ()
+
+
+def test_sums_of_many_fetches_have_one_entry_per_range() -> None:
+    rates = together(RateRange.of_fetch(number * 10**6, 0.01) for number in range(20_000))
+    assert len(rates) == len(RATE_BORDERS)
+    assert sum(each.fetches for each in rates) == 20_000
