@@ -8,17 +8,17 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from ...bench import Setting, Trial, policy_name
+from ...distributed import Driver, Pool, WorkerLostError, part_sizes
 from ...host import StartPool, start_pool
 from ...nodes.runs import TrialTimes, pause, tensor_digest, with_steps
+from ...plan import OffloadJob, heads_of
 from ...sampling import DenoiseRequest, seeded_noise
 from ...schema import (
-    FRAMES_PER_LATENT,
-    PIXELS_PER_LATENT,
     ExpertsRef,
     Mesh,
     MeshError,
@@ -30,11 +30,6 @@ from ...schema import (
     plan_residency,
 )
 from ...testing import TEXT_DIM, TinyShape, make_expert, save_expert_folder
-from ...wan import ExpertPair
-
-if TYPE_CHECKING:
-    from ...distributed import Pool
-
 
 SMALL = TinyShape(layers=8, heads=4, ffn_dim=2048)
 TEXT_TOKENS = 512
@@ -50,13 +45,7 @@ def small_experts(folder: Path) -> ExpertsRef:
 
 def bench_request(video: VideoShape, *, videos: int, guidance: float, in_channels: int) -> DenoiseRequest:
     """Return a UniPC request with the default boundary, and random noise and texts, which cost as much as real ones."""
-    shape = (
-        videos,
-        16,
-        (video.frames - 1) // FRAMES_PER_LATENT + 1,
-        video.height // PIXELS_PER_LATENT,
-        video.width // PIXELS_PER_LATENT,
-    )
+    shape = (videos, 16, *video.latent)
     generator = torch.Generator().manual_seed(SEED)
     positive, negative = (torch.randn(1, TEXT_TOKENS, TEXT_DIM, generator=generator) for _ in range(2))
     condition = None
@@ -71,29 +60,6 @@ def bench_request(video: VideoShape, *, videos: int, guidance: float, in_channel
         solver="unipc",
         guidance=(guidance, guidance),
     )
-
-
-def layout_traits(pair: ExpertPair, video: VideoShape, *, videos: int, guidance: float) -> LayoutTraits:
-    """Return the properties of open experts that layouts depend on."""
-    config = pair.high.config
-    return LayoutTraits(
-        heads=config.num_attention_heads,
-        blocks=config.num_layers,
-        tokens=video.tokens,
-        guided=guidance != 1,
-        videos=videos,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutTraits:
-    """Properties of the experts and the run that layouts depend on."""
-
-    heads: int
-    blocks: int
-    tokens: int
-    guided: bool
-    videos: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,26 +91,24 @@ Refused: TypeAlias = dict[str, str]
 
 
 def bench_cases(
-    counts: Sequence[int],
-    layouts: Sequence[Mesh],
-    settings: Sequence[Setting],
-    pair: LayoutTraits,
+    counts: Sequence[int], layouts: Sequence[Mesh], settings: Sequence[Setting], job: OffloadJob, videos: int
 ) -> tuple[list[BenchCase], Refused]:
     """Return every setting on every layout with one of these numbers of workers, and the refused ones.
 
-    If `layouts` is empty, the defaults are layouts that split the lanes and tokens of a video and, for several videos,
-    also those that distribute the videos. One worker always has the trivial layout.
+    `job` is that of all `videos` together; its steps are replaced by those of each case. If `layouts` is empty, the
+    defaults are layouts that split the lanes and tokens of a video and, for several videos, also those that distribute
+    the videos. One worker always has the trivial layout.
     """
     cases, refused = list[BenchCase](), Refused()
     for count in counts:
         chosen = [mesh for mesh in layouts if mesh.size == count]
-        for mesh in chosen if layouts and count > 1 else _default_layouts(count, pair):
+        for mesh in chosen if layouts and count > 1 else _default_layouts(count, job, videos):
             for setting in settings:
                 assert isinstance(setting.policy, OffloadPolicy), "an automatic policy differs between layouts"
                 assert setting.steps is not None
                 case = BenchCase(mesh=mesh, policy=setting.policy, steps=setting.steps)
                 try:
-                    _check(case, pair)
+                    _check(case, job, videos)
                 except ValueError as err:
                     refused[case.name] = str(err)
                 else:
@@ -168,29 +132,27 @@ def default_counts(most: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(most.bit_length()) if 2**power <= most)
 
 
-def _check(case: BenchCase, pair: LayoutTraits) -> None:
-    from ...distributed import part_sizes
-
-    lanes = max(part_sizes(pair.videos, case.mesh)) * (2 if pair.guided else 1)
+def _check(case: BenchCase, job: OffloadJob, videos: int) -> None:
+    group = max(part_sizes(videos, case.mesh))
     check_mesh(
         case.mesh,
         workers=case.workers,
-        heads=pair.heads,
-        tokens=pair.tokens,
-        lanes={"high": lanes, "low": lanes},
+        heads=heads_of(job),
+        tokens=job.tokens,
+        lanes={expert: group * lanes // videos for expert, lanes in job.lanes.items()},
         steps=case.steps,
-        samples=pair.videos,
+        samples=videos,
     )
-    plan_residency(case.policy, {"high": pair.blocks, "low": pair.blocks})
+    plan_residency(case.policy, {"high": job.expert.blocks, "low": job.expert.blocks})
 
 
-def _default_layouts(count: int, pair: LayoutTraits) -> Iterator[Mesh]:
+def _default_layouts(count: int, job: OffloadJob, videos: int) -> Iterator[Mesh]:
     if count == 1:
         yield Mesh()
         return
-    sides = 2 if pair.guided and count % 2 == 0 else 1
+    sides = 2 if max(job.lanes.values()) > videos and count % 2 == 0 else 1
     yield Mesh(cfg=sides, ulysses=count // sides)
-    if pair.videos > 1:
+    if videos > 1:
         yield Mesh(data=count)
         yield Mesh(stage=count)
 
@@ -249,8 +211,6 @@ def run_cases(
 
 
 def _run_case(bench: Bench, case: BenchCase, pool: Pool, start_s: float, log: Callable[[str], None]) -> CaseRuns:
-    from ...distributed import Driver, WorkerLostError
-
     ref = replace(bench.workers, count=case.workers, mesh=case.mesh)
     driver, request = Driver(pool, ref, case.mesh), with_steps(bench.request, case.steps)
     for request_to_close in [worker.call("close") for worker in pool.workers]:

@@ -11,6 +11,7 @@ import torch
 from ...bench import TrialMatrix
 from ...host import check_ray, cluster, gpus_of
 from ...nodes.runs import TrialTimes
+from ...sampling import request_job
 from ...schema import IN_PROCESS, ExpertsRef, OffloadPolicy, VideoShape, WorkersRef, check_count
 from ...wan import open_pair
 from ..arguments import DONE, FAILED, INVALID, ArgumentError, create_output_folder, device_of, video_shape
@@ -23,7 +24,6 @@ from .cases import (
     bench_cases,
     bench_request,
     default_counts,
-    layout_traits,
     parse_mesh,
     run_cases,
     small_experts,
@@ -113,12 +113,11 @@ def _prepare(options: BenchOptions, folder: Path) -> tuple[Bench, list[BenchCase
     times = TrialTimes(repeats=options.repeats, warmup=options.warmup, cooldown_s=options.cooldown_s)
     check_ray(workers)
     experts = _experts(options, folder)
-    with open_pair(experts) as opened:
-        pair = layout_traits(opened, video, videos=options.videos, guidance=options.guidance)
-        channels = opened.in_channels
-    request = bench_request(video, videos=options.videos, guidance=options.guidance, in_channels=channels)
+    with open_pair(experts) as pair:
+        request = bench_request(video, videos=options.videos, guidance=options.guidance, in_channels=pair.in_channels)
+        job = request_job(pair, request, device)
     bench = Bench(experts=experts, request=request, times=times, workers=workers, device=device)
-    return bench, *bench_cases(counts, layouts, settings, pair)
+    return bench, *bench_cases(counts, layouts, settings, job, options.videos)
 
 
 def _video(options: BenchOptions) -> VideoShape:

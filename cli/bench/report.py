@@ -47,6 +47,7 @@ def save(
 
     `without` are names and reasons of cases without figures.
     """
+    machine = describe_machine(device)
     result = Result(
         case=CASE,
         method=method,
@@ -54,36 +55,28 @@ def save(
             "cases": figures(measured),
             "not_measured": [{"case": name, "because": why} for name, why in without],
         },
-        hardware={**hardware(device), **describe_machine(device)},
+        hardware={**hardware(device), **machine},
         versions=versions(),
     )
-    machine = {**describe_machine(device), **result.versions}
-    text = page(f"Workers on {result.hardware['name']}", measured, method=method, machine=machine, without=without)
     path = folder / f"{result.name}.md"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(page(result, measured, {**machine, **result.versions}), encoding="utf-8")
     return result.save(folder), path
 
 
-def page(
-    title: str,
-    measured: Sequence[CaseRuns],
-    *,
-    method: str,
-    machine: Mapping[str, str],
-    without: Sequence[tuple[str, str]],
-) -> str:
+def page(result: Result, measured: Sequence[CaseRuns], machine: Mapping[str, str]) -> str:
     """Return all figures as tables in Markdown."""
-    counted, found = [runs for runs in measured if _counted(runs)], figures(measured)
+    counted, found = [runs for runs in measured if _counted(runs)], result.figures["cases"]
+    without = tuple(tuple(each.values()) for each in result.figures["not_measured"])
     tables = [
         Table(title="Loading and generation", head=TIMES, rows=tuple(map(_times, counted, found))),
         Table(title="Workers, their steps and their memory", head=MEMORY, rows=tuple(_workers(found))),
     ]
     if without:
-        tables.append(Table(title="Not measured", head=("configuration", "reason"), rows=tuple(without)))
+        tables.append(Table(title="Not measured", head=("configuration", "reason"), rows=without))
     report = Report(
-        title=title,
+        title=f"Workers on {result.hardware['name']}",
         variants=tuple(map(_variant, counted)),
-        method={"Method": method},
+        method={"Method": result.method},
         machine=machine,
         planned=sum(len(runs.runs) for runs in measured),
     )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.bench import Result
 from wanstream.bench.trial_matrix import TrialMatrix
 from wanstream.cli import main
 from wanstream.cli.bench.cases import (
@@ -17,7 +18,6 @@ from wanstream.cli.bench.cases import (
     BenchCase,
     BenchRun,
     CaseRuns,
-    LayoutTraits,
     bench_cases,
     bench_request,
     default_counts,
@@ -28,9 +28,30 @@ from wanstream.cli.bench.cases import (
 from wanstream.cli.bench.report import figures, page
 from wanstream.distributed.transport.in_process import InProcessPool
 from wanstream.nodes.runs.benchmark import TrialTimes
-from wanstream.schema import MemorySample, Mesh, MeshError, OffloadPolicy, StepRecord, Timeline, VideoShape, WorkersRef
+from wanstream.plan import OffloadJob
+from wanstream.schema import (
+    HEAD_DIM,
+    ExpertShape,
+    MemorySample,
+    Mesh,
+    MeshError,
+    OffloadPolicy,
+    StepRecord,
+    Timeline,
+    VideoShape,
+    WorkersRef,
+)
 
-PAIR = LayoutTraits(heads=4, blocks=8, tokens=1600, guided=True, videos=1)
+JOB = OffloadJob(
+    expert=ExpertShape(width=4 * HEAD_DIM, blocks=8),
+    tokens=1600,
+    lanes={"high": 2, "low": 2},
+    experts_of_steps=("high",),
+    stored_bytes=1,
+    file_bytes=1,
+    computed_bytes=1,
+    resident_bytes=1,
+)
 LAYERWISE = OffloadPolicy.layerwise()
 TINY = ["--size", "32x32x5", "--steps", "2", "--repeats", "2", "--warmup", "0"]
 
@@ -39,9 +60,14 @@ def settings(policies: str = "layerwise", steps: str = "4") -> Any:
     return TrialMatrix.parse(policies, "", steps).settings(LAYERWISE)
 
 
-def meshes(**changes: Any) -> list[str]:
-    pair = LayoutTraits(**{**PAIR.__dict__, **changes})
-    return [str(case.mesh) for case in bench_cases((1, 2, 4), (), settings(), pair)[0]]
+def job_of(videos: int, *, guided: bool) -> OffloadJob:
+    lanes = videos * (2 if guided else 1)
+    return replace(JOB, lanes={"high": lanes, "low": lanes})
+
+
+def meshes(videos: int = 1, *, guided: bool = True) -> list[str]:
+    cases, _ = bench_cases((1, 2, 4), (), settings(), job_of(videos, guided=guided), videos)
+    return [str(case.mesh) for case in cases]
 
 
 def test_the_usual_layouts_share_one_video_and_spread_several() -> None:
@@ -53,7 +79,7 @@ def test_the_usual_layouts_share_one_video_and_spread_several() -> None:
 
 def test_every_setting_is_measured_on_the_chosen_layouts() -> None:
     layouts = [Mesh(cfg=2), Mesh(ulysses=2)]
-    cases, _ = bench_cases((1, 2), layouts, settings(), PAIR)
+    cases, _ = bench_cases((1, 2), layouts, settings(), JOB, 1)
     assert [case.name for case in cases] == [
         "4 steps, 1 worker, layerwise, 1 ahead",
         "4 steps, 2 workers (cfg 2), layerwise, 1 ahead",
@@ -66,9 +92,8 @@ def test_workers_that_are_powers_of_two() -> None:
 
 
 def test_videos_of_a_cell_are_lanes_that_two_sides_share() -> None:
-    traits = LayoutTraits(**{**PAIR.__dict__, "guided": False, "videos": 4})
     layouts = [Mesh(cfg=2), Mesh(data=2, cfg=2), Mesh(data=4, cfg=2)]
-    cases, refused = bench_cases((2, 4, 8), layouts, settings(), traits)
+    cases, refused = bench_cases((2, 4, 8), layouts, settings(), job_of(4, guided=False), 4)
     assert [str(case.mesh) for case in cases] == ["cfg 2", "data 2 x cfg 2"]
     (why,) = refused.values()
     assert "guidance is 1" in why
@@ -76,7 +101,7 @@ def test_videos_of_a_cell_are_lanes_that_two_sides_share() -> None:
 
 def test_what_cannot_be_is_left_out_with_its_reason() -> None:
     policies = settings("layerwise, block_swap 9", "1, 4")
-    cases, reasons = bench_cases((1, 2), [Mesh(stage=2), Mesh(ulysses=8)], policies, PAIR)
+    cases, reasons = bench_cases((1, 2), [Mesh(stage=2), Mesh(ulysses=8)], policies, JOB, 1)
     assert [case.name for case in cases] == [
         "1 steps, 1 worker, layerwise, 1 ahead",
         "4 steps, 1 worker, layerwise, 1 ahead",
@@ -176,9 +201,10 @@ def test_a_worker_that_died_in_one_case_is_replaced_for_the_next(tmp_path: Path)
 
 def test_the_page_has_a_row_for_every_case_worker_and_step() -> None:
     cases = [case_runs(Mesh(), 10, 12), case_runs(Mesh(cfg=2), 6, 6)]
-    without = [("8 workers", "too many")]
-    text = page("A page", cases, method="by hand", machine={"Device": "CPU"}, without=without)
-    assert text.startswith("# A page\n\nMethod: by hand  \nDevice: CPU\n")
+    found = {"cases": figures(cases), "not_measured": [{"case": "8 workers", "because": "too many"}]}
+    result = Result(case="workers", method="by hand", figures=found, hardware={"name": "a machine"}, versions={})
+    text = page(result, cases, {"Device": "CPU"})
+    assert text.startswith("# Workers on a machine\n\nMethod: by hand  \nDevice: CPU\n")
     tables = {part.splitlines()[0]: part.splitlines()[4:] for part in text.split("\n## ")[1:]}
     one, two = tables["Loading and generation"][:2]
     assert one.startswith("| 3 steps, 1 worker, layerwise, 1 ahead | 3.00 | 0.250 | 11.00 s (10.00 to 12.00) |")
