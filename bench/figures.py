@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from ..schema import (
     format_seconds,
     format_share,
     format_size,
+    largest_known,
     second_digits,
 )
 from .report import Variant
@@ -72,9 +74,9 @@ class Figure:
         """Return the spread over the measured runs of `variant`."""
         return Spread.of(self.of(timeline) for timeline in variant.measured)
 
-    def text(self, spread: Spread, digits: int = 4) -> str:
-        """Format a spread of this figure with its unit."""
-        return spread.text(self.unit, digits)
+    def text(self, spread: Spread | None, digits: int = 4) -> str:
+        """Format a spread of this figure with its unit; empty for None."""
+        return "" if spread is None else spread.text(self.unit, digits)
 
 
 def memory_bytes(record: StepRecord | MemorySample) -> int | None:
@@ -130,14 +132,9 @@ def _cached_share(timeline: Timeline) -> float | None:
     return timeline.skipped_steps / len(timeline.steps) if used else None
 
 
-def _peak(name: str) -> Callable[[Timeline], float | None]:
-    """Return a function for the largest value of a field of bytes over all steps and memory samples."""
-
-    def peak(timeline: Timeline) -> float | None:
-        values = [getattr(record, name, None) for record in (*timeline.steps, *timeline.memory)]
-        return max((value for value in values if value is not None), default=None)
-
-    return peak
+def _peak(timeline: Timeline, name: str) -> float | None:
+    """Return the largest value of a field of bytes over all steps and memory samples."""
+    return largest_known(getattr(record, name, None) for record in (*timeline.steps, *timeline.memory))
 
 
 FIGURES = (
@@ -159,21 +156,20 @@ FIGURES = (
     Figure(name="Weights outside the blocks", unit="bytes", of=lambda timeline: timeline.non_block_bytes),
     Figure(name="Rate to buffers", unit="bytes/s", of=lambda timeline: timeline.copy_bytes_per_s),
     Figure(name="Rate from files", unit="bytes/s", of=lambda timeline: timeline.read_bytes_per_s),
-    Figure(name="Peak VRAM, allocated", unit="bytes", of=_peak("device_bytes")),
-    Figure(name="Peak VRAM, held by torch", unit="bytes", of=_peak("reserved_bytes")),
-    Figure(name="Most VRAM used by all", unit="bytes", of=_peak("device_used_bytes")),
-    Figure(name="Most VRAM of ComfyUI's other models", unit="bytes", of=_peak("dynamic_bytes")),
-    Figure(name="Most RAM of the process", unit="bytes", of=_peak("rss_bytes")),
-    Figure(name="Most page-locked RAM", unit="bytes", of=_peak("pinned_bytes")),
+    Figure(name="Peak VRAM, allocated", unit="bytes", of=partial(_peak, name="device_bytes")),
+    Figure(name="Peak VRAM, held by torch", unit="bytes", of=partial(_peak, name="reserved_bytes")),
+    Figure(name="Most VRAM used by all", unit="bytes", of=partial(_peak, name="device_used_bytes")),
+    Figure(name="Most VRAM of ComfyUI's other models", unit="bytes", of=partial(_peak, name="dynamic_bytes")),
+    Figure(name="Most RAM of the process", unit="bytes", of=partial(_peak, name="rss_bytes")),
+    Figure(name="Most page-locked RAM", unit="bytes", of=partial(_peak, name="pinned_bytes")),
     Figure(name="Steps in which a cache skipped blocks", unit="share", of=_cached_share),
 )
 TOTAL = FIGURES[0]
 
 
-def known_figures(variants: Iterable[Variant]) -> tuple[Figure, ...]:
+def known_figures(variants: Sequence[Variant]) -> tuple[Figure, ...]:
     """Return the figures that are known for at least one of `variants`."""
-    given = tuple(variants)
-    return tuple(figure for figure in FIGURES if any(figure.spread(variant) for variant in given))
+    return tuple(figure for figure in FIGURES if any(figure.spread(variant) for variant in variants))
 
 
 def figures_dict(variant: Variant) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -15,6 +15,7 @@ from ..schema import (
     Timeline,
     format_seconds,
     format_size,
+    largest_known,
     second_digits,
     together,
 )
@@ -39,12 +40,18 @@ def comparison(report: Report) -> Table:
     figures = [figure for figure in known_figures(variants) if not many or figure.name in ROW_FIGURES]
     rows = [(figure.name, *_figure_cells(figure, variants, digits)) for figure in figures]
     rows += [(name, *(text_of(variant, report) for variant in variants)) for name, text_of in _TEXT_ROWS]
-    lines = [("Variant" if many else "Metric", *(variant.name for variant in variants)), *rows]
-    lines = [line for line in lines if any(line[1:])]
-    head, *rows = zip(*lines, strict=True) if many else lines
-    return Table(
-        title="Head to head, ratios to the first" if len(variants) > 1 else "Figures", head=head, rows=tuple(rows)
-    )
+    title = "Head to head, ratios to the first" if len(variants) > 1 else "Figures"
+    table = _variant_table(title, "Variant" if many else "Metric", rows, report)
+    if not many:
+        return table
+    head, *lines = zip(table.head, *table.rows, strict=True)
+    return Table(title=title, head=head, rows=tuple(lines))
+
+
+def _variant_table(title: str, corner: str, rows: Iterable[tuple[str, ...]], report: Report) -> Table:
+    """Return rows of a name and a cell for each variant as a table, without the rows that have no cells."""
+    head = (corner, *(variant.name for variant in report.variants))
+    return Table(title=title, head=head, rows=tuple(row for row in rows if any(row[1:])))
 
 
 def _digits(report: Report) -> int:
@@ -56,16 +63,12 @@ def _digits(report: Report) -> int:
 def _figure_cells(figure: Figure, variants: Sequence[Variant], digits: int) -> Iterator[str]:
     """Yield cells like `23.0 s (22.6 to 23.4), 1.13x`; without a ratio if the base rounds to 0 or one is negative."""
     base, *others = (figure.spread(variant) for variant in variants)
-    yield _text(figure, base, digits)
+    yield figure.text(base, digits)
     for spread in others:
         ratio = ""
         if spread is not None and base is not None and spread.median >= 0 and base.median >= 0.1**digits:
             ratio = f", {spread.median / base.median:.2f}x"
-        yield f"{_text(figure, spread, digits)}{ratio}"
-
-
-def _text(figure: Figure, spread: Spread | None, digits: int) -> str:
-    return "" if spread is None else figure.text(spread, digits)
+        yield f"{figure.text(spread, digits)}{ratio}"
 
 
 def _predicted(variant: Variant, report: Report) -> str:
@@ -107,21 +110,16 @@ _TEXT_ROWS: tuple[tuple[str, Callable[[Variant, Report], str]], ...] = (
 def settings_table(report: Report) -> Table:
     """List the settings of the runs: a row for each setting, a column for each variant."""
     names = dict.fromkeys(name for variant in report.variants for name in variant.settings)
-    rows = tuple((name, *(variant.settings.get(name, "") for variant in report.variants)) for name in names)
-    return Table(title="Settings", head=("Setting", *(variant.name for variant in report.variants)), rows=rows)
+    rows = ((name, *(variant.settings.get(name, "") for variant in report.variants)) for name in names)
+    return _variant_table("Settings", "Setting", rows, report)
 
 
-def run_phase_table(report: Report) -> Table | None:
-    """List the seconds of the phases of each variant's runs, a row for each phase; None if none were recorded."""
+def run_phase_table(report: Report) -> Table:
+    """List the seconds of the phases of each variant's runs, a row for each recorded phase."""
     digits = _digits(report)
-    rows = []
-    for name in PHASES:
-        figure = Figure(name=name, unit="s", of=partial(_phase_s, name=name))
-        cells = [_text(figure, figure.spread(variant), digits) for variant in report.variants]
-        if any(cells):
-            rows.append((name, *cells))
-    head = ("Phase", *(variant.name for variant in report.variants))
-    return Table(title="Phases of a run", head=head, rows=tuple(rows)) if rows else None
+    figures = (Figure(name=name, unit="s", of=partial(_phase_s, name=name)) for name in PHASES)
+    cells = ((each.name, *(each.text(each.spread(variant), digits) for variant in report.variants)) for each in figures)
+    return _variant_table("Phases of a run", "Phase", cells, report)
 
 
 def _phase_s(timeline: Timeline, name: str) -> float | None:
@@ -129,10 +127,8 @@ def _phase_s(timeline: Timeline, name: str) -> float | None:
     return sum(found) if found else None
 
 
-def phase_table(report: Report) -> Table | None:
-    """List the phases of the queue item in order of their start; None if none were recorded."""
-    if not report.phases:
-        return None
+def phase_table(report: Report) -> Table:
+    """List the phases of the queue item in order of their start."""
     digits = second_digits(phase.wall_s for phase in report.phases)
     rows = tuple(
         (
@@ -175,14 +171,12 @@ ROUTES: tuple[tuple[str, Callable[[Timeline], Sequence[RateRange]]], ...] = (
 """Name of each route, and the rates of its fetches in a run."""
 
 
-def step_table(variant: Variant) -> Table | None:
-    """List the steps with their times, transfers, memory and phase; None if no run was measured.
+def step_table(variant: Variant) -> Table:
+    """List the steps of a measured variant with their times, transfers, memory and phase.
 
     The figures are medians over the runs; the spread column has the shortest and the longest time of each step.
     """
     runs = variant.measured
-    if not runs:
-        return None
     digits, switch = second_digits(step.wall_s for run in runs for step in run.steps), runs[0].switch_step
     ends = [tuple(accumulate(step.wall_s for step in run.steps)) for run in runs]
     rows = [
@@ -247,12 +241,11 @@ def run_table(timeline: Timeline) -> Table:
     peak on the device, or the RAM of the process if the device has no counter.
     """
     memory = [memory_bytes(step) for step in timeline.steps]
-    peak = max((nbytes for nbytes in memory if nbytes is not None), default=None)
     rows = [
         (str(step.index + 1), step.expert, "" if step.sigma is None else f"{step.sigma:.4f}", *_run_cells(step, nbytes))
         for step, nbytes in zip(timeline.steps, memory, strict=True)
     ]
-    rows.append(("all", "", "", *_run_cells(timeline, peak)))
+    rows.append(("all", "", "", *_run_cells(timeline, largest_known(memory))))
     head = ("step", "expert", "sigma", "seconds", "stall", "decode", "moved", "read", "memory")
     return Table(head=head, rows=tuple(rows)).without_empty_columns()
 
@@ -283,12 +276,12 @@ def bandwidth_tables(variant: Variant) -> Iterator[Table]:
 
 def _histogram(title: str, counted: Sequence[RateRange]) -> Table:
     digits = second_digits([sum(rates.busy_s for rates in counted)])
-    by_border = {rates.from_gb_per_s: rates for rates in counted}
+    empty = (RateRange(from_gb_per_s=border, fetches=0, nbytes=0, busy_s=0.0) for border in RATE_BORDERS)
     rows = []
-    for low, high in zip(RATE_BORDERS, (*RATE_BORDERS[1:], None), strict=True):
-        found = by_border.get(low) or RateRange(from_gb_per_s=low, fetches=0, nbytes=0, busy_s=0.0)
+    for rates, high in zip(together([*empty, *counted]), (*RATE_BORDERS[1:], None), strict=True):
+        low = rates.from_gb_per_s
         label = f"over {low} GB/s" if high is None else f"{low}-{high} GB/s"
-        rows.append((label, str(found.fetches), format_size(found.nbytes), f"{format_seconds(found.busy_s, digits)} s"))
+        rows.append((label, str(rates.fetches), format_size(rates.nbytes), f"{format_seconds(rates.busy_s, digits)} s"))
     return Table(title=title, head=("Range", "Fetches", "Data", "Time"), rows=tuple(rows))
 
 
@@ -296,9 +289,9 @@ def every_table(report: Report) -> Iterator[Table]:
     """Yield all tables of a report in reading order."""
     yield comparison(report)
     for variant in report.variants:
-        if table := step_table(variant):
-            yield table
+        if variant.measured:
+            yield step_table(variant)
         yield from bandwidth_tables(variant)
     for table in (run_phase_table(report), phase_table(report), settings_table(report)):
-        if table is not None:
+        if table.rows:
             yield table

@@ -46,9 +46,5 @@ class Result:
 
 def newest_results(folder: Path) -> dict[str, Result]:
     """Return the latest result of each case in `folder`, by case."""
-    newest: dict[str, Result] = {}
-    for path in sorted(folder.glob("*.json")):
-        result = Result(**json.loads(path.read_text(encoding="utf-8")))
-        if result.case not in newest or newest[result.case].date <= result.date:
-            newest[result.case] = result
-    return newest
+    results = (Result(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json")))
+    return {result.case: result for result in sorted(results, key=lambda result: result.date)}

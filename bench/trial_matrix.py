@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 from ..plan import AutoOffload
 from ..schema import OffloadPolicy
@@ -42,8 +42,8 @@ class Setting:
 class TrialMatrix:
     """Values to vary; an empty field keeps the value of the repeated run."""
 
-    policies: tuple[str, ...] = ()
-    """Policies as text: "layerwise", "block_swap N", "resident" or "auto"."""
+    policies: tuple[Policy, ...] = ()
+    """Policies, whose settings other than kind and streamed blocks are those of the repeated run."""
     prefetch: tuple[int, ...] = ()
     """Prefetch depths of the policies that stream."""
     steps: tuple[int, ...] = ()
@@ -52,11 +52,8 @@ class TrialMatrix:
     @classmethod
     def parse(cls, policies: str, prefetch: str, steps: str) -> TrialMatrix:
         """Parse three comma-separated lists. Raises MatrixError for invalid text."""
-        names = tuple(" ".join(item.split()) for item in _split_list(policies))
-        for name in names:
-            _check_policy(name)
         matrix = cls(
-            policies=names,
+            policies=tuple(_parse_policy(" ".join(item.split())) for item in _split_list(policies)),
             prefetch=_numbers("prefetch", prefetch, least=0, most=MAX_PREFETCH),
             steps=_numbers("steps", steps, least=1, most=MAX_STEPS),
         )
@@ -76,7 +73,7 @@ class TrialMatrix:
         All policies except auto take their RAM settings and `chunk_tokens` from `base`; auto plans both.
         Raises MatrixError if prefetch depths are given and no policy has one.
         """
-        policies = [_policy(name, base) for name in self.policies] or [base]
+        policies = [_with_settings_of(base, policy) for policy in self.policies] or [base]
         if self.prefetch and not any(_streams(policy) for policy in policies):
             raise MatrixError(
                 f"prefetch is {', '.join(map(str, self.prefetch))}, but {' and '.join(map(policy_name, policies))} "
@@ -119,7 +116,7 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
-def _check_policy(name: str) -> None:
+def _parse_policy(name: str) -> Policy:
     kind, _, number = name.partition(" ")
     if kind not in (*STREAMING, "resident", "auto"):
         raise MatrixError(f"{name!r} names no policy: write {POLICY_SYNTAX}, separated by commas")
@@ -127,29 +124,27 @@ def _check_policy(name: str) -> None:
         raise MatrixError(f"{name!r} has no number of streamed blocks: write block_swap 20, for example")
     if kind != "block_swap" and number:
         raise MatrixError(f"{name!r}: {kind} takes no {number!r} here (give the prefetch depth in prefetch)")
-
-
-def _policy(name: str, base: Policy) -> Policy:
-    """Return the policy called `name`, with all other settings from `base`."""
-    kind, _, number = name.partition(" ")
     if kind == "auto":
-        return base if isinstance(base, AutoOffload) else AutoOffload()
-    template = base if isinstance(base, OffloadPolicy) else OffloadPolicy.layerwise()
-    if kind == "resident":
-        return replace(template, kind="resident", prefetch_blocks=0, blocks_to_swap=0)
-    depth = template.prefetch_blocks if template.kind in STREAMING else 1
-    if kind == "layerwise":
-        return replace(template, kind="layerwise", prefetch_blocks=depth, blocks_to_swap=0)
-    return replace(template, kind="block_swap", prefetch_blocks=depth, blocks_to_swap=int(number))
+        return AutoOffload()
+    if kind == "block_swap":
+        return OffloadPolicy.block_swap(int(number))
+    return OffloadPolicy.layerwise() if kind == "layerwise" else OffloadPolicy.resident()
 
 
-def _streams(policy: Policy) -> bool:
+def _with_settings_of(base: Policy, policy: Policy) -> Policy:
+    if isinstance(policy, AutoOffload):
+        return base if isinstance(base, AutoOffload) else policy
+    if isinstance(base, AutoOffload):
+        return policy
+    depth = base.prefetch_blocks if _streams(base) and _streams(policy) else policy.prefetch_blocks
+    return replace(base, kind=policy.kind, prefetch_blocks=depth, blocks_to_swap=policy.blocks_to_swap)
+
+
+def _streams(policy: Policy) -> TypeGuard[OffloadPolicy]:
     return isinstance(policy, OffloadPolicy) and policy.kind in STREAMING
 
 
-def _with_prefetch(policy: Policy, depths: tuple[int, ...]) -> Iterator[Policy]:
-    if not isinstance(policy, OffloadPolicy) or policy.kind not in STREAMING or not depths:
-        yield policy
-        return
-    for depth in depths:
-        yield replace(policy, prefetch_blocks=depth)
+def _with_prefetch(policy: Policy, depths: tuple[int, ...]) -> list[Policy]:
+    if not depths or not _streams(policy):
+        return [policy]
+    return [replace(policy, prefetch_blocks=depth) for depth in depths]

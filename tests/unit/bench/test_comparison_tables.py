@@ -124,10 +124,9 @@ def test_the_parts_of_the_queue_item(make_report: MakeReport, make_variant: Make
         PhaseRecord(name="high", start_s=0, wall_s=40),
     )
     table = phase_table(make_report(make_variant("a"), phases=phases))
-    assert table is not None
     assert table.head == ("Phase", "Began (s)", "Took (s)", "RAM")
     assert table.rows == (("open", "-3.00", "2.50", "1.00 GB"), ("high", "0.00", "40.00", ""))
-    assert phase_table(make_report(make_variant("a"))) is None
+    assert phase_table(make_report(make_variant("a"))).rows == ()
 
 
 def test_phases_of_runs_have_medians_too(
@@ -139,11 +138,10 @@ def test_phases_of_runs_have_medians_too(
         return make_timeline(40, 50, phases=tuple(phases))
 
     table = run_phase_table(make_report(make_variant("a", run(1, 40, 2, 50), run(3, 40, 4, 60)), make_variant("b")))
-    assert table is not None
     assert table.head == ("Phase", "a", "b")
     assert [row[0] for row in table.rows] == ["first block", "high", "switch", "low"]
     assert [row[1] for row in table.rows][2:] == ["3.00 s (2.00 to 4.00)", "55.00 s (50.00 to 60.00)"]
-    assert run_phase_table(make_report(make_variant("a", make_timeline(1)))) is None
+    assert run_phase_table(make_report(make_variant("a", make_timeline(1)))).rows == ()
 
 
 def test_every_table_comes_once(
