@@ -39,7 +39,11 @@ def comparison(report: Report) -> Table:
     many = len(variants) > MAX_COLUMNS
     figures = [figure for figure in known_figures(variants) if not many or figure.name in ROW_FIGURES]
     rows = [(figure.name, *_figure_cells(figure, variants, digits)) for figure in figures]
-    rows += [(name, *(text_of(variant, report) for variant in variants)) for name, text_of in _TEXT_ROWS]
+    rows += [
+        ("Predicted total", *map(_predicted, variants)),
+        ("Latents", *(_latents(variant, report) for variant in variants)),
+        ("Remarks", *map(_remarks, variants)),
+    ]
     title = "Head to head, ratios to the first" if len(variants) > 1 else "Figures"
     table = _variant_table(title, "Variant" if many else "Metric", rows, report)
     if not many:
@@ -71,7 +75,7 @@ def _figure_cells(figure: Figure, variants: Sequence[Variant], digits: int) -> I
         yield f"{figure.text(spread, digits)}{ratio}"
 
 
-def _predicted(variant: Variant, report: Report) -> str:
+def _predicted(variant: Variant) -> str:
     """Format the simulated total, and the ratio of the measured median to it."""
     total = TOTAL.spread(variant)
     if variant.predicted is None:
@@ -94,17 +98,10 @@ def _latents(variant: Variant, report: Report) -> str:
     return equal if first is report.variants[0] else f"{equal} to {first.name}"
 
 
-def _remarks(variant: Variant, report: Report) -> str:
+def _remarks(variant: Variant) -> str:
     """List the changes during any of the runs, and the reason of a failure."""
     changes = dict.fromkeys(change for timeline in variant.measured for change in timeline.changes)
     return "; ".join([*([f"failed: {variant.failed}"] if variant.failed else []), *changes])
-
-
-_TEXT_ROWS: tuple[tuple[str, Callable[[Variant, Report], str]], ...] = (
-    ("Predicted total", _predicted),
-    ("Latents", _latents),
-    ("Remarks", _remarks),
-)
 
 
 def settings_table(report: Report) -> Table:

@@ -110,7 +110,7 @@ class Recorder:
         self.non_block_bytes = 0
         self._observe = observe or TelemetryOptions()
         self.ranges = NvtxRanges() if ranges is None and self._observe.nvtx else ranges
-        self._device, self._memory = device, MemoryMeter(device)
+        self._memory = MemoryMeter(device)
         self._start = time.perf_counter()
         self._steps: list[StepRecord] = []
         self._computed_from: list[float | None] = []
@@ -119,7 +119,7 @@ class Recorder:
         self._read_rates: tuple[RateRange, ...] = ()
         self._spans: list[TraceSpan] = []
         self._traced_steps, self._max_spans = 0, max_spans
-        self._sampler: MemorySampler | None = None
+        self._sampler = MemorySampler(device, run_start=self._start)
         self._phases_before: tuple[PhaseRecord, ...] = ()
         self._pinned_bytes: Callable[[], int] | None = None
 
@@ -135,7 +135,6 @@ class Recorder:
             folder.mkdir(parents=True, exist_ok=True)
         if queue_item is not None:
             self._phases_before = _phases_since_last_run(queue_item.phases(since=self._start))
-        self._sampler = MemorySampler(self._device, run_start=self._start)
         try:
             with self._sampler:
                 yield
@@ -229,7 +228,7 @@ class Recorder:
             non_block_bytes=self.non_block_bytes,
             first_block_s=first_blocks[0] if first_blocks else None,
             phases=(*self._phases_before, *self._run_phases()),
-            memory=() if self._sampler is None else self._sampler.samples(),
+            memory=self._sampler.samples(),
             copy_rates=self._copy_rates,
             read_rates=self._read_rates,
         )
@@ -242,7 +241,7 @@ class Recorder:
             logger.warning("the trace of this run cannot be written to %s: %s", folder, err)
 
     def _run_phases(self) -> tuple[PhaseRecord, ...]:
-        samples = () if self._sampler is None else self._sampler.samples()
+        samples = self._sampler.samples()
         return tuple(_with_sampled_peak(phase, samples) for phase in run_phases(self._steps, self._computed_from))
 
 

@@ -71,18 +71,14 @@ class BenchCase:
     steps: int
 
     @property
-    def workers(self) -> int:
-        return self.mesh.size
-
-    @property
     def mode(self) -> str:
         """Name of the policy."""
         return policy_name(self.policy)
 
     @property
     def name(self) -> str:
-        count = f"{self.workers} worker{'s' * (self.workers != 1)}"
-        layout = f" ({self.mesh})" if self.workers > 1 else ""
+        count = f"{self.mesh.size} worker{'s' * (self.mesh.size != 1)}"
+        layout = f" ({self.mesh})" if self.mesh.size > 1 else ""
         return f"{self.steps} steps, {count}{layout}, {self.mode}"
 
 
@@ -129,14 +125,14 @@ def parse_mesh(words: str) -> Mesh:
 
 def default_counts(most: int) -> tuple[int, ...]:
     """Return the powers of two up to `most`."""
-    return tuple(2**power for power in range(most.bit_length()) if 2**power <= most)
+    return tuple(2**power for power in range(most.bit_length()))
 
 
 def _check(case: BenchCase, job: OffloadJob, videos: int) -> None:
     group = max(part_sizes(videos, case.mesh))
     check_mesh(
         case.mesh,
-        workers=case.workers,
+        workers=case.mesh.size,
         heads=heads_of(job),
         tokens=job.tokens,
         lanes={expert: group * lanes // videos for expert, lanes in job.lanes.items()},
@@ -201,7 +197,7 @@ def run_cases(
 
     An error of a case is in its `failed` and does not end the others. Raises the errors of starting workers.
     """
-    for count, group in groupby(cases, key=lambda case: case.workers):
+    for count, group in groupby(cases, key=lambda case: case.mesh.size):
         log(f"starting {count} worker{'s' * (count != 1)}")
         started = time.monotonic()
         with closing(start(replace(bench.workers, count=count), bench.device)) as pool:
@@ -211,7 +207,7 @@ def run_cases(
 
 
 def _run_case(bench: Bench, case: BenchCase, pool: Pool, start_s: float, log: Callable[[str], None]) -> CaseRuns:
-    ref = replace(bench.workers, count=case.workers, mesh=case.mesh)
+    ref = replace(bench.workers, count=case.mesh.size, mesh=case.mesh)
     driver, request = Driver(pool, ref, case.mesh), with_steps(bench.request, case.steps)
     for request_to_close in [worker.call("close") for worker in pool.workers]:
         with suppress(WorkerLostError):  # lost in the previous case; the driver replaces it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
@@ -22,8 +23,8 @@ from ...bench import (
     summary,
     versions,
 )
-from ...schema import Timeline, format_seconds, format_size
-from .cases import BenchCase, BenchRun, CaseRuns
+from ...schema import Mesh, Timeline, format_seconds, format_size
+from .cases import BenchRun, CaseRuns
 
 Figures = dict[str, Any]
 
@@ -89,8 +90,9 @@ def figures(measured: Sequence[CaseRuns]) -> list[Figures]:
     `speedup`, `efficiency` and `same_latents` are relative to one worker with the same steps and policy, None if that
     case is missing.
     """
-    alone = {_twin(each.case): each for each in measured if each.case.workers == 1 and _counted(each)}
-    return [_figures(each, alone.get(_twin(each.case))) for each in measured if _counted(each)]
+    counted = [runs for runs in measured if _counted(runs)]
+    alone = {runs.case: runs for runs in counted if runs.case.mesh.size == 1}
+    return [_figures(runs, alone.get(replace(runs.case, mesh=Mesh()))) for runs in counted]
 
 
 def _figures(runs: CaseRuns, alone: CaseRuns | None) -> Figures:
@@ -102,7 +104,7 @@ def _figures(runs: CaseRuns, alone: CaseRuns | None) -> Figures:
     ranks = sorted({rank for run in counted for rank in run.ranks})
     return {
         "name": case.name,
-        "workers": case.workers,
+        "workers": case.mesh.size,
         "layout": str(case.mesh),
         "mode": case.mode,
         "steps": case.steps,
@@ -120,7 +122,7 @@ def _figures(runs: CaseRuns, alone: CaseRuns | None) -> Figures:
         "latents": median.latents,
         "same_latents": None if alone is None else digests == {alone.runs[0].latents},
         "speedup": speedup,
-        "efficiency": None if speedup is None else speedup / case.workers,
+        "efficiency": None if speedup is None else speedup / case.mesh.size,
     }
 
 
@@ -133,11 +135,6 @@ def _wall(runs: CaseRuns) -> Spread:
     spread = Spread.of(run.wall_s for run in _counted(runs))
     assert spread is not None
     return spread
-
-
-def _twin(case: BenchCase) -> tuple[object, int]:
-    """Return the key of the one-worker case to compare with."""
-    return case.policy, case.steps
 
 
 def _memory(timelines: Sequence[Timeline]) -> Figures:
@@ -155,7 +152,7 @@ def _memory(timelines: Sequence[Timeline]) -> Figures:
 def _variant(runs: CaseRuns) -> Variant:
     """Return the case as a variant of a report; cases with the same number of steps are one job with equal latents."""
     case = runs.case
-    settings = {"Steps": str(case.steps), "Workers": str(case.workers), "Layout": str(case.mesh), "Policy": case.mode}
+    settings = {"Steps": str(case.steps), "Workers": str(case.mesh.size), "Layout": str(case.mesh), "Policy": case.mode}
     return Variant(name=case.name, settings=settings, job=f"{case.steps} steps", trials=runs.runs)
 
 
