@@ -95,4 +95,4 @@ class Route:
             return CpuBackend(source, formats, patches)
         if on_gpu:
             return GatherCudaBackend(source, self._shards, formats, patches, self.gathering, device=self._device)
-        return GatherCpuBackend(CpuBackend(source, formats, patches), self._shards, formats, self.gathering)
+        return GatherCpuBackend(source, self._shards, formats, patches, self.gathering)

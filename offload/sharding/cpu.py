@@ -10,28 +10,27 @@ import torch
 
 from ...plan import BlockKey
 from ..formats.layout import BlockFormat, allocate_flat
+from ..patches import StagedPatches
+from ..sources.base import BlockSource
 from ..transfers.base import BlockCopy, PendingBlock
 from ..transfers.cpu import CpuBackend
 from .group import GATHERS_AHEAD, Gathering
 from .shards import GatheredScales, ShardSource
 
 
-class GatherCpuBackend:
-    """Gathers raw blocks directly into their buffer, and blocks that need decoding into a raw slot.
-
-    Args:
-        inner: decodes and patches gathered blocks.
-        shards: the source of this rank's shards.
-        formats: formats of all blocks.
-        gathering: the group of ranks.
-    """
+class GatherCpuBackend(CpuBackend):
+    """Gathers raw blocks directly into their buffer, and blocks that need decoding into a raw slot."""
 
     def __init__(
-        self, inner: CpuBackend, shards: ShardSource, formats: Mapping[BlockKey, BlockFormat], gathering: Gathering
+        self,
+        source: BlockSource,
+        shards: ShardSource,
+        formats: Mapping[BlockKey, BlockFormat],
+        patches: StagedPatches,
+        gathering: Gathering,
     ) -> None:
-        self._inner = inner
+        super().__init__(source, formats, patches)
         self._shards = shards
-        self._formats = formats
         self._gathering = gathering
         self._scales = GatheredScales(gathering, shards, torch.device("cpu"))
         self._size = gathering.sharded.gather.size
@@ -54,7 +53,7 @@ class GatherCpuBackend:
         self._gathering.all_gather(target[: self._size * stored.numel()], stored)
         copied = (start, time.perf_counter())
         copy.release_source()
-        pending = self._inner.copy_in(copy._replace(stored=None if raw else target, release_source=_keep_slot))
+        pending = super().copy_in(copy._replace(stored=None if raw else target, release_source=_keep_slot))
         return replace(pending, copied=copied)
 
     @property
@@ -65,19 +64,10 @@ class GatherCpuBackend:
         self._turn += 1
         return self._raw_slots[self._turn % GATHERS_AHEAD]
 
-    def end_run(self) -> None:
-        return
-
-    def settle(self) -> None:
-        return
-
     def release_memory(self) -> int:
         nbytes = self.device_bytes
         self._raw_slots.clear()
         return nbytes
-
-    def close(self) -> None:
-        self.release_memory()
 
 
 def _keep_slot(drained: Callable[[], object] | None = None) -> None:

@@ -12,44 +12,17 @@ from typing import cast
 
 import torch
 
-from ...plan import RAW_SLOTS, BlockKey
-from ..formats.decode import decode_block
-from ..formats.layout import BlockFormat, allocate_flat
+from ...plan import BlockKey
+from ..formats.layout import BlockFormat
 from ..patches import StagedPatches
 from ..sources.base import BlockSource
 from ..transfers.base import BlockCopy, PendingBlock, ReleaseSource
-from ..transfers.cuda import DeviceScales
+from ..transfers.cuda import CudaStreams, RawSlot
 from .group import Gathering
 from .shards import GatheredScales, ShardSource
 
 
-class _GatherSlot:
-    """Device memory for one gather: this rank's shard, the gathered block before decoding, the factors of its patch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.shard, self.raw, self.factors = (allocate_flat(0, device) for _ in range(3))
-        self.gathered: torch.cuda.Event | None = None  # end of the last gather that read `shard`
-        self.used: torch.cuda.Event | None = None  # end of the last decoding that read `raw` and `factors`
-
-    @property
-    def nbytes(self) -> int:
-        return self.shard.numel() + self.raw.numel() + self.factors.numel()
-
-    def fit(self, shard: int, raw: int, factors: int) -> None:
-        """Resize to exactly these numbers of bytes; the contents of a resized part are lost."""
-        for name, nbytes in (("shard", shard), ("raw", raw), ("factors", factors)):
-            if getattr(self, name).numel() != nbytes:
-                setattr(self, name, allocate_flat(0, self._device))  # free first: both must not exist together
-                setattr(self, name, allocate_flat(nbytes, self._device))
-
-    def record_streams(self, *streams: torch.cuda.Stream) -> None:
-        for memory in (self.shard, self.raw, self.factors):
-            for stream in streams:
-                memory.record_stream(stream)
-
-
-class GatherCudaBackend:
+class GatherCudaBackend(CudaStreams):
     """Gathers raw blocks directly into their buffer, and blocks that need decoding into a raw slot.
 
     A shard in RAM is copied to the device first; a shard in device memory is gathered from its slot.
@@ -65,36 +38,26 @@ class GatherCudaBackend:
         *,
         device: torch.device,
     ) -> None:
-        self._shards = shards
-        self._formats = formats
-        self._patches = patches
         self._gathering = gathering
-        self._device = device
         self._size = gathering.sharded.gather.size
+        sizes = {key: shards.shard_bytes(key) for key in formats}
+        super().__init__(
+            source,
+            formats,
+            patches,
+            device=device,
+            raw_bytes=max((self._size * sizes[key] for key, fmt in formats.items() if not fmt.is_raw), default=0),
+            shard_bytes=0 if gathering.sharded.on_device else max(sizes.values()),
+        )
         self._host_scales = GatheredScales(gathering, shards, device)
-        self._scales = DeviceScales(source, device)
-        self._copies, self._gathers, self._decodings = (torch.cuda.Stream(device) for _ in range(3))
-        self._slots = [_GatherSlot(device) for _ in range(RAW_SLOTS)]
-        self._turn = 0
-
-    def begin_run(self) -> None:
-        current = torch.cuda.current_stream(self._device)
-        for stream in self._streams:  # an aborted run may have left unfinished work there
-            current.wait_stream(stream)
-        shards = {key: self._shards.shard_bytes(key) for key in self._formats}
-        shard = 0 if self._gathering.sharded.on_device else max(shards.values())
-        raw = max((self._size * nbytes for key, nbytes in shards.items() if not self._formats[key].is_raw), default=0)
-        for slot in self._slots:
-            slot.fit(shard, raw, self._patches.largest_bytes)
-        for stream in self._streams:  # new memory may still be in use by earlier work on this thread's stream
-            stream.wait_stream(current)
+        self._gathers = torch.cuda.Stream(device)
+        self._streams.append(self._gathers)
 
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
         key, into = copy.key, copy.into
         assert copy.stored is not None, f"the shard of {key} has no slot"
         free = cast(torch.cuda.Event, copy.after)
-        slot = self._slots[self._turn % RAW_SLOTS]
-        self._turn += 1
+        slot = self._next_slot()
         shard, copied = self._shard_on_device(copy.stored, slot, copy.release_source)
         fmt, patch = self._formats[key], self._patches.get(key)
         target = (into if fmt.is_raw else slot.raw)[: self._size * shard.numel()]
@@ -106,8 +69,8 @@ class GatherCudaBackend:
             scales = self._scales.get(key, copies=self._gathers, decodings=self._decodings)
             if fmt.is_raw:
                 self._gathers.wait_event(free)
-            else:
-                self._wait_decoded(self._gathers, slot)
+            elif slot.used is not None:
+                self._gathers.wait_event(slot.used)
             self._gathering.all_gather(target, shard)
             gathered.record(self._gathers)
         if copied is None:
@@ -119,18 +82,16 @@ class GatherCudaBackend:
         into.record_stream(self._gathers)
         slot.record_streams(*self._streams)
         if fmt.is_raw and patch is None:
-            return PendingBlock(
-                wait=lambda: torch.cuda.current_stream(self._device).wait_event(gathered), copied=copied
-            )
-        start, ready = self._decode(key, into, slot, scales, (free, gathered))
-        return PendingBlock(
-            wait=lambda: torch.cuda.current_stream(self._device).wait_event(ready),
-            copied=copied,
-            decoded=(start, ready),
-        )
+            return PendingBlock(wait=self._wait_for(gathered), copied=copied)
+        if patch is not None:
+            with torch.cuda.stream(self._decodings):
+                slot.factors[: patch.layout.nbytes].copy_(patch.memory, non_blocking=True)
+        decoded = self._decode(copy, slot, scales, after=(free, gathered))
+        into.record_stream(self._decodings)
+        return PendingBlock(wait=self._wait_for(decoded[1]), copied=copied, decoded=decoded)
 
     def _shard_on_device(
-        self, stored: torch.Tensor, slot: _GatherSlot, release_source: ReleaseSource
+        self, stored: torch.Tensor, slot: RawSlot, release_source: ReleaseSource
     ) -> tuple[torch.Tensor, tuple[torch.cuda.Event, torch.cuda.Event] | None]:
         """Return this rank's shard in device memory, and start and end of its copy; None if it was there already."""
         if stored.is_cuda:
@@ -145,61 +106,3 @@ class GatherCudaBackend:
             copied.record(self._copies)
         release_source(copied.synchronize)
         return shard, (start, copied)
-
-    def _decode(
-        self,
-        key: BlockKey,
-        into: torch.Tensor,
-        slot: _GatherSlot,
-        scales: Mapping[str, torch.Tensor],
-        after: tuple[torch.cuda.Event, torch.cuda.Event],
-    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Decode and patch after the events `after`; return the events at start and end."""
-        fmt, patch = self._formats[key], self._patches.get(key)
-        start, ready = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self._decodings):
-            self._wait_decoded(self._decodings, slot)
-            if patch is not None:
-                slot.factors[: patch.layout.nbytes].copy_(patch.memory, non_blocking=True)
-            for event in after:
-                self._decodings.wait_event(event)
-            start.record(self._decodings)
-            if not fmt.is_raw:
-                decode_block(slot.raw, into, fmt, scales)
-            if patch is not None:
-                patch.add_to(into, fmt.computed, slot.factors)
-            ready.record(self._decodings)
-        slot.used = ready
-        into.record_stream(self._decodings)
-        return start, ready
-
-    def _wait_decoded(self, stream: torch.cuda.Stream, slot: _GatherSlot) -> None:
-        if slot.used is not None:
-            stream.wait_event(slot.used)
-
-    @property
-    def _streams(self) -> tuple[torch.cuda.Stream, ...]:
-        return (self._copies, self._gathers, self._decodings)
-
-    def end_run(self) -> None:
-        for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(slot.nbytes for slot in self._slots) + self._scales.nbytes
-
-    def settle(self) -> None:
-        for stream in self._streams:
-            stream.synchronize()
-
-    def release_memory(self) -> int:
-        nbytes = self.device_bytes
-        for slot in self._slots:
-            slot.fit(0, 0, 0)
-        self._scales.clear()
-        return nbytes
-
-    def close(self) -> None:
-        self.settle()
-        self.release_memory()

@@ -6,7 +6,7 @@ into its buffer and returns a `PendingBlock`, which the compute thread finishes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,6 +14,9 @@ import torch
 
 from ...devices import DeviceEvent
 from ...plan import BlockKey
+from ..formats.layout import BlockFormat
+from ..patches import StagedPatches
+from ..sources.base import BlockSource
 
 
 def no_op() -> None:
@@ -59,14 +62,20 @@ class PendingBlock:
     """Start and end of decoding and patching on the device; None if there was none, or `decode` does it."""
 
 
-class TransferBackend(Protocol):
+class TransferBackend:
     """Moves the blocks of one source to one device."""
+
+    def __init__(self, source: BlockSource, formats: Mapping[BlockKey, BlockFormat], patches: StagedPatches) -> None:
+        self._source = source
+        self._formats = formats
+        self._patches = patches
 
     def begin_run(self) -> None:
         """Prepare for a run (compute thread)."""
 
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
         """Issue the copy of a block into its buffer (fetch thread). Returns before the copy has finished."""
+        raise NotImplementedError
 
     def end_run(self) -> None:
         """Finish a run: the fetch thread has ended and every visit was issued to the device (compute thread)."""
@@ -74,12 +83,16 @@ class TransferBackend(Protocol):
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory in addition to the buffers."""
+        return 0
 
     def settle(self) -> None:
         """Block until the device has finished all work that uses a buffer or a RAM slot. Only between runs."""
 
     def release_memory(self) -> int:
         """Release all device memory and return its bytes; call `settle` before. The next run allocates it again."""
+        return 0
 
     def close(self) -> None:
         """Wait for pending copies, then release all memory."""
+        self.settle()
+        self.release_memory()

@@ -15,22 +15,15 @@ from ..formats.layout import BlockFormat, host_bytes
 from ..host_memory.pages import keep_freed_memory
 from ..patches import StagedPatches
 from ..sources.base import BlockSource
-from .base import BlockCopy, PendingBlock, ReleaseSource
+from .base import BlockCopy, PendingBlock, ReleaseSource, TransferBackend
 
 
-class CpuBackend:
+class CpuBackend(TransferBackend):
     """Copies bytes on the fetch thread; decodes out of the RAM slot and adds patches on the compute thread."""
 
-    device_bytes = 0
-
     def __init__(self, source: BlockSource, formats: Mapping[BlockKey, BlockFormat], patches: StagedPatches) -> None:
-        self._source = source
-        self._formats = formats
-        self._patches = patches
+        super().__init__(source, formats, patches)
         keep_freed_memory()
-
-    def begin_run(self) -> None:
-        return
 
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
         key, stored, into = copy.key, copy.stored, copy.into
@@ -67,18 +60,6 @@ class CpuBackend:
             release_source()  # only now: the slot is the only copy of the stored bytes
 
         return decode
-
-    def end_run(self) -> None:
-        return
-
-    def settle(self) -> None:
-        return
-
-    def release_memory(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        return
 
 
 def _copy(stored: torch.Tensor, into: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
@@ -12,7 +12,7 @@ from ..formats.decode import decode_block
 from ..formats.layout import BlockFormat, allocate_flat
 from ..patches import StagedPatch, StagedPatches
 from ..sources.base import BlockSource
-from .base import BlockCopy, PendingBlock
+from .base import BlockCopy, PendingBlock, TransferBackend
 
 
 class DeviceScales:
@@ -51,39 +51,138 @@ class DeviceScales:
 
 
 class RawSlot:
-    """Device memory for the stored bytes of a block that is decoded, and for the factors of its patch."""
+    """Device memory for the stored bytes of a block that is decoded, for the factors of its patch, and for a shard."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.raw = allocate_flat(0, device)
-        self.factors = allocate_flat(0, device)
-        self.used: torch.cuda.Event | None = None  # end of the last decoding that read this slot
+        self.raw, self.factors, self.shard = (allocate_flat(0, device) for _ in range(3))
+        self.used: torch.cuda.Event | None = None  # end of the last decoding that read `raw` and `factors`
+        self.gathered: torch.cuda.Event | None = None  # end of the last gather that read `shard`
 
     @property
     def nbytes(self) -> int:
-        return self.raw.numel() + self.factors.numel()
+        return self.raw.numel() + self.factors.numel() + self.shard.numel()
 
-    def fit(self, raw: int, factors: int) -> None:
+    def fit(self, raw: int, factors: int, shard: int = 0) -> None:
         """Resize to exactly these numbers of bytes; the contents of a resized part are lost."""
-        if self.raw.numel() != raw:
-            self.raw = allocate_flat(0, self._device)  # free first, so that both never exist at the same time
-            self.raw = allocate_flat(raw, self._device)
-        if self.factors.numel() != factors:
-            self.factors = allocate_flat(0, self._device)
-            self.factors = allocate_flat(factors, self._device)
+        for name, nbytes in (("raw", raw), ("factors", factors), ("shard", shard)):
+            if getattr(self, name).numel() != nbytes:
+                setattr(self, name, allocate_flat(0, self._device))  # free first: both must not exist together
+                setattr(self, name, allocate_flat(nbytes, self._device))
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        self.raw.record_stream(stream)
-        self.factors.record_stream(stream)
+    def record_streams(self, *streams: torch.cuda.Stream) -> None:
+        for memory in (self.raw, self.factors, self.shard):
+            for stream in streams:
+                memory.record_stream(stream)
 
 
-class CudaBackend:
-    """Copy stream and decode stream next to the compute stream, ordered by events only.
+class CudaStreams(TransferBackend):
+    """Copy stream and decode stream next to the compute stream, ordered by events only, and the slots for decoding.
+
+    A run may compute on another stream than the run before it, or than the stream that the buffers were allocated on.
+
+    Args:
+        source: source of the scales.
+        formats: formats of all blocks.
+        patches: patches of blocks.
+        device: device of the buffers.
+        raw_bytes: bytes of the largest block that is decoded.
+        shard_bytes: bytes of the largest shard that is copied to the device.
+    """
+
+    def __init__(
+        self,
+        source: BlockSource,
+        formats: Mapping[BlockKey, BlockFormat],
+        patches: StagedPatches,
+        *,
+        device: torch.device,
+        raw_bytes: int,
+        shard_bytes: int,
+    ) -> None:
+        super().__init__(source, formats, patches)
+        self._device = device
+        self._raw_bytes, self._shard_bytes = raw_bytes, shard_bytes
+        self._copies = torch.cuda.Stream(device)
+        self._decodings = torch.cuda.Stream(device)
+        self._streams = [self._copies, self._decodings]
+        self._slots = [RawSlot(device) for _ in range(RAW_SLOTS)]
+        self._turn = 0
+        self._scales = DeviceScales(source, device)
+
+    def begin_run(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        # The copy into a block that is kept from the last run was waited for by the stream that computed then, which
+        # may be another one. An aborted run may also have left work on buffers unfinished: the first copy of this run
+        # into a buffer waits for an event on `current`, and so for that work.
+        for stream in self._streams:
+            current.wait_stream(stream)
+        # Only on the compute thread, and before the streams wait for that thread's stream: the allocator may return
+        # memory that earlier work on that stream still uses.
+        for slot in self._slots:
+            slot.fit(self._raw_bytes, self._patches.largest_bytes, self._shard_bytes)
+        for stream in self._streams:  # needed for slots too: copies into them wait for no visit
+            stream.wait_stream(current)
+
+    def _next_slot(self) -> RawSlot:
+        self._turn += 1
+        return self._slots[self._turn % RAW_SLOTS]
+
+    def _wait_for(self, event: torch.cuda.Event) -> Callable[[], object]:
+        # The stream of the visit, which need not be the stream that is current on this thread.
+        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+
+    def _decode(
+        self,
+        copy: BlockCopy,
+        slot: RawSlot,
+        scales: Mapping[str, torch.Tensor],
+        *,
+        after: tuple[torch.cuda.Event, torch.cuda.Event],
+    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Decode and patch out of `slot`, after the events `after`; return the events at start and end."""
+        fmt, patch = self._formats[copy.key], self._patches.get(copy.key)
+        start, ready = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._decodings):
+            for event in after:
+                self._decodings.wait_event(event)
+            start.record(self._decodings)
+            if not fmt.is_raw:
+                decode_block(slot.raw, copy.into, fmt, scales)
+            if patch is not None:
+                patch.add_to(copy.into, fmt.computed, slot.factors)
+            ready.record(self._decodings)
+        slot.used = ready
+        return start, ready
+
+    def end_run(self) -> None:
+        # All later copies, and the `settle` of `close`, come after the last visits.
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(slot.nbytes for slot in self._slots) + self._scales.nbytes
+
+    def settle(self) -> None:
+        # Covers the visits too: `end_run` has ordered the streams behind them.
+        for stream in self._streams:
+            stream.synchronize()
+
+    def release_memory(self) -> int:
+        nbytes = self.device_bytes
+        for slot in self._slots:
+            slot.fit(0, 0)
+        self._scales.clear()
+        return nbytes
+
+
+class CudaBackend(CudaStreams):
+    """Copies blocks from RAM slots.
 
     Blocks that need neither decoding nor a patch are copied directly into their buffer. The stored bytes of other
     formats are copied into one of two raw slots. That copy waits for the decoding two fetches earlier, not for the
-    buffer, so the bus stays busy while blocks are decoded. A run may compute on another stream than the run before
-    it, or than the stream that the buffers were allocated on.
+    buffer, so the bus stays busy while blocks are decoded.
     """
 
     def __init__(
@@ -94,28 +193,10 @@ class CudaBackend:
         *,
         device: torch.device,
     ) -> None:
-        self._formats = formats
-        self._patches = patches
-        self._device = device
-        self._copies = torch.cuda.Stream(device)
-        self._decodings = torch.cuda.Stream(device)
-        self._largest_raw = max((fmt.stored.nbytes for fmt in formats.values() if not fmt.is_raw), default=0)
-        self._raw_slots = [RawSlot(device) for _ in range(RAW_SLOTS)]
-        self._turn = 0
-        self._scales = DeviceScales(source, device)
-        self._fit_slots()
+        raw_bytes = max((fmt.stored.nbytes for fmt in formats.values() if not fmt.is_raw), default=0)
+        super().__init__(source, formats, patches, device=device, raw_bytes=raw_bytes, shard_bytes=0)
         # New memory may still be in use by earlier work on the stream that it was allocated on.
-        self._copies.wait_stream(torch.cuda.current_stream(device))
-
-    def begin_run(self) -> None:
-        current = torch.cuda.current_stream(self._device)
-        # The copy into a block that is kept from the last run was waited for by the stream that computed then, which
-        # may be another one. An aborted run may also have left work on buffers unfinished: the first copy of this run
-        # into a buffer waits for an event on `current`, and so for that work.
-        current.wait_stream(self._copies)
-        current.wait_stream(self._decodings)
-        self._fit_slots()
-        self._copies.wait_stream(current)  # needed for raw slots too: copies into them wait for no visit
+        self.begin_run()
 
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
         assert copy.stored is not None, f"{copy.key} cannot be read directly into device memory"
@@ -139,21 +220,15 @@ class CudaBackend:
         # The copy is only issued. The thread that refills the slot calls `synchronize` first, so that neither this
         # thread nor the compute thread waits for the bus.
         copy.release_source(copied.synchronize)
-        return PendingBlock(
-            # The stream of the visit, which need not be the stream that is current on this thread.
-            wait=lambda: torch.cuda.current_stream(self._device).wait_event(copied),
-            copied=(start, copied),
-        )
+        return PendingBlock(wait=self._wait_for(copied), copied=(start, copied))
 
     def _copy_and_decode(self, copy: BlockCopy, stored: torch.Tensor, patch: StagedPatch | None) -> PendingBlock:
         into, free = copy.into, cast(torch.cuda.Event, copy.after)
-        fmt = self._formats[copy.key]
-        slot = self._raw_slots[self._turn % RAW_SLOTS]
-        self._turn += 1
+        fmt, slot = self._formats[copy.key], self._next_slot()
         scales = self._scales.get(copy.key, copies=self._copies, decodings=self._decodings)
         raw = (into if fmt.is_raw else slot.raw)[: stored.numel()]
         copied = torch.cuda.Event(blocking=True)
-        copy_start, copy_end, decode_start, ready = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+        copy_start, copy_end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._copies):
             if slot.used is not None:
                 self._copies.wait_event(slot.used)
@@ -167,51 +242,8 @@ class CudaBackend:
             if patch is not None:
                 slot.factors[: patch.layout.nbytes].copy_(patch.memory, non_blocking=True)
             copy_end.record(self._copies)
-        with torch.cuda.stream(self._decodings):
-            self._decodings.wait_event(copy_end)
-            self._decodings.wait_event(free)
-            decode_start.record(self._decodings)
-            if not fmt.is_raw:
-                decode_block(raw, into, fmt, scales)
-            if patch is not None:
-                patch.add_to(into, fmt.computed, slot.factors)
-            ready.record(self._decodings)
-        slot.used = ready
-        for stream in (self._copies, self._decodings):  # as in `_copy`: both streams use memory of another stream
+        start, ready = self._decode(copy, slot, scales, after=(copy_end, free))
+        for stream in self._streams:  # as in `_copy`: both streams use memory of another stream
             into.record_stream(stream)
-            slot.record_stream(stream)
-        return PendingBlock(
-            wait=lambda: torch.cuda.current_stream(self._device).wait_event(ready),
-            copied=(copy_start, copy_end),
-            decoded=(decode_start, ready),
-        )
-
-    def _fit_slots(self) -> None:
-        # Only on the compute thread, and before the copy stream waits for that thread's stream: the allocator may
-        # return memory that earlier work on that stream still uses.
-        for slot in self._raw_slots:
-            slot.fit(self._largest_raw, self._patches.largest_bytes)
-
-    def end_run(self) -> None:
-        # All later copies, and the `settle` of `close`, come after the last visits.
-        self._copies.wait_stream(torch.cuda.current_stream(self._device))
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(slot.nbytes for slot in self._raw_slots) + self._scales.nbytes
-
-    def settle(self) -> None:
-        # Covers the visits too: `end_run` has ordered the copy stream behind them.
-        self._copies.synchronize()
-        self._decodings.synchronize()
-
-    def release_memory(self) -> int:
-        nbytes = self.device_bytes
-        for slot in self._raw_slots:
-            slot.fit(0, 0)
-        self._scales.clear()
-        return nbytes
-
-    def close(self) -> None:
-        self.settle()
-        self.release_memory()
+        slot.record_streams(*self._streams)
+        return PendingBlock(wait=self._wait_for(ready), copied=(copy_start, copy_end), decoded=(start, ready))
