@@ -9,7 +9,7 @@ import torch
 from ...plan import DIRECT, IMMEDIATE, KEPT, BlockKey, Fetch, RamProgram
 from ...telemetry import ReadSpan, Recorder
 from ..engine.threads import RunStopped, RunThread, ThreadSync
-from ..sources.base import BlockSource, TimedSource
+from ..sources.base import BlockSource, timed_read
 from .ram_slots import RamSlot, RamSlots
 
 
@@ -30,9 +30,9 @@ class RamRun:
         self.reads: list[Fetch] = []
         self._slots = slots
         self._ram = ram
-        self._timed = None if recorder is None else TimedSource(source, recorder.ranges)
-        self._source: BlockSource = self._timed or source
-        self._spans: dict[int, ReadSpan] = {}  # by read
+        self._source = source
+        self._ranges = None if recorder is None else recorder.ranges
+        self._spans: dict[int, ReadSpan] = {}  # by the first visit of the RAM program that needs the read
         self._straight: dict[int, ReadSpan] = {}  # by fetch of the device program
         self._sync = ThreadSync()
         self._thread = RunThread("wanstream-ram", self._read_all, failed=self._sync.end_issuing)
@@ -65,16 +65,10 @@ class RamRun:
     def read_for(self, fetch: int) -> ReadSpan | None:
         """Return the read that was made for this fetch of the device program, and forget it.
 
-        The fetch must have been issued. Returns None if the block was in RAM already, if another rank has read it, or
-        if the run has no recorder.
+        The fetch must have been issued. Returns None if the block was in RAM already, or if another rank has read it.
         """
         visit = self._ram.visit_of_fetch[fetch]
-        if visit == DIRECT:
-            return self._straight.pop(fetch, None)
-        read = self._ram.program.visit_fetch[visit]
-        if read == KEPT or self._ram.program.fetches[read].needed_by != visit:
-            return None
-        return self._spans.pop(read, None)
+        return self._straight.pop(fetch, None) if visit == DIRECT else self._spans.pop(visit, None)
 
     def read_straight(self, fetch: int, key: BlockKey, into: torch.Tensor) -> None:
         """Read the block of a fetch without a slot into its buffer (fetch thread).
@@ -82,9 +76,7 @@ class RamRun:
         Raises:
             SourceError: the bytes could not be read.
         """
-        self._source.read_block(key, into)
-        if self._timed is not None and (span := self._timed.take_span(key, straight=True)) is not None:
-            self._straight[fetch] = span
+        self._straight[fetch] = timed_read(self._source, key, into, self._ranges, straight=True)
 
     def take(self, fetch: int) -> RamSlot | None:
         """Wait until the block of a fetch was read, and return its slot; None if it is to be read into its buffer.
@@ -131,8 +123,8 @@ class RamRun:
     def _read_all(self) -> None:
         for number, fetch in enumerate(self._ram.program.fetches):
             self._sync.await_released(fetch.start_after)
-            self._slots.read(self._slots[fetch.buffer], fetch.block, self._source)
-            if self._timed is not None and (span := self._timed.take_span(fetch.block)) is not None:
-                self._spans[number] = span
+            span = self._slots.read(self._slots[fetch.buffer], fetch.block, self._source, self._ranges)
+            if span is not None:
+                self._spans[fetch.needed_by] = span
             self.reads.append(fetch)
             self._sync.note_issued(number)

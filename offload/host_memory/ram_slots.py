@@ -12,9 +12,10 @@ import torch
 from ...devices import available_bytes
 from ...plan import BlockKey, RamResidency
 from ...schema import Residency
+from ...telemetry import Ranges, ReadSpan
 from ..engine.buffers import BlockStorage, BufferState
 from ..formats.layout import host_bytes
-from ..sources.base import BlockSource, InsufficientRamError
+from ..sources.base import BlockSource, InsufficientRamError, timed_read
 from .base import Reservation, SlotMemory
 from .pages import LockedBlocks, PageLock, in_pages, map_memory
 from .shared_segment import SharedSegment
@@ -223,10 +224,10 @@ class RamSlots:
         if not residents.slots:
             self._resident.release_shared()
 
-    def read(self, slot: RamSlot, key: BlockKey, source: BlockSource) -> None:
+    def read(self, slot: RamSlot, key: BlockKey, source: BlockSource, ranges: Ranges | None = None) -> ReadSpan | None:
         """Read a block into a free slot, unless another rank has read it into shared memory (read thread).
 
-        Waits until the last copy from the slot has ended.
+        Waits until the last copy from the slot has ended. Returns the measured read; None if there was none.
 
         Raises:
             SourceError: the bytes could not be read, or there is not enough memory for them.
@@ -242,11 +243,11 @@ class RamSlots:
         if unused is not memory:
             unused.drop(slot)  # the slot may have been of the other kind before `resize`
         with memory.reserve(slot, key, nbytes, capacity=slot.capacity) as reservation:
-            if reservation.needs_fill:
-                source.read_block(key, reservation.view)
+            span = timed_read(source, key, reservation.view, ranges) if reservation.needs_fill else None
         slot.memory = reservation.memory
         source.scales(key)  # read here, so that the fetch thread finds them in memory
         slot.issued()
+        return span
 
     def end_run(self) -> None:
         """End the run: none of its threads uses a slot any more."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from wanstream.offload.formats.layout import allocate_flat
-from wanstream.offload.sources.base import SourceError, TimedSource
+from wanstream.offload.sources.base import SourceError, timed_read
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan import BlockKey
 
@@ -23,16 +23,14 @@ def inner(make_stack: Callable[..., nn.ModuleList], slow_source):
 
 
 def test_every_read_is_passed_on_once_and_timed(inner) -> None:
-    timed, plain = TimedSource(inner), inner.inner
+    plain = inner.inner
     nbytes = plain.block_format(KEYS[0]).stored.nbytes
     read, expected = allocate_flat(nbytes, "cpu").zero_(), allocate_flat(nbytes, "cpu").zero_()
     spans = []
     for key, straight in zip(KEYS, (False, True), strict=True):
-        timed.read_block(key, read)
+        spans.append(timed_read(inner, key, read, None, straight=straight))
         plain.read_block(key, expected)
         assert torch.equal(read, expected)
-        spans.append(timed.take_span(key, straight=straight))
-        assert timed.take_span(key) is None, "a span is taken once"
     assert inner.reads == KEYS
     assert [span.nbytes for span in spans] == [nbytes, nbytes]
     assert [span.straight for span in spans] == [False, True]
@@ -40,18 +38,7 @@ def test_every_read_is_passed_on_once_and_timed(inner) -> None:
         assert first <= second
 
 
-def test_everything_else_is_that_of_the_inner_source(inner) -> None:
-    timed = TimedSource(inner)
-    assert list(timed.keys()) == KEYS
-    assert timed.block_format(KEYS[0]) is inner.block_format(KEYS[0])
-    assert timed.scales(KEYS[0]) == {}
-    assert timed.file_bytes(KEYS[0]) == inner.file_bytes(KEYS[0])
-    timed.close()
-    timed.read_block(KEYS[0], allocate_flat(timed.block_format(KEYS[0]).stored.nbytes, "cpu"))
-
-
-def test_a_read_that_fails_raises_and_leaves_no_span(inner) -> None:
-    timed, inner.fail_at = TimedSource(inner), 0
+def test_a_read_that_fails_raises(inner) -> None:
+    inner.fail_at = 0
     with pytest.raises(SourceError, match="went away"):
-        timed.read_block(KEYS[0], allocate_flat(timed.block_format(KEYS[0]).stored.nbytes, "cpu"))
-    assert timed.take_span(KEYS[0]) is None
+        timed_read(inner, KEYS[0], allocate_flat(inner.block_format(KEYS[0]).stored.nbytes, "cpu"), None)
