@@ -328,10 +328,10 @@ class Journal:
                 )
                 state = State.failed if fault else State.waiting
                 execute(
-                    "INSERT INTO rows (hash, stem, state) VALUES (?, ?, ?) ON CONFLICT (hash) DO NOTHING",
-                    (row.hash, stem, state.value),
+                    "INSERT INTO rows (hash, line, stem, state) VALUES (?, ?, ?, ?) "
+                    "ON CONFLICT (hash) DO UPDATE SET line = excluded.line, stem = excluded.stem",
+                    (row.hash, row.line, stem, state.value),
                 )
-                execute("UPDATE rows SET line = ?, stem = ? WHERE hash = ?", (row.line, stem, row.hash))
                 execute(
                     "UPDATE rows SET state = ?, error = ? WHERE hash = ? AND state IN ('waiting', 'failed')",
                     (state.value, fault, row.hash),

@@ -101,20 +101,10 @@ class LanePass:
     rows: tuple[Hashable, ...]
     """Names of the rows, in the order of their lanes."""
     prompt: Prompt
-    node_ids: tuple[Mapping[str, str], ...]
-    """For each row: node id in the row's own workflow -> node id in `prompt`."""
+    own_ids: tuple[frozenset[str] | None, ...]
+    """For each row: its nodes of `prompt`; a shared node belongs to the first of its rows. None: all nodes."""
     reason: str = ""
     """Reason why a row could not share a pass."""
-
-    @property
-    def own_ids(self) -> tuple[frozenset[str], ...]:
-        """For each row: its nodes of `prompt`; a shared node belongs to the first of its rows."""
-        seen: set[str] = set()
-        own = []
-        for ids in self.node_ids:
-            own.append(frozenset(ids.values()) - seen)
-            seen |= own[-1]
-        return tuple(own)
 
 
 def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ...]:
@@ -148,9 +138,10 @@ def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:
     rows = tuple(prompts)
     if len(rows) == 1:
         (prompt,) = prompts.values()
-        return LanePass(rows=rows, prompt=prompt, node_ids=({own: own for own in prompt},), reason=reason)
-    composer = _Composer([*prompts.values()])
-    return LanePass(rows=rows, prompt=composer.prompt(), node_ids=composer.node_ids())
+        return LanePass(rows=rows, prompt=prompt, own_ids=(None,), reason=reason)
+    composed, owners = _Composer([*prompts.values()]).compose()
+    own_ids = tuple(frozenset(each for each, owner in owners.items() if owner == row) for row in range(len(rows)))
+    return LanePass(rows=rows, prompt=composed, own_ids=own_ids)
 
 
 def row_key(prompt: Prompt) -> str:
@@ -186,27 +177,30 @@ class _Composer:
         while any(node_id.startswith(self._stem) for prompt in prompts for node_id in prompt):
             self._stem += "_"
 
-    def prompt(self) -> Prompt:
+    def compose(self) -> tuple[Prompt, dict[str, int]]:
+        """Return the composed workflow, and the row of each of its nodes."""
         composed: dict[str, Mapping[str, Any]] = {}
-        for own in self._prompts[0]:
-            if own in self._samplers:
-                composed[own] = self._lane_sampler(own)
-            elif own in self._shared:
-                composed[own] = self._prompts[0][own]
+        owners: dict[str, int] = {}
         for row, prompt in enumerate(self._prompts):
             for own, node in prompt.items():
-                if own in self._samplers:
-                    composed[self._lane(row, own)] = self._lane_node(row, own)
-                    composed[self._composed_id(row, own)] = self._lane_latent(row, own)
-                elif own not in self._shared and self._owners[row][own] == row:
-                    composed[self._composed_id(row, own)] = _as(node, self._meta(row, node), self._linked(row, node))
-        return composed
+                for node_id, made in self._nodes(row, own, node).items():
+                    composed.setdefault(node_id, made)
+                    owners.setdefault(node_id, row)
+        return composed, owners
 
-    def node_ids(self) -> tuple[Mapping[str, str], ...]:
-        return tuple(
-            {own: own if own in self._samplers else self._composed_id(row, own) for own in prompt}
-            for row, prompt in enumerate(self._prompts)
-        )
+    def _nodes(self, row: int, own: str, node: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+        """Return the composed nodes of a row's node; those that rows share are the same for all of them."""
+        if own in self._samplers:
+            return {
+                own: self._lane_sampler(own),
+                self._lane(row, own): self._lane_node(row, own),
+                self._composed_id(row, own): self._lane_latent(row, own),
+            }
+        if own in self._shared:
+            return {own: node}
+        if self._owners[row][own] != row:
+            return {}
+        return {self._composed_id(row, own): _as(node, self._meta(row, node), self._linked(row, node))}
 
     def _lane_sampler(self, sampler: str) -> dict[str, Any]:
         node = self._prompts[0][sampler]
@@ -313,7 +307,5 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _job(lane_pass: LanePass, rows: tuple[Row, ...]) -> BatchJob:
-    own_ids = lane_pass.own_ids if len(rows) > 1 else (None,)
-    return BatchJob(
-        prompt=lane_pass.prompt, rows=rows, saves={row.hash: own for row, own in zip(rows, own_ids, strict=True)}
-    )
+    saves = {row.hash: own for row, own in zip(rows, lane_pass.own_ids, strict=True)}
+    return BatchJob(prompt=lane_pass.prompt, rows=rows, saves=saves)

@@ -105,7 +105,7 @@ class ServerBackend:
 
     def read_nodes(self) -> None:
         """Read the server's description of every node class."""
-        self._info = self._object("/object_info")
+        self._info = self._accepted("/object_info")
         self.sockets = {name: sockets_of(node.get("input") or {}) for name, node in self._info.items()}
 
     def connect(self, workflow: Prompt) -> None:
@@ -199,10 +199,10 @@ class ServerBackend:
             raise UnreachableError(f"{filename}: received {received} of {expected} bytes")
 
     def withdraw(self, prompt_id: str) -> None:
-        self._command("/queue", {"delete": [prompt_id]})
+        self._accepted("/queue", {"delete": [prompt_id]})
 
     def interrupt(self, prompt_id: str) -> None:
-        self._command("/interrupt", {"prompt_id": prompt_id})
+        self._accepted("/interrupt", {"prompt_id": prompt_id})
 
     def release(self, prompt_id: str) -> None:
         self._whole.discard(prompt_id)
@@ -239,7 +239,7 @@ class ServerBackend:
 
     def _was_whole(self, prompt_id: str) -> bool:
         """Return True if the history has the workflow, and all its output nodes were executed."""
-        entry = self._object(f"/history/{prompt_id}").get(prompt_id)
+        entry = self._accepted(f"/history/{prompt_id}").get(prompt_id)
         with self._shape("/history"):
             if entry is None:
                 return False
@@ -250,12 +250,12 @@ class ServerBackend:
 
     def _job_of_older_server(self, prompt_id: str) -> dict[str, Any] | None:
         # The queue before the history: a workflow that finishes between the two requests is found in the history.
-        queue = self._object("/queue")
+        queue = self._accepted("/queue")
         with self._shape("/queue"):
             for key, status in (("queue_running", "in_progress"), ("queue_pending", "pending")):
                 if any(item[1] == prompt_id for item in queue[key]):
                     return {"status": status}
-        entry = self._object(f"/history/{prompt_id}").get(prompt_id)
+        entry = self._accepted(f"/history/{prompt_id}").get(prompt_id)
         if entry is None:
             return None
         with self._shape("/history"):
@@ -273,15 +273,10 @@ class ServerBackend:
         except (LookupError, AttributeError, TypeError, ValueError) as err:
             raise UnreachableError(f"{self.url}{route} answers, but not as ComfyUI does: {err!r}") from err
 
-    def _command(self, route: str, body: object) -> None:
-        """Send a command; with any status other than 200 it may not have been executed."""
-        status, _ = self._ask(route, body)
-        if status != _OK:
-            raise UnreachableError(f"{self.url}{route} answers with status {status}")
-
-    def _object(self, route: str) -> dict[str, Any]:
-        status, answer = self._ask(route)
-        if status != _OK or not isinstance(answer, dict):
+    def _accepted(self, route: str, body: object = None) -> Any:
+        """Return the JSON response: an object, unless `body` is a command, which is executed only with status 200."""
+        status, answer = self._ask(route, body)
+        if status != _OK or (body is None and not isinstance(answer, dict)):
             raise UnreachableError(f"{self.url}{route} answers with status {status}")
         return answer
 
