@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 import time
@@ -30,11 +28,11 @@ from ..options import BatchOptions
 from .backend import BatchBackend
 from .embedded_backend import EmbeddedBackend
 from .journal import Journal, State, is_full_disk, locked
-from .lanes import MAX_LANES, key_of_lane, lane_planner, row_key
+from .lanes import MAX_LANES, digest_of_lane, lane_planner
 from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
 from .resume import FindRows, Start, open_journal, resume
-from .rows import Planner, Row, apply_row, read_rows, workflow_key
+from .rows import Planner, Row, apply_row, read_rows, workflow_digest, workflow_key
 from .runner import Runner
 from .server_backend import ServerBackend
 
@@ -150,7 +148,7 @@ def _open_state(options: BatchOptions, spec: _BatchSpec, opened: ExitStack) -> t
     find_rows = _row_finder(spec)
     journal, recovered = open_journal(
         path,
-        workflow=_digest(spec.workflow),
+        workflow=workflow_digest(spec.workflow),
         start=lambda journal: resume(journal, store, spec.rows, find_rows).notes,
     )
     opened.enter_context(journal)
@@ -168,7 +166,7 @@ def _row_finder(spec: _BatchSpec) -> FindRows:
         for row in spec.rows:
             if row.fault is None:
                 prompt = apply_row(spec.workflow, row, spec.backend.sockets)
-                for key in (workflow_key(prompt, spec.backend.sockets), row_key(prompt)):
+                for key in (workflow_key(prompt, spec.backend.sockets), workflow_digest(prompt)):
                     found.setdefault(key, []).append(row.hash)
         return found
 
@@ -178,7 +176,7 @@ def _row_finder(spec: _BatchSpec) -> FindRows:
             prompt = api_prompt(stored)
         except ValueError:
             return []
-        keys = (str(key_of_lane(prompt, str(node_id))), workflow_key(prompt, spec.backend.sockets))
+        keys = (str(digest_of_lane(prompt, str(node_id))), workflow_key(prompt, spec.backend.sockets))
         return next((hashes for key in keys if (hashes := hashes_by_key().get(key))), [])
 
     return find_rows
@@ -243,11 +241,3 @@ def _summary(options: BatchOptions, spec: _BatchSpec, journal: Journal, stop: St
     if stop.requested and left:
         return INTERRUPTED
     return FAILED if left or failed else DONE
-
-
-def _digest(workflow: Prompt) -> str:
-    """Return a digest that is equal for workflows that differ only in titles."""
-    plain = {
-        node_id: {key: value for key, value in node.items() if key != "_meta"} for node_id, node in workflow.items()
-    }
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 from ...host.embedded import Prompt, as_link
 from ..inputs import Sockets
-from .rows import BatchJob, Planner, Row, apply_row, node_traits, workflow_key
+from .rows import BatchJob, Planner, Row, apply_row, node_traits, workflow_digest
 
 SAMPLER = "WanStreamSampler"
 OWN_INPUTS = ("positive", "negative", "latent", "seed")
@@ -86,7 +85,7 @@ def _sources(values: Iterable[object]) -> list[str]:
 
 
 LANE, LANE_SAMPLER, LANE_LATENT = "WanStreamLane", "WanStreamLaneSampler", "WanStreamLaneLatent"
-_ROW_KEY = "wanstream_row"
+_DIGEST = "wanstream_row"
 """Entry of the `_meta` of a row's nodes, which is stored in its video with the prompt of the pass."""
 MAX_LANES = 1000
 """Maximum index of the node that selects a lane's latent, plus one."""
@@ -144,14 +143,9 @@ def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:
     return LanePass(rows=rows, prompt=composed, own_ids=own_ids)
 
 
-def row_key(prompt: Prompt) -> str:
-    """Return a digest of the workflow of a row, by which the nodes of a pass name their row."""
-    return hashlib.sha256(workflow_key(prompt, {}).encode()).hexdigest()
-
-
-def key_of_lane(prompt: object, node_id: str) -> object:
-    """Return the `row_key` of a node's row in the prompt of a pass; None for a node or a prompt without one."""
-    for name in (node_id, "_meta", _ROW_KEY):
+def digest_of_lane(prompt: object, node_id: str) -> object:
+    """Return the `workflow_digest` of a node's row in the prompt of a pass; None for a node or a prompt without one."""
+    for name in (node_id, "_meta", _DIGEST):
         prompt = prompt.get(name) if isinstance(prompt, Mapping) else None
     return prompt
 
@@ -169,7 +163,7 @@ class _Composer:
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
-        self._keys = [row_key(prompt) for prompt in prompts]
+        self._digests = [workflow_digest(prompt) for prompt in prompts]
         self._samplers = sampler_ids(prompts[0])
         self._owners = _owners(prompts, self._samplers)
         self._shared = {own for own in prompts[0] if all(owners.get(own) == 0 for owners in self._owners)}
@@ -239,7 +233,7 @@ class _Composer:
         return f"{self._stem}_inputs{row + 1}_{sampler}"  # unlike ids of row nodes, which have a number after the stem
 
     def _meta(self, row: int, node: Mapping[str, Any]) -> dict[str, str]:
-        return {"title": f"{_title(node)} (lane {row + 1})", _ROW_KEY: self._keys[row]}
+        return {"title": f"{_title(node)} (lane {row + 1})", _DIGEST: self._digests[row]}
 
 
 def _owners(prompts: Sequence[Prompt], samplers: Collection[str]) -> list[dict[str, int]]:

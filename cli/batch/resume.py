@@ -108,9 +108,7 @@ def resume(journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows:
     Finished files that are not in the journal are assigned to their row, if `find_rows` finds one. Raises
     ArgumentError, before any file is moved or removed, if foreign files have the names of future output files.
     """
-    for entry in _placing(journal):
-        if not store.can_place(entry.files):
-            journal.wait([entry.hash])
+    journal.wait([entry.hash for entry in _placing(journal) if not store.can_place(entry.files)])
     missing = _enter(journal, store, rows)
     adopted = _adopt(journal, store, rows, find_rows)
     if adopted:

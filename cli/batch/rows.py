@@ -222,6 +222,11 @@ def workflow_key(prompt: Prompt, sockets: Sockets) -> str:
     return json.dumps(traits, sort_keys=True)
 
 
+def workflow_digest(prompt: Prompt) -> str:
+    """Return a digest that is equal for workflows that differ only in titles or in the notation of numbers."""
+    return hashlib.sha256(workflow_key(prompt, {}).encode()).hexdigest()
+
+
 def node_traits(prompt: Prompt, node_id: str) -> dict[str, object]:
     """Return a node's class under its id, and its inputs under `node.input`."""
     node = prompt[node_id]

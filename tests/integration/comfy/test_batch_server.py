@@ -118,14 +118,14 @@ def test_half_a_workflow_is_none(
 
 def posted(batch: Batch, tmp_path: Path, *rows: object, workflow: object = PICTURE) -> list[str]:
     """Leave the state of a client that was killed while it posted its first row, and return the command line."""
-    from wanstream.cli.batch.command import _digest
     from wanstream.cli.batch.journal import Journal
     from wanstream.cli.batch.output_store import OutputStore
+    from wanstream.cli.batch.rows import workflow_digest
 
     call = batch(*rows, workflow=workflow)
     found = read_rows(tmp_path / "jobs.jsonl")
     OutputStore(tmp_path / "out")
-    with Journal(tmp_path / "out" / JOURNAL, workflow=_digest(workflow)) as journal:
+    with Journal(tmp_path / "out" / JOURNAL, workflow=workflow_digest(workflow)) as journal:
         journal.enter(found, gone=lambda entry: False)
         journal.post({found[0].hash: None}, f"id-of-{tmp_path.name}")
     return call

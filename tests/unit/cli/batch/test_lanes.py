@@ -18,11 +18,11 @@ from wanstream.cli.batch.lanes import (
     OWN_INPUTS,
     SAMPLER,
     LanePass,
-    key_of_lane,
+    digest_of_lane,
     lane_pass,
     lane_passes,
-    row_key,
 )
+from wanstream.cli.batch.rows import workflow_digest
 from wanstream.host.embedded.graph import as_link
 from wanstream.nodes import WanStreamExtension
 
@@ -309,19 +309,19 @@ def test_a_broken_workflow_is_left_to_those_who_judge_workflows() -> None:
 def test_the_nodes_of_a_row_name_its_workflow(name: str) -> None:
     prompts = {n: row(name, sampler__seed=n, text__positive=("sun", "rain")[n % 2]) for n in range(3)}
     made = lane_pass(prompts)
-    assert len({row_key(prompt) for prompt in prompts.values()}) == 3
+    assert len({workflow_digest(prompt) for prompt in prompts.values()}) == 3
     for prompt, ids in zip(prompts.values(), ids_of(made), strict=True):
-        assert key_of_lane(json.loads(json.dumps(made.prompt)), ids["save"]) == row_key(prompt)
+        assert digest_of_lane(json.loads(json.dumps(made.prompt)), ids["save"]) == workflow_digest(prompt)
     for shared in ("experts", "sampler", "nobody"):
-        assert key_of_lane(made.prompt, shared) is None
+        assert digest_of_lane(made.prompt, shared) is None
 
 
 def test_a_row_is_named_alike_whatever_its_titles_and_the_notation_of_its_numbers() -> None:
     other = row(sampler__guidance_low=3.0)
     other["sampler"]["_meta"] = {"title": "another"}
-    assert row_key(row(sampler__guidance_low=3)) == row_key(other)
+    assert workflow_digest(row(sampler__guidance_low=3)) == workflow_digest(other)
 
 
 @pytest.mark.parametrize("prompt", [row(), {"save": {"_meta": "a title"}}, {"save": 3}, None])
 def test_a_prompt_that_is_not_of_a_pass_names_no_row(prompt: object) -> None:
-    assert key_of_lane(prompt, "save") is None
+    assert digest_of_lane(prompt, "save") is None
