@@ -58,12 +58,10 @@ DRAWN = "() => window.app.rootGraph.nodes.every(node => document.querySelector(`
 DRAWN_MS = 2000
 
 # "fixed": with a seed that changes after a run, the next video would not be that of the file.
-DRESS = """([id, models, sizes, positions, frames]) => {
+DRESS = """([id, models, frames]) => {
     const graph = window.app.rootGraph
     graph.id = id
     for (const node of graph.nodes) {
-        node.setSize(sizes[node.id])
-        node.pos = positions[node.id]
         if (models[node.id]) node.properties.models = models[node.id]
         for (const widget of node.widgets ?? [])
             if (widget.name === "control_after_generate") widget.value = "fixed"
@@ -152,7 +150,8 @@ def _build_one(frontend: Frontend, file: Path, heights: Sequence[float]) -> None
     models = {node_id: [model._asdict() for model in models_of(node)] for node_id, node in prompt.items()}
     linked = {node_id: found for node_id, found in models.items() if found}
     name = str(uuid.uuid5(uuid.NAMESPACE_URL, f"wanstream/{file.stem}"))
-    frontend.page.evaluate(DRESS, [name, linked, sizes, layout.nodes, frames])
+    frontend.page.evaluate(PUT, [sizes, layout.nodes])
+    frontend.page.evaluate(DRESS, [name, linked, frames])
     frontend.page.evaluate(SHOW, _view(layout, SCREEN))
     saved = frontend.export().workflow
     target = WORKFLOWS / file.name

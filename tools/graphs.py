@@ -13,12 +13,6 @@ from typing import Any, TypeAlias
 Prompt: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
-def title_of(node: Mapping[str, Any]) -> str:
-    """Return the title of a node of an API file."""
-    title: str = node["_meta"]["title"]
-    return title
-
-
 def links_of(node: Mapping[str, Any]) -> dict[str, str]:
     """Return the ids of the nodes that a node's inputs are linked to, by input."""
     return {name: value[0] for name, value in node["inputs"].items() if isinstance(value, list)}
@@ -41,7 +35,7 @@ def names_of(prompt: Prompt) -> dict[str, str]:
     """Return the name of each node by its id. Raises ValueError if two nodes have the same class and title."""
     counts = Counter(node["class_type"] for node in prompt.values())
     names = {
-        node_id: node["class_type"] if counts[node["class_type"]] == 1 else title_of(node)
+        node_id: node["class_type"] if counts[node["class_type"]] == 1 else str(node["_meta"]["title"])
         for node_id, node in prompt.items()
     }
     if len({*names.values()}) != len(names):

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 from ...host.embedded import ComfyNode, NodeProgress, Prompt, nodes_by_id
 from ...nodes import WanStreamExtension
+from ..arguments import ArgumentError
 from ..inputs import Sockets
 
 OnProgress: TypeAlias = Callable[[NodeProgress], None]
@@ -130,10 +131,12 @@ def own_nodes() -> Mapping[str, type[ComfyNode]]:
     return nodes_by_id(asyncio.run(WanStreamExtension().get_node_list()))
 
 
-def unknown_classes(prompt: Prompt, known: Container[str]) -> list[str]:
-    """Return a line for each node with an unknown class."""
-    return [
+def check_classes(prompt: Prompt, known: Container[str], hint: str) -> None:
+    """Raise ArgumentError with the hint and a line for each node with an unknown class."""
+    missing = [
         f"node {node_id}: unknown class {node.get('class_type')}"
         for node_id, node in prompt.items()
         if node.get("class_type") not in known
     ]
+    if missing:
+        raise ArgumentError("\n".join([hint, *missing]))

@@ -21,7 +21,7 @@ from ...host.embedded import (
     sockets_of,
 )
 from ...schema import Cancelled
-from ..arguments import ArgumentError, check_models, device_of
+from ..arguments import check_models, device_of
 from ..inputs import Sockets
 from .backend import (
     Ended,
@@ -31,9 +31,9 @@ from .backend import (
     Outcome,
     RefusedError,
     Unknown,
+    check_classes,
     output_files,
     own_nodes,
-    unknown_classes,
 )
 from .journal import FULL_DISK, FileError
 from .output_store import LATENT
@@ -55,10 +55,8 @@ class EmbeddedBackend:
         check_models(models)
         self._device = device_of(device)
         classes = {**own_nodes(), **nodes_by_id([LoadImage])}
-        missing = unknown_classes(workflow, classes)
-        if missing:
-            hint = "only the nodes of this pack run without ComfyUI: start a server, and give its address with --server"
-            raise ArgumentError("\n".join([hint, *missing]))
+        hint = "only the nodes of this pack run without ComfyUI: start a server, and give its address with --server"
+        check_classes(workflow, classes, hint)
         self.sockets: Sockets = {name: sockets_of(node.INPUT_TYPES()) for name, node in classes.items()}
         self._models, self._input, self._strict = models, input_dir, strict
         self._folder = output

@@ -44,9 +44,9 @@ from .backend import (
     UnderWay,
     Unknown,
     UnreachableError,
+    check_classes,
     output_files,
     own_nodes,
-    unknown_classes,
 )
 
 ObjectInfo: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -115,9 +115,7 @@ class ServerBackend:
             self.read_nodes()
         except UnreachableError as err:
             raise ArgumentError(f"--server {self.url}: {err}; is ComfyUI running there?") from err
-        missing = unknown_classes(workflow, self._info)
-        if missing:
-            raise ArgumentError("\n".join([f"the workflow cannot run on {self.url} (ComfyUI {version}):", *missing]))
+        check_classes(workflow, self._info, f"the workflow cannot run on {self.url} (ComfyUI {version}):")
 
     def faults(self, prompt: Prompt) -> list[str]:
         # Checks of output names need a folder: the server's is not accessible, so an empty one replaces it. The

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from wanstream.cli import main
-from wanstream.cli.arguments import DONE, INVALID
-from wanstream.cli.batch.backend import unknown_classes
+from wanstream.cli.arguments import DONE, INVALID, ArgumentError
+from wanstream.cli.batch.backend import check_classes
 from wanstream.cli.batch.server_backend import ObjectInfo, ServerBackend
 from wanstream.host.embedded import sockets_of
 from wanstream.host.workers import VARIABLE
@@ -64,7 +64,7 @@ def faults_of(workflow: dict[str, Any], info: ObjectInfo = INFO) -> list[str]:
 
 
 def test_a_sound_workflow_has_no_faults() -> None:
-    assert unknown_classes(WORKFLOW, INFO) == []
+    check_classes(WORKFLOW, INFO, "")
     assert faults_of(WORKFLOW) == []
 
 
@@ -104,7 +104,10 @@ def test_a_workflow_that_shows_nothing() -> None:
 
 def test_classes_that_are_not_there() -> None:
     broken = {**WORKFLOW, "5": {"class_type": "KSampler"}, "6": {}}
-    assert unknown_classes(broken, INFO) == [
+    with pytest.raises(ArgumentError) as refused:
+        check_classes(broken, INFO, "not here:")
+    assert str(refused.value).splitlines() == [
+        "not here:",
         "node 5: unknown class KSampler",
         "node 6: unknown class None",
     ]
