@@ -5,10 +5,9 @@ from __future__ import annotations
 from .chart import report_chart
 from .documents import csv_document, html_document, json_document, summary
 from .figures import Spread, memory_bytes
-from .machine_info import describe_machine, hardware, versions
 from .report import Report, Table, Trial, Variant
 from .report_tables import run_table
-from .results import Result
+from .results import Result, describe_machine, hardware, versions
 from .trial_matrix import MAX_PREFETCH, MAX_STEPS, Policy, Setting, TrialMatrix, policy_name
 
 __all__ = [

@@ -1,15 +1,116 @@
-"""Result files: the figures of one measurement with their method, machine, versions and date, as JSON."""
+"""Result files: figures as JSON with their method, date, machine, library versions and commit.
+
+No host or folder is named.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .machine_info import hardware, versions
+import psutil
+
+from ..schema import format_size
+
+# torch takes seconds to import, and `wanstream plan` writes its tables without it: functions import it.
+if TYPE_CHECKING:
+    import torch
+
+CPU_INFO = Path("/proc/cpuinfo")
+LIBRARIES = ("diffusers", "accelerate", "ray", "safetensors")
+
+
+def describe_machine(device: torch.device) -> dict[str, str]:
+    """Describe device, processor, memory, system and versions for a reader."""
+    import torch
+
+    description = {
+        "Device": device_name(device),
+        "Processor": f"{processor_name()}, {os.cpu_count()} cores ({torch.get_num_threads()} for torch)",
+        "RAM": format_size(psutil.virtual_memory().total),
+        "System": f"{platform.system()} {platform.release()}",
+        "Versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+    }
+    if device.type == "cuda":
+        description["Versions"] += f", CUDA {torch.version.cuda}"
+    return description
+
+
+def device_name(device: torch.device) -> str:
+    """Return name and memory of a GPU, like `NVIDIA RTX 4090, 25.3 GB`, or `CPU`."""
+    import torch
+
+    if device.type != "cuda":
+        return "CPU"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, {format_size(properties.total_memory)}"
+
+
+def processor_name() -> str:
+    """Return the model name of the processor, or its architecture."""
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def hardware(device: torch.device | None = None) -> dict[str, Any]:
+    """Return the machine of a result file: `name` (part of the file name), processor, cores and RAM.
+
+    `device` None is the GPU if there is one, otherwise the CPU.
+    """
+    from ..devices import compute_device
+
+    return {
+        "name": hardware_name(compute_device(device)),
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "ram_gb": round(psutil.virtual_memory().total / 1e9, 1),
+    }
+
+
+def hardware_name(device: torch.device) -> str:
+    """Return a name for files: the GPU's name, with their number if there are several, or the number of CPU cores."""
+    import torch
+
+    if device.type != "cuda":
+        return f"cpu-{os.cpu_count()}-cores"
+    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+    count = torch.cuda.device_count()
+    return name if count == 1 else f"{count}x-{name}"
+
+
+def versions(libraries: Sequence[str] = LIBRARIES) -> dict[str, str]:
+    """Return the versions of torch, Python and the installed ones of `libraries`, and the commit."""
+    import torch
+
+    found = {"torch": str(torch.__version__)}
+    for name in libraries:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return {**found, "python": platform.python_version(), "commit": _commit()}
+
+
+def _commit() -> str:
+    """Return the commit of the checkout; an installed package has none."""
+    root, command = Path(__file__).parent.parent, ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown (no git)"
+    return result.stdout.strip() or "unknown (not a git checkout)"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,16 +16,7 @@ from pathlib import Path
 import torch
 
 from ..devices import DeviceEvent, MemoryMeter, clock_for
-from ..schema import (
-    MemorySample,
-    PhaseRecord,
-    RateRange,
-    StepRecord,
-    Timeline,
-    largest_known,
-    run_phases,
-    together,
-)
+from ..schema import MemorySample, PhaseRecord, RateRange, StepRecord, Timeline, largest_known, run_phases, together
 from .memory_sampler import MemorySampler
 from .phases import QueueItemPhases
 from .step_events import BlockArrival, StepEvents

@@ -82,9 +82,8 @@ def _experts(options: BenchOptions, folder: Path) -> ExpertsRef:
         return small_experts(folder)
     if len(options.experts) > 2:
         raise ArgumentError(f"--experts names {len(options.experts)} paths: give two, or one pipeline folder")
-    high, low = (*options.experts, None)[:2]
-    assert high is not None
-    return ExpertsRef(high_noise=high.absolute(), low_noise=None if low is None else low.absolute())
+    high, *low = (path.absolute() for path in options.experts)
+    return ExpertsRef(high_noise=high, low_noise=low[0] if low else None)
 
 
 def _prepare(options: BenchOptions, folder: Path) -> tuple[Bench, list[BenchCase], Refused]:

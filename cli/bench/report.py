@@ -37,12 +37,7 @@ MEMORY = ("configuration", "worker", "steps", "peak memory", "average memory")
 
 
 def save(
-    measured: Sequence[CaseRuns],
-    *,
-    method: str,
-    without: Sequence[tuple[str, str]],
-    device: torch.device,
-    folder: Path,
+    measured: Sequence[CaseRuns], *, method: str, without: Sequence[tuple[str, str]], device: torch.device, folder: Path
 ) -> tuple[Path, Path]:
     """Write `workers_<hardware>_<yyyymmdd>.json` and `.md` into `folder`; return both paths.
 
