@@ -90,10 +90,10 @@ def steady_s(timeline: Timeline, expert: str) -> float | None:
     return statistics.median(steady) if steady else None
 
 
-def over_steady_s(timeline: Timeline, step: StepRecord) -> float | None:
-    """Return the extra seconds of `step` over a steady step of its expert; None if there is no steady step."""
-    steady = steady_s(timeline, step.expert)
-    return None if steady is None else step.wall_s - steady
+def over_steady_s(timeline: Timeline, step: StepRecord | None) -> float | None:
+    """Return the extra seconds of `step` over a steady step of its expert; None if one of both does not exist."""
+    steady = None if step is None else steady_s(timeline, step.expert)
+    return None if step is None or steady is None else step.wall_s - steady
 
 
 def switch_record(timeline: Timeline) -> StepRecord | None:
@@ -102,24 +102,14 @@ def switch_record(timeline: Timeline) -> StepRecord | None:
     return next((step for step in timeline.steps if step.index == switch), None)
 
 
-def _switch_s(timeline: Timeline) -> float | None:
-    step = switch_record(timeline)
+def _wall_s(step: StepRecord | None) -> float | None:
     return None if step is None else step.wall_s
-
-
-def _switch_over_steady_s(timeline: Timeline) -> float | None:
-    step = switch_record(timeline)
-    return None if step is None else over_steady_s(timeline, step)
 
 
 def _whole_s(timeline: Timeline) -> float | None:
     """Return the seconds from the start of the run to the end of its last phase."""
     ends = [phase.start_s + phase.wall_s for phase in timeline.phases]
     return max(ends) if ends and max(ends) > 0 else None
-
-
-def _first_s(timeline: Timeline) -> float | None:
-    return timeline.steps[0].wall_s if timeline.steps else None
 
 
 def _mean_s(timeline: Timeline) -> float | None:
@@ -143,9 +133,9 @@ FIGURES = (
     Figure(name="Average per step", unit="s", of=_mean_s),
     Figure(name="Steady step, high-noise expert", unit="s", of=lambda timeline: steady_s(timeline, "high")),
     Figure(name="Steady step, low-noise expert", unit="s", of=lambda timeline: steady_s(timeline, "low")),
-    Figure(name="First step", unit="s", of=_first_s),
-    Figure(name="Switch step", unit="s", of=_switch_s),
-    Figure(name="Switch step over a steady one", unit="s", of=_switch_over_steady_s),
+    Figure(name="First step", unit="s", of=lambda timeline: _wall_s(next(iter(timeline.steps), None))),
+    Figure(name="Switch step", unit="s", of=lambda timeline: _wall_s(switch_record(timeline))),
+    Figure(name="Switch step over a steady one", unit="s", of=lambda run: over_steady_s(run, switch_record(run))),
     Figure(name="First block after", unit="s", of=lambda timeline: timeline.first_block_s),
     Figure(name="Compute", unit="s", of=lambda timeline: timeline.compute_s),
     Figure(name="Stall", unit="s", of=lambda timeline: timeline.stall_s),

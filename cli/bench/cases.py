@@ -15,7 +15,7 @@ import torch
 from ...bench import Setting, Trial, policy_name
 from ...distributed import Driver, Pool, WorkerLostError, part_sizes
 from ...host import StartPool, start_pool
-from ...nodes.runs import TrialTimes, pause, tensor_digest, with_steps
+from ...nodes.runs import TrialTimes, tensor_digest, with_steps
 from ...plan import OffloadJob, heads_of
 from ...sampling import DenoiseRequest, seeded_noise
 from ...schema import (
@@ -215,7 +215,7 @@ def _run_case(bench: Bench, case: BenchCase, pool: Pool, start_s: float, log: Ca
     runs = list[BenchRun]()
     for number in range(bench.times.runs):
         log(f"{case.name}: run {number + 1} of {bench.times.runs}")
-        pause(bench.times.cooldown_s, lambda: None)
+        time.sleep(bench.times.cooldown_s)
         started = time.monotonic()
         try:
             ran = driver.denoise(bench.experts, request, case.policy)

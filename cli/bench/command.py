@@ -50,20 +50,13 @@ def bench(options: BenchOptions) -> int:
         if not cases:
             print("no case is left to measure", file=sys.stderr)
             return INVALID
-        measured = list[CaseRuns]()
+        measured, method = list[CaseRuns](), _method(options, prepared)
         paths: tuple[Path, ...] = ()
         try:
             for runs in run_cases(prepared, cases, _log):
                 measured.append(runs)
-                failed = {each.case.name: each.failed for each in measured if each.failed}
                 # After each case, because all cases may take hours.
-                paths = save(
-                    measured,
-                    method=_method(options, prepared),
-                    without=[*(refused | failed).items()],
-                    device=prepared.device,
-                    folder=options.output,
-                )
+                paths = save(measured, refused, method=method, device=prepared.device, folder=options.output)
                 _log(f"{runs.case.name}: {runs.failed or 'measured'}")
         except (ValueError, OSError) as err:
             print(f"failed: {err}", file=sys.stderr)

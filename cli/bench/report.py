@@ -24,7 +24,7 @@ from ...bench import (
     versions,
 )
 from ...schema import Mesh, Timeline, format_seconds, format_size
-from .cases import BenchRun, CaseRuns
+from .cases import BenchRun, CaseRuns, Refused
 
 Figures = dict[str, Any]
 
@@ -37,19 +37,17 @@ MEMORY = ("configuration", "worker", "steps", "peak memory", "average memory")
 
 
 def save(
-    measured: Sequence[CaseRuns], *, method: str, without: Sequence[tuple[str, str]], device: torch.device, folder: Path
+    measured: Sequence[CaseRuns], refused: Refused, *, method: str, device: torch.device, folder: Path
 ) -> tuple[Path, Path]:
-    """Write `workers_<hardware>_<yyyymmdd>.json` and `.md` into `folder`; return both paths.
-
-    `without` are names and reasons of cases without figures.
-    """
+    """Write `workers_<hardware>_<yyyymmdd>.json` and `.md` into `folder`; return both paths."""
+    without = refused | {each.case.name: each.failed for each in measured if each.failed}
     machine = describe_machine(device)
     result = Result(
         case=CASE,
         method=method,
         figures={
             "cases": figures(measured),
-            "not_measured": [{"case": name, "because": why} for name, why in without],
+            "not_measured": [{"case": name, "because": why} for name, why in without.items()],
         },
         hardware={**hardware(device), **machine},
         versions=versions(),
