@@ -10,7 +10,7 @@ from .cache.settings import PRESETS, CacheSettings, FirstBlockCache, MagCache, p
 from .context_windows import StepWindows, computed_shape
 from .denoise import DenoiseResult, check_fits, denoise
 from .errors import InsufficientMemoryError, NonFiniteLatentError, RequestError, SamplingCancelled, SmallerPolicyError
-from .estimate import cached_job, offload_job, predicted_calls, predicted_timeline, request_job
+from .estimate import offload_job, predicted_calls, predicted_timeline, request_job
 from .inputs.batching import merge_requests, split_request
 from .inputs.checks import check_guidance, check_step_plan, check_windows, check_windows_repeat
 from .inputs.conditioning import IMAGE_EMBEDDING_KEY, NativeInputs, native_inputs, native_latent, single_entry
@@ -60,7 +60,6 @@ __all__ = [
     "StepLanes",
     "StepProgress",
     "StepWindows",
-    "cached_job",
     "calibrate",
     "check_fits",
     "check_flow_shift",

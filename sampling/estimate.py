@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from ..devices import compute_device
 from ..plan import RAW_SLOTS, Machine, OffloadJob, predict
-from ..schema import HEAD_DIM, ExpertShape, OffloadPolicy, StepRecord, Timeline
+from ..schema import OffloadPolicy, StepRecord, Timeline
 from ..wan import ExpertPair
 from .cache.settings import CacheSettings, FirstBlockCache, policy_with_cache
 from .inputs.request import DenoiseRequest
 from .loop.lanes import names_at
-from .memory import tokens_of
+from .memory import expert_shape, tokens_of
 
 
 def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
     """Return the planner's job for `request` on `device`."""
-    step_plan = request.step_plan
-    experts = [step_plan.experts[step] for step in step_plan.steps]
-    guided = {expert: _guided(request, expert) for expert in ("high", "low")}
-    job = offload_job(pair, request.computed_shape, device, experts_of_steps=experts, guided=guided)
-    lanes = tuple(request.batch * request.lanes_at(step) for step in step_plan.steps)
-    if any(job.lanes[expert] != count for expert, count in zip(experts, lanes, strict=True)):
-        job = replace(job, lanes_of_steps=lanes)
-    return cached_job(job, pair, request.cache)
-
-
-def cached_job(job: OffloadJob, pair: ExpertPair, cache: CacheSettings | None) -> OffloadJob:
-    """Add the device memory of a step cache to a job."""
-    if cache is None:
-        return job
-    # The first block is resident with this cache. Under a policy with residents this counts one buffer too many.
-    first = pair.computed_bytes if isinstance(cache, FirstBlockCache) else 0
-    return replace(job, cached_states=cache.cached_states, resident_bytes=job.resident_bytes + first)
+    steps = request.step_plan.steps
+    return offload_job(
+        pair,
+        request.computed_shape,
+        device,
+        experts_of_steps=[request.step_plan.experts[step] for step in steps],
+        lanes_of_steps=[request.batch * request.lanes_at(step) for step in steps],
+        guided={expert: _guided(request, expert) for expert in ("high", "low")},
+        cache=request.cache,
+    )
 
 
 def _guided(request: DenoiseRequest, expert: str) -> bool:
@@ -53,36 +46,38 @@ def offload_job(
     *,
     experts_of_steps: Sequence[str],
     guided: Mapping[str, bool],
+    lanes_of_steps: Sequence[int] = (),
+    cache: CacheSettings | None = None,
 ) -> OffloadJob:
     """Return the planner's job for steps on latents of `shape` [B, C, T, h, w]; no file is read.
 
     Args:
         experts_of_steps: expert of each step, in order.
         guided: for each expert, True if it has negative lanes.
+        lanes_of_steps: lanes of each step; empty: those that follow from `shape` and `guided`.
+        cache: step cache, whose device memory is counted.
 
     Raises:
         ValueError: there are no steps.
     """
-    config = pair.high.config
+    lanes = {expert: shape[0] * (2 if guided[expert] else 1) for expert in pair.block_counts}
+    usual = [lanes[expert] for expert in experts_of_steps]
+    # The first block is resident with this cache. Under a policy with residents this counts one buffer too many.
+    first = pair.computed_bytes if isinstance(cache, FirstBlockCache) else 0
     return OffloadJob(
-        expert=ExpertShape(
-            width=config.num_attention_heads * HEAD_DIM,
-            ffn_width=config.ffn_dim,
-            blocks=config.num_layers,
-            in_channels=config.in_channels,
-            out_channels=config.out_channels,
-            image_width=config.image_dim,
-        ),
+        expert=expert_shape(pair),
         tokens=tokens_of(shape),
-        lanes={expert: shape[0] * (2 if guided[expert] else 1) for expert in pair.block_counts},
+        lanes=lanes,
         experts_of_steps=tuple(experts_of_steps),
         stored_bytes=pair.stored_bytes,
         file_bytes=pair.file_bytes,
         computed_bytes=pair.computed_bytes,
-        resident_bytes=_resident_bytes(pair, device),
+        resident_bytes=_resident_bytes(pair, device) + first,
         value_bytes=pair.compute_dtype.itemsize,
         host_resident_bytes=pair.host_resident_bytes,
         converts=pair.decodes,
+        cached_states=0 if cache is None else cache.cached_states,
+        lanes_of_steps=() if list(lanes_of_steps) == usual else tuple(lanes_of_steps),
     )
 
 
@@ -112,8 +107,8 @@ def predicted_timeline(
         stages = {step: (step_plan.experts[step], names_at(request, step)) for step in step_plan.steps}
         skips = request.cache.start(stages).skipped
         job = replace(job, skipped_steps=frozenset(step - step_plan.start_step for step in skips))
-    steps = ((index, step_plan.schedule.sigmas[index]) for index in step_plan.steps)
-    return _simulated(pair, job, policy, steps, machine=machine, device=device)
+    sigmas = [step_plan.schedule.sigmas[step] for step in step_plan.steps]
+    return predicted_calls(pair, job, sigmas, policy, machine=machine, device=device, first_step=step_plan.start_step)
 
 
 def predicted_calls(
@@ -124,28 +119,21 @@ def predicted_calls(
     *,
     machine: Machine,
     device: torch.device,
+    first_step: int = 0,
 ) -> Timeline:
-    """Simulate the calls of `job`, numbered from 0 and with noise levels `sigmas`; see `predicted_timeline`."""
-    return _simulated(pair, job, policy, enumerate(sigmas), machine=machine, device=device)
+    """Simulate the steps of `job`, numbered from `first_step` and with noise levels `sigmas`.
 
-
-def _simulated(
-    pair: ExpertPair,
-    job: OffloadJob,
-    policy: OffloadPolicy,
-    places: Iterable[tuple[int, float]],
-    *,
-    machine: Machine,
-    device: torch.device,
-) -> Timeline:
-    """Simulate `job`; `places` has the number and the noise level of each step."""
+    See `predicted_timeline`.
+    """
     engine = pair.current_engine(policy, compute_device(device))
     programs = None if engine is None else engine.programs(job.visits)
     simulated = predict(job, machine, policy, programs=programs, by_step=True).timeline
     found = {step.index: step for step in simulated.steps}
     whole = [found.get(number) or _without_blocks(job, number) for number in range(len(job.experts_of_steps))]
-    numbered = zip(places, whole, strict=True)
-    steps = tuple(replace(step, index=index, sigma=sigma) for (index, sigma), step in numbered)
+    steps = tuple(
+        replace(step, index=index, sigma=sigma)
+        for index, (step, sigma) in enumerate(zip(whole, sigmas, strict=True), first_step)
+    )
     return replace(simulated, steps=steps)
 
 

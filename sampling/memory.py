@@ -35,7 +35,7 @@ def working_bytes(
         share: this worker's share of a step.
         cache: step cache, whose tensors are included.
     """
-    expert = _shape_of(pair)
+    expert = expert_shape(pair)
     lanes = shape[0] * (2 if guided else 1)
     return expert.working_bytes(
         tokens_of(shape),
@@ -50,13 +50,19 @@ def working_bytes(
 
 def visit_flops(pair: ExpertPair, shape: Sequence[int], *, guided: bool) -> int:
     """Return the FLOP of one block for all lanes of latents of `shape` [B, C, T, h, w]."""
-    return shape[0] * (2 if guided else 1) * _shape_of(pair).block_flops(tokens_of(shape))
+    return shape[0] * (2 if guided else 1) * expert_shape(pair).block_flops(tokens_of(shape))
 
 
-def _shape_of(pair: ExpertPair) -> ExpertShape:
+def expert_shape(pair: ExpertPair) -> ExpertShape:
+    """Return the shape of the pair's experts."""
     config = pair.high.config
     return ExpertShape(
-        width=config.num_attention_heads * HEAD_DIM, ffn_width=config.ffn_dim, image_width=config.image_dim
+        width=config.num_attention_heads * HEAD_DIM,
+        ffn_width=config.ffn_dim,
+        blocks=config.num_layers,
+        in_channels=config.in_channels,
+        out_channels=config.out_channels,
+        image_width=config.image_dim,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,7 +20,6 @@ from ...sampling import (
     RunPolicy,
     StepLanes,
     StepWindows,
-    cached_job,
     check_guidance,
     check_nag,
     check_windows,
@@ -192,10 +191,12 @@ def guider_job(
 ) -> OffloadJob:
     """Return the job of calls at `levels`, at least one, on latents of `shape` [B, C, T, h, w]."""
     calls = guider_steps.calls(levels, shape[0]).values()
-    experts, lanes = [expert for expert, _ in calls], tuple(len(names) for _, names in calls)
-    job = offload_job(
-        pair, guider_steps.computed_shape(shape), device, experts_of_steps=experts, guided=guider_steps.guided(levels)
+    return offload_job(
+        pair,
+        guider_steps.computed_shape(shape),
+        device,
+        experts_of_steps=[expert for expert, _ in calls],
+        lanes_of_steps=[len(names) for _, names in calls],
+        guided=guider_steps.guided(levels),
+        cache=guider_steps.settings.cache,
     )
-    if any(job.lanes[expert] != count for expert, count in zip(experts, lanes, strict=True)):
-        job = replace(job, lanes_of_steps=lanes)
-    return cached_job(job, pair, guider_steps.settings.cache)
