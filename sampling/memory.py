@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 
 import torch
 
-from ..devices import available_bytes, free_bytes, insufficient_ram
+from ..devices import available_bytes, free_bytes
 from ..plan import CHUNKS, shrink_to_budget
-from ..schema import FP32_BYTES, HEAD_DIM, PATCH, ExpertShape, OffloadPolicy
+from ..schema import HEAD_DIM, PATCH, ExpertShape, OffloadPolicy
 from ..wan import ExpertPair
 from .cache.settings import CacheSettings
 from .errors import InsufficientMemoryError
@@ -48,11 +47,6 @@ def working_bytes(
     )
 
 
-def visit_flops(pair: ExpertPair, shape: Sequence[int], *, guided: bool) -> int:
-    """Return the FLOP of one block for all lanes of latents of `shape` [B, C, T, h, w]."""
-    return shape[0] * (2 if guided else 1) * expert_shape(pair).block_flops(tokens_of(shape))
-
-
 def expert_shape(pair: ExpertPair) -> ExpertShape:
     """Return the shape of the pair's experts."""
     config = pair.high.config
@@ -70,10 +64,6 @@ def tokens_of(shape: Sequence[int]) -> int:
     """Return the number of tokens of one lane of latents [B, 16, T, h, w]."""
     _, _, frames, height, width = shape
     return (frames // PATCH[0]) * (height // PATCH[1]) * (width // PATCH[2])
-
-
-LATENT_COPIES = 8
-"""Copies of the latents in fp32: noise, state, estimate, velocities of both sides, and the solver's history."""
 
 
 def check_room(
@@ -96,15 +86,19 @@ def check_room(
     # A single sample has no smaller batch to propose: its run falls back to smaller policies on its own.
     if request.batch == 1:
         return
-    smallest, chunk = _smallest(pair, policy, tokens_of(request.computed_shape), device)
+    smallest = smallest_policy(pair, policy, tokens_of(request.computed_shape), device)
     weights = pair.device_bytes(smallest, device=device)
 
     def needed(samples: int) -> int:
         lanes, *size = request.computed_shape
         shape = (samples * lanes // request.batch, *size)
+        chunk = smallest.chunk_tokens
         return working_bytes(pair, shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache)
 
-    available = (_free(pair, device) if free is None else free) - weights
+    if free is None:
+        on_device = free_bytes(device)
+        free = (available_bytes() if on_device is None else on_device) + pair.loaded_bytes
+    available = free - weights
     fitting = next(count for count in range(request.batch, -1, -1) if count == 0 or needed(count) <= available)
     if fitting == request.batch:
         return
@@ -114,77 +108,22 @@ def check_room(
         else "Not even one of them would fit: make the video smaller or shorter"
     )
     raise InsufficientMemoryError(
-        f"{request.batch} videos at once need {_gb(needed(request.batch))} of working memory and {_gb(weights)} for "
-        f"weights in the fewest buffers; {_gb(available + weights)} are free for both. {remedy}, or close other "
-        "programs that use the device"
+        f"{request.batch} videos at once need {bytes_text(needed(request.batch))} of working memory and "
+        f"{bytes_text(weights)} for weights in the fewest buffers; {bytes_text(available + weights)} are free for "
+        f"both. {remedy}, or close other programs that use the device"
     )
 
 
-def check_step_ram(
-    pair: ExpertPair,
-    shape: Sequence[int],
-    policy: OffloadPolicy,
-    device: torch.device,
-    *,
-    guided: bool,
-    share: Share = WHOLE_STEP,
-    cache: CacheSettings | None = None,
-    available: int | None = None,
-) -> None:
-    """Refuse a run on a CPU that is estimated to need more RAM than there is.
-
-    Args:
-        shape: shape of the lanes of one CFG side [B, C, T, h, w].
-        available: bytes of RAM and swap; None: those available now.
-
-    Raises:
-        InsufficientMemoryError: it does not fit; the message has the estimate and a remedy.
-    """
-    # A GPU raises an error, after which a smaller policy is tried. On a CPU the system would end the process.
-    if device.type != "cpu":
-        return
-
-    def needs(policy: OffloadPolicy) -> tuple[int, int]:
-        """Return the bytes of the weights that are not loaded yet, and the working bytes."""
-        working = working_bytes(pair, shape, guided=guided, chunk_tokens=policy.chunk_tokens, share=share, cache=cache)
-        latents = LATENT_COPIES * prod(shape) * FP32_BYTES
-        return max(0, pair.device_bytes(policy, device=device) - pair.loaded_bytes), working + latents
-
-    weights, working = needs(policy)
-    lacking = insufficient_ram(weights + working, available=available)
-    if lacking is None:
-        return
-    smallest, _ = _smallest(pair, policy, tokens_of(shape), device)
-    fits = insufficient_ram(sum(needs(smallest)), available=lacking) is None
-    remedy = (
-        "Choose Wan Auto Offload, which computes fewer tokens at once (a smaller policy, with chunk_tokens, in Python)"
-        if fits
-        else "Make the video smaller or shorter, or use context windows"
-    )
-    raise InsufficientMemoryError(
-        f"a step needs about {_gb(working)} of RAM in addition to {_gb(weights)} for weights, and {_gb(lacking)} are "
-        f"free (swap included): the system would end this process. {remedy}, or close other programs"
-    )
-
-
-def _smallest(
-    pair: ExpertPair, policy: OffloadPolicy, tokens: int, device: torch.device
-) -> tuple[OffloadPolicy, int | None]:
-    """Return the smallest policy that a run would fall back to from `policy`, and its `chunk_tokens`."""
+def smallest_policy(pair: ExpertPair, policy: OffloadPolicy, tokens: int, device: torch.device) -> OffloadPolicy:
+    """Return the smallest policy that a run of `tokens` would fall back to from `policy`."""
     smallest = shrink_to_budget(
         policy, pair.block_counts, budget=0, device_bytes=lambda each: pair.device_bytes(each, device=device)
     )
     fewest = min(chunk for chunk in CHUNKS if chunk is not None)
     at_once = tokens if policy.chunk_tokens is None else policy.chunk_tokens
-    chunk = fewest if fewest < at_once else policy.chunk_tokens
-    return replace(smallest, chunk_tokens=chunk), chunk
+    return replace(smallest, chunk_tokens=fewest if fewest < at_once else policy.chunk_tokens)
 
 
-def _free(pair: ExpertPair, device: torch.device) -> int:
-    """Return the bytes of `device` (RAM on a CPU) that are free or taken by this pair."""
-    free = free_bytes(device)
-    return (available_bytes() if free is None else free) + pair.loaded_bytes
-
-
-def _gb(nbytes: int) -> str:
+def bytes_text(nbytes: float) -> str:
+    """Format bytes in GB, or in MB if they are few."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"

@@ -12,7 +12,6 @@ import torch
 from ...schema import StepRecord, Timeline
 from ...telemetry import Recorder
 from ...wan import WAN22, ExpertEngine
-from ..cache.base import LaneName
 from ..errors import NonFiniteLatentError, RequestError
 from ..inputs.mask import MaskedPart
 from ..inputs.request import DenoiseRequest, StepPlan
@@ -57,13 +56,7 @@ class _StepResult(NamedTuple):
 class Denoiser:
     """State of one run: the latents, and the solver with its history. Both change only after a finished step."""
 
-    def __init__(
-        self,
-        request: DenoiseRequest,
-        part: RunSlice,
-        policy: RunPolicy,
-        recorder: Recorder,
-    ) -> None:
+    def __init__(self, request: DenoiseRequest, part: RunSlice, policy: RunPolicy, recorder: Recorder) -> None:
         device = policy.device
         self.step_plan = request.step_plan
         self._range = _remaining_steps(self.step_plan, part.resume, part.until)
@@ -72,8 +65,8 @@ class Denoiser:
         self._recorder = recorder
         self._inputs = LaneInputs(request, device)
         self._masked = _masked_part(request, device)
-        cache = request.cache
-        self._cache = None if cache is None else cache.start(self._step_lanes(), part.split)
+        lanes = {step: (expert, names_at(request, step)) for step, expert in self._steps}
+        self._cache = None if request.cache is None else request.cache.start(lanes, part.split)
         seeds = step_seeds(request.noise, request.latent)
         self._solver = Solver(request.solver, self.step_plan.schedule, request.start_step, seeds=seeds)
         if part.resume is None:
@@ -81,7 +74,6 @@ class Denoiser:
         else:
             self.latents = part.resume.latents.to(device)
             self._solver.restore(part.resume.history, device)
-        self._done = 0
 
     @property
     def sigma(self) -> float:
@@ -107,10 +99,18 @@ class Denoiser:
                 self._prefetch_embeddings(calls.engine)
             schedule = self.step_plan.schedule
             for step, expert in self._steps:
-                result = calls.step(expert, schedule.sigmas[step], schedule.timesteps[step], self._compute_step)
-                self._accept(result)
+                compute_step = partial(self._compute_step, step)
+                result = calls.step(expert, schedule.sigmas[step], schedule.timesteps[step], compute_step)
+                self._accept(step, result)
                 if on_step is not None:
-                    on_step(self._progress(step, result))
+                    progress = StepProgress(
+                        record=self._recorder.last,
+                        done=step + 1 - self.step_plan.start_step,
+                        total=len(self.step_plan.steps),
+                        denoised=result.denoised,
+                        state=partial(_state, step + 1, result),
+                    )
+                    on_step(progress)
 
     def _prefetch_embeddings(self, engine: ExpertEngine) -> None:
         """Announce all timesteps and texts of the run to the engine, which embeds them together."""
@@ -123,13 +123,8 @@ class Denoiser:
             with_negative={expert: expert in with_negative for _, expert in self._steps},
         )
 
-    def _step_lanes(self) -> dict[int, tuple[str, Sequence[LaneName]]]:
-        """Map each step to its expert and the names of its lanes."""
-        return {step: (expert, names_at(self._request, step)) for step, expert in self._steps}
-
-    def _compute_step(self, compute: Compute) -> _StepResult:
-        """Compute the next step without changing the run: it is called again if the device runs out of memory."""
-        step = self._steps[self._done][0]
+    def _compute_step(self, step: int, compute: Compute) -> _StepResult:
+        """Compute a step without changing the run: it is called again if the device runs out of memory."""
         sigma, guidance = self.step_plan.schedule.sigmas[step], self.step_plan.guidance[step]
         # A copy, because a scheduler changes its history before the step is known to be finite and finished.
         latents, solver = self.latents, self._solver.copy()
@@ -146,30 +141,19 @@ class Denoiser:
         latents = solver.step(velocity, latents)
         return _StepResult(latents=latents, solver=solver, denoised=denoised, finite=latents.isfinite().all())
 
-    def _accept(self, result: _StepResult) -> None:
+    def _accept(self, step: int, result: _StepResult) -> None:
         """Make a finished step the state of the run.
 
         Raises:
             NonFiniteLatentError: the step made NaN or infinity.
         """
-        step, expert = self._steps[self._done]
         if not result.finite:
             raise NonFiniteLatentError(
-                f"the latent is NaN or infinite after step {step} ({expert}-noise expert, sigma "
+                f"the latent is NaN or infinite after step {step} ({self.step_plan.experts[step]}-noise expert, sigma "
                 f"{self.step_plan.schedule.sigmas[step]:.4f}): an input or a weight is broken, or "
-                f"{self._policy.compute_dtype} is too narrow for them"
+                f"{self._policy.pair.compute_dtype} is too narrow for them"
             )
         self.latents, self._solver = result.latents, result.solver
-        self._done += 1
-
-    def _progress(self, step: int, result: _StepResult) -> StepProgress:
-        return StepProgress(
-            record=self._recorder.last,
-            done=self._range.start - self.step_plan.start_step + self._done,
-            total=len(self.step_plan.steps),
-            denoised=result.denoised,
-            state=partial(_state, step + 1, result),
-        )
 
 
 def _state(next_step: int, result: _StepResult) -> RunState:

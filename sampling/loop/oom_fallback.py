@@ -5,22 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from math import prod
 from typing import TypeAlias
 
 import torch
 
-from ...devices import free_bytes, is_out_of_memory
+from ...devices import free_bytes, insufficient_ram, is_out_of_memory
 from ...plan import bytes_to_free, describe_policy, next_smaller_policy
-from ...schema import OffloadPolicy, StepRecord
+from ...schema import FP32_BYTES, OffloadPolicy, StepRecord
 from ...wan import ExpertEngine, ExpertPair
 from ..cache.settings import CacheSettings, policy_with_cache
 from ..errors import InsufficientMemoryError, SmallerPolicyError
-from ..memory import check_step_ram, tokens_of, visit_flops, working_bytes
+from ..memory import bytes_text, expert_shape, smallest_policy, tokens_of, working_bytes
 from .interruptible import LONG_VISIT_FLOPS
 from .parallel import LOCAL_FORWARD, ParallelForward
 
 Revise: TypeAlias = "Callable[[StepRecord], OffloadPolicy | None]"
 """Maps the record of the first step to another policy for the rest of the run, or None."""
+
+LATENT_COPIES = 8
+"""Copies of the latents in fp32: noise, state, estimate, velocities of both sides, and the solver's history."""
 
 logger = logging.getLogger("wanstream.sampling")
 
@@ -49,10 +53,10 @@ class RunPolicy:
         revise: Revise | None = None,
     ) -> None:
         self._cache, self._revise = cache, revise
-        self.policy = self._with_cache(policy)
+        self.policy = policy_with_cache(policy, cache)
         self.changes: list[str] = []
         """Changes of the policy so far, as text for `Timeline.changes`."""
-        self._pair, self.device = pair, device
+        self.pair, self.device = pair, device
         self._shape, self._guided, self.split = shape, guided, split
         self._tried = [self.policy]
 
@@ -60,32 +64,59 @@ class RunPolicy:
         """Return the pair's engine for the present policy. No run may be in progress."""
         # Inference mode is thread-local: the engine's fetch thread could not write buffers that were allocated in it.
         with torch.inference_mode(False):
-            return self._pair.engine(self.policy, self.device)
+            return self.pair.engine(self.policy, self.device)
 
     @cached_property
     def stops_inside(self) -> bool:
         """True if a stop is polled within blocks too: on a CPU whose blocks take long."""
         # Not on a GPU, where the host only launches a block; not with a compiler, which makes one function of it; not
         # in a group, whose workers must all stop at the same block.
-        if self.device.type != "cpu" or not self.split.alone or self._pair.kernels.compiler is not None:
+        if self.device.type != "cpu" or not self.split.alone or self.pair.kernels.compiler is not None:
             return False
-        return visit_flops(self._pair, self._shape, guided=self._guided) >= LONG_VISIT_FLOPS
+        lanes = self._shape[0] * (2 if self._guided else 1)
+        return lanes * expert_shape(self.pair).block_flops(tokens_of(self._shape)) >= LONG_VISIT_FLOPS
 
-    def refuse_without_ram(self) -> None:
-        """Refuse a run that needs more RAM than there is; see `check_step_ram`."""
+    def refuse_without_ram(self, *, available: int | None = None) -> None:
+        """Refuse a run on a CPU that is estimated to need more RAM than there is.
+
+        Args:
+            available: bytes of RAM and swap; None: those available now.
+
+        Raises:
+            InsufficientMemoryError: it does not fit; the message has the estimate and a remedy.
+        """
+        # A GPU raises an error, after which a smaller policy is tried. On a CPU the system would end the process.
+        if self.device.type != "cpu":
+            return
         # Making the engine first frees the RAM that the former run keeps under another policy.
-        if self.device.type == "cpu" and self._pair.host_bytes:
+        if self.pair.host_bytes:
             try:
                 self.engine()
             except RuntimeError as err:  # the first step makes it again, and falls back to a smaller policy
                 if not is_out_of_memory(err):
                     raise
-        share, cache = self.split.share, self._cache
-        check_step_ram(self._pair, self._shape, self.policy, self.device, guided=self._guided, share=share, cache=cache)
+        weights, working = self._ram_needs(self.policy)
+        lacking = insufficient_ram(weights + working, available=available)
+        if lacking is None:
+            return
+        smallest = smallest_policy(self.pair, self.policy, tokens_of(self._shape), self.device)
+        fits = insufficient_ram(sum(self._ram_needs(smallest)), available=lacking) is None
+        remedy = (
+            "Choose Wan Auto Offload, which computes fewer tokens at once (a smaller policy, with chunk_tokens, in "
+            "Python)"
+            if fits
+            else "Make the video smaller or shorter, or use context windows"
+        )
+        raise InsufficientMemoryError(
+            f"a step needs about {bytes_text(working)} of RAM in addition to {bytes_text(weights)} for weights, and "
+            f"{bytes_text(lacking)} are free (swap included): the system would end this process. {remedy}, or close "
+            "other programs"
+        )
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self._pair.compute_dtype
+    def _ram_needs(self, policy: OffloadPolicy) -> tuple[int, int]:
+        """Return the bytes of the weights that are not loaded yet, and the working bytes."""
+        latents = LATENT_COPIES * prod(self._shape) * FP32_BYTES
+        return max(0, self._bytes(policy) - self.pair.loaded_bytes), self._working_bytes(policy) + latents
 
     def revise(self, record: StepRecord) -> bool:
         """Replace the policy by the one that `revise` returns for this record; returns True if it is another one."""
@@ -93,7 +124,7 @@ class RunPolicy:
         if self._revise is None or self.changes:
             return False
         revised = self._revise(record)
-        policy = self.policy if revised is None else self._with_cache(revised)
+        policy = self.policy if revised is None else policy_with_cache(revised, self._cache)
         if policy == self.policy:
             return False
         text = f"after the first step: {self._describe(policy)} instead of {self._describe(self.policy)}"
@@ -112,16 +143,12 @@ class RunPolicy:
             InsufficientMemoryError: no policy is smaller.
             SmallerPolicyError: the run is computed by a group, all of which must change to the policy in the error.
         """
-        chunk, free = self.policy.chunk_tokens, free_bytes(self.device)
-        share = self.split.share
-        working = working_bytes(
-            self._pair, self._shape, guided=self._guided, chunk_tokens=chunk, share=share, cache=self._cache
-        )
-        attempt = len(self._tried) - 1
+        free, working, share = free_bytes(self.device), self._working_bytes(self.policy), self.split.share
+        block = self._bytes(OffloadPolicy.layerwise(1)) - self._bytes(OffloadPolicy.layerwise(0))
         smaller = next_smaller_policy(
             self.policy,
-            self._pair.block_counts,
-            missing=bytes_to_free(attempt, block=self._block, working_bytes=working, free_bytes=free),
+            self.pair.block_counts,
+            missing=bytes_to_free(len(self._tried) - 1, block=block, working_bytes=working, free_bytes=free),
             tokens=tokens_of(self._shape) // (share.ring * share.ulysses),
             device_bytes=self._bytes,
         )
@@ -130,36 +157,35 @@ class RunPolicy:
         text = f"out of memory in {where}: {self._describe(smaller)} instead of {self._describe(self.policy)}"
         if not self.split.alone:
             raise SmallerPolicyError(f"{text} ({message})", smaller)
-        same = "" if smaller.chunk_tokens != chunk else ", and the result is the same"
+        same = "" if smaller.chunk_tokens != self.policy.chunk_tokens else ", and the result is the same"
         logger.warning("%s; this part is computed again%s (%s)", text, same, message)
         self.changes.append(text)
         self.policy = smaller
         self._tried.append(smaller)
 
-    def _with_cache(self, policy: OffloadPolicy) -> OffloadPolicy:
-        return policy_with_cache(policy, self._cache)
+    def _working_bytes(self, policy: OffloadPolicy) -> int:
+        return working_bytes(
+            self.pair,
+            self._shape,
+            guided=self._guided,
+            chunk_tokens=policy.chunk_tokens,
+            share=self.split.share,
+            cache=self._cache,
+        )
 
     def _bytes(self, policy: OffloadPolicy) -> int:
-        return self._pair.device_bytes(policy, device=self.device)
-
-    @property
-    def _block(self) -> int:
-        return self._bytes(OffloadPolicy.layerwise(1)) - self._bytes(OffloadPolicy.layerwise(0))
+        return self.pair.device_bytes(policy, device=self.device)
 
     def _describe(self, policy: OffloadPolicy) -> str:
         chunk = "" if policy.chunk_tokens is None else f", {policy.chunk_tokens} tokens at once"
-        blocks = min(self._pair.block_counts.values())
-        return f"{_size(self._bytes(policy))} of weights ({describe_policy(policy, blocks)}{chunk})"
+        blocks = min(self.pair.block_counts.values())
+        return f"{bytes_text(self._bytes(policy))} of weights ({describe_policy(policy, blocks)}{chunk})"
 
     def _no_room_message(self, where: str, message: str, working: int, free: int | None) -> str:
-        freed = "" if free is None else f", {_size(free)} are free in addition to the weights"
+        freed = "" if free is None else f", {bytes_text(free)} are free in addition to the weights"
         tried = "; ".join(self._describe(policy) for policy in self._tried)
         return (
-            f"out of memory in {where}, and no smaller policy is left: the step needs about {_size(working)} of "
+            f"out of memory in {where}, and no smaller policy is left: the step needs about {bytes_text(working)} of "
             f"working memory{freed}. Tried: {tried}. Make the video smaller or shorter, use fewer lanes (batch size 1, "
             f"guidance 1), or close other programs that use the device ({message})"
         )
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"

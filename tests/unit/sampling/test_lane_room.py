@@ -15,7 +15,7 @@ import torch
 from wanstream.devices.available_ram import ESTIMATE_MARGIN
 from wanstream.sampling import DenoiseRequest, InsufficientMemoryError, check_room, denoise, working_bytes
 from wanstream.sampling.cache.settings import FirstBlockCache
-from wanstream.sampling.memory import LATENT_COPIES, check_step_ram
+from wanstream.sampling.loop.oom_fallback import LATENT_COPIES, RunPolicy
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
@@ -119,17 +119,21 @@ def estimate(
     return working + pair.device_bytes(LAYERWISE, device=CPU) + LATENT_COPIES * prod(shape) * 4
 
 
+def refuse(pair: ExpertPair, policy: OffloadPolicy, *, available: int, device: torch.device = CPU) -> None:
+    RunPolicy(pair, policy, device, shape=(1, *LARGE), guided=True).refuse_without_ram(available=available)
+
+
 def test_a_run_on_a_cpu_is_refused_where_it_surely_takes_more_ram_than_there_is(open_pair: OpenPair) -> None:
-    pair, shape = open_pair(), (1, *LARGE)
+    pair = open_pair()
     needs = estimate(pair)
-    check_step_ram(pair, shape, LAYERWISE, CPU, guided=True, available=int(needs / ESTIMATE_MARGIN) + 1)
+    refuse(pair, LAYERWISE, available=int(needs / ESTIMATE_MARGIN) + 1)
     with pytest.raises(InsufficientMemoryError) as refused:
-        check_step_ram(pair, shape, LAYERWISE, CPU, guided=True, available=int(needs / ESTIMATE_MARGIN) - 1)
+        refuse(pair, LAYERWISE, available=int(needs / ESTIMATE_MARGIN) - 1)
     weights = pair.device_bytes(LAYERWISE, device=CPU)
     assert f"needs about {(needs - weights) / 1e9:.2f} GB of RAM in addition to" in str(refused.value)
     assert f"and {needs / ESTIMATE_MARGIN / 1e9:.2f} GB are free (swap included)" in str(refused.value)
     assert "Choose Wan Auto Offload, which computes fewer tokens at once" in str(refused.value)
-    check_step_ram(pair, shape, replace(LAYERWISE, chunk_tokens=2048), CPU, guided=True, available=int(needs / 1.2))
+    refuse(pair, replace(LAYERWISE, chunk_tokens=2048), available=int(needs / 1.2))
 
 
 def test_what_another_policy_keeps_in_ram_is_given_back_before_ram_is_counted(
@@ -157,11 +161,11 @@ def test_what_another_policy_keeps_in_ram_is_given_back_before_ram_is_counted(
 def test_where_no_policy_fits_the_video_must_be_smaller(open_pair: OpenPair) -> None:
     pair = open_pair()
     with pytest.raises(InsufficientMemoryError, match="Make the video smaller or shorter, or use context windows"):
-        check_step_ram(pair, (1, *LARGE), LAYERWISE, CPU, guided=True, available=estimate(pair, chunk=2048) // 2)
+        refuse(pair, LAYERWISE, available=estimate(pair, chunk=2048) // 2)
 
 
 def test_what_a_gpu_has_no_room_for_is_tried_in_less(open_pair: OpenPair) -> None:
-    check_step_ram(open_pair(), (1, *LARGE), LAYERWISE, torch.device("cuda"), guided=True, available=0)
+    refuse(open_pair(), LAYERWISE, device=torch.device("cuda"), available=0)
 
 
 def test_a_video_that_no_machine_has_ram_for_is_refused_before_its_first_block(
