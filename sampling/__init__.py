@@ -12,7 +12,7 @@ from .denoise import DenoiseResult, check_fits, denoise
 from .errors import InsufficientMemoryError, NonFiniteLatentError, RequestError, SamplingCancelled, SmallerPolicyError
 from .estimate import offload_job, predicted_calls, predicted_timeline, request_job
 from .inputs.batching import merge_requests, split_request
-from .inputs.checks import check_guidance, check_step_plan, check_windows, check_windows_repeat
+from .inputs.checks import check_guidance, check_step_plan, check_windows
 from .inputs.conditioning import IMAGE_EMBEDDING_KEY, NativeInputs, native_inputs, native_latent, single_entry
 from .inputs.first_frame import latent_with_first_frames, start_end_mask, start_frames, start_mask, video_with_start_end
 from .inputs.request import DenoiseRequest, Guidance, check_nag, parse_scales
@@ -69,7 +69,6 @@ __all__ = [
     "check_step_plan",
     "check_steps",
     "check_windows",
-    "check_windows_repeat",
     "computed_shape",
     "denoise",
     "lane_names",

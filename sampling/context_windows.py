@@ -28,21 +28,14 @@ class StepWindows:
     """
 
     def __init__(self, settings: ContextWindows, step: int, frames: int) -> None:
-        self._frames, self._repeat_image = frames, settings.repeat_image
-        self._windows = settings.at(step, frames)
-        self._weights = settings.weights(self._windows, frames)
-
-    def __len__(self) -> int:
-        return len(self._windows)
-
-    @property
-    def frames(self) -> Windows:
+        self._video_frames, self._repeat_image = frames, settings.repeat_image
+        self.frames: Windows = settings.at(step, frames)
         """The latent frames of each window."""
-        return self._windows
+        self._weights = settings.weights(self.frames, frames)
 
     def cut(self, state: torch.Tensor, latent_channels: int) -> list[torch.Tensor]:
         """Cut `state` [1, C, T, h, w] into windows; channels after `latent_channels` are the image condition."""
-        parts = [state[:, :, list(window)] for window in self._windows]
+        parts = [state[:, :, list(window)] for window in self.frames]
         if self._repeat_image:
             # Every window starts at frame 0 for the expert, so it gets the start image there.
             for part in parts:
@@ -52,19 +45,19 @@ class StepWindows:
     def cut_timestep_scales(self, scales: tuple[float, ...] | None) -> list[tuple[float, ...] | None]:
         """Return the timestep scale of each frame of each window; None for a window where all of them are 1."""
         if scales is None:
-            return [None] * len(self)
-        cut = [tuple(scales[frame] for frame in window) for window in self._windows]
+            return [None] * len(self.frames)
+        cut = [tuple(scales[frame] for frame in window) for window in self.frames]
         return [None if set(own) == {1.0} else own for own in cut]
 
     def whole(self, velocities: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Blend the velocities of windows, ordered by video, into one float32 velocity for each video."""
-        count = len(self)
+        count = len(self.frames)
         return [self._merged(velocities[first : first + count]) for first in range(0, len(velocities), count)]
 
     def _merged(self, velocities: Sequence[torch.Tensor]) -> torch.Tensor:
         _, channels, _, *size = velocities[0].shape
-        merged = torch.zeros(1, channels, self._frames, *size, device=velocities[0].device)
-        for velocity, window, weights in zip(velocities, self._windows, self._weights, strict=True):
+        merged = torch.zeros(1, channels, self._video_frames, *size, device=velocities[0].device)
+        for velocity, window, weights in zip(velocities, self.frames, self._weights, strict=True):
             counted = torch.tensor(weights, device=merged.device).reshape(1, 1, -1, 1, 1)
             merged[:, :, list(window)] += velocity * counted
         return merged

@@ -18,7 +18,6 @@ from ..schema import TEXT_TOKENS, OffloadPolicy, Timeline
 from ..telemetry import Recorder, TelemetryOptions
 from ..wan import ExpertPair
 from .errors import RequestError
-from .inputs.checks import Texts
 from .inputs.request import DenoiseRequest, check_channels
 from .loop.denoiser import Denoiser, StepProgress
 from .loop.oom_fallback import Revise, RunPolicy
@@ -96,9 +95,10 @@ def denoise(  # noqa: PLR0913 (the entry point of all hosts and workers)
         recorder = Recorder(run_policy.device, observe=observe or TelemetryOptions.from_environment())
         denoiser = Denoiser(request, part, run_policy, recorder)
         denoiser.run(on_step, should_stop)
+    timeline = replace(recorder.timeline(), changes=tuple(run_policy.changes))
     # Copied outside inference mode: callers could not change an inference tensor in place, or use it under autograd.
     latents = denoiser.latents.to(request.noise.device, copy=True)
-    return DenoiseResult(latents=latents, sigma=denoiser.sigma, timeline=denoiser.timeline())
+    return DenoiseResult(latents=latents, sigma=denoiser.sigma, timeline=timeline)
 
 
 def check_fits(request: DenoiseRequest, pair: ExpertPair) -> None:
@@ -107,21 +107,16 @@ def check_fits(request: DenoiseRequest, pair: ExpertPair) -> None:
     An image embedding for experts without an image branch is not an error: it is ignored, as in ComfyUI.
     """
     check_channels(request, pair.in_channels)
-    if pair.is_single:
-        _check_steps(request)
-    width = pair.high.config.image_dim
-    if width is not None:
-        _check_image(request, width)
-
-
-def _check_steps(request: DenoiseRequest) -> None:
     step_plan = request.step_plan
     low = [step for step in step_plan.steps if step_plan.experts[step] == "low"]
-    if low:
+    if pair.is_single and low:
         raise RequestError(
             f"step {low[0]} is one of the low-noise expert, and this is a single model, which runs every step: give "
             "boundary_ratio 0 and no switch_step"
         )
+    width = pair.high.config.image_dim
+    if width is not None:
+        _check_image(request, width)
 
 
 def _check_image(request: DenoiseRequest, width: int) -> None:
@@ -136,15 +131,9 @@ def _check_image(request: DenoiseRequest, width: int) -> None:
             f"the image embedding is {list(image.shape)}, the model takes [1, tokens, {width}]: use clip_vision_h"
         )
     for name, texts in (("positive", request.positive), ("negative", request.negative)):
-        for length in _lengths(texts):
-            if length != TEXT_TOKENS:
+        for text in () if texts is None else texts:
+            if text.shape[-2] != TEXT_TOKENS:
                 raise RequestError(
-                    f"{name} has {length} tokens, and a model with an image branch (Wan2.1 I2V) needs "
+                    f"{name} has {text.shape[-2]} tokens, and a model with an image branch (Wan2.1 I2V) needs "
                     f"{TEXT_TOKENS}: encode it with Wan Text Encode, which pads or cuts to that length"
                 )
-
-
-def _lengths(texts: Texts | None) -> list[int]:
-    if texts is None:
-        return []
-    return [text.shape[-2] for text in texts]

@@ -23,7 +23,6 @@ from ...sampling import (
     check_guidance,
     check_nag,
     check_windows,
-    check_windows_repeat,
     computed_shape,
     lane_names,
     offload_job,
@@ -88,11 +87,10 @@ class GuiderSteps:
             check_nag(scales, has_negative=True)
         windows, cache = self.settings.windows, self.settings.cache
         if windows is not None:
-            check_windows(windows, self.frames)
+            mag_steps = range(steps) if isinstance(cache, MagCache) else ()
+            check_windows(windows, self.frames, mag_steps=mag_steps)
         if isinstance(cache, MagCache):
             cache.table.check_steps(self.sigmas, [self.settings.expert(level) for level in levels], scales)
-            if windows is not None:
-                check_windows_repeat(windows, range(steps), self.frames)
 
     @property
     def steps(self) -> int:

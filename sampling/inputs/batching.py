@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,6 +14,9 @@ from ..errors import RequestError
 from .checks import Texts
 from .conditioning import video_text
 from .request import DenoiseRequest
+
+TENSORS = ("noise", "image_condition", "latent", "mask", "image_embedding")
+"""Fields of a request with a tensor for each sample, or one for all of them; texts may also be sequences."""
 
 
 def merge_requests(requests: Sequence[DenoiseRequest]) -> DenoiseRequest:
@@ -32,15 +36,14 @@ def merge_requests(requests: Sequence[DenoiseRequest]) -> DenoiseRequest:
     for number, other in enumerate(others, 2):
         _check_fits(number, _traits(other), _traits(first))
     batches = [request.batch for request in requests]
+    tensors: dict[str, Any] = {
+        name: _stacked([getattr(request, name) for request in requests], batches) for name in TENSORS
+    }
     return replace(
         first,
-        noise=torch.cat([request.noise for request in requests]),
         positive=_merged_texts([request.positive for request in requests], batches),
         negative=_merged_texts([request.negative for request in requests], batches) if first.needs_negative else None,
-        image_condition=_stacked([request.image_condition for request in requests], batches),
-        latent=_stacked([request.latent for request in requests], batches),
-        mask=_stacked([request.mask for request in requests], batches),
-        image_embedding=_stacked([request.image_embedding for request in requests], batches),
+        **tensors,
     )
 
 
@@ -130,25 +133,14 @@ def split_request(request: DenoiseRequest, sizes: Sequence[int]) -> list[Denoise
 
 
 def _part(request: DenoiseRequest, samples: slice) -> DenoiseRequest:
-    return replace(
-        request,
-        noise=request.noise[samples].clone(),
-        positive=_split_texts(request.positive, samples),
-        negative=None if request.negative is None else _split_texts(request.negative, samples),
-        image_condition=_tensor(request.image_condition, samples),
-        latent=_tensor(request.latent, samples),
-        mask=_tensor(request.mask, samples),
-        image_embedding=_tensor(request.image_embedding, samples),
-    )
+    fields = (*TENSORS, "positive", "negative")
+    parts: dict[str, Any] = {name: _of_samples(getattr(request, name), samples) for name in fields}
+    return replace(request, **parts)
 
 
-def _split_texts(texts: Texts, samples: slice) -> Texts:
-    if isinstance(texts, torch.Tensor):
-        return texts if len(texts) == 1 else texts[samples].clone()
-    return tuple(texts[samples])
-
-
-def _tensor(tensor: torch.Tensor | None, samples: slice) -> torch.Tensor | None:
-    """Return the samples' part of a tensor, or the tensor if all samples share it."""
+def _of_samples(value: Texts | None, samples: slice) -> Texts | None:
+    """Return the samples' part of a value, or the value if all samples share it."""
+    if value is None or len(value) == 1:
+        return value
     # Cloned, because a pickled view would carry the whole batch to the worker.
-    return tensor if tensor is None or len(tensor) == 1 else tensor[samples].clone()
+    return value[samples].clone() if isinstance(value, torch.Tensor) else tuple(value[samples])

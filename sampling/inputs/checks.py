@@ -87,22 +87,18 @@ def check_guidance(guidance: tuple[float, float], of_steps: Sequence[float] | No
         )
 
 
-def check_windows(windows: ContextWindows, frames: int) -> None:
-    """Raise RequestError if the windows are longer than the video of `frames` latent frames."""
+def check_windows(windows: ContextWindows, frames: int, *, mag_steps: Sequence[int] = ()) -> None:
+    """Raise RequestError if the windows are longer than the video, or shift so that MagCache could never skip a step.
+
+    Args:
+        frames: latent frames of the video.
+        mag_steps: steps of a run with MagCache.
+    """
     try:
         windows.check_video(frames)
     except ValueError as err:
         raise RequestError(str(err)) from err
-
-
-def check_windows_repeat(windows: ContextWindows, steps: Sequence[int], frames: int) -> None:
-    """Raise RequestError if the windows shift in every step, so that MagCache could never skip one.
-
-    Args:
-        steps: steps of the run.
-        frames: latent frames of the video.
-    """
-    places = [windows.at(step, frames) for step in steps]
+    places = [windows.at(step, frames) for step in mag_steps]
     if len(places) > 1 and all(before != after for before, after in pairwise(places)):
         raise RequestError(
             "the context windows shift in every step, and MagCache skips a step only if all of its windows were "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -130,10 +130,11 @@ def check_keys(side: str, options: Mapping[str, Any]) -> None:
         if key in IGNORED:
             logger.info("%s carries %s, which is ignored, as native sampling does: %s", side, key, IGNORED[key])
         elif holds_tensor(value):
+            known = ", ".join(sorted([*READ, *TEXT_TENSORS, *IGNORED]))
             raise ConditioningError(
                 f"{side} carries a tensor, or too many objects to search, under '{key}', which is not known here and "
                 "may change the video: remove the node that writes it. Known tensors: "
-                f"{_listed([*READ, *TEXT_TENSORS, *IGNORED])}"
+                f"{known}"
             )
     _check_ranges(side, options)
     if options.get("strength") == 0:  # any other strength cancels out, as there is only one entry
@@ -152,10 +153,6 @@ def _check_ranges(side: str, options: Mapping[str, Any]) -> None:
 def _is_nothing(value: object) -> bool:
     """Return True for None and empty containers, which nodes write to remove a value."""
     return value is None or (isinstance(value, list | tuple | dict | set | str) and not value)
-
-
-def _listed(keys: Iterable[str]) -> str:
-    return ", ".join(sorted(keys))
 
 
 def holds_tensor(value: object) -> bool:

@@ -61,16 +61,6 @@ def _check_video_mask(given: list[int], shape: torch.Size) -> None:
         )
 
 
-def frame_timestep_scales(mask: torch.Tensor) -> tuple[tuple[float, ...] | None, ...]:
-    """Return the timestep scale of each latent frame, for each sample of `mask` [B, C, T, h, w].
-
-    It is the mean of the mask over the frame, in float32, as ComfyUI computes it for TI2V-5B. None stands for a sample
-    whose scales are all 1.
-    """
-    scales: list[list[float]] = mask.float().mean(dim=(1, 3, 4)).tolist()
-    return tuple(None if set(of_sample) == {1.0} else tuple(of_sample) for of_sample in scales)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MaskedPart:
     """The kept part of a masked run: float32 tensors on the run's device that broadcast to its latents."""

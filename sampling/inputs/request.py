@@ -29,9 +29,7 @@ from .checks import (
     check_step_plan,
     check_texts,
     check_windows,
-    check_windows_repeat,
 )
-from .mask import frame_timestep_scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,18 +175,16 @@ class DenoiseRequest:
             remedy = "set guidance to (1, 1)" if self.guidance_steps is None else "give guidance_steps of 1 only"
             scales = self.guidance_steps or self.guidance
             raise RequestError(f"guidance {scales} needs a negative text: give one, or {remedy}")
+        step_plan = self.step_plan
         if self.nag is not None:
-            step_plan = self.step_plan
             check_nag([step_plan.guidance[step] for step in step_plan.steps], has_negative=self.negative is not None)
         if self.windows is not None:
-            check_windows(self.windows, self.noise.shape[2])
+            mag_steps = step_plan.steps if isinstance(self.cache, MagCache) else ()
+            check_windows(self.windows, self.noise.shape[2], mag_steps=mag_steps)
         if self.solver not in SOLVERS:
             raise RequestError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
-        step_plan = self.step_plan
         if isinstance(self.cache, MagCache):
             self.cache.table.check_steps(self._schedule().sigmas, step_plan.experts, step_plan.guidance)
-            if self.windows is not None:
-                check_windows_repeat(self.windows, step_plan.steps, self.noise.shape[2])
         check_start(
             step_plan.start_sigma,
             step=self.start_step,
@@ -209,10 +205,14 @@ class DenoiseRequest:
 
     @property
     def timestep_scales(self) -> tuple[tuple[float, ...] | None, ...]:
-        """Timestep scale of each latent frame, for each sample (TI2V-5B); None for a sample whose scales are all 1."""
+        """Timestep scale of each latent frame, for each sample (TI2V-5B); None for a sample whose scales are all 1.
+
+        It is the mean of the mask over the frame, in float32, as ComfyUI computes it.
+        """
         if self.mask is None or self.channels != WAN22.channels:
             return (None,) * self.batch
-        return frame_timestep_scales(self.mask.expand(self.batch, *self.mask.shape[1:]))
+        scales = self.mask.expand(self.batch, *self.mask.shape[1:]).float().mean(dim=(1, 3, 4)).tolist()
+        return tuple(None if set(of_sample) == {1.0} else tuple(of_sample) for of_sample in scales)
 
     def guidance_of(self, expert: str) -> float:
         """Return the CFG scale of the expert "high" or "low", without `guidance_steps`."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from ...schema import StepRecord, Timeline
+from ...schema import StepRecord
 from ...telemetry import Recorder
 from ...wan import WAN22, ExpertEngine
 from ..errors import NonFiniteLatentError, RequestError
@@ -79,9 +79,6 @@ class Denoiser:
     def sigma(self) -> float:
         """The noise level after the last step that this run takes."""
         return self.step_plan.schedule.sigmas[self._range.stop]
-
-    def timeline(self) -> Timeline:
-        return replace(self._recorder.timeline(), changes=tuple(self._policy.changes))
 
     def run(self, on_step: Callable[[StepProgress], None] | None, should_stop: Callable[[], bool] | None) -> None:
         """Compute all remaining steps; see `denoise` for both callbacks."""

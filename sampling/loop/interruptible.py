@@ -30,42 +30,39 @@ ROWS_AT_ONCE = 256
 """Queries that torch's CPU kernel works on at a time."""
 
 
-class BlockVisits:
-    """Visits of the blocks of one model call, for `with visits(block):`; polls `should_stop` before each block.
-
-    A stop raises SamplingCancelled.
+def block_visit(
+    run: EngineRun,
+    step: int,
+    expert: str,
+    should_stop: Callable[[], bool] | None,
+    block: int,
+    *,
+    inside: bool = False,
+) -> AbstractContextManager[object]:
+    """Return the visit of a block, for `with`; polls `should_stop` first.
 
     Args:
-        inside: poll within blocks too; see `Interruptible`.
+        inside: poll within the block too; see `Interruptible`.
+
+    Raises:
+        SamplingCancelled: `should_stop` returned True; within the block too.
     """
+    if should_stop is None:
+        return run.visit(step, expert, block)
 
-    def __init__(
-        self,
-        run: EngineRun,
-        step: int,
-        expert: str,
-        should_stop: Callable[[], bool] | None,
-        *,
-        inside: bool = False,
-    ) -> None:
-        self._run, self._step, self._expert = run, step, expert
-        self._should_stop, self._inside = should_stop, inside and should_stop is not None
-        self._block = 0  # of the present visit, for the error
+    def poll() -> None:
+        if should_stop():
+            raise SamplingCancelled(step, block)
 
-    def __call__(self, block: int) -> AbstractContextManager[object]:
-        self._block = block
-        self._poll()
-        visit = self._run.visit(self._step, self._expert, block)
-        return self._interruptible(visit) if self._inside else visit
+    poll()
+    visit = run.visit(step, expert, block)
+    return _interruptible(visit, poll) if inside else visit
 
-    def _poll(self) -> None:
-        if self._should_stop is not None and self._should_stop():
-            raise SamplingCancelled(self._step, self._block)
 
-    @contextmanager
-    def _interruptible(self, visit: AbstractContextManager[object]) -> Iterator[None]:
-        with visit, Interruptible(self._poll):
-            yield
+@contextmanager
+def _interruptible(visit: AbstractContextManager[object], poll: Callable[[], None]) -> Iterator[None]:
+    with visit, Interruptible(poll):
+        yield
 
 
 class Interruptible(TorchFunctionMode):

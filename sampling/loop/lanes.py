@@ -66,27 +66,19 @@ class LaneInputs:
         states = list(latents.split(1))
         if self._image:
             states = [torch.cat(pair, dim=1) for pair in zip(states, self._image, strict=True)]
-        sides = (self._positive, self._negative) if with_negative else (self._positive,)
-        embeddings = self._embedding or (None,) * len(states)
-        nothing = (None,) * len(states)
-        nag_texts = self._negative if attach_nag else nothing
         parts = [[state] if windows is None else windows.cut(state, latents.shape[1]) for state in states]
         scales = [[own] if windows is None else windows.cut_timestep_scales(own) for own in self._timestep_scales]
-        names = iter(lane_names(len(states), with_negative=with_negative, windows=windows))
+        sides, pieces = (self._positive, self._negative), len(parts[0])
         return [
             Lane(
-                latents=part,
-                text=text,
-                image=image,
-                negative_text=negative_text,
-                timestep_scales=part_scales,
-                name=next(names),
+                latents=parts[name.sample][number % pieces],
+                text=sides[name.side][name.sample],
+                image=self._embedding[name.sample] if self._embedding else None,
+                negative_text=self._negative[name.sample] if attach_nag and name.side == 0 else None,
+                timestep_scales=scales[name.sample][number % pieces],
+                name=name,
             )
-            for texts, against_texts in zip(sides, (nag_texts, nothing), strict=False)
-            for own, local_scales, text, image, negative_text in zip(
-                parts, scales, texts, embeddings, against_texts, strict=True
-            )
-            for part, part_scales in zip(own, local_scales, strict=True)
+            for number, name in enumerate(lane_names(len(states), with_negative=with_negative, windows=windows))
         ]
 
     def prefetch(

@@ -27,7 +27,7 @@ from ...schema import OffloadPolicy, StateError
 from ...telemetry import Recorder
 from ...wan import ExpertEngine, Lane, Nag, attach_nag, forward_lanes
 from ..cache.base import CachedPass, StepCache, names_of
-from .interruptible import BlockVisits
+from .interruptible import block_visit
 from .oom_fallback import RunPolicy
 from .parallel import Compute
 
@@ -92,7 +92,7 @@ class ModelCalls:
         self._nag, self._cache = nag, cache
         self._engine: ExpertEngine | None = None
         self._expected = tuple(predicted)
-        self._state = CallState.NEW
+        self.state = CallState.NEW
         self._run: EngineRun | None = None
         self._attached = ExitStack()
         self._attached_policy: OffloadPolicy | None = None
@@ -102,10 +102,6 @@ class ModelCalls:
         """Number of calls so far."""
         self.recompiled = 0
         """Number of unpredicted calls, each of which needed a new program."""
-
-    @property
-    def state(self) -> CallState:
-        return self._state
 
     @property
     def engine(self) -> ExpertEngine:
@@ -135,9 +131,9 @@ class ModelCalls:
             SamplingCancelled: `should_stop` returned True. Another call may follow, as after any error.
             StateError: outside `with`, or inside another call.
         """
-        if self._state not in (CallState.IDLE, CallState.STREAMING):
-            raise StateError(f"the model cannot be called; state: {self._state.value}")
-        if self._state is CallState.IDLE or self._expected[0] != expert:
+        if self.state not in (CallState.IDLE, CallState.STREAMING):
+            raise StateError(f"the model cannot be called; state: {self.state.value}")
+        if self.state is CallState.IDLE or self._expected[0] != expert:
             self._repredict(expert)
         else:
             self._revise_once()
@@ -149,7 +145,7 @@ class ModelCalls:
         elif self._run is None:
             self._retried(self.calls, partial(self._begin_run, self.calls))
         else:
-            self._state = CallState.STREAMING
+            self.state = CallState.STREAMING
         return result
 
     def _retried(self, call: int, attempt: Callable[[], Result]) -> Result:
@@ -169,7 +165,7 @@ class ModelCalls:
         """Compute a call, in a new run if the last one has ended. After any error the run has ended."""
         if self._run is None:
             self._begin_run(call)
-        expert, step, self._state = self._expected[0], self._first_step + call, CallState.COMPUTING
+        expert, step, self.state = self._expected[0], self._first_step + call, CallState.COMPUTING
         graphs = self.engine.graphs
         with ExitStack() as ending:
             ending.push(self._end_run)
@@ -184,7 +180,7 @@ class ModelCalls:
         assert self._run is not None
         engine, run = self.engine, self._run
         split, cache = self._policy.split, self._cache
-        visit = BlockVisits(run, step, expert, self._should_stop, inside=self._policy.stops_inside)
+        visit = partial(block_visit, run, step, expert, self._should_stop, inside=self._policy.stops_inside)
         own = split.local_tokens
         compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit, local_tokens=own)
         if cache is None:
@@ -229,7 +225,7 @@ class ModelCalls:
         )
         run = self.engine.run(visits, recorder=self._recorder)
         self._run = run.__enter__()
-        self._state = CallState.STREAMING
+        self.state = CallState.STREAMING
 
     def _attach(self) -> None:
         """Make the engine for the present policy, and attach context parallelism and NAG to its models."""
@@ -259,7 +255,7 @@ class ModelCalls:
         trace: TracebackType | None = None,
     ) -> None:
         run, self._run = self._run, None
-        self._state = CallState.IDLE
+        self.state = CallState.IDLE
         try:
             if run is not None:
                 run.__exit__(kind, error, trace)
@@ -268,9 +264,9 @@ class ModelCalls:
                 self._detach()
 
     def __enter__(self) -> ModelCalls:
-        if self._state is not CallState.NEW:
-            raise StateError(f"cannot be entered twice; state: {self._state.value}")
-        self._state = CallState.IDLE
+        if self.state is not CallState.NEW:
+            raise StateError(f"cannot be entered twice; state: {self.state.value}")
+        self.state = CallState.IDLE
         with self._entered:
             self._entered.enter_context(self._recorder.watching())
             self._entered.callback(self._detach)
@@ -286,7 +282,7 @@ class ModelCalls:
             try:
                 self._end_run(kind, error, trace)
             finally:
-                self._state = CallState.CLOSED
+                self.state = CallState.CLOSED
 
     def _count_non_block_bytes(self, engine: ExpertEngine, *, before: int) -> None:
         self._recorder.non_block_bytes += engine.non_block_bytes - before
