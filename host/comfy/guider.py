@@ -141,12 +141,11 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             with run.events:
                 with run.model_calls as calls:
                     if levels:
-                        experts = map(self.settings.expert, levels)
-                        timesteps = [sigma * TRAIN_TIMESTEPS for sigma in levels]
+                        needs_negative = guider_steps.needs_negative(levels)
+                        ahead = [(self.settings.expert(sigma), sigma) for sigma in levels]
                         run.inputs.prefetch(
                             calls.engine,
-                            zip(experts, timesteps, strict=True),
-                            with_negative=guider_steps.needs_negative(levels),
+                            [(expert, sigma * TRAIN_TIMESTEPS, needs_negative[expert]) for expert, sigma in ahead],
                         )
                     samples: torch.Tensor = super().inner_sample(
                         *(noise, latent_image, device, sampler, sigmas, denoise_mask, callback, disable_pbar, seed),

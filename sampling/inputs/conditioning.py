@@ -198,8 +198,7 @@ def leftover_sigma(latent: Mapping[str, Any]) -> float | None:
     mark = latent.get(LEFTOVER_KEY)
     if mark is None or mark["fingerprint"] != _fingerprint(latent["samples"]):
         return None
-    sigma: float = mark["sigma"]
-    return sigma
+    return float(mark["sigma"])
 
 
 def _fingerprint(samples: torch.Tensor) -> int:
@@ -328,7 +327,10 @@ def _samples(latent: Latent) -> torch.Tensor:
             "latent"
         )
     if samples.ndim == 4 and not torch.count_nonzero(samples):
-        samples = samples.new_zeros(len(samples), WAN21.channels, 1, *_hinted_size(latent))
+        # An empty latent of a model that may have other than 8 pixels per latent pixel.
+        ratio = (latent.get(SIZE_HINT) or PIXELS_PER_LATENT) / PIXELS_PER_LATENT
+        size = (round(side * ratio) for side in samples.shape[-2:])
+        samples = samples.new_zeros(len(samples), WAN21.channels, 1, *size)
     elif samples.ndim == 4:
         samples = samples.unsqueeze(2)
     if samples.ndim != 5 or samples.shape[1] not in [space.channels for space in SPACES]:
@@ -337,13 +339,6 @@ def _samples(latent: Latent) -> torch.Tensor:
             "use an empty video latent"
         )
     return samples.float()
-
-
-def _hinted_size(latent: Latent) -> tuple[int, int]:
-    """Return height and width for an empty latent of a model that may have other than 8 pixels per latent pixel."""
-    ratio = (latent.get(SIZE_HINT) or PIXELS_PER_LATENT) / PIXELS_PER_LATENT
-    height, width = latent["samples"].shape[-2:]
-    return round(height * ratio), round(width * ratio)
 
 
 def _side(

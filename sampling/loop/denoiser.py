@@ -60,6 +60,8 @@ class Denoiser:
         device = policy.device
         self.step_plan = request.step_plan
         self._range = _remaining_steps(self.step_plan, part.resume, part.until)
+        self.sigma = self.step_plan.schedule.sigmas[self._range.stop]
+        """The noise level after the last step that this run takes."""
         self._steps = [(step, self.step_plan.experts[step]) for step in self._range]
         self._request, self._policy = request, policy
         self._recorder = recorder
@@ -74,11 +76,6 @@ class Denoiser:
         else:
             self.latents = part.resume.latents.to(device)
             self._solver.restore(part.resume.history, device)
-
-    @property
-    def sigma(self) -> float:
-        """The noise level after the last step that this run takes."""
-        return self.step_plan.schedule.sigmas[self._range.stop]
 
     def run(self, on_step: Callable[[StepProgress], None] | None, should_stop: Callable[[], bool] | None) -> None:
         """Compute all remaining steps; see `denoise` for both callbacks."""
@@ -111,13 +108,10 @@ class Denoiser:
 
     def _prefetch_embeddings(self, engine: ExpertEngine) -> None:
         """Announce all timesteps and texts of the run to the engine, which embeds them together."""
-        timesteps = self.step_plan.schedule.timesteps
-        nag = self._request.nag is not None
-        with_negative = {expert for step, expert in self._steps if nag or self.step_plan.guidance[step] != 1}
+        plan, nag = self.step_plan, self._request.nag is not None
         self._inputs.prefetch(
             engine,
-            ((expert, timesteps[step]) for step, expert in self._steps),
-            with_negative={expert: expert in with_negative for _, expert in self._steps},
+            [(expert, plan.schedule.timesteps[step], nag or plan.guidance[step] != 1) for step, expert in self._steps],
         )
 
     def _compute_step(self, step: int, compute: Compute) -> _StepResult:

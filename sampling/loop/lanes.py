@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -81,18 +81,16 @@ class LaneInputs:
             for number, name in enumerate(lane_names(len(states), with_negative=with_negative, windows=windows))
         ]
 
-    def prefetch(
-        self, engine: ExpertEngine, calls: Iterable[tuple[str, float]], *, with_negative: Mapping[str, bool]
-    ) -> None:
+    def prefetch(self, engine: ExpertEngine, calls: Sequence[tuple[str, float, bool]]) -> None:
         """Announce the timesteps and texts of `calls` to the engine, which embeds them together.
 
         Args:
-            calls: expert and timestep of each call.
-            with_negative: for each expert, True if it gets the negative texts too.
+            calls: expert and timestep of each call, and whether it reads the negative texts too.
         """
         timesteps: dict[str, list[float]] = {}
-        for expert, timestep in calls:
+        for expert, timestep, _ in calls:
             of_frames = (frame_timesteps(scales, timestep) for scales in self._timestep_scales if scales is not None)
             timesteps.setdefault(expert, []).extend(sorted({timestep}.union(*of_frames)))
-        sides = {True: [*self._positive, *self._negative], False: self._positive}
-        engine.expect(timesteps, {expert: sides[with_negative[expert]] for expert in timesteps})
+        texts: dict[str, Sequence[torch.Tensor]] = dict.fromkeys(timesteps, self._positive)
+        texts |= {expert: [*self._positive, *self._negative] for expert, _, with_negative in calls if with_negative}
+        engine.expect(timesteps, texts)
