@@ -156,7 +156,9 @@ def test_every_block_that_was_fetched_is_used(ahead: int, watched: Any, make_eig
     assert 2 < len(computed) < STEPS
     fetched = sum(len(each.fetched) for each in watched.runs)
     needed = len(computed) * (LAYERS - 1) + 2  # the first block of each expert is resident
-    assert needed <= fetched <= needed + 2 * (ahead + 1)
+    # A run that ends before its next fetch is issued leaves the last block of its step, which the next run keeps.
+    kept = sum(len(each.program.initial) for each in watched.runs)
+    assert needed - kept <= fetched <= needed + 2 * (ahead + 1)
     assert timeline.bytes_moved == fetched * watched.pair.stored_bytes
     assert len(watched.runs) == 1 + timeline.skipped_steps - (timeline.steps[-1].skipped_visits > 0)
 
