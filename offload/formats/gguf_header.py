@@ -15,6 +15,7 @@ import torch
 
 from .gguf_dequant import QUANT_FORMATS, QuantFormat, stored_bytes
 from .safetensors_header import (
+    DTYPES,
     GGUF_START,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -27,50 +28,19 @@ from .safetensors_header import (
 )
 from .safetensors_header import START_BYTES as KIND_BYTES
 
-PLAIN_TYPES = {
-    0: torch.float32,
-    1: torch.float16,
-    24: torch.int8,
-    25: torch.int16,
-    26: torch.int32,
-    27: torch.int64,
-    28: torch.float64,
-    30: torch.bfloat16,
+TYPES = {
+    number: name
+    for first, names in (
+        (0, ("F32", "F16", "Q4_0", "Q4_1")),
+        (6, ("Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS")),
+        (18, ("IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64", "IQ1_M")),
+        (30, ("BF16",)),
+        (34, ("TQ1_0", "TQ2_0")),
+        (39, ("MXFP4", "NVFP4", "Q1_0")),
+    )
+    for number, name in enumerate(names, start=first)
 }
-
-_PACKING_NAMES = {
-    2: "Q4_0",
-    3: "Q4_1",
-    6: "Q5_0",
-    7: "Q5_1",
-    8: "Q8_0",
-    10: "Q2_K",
-    11: "Q3_K",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
-    20: "IQ4_NL",
-    23: "IQ4_XS",
-}
-PACKED_TYPES = {number: QUANT_FORMATS[name] for number, name in _PACKING_NAMES.items()}
-
-# Types that cannot be dequantised here. Q8_1 and Q8_K are intermediate formats of ggml's computations.
-OTHER_TYPES = {
-    9: "Q8_1",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
-    40: "NVFP4",
-    41: "Q1_0",
-}
+"""Names of ggml's types by number: dtypes of torch, formats that can be dequantised, and others."""
 
 READABLE_TYPES = ("F32", "F16", "BF16", *QUANT_FORMATS)
 """Names of the types that weights may have."""
@@ -270,9 +240,10 @@ def _entry(cursor: HeaderCursor, name: str) -> _Entry:
     # The fastest dimension comes first in the file.
     shape = tuple(int(size) for size in reversed(cursor.numbers("Q", dimensions)))
     kind, offset = cursor.integer("I"), cursor.integer("Q")
-    packing = PACKED_TYPES.get(kind)
-    if packing is None and kind not in PLAIN_TYPES:
-        stored_as = OTHER_TYPES.get(kind, f"type {kind} of ggml")
+    stored_as = TYPES.get(kind, f"type {kind} of ggml")
+    packing = QUANT_FORMATS.get(stored_as)
+    dtype = torch.uint8 if packing is not None else DTYPES.get(stored_as)
+    if dtype is None:
         raise cursor.error(
             f"{name} is stored as {stored_as}, which is not supported: use a file of {', '.join(READABLE_TYPES)}"
         )
@@ -283,7 +254,6 @@ def _entry(cursor: HeaderCursor, name: str) -> _Entry:
         raise cursor.damaged(
             f"a tensor {name!r} {list(shape)} in {packing.name}, whose groups have {packing.values} values"
         )
-    dtype = torch.uint8 if packing is not None else PLAIN_TYPES[kind]
     nbytes = stored_bytes(shape, dtype, packing)
     return _Entry(name=name, shape=shape, dtype=dtype, packing=packing, offset=offset, nbytes=nbytes)
 

@@ -13,7 +13,7 @@ from ...plan import BlockKey
 from ..formats.gguf_dequant import QuantFormat
 from ..formats.layout import BlockFormat, block_format, flat_layout, host_bytes
 from ..formats.safetensors_header import CheckpointFileError, FileTensor
-from .read_plan import Read, ReadPiece, read_pieces, reads_directly, row_piece, within
+from .read_plan import Read, ReadPiece, read_pieces, reads_directly, whole_piece, within
 from .reader import HAS_PREADV, FileReader
 
 TensorsOfBlock = Mapping[str, FileTensor]
@@ -32,6 +32,9 @@ class FileSource:
         portable: use seek and read instead of `preadv`.
         direct: read past the page cache (O_DIRECT); if the file system refuses, log it and read through the cache.
             None: decide by `reads_directly`.
+
+    Attributes:
+        reader: reads the files, and counts the bytes.
 
     Raises:
         CheckpointFileError: the shape of a scale fits neither the whole tensor nor its rows.
@@ -56,17 +59,7 @@ class FileSource:
         if direct is None:
             file_bytes = sum(tensor.nbytes for tensors in blocks.values() for tensor in tensors.values())
             direct = reads_directly(file_bytes, available_bytes())
-        self._reader = FileReader(readers=readers, portable=portable, direct=direct)
-
-    @property
-    def direct(self) -> bool:
-        """True if files are read past the page cache, unless their file system refuses."""
-        return self._reader.direct
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from files so far, including bytes between wanted ones that direct reads cover."""
-        return self._reader.bytes_read
+        self.reader = FileReader(readers=readers, portable=portable, direct=direct)
 
     @property
     def identity(self) -> str:
@@ -85,7 +78,7 @@ class FileSource:
 
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         if key not in self._scales:
-            stored = _read(self._stored_scales.get(key, {}), self._reader)
+            stored = _read(self._stored_scales.get(key, {}), self.reader)
             self._scales[key] = {name: _as_factor(scale) for name, scale in stored.items()}
         return self._scales[key]
 
@@ -93,16 +86,14 @@ class FileSource:
         return sum(tensor.nbytes for tensor in self._blocks[key].values())
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-        memory = host_bytes(into).data
-        pieces = read_pieces(self._blocks[key], self._formats[key].stored)
-        self._reader.read([(piece, memory) for piece in pieces])
+        self.read_range(key, range(self._formats[key].stored.nbytes), into)
 
     def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
         return sum(piece.nbytes for piece in self._pieces(key, wanted))
 
     def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
         memory = host_bytes(into).data
-        self._reader.read([(piece, memory) for piece in self._pieces(key, wanted)])
+        self.reader.read([(piece, memory) for piece in self._pieces(key, wanted)])
 
     def read_rows(self, key: BlockKey, name: str, rows: range, into: torch.Tensor) -> None:
         """Read stored rows of one parameter into `into`, 1-D uint8 CPU memory. Any thread may call this.
@@ -110,14 +101,15 @@ class FileSource:
         Raises:
             SourceError: the rows could not be read; the contents of `into` are then undefined.
         """
-        self._reader.read([(row_piece(name, self._blocks[key][name], rows), host_bytes(into).data)])
+        tensor = self._blocks[key][name].rows(rows.start, rows.stop)
+        self.reader.read([(whole_piece(name, tensor), host_bytes(into).data)])
 
     def path(self, key: BlockKey, name: str) -> Path:
         """Return the file that contains a parameter."""
         return self._blocks[key][name].path
 
     def close(self) -> None:
-        self._reader.close()
+        self.reader.close()
 
     def _pieces(self, key: BlockKey, wanted: range) -> tuple[ReadPiece, ...]:
         return within(read_pieces(self._blocks[key], self._formats[key].stored), wanted)

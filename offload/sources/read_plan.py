@@ -48,7 +48,8 @@ def read_pieces(
     pieces: list[ReadPiece] = []
     for piece in _cut(tensors, layout, piece_bytes):
         if pieces and _is_contiguous(pieces[-1], piece) and pieces[-1].nbytes + piece.nbytes <= piece_bytes:
-            pieces[-1] = _merge(pieces[-1], piece)
+            last = pieces[-1]
+            pieces[-1] = replace(last, nbytes=last.nbytes + piece.nbytes, names=(*last.names, *piece.names))
         else:
             pieces.append(piece)
     return tuple(pieces)
@@ -58,22 +59,20 @@ def within(pieces: Iterable[ReadPiece], wanted: range) -> tuple[ReadPiece, ...]:
     """Return the parts of `pieces` whose targets lie in `wanted`; their targets count from `wanted.start`."""
     parts: list[ReadPiece] = []
     for piece in pieces:
-        start = max(piece.target, wanted.start)
-        stop = min(piece.target + piece.nbytes, wanted.stop)
+        start, stop = max(piece.target, wanted.start), min(piece.target + piece.nbytes, wanted.stop)
         if start < stop:
-            offset = piece.offset + start - piece.target
-            parts.append(replace(piece, offset=offset, nbytes=stop - start, target=start - wanted.start))
+            shift = piece.offset - piece.target
+            parts.append(replace(_part(piece, start + shift, stop + shift), target=start - wanted.start))
     return tuple(parts)
 
 
-def row_piece(name: str, tensor: FileTensor, rows: range) -> ReadPiece:
-    """Return the piece for consecutive rows of a tensor, packed or not; its target is byte 0."""
-    row_bytes = tensor.nbytes // tensor.shape[0]
+def whole_piece(name: str, tensor: FileTensor, target: int = 0) -> ReadPiece:
+    """Return the piece for a whole tensor."""
     return ReadPiece(
         path=tensor.path,
-        offset=tensor.offset + rows.start * row_bytes,
-        nbytes=len(rows) * row_bytes,
-        target=0,
+        offset=tensor.offset,
+        nbytes=tensor.nbytes,
+        target=target,
         names=(name,),
         version=tensor.version,
     )
@@ -83,27 +82,17 @@ def _cut(tensors: Mapping[str, FileTensor], layout: FlatLayout, piece_bytes: int
     for place in layout.tensors:
         stored = tensors[place.name]
         assert stored.nbytes == place.nbytes, f"{place.name}: {stored.nbytes} bytes stored, {place.nbytes} laid out"
-        for start in range(0, place.nbytes, piece_bytes):
-            yield ReadPiece(
-                path=stored.path,
-                offset=stored.offset + start,
-                nbytes=min(piece_bytes, place.nbytes - start),
-                target=place.offset + start,
-                names=(place.name,),
-                version=stored.version,
-            )
+        whole, end = whole_piece(place.name, stored, place.offset), stored.offset + stored.nbytes
+        for start in range(stored.offset, end, piece_bytes):
+            yield _part(whole, start, min(start + piece_bytes, end))
 
 
 def _is_contiguous(first: ReadPiece, second: ReadPiece) -> bool:
     return (
-        (first.path, first.version) == (second.path, second.version)
+        _same_file(first, second)
         and first.offset + first.nbytes == second.offset
         and first.target + first.nbytes == second.target
     )
-
-
-def _merge(first: ReadPiece, second: ReadPiece) -> ReadPiece:
-    return replace(first, nbytes=first.nbytes + second.nbytes, names=(*first.names, *second.names))
 
 
 # A piece, and the memory that contains its target.
@@ -190,6 +179,7 @@ def _extent(start: int, parts: list[Read]) -> DirectExtent:
 
 
 def _part(piece: ReadPiece, start: int, stop: int) -> ReadPiece:
+    """Return the part of `piece` between two offsets in the file."""
     return replace(piece, offset=start, nbytes=stop - start, target=piece.target + start - piece.offset)
 
 

@@ -73,11 +73,11 @@ def test_the_second_rank_reads_nothing_and_computes_the_same_bits(stack, path, f
     first, second = Rank(stack, path, folder), Rank(stack, path, folder)
     expected = run_plain(stack, hidden)
     assert torch.equal(first.run(hidden), expected)
-    read = first.source.bytes_read
+    read = first.source.reader.bytes_read
     for _ in range(2):
         assert torch.equal(second.run(hidden), expected)
         assert torch.equal(first.run(hidden), expected)
-    assert (first.source.bytes_read, second.source.bytes_read) == (read, 0)
+    assert (first.source.reader.bytes_read, second.source.reader.bytes_read) == (read, 0)
     first.close()
     assert torch.equal(second.run(hidden), expected), "the blocks remain for the ranks that still use them"
     second.close()
@@ -99,7 +99,7 @@ def test_ranks_that_start_together_share_the_reading(stack, path, folder, run_pl
     assert all(torch.equal(result, expected) for result in results)
     block_bytes = 2 * 3 * 32 * 32 * 4
     alone = 3 * (BLOCKS - shared_blocks)  # a block without a place in the segment is read by every rank
-    assert sum(rank.source.bytes_read for rank in ranks) == (shared_blocks + alone) * block_bytes
+    assert sum(rank.source.reader.bytes_read for rank in ranks) == (shared_blocks + alone) * block_bytes
     for rank in ranks:
         rank.close()
     assert list(folder.iterdir()) == []

@@ -248,23 +248,23 @@ def test_a_file_cut_short_while_blocks_stream_is_an_error_until_it_is_whole_agai
 
 
 def test_bytes_read_are_those_of_the_block_and_at_most_a_page_at_each_end(source):
-    assert source.bytes_read == 0
+    assert source.reader.bytes_read == 0
     for count, key in enumerate(KEYS, 1):
         stored = source.block_format(key).stored
         source.read_block(key, allocate_flat(stored.nbytes, "cpu"))
         wanted = count * sum(tensor.nbytes for tensor in stored.tensors)
-        assert wanted <= source.bytes_read <= wanted + count * 2 * ALIGNMENT
+        assert wanted <= source.reader.bytes_read <= wanted + count * 2 * ALIGNMENT
 
 
 def test_the_route_is_chosen_by_what_is_free_unless_it_is_asked_for(path):
     blocks = blocks_of(path)
-    assert not FileSource(blocks, computed_dtypes=torch.float32).direct, "a small file stays in the page cache"
-    assert FileSource(blocks, computed_dtypes=torch.float32, direct=True).direct == HAS_DIRECT
-    assert not FileSource(blocks, computed_dtypes=torch.float32, direct=False).direct
-    assert not FileSource(blocks, computed_dtypes=torch.float32, direct=True, portable=True).direct
+    assert not FileSource(blocks, computed_dtypes=torch.float32).reader.direct, "a small file stays in the page cache"
+    assert FileSource(blocks, computed_dtypes=torch.float32, direct=True).reader.direct == HAS_DIRECT
+    assert not FileSource(blocks, computed_dtypes=torch.float32, direct=False).reader.direct
+    assert not FileSource(blocks, computed_dtypes=torch.float32, direct=True, portable=True).reader.direct
     huge = FileTensor(path=path, offset=0, nbytes=1 << 44, dtype=torch.uint8, shape=(1 << 44,))
-    assert FileSource({KEYS[0]: {"w": huge}}, computed_dtypes=torch.float32).direct == HAS_DIRECT
-    assert not FileSource({KEYS[0]: {"w": huge}}, computed_dtypes=torch.float32, direct=False).direct
+    assert FileSource({KEYS[0]: {"w": huge}}, computed_dtypes=torch.float32).reader.direct == HAS_DIRECT
+    assert not FileSource({KEYS[0]: {"w": huge}}, computed_dtypes=torch.float32, direct=False).reader.direct
 
 
 @pytest.mark.parametrize("first", ROUTES)
