@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise, product
+from functools import cache
+from itertools import accumulate, pairwise, product
 from math import inf
 
 from ..schema import HEAD_DIM, ON_DEVICE, WHOLE_WEIGHTS, Mesh, MeshError, WeightPlacement, check_mesh
@@ -35,62 +36,28 @@ def stage_boundaries(experts_of_steps: Sequence[str], step_costs_s: Sequence[flo
         raise MeshError(f"stage {stages} for {steps} step{'s' * (steps != 1)}: every stage needs one; use 1 to {steps}")
     if stages == 1:
         return (range(steps),)
-    stretches = _stretches(experts_of_steps)
-    if len(stretches) > stages:
+    switches = [step for step, (last, now) in enumerate(pairwise(experts_of_steps), start=1) if last != now]
+    if len(switches) >= stages:
         raise MeshError(
-            f"the expert changes {len(stretches) - 1} times, so stages of one expert each are {len(stretches)}, not "
-            f"{stages}: use 1, or {len(stretches)} to {steps}"
+            f"the expert changes {len(switches)} times, so stages of one expert each are {len(switches) + 1}, not "
+            f"{stages}: use 1, or {len(switches) + 1} to {steps}"
         )
-    cuts = [_Cuts(stretch, step_costs_s) for stretch in stretches]
-    for _ in range(stages - len(stretches)):
-        max((each for each in cuts if each.divisible), key=lambda each: each.slowest_s).divide()
-    return tuple(part for each in cuts for part in each.parts())
+    before = [0.0, *accumulate(step_costs_s)]
 
+    @cache
+    def divide(past: int, parts: int) -> tuple[float, int]:
+        """Return the slowest part and the last cut of the best division of the steps before `past`."""
+        # No part contains a switch, so the last one starts at the last switch at the earliest.
+        earliest = max((switch for switch in switches if switch < past), default=0)
+        if parts == 1:
+            return inf if earliest else before[past], 0
+        cuts = range(max(earliest, parts - 1), past)
+        return min((max(divide(cut, parts - 1)[0], before[past] - before[cut]), cut) for cut in cuts)
 
-def _stretches(experts_of_steps: Sequence[str]) -> list[range]:
-    """Return the maximal runs of steps with the same expert."""
-    ends = list(accumulate(sum(1 for _ in members) for _, members in groupby(experts_of_steps)))
-    return [range(first, past) for first, past in zip([0, *ends], ends, strict=False)]
-
-
-class _Cuts:
-    """Consecutive steps, divided into a growing number of parts whose slowest is as short as possible."""
-
-    def __init__(self, steps: range, costs: Sequence[float]) -> None:
-        self._steps = steps
-        self._before = [0.0, *accumulate(costs[step] for step in steps)]
-        # [parts - 1][steps]: cost of the slowest part in the best division of the first steps, and its last cut.
-        self._best = [[(cost, 0) for cost in self._before]]
-
-    @property
-    def divisible(self) -> bool:
-        """True while there are more steps than parts."""
-        return len(self._best) < len(self._steps)
-
-    @property
-    def slowest_s(self) -> float:
-        """Seconds of the slowest part."""
-        return self._best[-1][-1][0]
-
-    def divide(self) -> None:
-        """Add one part."""
-        fewer, before, parts = self._best[-1], self._before, len(self._best)
-        too_few = [(inf, 0)] * (parts + 1)
-        self._best.append(
-            too_few
-            + [
-                min((max(fewer[cut][0], before[past] - before[cut]), cut) for cut in range(parts, past))
-                for past in range(parts + 1, len(before))
-            ]
-        )
-
-    def parts(self) -> tuple[range, ...]:
-        """Return the steps of each part, in order."""
-        ends = [len(self._steps)]
-        for row in reversed(self._best):
-            ends.append(row[ends[-1]][1])
-        first = self._steps.start
-        return tuple(range(first + begin, first + end) for begin, end in pairwise(reversed(ends)))
+    ends = [steps]
+    for parts in range(stages, 0, -1):
+        ends.append(divide(ends[-1], parts)[1])
+    return tuple(range(first, past) for first, past in pairwise(reversed(ends)))
 
 
 TOKEN_SHARING_COST = 0.1

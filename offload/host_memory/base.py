@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from ...plan import BlockKey
+from .pages import LockedBlocks, PageLock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,39 +24,44 @@ class Reservation:
     """False if another rank has read the block already."""
 
 
-class SlotMemory(Protocol):
+class SlotMemory:
     """Memory of slots. A slot is any hashable value; it has no memory until it is reserved.
 
     One thread reserves. No thread and no device may use a slot while it is reserved, dropped or closed.
+
+    Args:
+        lock: driver that page-locks memory, so that devices copy from it asynchronously; None for ordinary memory.
     """
+
+    def __init__(self, lock: PageLock | None) -> None:
+        self._locked = LockedBlocks(lock) if lock is not None else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of RAM in use, memory shared with other ranks included."""
-        ...
+        raise NotImplementedError
 
     @property
     def locked_bytes(self) -> int:
         """Bytes of page-locked RAM."""
-        ...
+        return 0 if self._locked is None else self._locked.nbytes
 
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory in use."""
-        ...
+        return 0
 
-    def check_available(self, blocks: int, nbytes: int, *, available: int | None = None) -> None:
+    def check_available(self, blocks: int, nbytes: int, *, available: int) -> None:
         """Refuse slots that would not fit into RAM, before the first of them is reserved.
 
         Args:
             blocks: number of blocks, for the error message.
             nbytes: bytes of all slots together, those in use included.
-            available: bytes of RAM that can still be allocated; None: query the system.
+            available: bytes of RAM that can still be allocated.
 
         Raises:
             InsufficientRamError: not enough RAM is available; the message has both figures.
         """
-        ...
 
     def reserve(
         self, slot: Hashable, key: BlockKey, nbytes: int, *, capacity: int = 0
@@ -68,22 +73,24 @@ class SlotMemory(Protocol):
         be reserved again.
 
         Args:
+            slot: the slot.
+            key: block to be read into it.
+            nbytes: stored bytes of the block.
             capacity: bytes to allocate if that is more than `nbytes`, for larger blocks that follow in the same slot.
 
         Raises:
             SourceError: the memory cannot be shared, or there is not enough RAM (`InsufficientRamError`).
             torch.OutOfMemoryError: the device has not enough memory.
         """
-        ...
+        raise NotImplementedError
 
-    def drop(self, slot: Hashable) -> int:
-        """Free a slot and return the bytes of RAM that this releases: 0 if it is empty or shared with other ranks."""
-        ...
+    def drop(self, slot: Hashable) -> None:
+        """Free a slot; do nothing if it is empty."""
+        raise NotImplementedError
 
     def release_shared(self) -> None:
         """Leave memory that is shared with other ranks, if no slot uses it; the next `reserve` joins again."""
-        ...
 
     def close(self) -> None:
-        """Free every slot. Slots can be reserved again."""
-        ...
+        """Free every slot. Slots can be reserved again; memory that is shared with other ranks stays."""
+        raise NotImplementedError

@@ -17,7 +17,7 @@ from ..engine.buffers import BlockStorage, BufferState
 from ..formats.layout import host_bytes
 from ..sources.base import BlockSource, InsufficientRamError, timed_read
 from .base import Reservation, SlotMemory
-from .pages import LockedBlocks, PageLock, in_pages, map_memory
+from .pages import PageLock, in_pages, map_memory
 from .shared_segment import SharedSegment
 
 REMEDY = "keep fewer blocks in RAM, stream from the file instead, or close other programs that use RAM"
@@ -29,22 +29,20 @@ class _Pages:
     shared: bool
 
 
-class HostPages:
+class HostPages(SlotMemory):
     """Slot memory in RAM, page-locked in place: pages of this process, or places in a shared segment.
 
     A slot has exactly the memory that its block needs, from the first `reserve` until `drop` or `close`.
 
     Args:
-        lock: driver that page-locks slots, so that devices copy from them asynchronously; None for ordinary memory.
+        lock: see `SlotMemory`.
         shared: memory shared by the ranks of one machine. One rank reads a block that has a place there, and the other
             ranks find it filled. Blocks without a place get pages of this process.
     """
 
-    device_bytes = 0
-
     def __init__(self, *, lock: PageLock | None, shared: SharedSegment | None = None) -> None:
+        super().__init__(lock)
         self._pages: dict[Hashable, _Pages] = {}
-        self._locked = LockedBlocks(lock) if lock is not None else None
         self._shared = shared
 
     @property
@@ -52,13 +50,8 @@ class HostPages:
         # A copy of the values, because other threads read this while the read thread reserves.
         return sum(in_pages(pages.memory.numel()) for pages in list(self._pages.values()))
 
-    @property
-    def locked_bytes(self) -> int:
-        return 0 if self._locked is None else self._locked.nbytes
-
-    def check_available(self, blocks: int, nbytes: int, *, available: int | None = None) -> None:
-        in_use = self.nbytes if self._shared is None else max(self.nbytes, self._shared.filled_bytes)
-        usable = (available_bytes() if available is None else available) + in_use
+    def check_available(self, blocks: int, nbytes: int, *, available: int) -> None:
+        usable = available + (self.nbytes if self._shared is None else max(self.nbytes, self._shared.filled_bytes))
         if nbytes > usable:
             raise InsufficientRamError(
                 f"{nbytes / 1e9:.1f} GB of RAM for {blocks} blocks, {usable / 1e9:.1f} GB are available: {REMEDY}"
@@ -80,20 +73,16 @@ class HostPages:
             _touch(memory, nbytes)
             self._locked.add(memory)
 
-    def drop(self, slot: Hashable) -> int:
+    def drop(self, slot: Hashable) -> None:
         pages = self._pages.pop(slot, None)
-        if pages is None:
-            return 0
-        if self._locked is not None:
+        if pages is not None and self._locked is not None:
             self._locked.remove(pages.memory)
-        return 0 if pages.shared else in_pages(pages.memory.numel())
 
     def release_shared(self) -> None:
         if self._shared is not None and not self._pages:
             self._shared.release()
 
     def close(self) -> None:
-        """Unlock and unmap every slot. Slots can be reserved again; the shared segment belongs to the caller."""
         for slot in list(self._pages):
             self.drop(slot)
 

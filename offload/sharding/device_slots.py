@@ -9,11 +9,11 @@ import torch
 
 from ...plan import BlockKey
 from ..formats.layout import allocate_flat
-from ..host_memory.base import Reservation
-from ..host_memory.pages import LockedBlocks, PageLock, in_pages, map_memory
+from ..host_memory.base import Reservation, SlotMemory
+from ..host_memory.pages import PageLock, in_pages, map_memory
 
 
-class DeviceSlots:
+class DeviceSlots(SlotMemory):
     """Slot memory on a device, each slot exactly as large as its shard.
 
     On a GPU every shard passes through one host memory buffer, which is kept.
@@ -24,10 +24,10 @@ class DeviceSlots:
     """
 
     def __init__(self, device: torch.device, *, lock: PageLock | None) -> None:
+        super().__init__(lock)
         self._device = device
         self._slots: dict[Hashable, torch.Tensor] = {}
         self._host_buffer: torch.Tensor | None = None
-        self._locked = LockedBlocks(lock) if lock is not None else None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -39,14 +39,6 @@ class DeviceSlots:
     def device_bytes(self) -> int:
         """Current bytes of device memory."""
         return sum(memory.numel() for memory in list(self._slots.values()))
-
-    @property
-    def locked_bytes(self) -> int:
-        """Bytes of page-locked host memory."""
-        return 0 if self._locked is None else self._locked.nbytes
-
-    def check_available(self, blocks: int, nbytes: int, *, available: int | None = None) -> None:
-        """Accept everything: `reserve` raises if the device is out of memory."""
 
     @contextmanager
     def reserve(self, slot: Hashable, key: BlockKey, nbytes: int, *, capacity: int = 0) -> Iterator[Reservation]:
@@ -66,13 +58,8 @@ class DeviceSlots:
         # waits for it.
         self._copies.synchronize()
 
-    def drop(self, slot: Hashable) -> int:
-        """Free a slot and return the bytes of RAM that this frees: none."""
+    def drop(self, slot: Hashable) -> None:
         self._slots.pop(slot, None)
-        return 0
-
-    def release_shared(self) -> None:
-        """Do nothing: these slots are not shared between ranks."""
 
     def close(self) -> None:
         """Free all slots and the host memory buffer. The slots can be filled again."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.offload.host_memory.pages import CudaPageLock, in_pages
+from wanstream.offload.host_memory.pages import CudaPageLock
 from wanstream.offload.host_memory.ram_slots import HostPages
 from wanstream.offload.host_memory.shared_segment import SharedSegment
 from wanstream.offload.sources.base import InsufficientRamError, SourceError
@@ -60,7 +60,8 @@ def test_a_slot_takes_the_pages_of_its_block_and_gives_them_back(limited_page_lo
     assert {first.data_ptr() % PAGE, second.data_ptr() % PAGE} == {0}
     assert (slots.nbytes, slots.locked_bytes) == (3 * PAGE, PAGE + 11)
     assert driver.locked == [(first.data_ptr(), PAGE + 1), (second.data_ptr(), 10)]
-    assert (slots.drop(0), slots.drop(0), slots.drop(7)) == (2 * PAGE, 0, 0)
+    for slot in (0, 0, 7):
+        slots.drop(slot)
     assert (slots.nbytes, driver.locked) == (PAGE, [(second.data_ptr(), 10)])
     slots.close()
     slots.close()
@@ -76,7 +77,7 @@ def test_memory_is_mapped_by_the_first_fill_and_unmapped_by_drop():
     assert mapped_bytes() == before
     fill(slots, 0, KEY, 10 * PAGE - 5, filled_with(1))
     assert mapped_bytes() == before + 10 * PAGE
-    assert slots.drop(0) == 10 * PAGE
+    slots.drop(0)
     assert mapped_bytes() == before
 
 
@@ -192,12 +193,6 @@ def test_homes_that_do_not_fit_are_refused_before_they_are_filled(nbytes, availa
         with pytest.raises(InsufficientRamError, match=re.escape(refused)):
             slots.check_available(40, nbytes, available=available)
     slots.close()
-
-
-def test_what_the_system_has_is_asked_for():
-    with pytest.raises(InsufficientRamError, match=r"140737\.5 GB of RAM for 40 blocks, \d+\.\d GB are available"):
-        HostPages(lock=None).check_available(40, 1 << 47)
-    HostPages(lock=None).check_available(1, in_pages(1))
 
 
 @pytest.mark.gpu

@@ -171,7 +171,7 @@ def test_each_rank_reads_its_share_of_the_file(make_ranks, thread_group, policy,
     ranks = make_ranks(group.ranks(on_device=on_device), policy)
     for _ in range(2):
         in_threads([lambda rank=rank: rank.run(("high",)) for rank in ranks])
-    read = [rank.files.bytes_read for rank in ranks]
+    read = [rank.files.reader.bytes_read for rank in ranks]
     ahead = BLOCKS * BLOCK_BYTES if passes > 1 else 0  # at most: prefetched for the run that was expected next
     assert passes * BLOCKS * BLOCK_BYTES <= sum(read) <= passes * BLOCKS * BLOCK_BYTES + ahead
     assert max(read) - min(read) <= passes * BLOCKS * size * 256 + ahead
@@ -224,7 +224,7 @@ def test_a_run_that_fails_on_one_rank_breaks_the_group_until_they_meet_anew(stac
         rank.handle.meet(sharded)
     for result in in_threads([rank.run for rank in ranks]):
         assert torch.equal(result, expected)
-    assert sum(rank.files.bytes_read for rank in ranks) == 2 * BLOCKS * BLOCK_BYTES, "shards that were read stay"
+    assert sum(rank.files.reader.bytes_read for rank in ranks) == 2 * BLOCKS * BLOCK_BYTES, "shards that were read stay"
 
 
 def test_a_rank_that_comes_anew_finds_the_others_with_empty_buffers(stack, path, make_ranks, thread_group):
