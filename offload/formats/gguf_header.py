@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from io import BufferedReader
 from math import prod
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from .gguf_dequant import QUANT_FORMATS, QuantFormat, stored_bytes
+from .gguf_dequant import QUANT_FORMATS, stored_bytes
 from .safetensors_header import (
     DTYPES,
     GGUF_START,
@@ -64,6 +64,7 @@ class HeaderCursor:
     All methods that read raise CheckpointFileError if the file ends before the header.
 
     Attributes:
+        path: the file.
         version: version of the file.
         start: the first bytes, to detect other kinds of files; all bytes of a very short file.
         position: offset of the next byte.
@@ -74,7 +75,7 @@ class HeaderCursor:
         self.position = 0
         self.start = file.read(KIND_BYTES)
         file.seek(0)
-        self._path = path
+        self.path = path
         self._file = file
 
     def take(self, nbytes: int) -> bytes:
@@ -107,7 +108,7 @@ class HeaderCursor:
 
     def error(self, reason: str) -> CheckpointFileError:
         """Return an error that names the file and the reason."""
-        return CheckpointFileError(self._path, reason)
+        return CheckpointFileError(self.path, reason)
 
     def damaged(self, finding: str) -> CheckpointFileError:
         """Return the error for an invalid header."""
@@ -128,18 +129,6 @@ MAX_NAME = 65535  # the format's own limit; messages quote names
 
 Field = Number | str | tuple[Number, ...] | None
 ItemT = TypeVar("ItemT")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """One tensor of the header: shape in torch's order, offset from the start of the data."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    packing: QuantFormat | None
-    offset: int
-    nbytes: int
 
 
 def read_gguf_header(path: Path | str) -> FileHeader:
@@ -163,19 +152,11 @@ def read_gguf_header(path: Path | str) -> FileHeader:
         raise CheckpointFileError(path, f"cannot be read: {err.strerror or err}") from err
     alignment = _alignment(cursor, fields)
     data_start = -(-cursor.position // alignment) * alignment
-    in_file_order = sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes))
+    in_file_order = sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes))
     _check_offsets(cursor, in_file_order, data_start, alignment)
     tensors = {
-        entry.name: FileTensor(
-            path=path,
-            offset=data_start + entry.offset,
-            nbytes=entry.nbytes,
-            dtype=entry.dtype,
-            shape=_original_shape(cursor, entry, fields),
-            version=cursor.version,
-            packing=entry.packing,
-        )
-        for entry in in_file_order
+        name: replace(entry, offset=data_start + entry.offset, shape=_original_shape(cursor, name, entry.shape, fields))
+        for name, entry in in_file_order
     }
     texts = {name: value for name, value in fields.items() if isinstance(value, str)}
     return FileHeader(path=path, tensors=tensors, metadata=texts)
@@ -233,7 +214,8 @@ def _field(cursor: HeaderCursor, name: str) -> Field:
     return None
 
 
-def _entry(cursor: HeaderCursor, name: str) -> _Entry:
+def _entry(cursor: HeaderCursor, name: str) -> FileTensor:
+    """Read a tensor's entry; its offset counts from the start of the data, its shape is the stored one."""
     dimensions = cursor.integer("I")
     if dimensions > MAX_DIMENSIONS:
         raise cursor.damaged(f"a tensor {name!r} of {dimensions} dimensions")
@@ -254,8 +236,15 @@ def _entry(cursor: HeaderCursor, name: str) -> _Entry:
         raise cursor.damaged(
             f"a tensor {name!r} {list(shape)} in {packing.name}, whose groups have {packing.values} values"
         )
-    nbytes = stored_bytes(shape, dtype, packing)
-    return _Entry(name=name, shape=shape, dtype=dtype, packing=packing, offset=offset, nbytes=nbytes)
+    return FileTensor(
+        path=cursor.path,
+        offset=offset,
+        nbytes=stored_bytes(shape, dtype, packing),
+        dtype=dtype,
+        shape=shape,
+        version=cursor.version,
+        packing=packing,
+    )
 
 
 def _alignment(cursor: HeaderCursor, fields: Mapping[str, Field]) -> int:
@@ -265,25 +254,29 @@ def _alignment(cursor: HeaderCursor, fields: Mapping[str, Field]) -> int:
     return alignment
 
 
-def _check_offsets(cursor: HeaderCursor, entries: Sequence[_Entry], data_start: int, alignment: int) -> None:
+def _check_offsets(
+    cursor: HeaderCursor, entries: Sequence[tuple[str, FileTensor]], data_start: int, alignment: int
+) -> None:
     """Raise CheckpointFileError for tensors that overlap, are misaligned, or extend beyond the end of the file."""
     end, before = 0, ""
-    for entry in entries:
+    for name, entry in entries:
         if entry.offset % alignment:
-            raise cursor.damaged(f"a tensor {entry.name!r} at byte {entry.offset}, not a multiple of {alignment}")
+            raise cursor.damaged(f"a tensor {name!r} at byte {entry.offset}, not a multiple of {alignment}")
         if entry.offset < end:
-            raise cursor.damaged(f"overlapping tensors {before!r} and {entry.name!r}")
-        end, before = entry.offset + entry.nbytes, entry.name
+            raise cursor.damaged(f"overlapping tensors {before!r} and {name!r}")
+        end, before = entry.offset + entry.nbytes, name
     if data_start + end > cursor.version.nbytes and entries:
         raise cursor.error(f"is truncated: has {cursor.version.nbytes} of {data_start + end} bytes; download it again")
 
 
-def _original_shape(cursor: HeaderCursor, entry: _Entry, fields: Mapping[str, Field]) -> tuple[int, ...]:
+def _original_shape(
+    cursor: HeaderCursor, name: str, stored: tuple[int, ...], fields: Mapping[str, Field]
+) -> tuple[int, ...]:
     """Return the shape of the tensor before it was converted to GGUF."""
-    original = fields.get(SHAPE_FIELD + entry.name, entry.shape)
+    original = fields.get(SHAPE_FIELD + name, stored)
     if not isinstance(original, tuple) or not all(type(size) is int and size >= 0 for size in original):
-        raise cursor.damaged(f"the shape {original!r} for tensor {entry.name!r}")
+        raise cursor.damaged(f"the shape {original!r} for tensor {name!r}")
     shape = tuple(int(size) for size in original)
-    if prod(shape) != prod(entry.shape):
-        raise cursor.damaged(f"the shape {list(shape)} for tensor {entry.name!r}, which is {list(entry.shape)}")
+    if prod(shape) != prod(stored):
+        raise cursor.damaged(f"the shape {list(shape)} for tensor {name!r}, which is {list(stored)}")
     return shape
