@@ -203,7 +203,14 @@ class RamSlots:
 
         No run may be active and no copy from a slot may be in progress.
         """
-        slots = [slot or RamSlot() for slot in self._kept(residents, staging)]
+        kept: dict[BlockKey, RamSlot] = {}
+        for index, key in self.contents().items():
+            if residents.residency.keeps(*key):
+                kept.setdefault(key, self._slots[index])
+        of_residents = list(kept.values())
+        free = [slot for slot in self._slots if slot not in of_residents and slot.capacity == self._largest]
+        free = free[: self._staging_slots(residents, staging)]
+        slots = [*_padded(of_residents, residents.slots), *_padded(free, staging)]
         for slot in self._slots:
             if slot not in slots:
                 self._drop(slot)
@@ -251,17 +258,6 @@ class RamSlots:
         for memory in self._memories():
             memory.close()
 
-    def _kept(self, residents: RamResidency, staging: int) -> list[RamSlot | None]:
-        """Return the present slot for each future one, or None: first those of resident blocks, then staging slots."""
-        resident: dict[BlockKey, RamSlot] = {}
-        for index, key in self.contents().items():
-            if residents.residency.keeps(*key):
-                resident.setdefault(key, self._slots[index])
-        kept: list[RamSlot | None] = list(resident.values())
-        reusable: list[RamSlot | None] = [s for s in self._slots if s not in kept and s.capacity == self._largest]
-        reusable = reusable[: self._staging_slots(residents, staging)]
-        return _padded(kept, residents.slots) + _padded(reusable, staging)
-
     def _staging_slots(self, residents: RamResidency, staging: int) -> int:
         """Return the number of staging slots that are ever used: none if every block is resident."""
         return 0 if all(residents.residency.keeps(*key) for key in self._sizes) else staging
@@ -275,8 +271,9 @@ class RamSlots:
         return (self._staging,) if self._resident is self._staging else (self._staging, self._resident)
 
 
-def _padded(slots: list[RamSlot | None], length: int) -> list[RamSlot | None]:
-    return slots[:length] + [None] * (length - len(slots))
+def _padded(slots: list[RamSlot], length: int) -> list[RamSlot]:
+    """Return `length` slots: the given ones first, then new ones."""
+    return slots[:length] + [RamSlot() for _ in range(length - len(slots))]
 
 
 def _map(nbytes: int) -> torch.Tensor:

@@ -63,6 +63,9 @@ class BlockSource(Protocol):
 class RangeSource(BlockSource, Protocol):
     """Source that can read a part of a block."""
 
+    def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+        self.read_range(key, range(self.block_format(key).stored.nbytes), into)
+
     def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
         """Return the approximate bytes that `read_range` reads from files."""
         ...

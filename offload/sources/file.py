@@ -13,6 +13,7 @@ from ...plan import BlockKey
 from ..formats.gguf_dequant import QuantFormat
 from ..formats.layout import BlockFormat, block_format, flat_layout, host_bytes
 from ..formats.safetensors_header import CheckpointFileError, FileTensor
+from .base import RangeSource
 from .read_plan import Read, ReadPiece, read_pieces, reads_directly, whole_piece, within
 from .reader import HAS_PREADV, FileReader
 
@@ -21,7 +22,7 @@ TensorsOfBlock = Mapping[str, FileTensor]
 SCALAR_SHAPES = ((), (1,), (1, 1))
 
 
-class FileSource:
+class FileSource(RangeSource):
     """Source of blocks that are stored in files. Reads nothing until a block or its scales are requested.
 
     Args:
@@ -84,9 +85,6 @@ class FileSource:
 
     def file_bytes(self, key: BlockKey) -> int:
         return sum(tensor.nbytes for tensor in self._blocks[key].values())
-
-    def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-        self.read_range(key, range(self._formats[key].stored.nbytes), into)
 
     def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
         return sum(piece.nbytes for piece in self._pieces(key, wanted))

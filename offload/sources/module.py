@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from ...plan import BlockKey
-from ..formats.layout import BlockFormat, block_format, host_bytes, streamed_names, tensor_views
+from ..formats.layout import BlockFormat, block_format, host_bytes, streamed_names
+from .base import RangeSource
 
 
-class ModuleSource:
+class ModuleSource(RangeSource):
     """Source of the Linear weights of modules that were loaded in the usual way.
 
     Keeps references to the weights from its creation on, so that it still has them when the engine has replaced them in
@@ -45,16 +46,11 @@ class ModuleSource:
     def file_bytes(self, key: BlockKey) -> int:
         return self._formats[key].stored.nbytes
 
-    def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-        # numpy copies, because torch would start a second thread pool on the reading thread.
-        views = tensor_views(into, self._formats[key].stored)
-        for name, weight in self._weights[key].items():
-            np.copyto(host_bytes(views[name]), host_bytes(weight.cpu().contiguous()))
-
     def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
         return len(wanted)
 
     def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
+        # numpy copies, because torch would start a second thread pool on the reading thread.
         target = host_bytes(into)
         for place in self._formats[key].stored.tensors:
             start, stop = max(place.offset, wanted.start), min(place.offset + place.nbytes, wanted.stop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from ..formats.layout import BlockFormat, host_bytes
 from ..host_memory.pages import keep_freed_memory
 from ..patches import StagedPatches
 from ..sources.base import BlockSource
-from .base import BlockCopy, PendingBlock, ReleaseSource, TransferBackend
+from .base import BlockCopy, PendingBlock, TransferBackend
 
 
 class CpuBackend(TransferBackend):
@@ -28,38 +28,27 @@ class CpuBackend(TransferBackend):
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
         key, stored, into = copy.key, copy.stored, copy.into
         fmt, patch = self._formats[key], self._patches.get(key)
-        decode: Callable[[], None] | None = None
         copied: tuple[DeviceEvent, DeviceEvent] | None = None
-        # Decoding and patching are torch arithmetic, so both are deferred to the compute thread: on this thread torch
-        # would start a second thread pool, which competes with the first one for the cores.
-        if not fmt.is_raw:
-            assert stored is not None, f"{key} must be decoded, but has no RAM slot"
-            decode = self._deferred_decode(key, stored, into, copy.release_source)
-        elif stored is not None:
+        if fmt.is_raw and stored is not None:
             start = time.perf_counter()
             _copy(stored, into[: fmt.stored.nbytes])
             copied = (start, time.perf_counter())
             copy.release_source()
-        if patch is None:
-            return PendingBlock(decode=decode, copied=copied)
+        if fmt.is_raw and patch is None:
+            return PendingBlock(copied=copied)
+        scales = {} if fmt.is_raw else self._source.scales(key)
 
-        def decode_and_patch() -> None:
-            if decode is not None:
-                decode()
-            patch.add_to(into, fmt.computed)
-
-        return PendingBlock(decode=decode_and_patch, copied=copied)
-
-    def _deferred_decode(
-        self, key: BlockKey, stored: torch.Tensor, into: torch.Tensor, release_source: ReleaseSource
-    ) -> Callable[[], None]:
-        fmt, scales = self._formats[key], self._source.scales(key)
-
+        # Decoding and patching are torch arithmetic, so both are deferred to the compute thread: on this thread torch
+        # would start a second thread pool, which competes with the first one for the cores.
         def decode() -> None:
-            decode_block(stored, into, fmt, scales)
-            release_source()  # only now: the slot is the only copy of the stored bytes
+            if not fmt.is_raw:
+                assert stored is not None, f"{key} must be decoded, but has no RAM slot"
+                decode_block(stored, into, fmt, scales)
+                copy.release_source()  # only now: the slot is the only copy of the stored bytes
+            if patch is not None:
+                patch.add_to(into, fmt.computed)
 
-        return decode
+        return PendingBlock(decode=decode, copied=copied)
 
 
 def _copy(stored: torch.Tensor, into: torch.Tensor) -> None:
