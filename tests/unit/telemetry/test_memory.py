@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 from wanstream.schema import MemorySample
 from wanstream.telemetry.memory_sampler import MemorySampler, downsample
+from wanstream.tests.support.polling import eventually
 
 CPU = torch.device("cpu")
 
@@ -23,16 +23,6 @@ def sampler(**settings: float) -> MemorySampler:
 
 def samplers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "wanstream-memory"]
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Poll `condition` for up to half a minute; return its last value."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
 
 
 def sample(at: float, *, device: int | None = None, used: int | None = None, rss: int = 1) -> MemorySample:
