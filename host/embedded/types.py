@@ -6,10 +6,13 @@ arguments except an input's id and a combo's options are keyword-only.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
+
+Number = TypeVar("Number", int, float)
 
 
 class FolderType(str, Enum):
@@ -74,7 +77,7 @@ class AnyOutput:
 
 
 class ComfyTypeIO:
-    """A type of links, without a widget."""
+    """A type of links, without a widget unless a subclass has an `Input` of its own."""
 
     io_type: ClassVar[str] = "*"
 
@@ -84,15 +87,15 @@ class ComfyTypeIO:
     class Output(AnyOutput):
         pass
 
+    def __init_subclass__(cls, io_type: str) -> None:
+        cls.io_type = io_type
+        for side in ("Input", "Output"):
+            setattr(cls, side, type(side, (getattr(cls, side),), {"io_type": io_type}))
+
 
 def Custom(io_type: str) -> type[ComfyTypeIO]:  # noqa: N802 (ComfyUI's name)
     """Return the link type called `io_type`: one of ours, or one of ComfyUI's without a widget."""
-    named = {"io_type": io_type}
-    sides = {
-        "Input": type("Input", (ComfyTypeIO.Input,), named),
-        "Output": type("Output", (ComfyTypeIO.Output,), named),
-    }
-    return type(io_type, (ComfyTypeIO,), {**named, **sides})
+    return types.new_class(io_type, (ComfyTypeIO,), {"io_type": io_type})
 
 
 Conditioning = Custom("CONDITIONING")
@@ -106,94 +109,78 @@ Vae = Custom("VAE")
 Video = Custom("VIDEO")
 
 
-class Boolean:
+@dataclass(frozen=True, kw_only=True)
+class WidgetInput(AnyInput):
+    """A socket with a widget."""
+
+    socketless: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueInput(WidgetInput):
+    """A socket with a widget, which `force_input` hides."""
+
+    force_input: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberInput(ValueInput, Generic[Number]):
+    """A number in a range."""
+
+    default: Number | None = None
+    min: Number | None = None
+    max: Number | None = None
+    step: Number | None = None
+    display_mode: NumberDisplay | None = None
+
+
+class Boolean(ComfyTypeIO, io_type="BOOLEAN"):
     """True or False."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Input(AnyInput):
-        io_type: ClassVar[str] = "BOOLEAN"
-
+    class Input(ValueInput):
         default: bool | None = None
         label_on: str | None = None
         label_off: str | None = None
-        socketless: bool | None = None
-        force_input: bool | None = None
-
-    class Output(AnyOutput):
-        io_type: ClassVar[str] = "BOOLEAN"
 
 
-class Int:
+class Int(ComfyTypeIO, io_type="INT"):
     """A whole number; `control_after_generate` adds the widget that changes a seed from run to run."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Input(AnyInput):
-        io_type: ClassVar[str] = "INT"
-
-        default: int | None = None
-        min: int | None = None
-        max: int | None = None
-        step: int | None = None
+    class Input(NumberInput[int]):
         control_after_generate: bool | None = None
-        display_mode: NumberDisplay | None = None
-        socketless: bool | None = None
-        force_input: bool | None = None
-
-    class Output(AnyOutput):
-        io_type: ClassVar[str] = "INT"
 
 
-class Float:
+class Float(ComfyTypeIO, io_type="FLOAT"):
     """A number."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Input(AnyInput):
-        io_type: ClassVar[str] = "FLOAT"
-
-        default: float | None = None
-        min: float | None = None
-        max: float | None = None
-        step: float | None = None
+    class Input(NumberInput[float]):
         round: float | None = None
-        display_mode: NumberDisplay | None = None
-        socketless: bool | None = None
-        force_input: bool | None = None
-
-    class Output(AnyOutput):
-        io_type: ClassVar[str] = "FLOAT"
 
 
-class String:
+class String(ComfyTypeIO, io_type="STRING"):
     """Text."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Input(AnyInput):
-        io_type: ClassVar[str] = "STRING"
-
+    class Input(ValueInput):
         multiline: bool = False
         placeholder: str | None = None
         default: str | None = None
         dynamic_prompts: bool | None = None
-        socketless: bool | None = None
-        force_input: bool | None = None
-
-    class Output(AnyOutput):
-        io_type: ClassVar[str] = "STRING"
 
 
-class Combo:
+class Combo(ComfyTypeIO, io_type="COMBO"):
     """A choice from a list; an Enum class stands for the values of its members."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Input(AnyInput):
-        io_type: ClassVar[str] = "COMBO"
-
+    class Input(WidgetInput):
         options: Sequence[str] | Sequence[int] | type[Enum] | None = field(default=None, kw_only=False)
         default: str | int | Enum | None = None
         control_after_generate: bool | None = None
         upload: UploadType | None = None
         image_folder: FolderType | None = None
-        socketless: bool | None = None
 
         def as_dict(self) -> dict[str, object]:
             given = super().as_dict()
@@ -203,6 +190,3 @@ class Combo:
                 del given["upload"]
                 given[self.upload.value] = True
             return {**given, "multiselect": False}
-
-    class Output(AnyOutput):
-        io_type: ClassVar[str] = "COMBO"
