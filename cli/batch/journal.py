@@ -10,7 +10,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -266,7 +266,7 @@ def copy_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.before")
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """Open journal of one batch. Only the process that has its lock may use it."""
 
     def __init__(self, path: Path, *, workflow: str) -> None:
@@ -285,9 +285,6 @@ class Journal:
         except JournalError:
             self._connection.close()
             raise
-
-    def __enter__(self) -> Journal:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._connection.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -41,7 +42,7 @@ class _Line(tqdm):  # type: ignore[misc]
         return {**known, "rate": rate, "rows": rows, "silence": self.silence}
 
 
-class BatchBar:
+class BatchBar(AbstractContextManager["BatchBar"]):
     """Output of a batch for the user, with a progress bar.
 
     The remaining time uses the mean duration of rows finished by this process. The running rows count
@@ -59,9 +60,6 @@ class BatchBar:
         self._silent_since: float | None = None
         self._bar = _Line(total=rows, initial=ended, desc="batch", smoothing=0, bar_format=_FORMAT, file=sys.stderr)
         self._whole = ended
-
-    def __enter__(self) -> BatchBar:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._together = 0

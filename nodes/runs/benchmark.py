@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -428,7 +429,7 @@ class ReportFileError(OSError):
     """A file of the report could not be written; `errno` is that of the failed call."""
 
 
-class ReportFiles:
+class ReportFiles(AbstractContextManager["ReportFiles"]):
     """JSON, CSV, HTML and PNG of one report in the output folder; a context manager around the runs.
 
     The JSON is written after every run: a full disk is noticed early, and the measurements survive a killed process.
@@ -454,9 +455,6 @@ class ReportFiles:
         self._write(".html", _bytes(html_document(report, pixels.getvalue())))
         self._write(".png", pixels.getvalue())
         return chart
-
-    def __enter__(self) -> ReportFiles:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -21,8 +21,7 @@ A caller with its own loop over blocks (lanes, two experts, many steps) names th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -40,7 +39,7 @@ from .forward_hooks import ForwardHooks
 from .run import EngineRun
 
 
-class OffloadEngine(BlockPool):
+class OffloadEngine(BlockPool, AbstractContextManager["OffloadEngine"]):
     """Streams the blocks of its pool to their device; executes one run at a time.
 
     Args:
@@ -131,12 +130,7 @@ class OffloadEngine(BlockPool):
             raise ValueError(f"name one of the stacks {', '.join(self.block_counts)}")
         return next(iter(self.block_counts))
 
-    def __enter__(self) -> OffloadEngine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
 

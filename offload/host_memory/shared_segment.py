@@ -12,9 +12,8 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -82,14 +81,6 @@ class FileLock:
         if sys.platform != "win32":
             kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
             fcntl.flock(self.descriptor, kind if wait else kind | fcntl.LOCK_NB)
-
-    def __enter__(self) -> FileLock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 SHM = Path("/dev/shm")
@@ -163,7 +154,7 @@ class SharedSegment:
         filled = host_bytes(self._memory)[self._indexes[key] : self._indexes[key] + 1]
         # Lock before checking the flag, even if it may be set: only the lock orders the bytes of the block, written by
         # another process, before the flag. A rank that is killed while it fills releases its lock with the flag unset.
-        with self._lock_of(key) as lock:
+        with closing(self._lock_of(key)) as lock:
             lock.exclude()
             needs_fill = not filled[0]
             if needs_fill:
@@ -300,9 +291,7 @@ def sweep(folder: Path | None = None, *, keep: Path | None = None) -> None:
             lock = FileLock(place / MEMORY, create=False)
         except OSError:  # just removed, not created yet, or owned by another user
             continue
-        if lock.try_exclude():
-            shutil.rmtree(place, ignore_errors=True)
-        lock.close()
+        _leave(place, lock, os.getpid())
 
 
 def _default_folder() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 
 import torch
@@ -19,7 +20,7 @@ from .engine import ExpertEngine
 from .storage import BlockBytes, block_bytes, device_bytes, row_scale_bytes, shards_bytes
 
 
-class ExpertPair:
+class ExpertPair(AbstractContextManager["ExpertPair"]):
     """Two experts that belong together, or a single model, and the engine that streams them.
 
     A single model has the place "high" and runs every step; `low` is then the same expert.
@@ -275,9 +276,6 @@ class ExpertPair:
         return {
             name: [(lora, strength) for lora, strength in self._loras[name] if strength != 0] for name in self.experts
         }
-
-    def __enter__(self) -> ExpertPair:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -17,9 +17,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,7 +204,7 @@ def open_text_encoder(path: Path | str, *, compute_dtype: ComputeDtype = AUTO) -
     return TextEncoder(open_umt5_folder(component_folder(path, "text_encoder")), compute_dtype=dtype)
 
 
-class TextEncoder:
+class TextEncoder(AbstractContextManager["TextEncoder"]):
     """An opened UMT5 encoder and its tokenizer."""
 
     def __init__(self, opened: Umt5, *, compute_dtype: torch.dtype) -> None:
@@ -304,12 +304,7 @@ class TextEncoder:
         needs_range = self._compute_dtype == torch.float16 and ".wo." in name
         return torch.float32 if needs_range else self._compute_dtype
 
-    def __enter__(self) -> TextEncoder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

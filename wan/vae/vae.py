@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -43,7 +42,7 @@ def open_vae(path: Path | str, dtype: torch.dtype = torch.float32) -> WanVae:
     return WanVae(opened, dtype)
 
 
-class WanVae:
+class WanVae(AbstractContextManager["WanVae"]):
     """Opened VAE that computes in `dtype`; weights are loaded at the first use and freed by `close()`.
 
     In shapes, C is the number of latent channels and P the number of pixels for each latent pixel, along either side.
@@ -228,12 +227,7 @@ class WanVae:
                 f"{expected.models}, for {expected.channels} channels: take {family_of(found).file} for these latents"
             )
 
-    def __enter__(self) -> WanVae:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
