@@ -13,7 +13,7 @@ from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
 from . import sockets
 from .inputs import experts_input
 from .runs.run_experts import run_experts
-from .sampler import NOT_CONNECTED, TIMELINE, check_widgets, request_of, seed_input, setting_inputs, settings_for
+from .sampler import TIMELINE, WanStreamSampler, request_of, seed_input, setting_inputs, settings_for
 
 MAX_LANES = 1000
 
@@ -100,17 +100,7 @@ class WanStreamLaneSampler(io.ComfyNode):
             hidden=[io.Hidden.unique_id],
         )
 
-    @classmethod
-    def validate_inputs(
-        cls,
-        steps: int | None = None,
-        start_step: int | None = None,
-        switch_step: int | None = None,
-        end_step: int | None = None,
-        sigmas: object = NOT_CONNECTED,
-    ) -> bool:
-        check_widgets(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step)
-        return True
+    validate_inputs = WanStreamSampler.validate_inputs
 
     @classmethod
     def execute(

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..devices import AUTO, dtype_name
 from ..host import current_host, io, search_aliases
-from ..schema import Attention, ExpertsRef, LoraRef, Storage
+from ..schema import ExpertsRef, LoraRef
 from ..wan import STORAGES, ExpertPair, expert_mismatches, lora_mismatches
 from . import sockets
 from .inputs import attention_input, compile_input, warnings_ui
@@ -55,22 +55,12 @@ class WanStreamExperts(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        high_noise: str,
-        low_noise: str,
-        compute_dtype: str,
-        storage: Storage = "as stored",
-        attention: Attention = "default",
-        compile: bool = False,
-    ) -> io.NodeOutput:
+    def execute(cls, high_noise: str, low_noise: str, compute_dtype: str, **settings: Any) -> io.NodeOutput:
         ref = ExpertsRef(
             high_noise=current_host().model_path(high_noise, *FOLDERS),
             low_noise=None if low_noise == SAME_FOLDER else current_host().model_path(low_noise, *FOLDERS),
             compute_dtype=DTYPES[compute_dtype],
-            storage=storage,
-            attention=attention,
-            compile=compile,
+            **settings,
         )
         pair = open_here(ref)
         return io.NodeOutput(ref, ui=warnings_ui(expert_mismatches(pair.high, pair.low)))
@@ -152,22 +142,9 @@ class WanStreamOneExpert(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        file: str,
-        compute_dtype: str,
-        storage: Storage = "as stored",
-        attention: Attention = "default",
-        compile: bool = False,
-    ) -> io.NodeOutput:
-        ref = ExpertsRef(
-            high_noise=current_host().model_path(file, *FOLDERS),
-            compute_dtype=DTYPES[compute_dtype],
-            storage=storage,
-            single=True,
-            attention=attention,
-            compile=compile,
-        )
+    def execute(cls, file: str, compute_dtype: str, **settings: Any) -> io.NodeOutput:
+        path = current_host().model_path(file, *FOLDERS)
+        ref = ExpertsRef(high_noise=path, single=True, compute_dtype=DTYPES[compute_dtype], **settings)
         open_here(ref)
         return io.NodeOutput(ref)
 
@@ -220,10 +197,7 @@ class WanStreamLora(io.ComfyNode):
         warnings = lora_mismatches(lora.high_noise, lora.low_noise, pair.high, single=experts.single)
         return io.NodeOutput(ref, ui=warnings_ui(warnings))
 
-    @classmethod
-    def fingerprint_inputs(cls, **inputs: Any) -> bool:
-        """Run the node again when strict mode was switched: its warnings become errors, or warnings again."""
-        return current_host().strict()
+    fingerprint_inputs = WanStreamExperts.fingerprint_inputs
 
 
 def _file(name: str, steps: str) -> io.Combo.Input:
