@@ -6,10 +6,12 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -37,31 +39,36 @@ class DiskRate:
     how: str
 
 
+class CopyRate(NamedTuple):
+    """Bytes per second of a copy between RAM and a GPU."""
+
+    idle: float
+    busy: float
+    """The rate while the GPU computes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BusRates:
-    """Bytes per second between RAM and a GPU; the `busy` rates are measured while the GPU computes."""
+    """Rates between RAM and a GPU."""
 
-    h2d: float
-    h2d_busy: float
-    h2d_pageable: float
-    h2d_pageable_busy: float
-    d2h: float
-    d2h_busy: float
-    d2h_pageable: float
-    d2h_pageable_busy: float
+    h2d: CopyRate
+    h2d_pageable: CopyRate
+    d2h: CopyRate
+    d2h_pageable: CopyRate
     locked: bool
     """False if the system refuses to lock pages; all rates are then those of pageable memory."""
 
     def words(self) -> str:
         """Return a description of all eight rates."""
-        routes = (
-            ("to the GPU, pinned", self.h2d, self.h2d_busy),
-            ("to the GPU, pageable", self.h2d_pageable, self.h2d_pageable_busy),
-            ("from the GPU, pinned", self.d2h, self.d2h_busy),
-            ("from the GPU, pageable", self.d2h_pageable, self.d2h_pageable_busy),
-        )
+        routes = {
+            "to the GPU, pinned": self.h2d,
+            "to the GPU, pageable": self.h2d_pageable,
+            "from the GPU, pinned": self.d2h,
+            "from the GPU, pageable": self.d2h_pageable,
+        }
         return "; ".join(
-            f"{route} {idle / 1e9:.1f} GB/s, {busy / 1e9:.1f} while it computes" for route, idle, busy in routes
+            f"{route} {rate.idle / 1e9:.1f} GB/s, {rate.busy / 1e9:.1f} while it computes"
+            for route, rate in routes.items()
         )
 
 
@@ -104,23 +111,25 @@ def probe_bus(device: torch.device, *, compute: Callable[[], None]) -> BusRates:
     host.zero_()
     pageable.zero_()
     on_device = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device)
-    lock, locked = CudaPageLock(device), True
+    lock, locked, stream = CudaPageLock(device), True, torch.cuda.Stream(device)
     try:
         lock.lock(host)
     except PageLockError:
         locked = False
+
+    def rate(target: torch.Tensor, source: torch.Tensor) -> CopyRate:
+        copy = partial(target.copy_, source, non_blocking=True)
+        idle, busy = (
+            typical_s(copy, device, repeats=5, stream=stream, meanwhile=meanwhile) for meanwhile in (None, compute)
+        )
+        return CopyRate(idle=PIECE_BYTES / idle, busy=PIECE_BYTES / busy)
+
     try:
-        idle = _CopyTimer(device, lambda: None)
-        busy = _CopyTimer(device, compute)
         return BusRates(
-            h2d=idle.rate(on_device, host),
-            h2d_busy=busy.rate(on_device, host),
-            h2d_pageable=idle.rate(on_device, pageable),
-            h2d_pageable_busy=busy.rate(on_device, pageable),
-            d2h=idle.rate(host, on_device),
-            d2h_busy=busy.rate(host, on_device),
-            d2h_pageable=idle.rate(pageable, on_device),
-            d2h_pageable_busy=busy.rate(pageable, on_device),
+            h2d=rate(on_device, host),
+            h2d_pageable=rate(on_device, pageable),
+            d2h=rate(host, on_device),
+            d2h_pageable=rate(pageable, on_device),
             locked=locked,
         )
     finally:
@@ -166,40 +175,31 @@ def probe_quantise() -> float:
         return values.nbytes / typical_s(all_parts, torch.device("cpu"))
 
 
-class _CopyTimer:
-    """Times copies on a separate stream while `compute` keeps the current stream busy."""
+def typical_s(
+    work: Callable[[], object],
+    device: torch.device,
+    *,
+    repeats: int = 3,
+    stream: torch.cuda.Stream | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> float:
+    """Return the median seconds of a few calls of `work` on `device` after a warm-up call.
 
-    def __init__(self, device: torch.device, compute: Callable[[], None]) -> None:
-        self._device = device
-        self._clock = clock_for(device)
-        self._stream = torch.cuda.Stream(device)
-        self._compute = compute
-
-    def rate(self, target: torch.Tensor, source: torch.Tensor) -> float:
-        """Return the median bytes per second of a few copies after a warm-up copy."""
-        times = []
-        for _ in range(6):
-            self._compute()
-            with torch.cuda.stream(self._stream):
-                start = self._clock.mark()
-                target.copy_(source, non_blocking=True)
-                end = self._clock.mark()
-                self._clock.settle()
-            times.append(self._clock.seconds(start, end))
-        self._clock.settle()
-        return source.numel() / median(times[1:])
-
-
-def typical_s(work: Callable[[], object], device: torch.device, *, repeats: int = 3) -> float:
-    """Return the median seconds of a few calls of `work` on `device` after a warm-up call."""
-    clock = clock_for(device)
-    times = []
+    Args:
+        stream: stream on which `work` runs; None: the current one.
+        meanwhile: called before each call, to keep the current stream busy.
+    """
+    clock, times = clock_for(device), []
     for _ in range(repeats + 1):
-        start = clock.mark()
-        work()
-        end = clock.mark()
-        clock.settle()
+        if meanwhile is not None:
+            meanwhile()
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            start = clock.mark()
+            work()
+            end = clock.mark()
+            clock.settle()
         times.append(clock.seconds(start, end))
+    clock.settle()  # the kernels of `meanwhile` must not slow down the next measurement
     return median(times[1:])
 
 
