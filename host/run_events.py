@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -163,9 +162,7 @@ class RunEvents:
         self._ranks = dict(ranks or {})
         self._timeline, self._predicted = timeline, predicted or self._predicted
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._state = _State.OVER
         message = None if error is None else str(error) or type(error).__name__
         ranks = {str(rank): _plain(replace(ran, memory=())) for rank, ran in sorted(self._ranks.items())}

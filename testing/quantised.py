@@ -131,7 +131,6 @@ _SCALES: dict[str, tuple[int, int | None, float]] = {
     "IQ4_XS": (0, None, 0.0),
 }
 
-MOST_DIMENSIONS = 4
 PATCHES = "patch_embedding.weight"
 IMAGE_NORMS = ("img_emb.proj.0.", "img_emb.proj.4.")
 

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import TypeAlias
 
 import torch
@@ -456,9 +455,7 @@ class ReportFiles(AbstractContextManager["ReportFiles"]):
         self._write(".png", pixels.getvalue())
         return chart
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, ReportFileError) or self._saved is None or not self._saved.done:
             return
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 from collections import deque
 from functools import partial
-from types import TracebackType
 
 from ...devices import Clock, DeviceEvent, clock_for
 from ...plan import IMMEDIATE, KEPT, Fetch, RunPrograms, Visit
@@ -71,9 +70,7 @@ class EngineRun:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._finish(in_sync=error is None or isinstance(error, StoppedTogether))
         completed = error is None and self._next == len(self.program.visits)
         assert not completed or tuple(self.fetched) == self.program.fetches, "the fetches differ from the program"
@@ -303,8 +300,6 @@ class VisitContext:
     def __enter__(self) -> None:
         self._begun = self._run.begin(self._visit)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:  # otherwise the run ends next, and `end_run` of the buffer closes the visit
             self._run.end(*self._begun)

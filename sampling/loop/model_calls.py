@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from functools import partial
-from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -248,12 +247,7 @@ class ModelCalls:
         self._attached_policy = None
         self._attached.close()
 
-    def _end_run(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def _end_run(self, kind: object = None, error: BaseException | None = None, trace: object = None) -> None:
         run, self._run = self._run, None
         self.state = CallState.IDLE
         try:
@@ -275,9 +269,7 @@ class ModelCalls:
             self._entered = self._entered.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._entered:
             try:
                 self._end_run(kind, error, trace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTimeTextImageEmbedding
@@ -13,10 +13,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...offload import host_bytes
 from .embedder_parts import PARTS, EmbedderPart, Rows
-
-if TYPE_CHECKING:
-    pass
-
 
 Key = TypeVar("Key")
 Row = TypeVar("Row")
