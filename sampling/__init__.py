@@ -5,7 +5,6 @@ from __future__ import annotations
 from .cache.base import LaneName, StepCache, StepLanes
 from .cache.calibrate import calibrate
 from .cache.mag_table import NEAR_SIGMA, MagTable
-from .cache.magcache import Calibration
 from .cache.settings import PRESETS, CacheSettings, FirstBlockCache, MagCache, policy_with_cache
 from .context_windows import StepWindows, computed_shape
 from .denoise import DenoiseResult, check_fits, denoise
@@ -34,7 +33,6 @@ __all__ = [
     "SOLVERS",
     "AllReduced",
     "CacheSettings",
-    "Calibration",
     "Compute",
     "DenoiseRequest",
     "DenoiseResult",

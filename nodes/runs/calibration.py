@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 from ...host import current_host, inside
-from ...sampling import (
-    Calibration,
-    MagTable,
-    RequestError,
-    SamplingCancelled,
-    StepProgress,
-    calibrate,
-    request_job,
-    working_bytes,
-)
+from ...sampling import DenoiseRequest, MagTable, RequestError, calibrate
 from ...schema import VERSION
-from .run_experts import SamplerRun
+from .run_experts import SamplerRun, run_experts
 
 
 class CalibrationFileError(OSError):
@@ -80,33 +70,11 @@ def calibrate_run(run: SamplerRun, *, node_id: str | None) -> MagTable:
     Raises:
         RequestError: the run cannot be measured.
     """
-    pair = current_host().experts(run.experts)
-    request = replace(run.request, cache=Calibration())
-    job = request_job(pair, request, current_host().device())
-    choice = current_host().choose_policy(run.experts, run.requested, job)
-    chunk = choice.policy.chunk_tokens
-    needed = working_bytes(pair, request.computed_shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache)
-    pair, policy, device = current_host().load_experts(run.experts, choice.policy, working_bytes=needed)
-    progress = current_host().progress(len(request.step_plan.steps), node_id)
 
-    def on_step(step: StepProgress) -> None:
-        progress.update(step.done, denoised=step.denoised)
+    def run_again(request: DenoiseRequest) -> None:
+        run_experts(run.experts, request, run.requested, node_id=node_id)
 
-    try:
-        table, _ = calibrate(
-            pair,
-            request,
-            policy=policy,
-            device=device,
-            source=_source(run),
-            on_step=on_step,
-            should_stop=current_host().should_stop,
-            observe=current_host().telemetry_options(),
-        )
-    except SamplingCancelled:
-        current_host().raise_if_stopped()
-        raise
-    return table
+    return calibrate(run.request, run_again, source=_source(run))
 
 
 def _source(run: SamplerRun) -> str:

@@ -6,37 +6,21 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
-from ...schema import OffloadPolicy
-from ...telemetry import TelemetryOptions
-from ...wan import ExpertPair
-from ..denoise import DenoiseResult, denoise
 from ..errors import RequestError
 from ..inputs.request import DenoiseRequest
-from ..loop.denoiser import StepProgress
 from .mag_table import MagTable
 from .magcache import Calibration
 
 
-def calibrate(
-    pair: ExpertPair,
-    request: DenoiseRequest,
-    *,
-    policy: OffloadPolicy,
-    device: torch.device | str,
-    source: str,
-    on_step: Callable[[StepProgress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    observe: TelemetryOptions | None = None,
-) -> tuple[MagTable, DenoiseResult]:
-    """Run `request` without a cache and return the measured table, with the result of the run.
+def calibrate(request: DenoiseRequest, run: Callable[[DenoiseRequest], object], *, source: str) -> MagTable:
+    """Return the table that a run of `request` without a cache measures.
 
     Args:
+        run: runs the request that it is called with, for example by `denoise`.
         source: description of the run, stored in the table.
 
     Raises:
-        RequestError: the run is not the whole schedule, or a ratio is not a number above 0; and as `denoise`.
+        RequestError: the run is not the whole schedule, or a ratio is not a number above 0; and the errors of `run`.
     """
     measured = Calibration()
     request = replace(request, cache=measured)
@@ -46,17 +30,14 @@ def calibrate(
             f"the run takes steps {step_plan.start_step} to {step_plan.schedule.steps} of {whole.schedule.steps}, "
             "and a table needs all of them: calibrate a run of all steps"
         )
-    result = denoise(
-        pair, request, policy=policy, device=device, on_step=on_step, should_stop=should_stop, observe=observe
-    )
+    run(request)
     ratios = measured.ratios(dict(enumerate(step_plan.experts)))
     if not all(math.isfinite(ratio) and ratio > 0 for each in ratios for ratio in each):
         raise RequestError("the residual of a step is zero, NaN or infinite: this run cannot be calibrated")
-    table = MagTable(
+    return MagTable(
         sigmas=tuple(step_plan.schedule.sigmas),
         experts=step_plan.experts,
         ratios=ratios,
         marks=measured.marks,
         source=source,
     )
-    return table, result

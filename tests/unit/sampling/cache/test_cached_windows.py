@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_a_step_that_is_taken_again_decides_as_it_did(open_pair: OpenPair, make_
 
 @pytest.fixture
 def table(open_pair: OpenPair, make_windowed: Request) -> MagTable:
-    return calibrate(open_pair(), make_windowed(), policy=LAYERWISE, device="cpu", source="a test")[0]
+    return calibrate(make_windowed(), partial(run, open_pair()), source="a test")
 
 
 def test_magnitudes_leave_steps_out_where_windows_stay(
@@ -186,9 +187,7 @@ def test_magnitudes_with_windows_that_never_stay_are_refused(make_windowed: Requ
 
 def test_a_run_in_windows_can_be_calibrated(open_pair: OpenPair, make_windowed: Request) -> None:
     def ratios(windows: ContextWindows | None) -> tuple[tuple[float, ...], ...]:
-        return calibrate(open_pair(), make_windowed(windows=windows), policy=LAYERWISE, device="cpu", source="a test")[
-            0
-        ].ratios
+        return calibrate(make_windowed(windows=windows), partial(run, open_pair()), source="a test").ratios
 
     one = ContextWindows(frames=FRAMES, overlap=0)
     assert ratios(one) == ratios(None)

@@ -7,6 +7,7 @@ import math
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from diffusers import MagCacheConfig, WanTransformer3DModel
 from wanstream.plan.visits import SkipRule
 from wanstream.sampling import (
     DenoiseRequest,
+    DenoiseResult,
     RequestError,
     RunSlice,
     SamplingCancelled,
@@ -56,7 +58,7 @@ def made_up(make_eight_steps: Request) -> MagTable:
 
 
 def measured(pair: ExpertPair, request: DenoiseRequest) -> MagTable:
-    return calibrate(pair, request, policy=LAYERWISE, device="cpu", source="a test")[0]
+    return calibrate(request, partial(run, pair), source="a test")
 
 
 def run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **options: Any) -> Any:
@@ -123,8 +125,9 @@ def test_what_is_taken_over_is_what_diffusers_takes_over(
 
 def test_measuring_changes_no_bit(open_pair: OpenPair, make_eight_steps: Request) -> None:
     pair = open_pair()
-    table, result = calibrate(pair, make_eight_steps(), policy=LAYERWISE, device="cpu", source="a test")
-    assert torch.equal(result.latents, run(pair, make_eight_steps()).latents)
+    results: list[DenoiseResult] = []
+    table = calibrate(make_eight_steps(), lambda request: results.append(run(pair, request)), source="a test")
+    assert torch.equal(results[0].latents, run(pair, make_eight_steps()).latents)
     assert len(table.ratios) == 2
     assert all(each[0] == each[SWITCH] == 1.0 and len(each) == STEPS for each in table.ratios)
     assert table.experts == ("high",) * SWITCH + ("low",) * (STEPS - SWITCH)
