@@ -84,16 +84,13 @@ class MemoryBudget:
             return (
                 f"needs {needs.describe_device()} = {format_need(needs.device_bytes)}; {format_need(self.device)} given"
             )
-        if self.shared and needs.device_bytes + needs.host_bytes > self.host:
-            both = (
-                f"{needs.describe_device()} and {needs.describe_host()}" if needs.ram_slots else needs.describe_device()
-            )
-            whole = format_need(needs.device_bytes + needs.host_bytes)
-            return f"needs {both} = {whole} of RAM; {format_need(self.host)} given"
-        if needs.host_bytes > self.host:
-            whole = format_need(needs.host_bytes)
-            return f"needs {needs.describe_host()} = {whole} of RAM; {format_need(self.host)} given"
-        return None
+        taken = needs.host_bytes + (needs.device_bytes if self.shared else 0)
+        if taken <= self.host:
+            return None
+        words = [needs.describe_device()] if self.shared else []
+        if needs.ram_slots or not self.shared:
+            words.append(needs.describe_host())
+        return f"needs {' and '.join(words)} = {format_need(taken)} of RAM; {format_need(self.host)} given"
 
     def slots(self, needs: MemoryNeeds) -> int:
         """Return the number of RAM slots that fit in addition to everything else of `needs`."""

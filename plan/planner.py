@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ..schema import OffloadPolicy, Timeline, plan_residency
+from ..schema import OffloadPolicy, plan_residency
 from .candidates import Fit, fitting_policies, is_usual, lower_bound_s, with_ram_blocks
 from .machine import Machine
 from .memory import DoesNotFitError, memory_budget, memory_needs
@@ -96,11 +96,9 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadPlan:
-    """Chosen policy with the simulated timeline of the run, and the candidates that it was chosen from."""
+class OffloadPlan(Prediction):
+    """Prediction of the chosen policy, and the candidates that it was chosen from."""
 
-    policy: OffloadPolicy
-    timeline: Timeline
     device_bytes: int
     host_bytes: int
     candidates: tuple[Candidate, ...]
@@ -109,11 +107,6 @@ class OffloadPlan:
     """Usual policies that do not fit into memory."""
     reason: str
     """Explanation of the choice, with numbers."""
-
-    @property
-    def total_s(self) -> float:
-        """Predicted seconds of the run."""
-        return self.candidates[0].total_s
 
 
 def plan_offload(job: OffloadJob, machine: Machine, budgets: Budgets) -> OffloadPlan:

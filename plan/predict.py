@@ -79,13 +79,6 @@ def hardware_of(job: OffloadJob, machine: Machine, chunk_tokens: int | None) -> 
     )
 
 
-def step_seconds(job: OffloadJob, hardware: Hardware) -> dict[int, float]:
-    """Return `Hardware.step_visit_s` for the lanes of each step of `job`."""
-    lane_s = {expert: seconds / job.lanes[expert] for expert, seconds in hardware.visit_s.items()}
-    steps = zip(job.lanes_of_steps, job.experts_of_steps, strict=False)
-    return {number: lanes * lane_s[expert] for number, (lanes, expert) in enumerate(steps)}
-
-
 def visit_seconds(job: OffloadJob, machine: Machine, expert: str, chunk_tokens: int | None) -> float:
     """Return the seconds that all lanes spend in one block."""
     lane_s = job.expert.block_flops(job.tokens) / machine.flops_per_s
@@ -125,5 +118,8 @@ def predict(
     programs = programs or compile_programs(job, machine, policy)
     hardware = hardware_of(job, machine, policy.chunk_tokens)
     if by_step:
-        hardware = replace(hardware, step_visit_s=step_seconds(job, hardware))
+        lane_s = {expert: seconds / job.lanes[expert] for expert, seconds in hardware.visit_s.items()}
+        steps = zip(job.lanes_of_steps, job.experts_of_steps, strict=False)
+        visit_s = {number: lanes * lane_s[expert] for number, (lanes, expert) in enumerate(steps)}
+        hardware = replace(hardware, step_visit_s=visit_s)
     return Prediction(policy=policy, timeline=simulate(programs.device, hardware, programs.ram))

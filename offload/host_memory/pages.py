@@ -160,14 +160,11 @@ class LockedBlocks:
             self._driver.lock(block)
         except PageLockError as err:
             self._refused = True
-            self._warn(block.numel(), err)
+            if not self._warned:
+                logger.warning(REFUSED, self.nbytes / 1e9, block.numel() / 1e9, err)
+            self._warned = True
         else:
             self._blocks[block.data_ptr()] = block
-
-    def _warn(self, nbytes: int, err: PageLockError) -> None:
-        if not self._warned:
-            logger.warning(REFUSED, self.nbytes / 1e9, nbytes / 1e9, err)
-        self._warned = True
 
     def remove(self, block: torch.Tensor) -> None:
         """Unlock a block, if it is locked, and allow new attempts. No copy from it may be in progress."""
