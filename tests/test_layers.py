@@ -130,7 +130,6 @@ def test_public_surfaces_list_their_names(package: str) -> None:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.List)
         if [target.id for target in node.targets if isinstance(target, ast.Name)] == ["__all__"]
     ]
-    # wan imports its names on first use, and lists them for type checkers only.
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
     imported = {alias.asname or alias.name for node in imports for alias in node.names}
     assert len(listed) == 1
