@@ -12,7 +12,7 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
 from wanstream.testing.experts import make_lora
-from wanstream.wan import Lane
+from wanstream.wan import ExpertEngine, Lane
 from wanstream.wan.checkpoint.key_names import native_transformer_name
 
 Tensors = dict[str, torch.Tensor]
@@ -139,3 +139,11 @@ def lora_file(tmp_path: Path, lightning: Callable[..., Tensors]) -> Callable[...
         return path
 
     return write
+
+
+def wait_for_embedders(engine: ExpertEngine) -> int:
+    """Wait for the submitted reads and return the bytes of RAM of embedder weights that are read and not used yet."""
+    models = engine.models
+    models._reader.submit(int).result()
+    reads = [read for (_, part), read in models._reads.items() if part is not None]
+    return sum(tensor.nbytes for read in reads for tensor in read.result()[0].values())

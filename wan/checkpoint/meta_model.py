@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 FIRST_BLOCK = "blocks.0."
+EMBEDDER = "condition_embedder."
+
+EmbedderPart = Literal["time", "text"]
+
+PARTS: tuple[EmbedderPart, ...] = ("time", "text")
 
 
 class NoInitialValues(TorchFunctionMode):
@@ -80,6 +85,13 @@ def table_bytes(config: WanConfig) -> int:
     """Return the bytes of the position tables of one model."""
     positions = _on_meta(replace(config, num_layers=1)).config.rope_max_seq_len
     return sum(table.nbytes for table in _position_tables(config.patch_size, positions).buffers())
+
+
+def embedder_part(parameter: str) -> EmbedderPart | None:
+    """Return the embedder part of a model parameter; None for other parameters, those of the image branch included."""
+    if not parameter.startswith(EMBEDDER) or parameter.startswith(f"{EMBEDDER}image_embedder."):
+        return None
+    return "text" if parameter.startswith(f"{EMBEDDER}text_embedder.") else "time"
 
 
 def parameter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:

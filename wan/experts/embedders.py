@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTimeTextImageEmbedding
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...offload import host_bytes
-from .embedder_parts import PARTS, EmbedderPart, Rows
+from ..checkpoint.meta_model import PARTS, EmbedderPart
+
+Rows: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
+"""Time [1, D], modulation [1, 6 D] and text [1, L, D]."""
 
 Key = TypeVar("Key")
 Row = TypeVar("Row")

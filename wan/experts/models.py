@@ -2,7 +2,8 @@
 
 Resident parameters are small, 16 MB per A14B expert: patch embedding, output projection, and the biases, norms and
 modulation tables of the blocks. They are loaded when a model is looked up. The time and text embedders (0.5 GB per
-expert) are loaded only while rows are computed, one expert at a time: see `embedder_cache.py`.
+expert) are on the device only while the run's embeddings are computed, see `embedders.py`. They are read ahead into
+RAM, those of one expert at a time, and kept neither there nor on the device.
 """
 
 from __future__ import annotations
@@ -11,18 +12,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
 
-from ...offload import FileTensor, WeightPatch, read_tensors, streamed_names
-from ..checkpoint.meta_model import build_model, materialise, parameter_dtype, set_parameters
+from ...offload import FileTensor, WeightPatch, read_tensors
+from ..checkpoint.meta_model import (
+    PARTS,
+    EmbedderPart,
+    block_streams,
+    build_model,
+    embedder_part,
+    materialise,
+    parameter_dtype,
+    set_parameters,
+)
 from ..checkpoint.open import Expert
-from ..lora.apply import PatchedParameters
+from ..lora.apply import PatchedParameters, write_patched
 from ..transformer.block_kernels import BlockKernels
-from .embedder_parts import PARTS, EmbedderPart, embedder_part
-from .embedder_streaming import EmbedderWeights
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -31,59 +39,48 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, torch.Tensor]
 
+Part: TypeAlias = "tuple[str, EmbedderPart | None]"
+"""Expert, and a part of its embedder or None for its resident parameters: the parameters that are read together."""
+
 
 class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
     """Models by expert name; a look-up waits until the resident parameters of that model are loaded.
 
-    A reader thread reads raw bytes, and the thread of the look-up decodes them. All look-ups must come from one thread.
+    A reader thread reads raw bytes, and the thread that needs them decodes them. All calls must come from one thread.
+
+    Attributes:
+        bare: models by expert name, for installing hooks; a look-up here does not wait for parameters.
+        kernels: compute kernels of the blocks of all models.
+        non_block_bytes: bytes read and loaded so far that are not streamed.
     """
 
     def __init__(self, experts: Mapping[str, Expert], *, compute_dtype: torch.dtype, device: torch.device) -> None:
-        self._models = {name: build_model(expert.config, compute_dtype) for name, expert in experts.items()}
+        self.bare = {name: build_model(expert.config, compute_dtype) for name, expert in experts.items()}
         timed = any(expert.config.family == "ti2v" for expert in experts.values())
-        self.kernels = BlockKernels((block for model in self._models.values() for block in model.blocks), timed=timed)
-        self._resident = {name: _resident_tensors(expert, self._models[name]) for name, expert in experts.items()}
-        self._scales = {name: _scales_of(expert, self._resident[name]) for name, expert in experts.items()}
+        self.kernels = BlockKernels((block for model in self.bare.values() for block in model.blocks), timed=timed)
+        self.non_block_bytes = 0
+        self._experts = experts
+        self._stored = {(name, part): _tensors(experts[name], part) for name in experts for part in (None, *PARTS)}
         self._compute_dtype = compute_dtype
         self._device = device
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wanstream-outer")
-        self._pending: dict[str, Future[tuple[Tensors, Tensors]]] = {}
+        self._reads: dict[Part, Future[tuple[Tensors, Tensors]]] = {}
         self._patches: Mapping[str, Mapping[str, WeightPatch]] = {}
         self._loaded: dict[str, PatchedParameters] = {}
-        self._resident_bytes_read = 0
-        self._embedders: dict[str, CachedEmbedder] = {n: m.condition_embedder for n, m in self._models.items()}
-        self._embedder_weights = EmbedderWeights(
-            experts, self._models, compute_dtype=compute_dtype, device=device, reader=self._reader
-        )
+        self._embedders: dict[str, CachedEmbedder] = {n: m.condition_embedder for n, m in self.bare.items()}
         for name, embedder in self._embedders.items():
             embedder.set_weight_loader(partial(self._with_embedder, name))
 
     @property
     def blocks(self) -> dict[str, list[nn.Module]]:
         """Blocks of each model by expert name; does not wait for parameters."""
-        return {name: list(model.blocks) for name, model in self._models.items()}
-
-    @property
-    def bare(self) -> Mapping[str, WanTransformer3DModel]:
-        """Models by expert name, for installing hooks; does not wait for parameters."""
-        return self._models
-
-    @property
-    def non_block_bytes(self) -> int:
-        """Bytes read so far that are not streamed."""
-        return self._resident_bytes_read + self._embedder_weights.bytes_read
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of RAM of embedder weights that were read and not used yet."""
-        return self._embedder_weights.host_bytes
+        return {name: list(model.blocks) for name, model in self.bare.items()}
 
     @property
     def loaded_bytes(self) -> int:
         """Bytes of device memory of the loaded resident parameters and position tables."""
-        models = [(name, self._models[name]) for name in self._loaded]
-        parameters = [model.get_parameter(tensor) for name, model in models for tensor in self._resident[name]]
-        tables = [table for _, model in models for table in model.rope.buffers()]
+        parameters = [self.bare[name].get_parameter(full) for name in self._loaded for full in self._stored[name, None]]
+        tables = [table for name in self._loaded for table in self.bare[name].rope.buffers()]
         return sum(tensor.nbytes for tensor in (*parameters, *tables))
 
     def set_patches(self, patches: Mapping[str, Mapping[str, WeightPatch]]) -> None:
@@ -98,7 +95,6 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
                 if part in changed:
                     embedder.invalidate(part)
         self._patches = patches
-        self._embedder_weights.set_patches(patches)
         for name, parameters in self._loaded.items():
             parameters.set(self._resident_patches(name))
 
@@ -116,50 +112,59 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
             else:
                 embedder.clear_expected()
             for part in PARTS:
-                if part not in embedder.missing_parts:
-                    self._embedder_weights.drop(name, part)
+                if part not in embedder.missing_parts and (name, part) in self._reads:
+                    self._reads.pop((name, part)).cancel()
         self._read_ahead()
 
     def start_reading(self) -> None:
         """Start reading the resident parameters of both experts."""
         # The first run needs the embedder of the first expert before the parameters of the second expert.
-        for at, name in enumerate(self._models):
-            self._pending[name] = self._reader.submit(self._read, name)
-            for part in PARTS if at == 0 else ():
-                self._embedder_weights.start_reading(name, part)
+        for at, name in enumerate(self.bare):
+            for part in (None, *PARTS) if at == 0 else (None,):
+                self._start_reading((name, part))
 
     def close(self) -> None:
         """Cancel pending reads and join the thread. Closing twice is allowed."""
         self._reader.shutdown(cancel_futures=True)
-        self._pending.clear()
-        self._embedder_weights.close()
+        self._reads.clear()
 
     def __getitem__(self, name: str) -> WanTransformer3DModel:
-        model = self._models[name]
-        if name in self._pending:
-            try:
-                weights, scales = self._pending[name].result()
-            except OSError:
-                self._pending[name] = self._reader.submit(self._read, name)  # retry for the next look-up
-                raise
-            self._complete(name, weights, scales)
-            self._loaded[name] = PatchedParameters(model)
-            self._loaded[name].set(self._resident_patches(name))
-            self._resident_bytes_read += sum(tensor.nbytes for tensor in self._resident[name].values())
-            del self._pending[name]
+        model = self.bare[name]
+        if name not in self._loaded:
+            # The parameters outlive the run that first needs them, and an inference tensor could not be changed later.
+            with torch.inference_mode(False), torch.no_grad():
+                set_parameters(model, self._load((name, None)))
+                model.rope.to(self._device)
+            parameters = PatchedParameters(model)
+            parameters.set(self._resident_patches(name))
+            self._loaded[name] = parameters
         self._compute_read_rows()
         return model
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._models)
+        return iter(self.bare)
 
     def __len__(self) -> int:
-        return len(self._models)
+        return len(self.bare)
 
     @contextmanager
     def _with_embedder(self, name: str, part: EmbedderPart) -> Iterator[None]:
-        with self._embedder_weights.loaded(name, part):
+        """Context in which the model has the weights of that part on the device; waits until they are read.
+
+        Raises:
+            OSError: reading failed; the next call reads the part again.
+        """
+        model, weights = self.bare[name], self._load((name, part))
+        patches = self._patches.get(name, {})
+        for full in weights.keys() & patches.keys():
+            write_patched(weights[full], patches[full], weights[full])
+        meta_parameters = {full: model.get_parameter(full) for full in weights}
+        set_parameters(model, weights)
+        del weights  # leaving the context has to free the memory
+        try:
             yield
+        finally:
+            set_parameters(model, meta_parameters)
         self._read_ahead()
 
     def _read_ahead(self) -> None:
@@ -167,7 +172,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         for name, embedder in self._embedders.items():
             if embedder.missing_parts:
                 for part in embedder.missing_parts:
-                    self._embedder_weights.start_reading(name, part)
+                    self._start_reading((name, part))
                 return
 
     def _compute_read_rows(self) -> None:
@@ -176,42 +181,53 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         Runs between two steps, when the working memory of a step is free.
         """
         for name, embedder in self._embedders.items():
-            missing = embedder.missing_parts
-            if missing and all(self._embedder_weights.is_read(name, part) for part in missing):
+            missing = [(name, part) for part in embedder.missing_parts]
+            if missing and all(part in self._reads and self._reads[part].done() for part in missing):
                 embedder.compute_expected()
 
     def _resident_patches(self, name: str) -> Mapping[str, WeightPatch]:
         patches = self._patches.get(name, {})
         return {parameter: patches[parameter] for parameter in patches if embedder_part(parameter) is None}
 
-    def _read(self, name: str) -> tuple[Tensors, Tensors]:
-        return read_tensors(self._resident[name]), read_tensors(self._scales[name])
+    def _start_reading(self, part: Part) -> None:
+        """Start reading a part unless that has started."""
+        if part not in self._reads:
+            self._reads[part] = self._reader.submit(self._read, part)
 
-    def _complete(self, name: str, weights: Tensors, scales: Tensors) -> None:
-        model, places = self._models[name], self._resident[name]
-        # The parameters outlive the run that first needs them, and an inference tensor could not be changed later.
-        with torch.inference_mode(False), torch.no_grad():
-            decoded = {key: self._decode(key, places[key], weights[key], scales.get(key)) for key in weights}
-            set_parameters(model, decoded)
-            model.rope.to(self._device)
+    def _read(self, part: Part) -> tuple[Tensors, Tensors]:
+        tensors, scales = self._stored[part], self._experts[part[0]].scales
+        return read_tensors(tensors), read_tensors({full: scales[full] for full in tensors if full in scales})
 
-    def _decode(self, name: str, tensor: FileTensor, stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        return materialise(
-            stored,
-            tensor.shape,
-            parameter_dtype(name, self._compute_dtype),
-            self._device,
-            packing=tensor.packing,
-            scale=None if scale is None else scale.reshape(()),
-        )
+    def _load(self, part: Part) -> Tensors:
+        """Return the decoded parameters of a part on the device; waits until they are read.
+
+        Raises:
+            OSError: reading failed; the next call reads the part again.
+        """
+        self._start_reading(part)
+        read = self._reads.pop(part)
+        if read.done() and read.exception() is not None:
+            # The read failed ahead of time, when the part was not needed yet: the file may be back.
+            read = self._reader.submit(self._read, part)
+        stored, scales = read.result()
+        self.non_block_bytes += sum(tensor.nbytes for tensor in self._stored[part].values())
+        # One by one, so that the device has both forms of only one tensor at a time.
+        return {
+            full: materialise(
+                stored[full],
+                tensor.shape,
+                parameter_dtype(full, self._compute_dtype),
+                self._device,
+                packing=tensor.packing,
+                scale=scales[full].reshape(()) if full in scales else None,
+            )
+            for full, tensor in self._stored[part].items()
+        }
 
 
-def _resident_tensors(expert: Expert, model: WanTransformer3DModel) -> dict[str, FileTensor]:
-    streamed = {f"blocks.{i}.{name}" for i, block in enumerate(model.blocks) for name in streamed_names(block)}
+def _tensors(expert: Expert, part: EmbedderPart | None) -> dict[str, FileTensor]:
+    streams = block_streams(expert.config)
+    streamed = {f"blocks.{index}.{name}" for index in range(expert.config.num_layers) for name in streams}
     return {
-        name: tensor for name, tensor in expert.weights.items() if name not in streamed and embedder_part(name) is None
+        name: tensor for name, tensor in expert.weights.items() if name not in streamed and embedder_part(name) == part
     }
-
-
-def _scales_of(expert: Expert, tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
-    return {name: scale for name, scale in expert.scales.items() if name in tensors}

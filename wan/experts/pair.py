@@ -10,12 +10,12 @@ import torch
 
 from ...offload import Sharded
 from ...schema import OffloadPolicy, Storage
+from ..checkpoint.meta_model import embedder_part
 from ..checkpoint.open import Expert
 from ..lora.apply import LoraFactors, LoraStack, lora_host_bytes, stack_identity
 from ..lora.file import LoraFile
 from ..lora.fit import fit_stack
 from ..transformer.kernels import Kernels
-from .embedder_parts import embedder_part
 from .engine import ExpertEngine
 from .storage import BlockBytes, block_bytes, device_bytes, row_scale_bytes, shards_bytes
 

@@ -25,9 +25,15 @@ from ...offload import (
 from ...plan import RAW_SLOTS, BlockKey
 from ...schema import OffloadPolicy, Storage, plan_residency
 from ..checkpoint.detect import WanConfig
-from ..checkpoint.meta_model import FIRST_BLOCK, block_streams, parameter_dtype, parameter_shapes, table_bytes
+from ..checkpoint.meta_model import (
+    FIRST_BLOCK,
+    block_streams,
+    embedder_part,
+    parameter_dtype,
+    parameter_shapes,
+    table_bytes,
+)
 from ..checkpoint.open import Expert
-from .embedder_parts import embedder_part
 
 STORAGES: tuple[Storage, ...] = ("as stored", "fp8")
 

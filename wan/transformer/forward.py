@@ -20,7 +20,7 @@ from .per_frame_timestep import FrameModulation, TokenSelector, frame_timesteps,
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
 
-    from ..experts.embedder_parts import Rows
+    from ..experts.embedders import Rows
     from .nag import Texts
 
 

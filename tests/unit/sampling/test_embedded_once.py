@@ -12,7 +12,7 @@ import torch
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
-from wanstream.wan.experts.embedder_parts import embedder_part
+from wanstream.wan.checkpoint.meta_model import embedder_part
 
 OpenPair = Callable[..., ExpertPair]
 Request = Callable[..., DenoiseRequest]
@@ -45,7 +45,7 @@ def test_the_weights_that_embed_are_gone_before_the_first_block(open_pair: OpenP
     pair, there = open_pair(), list[bool]()
     engine = pair.engine(POLICY, "cpu")
     for name, stack in engine.models.blocks.items():
-        embedder = engine.models._models[name].condition_embedder
+        embedder = engine.models.bare[name].condition_embedder
         stack[0].register_forward_pre_hook(
             lambda *_, embedder=embedder: there.extend(not p.is_meta for p in embedder.parameters())
         )

@@ -16,7 +16,7 @@ from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy
 from wanstream.testing.quantised import matrices, save_expert_gguf
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
-from wanstream.wan.experts.embedder_parts import embedder_part
+from wanstream.wan.checkpoint.meta_model import embedder_part
 from wanstream.wan.experts.open import ExpertsRegistry, open_experts, open_single_model
 from wanstream.wan.lora.file import open_lora
 

@@ -12,8 +12,9 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.wan_fixtures import wait_for_embedders
 from wanstream.wan import ExpertPair
-from wanstream.wan.experts.embedder_parts import embedder_part
+from wanstream.wan.checkpoint.meta_model import embedder_part
 from wanstream.wan.experts.embedders import MAX_EXTRA_ROWS, CachedEmbedder
 from wanstream.wan.experts.engine import ExpertEngine
 from wanstream.wan.experts.open import open_experts
@@ -122,7 +123,7 @@ class TestWeights:
             _rows(engine, expert, TIMES[expert][0], _text(1))
             assert all(parameter.is_meta for parameter in _embedder(engine, expert).parameters())
         assert engine.loaded_bytes == resident
-        assert engine.models.host_bytes == 0
+        assert wait_for_embedders(engine) == 0
 
     def test_an_expected_run_reads_each_once_and_the_next_equal_one_nothing(
         self, pair: ExpertPair, engine: ExpertEngine
@@ -168,35 +169,28 @@ class TestWeights:
         one = _part_bytes(pair, "time") + _part_bytes(pair, "text")
         seen = _watch(engine, L)
         engine.expect(TIMES, {H: [_text(1)], L: [_text(1)]})
-        most = _wait_for_reads(engine)
-        assert 0 < most <= one + 2 * 4096
+        most = wait_for_embedders(engine)
+        assert 0 < most <= one
         _rows(engine, H, TIMES[H][0], _text(1))
-        assert 0 < _wait_for_reads(engine) <= one + 2 * 4096
+        assert 0 < wait_for_embedders(engine) <= one
         assert seen == []
         engine.models[H]  # the look-up of another step of the first expert
         assert [name for name, _ in seen].count("time_proj") == len(TIMES[L])
-        assert engine.models.host_bytes == 0
+        assert wait_for_embedders(engine) == 0
 
     def test_what_was_read_for_an_expert_that_does_not_run_is_dropped(self, engine: ExpertEngine) -> None:
-        _wait_for_reads(engine)
-        assert engine.models.host_bytes > 0
+        assert wait_for_embedders(engine) > 0
         engine.expect({L: [3.0]}, {L: [_text(1)]})
         _rows(engine, L, 3.0, _text(1))
-        assert engine.models.host_bytes == 0
+        assert wait_for_embedders(engine) == 0
 
     def test_closing_drops_unused_reads_and_ends_its_threads(self, pair: ExpertPair) -> None:
         before = set(threading.enumerate())
         engine = pair.engine(OffloadPolicy.layerwise(), "cpu")
-        _wait_for_reads(engine)
+        wait_for_embedders(engine)
         pair.close()
-        assert engine.models.host_bytes == 0
+        assert not engine.models._reads
         assert set(threading.enumerate()) == before
-
-
-def _wait_for_reads(engine: ExpertEngine) -> int:
-    """Wait for the submitted reads and return the bytes of RAM of parts after them."""
-    engine.models._reader.submit(int).result()
-    return engine.models.host_bytes
 
 
 def test_chunks_are_set_for_the_blocks_of_both_experts_and_taken_away(engine: ExpertEngine) -> None:
@@ -211,15 +205,13 @@ def test_chunks_are_set_for_the_blocks_of_both_experts_and_taken_away(engine: Ex
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnCuda:
-    def test_weights_come_by_page_locked_memory_and_leave_nothing(self, pair: ExpertPair) -> None:
+    def test_weights_leave_nothing(self, pair: ExpertPair) -> None:
         engine = pair.engine(OffloadPolicy.layerwise(), "cuda")
         for name in (H, L):
             engine.models[name]
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        slots = engine.models._embedder_weights._slots
-        _wait_for_reads(engine)
-        assert slots.locked_bytes == engine.models.host_bytes > 0
+        assert wait_for_embedders(engine) > 0
         engine.expect(TIMES, {H: [_text(1)], L: [_text(1)]})
         for expert, loaded in ((H, pair.high), (L, pair.low)):
             whole = WanTransformer3DModel.from_pretrained(loaded.path, torch_dtype=torch.bfloat16).condition_embedder
@@ -233,4 +225,4 @@ class TestOnCuda:
         torch.cuda.synchronize()
         kept = sum(engine.models[name].condition_embedder.row_bytes for name in (H, L))
         assert torch.cuda.memory_allocated() - before <= kept + 512 * 20
-        assert slots.locked_bytes == 0
+        assert wait_for_embedders(engine) == 0

@@ -9,6 +9,7 @@ import torch
 
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.wan_fixtures import wait_for_embedders
 from wanstream.wan import forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.experts.open import open_experts
@@ -66,8 +67,7 @@ def plain(pair, lane):
 
 def test_the_ram_in_addition_to_slots_is_predicted(pair, lora_file, lane):
     engine, without = pair.engine(POLICIES["layerwise"], "cpu"), pair.host_resident_bytes
-    engine.models._reader.submit(int).result()
-    assert 0 <= engine.models.host_bytes - without < 2 * 4096, "what embeds time and text, of one expert, in pages"
+    assert wait_for_embedders(engine) == without, "what embeds time and text, of one expert"
     one, two = open_lora(lora_file(seed=3)), open_lora(lora_file(seed=4))
     pair.set_loras([(one, 1.0)], [(two, 0.5), (one, 0.0)])
     predicted = pair.host_resident_bytes - without
