@@ -35,11 +35,11 @@ from ..plan import (
     Budgets,
     Machine,
     OffloadJob,
+    check_layout,
     choose_layout,
     describe_layout,
     describe_policy,
     describe_ram,
-    heads_of,
     plan_offload,
     worker_share,
 )
@@ -54,7 +54,6 @@ from ..schema import (
     WeightPlacement,
     WorkersError,
     WorkersRef,
-    check_mesh,
     cluster_named,
     read_clusters,
 )
@@ -288,16 +287,7 @@ def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPl
 def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tuple[str, ...]]:
     count, mesh = run.workers.count, run.workers.mesh
     if mesh is not None:
-        job = _group_job(run, mesh)
-        return mesh, check_mesh(
-            mesh,
-            workers=count,
-            heads=heads_of(job),
-            tokens=job.tokens,
-            lanes={expert: job.lanes[expert] for expert in job.experts_of_steps},
-            steps=len(job.experts_of_steps),
-            samples=run.videos,
-        )
+        return mesh, check_layout(mesh, _group_job(run, mesh), run.videos)
     if count == 1:
         return Mesh(), ()
     mesh = choose_layout(

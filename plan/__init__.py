@@ -7,7 +7,7 @@ from .candidates import CHUNKS
 from .machine import Machine, expected_machine
 from .memory import RAM_SHARE, RAW_SLOTS, STAGING_SLOTS, VRAM_RESERVE, DoesNotFitError
 from .offload_job import AutoOffload, Budgets, OffloadJob
-from .parallel_layout import choose_layout, describe_layout, heads_of, stage_boundaries, worker_share
+from .parallel_layout import check_layout, choose_layout, describe_layout, stage_boundaries, worker_share
 from .planner import (
     Alternative,
     Candidate,
@@ -54,6 +54,7 @@ __all__ = [
     "Visit",
     "bytes_to_free",
     "calibrate_machine",
+    "check_layout",
     "check_program",
     "check_ram",
     "choose_layout",
@@ -65,7 +66,6 @@ __all__ = [
     "eviction_order",
     "expected_machine",
     "expert_at",
-    "heads_of",
     "keep_near_policy",
     "next_smaller_policy",
     "plan_alternatives",

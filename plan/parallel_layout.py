@@ -1,14 +1,14 @@
-"""Layout of workers for a run: a rule, pipeline stages, and the memory check of one worker."""
+"""Layout of workers for a run: its validation, a rule, pipeline stages, and the memory check of one worker."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise, product
 from math import inf
 
-from ..schema import HEAD_DIM, ON_DEVICE, WHOLE_WEIGHTS, Mesh, MeshError, WeightPlacement, check_mesh
+from ..schema import HEAD_DIM, ON_DEVICE, WHOLE_WEIGHTS, Mesh, MeshError, WeightPlacement
 from .candidates import fitting_policies
 from .machine import Machine
 from .memory import RAM_SHARE, DoesNotFitError, memory_budget
@@ -60,6 +60,71 @@ def stage_boundaries(experts_of_steps: Sequence[str], step_costs_s: Sequence[flo
     return tuple(range(first, past) for first, past in pairwise(reversed(ends)))
 
 
+MAX_LISTED_DEGREE = 16
+"""Largest degree that a message proposes."""
+
+
+def check_layout(mesh: Mesh, job: OffloadJob, samples: int) -> tuple[str, ...]:
+    """Return warnings for a run on `mesh`, one line for each reason for which workers are idle at times.
+
+    Args:
+        mesh: the requested layout.
+        job: the lanes that a worker group computes together, with all tokens and steps of the run.
+        samples: number of videos: samples of the request, or items of the queue.
+
+    Raises:
+        MeshError: for a mesh that cannot run, or on which workers are always idle or repeat the work of others.
+    """
+    lanes = {expert: job.lanes[expert] for expert in job.experts_of_steps}
+    if refusal := next(_refusals(mesh, job, max(lanes.values()), samples), None):
+        raise MeshError(refusal)
+    stage_boundaries(job.experts_of_steps, [1.0] * len(job.experts_of_steps), mesh.stage)
+    return tuple(_idle_at_times(mesh, lanes, samples))
+
+
+def _refusals(mesh: Mesh, job: OffloadJob, lanes: int, samples: int) -> Iterator[str]:
+    """Yield the reasons for which `mesh` cannot run, or wastes workers in every step of at most `lanes` lanes."""
+    if (heads := _heads(job)) % mesh.ulysses:
+        yield f"ulysses {mesh.ulysses} does not divide {heads} heads: {_list_divisors(heads)}"
+    parts = mesh.ring * mesh.ulysses
+    if job.tokens % parts:
+        degrees = f"ring {mesh.ring} x ulysses {mesh.ulysses} = {parts}" if mesh.ring > 1 else f"ulysses {parts}"
+        yield f"{degrees} does not divide {job.tokens} tokens: {_list_divisors(job.tokens)}"
+    if mesh.cfg > 1 and lanes < 2:
+        yield (
+            f"cfg {mesh.cfg}, but guidance is 1 under every expert, so each step has one lane and half of the workers "
+            "would repeat the work of the other half: use cfg 1, or another guidance"
+        )
+    if mesh.data > 1 and samples == 1:
+        idle = mesh.size - mesh.size // mesh.data
+        yield (
+            f"data {mesh.data}, but one video is made: {idle} of {mesh.size} workers would be idle; "
+            "use data 1, or make several videos"
+        )
+
+
+def _idle_at_times(mesh: Mesh, lanes: Mapping[str, int], samples: int) -> Iterator[str]:
+    if mesh.data > samples:
+        idle = mesh.data - samples
+        yield f"data {mesh.data} for {samples} videos: {idle} of {mesh.data} rows of workers are idle"
+    if mesh.stage > 1 and samples < mesh.stage * mesh.data:
+        yield (
+            f"stage {mesh.stage} x data {mesh.data} for {samples} video{'s' * (samples != 1)}: "
+            f"at most {samples} of {mesh.stage * mesh.data} groups work at a time"
+        )
+    single = [expert for expert, count in lanes.items() if count < 2]
+    if mesh.cfg > 1 and single:
+        yield f"cfg {mesh.cfg}: the {single[0]} expert has one lane, so in its steps both sides compute the same"
+
+
+def _list_divisors(number: int) -> str:
+    """Return the degrees that divide `number` as the end of a message: `2, 4, 8 do`."""
+    divisors = [str(degree) for degree in range(2, MAX_LISTED_DEGREE + 1) if number % degree == 0]
+    if not divisors:
+        return "only 1 does"
+    return f"{', '.join(divisors)} {'do' if len(divisors) > 1 else 'does'}"
+
+
 TOKEN_SHARING_COST = 0.1
 """Share of a step that workers lose to exchanging tokens: 9.5 % with Ulysses 4 over PCIe 4.0 (docs/scaling.md)."""
 UNLIMITED_BYTES = 2**60
@@ -107,7 +172,7 @@ def choose_layout(
         fitting = next(count for count in range(workers, 0, -1) if any(_layouts(count, job, samples, rings=rings)))
         raise MeshError(
             f"{workers} workers cannot share {samples} video{'s' * (samples != 1)} of {job.tokens} tokens and "
-            f"{heads_of(job)} heads evenly: use {fitting}"
+            f"{_heads(job)} heads evenly: use {fitting}"
         )
     meshes.sort(key=lambda mesh: _order(mesh, job, samples, workers_per_machine))
     shortages: list[str] = []
@@ -182,11 +247,6 @@ def describe_layout(mesh: Mesh) -> str:
     return f"{mesh}: {', '.join(parts)}" if parts else str(mesh)
 
 
-def heads_of(job: OffloadJob) -> int:
-    """Return the number of attention heads of the job's experts."""
-    return max(1, job.expert.width // HEAD_DIM)
-
-
 def _layouts(workers: int, job: OffloadJob, samples: int, *, rings: bool) -> Iterator[Mesh]:
     """Yield every mesh of that many workers with one stage that is valid for the run; with `rings` also rings.
 
@@ -199,15 +259,7 @@ def _layouts(workers: int, job: OffloadJob, samples: int, *, rings: bool) -> Ite
             continue
         mesh = Mesh(data=workers // (cfg * ulysses * ring), cfg=cfg, ring=ring, ulysses=ulysses)
         try:
-            check_mesh(
-                mesh,
-                workers=workers,
-                heads=heads_of(job),
-                tokens=job.tokens,
-                lanes=_lanes(job),
-                steps=len(job.experts_of_steps),
-                samples=samples,
-            )
+            check_layout(mesh, job, samples)
         except MeshError:
             continue
         yield mesh
@@ -224,5 +276,5 @@ def _order(mesh: Mesh, job: OffloadJob, samples: int, workers_per_machine: int) 
     return (seconds, spans_machines, mesh.ring, -mesh.data, -mesh.cfg)
 
 
-def _lanes(job: OffloadJob) -> dict[str, int]:
-    return {expert: job.lanes[expert] for expert in job.experts_of_steps}
+def _heads(job: OffloadJob) -> int:
+    return max(1, job.expert.width // HEAD_DIM)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .clusters import BUILTIN_CLUSTERS, Cluster, check_address, cluster_named, host_and_port, is_loopback, read_clusters
 from .context_windows import BLENDS, ContextWindows, Windows
 from .errors import Cancelled, StateError
-from .mesh import Mesh, MeshError, check_mesh
+from .mesh import Mesh, MeshError
 from .policy import OffloadPolicy, PolicyKind, Residency, SourceKind, plan_residency, spread_evenly
 from .refs import (
     GOALS,
@@ -114,7 +114,6 @@ __all__ = [
     "check_address",
     "check_count",
     "check_degrees",
-    "check_mesh",
     "cluster_named",
     "describe_workers",
     "format_need",

@@ -16,7 +16,7 @@ from ...bench import Setting, Trial, policy_name
 from ...distributed import Driver, Pool, WorkerLostError, part_sizes
 from ...host import StartPool, start_pool
 from ...nodes.runs import TrialTimes, tensor_digest, with_steps
-from ...plan import OffloadJob, heads_of
+from ...plan import OffloadJob, check_layout
 from ...sampling import DenoiseRequest, seeded_noise
 from ...schema import (
     ExpertsRef,
@@ -26,7 +26,6 @@ from ...schema import (
     Timeline,
     VideoShape,
     WorkersRef,
-    check_mesh,
     plan_residency,
 )
 from ...testing import TEXT_DIM, TinyShape, make_expert, save_expert_folder
@@ -130,15 +129,9 @@ def default_counts(most: int) -> tuple[int, ...]:
 
 def _check(case: BenchCase, job: OffloadJob, videos: int) -> None:
     group = max(part_sizes(videos, case.mesh))
-    check_mesh(
-        case.mesh,
-        workers=case.mesh.size,
-        heads=heads_of(job),
-        tokens=job.tokens,
-        lanes={expert: group * lanes // videos for expert, lanes in job.lanes.items()},
-        steps=case.steps,
-        samples=videos,
-    )
+    lanes = {expert: group * lanes // videos for expert, lanes in job.lanes.items()}
+    steps = job.experts_of_steps[:1] * case.steps
+    check_layout(case.mesh, replace(job, lanes=lanes, experts_of_steps=steps), videos)
     plan_residency(case.policy, {"high": job.expert.blocks, "low": job.expert.blocks})
 
 

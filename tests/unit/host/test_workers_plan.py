@@ -49,7 +49,7 @@ def test_what_a_user_says_needs_no_machine() -> None:
         (Mesh(cfg=2), a_job(lanes=1), "guidance is 1"),
         (Mesh(data=2), a_job(), "one video is made"),
         (Mesh(ulysses=2), replace(a_job(), expert=replace(T2V_A14B, width=128)), "does not divide 1 head"),
-        (Mesh(stage=5), a_job(), "the run has 4 steps"),
+        (Mesh(stage=5), a_job(), "stage 5 for 4 steps"),
     ],
 )
 def test_a_layout_that_does_not_suit_the_run_is_refused(mesh: Mesh, job: OffloadJob, said: str) -> None:

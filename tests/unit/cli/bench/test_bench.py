@@ -107,7 +107,7 @@ def test_what_cannot_be_is_left_out_with_its_reason() -> None:
         "4 steps, 1 worker, layerwise, 1 ahead",
         "4 steps, 2 workers (stage 2), layerwise, 1 ahead",
     ]
-    assert "the run has 1 step" in reasons["1 steps, 2 workers (stage 2), layerwise, 1 ahead"]
+    assert "stage 2 for 1 step: " in reasons["1 steps, 2 workers (stage 2), layerwise, 1 ahead"]
     assert "only 8 blocks" in reasons["4 steps, 1 worker, block_swap 9, 1 ahead"]
 
 

@@ -1,22 +1,33 @@
-"""Meshes that suit a run, and those that are refused."""
+"""Layouts that suit a run, and those that are refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.schema import Mesh, MeshError
-from wanstream.schema.mesh import check_mesh
+from wanstream.plan import OffloadJob, check_layout
+from wanstream.schema import HEAD_DIM, T2V_A14B, Mesh, MeshError
 
 BOTH_GUIDED = {"high": 2, "low": 2}
-RUN: dict[str, Any] = {"heads": 40, "tokens": 32_760, "lanes": BOTH_GUIDED, "steps": 20, "samples": 1}
 
 
-def _check(mesh: Mesh, **changes: Any) -> tuple[str, ...]:
-    return check_mesh(mesh, **{"workers": mesh.size, **RUN, **changes})
+def _check(
+    mesh: Mesh,
+    *,
+    heads: int = 40,
+    tokens: int = 32_760,
+    lanes: dict[str, int] = BOTH_GUIDED,
+    experts: tuple[str, ...] = ("high",) * 10 + ("low",) * 10,
+    samples: int = 1,
+) -> tuple[str, ...]:
+    expert = replace(T2V_A14B, width=heads * HEAD_DIM)
+    sizes = {"stored_bytes": 1, "file_bytes": 1, "computed_bytes": 1, "resident_bytes": 1}
+    job = OffloadJob(expert=expert, tokens=tokens, lanes=lanes, experts_of_steps=experts, **sizes)
+    return check_layout(mesh, job, samples)
 
 
 @pytest.mark.parametrize(
@@ -48,29 +59,17 @@ def test_a_mesh_that_keeps_every_worker_busy_has_no_warnings(mesh: Mesh, changes
         ),
         (Mesh(ulysses=2), {"tokens": 7}, "ulysses 2 does not divide 7 tokens: 7 does"),
         (
-            Mesh(cfg=2, ulysses=2),
-            {"workers": 8},
-            "cfg 2 x ulysses 2: a layout of 4, but there are 8 workers; use 4 workers, or data 2",
-        ),
-        (
-            Mesh(data=2, ulysses=2),
-            {"workers": 6},
-            "data 2 x ulysses 2: a layout of 4, but there are 6 workers; use 4 workers, or data 3",
-        ),
-        (Mesh(ulysses=4), {"workers": 6}, "ulysses 4: a layout of 4, but there are 6 workers; use 4 workers$"),
-        (Mesh(ulysses=4), {"workers": 2}, "ulysses 4: a layout of 4, but there are 2 workers; use 4 workers$"),
-        (Mesh(), {"workers": 2}, "one worker: a layout of 1, but there are 2 workers; use 1 worker, or data 2"),
-        (
             Mesh(cfg=2),
             {"lanes": {"high": 1, "low": 1}},
             "cfg 2, but guidance is 1 under every expert, so each step has one",
         ),
         (
             Mesh(stage=5),
-            {"steps": 4, "samples": 9},
-            "stage 5, but the run has 4 steps: every stage needs one; use 1 to 4",
+            {"experts": ("high",) * 4, "samples": 9},
+            "stage 5 for 4 steps: every stage needs one; use 1 to 4",
         ),
-        (Mesh(stage=2), {"steps": 1, "samples": 9}, "stage 2, but the run has 1 step: "),
+        (Mesh(stage=2), {"experts": ("high",), "samples": 9}, "stage 2 for 1 step: "),
+        (Mesh(stage=2), {"experts": ("high", "low", "high"), "samples": 9}, "stages of one expert each are 3, not 2"),
         (Mesh(data=2, cfg=2), {}, "data 2, but one video is made: 2 of 4 workers would be idle; use data 1"),
     ],
 )
@@ -108,7 +107,7 @@ def test_idle_workers_are_reported(mesh: Mesh, changes: dict[str, Any], words: s
     st.integers(1, 12),
     st.integers(1, 120),
     st.dictionaries(st.sampled_from(("high", "low")), st.integers(1, 2), min_size=1),
-    st.integers(1, 6),
+    st.integers(2, 6),
     st.integers(1, 6),
 )
 def test_a_valid_mesh_divides_the_run_and_has_work(
@@ -121,11 +120,10 @@ def test_a_valid_mesh_divides_the_run_and_has_work(
         and (mesh.cfg == 1 or 2 in lanes.values())
         and (mesh.data == 1 or samples > 1)
     )
-    asked: dict[str, Any] = {"heads": heads, "tokens": tokens, "lanes": lanes, "steps": steps, "samples": samples}
+    asked: dict[str, Any] = {"heads": heads, "tokens": tokens, "lanes": lanes, "samples": samples}
+    experts = (min(lanes),) * (steps - len(lanes) + 1) + tuple(sorted(lanes)[1:])
     if passes:
-        _check(mesh, **asked)
-        with pytest.raises(MeshError):
-            _check(mesh, workers=mesh.size + 1, **asked)
+        _check(mesh, experts=experts, **asked)
     else:
         with pytest.raises(MeshError):
-            _check(mesh, **asked)
+            _check(mesh, experts=experts, **asked)
