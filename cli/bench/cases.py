@@ -8,11 +8,10 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
-from ...bench import Setting, Trial, policy_name
+from ...bench import Setting, Trial, Variant, policy_name
 from ...distributed import Driver, Pool, WorkerLostError, part_sizes
 from ...host import StartPool, start_pool
 from ...nodes.runs import TrialTimes, tensor_digest, with_steps
@@ -62,53 +61,62 @@ def bench_request(video: VideoShape, *, videos: int, guidance: float, in_channel
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchCase:
-    """One measured configuration."""
+class BenchRun(Trial):
+    """A run on workers; its timeline has one record per step, over all videos."""
+
+    wall_s: float
+    """Seconds from the request to the latents."""
+    ranks: Mapping[int, Timeline]
+    gathered_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCase(Variant):
+    """One configuration and its runs, the first one on workers with closed experts.
+
+    Cases with the same number of steps are one job with equal latents.
+    """
 
     mesh: Mesh
     policy: OffloadPolicy
     steps: int
+    start_s: float = 0.0
+    """Seconds from the start of the workers until all of them were ready."""
+    trials: tuple[BenchRun, ...] = ()
+
+    @classmethod
+    def of(cls, mesh: Mesh, policy: OffloadPolicy, steps: int) -> BenchCase:
+        """Return the case without runs."""
+        layout = f" ({mesh})" if mesh.size > 1 else ""
+        name = f"{steps} steps, {mesh.size} worker{'s' * (mesh.size != 1)}{layout}, {policy_name(policy)}"
+        words = {"Steps": str(steps), "Workers": str(mesh.size), "Layout": str(mesh), "Policy": policy_name(policy)}
+        return cls(name=name, settings=words, job=f"{steps} steps", mesh=mesh, policy=policy, steps=steps)
 
     @property
-    def mode(self) -> str:
-        """Name of the policy."""
-        return policy_name(self.policy)
-
-    @property
-    def name(self) -> str:
-        count = f"{self.mesh.size} worker{'s' * (self.mesh.size != 1)}"
-        layout = f" ({self.mesh})" if self.mesh.size > 1 else ""
-        return f"{self.steps} steps, {count}{layout}, {self.mode}"
-
-
-Refused: TypeAlias = dict[str, str]
-"""Reasons for which cases are not measured, by their names."""
+    def counted(self) -> tuple[BenchRun, ...]:
+        """Runs without warm-ups."""
+        return tuple(run for run in self.trials if not run.warmup)
 
 
 def bench_cases(
     counts: Sequence[int], layouts: Sequence[Mesh], settings: Sequence[Setting], job: OffloadJob, videos: int
-) -> tuple[list[BenchCase], Refused]:
-    """Return every setting on every layout with one of these numbers of workers, and the refused ones.
+) -> list[BenchCase]:
+    """Return every setting on every layout with one of these numbers of workers; `failed` is set for refused ones.
 
     `job` is that of all `videos` together; its steps are replaced by those of each case. If `layouts` is empty, the
     defaults are layouts that split the lanes and tokens of a video and, for several videos, also those that distribute
     the videos. One worker always has the trivial layout.
     """
-    cases, refused = list[BenchCase](), Refused()
+    cases = dict[str, BenchCase]()
     for count in counts:
         chosen = [mesh for mesh in layouts if mesh.size == count]
         for mesh in chosen if layouts and count > 1 else _default_layouts(count, job, videos):
             for setting in settings:
                 assert isinstance(setting.policy, OffloadPolicy), "an automatic policy differs between layouts"
                 assert setting.steps is not None
-                case = BenchCase(mesh=mesh, policy=setting.policy, steps=setting.steps)
-                try:
-                    _check(case, job, videos)
-                except ValueError as err:
-                    refused[case.name] = str(err)
-                else:
-                    cases.append(case)
-    return list(dict.fromkeys(cases)), refused
+                case = BenchCase.of(mesh, setting.policy, setting.steps)
+                cases[case.name] = replace(case, failed=_refusal(case, job, videos))
+    return [*cases.values()]
 
 
 def parse_mesh(words: str) -> Mesh:
@@ -127,12 +135,17 @@ def default_counts(most: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(most.bit_length()))
 
 
-def _check(case: BenchCase, job: OffloadJob, videos: int) -> None:
+def _refusal(case: BenchCase, job: OffloadJob, videos: int) -> str:
+    """Return the reason for which the case cannot run; empty if it can."""
     group = max(part_sizes(videos, case.mesh))
     lanes = {expert: group * lanes // videos for expert, lanes in job.lanes.items()}
     steps = job.experts_of_steps[:1] * case.steps
-    check_layout(case.mesh, replace(job, lanes=lanes, experts_of_steps=steps), videos)
-    plan_residency(case.policy, {"high": job.expert.blocks, "low": job.expert.blocks})
+    try:
+        check_layout(case.mesh, replace(job, lanes=lanes, experts_of_steps=steps), videos)
+        plan_residency(case.policy, {"high": job.expert.blocks, "low": job.expert.blocks})
+    except ValueError as err:
+        return str(err)
+    return ""
 
 
 def _default_layouts(count: int, job: OffloadJob, videos: int) -> Iterator[Mesh]:
@@ -151,27 +164,6 @@ CLOSE_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRun(Trial):
-    """A run on workers; its timeline has one record per step, over all videos."""
-
-    wall_s: float
-    """Seconds from the request to the latents."""
-    ranks: Mapping[int, Timeline]
-    gathered_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaseRuns:
-    """All runs of a case, the first one on workers with closed experts; `failed` is an error message."""
-
-    case: BenchCase
-    start_s: float
-    """Seconds from the start of the workers until all of them were ready."""
-    runs: tuple[BenchRun, ...] = ()
-    failed: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Bench:
     """Settings that all cases share."""
 
@@ -185,7 +177,7 @@ class Bench:
 
 def run_cases(
     bench: Bench, cases: Sequence[BenchCase], log: Callable[[str], None], start: StartPool = start_pool
-) -> Iterator[CaseRuns]:
+) -> Iterator[BenchCase]:
     """Run all cases, in their order; consecutive cases with the same number of workers share them.
 
     An error of a case is in its `failed` and does not end the others. Raises the errors of starting workers.
@@ -196,10 +188,10 @@ def run_cases(
         with closing(start(replace(bench.workers, count=count), bench.device)) as pool:
             start_s = time.monotonic() - started
             for case in group:
-                yield _run_case(bench, case, pool, start_s, log)
+                yield _run_case(bench, replace(case, start_s=start_s), pool, log)
 
 
-def _run_case(bench: Bench, case: BenchCase, pool: Pool, start_s: float, log: Callable[[str], None]) -> CaseRuns:
+def _run_case(bench: Bench, case: BenchCase, pool: Pool, log: Callable[[str], None]) -> BenchCase:
     ref = replace(bench.workers, count=case.mesh.size, mesh=case.mesh)
     driver, request = Driver(pool, ref, case.mesh), with_steps(bench.request, case.steps)
     for request_to_close in [worker.call("close") for worker in pool.workers]:
@@ -213,7 +205,7 @@ def _run_case(bench: Bench, case: BenchCase, pool: Pool, start_s: float, log: Ca
         try:
             ran = driver.denoise(bench.experts, request, case.policy)
         except (ValueError, RuntimeError, OSError) as err:
-            return CaseRuns(case=case, start_s=start_s, runs=tuple(runs), failed=str(err).splitlines()[0])
+            return replace(case, trials=tuple(runs), failed=str(err).splitlines()[0])
         runs.append(
             BenchRun(
                 wall_s=time.monotonic() - started,
@@ -224,4 +216,4 @@ def _run_case(bench: Bench, case: BenchCase, pool: Pool, start_s: float, log: Ca
                 warmup=number < bench.times.warmup,
             )
         )
-    return CaseRuns(case=case, start_s=start_s, runs=tuple(runs))
+    return replace(case, trials=tuple(runs))

@@ -19,8 +19,6 @@ from ..options import BenchOptions
 from .cases import (
     Bench,
     BenchCase,
-    CaseRuns,
-    Refused,
     bench_cases,
     bench_request,
     default_counts,
@@ -40,30 +38,31 @@ def bench(options: BenchOptions) -> int:
     """Measure, write the files, print their paths, and return the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            prepared, cases, refused = _prepare(options, Path(folder))
+            prepared, cases = _prepare(options, Path(folder))
             create_output_folder(options.output)
         except (ValueError, OSError) as err:
             print(err, file=sys.stderr)
             return INVALID
-        for name, why in refused.items():
-            print(f"skipped: {name}: {why}", file=sys.stderr)
-        if not cases:
+        refused, chosen = ([case for case in cases if bool(case.failed) is skips] for skips in (True, False))
+        for case in refused:
+            print(f"skipped: {case.name}: {case.failed}", file=sys.stderr)
+        if not chosen:
             print("no case is left to measure", file=sys.stderr)
             return INVALID
-        measured, method = list[CaseRuns](), _method(options, prepared)
+        measured, method = list[BenchCase](), _method(options, prepared)
         paths: tuple[Path, ...] = ()
         try:
-            for runs in run_cases(prepared, cases, _log):
-                measured.append(runs)
+            for case in run_cases(prepared, chosen, _log):
+                measured.append(case)
                 # After each case, because all cases may take hours.
-                paths = save(measured, refused, method=method, device=prepared.device, folder=options.output)
-                _log(f"{runs.case.name}: {runs.failed or 'measured'}")
+                paths = save([*refused, *measured], method=method, device=prepared.device, folder=options.output)
+                _log(f"{case.name}: {case.failed or 'measured'}")
         except (ValueError, OSError) as err:
             print(f"failed: {err}", file=sys.stderr)
             return FAILED
     for path in paths:
         print(path)
-    return FAILED if any(runs.failed for runs in measured) else DONE
+    return FAILED if any(case.failed for case in measured) else DONE
 
 
 def _log(line: str) -> None:
@@ -79,8 +78,8 @@ def _experts(options: BenchOptions, folder: Path) -> ExpertsRef:
     return ExpertsRef(high_noise=high, low_noise=low[0] if low else None)
 
 
-def _prepare(options: BenchOptions, folder: Path) -> tuple[Bench, list[BenchCase], Refused]:
-    """Return the benchmark, its cases and the refused ones; opens the experts when all options are parsed.
+def _prepare(options: BenchOptions, folder: Path) -> tuple[Bench, list[BenchCase]]:
+    """Return the benchmark and its cases; opens the experts when all options are parsed.
 
     Random experts are written into `folder`. Raises ValueError and OSError.
     """
@@ -109,7 +108,7 @@ def _prepare(options: BenchOptions, folder: Path) -> tuple[Bench, list[BenchCase
         request = bench_request(video, videos=options.videos, guidance=options.guidance, in_channels=pair.in_channels)
         job = request_job(pair, request, device)
     bench = Bench(experts=experts, request=request, times=times, workers=workers, device=device)
-    return bench, *bench_cases(counts, layouts, settings, job, options.videos)
+    return bench, bench_cases(counts, layouts, settings, job, options.videos)
 
 
 def _video(options: BenchOptions) -> VideoShape:

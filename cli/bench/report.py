@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
@@ -16,15 +15,15 @@ from ...bench import (
     Result,
     Spread,
     Table,
-    Variant,
     describe_machine,
     hardware,
     memory_bytes,
+    policy_name,
     summary,
     versions,
 )
-from ...schema import Mesh, Timeline, format_seconds, format_size
-from .cases import BenchRun, CaseRuns, Refused
+from ...schema import Timeline, format_seconds, format_size
+from .cases import BenchCase
 
 Figures = dict[str, Any]
 
@@ -36,30 +35,27 @@ TIMES = (
 MEMORY = ("configuration", "worker", "steps", "peak memory", "average memory")
 
 
-def save(
-    measured: Sequence[CaseRuns], refused: Refused, *, method: str, device: torch.device, folder: Path
-) -> tuple[Path, Path]:
+def save(cases: Sequence[BenchCase], *, method: str, device: torch.device, folder: Path) -> tuple[Path, Path]:
     """Write `workers_<hardware>_<yyyymmdd>.json` and `.md` into `folder`; return both paths."""
-    without = refused | {each.case.name: each.failed for each in measured if each.failed}
     machine = describe_machine(device)
     result = Result(
         case=CASE,
         method=method,
         figures={
-            "cases": figures(measured),
-            "not_measured": [{"case": name, "because": why} for name, why in without.items()],
+            "cases": figures(cases),
+            "not_measured": [{"case": case.name, "because": case.failed} for case in cases if case.failed],
         },
         hardware={**hardware(device), **machine},
         versions=versions(),
     )
     path = folder / f"{result.name}.md"
-    path.write_text(page(result, measured, {**machine, **result.versions}), encoding="utf-8")
+    path.write_text(page(result, cases, {**machine, **result.versions}), encoding="utf-8")
     return result.save(folder), path
 
 
-def page(result: Result, measured: Sequence[CaseRuns], machine: Mapping[str, str]) -> str:
+def page(result: Result, cases: Sequence[BenchCase], machine: Mapping[str, str]) -> str:
     """Return all figures as tables in Markdown."""
-    counted, found = [runs for runs in measured if _counted(runs)], result.figures["cases"]
+    counted, found = [case for case in cases if case.counted], result.figures["cases"]
     without = tuple(tuple(each.values()) for each in result.figures["not_measured"])
     tables = [
         Table(title="Loading and generation", head=TIMES, rows=tuple(map(_times, counted, found))),
@@ -69,43 +65,41 @@ def page(result: Result, measured: Sequence[CaseRuns], machine: Mapping[str, str
         tables.append(Table(title="Not measured", head=("configuration", "reason"), rows=without))
     report = Report(
         title=f"Workers on {result.hardware['name']}",
-        variants=tuple(map(_variant, counted)),
+        variants=tuple(counted),
         method={"Method": result.method},
         machine=machine,
-        planned=sum(len(runs.runs) for runs in measured),
+        planned=sum(len(case.trials) for case in cases),
     )
     return summary(report, tables)
 
 
-def figures(measured: Sequence[CaseRuns]) -> list[Figures]:
+def figures(cases: Sequence[BenchCase]) -> list[Figures]:
     """Return the JSON of every case with counted runs, in their order; times in seconds.
 
     `speedup`, `efficiency` and `same_latents` are relative to one worker with the same steps and policy, None if that
     case is missing.
     """
-    counted = [runs for runs in measured if _counted(runs)]
-    alone = {runs.case: runs for runs in counted if runs.case.mesh.size == 1}
-    return [_figures(runs, alone.get(replace(runs.case, mesh=Mesh()))) for runs in counted]
+    counted = [case for case in cases if case.counted]
+    alone = {(case.steps, case.policy): case for case in counted if case.mesh.size == 1}
+    return [_figures(case, alone.get((case.steps, case.policy))) for case in counted]
 
 
-def _figures(runs: CaseRuns, alone: CaseRuns | None) -> Figures:
-    case, counted, first = runs.case, _counted(runs), runs.runs[0]
-    wall = _wall(runs)
+def _figures(case: BenchCase, alone: BenchCase | None) -> Figures:
+    counted, first, wall = case.counted, case.trials[0], _wall(case)
     median = sorted(counted, key=lambda run: run.wall_s)[(len(counted) - 1) // 2]
     speedup = None if alone is None else _wall(alone).median / wall.median
-    digests = {run.latents for run in runs.runs}
     ranks = sorted({rank for run in counted for rank in run.ranks})
     return {
         "name": case.name,
         "workers": case.mesh.size,
         "layout": str(case.mesh),
-        "mode": case.mode,
+        "mode": policy_name(case.policy),
         "steps": case.steps,
-        "start_s": runs.start_s,
+        "start_s": case.start_s,
         # From the request to the first block's compute, on workers with closed experts.
         "load_s": first.timeline.first_block_s,
         "generation_s": {"median": wall.median, "least": wall.low, "most": wall.high},
-        "total_s": runs.start_s + first.wall_s,
+        "total_s": case.start_s + first.wall_s,
         "step_s": [step.wall_s for step in median.timeline.steps],
         "experts": [step.expert for step in median.timeline.steps],
         # A rank may be missing in a run: among the worker groups of one stage, a faster one may take all videos.
@@ -113,19 +107,15 @@ def _figures(runs: CaseRuns, alone: CaseRuns | None) -> Figures:
         "moved_bytes": sum(each.bytes_moved for each in median.ranks.values()),
         "gathered_bytes": median.gathered_bytes,
         "latents": median.latents,
-        "same_latents": None if alone is None else digests == {alone.runs[0].latents},
+        "same_latents": None if alone is None else case.latents == {alone.trials[0].latents},
         "speedup": speedup,
         "efficiency": None if speedup is None else speedup / case.mesh.size,
     }
 
 
-def _counted(runs: CaseRuns) -> list[BenchRun]:
-    return [run for run in runs.runs if not run.warmup]
-
-
-def _wall(runs: CaseRuns) -> Spread:
+def _wall(case: BenchCase) -> Spread:
     """Return the seconds of the counted runs, from the request to the latents."""
-    spread = Spread.of(run.wall_s for run in _counted(runs))
+    spread = Spread.of(run.wall_s for run in case.counted)
     assert spread is not None
     return spread
 
@@ -142,19 +132,12 @@ def _memory(timelines: Sequence[Timeline]) -> Figures:
     }
 
 
-def _variant(runs: CaseRuns) -> Variant:
-    """Return the case as a variant of a report; cases with the same number of steps are one job with equal latents."""
-    case = runs.case
-    settings = {"Steps": str(case.steps), "Workers": str(case.mesh.size), "Layout": str(case.mesh), "Policy": case.mode}
-    return Variant(name=case.name, settings=settings, job=f"{case.steps} steps", trials=runs.runs)
-
-
-def _times(runs: CaseRuns, case: Figures) -> tuple[str, ...]:
+def _times(measured: BenchCase, case: Figures) -> tuple[str, ...]:
     return (
         case["name"],
         format_seconds(case["start_s"]),
         "-" if case["load_s"] is None else format_seconds(case["load_s"]),
-        _wall(runs).text("s"),
+        _wall(measured).text("s"),
         format_seconds(case["total_s"]),
         "-" if case["speedup"] is None else f"{case['speedup']:.2f}x",
         "-" if case["efficiency"] is None else f"{100 * case['efficiency']:.0f} %",

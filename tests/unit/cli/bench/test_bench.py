@@ -17,7 +17,6 @@ from wanstream.cli.bench.cases import (
     Bench,
     BenchCase,
     BenchRun,
-    CaseRuns,
     bench_cases,
     bench_request,
     default_counts,
@@ -66,8 +65,8 @@ def job_of(videos: int, *, guided: bool) -> OffloadJob:
 
 
 def meshes(videos: int = 1, *, guided: bool = True) -> list[str]:
-    cases, _ = bench_cases((1, 2, 4), (), settings(), job_of(videos, guided=guided), videos)
-    return [str(case.mesh) for case in cases]
+    cases = bench_cases((1, 2, 4), (), settings(), job_of(videos, guided=guided), videos)
+    return [str(case.mesh) for case in cases if not case.failed]
 
 
 def test_the_usual_layouts_share_one_video_and_spread_several() -> None:
@@ -79,7 +78,7 @@ def test_the_usual_layouts_share_one_video_and_spread_several() -> None:
 
 def test_every_setting_is_measured_on_the_chosen_layouts() -> None:
     layouts = [Mesh(cfg=2), Mesh(ulysses=2)]
-    cases, _ = bench_cases((1, 2), layouts, settings(), JOB, 1)
+    cases = bench_cases((1, 2), layouts, settings(), JOB, 1)
     assert [case.name for case in cases] == [
         "4 steps, 1 worker, layerwise, 1 ahead",
         "4 steps, 2 workers (cfg 2), layerwise, 1 ahead",
@@ -93,16 +92,16 @@ def test_workers_that_are_powers_of_two() -> None:
 
 def test_videos_of_a_cell_are_lanes_that_two_sides_share() -> None:
     layouts = [Mesh(cfg=2), Mesh(data=2, cfg=2), Mesh(data=4, cfg=2)]
-    cases, refused = bench_cases((2, 4, 8), layouts, settings(), job_of(4, guided=False), 4)
-    assert [str(case.mesh) for case in cases] == ["cfg 2", "data 2 x cfg 2"]
-    (why,) = refused.values()
-    assert "guidance is 1" in why
+    *cases, refused = bench_cases((2, 4, 8), layouts, settings(), job_of(4, guided=False), 4)
+    assert [(str(case.mesh), case.failed) for case in cases] == [("cfg 2", ""), ("data 2 x cfg 2", "")]
+    assert "guidance is 1" in refused.failed
 
 
 def test_what_cannot_be_is_left_out_with_its_reason() -> None:
     policies = settings("layerwise, block_swap 9", "1, 4")
-    cases, reasons = bench_cases((1, 2), [Mesh(stage=2), Mesh(ulysses=8)], policies, JOB, 1)
-    assert [case.name for case in cases] == [
+    cases = bench_cases((1, 2), [Mesh(stage=2), Mesh(ulysses=8)], policies, JOB, 1)
+    reasons = {case.name: case.failed for case in cases}
+    assert [name for name, why in reasons.items() if not why] == [
         "1 steps, 1 worker, layerwise, 1 ahead",
         "4 steps, 1 worker, layerwise, 1 ahead",
         "4 steps, 2 workers (stage 2), layerwise, 1 ahead",
@@ -138,13 +137,15 @@ def timeline(seconds: float, rss: int, experts: tuple[str, ...] = ("high", "high
     return Timeline(steps=steps, kind="measured", first_block_s=0.25, memory=memory)
 
 
-def case_runs(mesh: Mesh, *seconds: float, warm: float = 99.0, latents: str = "same", start_s: float = 3.0) -> CaseRuns:
+def case_runs(
+    mesh: Mesh, *seconds: float, warm: float = 99.0, latents: str = "same", start_s: float = 3.0
+) -> BenchCase:
     def run(wall_s: float, warmup: bool = False) -> BenchRun:
         ranks = {rank: timeline(wall_s / 3, 100 + rank) for rank in range(mesh.size)}
         return BenchRun(wall_s=wall_s, timeline=ranks[0], ranks=ranks, latents=latents, gathered_bytes=7, warmup=warmup)
 
     runs = (run(warm, warmup=True), *map(run, seconds))
-    return CaseRuns(case=BenchCase(mesh=mesh, policy=LAYERWISE, steps=3), start_s=start_s, runs=runs)
+    return replace(BenchCase.of(mesh, LAYERWISE, 3), start_s=start_s, trials=runs)
 
 
 def test_figures_are_of_runs_that_count_and_are_held_against_one_worker() -> None:
@@ -159,7 +160,7 @@ def test_figures_are_of_runs_that_count_and_are_held_against_one_worker() -> Non
 
 
 def test_without_one_worker_there_is_no_speedup_and_a_case_without_runs_has_no_figures() -> None:
-    lone = figures([case_runs(Mesh(cfg=2), 5), CaseRuns(case=case_runs(Mesh()).case, start_s=1, failed="no room")])
+    lone = figures([case_runs(Mesh(cfg=2), 5), replace(BenchCase.of(Mesh(), LAYERWISE, 3), failed="no room")])
     ((speedup, efficiency, same),) = [(each["speedup"], each["efficiency"], each["same_latents"]) for each in lone]
     assert (speedup, efficiency, same) == (None, None, None)
 
@@ -169,9 +170,9 @@ def test_a_worker_that_did_nothing_in_one_run_has_the_memory_of_the_others() -> 
     runs = case_runs(Mesh(data=2, stage=2), 6, 6, 6)
     idle = [
         replace(run, ranks={rank: run.ranks[rank] for rank in kept})
-        for run, kept in zip(runs.runs, (range(4), (0, 1), (0, 1, 3), (0, 1)), strict=True)
+        for run, kept in zip(runs.trials, (range(4), (0, 1), (0, 1, 3), (0, 1)), strict=True)
     ]
-    (case,) = figures([replace(runs, runs=tuple(idle))])
+    (case,) = figures([replace(runs, trials=tuple(idle))])
     assert {rank: memory["peak"] for rank, memory in case["memory"].items()} == {0: 100, 1: 101, 3: 103}
 
 
@@ -185,7 +186,7 @@ def test_a_worker_that_died_in_one_case_is_replaced_for_the_next(tmp_path: Path)
         workers=WorkersRef(count=1, address="in-process", max_restarts=0),
         device=torch.device("cpu"),
     )
-    cases = [BenchCase(mesh=Mesh(), policy=LAYERWISE, steps=steps) for steps in (1, 2)]
+    cases = [BenchCase.of(Mesh(), LAYERWISE, steps) for steps in (1, 2)]
     pools: list[InProcessPool] = []
 
     def start(ref: WorkersRef, device: torch.device) -> InProcessPool:
@@ -196,7 +197,7 @@ def test_a_worker_that_died_in_one_case_is_replaced_for_the_next(tmp_path: Path)
     assert not next(runs).failed
     pools[0].workers[0].kill()
     (after,) = runs
-    assert (after.failed, len(after.runs)) == ("", 1)
+    assert (after.failed, len(after.trials)) == ("", 1)
 
 
 def test_the_page_has_a_row_for_every_case_worker_and_step() -> None:
