@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from ...host.embedded import Prompt, api_prompt
@@ -31,7 +31,7 @@ from .journal import Journal, State, is_full_disk, locked
 from .lanes import MAX_LANES, digest_of_lane, lane_planner
 from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
-from .resume import FindRows, Start, open_journal, resume
+from .resume import FindRows, open_journal, resume
 from .rows import Planner, Row, apply_row, read_rows, workflow_digest, workflow_key
 from .runner import Runner
 from .server_backend import ServerBackend
@@ -61,12 +61,12 @@ def batch(options: BatchOptions) -> int:
             spec = _read(options)
             if options.dry_run:
                 return _dry_run(spec)
-            store, journal, start = _open_state(options, spec, opened)
+            store, journal, notes = _open_state(options, spec, opened)
         except (ValueError, OSError) as err:
             _print_error(str(err), err, options.output)
             return INVALID
         try:
-            stop = _run(options, spec, store, journal, start)
+            stop = _run(options, spec, store, journal, notes)
         except (ValueError, OSError) as err:
             _print_error(f"failed: {err}", err, options.output)
             _clean_up(store, journal)
@@ -139,22 +139,21 @@ def _dry_run(spec: _BatchSpec) -> int:
     return DONE if len(valid) == len(spec.rows) else INVALID
 
 
-def _open_state(options: BatchOptions, spec: _BatchSpec, opened: ExitStack) -> tuple[OutputStore, Journal, Start]:
-    """Lock and open the output folder and the journal, and restore the state. Raises ValueError or OSError."""
+def _open_state(options: BatchOptions, spec: _BatchSpec, opened: ExitStack) -> tuple[OutputStore, Journal, list[str]]:
+    """Lock and open the output folder and the journal, and restore the state. Raises ValueError or OSError.
+
+    Returns also the notes for the user.
+    """
     store = OutputStore(create_output_folder(options.output))
     path = options.journal or options.output / JOURNAL
     opened.enter_context(locked(store.work_folder / "lock", of=str(options.output)))
     opened.enter_context(locked(path.with_name(f"{path.name}.lock"), of=str(path)))
-    find_rows = _row_finder(spec)
-    journal, recovered = open_journal(
-        path,
-        workflow=workflow_digest(spec.workflow),
-        start=lambda journal: resume(journal, store, spec.rows, find_rows).notes,
-    )
+    start = partial(resume, store=store, rows=spec.rows, find_rows=_row_finder(spec))
+    journal, notes = open_journal(path, workflow=workflow_digest(spec.workflow), start=start)
     opened.enter_context(journal)
-    start = resume(journal, store, spec.rows, find_rows)
+    notes += start(journal)
     store.remove_leftovers(journal.lines_left)
-    return store, journal, replace(start, notes=(*recovered, *start.notes))
+    return store, journal, notes
 
 
 def _row_finder(spec: _BatchSpec) -> FindRows:
@@ -182,12 +181,17 @@ def _row_finder(spec: _BatchSpec) -> FindRows:
     return find_rows
 
 
-def _run(options: BatchOptions, spec: _BatchSpec, store: OutputStore, journal: Journal, start: Start) -> StopRequest:
+def _run(
+    options: BatchOptions, spec: _BatchSpec, store: OutputStore, journal: Journal, notes: list[str]
+) -> StopRequest:
     """Run the rows until all are finished or the user stops the batch. Raises ValueError or OSError."""
     stop = StopRequest()
+    entries = [journal.entries[row.hash] for row in spec.rows]
+    ended = sum(entry.state in {State.done, State.failed} for entry in entries)
+    faults = [f"line {entry.line}: {entry.error}" for entry in entries if entry.state is State.failed]
     with ExitStack() as opened:
-        bar = opened.enter_context(BatchBar(rows=len(spec.rows), ended=start.done + len(start.faults)))
-        for note in (*(f"line {row.line}: {fault}" for row, fault in start.faults), *start.notes):
+        bar = opened.enter_context(BatchBar(rows=len(spec.rows), ended=ended))
+        for note in (*faults, *notes):
             bar.note(note)
         opened.enter_context(spec.backend.opened(store.backend_folder, bar.show))
         runner = Runner(
@@ -198,12 +202,11 @@ def _run(options: BatchOptions, spec: _BatchSpec, store: OutputStore, journal: J
             reporter=bar,
             stop=stop,
             sleep=lambda seconds: _sleep(seconds, stop, bar),
-            failures=len(start.faults),
             max_failures=options.max_failures,
             timeout_s=options.timeout_s,
         )
         with handle_sigint(lambda: _on_stop(stop, spec.backend), requests=2):
-            runner.run(start.waiting, start.submissions)
+            runner.run(spec.rows)
     return stop
 
 
@@ -227,8 +230,7 @@ def _on_stop(stop: StopRequest, backend: BatchBackend) -> None:
 
 def _summary(options: BatchOptions, spec: _BatchSpec, journal: Journal, stop: StopRequest) -> int:
     """Print the failed rows with their reasons and the number of finished ones; return the exit code."""
-    by_hash = journal.entries()
-    entries = [by_hash[row.hash] for row in spec.rows]
+    entries = [journal.entries[row.hash] for row in spec.rows]
     failed = [entry for entry in entries if entry.state is State.failed]
     done = sum(entry.state is State.done for entry in entries)
     for entry in failed:

@@ -11,10 +11,10 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from .rows import FILE_NAME, Row
 
@@ -34,11 +34,11 @@ def is_full_disk(error: BaseException | None) -> bool:
     return False
 
 
-def write_failure(path: Path) -> OSError | None:
-    """Return the system's error for a longer file at `path`, or None if such a file can be written.
+def system_error(err: sqlite3.Error, path: Path) -> OSError:
+    """Return the system's error behind that of SQLite for the file `path`; without an errno if there is none.
 
     SQLite reports an exceeded quota and a file size limit as "disk I/O error", and a missing folder as "unable to open
-    database file". Writing a temporary file next to `path` fails with the system's own error.
+    database file". Writing a longer temporary file next to `path` fails with the system's own error.
     """
     try:
         with tempfile.TemporaryFile(dir=path.parent) as probe:
@@ -46,12 +46,12 @@ def write_failure(path: Path) -> OSError | None:
             probe.write(_PAGES)
             probe.flush()
             os.fsync(probe.fileno())
-    except OSError as err:
-        return err
-    return None
+    except OSError as cause:
+        return cause
+    if "disk is full" in str(err):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return OSError(None, str(err))
 
-
-COLUMNS = "hash, line, stem, state, prompt_id, error, saves, files"
 
 PROMPT_ID = re.compile(r"\w[\w-]{0,99}")
 """Format of prompt ids; without separators, because they become names of folders and parts of URLs."""
@@ -85,41 +85,48 @@ class KeptFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """State of one row. `stem` is the stem of its file names, `saves` are the nodes that save them; None: all nodes.
+    """State of one row, in the order of the table's columns.
 
-    `line` is None for a former row, which is no longer in the file of rows.
+    `stem` is the stem of its file names, `saves` are the nodes that save them; None: all nodes. `line` is None for a
+    former row, which is no longer in the file of rows. `attempts` is the number of times that it was posted.
     """
 
     hash: str
-    line: int | None
-    stem: str | None
-    state: State
-    prompt_id: str | None
-    error: str | None
-    saves: frozenset[str] | None
-    files: tuple[KeptFile, ...]
+    line: int | None = None
+    stem: str | None = None
+    state: State = State.waiting
+    prompt_id: str | None = None
+    attempts: int = 0
+    error: str | None = None
+    saves: frozenset[str] | None = None
+    files: tuple[KeptFile, ...] = ()
+
+
+_COLUMNS = get_type_hints(Entry) | {"state": str, "saves": str | None, "files": str}
+"""Types of the table's columns; `saves` and `files` are JSON lists."""
+
+_FILE = get_type_hints(KeptFile)
+
+
+def _columns(entry: Entry) -> dict[str, Any]:
+    saves = None if entry.saves is None else json.dumps(sorted(entry.saves))
+    files = json.dumps([asdict(file) for file in entry.files])
+    return vars(entry) | {"state": entry.state.value, "saves": saves, "files": files}
 
 
 def entry_of(row: Sequence[Any]) -> Entry:
-    """Return the entry of a table row in the order of `COLUMNS`. Raises ValueError for invalid values.
+    """Return the entry of a table row. Raises ValueError for invalid values.
 
     File names must start with the row's stem, so that no entry names a file outside the folder.
     """
-    digest, line, stem, state, prompt_id, error, saves, files = row
     try:
-        entry = Entry(
-            hash=_typed(digest, str),
-            line=_typed(line, int, optional=True),
-            stem=_typed(stem, str, optional=True),
-            state=State(state),
-            prompt_id=_typed(prompt_id, str, optional=True),
-            error=_typed(error, str, optional=True),
-            saves=None if saves is None else frozenset(_typed(node, str) for node in _listed(saves)),
-            files=tuple(_file(file) for file in _listed(files)),
-        )
+        values = {name: _typed(value, kind) for (name, kind), value in zip(_COLUMNS.items(), row, strict=True)}
+        saves = None if values["saves"] is None else frozenset(_typed(node, str) for node in _listed(values["saves"]))
+        files = tuple(_file(file) for file in _listed(values["files"]))
+        entry = Entry(**values | {"state": State(values["state"]), "saves": saves, "files": files})
         _check(entry)
     except (ValueError, TypeError, RecursionError) as err:
-        raise ValueError(f"the row of line {line!r:.20} is invalid: {err}") from err
+        raise ValueError(f"the row of line {row[1]!r:.20} is invalid: {err}") from err
     return entry
 
 
@@ -139,24 +146,21 @@ def _check(entry: Entry) -> None:
         raise ValueError(f"it is {entry.state.value} and has no files")
 
 
-_FILE = {"name": str, "size": int, "sha256": str}
-"""Types of the values of a `KeptFile`."""
-
-
 def _file(described: object) -> KeptFile:
     if not isinstance(described, dict) or described.keys() != _FILE.keys():
         raise ValueError("a file has a name, a size and a sha256")
     return KeptFile(**{name: _typed(described[name], kind) for name, kind in _FILE.items()})
 
 
-def _listed(text: object) -> list[Any]:
-    found: list[Any] = _typed(json.loads(_typed(text, str)), list)
+def _listed(text: str) -> list[Any]:
+    found: list[Any] = _typed(json.loads(text), list)
     return found
 
 
-def _typed(value: Any, kind: type, *, optional: bool = False) -> Any:
-    if type(value) is not kind and not (optional and value is None):
-        raise ValueError(f"{value!r:.40} is not of type {kind.__name__}")
+def _typed(value: Any, kind: Any) -> Any:
+    """Return the value if it is of this type or union of types; True and False are not numbers."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{value!r:.40} is not of type {getattr(kind, '__name__', kind)}")
     return value
 
 
@@ -221,10 +225,8 @@ def locked(path: Path, *, of: str) -> Iterator[None]:
         except sqlite3.Error as err:
             if "locked" in str(err):
                 raise LockedError(f"another `wanstream batch` is using {of}: wait for it, or stop it") from err
-            cause = write_failure(path)
-            if cause is not None:
-                raise LockedError(cause.errno, f"{path} cannot be locked: {cause.strerror}") from err
-            raise LockedError(f"{path} cannot be locked: {err}") from err
+            cause = system_error(err, path)
+            raise LockedError(cause.errno, f"{path} cannot be locked: {cause.strerror}") from err
         yield
 
 
@@ -237,6 +239,7 @@ _TABLES = (
     "CREATE TABLE attempts (prompt_id TEXT NOT NULL, hash TEXT NOT NULL)",
 )
 """Tables of the file. `attempts` contains all prompt ids under which a row was ever posted."""
+_INSERT = f"INSERT INTO rows ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)})"
 
 
 _BACK_UP_SECONDS = 60.0
@@ -269,6 +272,9 @@ def copy_of(path: Path) -> Path:
 class Journal(AbstractContextManager["Journal"]):
     """Open journal of one batch. Only the process that has its lock may use it."""
 
+    entries: dict[str, Entry]
+    """All rows by their hash, in the order of their lines; replaced as a whole by every change."""
+
     def __init__(self, path: Path, *, workflow: str) -> None:
         """Open or create the journal of a batch of the workflow with this digest. Raises JournalError."""
         self._path = path
@@ -280,93 +286,77 @@ class Journal(AbstractContextManager["Journal"]):
         except sqlite3.Error as err:
             raise self._error(err) from err
         try:
-            self._check_or_create(workflow)
-            self.entries()
-        except JournalError:
+            with self._transaction() as execute:
+                self._check_or_create(execute, workflow)
+                found = [entry_of(row) for row in execute(f"SELECT {', '.join(_COLUMNS)} FROM rows ORDER BY line")]
+            self.entries = {entry.hash: entry for entry in found}
+        except (JournalError, ValueError) as err:
             self._connection.close()
-            raise
+            if isinstance(err, JournalError):
+                raise
+            raise DamagedJournalError(f"the journal {self._path} is damaged: {err}") from err
 
     def __exit__(self, *error: object) -> None:
         self._connection.close()
-
-    def entries(self) -> dict[str, Entry]:
-        """Return all rows by their hash, in the order of their lines."""
-        with self._transaction() as execute:
-            return self._entries(execute)
-
-    def stem(self, digest: str) -> str:
-        """Return the stem of the files of a row without a fault."""
-        with self._transaction() as execute:
-            (stem,) = execute("SELECT stem FROM rows WHERE hash = ?", (digest,)).fetchone()
-        assert stem is not None, f"row {digest} has failed before it could run"
-        return str(stem)
 
     def enter(self, rows: Sequence[Row], *, gone: Callable[[Entry], bool]) -> list[Row]:
         """Replace the rows of the journal, but keep former ones that are `placing`, or done and not `gone`.
 
         Failed rows are set to waiting, rows with a fault to failed. Returns the rows that were done but whose files are
-        `gone`; they are set to waiting.
+        `gone`; they run again.
         """
-        with self._transaction() as execute:
-            known = self._entries(execute)
-            wanted = {row.hash for row in rows}
-            former = [entry for entry in known.values() if entry.hash not in wanted]
-            kept = {entry.hash for entry in former if entry.state is State.placing}
-            kept |= {entry.hash for entry in former if entry.state is State.done and not gone(entry)}
-            dropped = {entry.hash for entry in former} - kept
-            execute("UPDATE rows SET line = NULL")
-            for digest in dropped:
-                execute("DELETE FROM rows WHERE hash = ?", (digest,))
-            taken = {self._path.stem: "", self._path.name: ""}  # the journal and its companion files
-            taken |= {entry.stem: entry.hash for entry in known.values() if entry.stem and entry.hash not in dropped}
-            for row, stem in zip(rows, file_stems(rows, taken), strict=True):
-                fault = row.fault or (
-                    f"name '{row.name}' is used by the files of a former row, or by the journal" if not stem else None
-                )
-                state = State.failed if fault else State.waiting
-                execute(
-                    "INSERT INTO rows (hash, line, stem, state) VALUES (?, ?, ?, ?) "
-                    "ON CONFLICT (hash) DO UPDATE SET line = excluded.line, stem = excluded.stem",
-                    (row.hash, row.line, stem, state.value),
-                )
-                execute(
-                    "UPDATE rows SET state = ?, error = ? WHERE hash = ? AND state IN ('waiting', 'failed')",
-                    (state.value, fault, row.hash),
-                )
-            missing = [row for row in rows if row.hash in known and known[row.hash].state is State.done]
-            missing = [row for row in missing if gone(known[row.hash])]
-            for row in missing:
-                execute("UPDATE rows SET state = 'waiting', files = '[]' WHERE hash = ?", (row.hash,))
-            return missing
+        present = {row.hash for row in rows}
+        missing = {entry.hash for entry in self.entries.values() if entry.state is State.done and gone(entry)}
+        kept = [
+            entry
+            for entry in self.entries.values()
+            if entry.hash in present or (entry.state in {State.placing, State.done} and entry.hash not in missing)
+        ]
+        entries = {entry.hash: replace(entry, line=None) for entry in kept if entry.hash not in present}
+        taken = {self._path.stem: "", self._path.name: ""}  # the journal and its companion files
+        taken |= {entry.stem: entry.hash for entry in kept if entry.stem}
+        for row, stem in zip(rows, file_stems(rows, taken), strict=True):
+            fault = row.fault or (
+                f"name '{row.name}' is used by the files of a former row, or by the journal" if not stem else None
+            )
+            entry = replace(self.entries.get(row.hash, Entry(hash=row.hash)), line=row.line, stem=stem)
+            if entry.state in {State.waiting, State.failed} or row.hash in missing:
+                entry = replace(entry, state=State.failed if fault else State.waiting, error=fault, files=())
+            entries[row.hash] = entry
+        self._save(entries)
+        return [row for row in rows if row.hash in missing]
 
     def post(self, saves: Mapping[str, frozenset[str] | None], prompt_id: str) -> None:
         """Record that rows are about to be sent under this id; `saves` maps row hashes to the nodes of their files."""
-        with self._transaction() as execute:
-            for digest, nodes in saves.items():
-                text = None if nodes is None else json.dumps(sorted(nodes))
-                given = {"prompt_id": prompt_id, "saves": text}
-                self._move(execute, digest, (State.waiting,), State.posted, "attempts = attempts + 1, ", **given)
-                execute("INSERT INTO attempts VALUES (?, ?)", (prompt_id, digest))
+        rows = [self._row(digest, State.waiting) for digest in saves]
+        changes = {"state": State.posted, "prompt_id": prompt_id}
+        self._save(
+            self.entries
+            | {row.hash: replace(row, **changes, saves=saves[row.hash], attempts=row.attempts + 1) for row in rows},
+            attempts=[(prompt_id, row.hash) for row in rows],
+        )
 
     def lines_left(self, prompt_id: str) -> list[int] | None:
         """Return the lines of the unfinished rows that were posted under this id; None for an unknown id."""
         with self._transaction() as execute:
-            query = "SELECT line, state FROM attempts JOIN rows USING (hash) WHERE attempts.prompt_id = ? ORDER BY line"
-            found = execute(query, (prompt_id,)).fetchall()
-            if not found:
-                return None
-            return [line for line, state in found if state != State.done and line is not None]
+            found = execute("SELECT hash FROM attempts WHERE prompt_id = ?", (prompt_id,)).fetchall()
+        posted = [self.entries[digest] for (digest,) in found if digest in self.entries]
+        if not posted:
+            return None
+        return sorted(entry.line for entry in posted if entry.state is not State.done and entry.line is not None)
 
     def adopt(self, digest: str, stem: str, files: Sequence[KeptFile]) -> None:
         """Assign finished files with this stem to an unfinished row, and set it to `placing`.
 
         A row that had the stem before loses it.
         """
-        text = json.dumps([asdict(file) for file in files])
-        before = (State.waiting, State.posted, State.failed)
-        with self._transaction() as execute:
-            execute("UPDATE rows SET stem = NULL WHERE stem = ? COLLATE NOCASE AND hash != ?", (stem, digest))
-            self._move(execute, digest, before, State.placing, stem=stem, files=text, error=None)
+        row = self._row(digest, State.waiting, State.posted, State.failed)
+        owners = [each for each in self.entries.values() if (each.stem or "").casefold() == stem.casefold()]
+        self._save(
+            self.entries
+            | {owner.hash: replace(owner, stem=None) for owner in owners}
+            | {digest: replace(row, state=State.placing, stem=stem, files=tuple(files), error=None)}
+        )
 
     @property
     def copy_is_old(self) -> bool:
@@ -376,7 +366,7 @@ class Journal(AbstractContextManager["Journal"]):
     def back_up(self) -> None:
         """Write a copy of the journal next to it, atomically.
 
-        Raises JournalError, or DamagedJournalError if the copy is not intact; the previous copy is kept then.
+        Raises OSError, or DamagedJournalError if the copy is not intact; the previous copy is kept then.
         """
         self._backed_up = time.monotonic()
         unfinished = self._path.with_name(f"{self._path.name}.copy")
@@ -392,65 +382,59 @@ class Journal(AbstractContextManager["Journal"]):
                     "the same command again to resume from it"
                 )
             unfinished.replace(copy_of(self._path))
-        except (sqlite3.Error, OSError) as err:
+        except sqlite3.Error as err:
+            raise self._error(err) from err
+        finally:
             unfinished.unlink(missing_ok=True)
-            if isinstance(err, JournalError):
-                raise
-            raise (self._error(err) if isinstance(err, sqlite3.Error) else JournalError(err.errno, str(err))) from err
 
     def wait(self, hashes: Iterable[str]) -> None:
         """Set these rows to waiting: the host does not have them."""
-        with self._transaction() as execute:
-            for digest in hashes:
-                self._move(execute, digest, (State.posted, State.placing), State.waiting, files="[]")
+        rows = [self._row(digest, State.posted, State.placing) for digest in hashes]
+        self._save(self.entries | {row.hash: replace(row, state=State.waiting, files=()) for row in rows})
 
     def fail(self, digest: str, error: str) -> None:
         """Set the row to failed, with the reason."""
-        with self._transaction() as execute:
-            self._move(execute, digest, (State.waiting, State.posted), State.failed, error=error)
+        row = self._row(digest, State.waiting, State.posted)
+        self._save(self.entries | {digest: replace(row, state=State.failed, error=error)})
 
     def place(self, digest: str, files: Sequence[KeptFile]) -> None:
         """Record the row's files, which are checked and synced to disk, before they are renamed."""
         assert files, "a row needs files to be placed"
-        text = json.dumps([asdict(file) for file in files])
-        with self._transaction() as execute:
-            self._move(execute, digest, (State.posted,), State.placing, files=text)
+        row = self._row(digest, State.posted)
+        self._save(self.entries | {digest: replace(row, state=State.placing, files=tuple(files))})
 
     def finish(self, digest: str) -> None:
         """Set the row to done: all its files have their names."""
-        with self._transaction() as execute:
-            self._move(execute, digest, (State.placing,), State.done, error=None)
+        row = self._row(digest, State.placing)
+        self._save(self.entries | {digest: replace(row, state=State.done, error=None)})
 
-    def _check_or_create(self, workflow: str) -> None:
+    def _check_or_create(self, execute: Callable[..., sqlite3.Cursor], workflow: str) -> None:
         """Create the tables in an empty file, or check that they are intact and of this workflow."""
-        with self._transaction() as execute:
-            (application,) = execute("PRAGMA application_id").fetchone()
-            (version,) = execute("PRAGMA user_version").fetchone()
-            tables = [row[:2] for row in execute("SELECT sql, type FROM sqlite_master")]
-            if not tables:
-                for statement in (*_TABLES, f"PRAGMA application_id = {_APPLICATION}"):
-                    execute(statement)
-                execute(f"PRAGMA user_version = {_VERSION}")
-                execute("INSERT INTO batch VALUES (?)", (workflow,))
-                return
-            if application != _APPLICATION:
-                raise JournalError(f"{self._path} is a database, but not a journal of a batch: give another --journal")
-            if version != _VERSION:
-                raise JournalError(
-                    f"{self._path} was written by another version ({version}, this one writes {_VERSION})"
-                )
-            self._check_tables(tables, _TABLES)
-            (found,) = execute("PRAGMA quick_check(1)").fetchone()
-            if found != "ok":
-                raise DamagedJournalError(f"the journal {self._path} is damaged: {found}")
-            (before,) = execute("SELECT workflow FROM batch").fetchone() or (None,)
-            if not isinstance(before, str):
-                raise DamagedJournalError(f"the journal {self._path} is damaged: the digest of its workflow is missing")
-            if before != workflow:
-                raise OtherWorkflowError(
-                    f"{self._path} is the journal of another workflow, and the workflow of a batch cannot change: give "
-                    "another --out (or --journal), or the original workflow"
-                )
+        (application,) = execute("PRAGMA application_id").fetchone()
+        (version,) = execute("PRAGMA user_version").fetchone()
+        tables = [row[:2] for row in execute("SELECT sql, type FROM sqlite_master")]
+        if not tables:
+            for statement in (*_TABLES, f"PRAGMA application_id = {_APPLICATION}"):
+                execute(statement)
+            execute(f"PRAGMA user_version = {_VERSION}")
+            execute("INSERT INTO batch VALUES (?)", (workflow,))
+            return
+        if application != _APPLICATION:
+            raise JournalError(f"{self._path} is a database, but not a journal of a batch: give another --journal")
+        if version != _VERSION:
+            raise JournalError(f"{self._path} was written by another version ({version}, this one writes {_VERSION})")
+        self._check_tables(tables, _TABLES)
+        (found,) = execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise DamagedJournalError(f"the journal {self._path} is damaged: {found}")
+        (before,) = execute("SELECT workflow FROM batch").fetchone() or (None,)
+        if not isinstance(before, str):
+            raise DamagedJournalError(f"the journal {self._path} is damaged: the digest of its workflow is missing")
+        if before != workflow:
+            raise OtherWorkflowError(
+                f"{self._path} is the journal of another workflow, and the workflow of a batch cannot change: give "
+                "another --out (or --journal), or the original workflow"
+            )
 
     def _check_tables(self, tables: Sequence[Sequence[object]], wanted: Collection[object]) -> None:
         """Raise JournalError for triggers, views and other objects that this module does not create."""
@@ -462,40 +446,32 @@ class Journal(AbstractContextManager["Journal"]):
                 "again, which resumes with the videos in the folder"
             )
 
-    def _entries(self, execute: Callable[..., sqlite3.Cursor]) -> dict[str, Entry]:
-        try:
-            return {row[0]: entry_of(row) for row in execute(f"SELECT {COLUMNS} FROM rows ORDER BY line")}
-        except ValueError as err:
-            raise DamagedJournalError(f"the journal {self._path} is damaged: {err}") from err
-
     def _error(self, err: sqlite3.Error) -> JournalError:
         """Return the journal's error for one of SQLite, with the system's errno if SQLite hides it."""
         # Exactly this class, raised for a malformed file or one that is not a database; other errors are subclasses.
         if type(err) is sqlite3.DatabaseError or "decode to UTF-8" in str(err):
             return DamagedJournalError(f"the journal {self._path} is damaged: {err}")
-        cause = write_failure(self._path)
-        if cause is None and "disk is full" in str(err):
-            cause = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if cause is not None:
-            return JournalError(cause.errno, f"the journal {self._path} cannot be written: {cause.strerror}")
-        return JournalError(f"the journal {self._path}: {err}")
+        cause = system_error(err, self._path)
+        return JournalError(cause.errno, f"the journal {self._path} cannot be written: {cause.strerror}")
 
-    @staticmethod
-    def _move(
-        execute: Callable[..., sqlite3.Cursor],
-        digest: str,
-        before: tuple[State, ...],
-        after: State,
-        change: str = "",
-        **columns: Any,
-    ) -> None:
-        named = "".join(f"{column} = :{column}, " for column in columns)
-        allowed = ", ".join(f"'{state.value}'" for state in before)
-        done = execute(
-            f"UPDATE rows SET {change}{named}state = :after WHERE hash = :hash AND state IN ({allowed})",
-            {**columns, "after": after.value, "hash": digest},
-        )
-        assert done.rowcount == 1, f"row {digest} is not {allowed}: it cannot become {after.value}"
+    def _row(self, digest: str, *states: State) -> Entry:
+        """Return the entry of a row that has to be in one of these states."""
+        assert digest in self.entries, f"there is no row {digest}"
+        assert self.entries[digest].state in states, f"{self.entries[digest]} is not {states}"
+        return self.entries[digest]
+
+    def _save(self, entries: dict[str, Entry], *, attempts: Iterable[tuple[str, str]] = ()) -> None:
+        """Replace `entries`: one transaction writes the changed ones and the new attempts."""
+        changed = [digest for digest in self.entries | entries if self.entries.get(digest) != entries.get(digest)]
+        with self._transaction() as execute:
+            # Before any row is inserted: stems are unique, and a stem may pass from one row to another.
+            for digest in changed:
+                execute("DELETE FROM rows WHERE hash = ?", (digest,))
+            for entry in (entries[digest] for digest in changed if digest in entries):
+                execute(_INSERT, _columns(entry))
+            for attempt in attempts:
+                execute("INSERT INTO attempts VALUES (?, ?)", attempt)
+        self.entries = entries
 
     @contextmanager
     def _transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain, count
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from ..arguments import ArgumentError
 from .journal import DamagedJournalError, Entry, Journal, JournalError, OtherWorkflowError, State, copy_of
 from .output_store import OutputStore, UnreadableFileError
 from .rows import Row
-from .runner import Submission
 
 
 def open_journal(path: Path, *, workflow: str, start: Callable[[Journal], Sequence[str]]) -> tuple[Journal, list[str]]:
@@ -88,22 +86,10 @@ FindRows = Callable[[Path], Collection[str]]
 """Returns the hashes of the rows whose workflow is in the metadata of a file."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """State of a batch at its start."""
-
-    waiting: tuple[Row, ...]
-    submissions: tuple[Submission, ...]
-    """Rows that were posted by an earlier command."""
-    done: int
-    """Number of finished rows."""
-    faults: tuple[tuple[Row, str], ...]
-    """Rows that cannot run, with the reason."""
-    notes: tuple[str, ...]
-
-
-def resume(journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows: FindRows = lambda path: ()) -> Start:
-    """Enter `rows` into the journal, and complete interrupted renames.
+def resume(
+    journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows: FindRows = lambda path: ()
+) -> list[str]:
+    """Enter `rows` into the journal, and complete interrupted renames; return notes on rows with unexpected files.
 
     Finished files that are not in the journal are assigned to their row, if `find_rows` finds one. Raises
     ArgumentError, before any file is moved or removed, if foreign files have the names of future output files.
@@ -113,33 +99,24 @@ def resume(journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows:
     adopted = _adopt(journal, store, rows, find_rows)
     if adopted:
         _enter(journal, store, rows)
-    _check_names(store, [*journal.entries().values()])
+    _check_names(store, [*journal.entries.values()])
     for entry in _placing(journal):
         if store.place(entry.files):
             journal.finish(entry.hash)
         else:
             journal.wait([entry.hash])
     store.clear_parts()
-    before = journal.entries()
     for row in rows:
-        if row.fault is not None and before[row.hash].state is State.posted:
+        if row.fault is not None and journal.entries[row.hash].state is State.posted:
             journal.fail(row.hash, row.fault)  # the nodes of the host have changed since the row was posted
-    entries = journal.entries()
-    posted = [row for row in rows if entries[row.hash].state is State.posted]
-    return Start(
-        waiting=tuple(row for row in rows if entries[row.hash].state is State.waiting),
-        submissions=_submissions(posted, entries),
-        done=sum(entries[row.hash].state is State.done for row in rows),
-        faults=tuple((row, entries[row.hash].error or "") for row in rows if entries[row.hash].state is State.failed),
-        notes=(
-            *(f"line {row.line} runs again: its files are missing" for row in missing if row not in adopted),
-            *(f"line {row.line} does not run again: a finished file contains its workflow" for row in adopted),
-        ),
-    )
+    return [
+        *(f"line {row.line} runs again: its files are missing" for row in missing if row not in adopted),
+        *(f"line {row.line} does not run again: a finished file contains its workflow" for row in adopted),
+    ]
 
 
 def _placing(journal: Journal) -> list[Entry]:
-    return [entry for entry in journal.entries().values() if entry.state is State.placing]
+    return [entry for entry in journal.entries.values() if entry.state is State.placing]
 
 
 def _enter(journal: Journal, store: OutputStore, rows: Sequence[Row]) -> list[Row]:
@@ -148,7 +125,7 @@ def _enter(journal: Journal, store: OutputStore, rows: Sequence[Row]) -> list[Ro
 
 def _adopt(journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows: FindRows) -> list[Row]:
     """Assign finished files without a row to the rows whose workflow they contain; return these rows."""
-    entries = journal.entries()
+    entries = journal.entries
     taken = {(entry.stem or "").casefold() for entry in entries.values() if entry.files}
     waiting = {row.hash: row for row in rows if entries[row.hash].state in {State.waiting, State.posted}}
     free = [(stem, paths) for stem, paths in store.finished() if stem.casefold() not in taken] if waiting else []
@@ -196,14 +173,3 @@ def _check_names(store: OutputStore, entries: Sequence[Entry]) -> None:
             f"{store.folder} contains {foreign[0]}{more}, which is not from this batch or was changed: move it away or "
             "give another --out"
         )
-
-
-def _submissions(posted: Sequence[Row], entries: Mapping[str, Entry]) -> tuple[Submission, ...]:
-    """Group the rows that were posted under the same id."""
-    rows_by_id: dict[str, list[Row]] = {}
-    for row in posted:
-        rows_by_id.setdefault(entries[row.hash].prompt_id or "", []).append(row)
-    return tuple(
-        Submission(prompt_id=prompt_id, rows=rows, saves={row.hash: entries[row.hash].saves for row in rows})
-        for prompt_id, rows in rows_by_id.items()
-    )

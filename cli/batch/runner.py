@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..arguments import StopRequest
@@ -20,14 +20,13 @@ from .backend import (
     Ended,
     Interrupted,
     JobFailed,
-    MadeFile,
     NoSuchFileError,
     RefusedError,
     UnderWay,
     Unknown,
     UnreachableError,
 )
-from .journal import DamagedJournalError, Journal, KeptFile
+from .journal import DamagedJournalError, Entry, Journal, KeptFile, State
 from .output_store import OutputStore, UnreadableFileError, file_names
 from .progress import BatchBar
 from .rows import BatchJob, Planner, Row
@@ -60,7 +59,6 @@ class Submission:
 
     prompt_id: str
     rows: list[Row]
-    saves: Mapping[str, frozenset[str] | None]
     begun: bool | None = None
     """True if it is running, False if it is queued; None: not seen on the backend yet."""
     post_error: str = ""
@@ -82,7 +80,7 @@ class _Setback:
 
 @dataclass(kw_only=True)
 class Runner:
-    """Runs rows until they are finished. `sleep` waits for some seconds; `failures` is the number of failed rows."""
+    """Runs rows until they are finished. `sleep` waits for some seconds."""
 
     backend: BatchBackend
     journal: Journal
@@ -91,11 +89,12 @@ class Runner:
     reporter: BatchBar
     stop: StopRequest
     sleep: Callable[[float], None]
-    failures: int = 0
     max_failures: int | None = None
     """Number of failed rows after which no more rows are started; None: no limit."""
     timeout_s: float = 600.0
     """Seconds without a response after which the batch ends."""
+    failures: int = 0
+    """Number of failed rows."""
     _waiting: deque[BatchJob] = field(default_factory=deque)
     _submissions: list[Submission] = field(default_factory=list)
     _losses: Counter[str] = field(default_factory=Counter)
@@ -107,13 +106,20 @@ class Runner:
     """True if the last post got no response; responses to other requests do not end the outage."""
     _copy_failed: bool = False
 
-    def run(self, rows: Sequence[Row], submissions: Iterable[Submission]) -> None:
-        """Run the waiting rows, and finish the submissions of an earlier command.
+    def run(self, rows: Iterable[Row]) -> None:
+        """Run the waiting ones of these rows, and finish those that an earlier command has posted.
 
         Raises BackendTimeoutError, or OSError if a file cannot be written; submissions stay posted in the journal.
         """
-        self._submissions = list(submissions)
-        self._waiting = deque(self.planner(rows))
+        by_state: dict[State, list[Row]] = {state: [] for state in State}
+        for row in rows:
+            by_state[self.journal.entries[row.hash].state].append(row)
+        self.failures = len(by_state[State.failed])
+        self._waiting = deque(self.planner(by_state[State.waiting]))
+        posted: dict[str, list[Row]] = {}
+        for row in by_state[State.posted]:
+            posted.setdefault(self.journal.entries[row.hash].prompt_id or "", []).append(row)
+        self._submissions = [Submission(prompt_id=prompt_id, rows=rows) for prompt_id, rows in posted.items()]
         poll, silence = _FIRST_POLL, 0.0
         while (self._submissions or (self._waiting and not self._stopping())) and not self.stop.immediate:
             try:
@@ -161,7 +167,7 @@ class Runner:
         return changed
 
     def _post(self, job: BatchJob) -> None:
-        submission = Submission(prompt_id=str(uuid.uuid4()), rows=list(job.rows), saves=job.saves)
+        submission = Submission(prompt_id=str(uuid.uuid4()), rows=list(job.rows))
         self.journal.post(job.saves, submission.prompt_id)
         self._submissions.append(submission)
         try:
@@ -210,10 +216,8 @@ class Runner:
         """Fetch the files of every row; finished rows leave the submission, so that a retry continues with the rest."""
         while submission.rows:
             row = submission.rows[0]
-            nodes = submission.saves[row.hash]
-            saved = [file for file in ended.files if nodes is None or file.node_id in nodes]
             try:
-                kept = self._fetch(row, saved)
+                kept = self._fetch(self.journal.entries[row.hash], ended)
             except (NoSuchFileError, UnreadableFileError) as err:
                 self.store.clear_parts()
                 self._fail_row(row, str(err))
@@ -260,11 +264,13 @@ class Runner:
                 self.reporter.note(f"the journal was not copied: {err}")
             self._copy_failed = True
 
-    def _fetch(self, row: Row, saved: Sequence[MadeFile]) -> list[KeptFile]:
+    def _fetch(self, entry: Entry, ended: Ended) -> list[KeptFile]:
+        """Fetch and check the files of a row."""
+        saved = [file for file in ended.files if entry.saves is None or file.node_id in entry.saves]
         if not saved:
             raise NoSuchFileError("no file was saved: the workflow needs a node that saves in the output folder")
-        stem = self.journal.stem(row.hash)
-        parts = [self.store.part_path(name) for name in file_names(stem, [file.filename for file in saved])]
+        assert entry.stem is not None, f"row {entry.hash} has failed before it could run"
+        parts = [self.store.part_path(name) for name in file_names(entry.stem, [file.filename for file in saved])]
         for file, part in zip(saved, parts, strict=True):
             self.backend.fetch(file, part)
         return [self.store.check_file(part) for part in parts]

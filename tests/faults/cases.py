@@ -131,7 +131,7 @@ def _journal_crafted(stage: Stage, chance: random.Random, place: Place) -> None:
         "UPDATE rows SET state = 'nonsense'",
         "CREATE TRIGGER t AFTER UPDATE ON rows BEGIN DELETE FROM rows; END",
         "UPDATE rows SET files = 'no json'",
-        "UPDATE rows SET stem = '../x' WHERE rowid = 1",
+        "UPDATE rows SET stem = '../x' WHERE line = 1",
     ]
     with closing(sqlite3.connect(stage.out / "journal.sqlite")) as journal:
         journal.execute(crafts[place.number % len(crafts)])

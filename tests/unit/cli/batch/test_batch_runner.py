@@ -170,7 +170,7 @@ class Bench:
     def run(self, journal: Journal | None = None, store: OutputStore | None = None) -> Runner:
         store = store or OutputStore(self.folder)
         with journal or Journal(self.folder / "journal.sqlite", workflow="w") as journal:
-            start = resume(journal, store, self.rows)
+            resume(journal, store, self.rows)
             runner = Runner(
                 backend=self.backend,
                 journal=journal,
@@ -181,19 +181,19 @@ class Bench:
                 sleep=self.slept.append,
                 **self.limits,
             )
-            runner.run(start.waiting, start.submissions)
+            runner.run(self.rows)
             return runner
 
     def states(self) -> list[State]:
         with Journal(self.folder / "journal.sqlite", workflow="w") as journal:
-            return [entry.state for entry in journal.entries().values()]
+            return [entry.state for entry in journal.entries.values()]
 
     def check(self, done: Iterable[int]) -> None:
         """These rows have one file each, the right one; there is nothing else; the journal says the same."""
         files = {path.name: path.read_text() for path in self.folder.glob("*.txt")}
         assert files == {f"{number:05}.txt": f"row {number}" for number in done}
         with Journal(self.folder / "journal.sqlite", workflow="w") as journal:
-            kept = [file for entry in journal.entries().values() for file in entry.files if entry.state is State.done]
+            kept = [file for entry in journal.entries.values() for file in entry.files if entry.state is State.done]
         assert {file.name: file.size for file in kept} == {name: len(text) for name, text in files.items()}
         assert all(file.sha256 == hashlib.sha256(files[file.name].encode()).hexdigest() for file in kept)
         assert list((self.folder / ".wanstream" / "parts").iterdir()) == []
@@ -425,7 +425,7 @@ def test_the_journal_is_copied_at_the_end_of_a_pass(tmp_path: Path, monkeypatch:
 
     def counted(journal: Journal) -> None:
         inner(journal)
-        copied.append(sum(entry.state is State.done for entry in journal.entries().values()))
+        copied.append(sum(entry.state is State.done for entry in journal.entries.values()))
 
     monkeypatch.setattr(Journal, "back_up", counted)
     bench.run()

@@ -38,7 +38,7 @@ def never(entry: Entry) -> bool:
 
 
 def states(journal: Journal) -> list[State]:
-    return [entry.state for entry in journal.entries().values()]
+    return [entry.state for entry in journal.entries.values()]
 
 
 def test_a_row_goes_its_way_and_another_process_sees_where_it_is(tmp_path: Path) -> None:
@@ -47,13 +47,13 @@ def test_a_row_goes_its_way_and_another_process_sees_where_it_is(tmp_path: Path)
         assert journal.enter([row_of(1), row_of(2)], gone=never) == []
         journal.post({"hash 1": frozenset("ab"), "hash 2": None}, "id")
     with Journal(path, workflow="w") as journal:
-        first, second = journal.entries().values()
+        first, second = journal.entries.values()
         assert (first.state, first.prompt_id, first.saves) == (State.posted, "id", frozenset("ab"))
         assert second.saves is None
         journal.place("hash 1", [FILE])
         journal.fail("hash 2", "too big")
     with Journal(path, workflow="w") as journal:
-        first, second = journal.entries().values()
+        first, second = journal.entries.values()
         assert (first.state, first.files) == (State.placing, (FILE,))
         assert (second.state, second.error) == (State.failed, "too big")
         journal.finish("hash 1")
@@ -77,17 +77,15 @@ def test_a_wrong_order_is_our_fault_and_changes_nothing(tmp_path: Path) -> None:
         journal.post({"hash 1": None}, "id")
         with pytest.raises(AssertionError):
             journal.post({"hash 1": None}, "other")
-        assert journal.entries()["hash 1"].prompt_id == "id"
+        assert journal.entries["hash 1"].prompt_id == "id"
 
 
 def test_a_row_with_a_fault_has_failed_and_has_no_files(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
         journal.enter([row_of(1, fault="no JSON"), row_of(2)], gone=never)
-        first, second = journal.entries().values()
+        first, second = journal.entries.values()
         assert (first.state, first.error, first.stem) == (State.failed, "no JSON", None)
         assert second.stem == "00002"
-        with pytest.raises(AssertionError):
-            journal.stem("hash 1")
 
 
 def run_to_done(journal: Journal, digest: str, name: str) -> None:
@@ -106,26 +104,26 @@ def test_rows_may_come_go_and_move(tmp_path: Path) -> None:
             run_to_done(journal, f"hash {number}", name)
         # A new first row; the second one is gone without files; the third was changed but keeps its name.
         journal.enter([at(4, 1), at(1, 2), at(5, 3, "Shot")], gone=never)
-        stems = {digest: entry.stem for digest, entry in journal.entries().items()}
+        stems = {digest: entry.stem for digest, entry in journal.entries.items()}
         assert stems == {"hash 3": "shot", "hash 4": "00004", "hash 1": "00001", "hash 5": None}
-        assert "is used by the files of a former row" in str(journal.entries()["hash 5"].error)
+        assert "is used by the files of a former row" in str(journal.entries["hash 5"].error)
         # The files of the former row are moved away: the name is free.
         journal.enter([at(4, 1), at(1, 2), at(5, 3, "Shot")], gone=lambda entry: entry.stem == "shot")
-        assert journal.entries()["hash 5"].stem == "Shot"
-        assert "hash 3" not in journal.entries()
-        assert journal.entries()["hash 5"].state is State.waiting
+        assert journal.entries["hash 5"].stem == "Shot"
+        assert "hash 3" not in journal.entries
+        assert journal.entries["hash 5"].state is State.waiting
 
 
 def test_a_number_is_never_the_name_of_another_row(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
         journal.enter([row_of(1), row_of(2, name="00001"), row_of(3)], gone=never)
-        assert [entry.stem for entry in journal.entries().values()] == ["00004", "00001", "00003"]
+        assert [entry.stem for entry in journal.entries.values()] == ["00004", "00001", "00003"]
 
 
 def test_no_row_is_called_like_the_journal(tmp_path: Path) -> None:
     with Journal(tmp_path / "Videos.sqlite", workflow="w") as journal:
         journal.enter([row_of(1, name="videos"), row_of(2, name="videos.SQLITE"), row_of(3, name="video")], gone=never)
-        first, second, third = journal.entries().values()
+        first, second, third = journal.entries.values()
         assert (first.state, second.state, third.state) == (State.failed, State.failed, State.waiting)
         assert str(first.error).endswith("is used by the files of a former row, or by the journal")
 
@@ -137,7 +135,15 @@ def test_files_that_are_gone_are_made_again(tmp_path: Path) -> None:
         (missing,) = journal.enter([row_of(1), row_of(2)], gone=lambda entry: True)
         assert missing.hash == "hash 1"
         assert states(journal) == [State.waiting, State.waiting]
-        assert journal.entries()["hash 1"].files == ()
+        assert journal.entries["hash 1"].files == ()
+
+
+def test_files_of_a_row_that_has_a_fault_now_are_not_made_again(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
+        journal.enter([row_of(1)], gone=never)
+        run_to_done(journal, "hash 1", "00001.mp4")
+        journal.enter([row_of(1, fault="no such node")], gone=lambda entry: True)
+        assert (states(journal), journal.entries["hash 1"].error) == ([State.failed], "no such node")
 
 
 def test_the_journal_of_another_batch_is_refused(tmp_path: Path) -> None:
