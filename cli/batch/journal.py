@@ -329,10 +329,14 @@ class Journal(AbstractContextManager["Journal"]):
     def post(self, saves: Mapping[str, frozenset[str] | None], prompt_id: str) -> None:
         """Record that rows are about to be sent under this id; `saves` maps row hashes to the nodes of their files."""
         rows = [self._row(digest, State.waiting) for digest in saves]
-        changes = {"state": State.posted, "prompt_id": prompt_id}
+        posted = {
+            row.hash: replace(
+                row, state=State.posted, prompt_id=prompt_id, saves=saves[row.hash], attempts=row.attempts + 1
+            )
+            for row in rows
+        }
         self._save(
-            self.entries
-            | {row.hash: replace(row, **changes, saves=saves[row.hash], attempts=row.attempts + 1) for row in rows},
+            self.entries | posted,
             attempts=[(prompt_id, row.hash) for row in rows],
         )
 
@@ -462,7 +466,9 @@ class Journal(AbstractContextManager["Journal"]):
 
     def _save(self, entries: dict[str, Entry], *, attempts: Iterable[tuple[str, str]] = ()) -> None:
         """Replace `entries`: one transaction writes the changed ones and the new attempts."""
-        changed = [digest for digest in self.entries | entries if self.entries.get(digest) != entries.get(digest)]
+        pairs = [(digest, self.entries.get(digest), entries.get(digest)) for digest in self.entries | entries]
+        # Most entries are the same objects: to compare all of them by value would take as long as the transaction.
+        changed = [digest for digest, before, after in pairs if before is not after and before != after]
         with self._transaction() as execute:
             # Before any row is inserted: stems are unique, and a stem may pass from one row to another.
             for digest in changed:
