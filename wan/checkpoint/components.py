@@ -6,7 +6,6 @@ belong to; no weights are loaded.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from ...offload import FileTensor
-from .files import WEIGHTS, CheckpointError, read_checkpoint
+from .files import WEIGHTS, CheckpointError, json_object, read_checkpoint
 
 CONFIG = "config.json"
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -45,14 +44,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return json_object(path, path.read_bytes())
     except OSError as err:
         raise CheckpointError(path, f"cannot be read: {err.strerror or err}") from err
-    except (ValueError, RecursionError) as err:
-        raise CheckpointError(path, f"is not JSON: {err}") from err
-    if not isinstance(config, dict):
-        raise CheckpointError(path, "is not a JSON object")
-    return config
 
 
 def require_config(folder: Path, config: Mapping[str, Any], expected: Mapping[str, Any], model: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..latent_space import WAN21, WAN22
-from .files import CheckpointError
+from .files import CheckpointError, json_object
 from .key_names import both_names
 
 Shape = tuple[int, ...]
@@ -104,10 +103,7 @@ def refuse_other_models(path: Path, keys: Iterable[str]) -> None:
     for starts, model in OTHER_MODELS:
         found = [key for key in keys if key.startswith(starts)]
         if found:
-            raise CheckpointError(
-                path,
-                f"is {model}: it holds {found[0]}; {ONLY_THESE}",
-            )
+            raise CheckpointError(path, f"is {model}: it holds {found[0]}; {ONLY_THESE}")
 
 
 def refuse_other_types(path: Path, metadata: Mapping[str, str]) -> None:
@@ -132,17 +128,12 @@ def refuse_other_types(path: Path, metadata: Mapping[str, str]) -> None:
         )
 
 
-def _declared(path: Path, text: object) -> Mapping[str, Any]:
+def _declared(path: Path, text: str) -> Mapping[str, Any]:
     """Return the object "transformer" of the metadata field `TYPE_FIELD`."""
-    try:
-        config = json.loads(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError) as err:
-        raise CheckpointError(
-            path, f"has a {TYPE_FIELD} in its header that is not JSON ({err}): download it again"
-        ) from err
-    declared = config.get("transformer", {}) if isinstance(config, dict) else None
+    found, remedy = f"has a {TYPE_FIELD} in its header that ", ": download it again"
+    declared = json_object(path, text, found, remedy=remedy).get("transformer", {})
     if not isinstance(declared, dict):
-        raise CheckpointError(path, f"has a {TYPE_FIELD} in its header that is not a JSON object: download it again")
+        raise CheckpointError(path, f"{found}is not a JSON object{remedy}")
     return declared
 
 

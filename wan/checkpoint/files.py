@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...offload import CheckpointFileError, FileTensor, read_gguf_header, read_header
 
@@ -54,6 +55,21 @@ def read_checkpoint(path: Path, *, weights: str = WEIGHTS) -> CheckpointTensors:
     raise CheckpointError(path, _missing_weights_message(path, f"neither {weights} nor {index}"))
 
 
+def json_object(path: Path, text: str | bytes, found: str = "", *, remedy: str = "") -> dict[str, Any]:
+    """Return the JSON object `text` of the file `path`; in messages, `found` precedes and `remedy` follows the fault.
+
+    Raises:
+        CheckpointError: the text is not JSON, or not an object.
+    """
+    try:
+        parsed = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as err:  # TypeError: a header may hold other values than texts
+        raise CheckpointError(path, f"{found}is not JSON: {err}{remedy}") from err
+    if not isinstance(parsed, dict):
+        raise CheckpointError(path, f"{found}is not a JSON object{remedy}")
+    return parsed
+
+
 def is_gguf(path: Path) -> bool:
     """Return True if the name of the file has the suffix of GGUF."""
     return path.suffix.lower() == GGUF
@@ -90,11 +106,7 @@ def _read_shards(folder: Path, index_name: str) -> CheckpointTensors:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Return the shard file name of each tensor key."""
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as err:
-        raise CheckpointError(path, f"is not JSON: {err}") from err
-    shards = index.get("weight_map") if isinstance(index, dict) else None
+    shards = json_object(path, path.read_bytes()).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(path, "has no weight_map")
     for shard in shards.values():

@@ -15,18 +15,16 @@ the weights to fp8 without a scale, which costs precision; it is loaded with a w
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ...offload import FileTensor
-from .files import PREFIX, CheckpointError
+from .files import PREFIX, CheckpointError, json_object
 
 FORMATS = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 FP8_DTYPES = tuple(FORMATS.values())
@@ -38,22 +36,13 @@ METADATA_MARKER = "_quantization_metadata"
 FILE_SCALE = ".scale_weight"
 LAYER_SCALE = ".weight_scale"
 INPUT_SCALES = (".scale_input", ".input_scale")
+NOT_WEIGHTS = (LAYER_MARKER, FILE_SCALE, LAYER_SCALE, *INPUT_SCALES)
 
 MAX_MARKER_BYTES = 4096  # a larger tensor of that name is not a marker and is not read
 
 logger = logging.getLogger("wanstream.checkpoint")
 
 ReadTensors = Callable[[Mapping[str, FileTensor]], Mapping[str, torch.Tensor]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Marker:
-    """Marker of a quantised layer."""
-
-    scale: str
-    """Key of the layer's scale."""
-    dtype: torch.dtype
-    """Dtype of the layer's weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,78 +64,60 @@ def resolve_scales(
         CheckpointError: a scale has no marker; a marked weight, or an fp8 weight in a file with markers, has no scale;
             a scale does not fit its weight; a quantisation format is unknown or does not match the weight's dtype.
     """
-    marked = _read_markers(path, tensors, metadata, read)
+    ending, marked = _read_markers(path, tensors, metadata, read)
     scales: dict[str, FileTensor] = {}
-    for layer, key in _scale_keys(tensors):
-        if layer not in marked or key != marked[layer].scale:
+    for key in (key for key in tensors if key.endswith((FILE_SCALE, LAYER_SCALE))):
+        layer = key.rpartition(".")[0]
+        if layer not in marked or key != layer + ending:
             raise CheckpointError(path, f"{key} is a scale, but nothing marks {layer} as quantised")
-        _check_scale(path, layer, marked[layer], tensors)
+        _check_scale(path, key, tensors[key], tensors.get(f"{layer}.weight"), marked[layer])
         scales[f"{layer}.weight"] = tensors[key]
-    for layer, marker in marked.items():
+    for layer in marked:
         if f"{layer}.weight" not in scales:
-            raise CheckpointError(path, f"{layer} is marked as quantised, but its scale {marker.scale} is missing")
-    weights = {key: tensor for key, tensor in tensors.items() if not _is_quantisation_key(key)}
+            raise CheckpointError(path, f"{layer} is marked as quantised, but its scale {layer + ending} is missing")
+    weights = {key: tensor for key, tensor in tensors.items() if not key.endswith(NOT_WEIGHTS) and key != FILE_MARKER}
     casts = [key for key, tensor in weights.items() if tensor.dtype in FP8_DTYPES and key not in scales]
     if casts and (marked or METADATA_MARKER in metadata):
         raise CheckpointError(path, f"{casts[0]} is fp8 without a scale, though others have one: download it again")
     if casts:
-        _warn_about_plain_casts(path, casts, weights[casts[0]].dtype)
+        logger.warning(
+            "%s: %d weights are plain casts to %s, without scales, and have lost the small numbers among them; an "
+            "fp8_scaled or a GGUF file (Q8_0) is about as large and closer to the original",
+            path,
+            len(casts),
+            str(weights[casts[0]].dtype).removeprefix("torch."),
+        )
     return ScaledWeights(weights=weights, scales=scales)
-
-
-def _warn_about_plain_casts(path: Path, keys: Sequence[str], dtype: torch.dtype) -> None:
-    logger.warning(
-        "%s: %d weights are plain casts to %s, without scales, and have lost the small numbers among them; an "
-        "fp8_scaled or a GGUF file (Q8_0) is about as large and closer to the original",
-        path,
-        len(keys),
-        str(dtype).removeprefix("torch."),
-    )
 
 
 def _read_markers(
     path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], read: ReadTensors
-) -> dict[str, _Marker]:
-    """Return the marker of each marked layer by layer name."""
+) -> tuple[str, dict[str, torch.dtype]]:
+    """Return the ending of the scales' keys in this layout, and the dtype of each marked layer's weight."""
     if METADATA_MARKER in metadata:
-        layers = _parse(path, METADATA_MARKER, metadata[METADATA_MARKER]).get("layers")
+        layers = json_object(path, metadata[METADATA_MARKER], f"{METADATA_MARKER} ").get("layers")
         if not isinstance(layers, dict):
             raise CheckpointError(path, f"{METADATA_MARKER} has no layers")
-        return {
-            (name := layer.removeprefix(PREFIX)): _Marker(
-                scale=name + LAYER_SCALE, dtype=_format(path, layer, settings)
-            )
-            for layer, settings in layers.items()
-        }
+        return LAYER_SCALE, {name.removeprefix(PREFIX): _format(path, name, layers[name]) for name in layers}
     if FILE_MARKER in tensors:
         declared = tensors[FILE_MARKER].dtype
         dtype = declared if declared in FP8_DTYPES else torch.float8_e4m3fn
         fp8 = [key.removesuffix(".weight") for key, tensor in tensors.items() if tensor.dtype in FP8_DTYPES]
-        return {layer: _Marker(scale=layer + FILE_SCALE, dtype=dtype) for layer in fp8 if layer != FILE_MARKER}
+        return FILE_SCALE, {layer: dtype for layer in fp8 if layer != FILE_MARKER}
     markers = {key: tensor for key, tensor in tensors.items() if key.endswith(LAYER_MARKER)}
     for key, marker in markers.items():
         if marker.dtype != torch.uint8 or marker.nbytes > MAX_MARKER_BYTES:
             raise CheckpointError(path, f"{key} is {marker.dtype} {list(marker.shape)}; a marker is a short JSON text")
-    return {
-        (layer := key.removesuffix(LAYER_MARKER)): _Marker(
-            scale=layer + LAYER_SCALE, dtype=_format(path, layer, _parse(path, key, bytes(text.tolist())))
-        )
-        for key, text in read(markers).items()
-    }
+    settings = {key: json_object(path, bytes(text.tolist()), f"{key} ") for key, text in read(markers).items()}
+    layers = {key.removesuffix(LAYER_MARKER): each for key, each in settings.items()}
+    return LAYER_SCALE, {layer: _format(path, layer, each) for layer, each in layers.items()}
 
 
-def _scale_keys(tensors: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (layer, key) of every scale in the file, marked or not."""
-    return [(key.removesuffix(end), key) for key in tensors for end in (FILE_SCALE, LAYER_SCALE) if key.endswith(end)]
-
-
-def _check_scale(path: Path, layer: str, marker: _Marker, tensors: Mapping[str, FileTensor]) -> None:
-    key = marker.scale
-    weight, scale = tensors.get(f"{layer}.weight"), tensors[key]
+def _check_scale(path: Path, key: str, scale: FileTensor, weight: FileTensor | None, marked: torch.dtype) -> None:
     if weight is None:
         raise CheckpointError(path, f"{key} is the scale of a weight that is missing")
-    if weight.dtype != marker.dtype:
-        raise CheckpointError(path, f"{key} is the scale of a weight in {weight.dtype}; {marker.dtype} is marked")
+    if weight.dtype != marked:
+        raise CheckpointError(path, f"{key} is the scale of a weight in {weight.dtype}; {marked} is marked")
     if math.prod(scale.shape) != 1 or scale.dtype != torch.float32:
         raise CheckpointError(path, f"{key} is {scale.dtype} {list(scale.shape)}; a scale is one float32 number")
 
@@ -158,17 +129,3 @@ def _format(path: Path, layer: str, settings: object) -> torch.dtype:
         known = " and ".join(FORMATS)
         raise CheckpointError(path, f"{layer} is stored in the quantisation format {found!r}; {known} are known")
     return FORMATS[found]
-
-
-def _parse(path: Path, key: str, text: str | bytes) -> dict[str, Any]:
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError) as err:
-        raise CheckpointError(path, f"{key} is not JSON: {err}") from err
-    if not isinstance(parsed, dict):
-        raise CheckpointError(path, f"{key} is not a JSON object")
-    return parsed
-
-
-def _is_quantisation_key(key: str) -> bool:
-    return key == FILE_MARKER or key.endswith((LAYER_MARKER, FILE_SCALE, LAYER_SCALE, *INPUT_SCALES))

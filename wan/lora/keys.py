@@ -14,16 +14,15 @@ rank-stabilised LoRA.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
-from ..checkpoint.files import CheckpointError
+from ..checkpoint.files import CheckpointError, json_object
 from ..checkpoint.key_names import BLOCK, OUTER
 
 Role = Literal["down", "up", "alpha", "diff", "up bias"]
@@ -41,22 +40,21 @@ DOTTED_PREFIXES = (
 )
 FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
 
-# Role and parameter of the module by ending; the first match wins.
+# Endings of the two factors, down and up.
+FACTORS = (
+    (".lora_down.weight", ".lora_up.weight"),
+    (".lora_A.default.weight", ".lora_B.default.weight"),
+    (".lora_A.weight", ".lora_B.weight"),
+    (".lora_A", ".lora_B"),
+    (".lora.down.weight", ".lora.up.weight"),
+    ("_lora.down.weight", "_lora.up.weight"),
+    (".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight"),
+)
+
+# Role and parameter of the module by ending; no ending is the end of another one.
 ENDINGS: Mapping[str, tuple[Role, Leaf]] = {
-    ".lora_down.weight": ("down", "weight"),
-    ".lora_up.weight": ("up", "weight"),
-    ".lora_A.default.weight": ("down", "weight"),
-    ".lora_B.default.weight": ("up", "weight"),
-    ".lora_A.weight": ("down", "weight"),
-    ".lora_B.weight": ("up", "weight"),
-    ".lora_A": ("down", "weight"),
-    ".lora_B": ("up", "weight"),
-    ".lora.down.weight": ("down", "weight"),
-    ".lora.up.weight": ("up", "weight"),
-    "_lora.down.weight": ("down", "weight"),
-    "_lora.up.weight": ("up", "weight"),
-    ".lora_linear_layer.down.weight": ("down", "weight"),
-    ".lora_linear_layer.up.weight": ("up", "weight"),
+    **{down: ("down", "weight") for down, _ in FACTORS},
+    **{up: ("up", "weight") for _, up in FACTORS},
     ".alpha": ("alpha", "weight"),
     ".diff": ("diff", "weight"),
     ".diff_b": ("diff", "bias"),
@@ -67,55 +65,43 @@ ENDINGS: Mapping[str, tuple[Role, Leaf]] = {
     ".lora_B.bias": ("up bias", "bias"),
 }
 
-# Endings of changes other than `weight + up @ down` and `weight + diff`.
+# Endings of changes other than `weight + up @ down` and `weight + diff`, by their algorithm.
 OTHER_ALGORITHMS = {
-    ".dora_scale": "a DoRA, which also rescales the weights",
-    ".lora_magnitude_vector": "a DoRA, which also rescales the weights",
-    ".lora_magnitude_vector.weight": "a DoRA, which also rescales the weights",
-    ".lora_magnitude_vector.default.weight": "a DoRA, which also rescales the weights",
-    ".lora_mid.weight": "a LoCon with a third factor",
-    ".hada_w1_a": "a LoHa",
-    ".hada_w1_b": "a LoHa",
-    ".hada_w2_a": "a LoHa",
-    ".hada_w2_b": "a LoHa",
-    ".lokr_w1": "a LoKr",
-    ".lokr_w2": "a LoKr",
-    ".lokr_w1_a": "a LoKr",
-    ".lokr_w2_a": "a LoKr",
-    ".oft_blocks": "an OFT",
-    ".oft_diag": "an OFT",
-    ".oft_R.weight": "an OFT",
-    ".a1.weight": "a GLoRA",
-    ".b1.weight": "a GLoRA",
-    ".reshape_weight": "a LoRA that gives a weight another shape",
-    ".set_weight": "a file that replaces weights",
-    ".lora_down.scale_weight": "a LoRA in fp8 with scales",
-    ".lora_down.weight_scale": "a LoRA in fp8 with scales",
-    ".lora_A.scale_weight": "a LoRA in fp8 with scales",
-    ".lora_A.weight_scale": "a LoRA in fp8 with scales",
+    "a DoRA, which also rescales the weights": (
+        ".dora_scale",
+        ".lora_magnitude_vector",
+        ".lora_magnitude_vector.weight",
+        ".lora_magnitude_vector.default.weight",
+    ),
+    "a LoCon with a third factor": (".lora_mid.weight",),
+    "a LoHa": (".hada_w1_a", ".hada_w1_b", ".hada_w2_a", ".hada_w2_b"),
+    "a LoKr": (".lokr_w1", ".lokr_w2", ".lokr_w1_a", ".lokr_w2_a"),
+    "an OFT": (".oft_blocks", ".oft_diag", ".oft_R.weight"),
+    "a GLoRA": (".a1.weight", ".b1.weight"),
+    "a LoRA that gives a weight another shape": (".reshape_weight",),
+    "a file that replaces weights": (".set_weight",),
+    "a LoRA in fp8 with scales": tuple(
+        factor + scale for factor in (".lora_down", ".lora_A") for scale in (".scale_weight", ".weight_scale")
+    ),
 }
 
 # Models by parts of the keys of their LoRAs; the first match wins.
 OTHER_MODELS = {
-    "double_blocks": "Flux or HunyuanVideo",
-    "single_blocks": "Flux or HunyuanVideo",
-    "single_transformer_blocks": "Flux",
-    "input_blocks": "Stable Diffusion or SDXL",
-    "down_blocks": "Stable Diffusion or SDXL",
-    "joint_blocks": "Stable Diffusion 3",
-    "context_refiner": "Lumina or Z-Image",
-    "transformer_blocks": "Qwen-Image, LTX-Video or Stable Diffusion 3",
-    "lora_te": "a text encoder",
-    "text_model": "a text encoder",
-    "vace_blocks": "Wan VACE",
+    "Flux or HunyuanVideo": ("double_blocks", "single_blocks"),
+    "Flux": ("single_transformer_blocks",),
+    "Stable Diffusion or SDXL": ("input_blocks", "down_blocks"),
+    "Stable Diffusion 3": ("joint_blocks",),
+    "Lumina or Z-Image": ("context_refiner",),
+    "Qwen-Image, LTX-Video or Stable Diffusion 3": ("transformer_blocks",),
+    "a text encoder": ("lora_te", "text_model"),
+    "Wan VACE": ("vace_blocks",),
 }
 
 _BARE = "scale_shift_table"
 _WITHOUT_BIAS = ("norm_q", "norm_k", "norm_added_k")
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeyMeaning:
+class KeyMeaning(NamedTuple):
     """Parameter and role of a LoRA key."""
 
     parameter: str
@@ -129,19 +115,20 @@ def key_meaning(key: str) -> KeyMeaning | None:
         if key.endswith(ending):
             parameter = _parameter(key.removesuffix(ending), leaf)
             if parameter is not None:
-                return KeyMeaning(parameter=parameter, role=role)
+                return KeyMeaning(parameter, role)
     return None
 
 
 def other_algorithm(key: str) -> str | None:
     """Return the algorithm of a file with `key` if it is more than a LoRA, else None."""
-    return next((algorithm for ending, algorithm in OTHER_ALGORITHMS.items() if key.endswith(ending)), None)
+    return next((algorithm for algorithm, endings in OTHER_ALGORITHMS.items() if key.endswith(endings)), None)
 
 
 def other_model(key: str) -> str | None:
     """Return the known model, other than Wan, for which a LoRA with `key` was probably made, or None."""
     prefix = next((prefix for prefix in FLAT_PREFIXES if key.startswith(prefix)), "")
-    return next((model for part, model in OTHER_MODELS.items() if part in key.removeprefix(prefix)), None)
+    module = key.removeprefix(prefix)
+    return next((model for model, parts in OTHER_MODELS.items() if any(part in module for part in parts)), None)
 
 
 def module_name(text: str) -> str | None:
@@ -238,7 +225,7 @@ def adapter_settings(path: Path, metadata: Mapping[str, str]) -> AdapterSettings
     if KEY not in metadata:
         return AdapterSettings()
     # Each name has the prefix "transformer." if the whole pipeline was saved.
-    named = {name.rpartition(".")[2]: value for name, value in _parse(path, metadata[KEY]).items()}
+    named = {name.rpartition(".")[2]: value for name, value in json_object(path, metadata[KEY], f"{KEY} ").items()}
     if named.get("use_dora"):
         raise CheckpointError(path, f"is a DoRA, which also rescales the weights ({KEY}): use a plain LoRA")
     patterns = named.get("alpha_pattern") or {}
@@ -250,16 +237,6 @@ def adapter_settings(path: Path, metadata: Mapping[str, str]) -> AdapterSettings
         alphas={_module(path, name): _number(path, name, value) for name, value in patterns.items()},
         rank_stabilised=bool(named.get("use_rslora")),
     )
-
-
-def _parse(path: Path, text: str) -> dict[str, Any]:
-    try:
-        settings = json.loads(text)
-    except (ValueError, RecursionError) as err:
-        raise CheckpointError(path, f"{KEY} is not JSON: {err}") from err
-    if not isinstance(settings, dict):
-        raise CheckpointError(path, f"{KEY} is not a JSON object")
-    return settings
 
 
 def _module(path: Path, name: str) -> str:

@@ -364,7 +364,7 @@ class TestRefusedFolders:
 
     @pytest.mark.parametrize(
         ("text", "message"),
-        [("{", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", "no weight_map"), ("{}", "no weight_map")],
+        [("{", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", "not a JSON object"), ("{}", "no weight_map")],
     )
     def test_damaged_index(self, sharded, text, message):
         folder, _ = sharded
