@@ -75,7 +75,6 @@ WAN22 = LatentSpace(
 # fmt: on
 
 SPACES = (WAN21, WAN22)
-LATENT_CHANNELS = WAN21.channels
 
 
 def space_of(channels: int) -> LatentSpace:

@@ -81,6 +81,12 @@ def block_streams(config: WanConfig) -> tuple[str, ...]:
 
 
 @functools.cache
+def streamed_parameters(config: WanConfig) -> frozenset[str]:
+    """Return the full names of all parameters that stream."""
+    return frozenset(f"blocks.{index}.{name}" for index in range(config.num_layers) for name in block_streams(config))
+
+
+@functools.cache
 def table_bytes(config: WanConfig) -> int:
     """Return the bytes of the position tables of one model."""
     positions = _on_meta(replace(config, num_layers=1)).config.rope_max_seq_len

@@ -75,7 +75,7 @@ def expert_mismatches(high: Expert, low: Expert) -> list[str]:
             f"{high.path.name} and {low.path.name} hold the same weights, so they are copies of one expert: download "
             "the other expert again"
         ]
-    return _swapped_or_misplaced("expert", _place_of(high.path), _place_of(low.path), high.path.name, low.path.name)
+    return _swapped_or_misplaced("expert", high.path, low.path)
 
 
 def lora_mismatches(high: Path | None, low: Path | None, expert: Expert, *, single: bool) -> list[str]:
@@ -90,11 +90,7 @@ def lora_mismatches(high: Path | None, low: Path | None, expert: Expert, *, sing
     Raises:
         CheckpointFileError: a file cannot be read.
     """
-    found = []
-    if not single:
-        high_place, low_place = (None if path is None else _place_of(path) for path in (high, low))
-        high_name, low_name = (None if path is None else path.name for path in (high, low))
-        found += _swapped_or_misplaced("LoRA", high_place, low_place, high_name, low_name)
+    found = [] if single else _swapped_or_misplaced("LoRA", high, low)
     if expert.config.family == "t2v":
         for path in dict.fromkeys(path for path in (high, low) if path is not None):
             reason = _image_to_video(path)
@@ -106,20 +102,19 @@ def lora_mismatches(high: Path | None, low: Path | None, expert: Expert, *, sing
     return found
 
 
-def _swapped_or_misplaced(
-    kind: str, high: NamedPlace | None, low: NamedPlace | None, high_name: str | None, low_name: str | None
-) -> list[str]:
-    if high is not None and low is not None and (high.place, low.place) == ("low", "high"):
+def _swapped_or_misplaced(kind: str, high: Path | None, low: Path | None) -> list[str]:
+    chosen = [(place, path) for place, path in (("high", high), ("low", low)) if path is not None]
+    stated = [(place, path.name, named) for place, path in chosen if (named := _place_of(path)) is not None]
+    if [named.place for _, _, named in stated] == ["low", "high"]:
+        (_, high_name, _), (_, low_name, _) = stated
         return [
             f"the {kind}s look swapped: {high_name} is chosen as high_noise, {low_name} as low_noise: exchange them"
         ]
-    found = []
-    for named, name, place in ((high, high_name, "high"), (low, low_name, "low")):
-        if named is not None and named.clear and named.place != place:
-            found.append(
-                f"{name} is chosen as {place}_noise, and its name says {named.place} noise: choose the other {kind}"
-            )
-    return found
+    return [
+        f"{name} is chosen as {place}_noise, and its name says {named.place} noise: choose the other {kind}"
+        for place, name, named in stated
+        if named.clear and named.place != place
+    ]
 
 
 def _place_of(path: Path) -> NamedPlace | None:
@@ -172,12 +167,9 @@ def _is_same_file(first: Path, second: Path) -> bool:
 
 def _is_same_weights(high: Expert, low: Expert) -> bool:
     """Return True if the fingerprint tensors are bit-equal; False if they are packed or differ in dtype or shape."""
-    pairs = [(high.weights.get(name), low.weights.get(name)) for name in _FINGERPRINT]
-    for one, other in pairs:
-        if one is None or other is None or one.packing is not None or other.packing is not None:
-            return False
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return False
-    first = read_tensors({name: high.weights[name] for name in _FINGERPRINT})
-    second = read_tensors({name: low.weights[name] for name in _FINGERPRINT})
+    prints = [{name: expert.weights[name] for name in _FINGERPRINT} for expert in (high, low)]
+    kinds = [[(tensor.packing, tensor.dtype, tensor.shape) for tensor in each.values()] for each in prints]
+    if kinds[0] != kinds[1] or any(packing is not None for packing, _, _ in kinds[0]):
+        return False
+    first, second = map(read_tensors, prints)
     return all(torch.equal(first[name], second[name]) for name in _FINGERPRINT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTimeTextImageEmbedding
@@ -17,9 +17,13 @@ from ..checkpoint.meta_model import PARTS, EmbedderPart
 Rows: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 """Time [1, D], modulation [1, 6 D] and text [1, L, D]."""
 
-Key = TypeVar("Key")
-Row = TypeVar("Row")
-MAX_EXTRA_ROWS = {"time": 64, "text": 8}
+Row: TypeAlias = "tuple[torch.Tensor, ...]"
+"""Time and modulation, or text."""
+
+Inputs = Mapping[Hashable, Any]
+"""Timesteps or texts by the keys of their rows."""
+
+MAX_EXTRA_ROWS: Mapping[EmbedderPart, int] = {"time": 64, "text": 8}
 """Rows that are cached in addition to the expected ones."""
 
 
@@ -55,10 +59,8 @@ class CachedEmbedder(WanTimeTextImageEmbedding):  # type: ignore[misc]
         )
         self._compute_dtype = compute_dtype
         self._weight_loader: Callable[[EmbedderPart], AbstractContextManager[object]] = lambda part: nullcontext()
-        self._times: dict[float, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._texts: dict[Hashable, torch.Tensor] = {}
-        self._expected_times: tuple[float, ...] = ()
-        self._expected_texts: dict[Hashable, torch.Tensor] = {}
+        self._rows: dict[EmbedderPart, dict[Hashable, Row]] = {part: {} for part in PARTS}
+        self._expected: dict[EmbedderPart, Inputs] = {part: {} for part in PARTS}
         self._digests = WeakIdKeyDictionary()
 
     def set_weight_loader(self, loader: Callable[[EmbedderPart], AbstractContextManager[object]]) -> None:
@@ -66,54 +68,42 @@ class CachedEmbedder(WanTimeTextImageEmbedding):  # type: ignore[misc]
         self._weight_loader = loader
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of the cached rows."""
-        rows = [row for pair in self._times.values() for row in pair] + list(self._texts.values())
-        return sum(row.nbytes for row in rows)
-
-    @property
     def missing_parts(self) -> tuple[EmbedderPart, ...]:
         """Parts with expected rows that are not computed yet."""
-        missing = {
-            "time": not self._times.keys() >= set(self._expected_times),
-            "text": not self._texts.keys() >= self._expected_texts.keys(),
-        }
-        return tuple(part for part in PARTS if missing[part])
+        return tuple(part for part in PARTS if not self._rows[part].keys() >= self._expected[part].keys())
 
     def set_expected(self, timesteps: Sequence[float], texts: Iterable[torch.Tensor]) -> None:
         """Set the timesteps and texts of the next run and drop the rows of all others. Computes nothing."""
         # Rounded to float32 because the timesteps of a run are: rows are looked up by equality.
-        self._expected_times = tuple(dict.fromkeys(torch.tensor(timesteps, dtype=torch.float32).tolist()))
-        self._expected_texts = {self._digest(text): text for text in texts}
-        self._times = {time: row for time, row in self._times.items() if time in self._expected_times}
-        self._texts = {digest: row for digest, row in self._texts.items() if digest in self._expected_texts}
+        times = torch.tensor(timesteps, dtype=torch.float32).tolist()
+        self._expected = {"time": {time: time for time in times}, "text": {self._digest(text): text for text in texts}}
+        for part in PARTS:
+            _evict_extra(self._rows[part], self._expected[part], 0)
 
     def clear_expected(self) -> None:
         """Expect no rows, for a run of another expert; cached rows are kept."""
-        self._expected_times, self._expected_texts = (), {}
+        self._expected = {part: {} for part in PARTS}
 
     def invalidate(self, part: EmbedderPart) -> None:
         """Drop the rows of one part, whose weights have changed."""
-        if part == "time":
-            self._times.clear()
-        else:
-            self._texts.clear()
+        self._rows[part].clear()
 
     def rows(self, timestep: torch.Tensor, texts: Sequence[torch.Tensor]) -> list[Rows]:
         """Return the rows of `timestep` [1] with each of `texts` [1, L, text width], in any dtype and on any device."""
-        time, by_digest = float(timestep.float()), {self._digest(text): text for text in texts}
-        self._compute_missing([time], by_digest)
-        return [(*self._times[time], self._texts[self._digest(text)]) for text in texts]
+        at = float(timestep.float())
+        self._compute_missing({"time": {at: at}, "text": {self._digest(text): text for text in texts}})
+        time, modulation = self._rows["time"][at]
+        return [(time, modulation, self._rows["text"][self._digest(text)][0]) for text in texts]
 
     def time_rows(self, timesteps: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return time [R, D] and modulation [R, 6 D] of R timesteps, each row computed alone."""
-        self._compute_missing(timesteps, {})
-        times, modulations = zip(*(self._times[time] for time in timesteps), strict=True)
+        self._compute_missing({"time": {time: time for time in timesteps}, "text": {}})
+        times, modulations = zip(*(self._rows["time"][time] for time in timesteps), strict=True)
         return torch.cat(times), torch.cat(modulations)
 
     def compute_expected(self) -> None:
         """Compute the expected rows that are not cached yet."""
-        self._compute_missing([], {})
+        self._compute_missing(self._expected)
 
     def forward(
         self,
@@ -128,35 +118,31 @@ class CachedEmbedder(WanTimeTextImageEmbedding):  # type: ignore[misc]
         image = encoder_hidden_states_image
         return time, modulation, text, None if image is None else self.image_embedder(image)
 
-    def _compute_missing(self, times: Sequence[float], texts: Mapping[Hashable, torch.Tensor]) -> None:
-        """Compute the rows of `times` and `texts` that are not cached, together with all expected ones.
+    def _compute_missing(self, inputs: Mapping[EmbedderPart, Inputs]) -> None:
+        """Compute the rows of `inputs` that are not cached, together with all expected ones.
 
         One call computes all of them so that the weights are loaded only once.
         """
-        new_times = [time for time in dict.fromkeys((*times, *self._expected_times)) if time not in self._times]
-        every_text = {**texts, **self._expected_texts}
-        new_texts = {digest: text for digest, text in every_text.items() if digest not in self._texts}
-        # Rows outlive the run that first needs them, and a later run may be outside inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            if new_times:
-                with self._weight_loader("time"):
-                    self._times |= {time: self._time_row(time) for time in new_times}
-            if new_texts:
-                with self._weight_loader("text"):
-                    self._texts |= {digest: self._text_row(text) for digest, text in new_texts.items()}
-        _evict_extra(self._times, {*times, *self._expected_times}, MAX_EXTRA_ROWS["time"])
-        _evict_extra(self._texts, {*texts, *self._expected_texts}, MAX_EXTRA_ROWS["text"])
+        compute: Mapping[EmbedderPart, Callable[[Any], Row]] = {"time": self._time_row, "text": self._text_row}
+        for part, rows in self._rows.items():
+            needed = {**inputs[part], **self._expected[part]}
+            missing = {key: value for key, value in needed.items() if key not in rows}
+            # Rows outlive the run that first needs them, and a later run may be outside inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                if missing:
+                    with self._weight_loader(part):
+                        rows |= {key: compute[part](value) for key, value in missing.items()}
+            _evict_extra(rows, needed, MAX_EXTRA_ROWS[part])
 
-    def _time_row(self, time: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _time_row(self, time: float) -> Row:
         device, dtype = self.time_proj.weight.device, next(self.time_embedder.parameters()).dtype
         waves = self.timesteps_proj(torch.tensor([time], device=device))
         row = self.time_embedder(waves.to(dtype)).to(self._compute_dtype)
         return row, self.time_proj(self.act_fn(row))
 
-    def _text_row(self, text: torch.Tensor) -> torch.Tensor:
+    def _text_row(self, text: torch.Tensor) -> Row:
         device = next(self.text_embedder.parameters()).device
-        row: torch.Tensor = self.text_embedder(text.to(device, self._compute_dtype))
-        return row
+        return (self.text_embedder(text.to(device, self._compute_dtype)),)
 
     def _digest(self, text: torch.Tensor) -> Hashable:
         # Hashing copies the text to the CPU, so the digest of a tensor is cached for the lifetime of the tensor.
@@ -167,7 +153,7 @@ class CachedEmbedder(WanTimeTextImageEmbedding):  # type: ignore[misc]
         return found
 
 
-def _evict_extra(rows: dict[Key, Row], needed: set[Key], limit: int) -> None:
+def _evict_extra(rows: dict[Hashable, Row], needed: Inputs, limit: int) -> None:
     """Drop the oldest rows that are not `needed`, until at most `limit` of those remain."""
     extra = [key for key in rows if key not in needed]
     for key in extra[: max(0, len(extra) - limit)]:

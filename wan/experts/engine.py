@@ -6,15 +6,14 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
-from ...devices import compute_device
-from ...offload import BlockPatch, OffloadEngine, Sharded, WeightPatch
+from ...offload import BlockPatch, OffloadEngine, Sharded, SharedSegment, WeightPatch
 from ...plan import BlockKey
 from ...schema import OffloadPolicy, Storage
 from ..checkpoint.open import Expert
 from ..lora.apply import LoraFactors, LoraStack, block_patches, resident_patches, stack_identity
 from ..transformer.kernels import Kernels, check_usable
 from .models import ExpertModels
-from .storage import block_source, make_shared_segment
+from .storage import block_source
 
 NO_LORAS: Hashable = ()
 
@@ -38,15 +37,17 @@ class ExpertEngine(OffloadEngine):
         shared: bool = False,
         sharded: Sharded | None = None,
     ) -> None:
-        device = compute_device(device)
         self.models = ExpertModels(experts, compute_dtype=compute_dtype, device=device)
         self._compute_dtype = compute_dtype
-        self._kernels, self._chunk_tokens = Kernels(), policy.chunk_tokens
+        self.policy, self._kernels = policy, Kernels()
         # Chunked forwards replace `block.forward`, so they have to be installed before any hook wraps the block.
-        self.models.kernels.set(self._kernels, self._chunk_tokens)
+        self.models.kernels.set(self._kernels, policy.chunk_tokens)
         self._configs = {name: expert.config for name, expert in experts.items()}
         source = block_source(experts, compute_dtype=compute_dtype, storage=storage, direct=direct)
-        self._segment = make_shared_segment(source) if shared and sharded is None else None
+        self._segment = None
+        if shared and sharded is None:
+            sizes = {key: source.block_format(key).stored.nbytes for key in source.keys()}
+            self._segment = SharedSegment(source.identity, sizes)
         super().__init__(
             self.models.blocks, policy=policy, device=device, source=source, shared=self._segment, sharded=sharded
         )
@@ -118,14 +119,14 @@ class ExpertEngine(OffloadEngine):
         if self.running:
             raise RuntimeError("kernels cannot be changed while this engine is running a program; wait for its end")
         check_usable(kernels, self.device, self._compute_dtype)
-        self.models.kernels.set(kernels, self._chunk_tokens)
+        self.models.kernels.set(kernels, self.policy.chunk_tokens)
         self._kernels = kernels
 
     def set_policy(self, policy: OffloadPolicy) -> None:
         """Change the policy as `OffloadEngine.set_policy`, its `chunk_tokens` included."""
         super().set_policy(policy)
-        self._chunk_tokens = policy.chunk_tokens
-        self.models.kernels.set(self._kernels, self._chunk_tokens)
+        self.policy = policy
+        self.models.kernels.set(self._kernels, policy.chunk_tokens)
 
     def close(self) -> None:
         """Free the buffers, threads and files. Closing twice is allowed.

@@ -21,12 +21,12 @@ from ...offload import FileTensor, WeightPatch, read_tensors
 from ..checkpoint.meta_model import (
     PARTS,
     EmbedderPart,
-    block_streams,
     build_model,
     embedder_part,
     materialise,
     parameter_dtype,
     set_parameters,
+    streamed_parameters,
 )
 from ..checkpoint.open import Expert
 from ..lora.apply import PatchedParameters, write_patched
@@ -226,8 +226,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
 
 
 def _tensors(expert: Expert, part: EmbedderPart | None) -> dict[str, FileTensor]:
-    streams = block_streams(expert.config)
-    streamed = {f"blocks.{index}.{name}" for index in range(expert.config.num_layers) for name in streams}
+    streamed = streamed_parameters(expert.config)
     return {
         name: tensor for name, tensor in expert.weights.items() if name not in streamed and embedder_part(name) == part
     }

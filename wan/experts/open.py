@@ -21,8 +21,6 @@ from ..transformer.kernels import INDUCTOR, Kernels, check_installed
 from .pair import ExpertPair
 from .storage import STORAGES, log_unquantised
 
-__all__ = ["COMPUTE_DTYPES", "ExpertPair", "open_experts", "open_single_model"]
-
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -198,11 +196,6 @@ def set_loras(pair: ExpertPair, refs: Sequence[LoraRef]) -> None:
     )
 
 
-def _kernels(ref: ExpertsRef) -> Kernels:
-    """Return the compute kernels of `ref`."""
-    return Kernels(attention=ref.attention, compiler=INDUCTOR if ref.compile else None)
-
-
 class ExpertsRegistry:
     """Thread-safe registry of at most one open pair, looked up by value.
 
@@ -227,7 +220,7 @@ class ExpertsRegistry:
             OSError: as `open_pair` and `set_loras`.
             ValueError: as `open_pair` and `set_loras`.
         """
-        kernels = _kernels(ref)
+        kernels = Kernels(attention=ref.attention, compiler=INDUCTOR if ref.compile else None)
         check_installed(kernels)
         with self._lock:
             if self._entry is None or self._entry[0] != ref.opened or not self._entry[1].is_current():

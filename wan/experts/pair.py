@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from ...devices import compute_device
 from ...offload import Sharded
 from ...schema import OffloadPolicy, Storage
 from ..checkpoint.meta_model import embedder_part
@@ -17,7 +18,7 @@ from ..lora.file import LoraFile
 from ..lora.fit import fit_stack
 from ..transformer.kernels import Kernels
 from .engine import ExpertEngine
-from .storage import BlockBytes, block_bytes, device_bytes, row_scale_bytes, shards_bytes
+from .storage import BlockBytes, block_bytes, device_bytes, shards_bytes
 
 
 class ExpertPair(AbstractContextManager["ExpertPair"]):
@@ -50,7 +51,6 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         """Compute kernels of the blocks; a change applies at the next call of `engine`."""
         self._sharded: Sharded | None = None
         self._engine: ExpertEngine | None = None
-        self._engine_key: tuple[OffloadPolicy, torch.device] | None = None
         self._engine_sharded: Sharded | None = None
         self._loras: Mapping[str, LoraStack] = {"high": (), "low": ()}
         self._factors = LoraFactors()
@@ -130,9 +130,9 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
             OSError: a LoRA cannot be read, or there is not enough RAM for its factors or for RAM-resident blocks.
             RuntimeError: a run is in progress, and the policy, device, kernels, LoRAs or shards have changed.
         """
-        device = torch.device(device)
+        device = compute_device(device)
         self._update_sharding()
-        if self._engine is None or self._engine_key is None or self._engine_key[1] != device:
+        if self._engine is None or self._engine.device != device:
             self._close_engine()
             # The engine outlives the run that creates it, and inference tensors could not be written in later runs.
             with torch.inference_mode(False):
@@ -147,11 +147,8 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
                     sharded=self._sharded,
                 )
             self._engine_sharded = self._sharded
-            self._engine_key = (policy, device)
-        elif self._engine_key[0] != policy:
+        elif self._engine.policy != policy:
             self._engine.set_policy(policy)
-            self._engine_key = (policy, device)
-        assert self._engine is not None
         self._engine.set_kernels(self.kernels)
         self._factors.keep_only([lora for stack in self._loras.values() for lora, _ in stack])
         self._engine.set_loras(self._active_loras(), self._factors)
@@ -159,7 +156,8 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     def current_engine(self, policy: OffloadPolicy, device: torch.device) -> ExpertEngine | None:
         """Return the current engine if it has this policy and device, else None; does not create or change one."""
-        return self._engine if self._engine_key == (policy, device) else None
+        engine = self._engine
+        return engine if engine is not None and (engine.policy, engine.device) == (policy, device) else None
 
     def device_bytes(self, policy: OffloadPolicy, *, device: torch.device | str = "cuda") -> int:
         """Return the bytes of device memory of the weights under `policy`, without LoRAs (30 MB for rank 64 in bf16).
@@ -170,7 +168,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
             ValueError: the policy does not fit the number of blocks.
         """
         on_gpu = torch.device(device).type != "cpu"
-        decoding = self._decoding_bytes if on_gpu else 0
+        decoding = self._block_bytes.decoded + self._block_bytes.row_scales if on_gpu else 0
         blocks = sum(self.block_counts.values())
         return (
             decoding
@@ -200,12 +198,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     @cached_property
     def _block_bytes(self) -> BlockBytes:
-        return block_bytes(self.experts.values(), self.compute_dtype, self.storage)
-
-    @cached_property
-    def _decoding_bytes(self) -> int:
-        """Bytes of GPU memory for decoding: stored form of arriving blocks, and the scales of all rows."""
-        return self._block_bytes.decoded + row_scale_bytes(self.experts.values(), self.storage)
+        return block_bytes(self.experts, self.compute_dtype, self.storage)
 
     @property
     def running(self) -> bool:

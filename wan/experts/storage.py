@@ -10,13 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from ...offload import (
-    BlockFormat,
     FileSource,
     FileTensor,
     QuantisedSource,
     Sharded,
-    SharedSegment,
-    block_format,
     flat_layout,
     quantised_format,
     scale_bytes,
@@ -31,6 +28,7 @@ from ..checkpoint.meta_model import (
     embedder_part,
     parameter_dtype,
     parameter_shapes,
+    streamed_parameters,
     table_bytes,
 )
 from ..checkpoint.open import Expert
@@ -52,48 +50,21 @@ class BlockBytes:
     """Bytes of a buffer."""
     decoded: int
     """Bytes of GPU memory, in addition to the buffers, for the stored form of arriving blocks; 0 without decoding."""
+    row_scales: int
+    """Bytes of the scales that fp8 storage adds, of all blocks."""
 
 
-def file_format(expert: Expert, index: int, compute_dtype: torch.dtype) -> BlockFormat:
-    """Return the format of a block in its file."""
-    tensors, scales = _streamed(expert, index)
-    return block_format(
-        {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()},
-        compute_dtype,
-        scaled=scales,
-        packings={name: tensor.packing for name, tensor in tensors.items() if tensor.packing is not None},
-    )
-
-
-def stored_format(expert: Expert, index: int, compute_dtype: torch.dtype, storage: Storage) -> BlockFormat:
-    """Return the format of a block in RAM and on the bus."""
-    fmt = file_format(expert, index, compute_dtype)
-    return quantised_format(fmt) if storage == "fp8" else fmt
-
-
-def block_bytes(experts: Iterable[Expert], compute_dtype: torch.dtype, storage: Storage) -> BlockBytes:
+def block_bytes(experts: Mapping[str, Expert], compute_dtype: torch.dtype, storage: Storage) -> BlockBytes:
     """Return the bytes of the largest block of these experts. Reads nothing."""
-    kinds = [
-        (file_format(expert, index, compute_dtype), stored_format(expert, index, compute_dtype, storage))
-        for expert in experts
-        for index in range(expert.config.num_layers)
-    ]
+    files = _file_source(experts, compute_dtype, direct=False)
+    in_file = [files.block_format(key) for key in files.keys()]
+    kept = [quantised_format(fmt) for fmt in in_file] if storage == "fp8" else in_file
     return BlockBytes(
-        file=max(before.stored.nbytes for before, _ in kinds),
-        stored=max(kept.stored.nbytes for _, kept in kinds),
-        computed=max(kept.computed.nbytes for _, kept in kinds),
-        decoded=RAW_SLOTS * max((kept.stored.nbytes for _, kept in kinds if not kept.is_raw), default=0),
-    )
-
-
-def row_scale_bytes(experts: Iterable[Expert], storage: Storage) -> int:
-    """Return the bytes of the scales that fp8 storage adds, of all blocks of these experts."""
-    if storage != "fp8":
-        return 0
-    return sum(
-        scale_bytes(file_format(expert, index, torch.bfloat16))
-        for expert in experts
-        for index in range(expert.config.num_layers)
+        file=max(fmt.stored.nbytes for fmt in in_file),
+        stored=max(fmt.stored.nbytes for fmt in kept),
+        computed=max(fmt.computed.nbytes for fmt in kept),
+        decoded=RAW_SLOTS * max((fmt.stored.nbytes for fmt in kept if not fmt.is_raw), default=0),
+        row_scales=sum(map(scale_bytes, in_file)) if storage == "fp8" else 0,
     )
 
 
@@ -101,40 +72,29 @@ def block_source(
     experts: Mapping[str, Expert], *, compute_dtype: torch.dtype, storage: Storage, direct: bool | None
 ) -> FileSource | QuantisedSource:
     """Return the source of every block's streamed weights, which reads the experts' files."""
-    blocks: dict[BlockKey, dict[str, FileTensor]] = {}
-    scales: dict[BlockKey, dict[str, FileTensor]] = {}
-    for name, expert in experts.items():
-        for index in range(expert.config.num_layers):
-            blocks[BlockKey(name, index)], scales[BlockKey(name, index)] = _streamed(expert, index)
-    files = FileSource(blocks, computed_dtypes=compute_dtype, scales=scales, direct=direct)
-    return QuantisedSource(files) if any(_quantises(expert, storage) for expert in experts.values()) else files
-
-
-def make_shared_segment(source: FileSource | QuantisedSource) -> SharedSegment:
-    """Return memory for the blocks of a source that the ranks of one machine share.
-
-    Raises:
-        SourceError: the system has no shared memory, or refuses it.
-    """
-    return SharedSegment(source.identity, {key: source.block_format(key).stored.nbytes for key in source.keys()})
+    files = _file_source(experts, compute_dtype, direct=direct)
+    quantises = storage == "fp8" and any(scale_bytes(files.block_format(key)) for key in files.keys())
+    return QuantisedSource(files) if quantises else files
 
 
 def log_unquantised(experts: Iterable[Expert], storage: Storage) -> None:
     """Log the experts whose blocks fp8 storage does not change."""
-    for path in dict.fromkeys(expert.path for expert in experts if not _quantises(expert, storage)):
-        if storage == "fp8":
+    for path, expert in {expert.path: expert for expert in experts}.items():
+        if storage == "fp8" and not block_bytes({"high": expert}, torch.bfloat16, storage).row_scales:
             logger.info("%s: storage fp8 changes nothing here, the blocks are fp8 or packed (GGUF) already", path)
 
 
-def _quantises(expert: Expert, storage: Storage) -> bool:
-    return row_scale_bytes([expert], storage) > 0
-
-
-def _streamed(expert: Expert, index: int) -> tuple[dict[str, FileTensor], dict[str, FileTensor]]:
-    """Return the streamed tensors of one block and their scales, by name within the block."""
-    names = {name: f"blocks.{index}.{name}" for name in block_streams(expert.config)}
-    tensors = {name: expert.weights[full] for name, full in names.items()}
-    return tensors, {name: expert.scales[full] for name, full in names.items() if full in expert.scales}
+def _file_source(experts: Mapping[str, Expert], compute_dtype: torch.dtype, *, direct: bool | None) -> FileSource:
+    """Return the source of every block's streamed weights as they are in the files, by name within the block."""
+    blocks: dict[BlockKey, dict[str, FileTensor]] = {}
+    scales: dict[BlockKey, dict[str, FileTensor]] = {}
+    for expert_name, expert in experts.items():
+        for index in range(expert.config.num_layers):
+            key = BlockKey(expert_name, index)
+            names = {name: f"blocks.{index}.{name}" for name in block_streams(expert.config)}
+            blocks[key] = {name: expert.weights[full] for name, full in names.items()}
+            scales[key] = {name: expert.scales[full] for name, full in names.items() if full in expert.scales}
+    return FileSource(blocks, computed_dtypes=compute_dtype, scales=scales, direct=direct)
 
 
 EXPERTS = ("high", "low")
@@ -154,7 +114,7 @@ def device_bytes(
     _, buffers = plan_residency(policy, counts)
     shapes, streams = parameter_shapes(config), block_streams(config)
     buffer = flat_layout((name, shapes[FIRST_BLOCK + name], compute_dtype) for name in streams)
-    streamed = {f"blocks.{index}.{name}" for index in range(config.num_layers) for name in streams}
+    streamed = streamed_parameters(config)
     resident = sum(
         math.prod(shape) * parameter_dtype(name, compute_dtype).itemsize
         for name, shape in shapes.items()

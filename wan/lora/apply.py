@@ -13,7 +13,7 @@ from ...offload import CHUNK_VALUES, BlockPatch, WeightPatch, read_tensors
 from ...plan import BlockKey
 from ..checkpoint.detect import WanConfig
 from ..checkpoint.files import CheckpointError
-from ..checkpoint.meta_model import block_streams
+from ..checkpoint.meta_model import block_streams, streamed_parameters
 from .file import LoraFile
 
 LoraStack: TypeAlias = "Sequence[tuple[LoraFile, float]]"
@@ -27,11 +27,6 @@ class LoraFactors:
 
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensors] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cached tensors."""
-        return sum(tensor.nbytes for tensors in self._tensors.values() for tensor in tensors.values())
 
     def load(self, lora: LoraFile) -> Tensors:
         """Return the tensors of `lora` by key, on the CPU, as stored.
@@ -151,9 +146,8 @@ def block_patches(expert: str, config: WanConfig, stack: LoraStack, factors: Lor
 
 def resident_patches(config: WanConfig, stack: LoraStack, factors: LoraFactors) -> LazyPatches:
     """Return the patches of an expert's parameters that are not streamed, by full name."""
-    streamed = {f"blocks.{block}.{name}" for block in range(config.num_layers) for name in block_streams(config)}
-    names = [name for lora, _ in stack for name in lora.changes if name not in streamed]
-    return LazyPatches({name: name for name in names}, stack, factors)
+    names = {name: name for lora, _ in stack for name in lora.changes if name not in streamed_parameters(config)}
+    return LazyPatches(names, stack, factors)
 
 
 class LazyPatches(Mapping[str, WeightPatch]):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...offload import FileHeader, FileTensor, file_version, read_header, read_tensors
 from ..checkpoint.files import CheckpointError
-from .keys import AdapterSettings, Role, adapter_settings, key_meaning, other_algorithm, other_model
+from .keys import Role, adapter_settings, key_meaning, other_algorithm, other_model
 
 logger = logging.getLogger("wanstream.lora")
 
@@ -72,7 +72,7 @@ def open_lora(path: Path | str) -> LoraFile:
     header = read_header(path)
     _refuse_other_algorithms(path, header.tensors)
     parts = _parts(header)
-    products = _products(path, header, parts)
+    products = _products(header, parts)
     changes = {name: _changes(path, roles, products, name) for name, roles in parts.items()}
     changes = {name: found for name, found in changes.items() if found}  # not a lone alpha
     if not changes:
@@ -82,7 +82,8 @@ def open_lora(path: Path | str) -> LoraFile:
     unmatched = [key for key in header.tensors if key not in factors | alphas]
     tensors = {key: tensor for key, tensor in header.tensors.items() if key in factors}
     for key, tensor in tensors.items():
-        _check_dtype(path, key, tensor)
+        if not tensor.dtype.is_floating_point:
+            raise CheckpointError(path, f"{key} is {tensor.dtype}; the factors of a LoRA are floating-point numbers")
     if unmatched:
         logger.warning(
             "%s: %d of %d keys change nothing in a Wan expert and are not used: %s",
@@ -111,9 +112,9 @@ def _parts(header: FileHeader) -> _Parts:
     return parts
 
 
-def _products(path: Path, header: FileHeader, parts: _Parts) -> dict[str, Change]:
-    settings = adapter_settings(path, header.metadata)
-    alphas = _alphas(path, header, (roles["alpha"] for roles in parts.values() if "alpha" in roles))
+def _products(header: FileHeader, parts: _Parts) -> dict[str, Change]:
+    settings = adapter_settings(header.path, header.metadata)
+    alphas = _alphas(header, (roles["alpha"] for roles in parts.values() if "alpha" in roles))
     products = {}
     for parameter, roles in parts.items():
         if "up" not in roles and "down" not in roles:
@@ -121,21 +122,16 @@ def _products(path: Path, header: FileHeader, parts: _Parts) -> dict[str, Change
         for role in ("up", "down"):
             if role not in roles:
                 other = roles["down" if role == "up" else "up"]
-                raise CheckpointError(path, f"{other} has no {role} factor: download or convert the file again")
-        alpha = alphas.get(roles.get("alpha", ""))
-        products[parameter] = _product(path, header, parameter, roles, settings, alpha)
+                raise CheckpointError(header.path, f"{other} has no {role} factor: download or convert the file again")
+        rank = _rank(header, roles["up"], roles["down"])
+        scale = settings.scale(parameter.removesuffix(".weight"), rank, alphas.get(roles.get("alpha", "")))
+        products[parameter] = Change(key=roles["up"], down=roles["down"], scale=scale)
     return products
 
 
-def _product(
-    path: Path,
-    header: FileHeader,
-    parameter: str,
-    roles: Mapping[Role, str],
-    settings: AdapterSettings,
-    alpha: float | None,
-) -> Change:
-    up, down = roles["up"], roles["down"]
+def _rank(header: FileHeader, up: str, down: str) -> int:
+    """Return the rank of a product; refuse factors that are not matrices or have different ranks."""
+    path = header.path
     up_shape, down_shape = header.tensors[up].shape, header.tensors[down].shape
     if len(up_shape) < 2 or len(down_shape) < 2 or 0 in up_shape + down_shape:
         raise CheckpointError(path, f"{up} is {list(up_shape)} and {down} is {list(down_shape)}: matrices are expected")
@@ -146,7 +142,7 @@ def _product(
             f"mixed ranks: {up} {list(up_shape)} has rank {math.prod(up_shape[1:])}, {down} {list(down_shape)} has "
             f"rank {rank}; the factors of a layer share one",
         )
-    return Change(key=up, down=down, scale=settings.scale(parameter.removesuffix(".weight"), rank, alpha))
+    return rank
 
 
 def _changes(
@@ -164,15 +160,15 @@ def _changes(
     return tuple(changes)
 
 
-def _alphas(path: Path, header: FileHeader, keys: Iterable[str]) -> dict[str, float]:
+def _alphas(header: FileHeader, keys: Iterable[str]) -> dict[str, float]:
     stored = {key: header.tensors[key] for key in keys}
     for key, tensor in stored.items():
         if math.prod(tensor.shape) != 1:
-            raise CheckpointError(path, f"{key} is {list(tensor.shape)}; an alpha is one number")
+            raise CheckpointError(header.path, f"{key} is {list(tensor.shape)}; an alpha is one number")
     alphas = {key: float(tensor) for key, tensor in read_tensors(stored).items()}
     for key, alpha in alphas.items():
         if not math.isfinite(alpha):
-            raise CheckpointError(path, f"{key} is {alpha}: the file is damaged or its training failed")
+            raise CheckpointError(header.path, f"{key} is {alpha}: the file is damaged or its training failed")
     return alphas
 
 
@@ -181,11 +177,6 @@ def _refuse_other_algorithms(path: Path, keys: Iterable[str]) -> None:
         algorithm = other_algorithm(key)
         if algorithm is not None:
             raise CheckpointError(path, f"is {algorithm} ({key}): only plain LoRAs and differences can be added")
-
-
-def _check_dtype(path: Path, key: str, tensor: FileTensor) -> None:
-    if not tensor.dtype.is_floating_point:
-        raise CheckpointError(path, f"{key} is {tensor.dtype}; the factors of a LoRA are floating-point numbers")
 
 
 def _no_match_message(keys: Iterable[str]) -> str:

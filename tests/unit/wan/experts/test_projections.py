@@ -105,7 +105,7 @@ class TestRows:
         _rows(engine, H, 9.0, _text(1))
         _rows(engine, H, 100.0 + time, _text(1))
         assert seen == []
-        assert len(_embedder(engine, H)._times) <= MAX_EXTRA_ROWS["time"] + 2
+        assert len(_embedder(engine, H)._rows["time"]) <= MAX_EXTRA_ROWS["time"] + 2
 
     def test_they_serve_outside_inference_mode(self, engine: ExpertEngine) -> None:
         with torch.inference_mode():
@@ -223,6 +223,7 @@ class TestOnCuda:
                 assert all(map(torch.equal, rows, expected))
             del whole, expected
         torch.cuda.synchronize()
-        kept = sum(engine.models[name].condition_embedder.row_bytes for name in (H, L))
+        rows = [row for name in (H, L) for rows in _embedder(engine, name)._rows.values() for row in rows.values()]
+        kept = sum(tensor.nbytes for row in rows for tensor in row)
         assert torch.cuda.memory_allocated() - before <= kept + 512 * 20
         assert wait_for_embedders(engine) == 0
