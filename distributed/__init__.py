@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .driver.decode import decode_in_shared_tiles, tiles_by_memory
 from .driver.driver import Driver, part_sizes
+from .driver.results import DistributedResult
 from .driver.stage_run import RestartLimitError
 from .driver.worker_group import WorkerFailedError
 from .messages import DecodeTask
@@ -14,6 +15,7 @@ from .transport.pool import Pool, WorkerLostError
 
 __all__ = [
     "DecodeTask",
+    "DistributedResult",
     "Driver",
     "InProcessPool",
     "Pool",

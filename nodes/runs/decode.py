@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ import torch
 
 from ...devices import insufficient_ram
 from ...distributed import DecodeTask, decode_in_shared_tiles, tiles_by_memory
-from ...host import OutputFile, ProgressBar, current_host
+from ...host import OutputFile, current_host
 from ...schema import PIXELS_PER_LATENT, WorkersRef, format_need, format_size
 from ...wan import (
     GB,
@@ -86,12 +87,7 @@ def decode_shared(
     Raises:
         Exception: the errors of `tiles_by_memory`, of `decode_in_shared_tiles` and of starting the workers.
     """
-    notes: list[str] = []
-
-    def add_note(note: str) -> None:
-        logger.info("%s", note)
-        notes.append(note)
-
+    notes = _Notes()
     # Only the header is read here: it is enough to compute the memory needs.
     with open_vae(settings.vae, settings.dtype) as opened:
         needs, weight_bytes = opened.decode_needs(latents), opened.weight_bytes
@@ -106,7 +102,9 @@ def decode_shared(
             videos=len(latents),
             check=current_host().raise_if_stopped,
         )
-        add_note(f"decoded in {describe_tiling(tiling)}, by the memory of the workers ({len(pool.workers)})")
+        notes.add(f"decoded in {describe_tiling(tiling)}, by the memory of the workers ({len(pool.workers)})")
+    # The number of tiles changes if the decode starts again with smaller ones.
+    bar_over = cache(lambda total: current_host().progress(total, node_id))
     frames = decode_in_shared_tiles(
         pool,
         ref,
@@ -114,24 +112,18 @@ def decode_shared(
         tiling,
         needs,
         check=current_host().raise_if_stopped,
-        on_tile=_TileProgress(node_id).show,
-        on_change=add_note,
+        on_tile=lambda done, total: bar_over(total).update(done),
+        on_change=notes.add,
     )
     return frames, notes
 
 
-class _TileProgress:
-    """Progress bar of the node over all tiles of one attempt."""
+class _Notes(list[str]):
+    """Notes on the tiles of a decode, which are logged when they are added."""
 
-    def __init__(self, node_id: str | None) -> None:
-        self._node_id = node_id
-        self._bar: tuple[int, ProgressBar] | None = None
-
-    def show(self, done: int, total: int) -> None:
-        # Another total means that the decode started again with smaller tiles.
-        if self._bar is None or self._bar[0] != total:
-            self._bar = (total, current_host().progress(total, self._node_id))
-        self._bar[1].update(done)
+    def add(self, note: str) -> None:
+        logger.info("%s", note)
+        self.append(note)
 
 
 T = TypeVar("T")
@@ -170,7 +162,7 @@ def decode_to_file(
     def decode(opened: WanVae, tiling: Tiling | None, check: Check) -> None:
         parts = opened.stream(latents, device=current_host().device(), tiling=tiling, check=check)
         first = next(parts)  # before `write_mp4`, which would report an error of the VAE's file as one of the video
-        write_mp4(file.path, chain.from_iterable(chain([first], parts)), **encoding)
+        write_mp4(file.path, itertools.chain.from_iterable(itertools.chain([first], parts)), **encoding)
 
     with keep_latent_until_done(latents):
         file = current_host().output_file(prefix, "mp4", width=width, height=height)
@@ -206,38 +198,38 @@ def decode_here(
         VaeMemoryError: no tile fits into memory.
         Exception: the host's interrupt, and any error of `WanVae.decode`.
     """
-    notes: list[str] = []
-
-    def add_note(note: str) -> None:
-        logger.info("%s", note)
-        notes.append(note)
-
+    batch, _, count, height, width = latents.shape
+    notes = _Notes()
     with open_vae(settings.vae, settings.dtype) as opened:
         needs = opened.decode_needs(latents, to_file=to_file)
-        first = _first_tiling(settings, opened, needs, add_note)
+        first = _first_tiling(settings, opened, needs, notes)
 
         def attempt(tiling: Tiling | None) -> T:
-            return decode(opened, tiling, _DecodeProgress(latents, tiling, node_id).check)
+            tiles = 1 if tiling is None else len(tiling.tiles(height, width))
+            bar, frames = current_host().progress(batch * tiles * (count + 1), node_id), itertools.count(1)
 
-        return retry_with_smaller_tiles(attempt, needs, first, add_note), notes
+            def check() -> None:
+                current_host().raise_if_stopped()
+                bar.update(next(frames))
+
+            return decode(opened, tiling, check)
+
+        return retry_with_smaller_tiles(attempt, needs, first, notes.add), notes
 
 
-def _first_tiling(
-    settings: DecodeSettings, opened: WanVae, needs: DecodeNeeds, add_note: Callable[[str], None]
-) -> Tiling | None:
+def _first_tiling(settings: DecodeSettings, opened: WanVae, needs: DecodeNeeds, notes: _Notes) -> Tiling | None:
     """Return the requested tiles, or those that fit, after the host has freed memory for them."""
     wanted = settings.memory_bytes or needs.device_bytes(settings.tiling)
     room = current_host().make_room(wanted + opened.weight_bytes) - opened.weight_bytes
-    if settings.tiling is not None:
-        _check_decode_ram(needs, settings.tiling)
-        return settings.tiling
-    budget = min(room, settings.memory_bytes) if settings.memory_bytes else room
-    tiling = choose_tiling(needs, budget, shared=current_host().device().type == "cpu")
-    if tiling is not None:
-        add_note(
-            f"decoded in {describe_tiling(tiling)}: whole frames take {format_size(needs.device_bytes(None))}, "
-            f"{format_size(budget)} given"
-        )
+    tiling = settings.tiling
+    if tiling is None:
+        budget = min(room, settings.memory_bytes) if settings.memory_bytes else room
+        tiling = choose_tiling(needs, budget, shared=current_host().device().type == "cpu")
+        if tiling is not None:
+            notes.add(
+                f"decoded in {describe_tiling(tiling)}: whole frames take {format_size(needs.device_bytes(None))}, "
+                f"{format_size(budget)} given"
+            )
     _check_decode_ram(needs, tiling)
     return tiling
 
@@ -258,19 +250,3 @@ def _check_decode_ram(needs: DecodeNeeds, tiling: Tiling | None) -> None:
         f"decoding {needs.frames} frames takes about {format_need(needed)} of RAM, and {format_need(lacking)} are free "
         f"(swap included), so the system would kill this process: {', or '.join(remedies)}"
     )
-
-
-class _DecodeProgress:
-    """Progress bar of the node over all latent frames of all tiles of one attempt."""
-
-    def __init__(self, latents: torch.Tensor, tiling: Tiling | None, node_id: str | None) -> None:
-        batch, _, count, height, width = latents.shape
-        tiles = 1 if tiling is None else len(tiling.tiles(height, width))
-        self._bar = current_host().progress(batch * tiles * (count + 1), node_id)
-        self._done = 0
-
-    def check(self) -> None:
-        """Advance the bar by one latent frame; raises the host's interrupt after a Cancel."""
-        current_host().raise_if_stopped()
-        self._done += 1
-        self._bar.update(self._done)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from ...devices import with_resolved_dtype
-from ...distributed import part_sizes
+from ...distributed import DistributedResult, part_sizes
 from ...host import RunEvents, SharedRun, current_host, run_settings
 from ...plan import AutoOffload, OffloadJob
 from ...sampling import (
@@ -31,21 +31,13 @@ from ...wan import ExpertPair
 OnStep: TypeAlias = Callable[[StepProgress], None]
 
 
-class RunResult(NamedTuple):
-    """Result of a run and the timelines of its workers."""
-
-    result: DenoiseResult
-    ranks: Mapping[int, Timeline]
-    """Timeline of each worker by rank; empty without workers."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedRun:
     """Run with its policy and device chosen; `compute` executes it and reports every step."""
 
     policy: OffloadPolicy
     device: torch.device
-    compute: Callable[[OnStep], RunResult]
+    compute: Callable[[OnStep], DenoiseResult]
     predicted: Timeline | None = None
     parts: int = 1
     """Number of parts of the batch; each step is reported once per part."""
@@ -72,7 +64,7 @@ def prepare_here(
     machine = current_host().known_machine(ref, job.expert)
     predicted = None if machine is None else predicted_timeline(pair, request, policy, machine=machine, device=device)
 
-    def compute(on_step: OnStep) -> RunResult:
+    def compute(on_step: OnStep) -> DenoiseResult:
         options = current_host().telemetry_options()
         result = denoise(
             pair,
@@ -84,7 +76,7 @@ def prepare_here(
             revise=choice.revise_under(policy),
             observe=options if traces is None else replace(options, trace=traces),
         )
-        return RunResult(result.with_note(choice.reason), {})
+        return result.with_note(choice.reason)
 
     return PreparedRun(policy=policy, device=device, compute=compute, predicted=predicted)
 
@@ -106,13 +98,13 @@ def prepare_shared(
     plan = current_host().plan_workers(run, ref)
     driver = current_host().workers(workers, plan.mesh)
 
-    def compute(on_step: OnStep) -> RunResult:
+    def compute(on_step: OnStep) -> DenoiseResult:
         shared = driver.denoise(ref, request, plan.policy, on_step=on_step, should_stop=current_host().should_stop)
         result: DenoiseResult = replace(shared, latents=shared.latents.to(request.noise.device))
         # Reversed, because `with_note` puts a note in front of the others.
         for reason in reversed(plan.reasons):
             result = result.with_note(reason)
-        return RunResult(result, shared.timelines)
+        return result
 
     parts = len(part_sizes(request.batch, plan.mesh))
     return PreparedRun(policy=plan.policy, device=current_host().device(), compute=compute, parts=parts)
@@ -136,8 +128,6 @@ class SamplerRun:
     """Number of blocks of each expert."""
     workers: WorkersRef | None = None
     """Workers of the run; None for this process."""
-    ranks: Mapping[int, Timeline] = field(default_factory=dict)
-    """Timeline of each worker by rank."""
 
     @property
     def timeline(self) -> Timeline:
@@ -181,9 +171,8 @@ def run_experts(
 
     try:
         with events:
-            result, ranks = prepared.compute(report_step)
-            result = replace(result, predicted=prepared.predicted)
-            events.ended(result.timeline, ranks=ranks)
+            result = replace(prepared.compute(report_step), predicted=prepared.predicted)
+            events.ended(result.timeline, ranks=result.timelines if isinstance(result, DistributedResult) else None)
     except SamplingCancelled:
         # The host's own interrupt: ComfyUI would report any other exception as an error of the node.
         current_host().raise_if_stopped()
@@ -198,14 +187,9 @@ def run_experts(
         node_id=node_id,
         block_counts=pair.block_counts,
         workers=workers,
-        ranks=ranks,
     )
 
 
-def _progress_bar(total: int, node_id: str | None) -> Callable[[StepProgress], None]:
+def _progress_bar(total: int, node_id: str | None) -> OnStep:
     progress = current_host().progress(total, node_id, unit="step")
-
-    def on_step(step: StepProgress) -> None:
-        progress.update(step.done, denoised=step.denoised)
-
-    return on_step
+    return lambda step: progress.update(step.done, denoised=step.denoised)
