@@ -20,7 +20,7 @@ from ..schema import MemorySample, PhaseRecord, RateRange, StepRecord, Timeline,
 from .memory_sampler import MemorySampler
 from .phases import QueueItemPhases
 from .step_events import BlockArrival, StepEvents
-from .trace import MAX_SPANS, NvtxRanges, Ranges, TraceSpan, chrome_trace, ranged, write_trace
+from .trace import MAX_SPANS, Ranges, TraceSpan, chrome_trace, ranged, write_trace
 
 TRACE = "WANSTREAM_TRACE"
 """Environment variable: folder in which every run writes a trace for ui.perfetto.dev or chrome://tracing."""
@@ -85,22 +85,13 @@ class Recorder:
     Args:
         device: compute device.
         observe: outputs in addition to the timeline.
-        ranges: profiler ranges; None: NVTX ranges if `observe` enables them.
-        max_spans: a trace with this many spans gets no visits and fetches of further steps.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        observe: TelemetryOptions | None = None,
-        ranges: Ranges | None = None,
-        max_spans: int = MAX_SPANS,
-    ) -> None:
+    def __init__(self, device: torch.device, *, observe: TelemetryOptions | None = None) -> None:
         self.clock = clock_for(device)
         self.non_block_bytes = 0
         self._observe = observe or TelemetryOptions()
-        self.ranges = NvtxRanges() if ranges is None and self._observe.nvtx else ranges
+        self.ranges = Ranges() if self._observe.nvtx else None
         self._memory = MemoryMeter(device)
         self._start = time.perf_counter()
         self._steps: list[StepRecord] = []
@@ -109,7 +100,7 @@ class Recorder:
         self._copy_rates: tuple[RateRange, ...] = ()
         self._read_rates: tuple[RateRange, ...] = ()
         self._spans: list[TraceSpan] = []
-        self._traced_steps, self._max_spans = 0, max_spans
+        self._traced_steps = 0
         self._sampler = MemorySampler(device, run_start=self._start)
         self._phases_before: tuple[PhaseRecord, ...] = ()
         self._pinned_bytes: Callable[[], int] | None = None
@@ -179,7 +170,7 @@ class Recorder:
         self._copy_rates = together([*self._copy_rates, *(RateRange.of_fetch(*copy) for copy in copies)])
         read_rates = (RateRange.of_fetch(read.nbytes, read.end - read.start) for read in reads)
         self._read_rates = together([*self._read_rates, *read_rates])
-        if self._observe.trace is not None and len(self._spans) < self._max_spans:
+        if self._observe.trace is not None and len(self._spans) < MAX_SPANS:
             self._spans += events.spans(expert, end, now, self._start)
             self._traced_steps = len(self._steps)
 

@@ -9,25 +9,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from ..schema import Timeline
 
 
-class Ranges(Protocol):
-    """Named time ranges for a profiler. Any thread may call, and ranges may overlap."""
-
-    def start(self, name: str) -> int:
-        """Start a range and return its number."""
-
-    def end(self, number: int) -> None:
-        """End the range of that number."""
-
-
-class NvtxRanges:
-    """Ranges that Nsight Systems shows.
+class Ranges:
+    """Named time ranges that Nsight Systems shows. Any thread may call, and ranges may overlap.
 
     Raises:
         ValueError: torch has no CUDA.
@@ -40,9 +30,11 @@ class NvtxRanges:
             )
 
     def start(self, name: str) -> int:
+        """Start a range and return its number."""
         return int(torch.cuda.nvtx.range_start(name))
 
     def end(self, number: int) -> None:
+        """End the range of that number."""
         torch.cuda.nvtx.range_end(number)
 
 

@@ -23,7 +23,7 @@ from wanstream.offload.sources.module import ModuleSource
 from wanstream.offload.sources.read_plan import ALIGNMENT, O_DIRECT
 from wanstream.plan import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy, Timeline
-from wanstream.telemetry import Recorder, TelemetryOptions
+from wanstream.telemetry import Ranges, Recorder, TelemetryOptions
 from wanstream.telemetry.step_events import ReadSpan
 
 CPU = torch.device("cpu")
@@ -202,7 +202,7 @@ def test_waiting_for_the_file_is_told_from_waiting_for_the_copy(make_stack: Call
     assert step.read_s >= step.stall_on_read_s
 
 
-class Noted:
+class Noted(Ranges):
     """Ranges that record their calls; any thread may call."""
 
     def __init__(self) -> None:
@@ -226,7 +226,8 @@ def test_visits_fetches_and_reads_are_ranges_that_all_end(
     make_stack: Callable[..., nn.ModuleList], stop_at: int | None
 ) -> None:
     ranges, blocks = Noted(), {"high": make_stack(4)}
-    recorder = Recorder(CPU, ranges=ranges)
+    recorder = Recorder(CPU)
+    recorder.ranges = ranges
 
     def run_all(handle: OffloadEngine) -> None:
         with handle.run(step_visits(["high"] * 2, handle.block_counts), recorder=recorder) as run:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from wanstream.telemetry import Recorder, TelemetryOptions
+from wanstream.telemetry import recorder as recorder_module
 from wanstream.telemetry.phases import QueueItemPhases
 from wanstream.telemetry.step_events import BlockArrival, ReadSpan
 
@@ -204,9 +205,10 @@ def test_a_trace_is_left_only_where_one_is_asked_for(tmp_path: Path, caplog: pyt
     assert [record.getMessage() for record in caplog.records] == [f"trace: {file}"]
 
 
-def test_a_trace_of_a_long_run_is_bounded(tmp_path: Path) -> None:
+def test_a_trace_of_a_long_run_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step has 20 spans: one wait and one computation for each of its visits."""
-    recorder = Recorder(CPU, observe=TelemetryOptions(trace=tmp_path), max_spans=200)
+    monkeypatch.setattr(recorder_module, "MAX_SPANS", 200)
+    recorder = Recorder(CPU, observe=TelemetryOptions(trace=tmp_path))
     with recorder.watching():
         for index in range(12):
             with recorder.step(index, "high"):
