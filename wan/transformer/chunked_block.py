@@ -29,7 +29,7 @@ MIN_TOKENS = SHORT_CHUNK + 1
 """Minimum size of a last chunk. MKL multiplies 1, 2 or 3 fp32 rows with another kernel, and the last bits differ."""
 
 
-class ChunkedBlocks:
+class ChunkedBlocks(PatchedForwards):
     """Blocks with a chunked forward and attention, from construction until `detach`.
 
     Submodules are called as modules, the norms and the feed-forward once per chunk. The input of a block is never
@@ -51,14 +51,12 @@ class ChunkedBlocks:
             _check(index, block)
         # Before context parallelism: its hooks wrap the forward that they find and split the tokens in front of it, so
         # that chunks are parts of one rank's tokens.
-        self._forwards = PatchedForwards(
-            chunked_blocks, lambda block: partial(chunked_forward, block, chunk_tokens), name="chunked"
-        )
+        super().__init__(chunked_blocks, lambda block: partial(chunked_forward, block, chunk_tokens), name="chunked")
         self._processors: list[tuple[WanAttention, WanAttnProcessor, ChunkedAttention]] = []
         for block in chunked_blocks:
             for attention in (block.attn1, block.attn2):
-                original, chunked = attention.processor, ChunkedAttention(chunk_tokens)
-                _copy_settings(original, chunked)
+                original = attention.processor
+                chunked = ChunkedAttention(original, chunk_tokens)
                 attention.set_processor(chunked)
                 self._processors.append((attention, original, chunked))
 
@@ -68,7 +66,7 @@ class ChunkedBlocks:
         Raises:
             RuntimeError: a hook was put around a block since; nothing was changed.
         """
-        self._forwards.detach()
+        super().detach()
         for attention, original, chunked in self._processors:
             # Keep a backend or parallel config that diffusers has set since.
             _copy_settings(chunked, original)
@@ -76,13 +74,15 @@ class ChunkedBlocks:
         self._processors = []
 
 
-class ChunkedAttention:
-    """Attention processor of Wan with chunked projections and one attention call for all tokens.
+class AttentionParts:
+    """Base of attention processors that replace `original`, with its settings.
 
-    Overwrites the hidden states of its caller: with v in self-attention, with q in cross-attention.
+    Args:
+        original: processor that is replaced.
+        chunk_tokens: tokens that are projected at once, in place; None: all, in new tensors.
     """
 
-    def __init__(self, chunk_tokens: int) -> None:
+    def __init__(self, original: WanAttnProcessor | AttentionParts, chunk_tokens: int | None) -> None:
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
         self.chunk_tokens = chunk_tokens
@@ -90,38 +90,24 @@ class ChunkedAttention:
         # diffusers sets these two attributes on every processor of a model.
         self._attention_backend: object = None
         self._parallel_config: object = None
+        _copy_settings(original, self)
 
-    def __call__(
-        self,
-        attn: WanAttention,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        rotary_emb: Rotary | None = None,
-    ) -> torch.Tensor:
-        if encoder_hidden_states is None:
-            qkv = self._self_qkv(attn, hidden_states, rotary_emb)
-            attended = self._attend(attn, *qkv, attention_mask, shared=True)
-        else:
-            image, text = split_image_and_text(attn, encoder_hidden_states)
-            qkv = self._cross_qkv(attn, hidden_states, text)
-            attended = self._attend(attn, *qkv, attention_mask)
-            if image is not None:
-                key, value = attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)
-                attended += self._attend(attn, qkv[0], key, value, None)
-        del qkv
-        projection, dropout = attn.to_out
-        for chunk in chunk_slices(attended, self.chunk_tokens):
-            attended[:, chunk] = dropout(projection(attended[:, chunk]))
-        return attended
+    def query_of(self, attn: WanAttention, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the queries of cross-attention; chunks overwrite `hidden`."""
+        if self.chunk_tokens is None:
+            query: torch.Tensor = attn.norm_q(attn.to_q(hidden))
+            return query
+        for chunk in chunk_slices(hidden, self.chunk_tokens):
+            hidden[:, chunk] = attn.norm_q(attn.to_q(hidden[:, chunk]))
+        return hidden
 
-    def _attend(
+    def attend(
         self,
         attn: WanAttention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor | None,
+        mask: torch.Tensor | None = None,
         *,
         shared: bool = False,
     ) -> torch.Tensor:
@@ -139,6 +125,52 @@ class ChunkedAttention:
         )
         return attended.flatten(2, 3).type_as(query)
 
+    def add_image(
+        self, attn: WanAttention, attended: torch.Tensor, query: torch.Tensor, image: torch.Tensor | None
+    ) -> None:
+        """Add attention to the rows of the image, if there are any, to `attended`."""
+        if image is not None:
+            key, value = attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)
+            attended += self.attend(attn, query, key, value)
+
+    def project(self, attn: WanAttention, attended: torch.Tensor) -> torch.Tensor:
+        """Return the output projection; chunks overwrite `attended`."""
+        projection, dropout = attn.to_out
+        if self.chunk_tokens is None:
+            projected: torch.Tensor = dropout(projection(attended))
+            return projected
+        for chunk in chunk_slices(attended, self.chunk_tokens):
+            attended[:, chunk] = dropout(projection(attended[:, chunk]))
+        return attended
+
+
+class ChunkedAttention(AttentionParts):
+    """Attention processor of Wan with chunked projections and one attention call for all tokens.
+
+    Overwrites the hidden states of its caller: with v in self-attention, with q in cross-attention.
+    """
+
+    chunk_tokens: int
+
+    def __call__(
+        self,
+        attn: WanAttention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: Rotary | None = None,
+    ) -> torch.Tensor:
+        if encoder_hidden_states is None:
+            qkv = self._self_qkv(attn, hidden_states, rotary_emb)
+            attended = self.attend(attn, *qkv, attention_mask, shared=True)
+            del qkv
+        else:
+            image, text = split_image_and_text(attn, encoder_hidden_states)
+            query = self.query_of(attn, hidden_states)
+            attended = self.attend(attn, query, *keys_and_values(attn, text), attention_mask)
+            self.add_image(attn, attended, query, image)
+        return self.project(attn, attended)
+
     def _self_qkv(
         self, attn: WanAttention, hidden: torch.Tensor, rotary: Rotary | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -150,13 +182,6 @@ class ChunkedAttention:
             # Last, because v overwrites the tokens that q and k are projected from.
             hidden[:, chunk] = attn.to_v(tokens)
         return query, key, hidden
-
-    def _cross_qkv(
-        self, attn: WanAttention, hidden: torch.Tensor, text: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        for chunk in chunk_slices(hidden, self.chunk_tokens):
-            hidden[:, chunk] = attn.norm_q(attn.to_q(hidden[:, chunk]))
-        return hidden, attn.norm_k(attn.to_k(text)), attn.to_v(text)
 
 
 def chunked_forward(
@@ -213,6 +238,11 @@ def split_image_and_text(attn: WanAttention, rows: torch.Tensor) -> tuple[torch.
     return rows[:, :-TEXT_TOKENS], rows[:, -TEXT_TOKENS:]
 
 
+def keys_and_values(attn: WanAttention, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of a text."""
+    return attn.norm_k(attn.to_k(text)), attn.to_v(text)
+
+
 def chunk_slices(tokens: torch.Tensor, chunk_tokens: int) -> Iterator[slice]:
     """Yield slices of `chunk_tokens` tokens along dim 1; a remainder below `MIN_TOKENS` joins the chunk before it."""
     start, count = 0, tokens.shape[1]
@@ -234,7 +264,7 @@ def _write_rotated(tokens: torch.Tensor, rotary: Rotary | None, chunk: slice, he
     rotated[..., 1] = x * sin + y * cos
 
 
-def _copy_settings(source: WanAttnProcessor | ChunkedAttention, target: WanAttnProcessor | ChunkedAttention) -> None:
+def _copy_settings(source: WanAttnProcessor | AttentionParts, target: WanAttnProcessor | AttentionParts) -> None:
     """Copy the settings that diffusers makes on processors: attention backend and parallel config."""
     target._attention_backend = source._attention_backend
     target._parallel_config = source._parallel_config

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .block_patching import PatchedForwards
-from .per_frame_block import forward_by_token
 from .per_frame_timestep import FrameModulation
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class CompiledBlocks(PatchedForwards):
         compiled = functools.cache(partial(torch.compile, backend=compiler))
         super().__init__(
             blocks,
-            lambda block: partial(_forward, compiled(type(block).forward), compiled(forward_by_token), block),
+            lambda block: partial(_forward, compiled(type(block).forward), compiled(_forward_by_token), block),
             name="compiled",
         )
 
@@ -88,3 +87,19 @@ def _forward(
     torch._dynamo.maybe_mark_dynamic(temb.rows, ROWS_DIM)
     original = type(block).forward
     return compiled_by_token(original, block, tokens, encoder_hidden_states, temb.rows, temb.row_of_token, rotary_emb)
+
+
+def _forward_by_token(
+    original: Callable[..., torch.Tensor],
+    block: WanTransformerBlock,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | tuple[torch.Tensor, ...],
+    rows: torch.Tensor,
+    row_of_token: torch.Tensor,
+    rotary_emb: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Call the block class' `original` forward with rows [R, 6, D] and the row index of each token [S].
+
+    Only for compilers: these fuse the lookup into its use, whereas eager code would copy six rows for each token.
+    """
+    return original(block, hidden_states, encoder_hidden_states, rows[row_of_token].unsqueeze(0), rotary_emb)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .chunked_block import ChunkedAttention, chunk_slices, split_image_and_text
+from .chunked_block import AttentionParts, ChunkedAttention, chunk_slices, keys_and_values, split_image_and_text
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -85,20 +85,15 @@ def attach_nag(models: Iterable[WanTransformer3DModel], nag: Nag) -> Iterator[No
             attention.set_processor(original)
 
 
-class NagAttention:
+class NagAttention(AttentionParts):
     """Attention to two texts, combined before the output projection; one text is left to the `original` processor.
 
     If the original is chunked, this one is too, and overwrites the hidden states of its caller.
     """
 
     def __init__(self, original: WanAttnProcessor | ChunkedAttention, nag: Nag) -> None:
-        from diffusers.models.attention_dispatch import dispatch_attention_fn
-
+        super().__init__(original, original.chunk_tokens if isinstance(original, ChunkedAttention) else None)
         self._original, self._nag = original, nag
-        self._dispatch = dispatch_attention_fn
-        self._chunk_tokens = original.chunk_tokens if isinstance(original, ChunkedAttention) else None
-        self._attention_backend = original._attention_backend
-        self._parallel_config = original._parallel_config
 
     def __call__(
         self,
@@ -113,47 +108,15 @@ class NagAttention:
             return plain
         positive, negative = encoder_hidden_states
         image, positive = split_image_and_text(attn, positive)
-        query = self._query(attn, hidden_states)
-        attended = self._attend(attn, query, *_keys_and_values(attn, positive))
-        negative_kv = _keys_and_values(attn, negative)
+        query = self.query_of(attn, hidden_states)
+        attended = self.attend(attn, query, *keys_and_values(attn, positive))
+        negative_kv = keys_and_values(attn, negative)
         for part in chunk_slices(attended, -(-attended.shape[1] // PARTS)):
-            negative_part = self._attend(attn, query[:, part], *negative_kv)
+            negative_part = self.attend(attn, query[:, part], *negative_kv)
             attended[:, part] = guide(attended[:, part], negative_part, self._nag)
-        if image is not None:
-            key, value = attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)
-            attended += self._attend(attn, query, key, value)
+        self.add_image(attn, attended, query, image)
         del query
-        projection, dropout = attn.to_out
-        if self._chunk_tokens is None:
-            projected: torch.Tensor = dropout(projection(attended))
-            return projected
-        for chunk in chunk_slices(attended, self._chunk_tokens):
-            attended[:, chunk] = dropout(projection(attended[:, chunk]))
-        return attended
-
-    def _query(self, attn: WanAttention, hidden: torch.Tensor) -> torch.Tensor:
-        if self._chunk_tokens is None:
-            query: torch.Tensor = attn.norm_q(attn.to_q(hidden))
-            return query
-        for chunk in chunk_slices(hidden, self._chunk_tokens):
-            hidden[:, chunk] = attn.norm_q(attn.to_q(hidden[:, chunk]))
-        return hidden
-
-    def _attend(self, attn: WanAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        attended: torch.Tensor = self._dispatch(
-            *(tensor.unflatten(2, (attn.heads, -1)) for tensor in (query, key, value)),
-            attn_mask=None,
-            dropout_p=0.0,
-            is_causal=False,
-            backend=self._attention_backend,
-            # Not `_parallel_config`: keys and values of texts and images are complete on every rank.
-            parallel_config=None,
-        )
-        return attended.flatten(2, 3).type_as(query)
-
-
-def _keys_and_values(attn: WanAttention, text: torch.Tensor) -> Texts:
-    return attn.norm_k(attn.to_k(text)), attn.to_v(text)
+        return self.project(attn, attended)
 
 
 def guide(positive: torch.Tensor, negative: torch.Tensor, nag: Nag) -> torch.Tensor:

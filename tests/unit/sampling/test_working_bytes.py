@@ -22,8 +22,8 @@ from wanstream.sampling import offload_job, working_bytes
 from wanstream.schema import ExpertShape
 from wanstream.schema.shapes import IMAGE_TOKENS
 from wanstream.wan import Lane, Nag, attach_nag, forward_lanes
+from wanstream.wan.transformer.block_kernels import PerFrameBlocks
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
-from wanstream.wan.transformer.per_frame_block import PerFrameBlocks
 
 LATENT = (5, 40, 56)
 TOKENS = 5 * 20 * 28

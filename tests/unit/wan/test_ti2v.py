@@ -19,10 +19,9 @@ from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.experts.open import open_experts, open_single_model
 from wanstream.wan.lora.file import open_lora
-from wanstream.wan.transformer.block_kernels import BlockKernels
+from wanstream.wan.transformer.block_kernels import BlockKernels, PerFrameBlocks
 from wanstream.wan.transformer.compiled_block import get_compiler
 from wanstream.wan.transformer.kernels import Kernels
-from wanstream.wan.transformer.per_frame_block import PerFrameBlocks
 from wanstream.wan.transformer.per_frame_timestep import (
     FrameModulation,
     RowSpan,
