@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, __version__
@@ -14,8 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import UMT5EncoderModel
 
-from ..wan import native_vae_name, native_wan22_vae_name
-from .quantised import Fp8Layout, fp8_metadata, fp8_tensors
+from ..wan import WAN21, WAN22, family_of
+from .quantised import Fp8Layout, save_single_file
 from .tokenizer import save_tokenizer, sentencepiece_model
 
 
@@ -26,9 +27,8 @@ def save_vae_folder(vae: AutoencoderKLWan, folder: Path) -> None:
 
 def save_vae_file(vae: AutoencoderKLWan, path: Path) -> None:
     """Write the VAE as ComfyUI's single file, in fp32."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    native = native_wan22_vae_name if vae.config.is_residual else native_vae_name
-    save_file({native(name): tensor for name, tensor in vae.state_dict().items()}, path, {"format": "pt"})
+    family = family_of(WAN22 if vae.config.is_residual else WAN21)
+    save_single_file({family.native_name(name): tensor for name, tensor in vae.state_dict().items()}, path)
 
 
 def save_text_encoder_folders(encoder: UMT5EncoderModel, pipeline: Path, *, dtype: torch.dtype) -> None:
@@ -45,15 +45,10 @@ def save_text_encoder_file(
     encoder: UMT5EncoderModel, path: Path, *, dtype: torch.dtype, fp8: Fp8Layout | None = None
 ) -> None:
     """Write ComfyUI's single file, which includes the tokenizer; `fp8` quantises the matrices of the blocks."""
-    tensors, metadata = _parameters(encoder, dtype), {"format": "pt"}
-    if fp8 is not None:
-        blocks = encoder.encoder.block.named_modules(prefix="encoder.block")
-        linears = {name: module for name, module in blocks if isinstance(module, nn.Linear)}
-        tensors |= fp8_tensors(linears, fp8)
-        metadata |= fp8_metadata(linears, fp8)
-    tensors["spiece_model"] = torch.frombuffer(bytearray(sentencepiece_model()), dtype=torch.uint8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, metadata)
+    blocks = encoder.encoder.block.named_modules(prefix="encoder.block")
+    linears = {name: module for name, module in blocks if isinstance(module, nn.Linear)}
+    tokenizer = torch.frombuffer(bytearray(sentencepiece_model()), dtype=torch.uint8)
+    save_single_file({**_parameters(encoder, dtype), "spiece_model": tokenizer}, path, layers=linears, fp8=fp8)
 
 
 def _parameters(encoder: UMT5EncoderModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -76,10 +71,10 @@ COMPONENTS = {
 def write_settings(
     pipeline: Path,
     *,
-    kind: str,
     flow_shift: float,
-    boundary_ratio: float | None,
-    more: Mapping[str, tuple[str | None, str | None]],
+    kind: str = "WanPipeline",
+    boundary_ratio: float | None = None,
+    more: Mapping[str, tuple[str | None, str | None]] = MappingProxyType({}),
     expand_timesteps: bool = False,
 ) -> None:
     """Write the scheduler and `model_index.json`.
@@ -107,22 +102,12 @@ def write_settings(
     )
 
 
-def link_shared(source: Path, target: Path) -> None:
-    """Link the components in `SHARED` of the pipeline `source` into `target`."""
-    link_components(source, target, SHARED)
-
-
 def link_components(source: Path, target: Path, components: Iterable[str]) -> None:
-    """Link these components of the pipeline `source` into `target`."""
+    """Hard-link components of the pipeline `source` into `target`; copy them if the file system has no hard links."""
     for component in components:
-        _link_files(source / component, target / component)
-
-
-def _link_files(source: Path, target: Path) -> None:
-    """Hard-link every file of `source` into `target`, or copy it if the file system has no hard links."""
-    target.mkdir(parents=True)
-    for file in sorted(source.iterdir()):
-        try:
-            os.link(file, target / file.name)
-        except OSError:
-            shutil.copyfile(file, target / file.name)
+        (target / component).mkdir(parents=True)
+        for file in sorted((source / component).iterdir()):
+            try:
+                os.link(file, target / component / file.name)
+            except OSError:
+                shutil.copyfile(file, target / component / file.name)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..wan import native_transformer_name
-from .quantised import FP8, Fp8Layout, fp8_metadata, fp8_tensors, quantise
+from .quantised import FP8, Fp8Layout, quantise, save_single_file
 from .weights import in_dtype
 
 PREFIX = "diffusion_model."
@@ -43,8 +43,7 @@ def make_lora(model: WanTransformer3DModel, *, seed: int, rank: int = 4, alpha: 
 
 def save_lora(tensors: dict[str, torch.Tensor], path: Path, *, dtype: torch.dtype) -> None:
     """Write a LoRA with all tensors in `dtype`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, path, {"format": "pt"})
+    save_single_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, path)
 
 
 def save_expert_folder(model: WanTransformer3DModel, folder: Path, *, dtype: torch.dtype, shards: int = 1) -> None:
@@ -68,13 +67,8 @@ def save_expert_file(
 ) -> None:
     """Write ComfyUI's single file in `dtype`; `fp8` quantises the matrices of the blocks."""
     tensors = {native_transformer_name(name): tensor for name, tensor in _stored(model, dtype).items()}
-    metadata = {"format": "pt"}
-    if fp8 is not None:
-        layers = {native_layer(name): linear for name, linear in block_linears(model).items()}
-        tensors |= fp8_tensors(layers, fp8)
-        metadata |= fp8_metadata(layers, fp8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({f"{prefix}{name}": tensor for name, tensor in tensors.items()}, path, metadata)
+    layers = {native_layer(name): linear for name, linear in block_linears(model).items()}
+    save_single_file(tensors, path, layers=layers, fp8=fp8, prefix=prefix)
 
 
 def dequantised(model: WanTransformer3DModel, *, dtype: torch.dtype, fp8: torch.dtype = FP8) -> WanTransformer3DModel:

@@ -1,4 +1,4 @@
-"""Tiny experts in fp8_scaled and GGUF layouts.
+"""Single files of tiny models: plain, with fp8 matrices, and GGUF.
 
 The markers of fp8 matrices have changed over time; `Fp8Layout` selects one of the variants.
 
@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
+from safetensors.torch import save_file
 from torch import nn
 
 from ..wan import native_transformer_name
@@ -77,39 +79,38 @@ def quantise(weight: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tens
     return (weight / scale).to(dtype), scale
 
 
-def fp8_tensors(layers: Mapping[str, nn.Linear], layout: Fp8Layout) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file with the weights of `layers` in fp8, by name, without biases."""
-    tensors: dict[str, torch.Tensor] = {}
-    for layer, linear in layers.items():
-        tensors |= _fp8_layer(layer, linear, layout)
-    if layout.kind == "scaled_fp8":
-        marker_dtype = layout.marker_dtype or layout.dtype
-        tensors["scaled_fp8"] = torch.zeros(2 if layout.full_precision else 0, dtype=marker_dtype)
-    return tensors
+def save_single_file(
+    tensors: Mapping[str, torch.Tensor],
+    path: Path,
+    *,
+    layers: Mapping[str, nn.Linear] = MappingProxyType({}),
+    fp8: Fp8Layout | None = None,
+    prefix: str = "",
+) -> None:
+    """Write ComfyUI's single file, with `prefix` before every key; `fp8` quantises the matrices of `layers`."""
+    stored, metadata = dict(tensors), {"format": "pt"}
+    if fp8 is not None:
+        precision = {"full_precision_matrix_mult": True} if fp8.full_precision else {}
+        quantisation = {"format": str(fp8.dtype).removeprefix("torch."), **precision}
+        for layer, linear in layers.items():
+            stored |= _fp8_layer(layer, linear, fp8, json.dumps(quantisation))
+        if fp8.kind == "scaled_fp8":
+            stored["scaled_fp8"] = torch.zeros(2 if fp8.full_precision else 0, dtype=fp8.marker_dtype or fp8.dtype)
+        if fp8.kind == "metadata":
+            metadata["_quantization_metadata"] = json.dumps({"layers": dict.fromkeys(layers, quantisation)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({f"{prefix}{name}": tensor for name, tensor in stored.items()}, path, metadata)
 
 
-def fp8_metadata(layers: Mapping[str, nn.Linear], layout: Fp8Layout) -> dict[str, str]:
-    """Return the metadata of the fp8 layers in the header of the file."""
-    if layout.kind != "metadata":
-        return {}
-    return {"_quantization_metadata": json.dumps({"layers": dict.fromkeys(layers, _quantisation(layout))})}
-
-
-def _fp8_layer(layer: str, linear: nn.Linear, layout: Fp8Layout) -> dict[str, torch.Tensor]:
+def _fp8_layer(layer: str, linear: nn.Linear, layout: Fp8Layout, quantisation: str) -> dict[str, torch.Tensor]:
     weight, scale = quantise(linear.weight, layout.dtype)
     scale_name = "scale_weight" if layout.kind == "scaled_fp8" else "weight_scale"
     tensors = {f"{layer}.weight": weight, f"{layer}.{scale_name}": scale.reshape(layout.scale_shape)}
     if layout.input_scale:
         tensors[f"{layer}.scale_input"] = torch.ones(layout.scale_shape)
     if layout.kind == "comfy_quant":
-        text = json.dumps(_quantisation(layout)).encode()
-        tensors[f"{layer}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
+        tensors[f"{layer}.comfy_quant"] = torch.tensor(list(quantisation.encode()), dtype=torch.uint8)
     return tensors
-
-
-def _quantisation(layout: Fp8Layout) -> dict[str, object]:
-    precision = {"full_precision_matrix_mult": True} if layout.full_precision else {}
-    return {"format": str(layout.dtype).removeprefix("torch."), **precision}
 
 
 QUANTISED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -61,25 +62,19 @@ def expert_config(shape: TinyShape) -> dict[str, int]:
 
 def make_expert(shape: TinyShape, *, seed: int) -> WanTransformer3DModel:
     """Return a random expert in fp32, in eval mode and without gradients."""
-    with torch.random.fork_rng(devices=[]), NoInitialValues():
-        model = WanTransformer3DModel(**expert_config(shape))
-    return randomised(model, seed)
+    return randomised(lambda: WanTransformer3DModel(**expert_config(shape)), seed)
 
 
 def make_vae(*, seed: int, base_dim: int = 8) -> AutoencoderKLWan:
     """Return a random Wan2.1 VAE in fp32: 16 latent channels, 8 x 8 pixels and 4 frames per latent."""
-    with torch.random.fork_rng(devices=[]), NoInitialValues():
-        vae = AutoencoderKLWan(base_dim=base_dim)
-    return randomised(vae, seed)
+    return randomised(lambda: AutoencoderKLWan(base_dim=base_dim), seed)
 
 
 def make_wan22_vae(*, seed: int, base_dim: int = 4, decoder_base_dim: int = 8) -> AutoencoderKLWan:
     """Return a random VAE of Wan2.2 5B in fp32: 48 latent channels, 16 x 16 pixels and 4 frames per latent."""
     widths = {"base_dim": base_dim, "decoder_base_dim": decoder_base_dim}
     spread = {"latents_mean": list(WAN22.mean), "latents_std": list(WAN22.std)}
-    with torch.random.fork_rng(devices=[]):
-        vae = AutoencoderKLWan.from_config({**family_of(WAN22).config, **widths, **spread})
-    return randomised(vae, seed)
+    return randomised(lambda: AutoencoderKLWan.from_config({**family_of(WAN22).config, **widths, **spread}), seed)
 
 
 def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5EncoderModel:
@@ -94,9 +89,7 @@ def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5Enc
         feed_forward_proj="gated-gelu",
         dropout_rate=0.0,
     )
-    with torch.random.fork_rng(devices=[]), NoInitialValues():
-        encoder = UMT5EncoderModel(config)
-    return randomised(encoder, seed)
+    return randomised(lambda: UMT5EncoderModel(config), seed)
 
 
 def in_dtype(model: ModelT, dtype: torch.dtype) -> ModelT:
@@ -107,8 +100,10 @@ def in_dtype(model: ModelT, dtype: torch.dtype) -> ModelT:
     return model
 
 
-def randomised(model: ModelT, seed: int) -> ModelT:
-    """Draw the parameters of the model from that seed, and return the model in eval mode without gradients."""
+def randomised(build: Callable[[], ModelT], seed: int) -> ModelT:
+    """Build a model with parameters drawn from that seed, in eval mode and without gradients."""
+    with torch.random.fork_rng(devices=[]), NoInitialValues():
+        model = build()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         parameter.data.copy_(random_values(name, parameter.shape, generator))

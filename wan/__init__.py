@@ -32,7 +32,7 @@ from .vae.vae import (
     open_vae,
     retry_with_smaller_tiles,
 )
-from .vae.weights import family_of, native_vae_name, native_wan22_vae_name
+from .vae.weights import family_of
 
 __all__ = [
     "ATTENTIONS",
@@ -76,8 +76,6 @@ __all__ = [
     "frame_timesteps",
     "lora_mismatches",
     "native_transformer_name",
-    "native_vae_name",
-    "native_wan22_vae_name",
     "normalise",
     "open_experts",
     "open_image_encoder",

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, isqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,10 +22,6 @@ from torch.utils._pytree import tree_iter
 from ...schema import FP32_BYTES, FRAMES_PER_LATENT, PIXELS_PER_LATENT, format_need
 from ..checkpoint.meta_model import set_parameters
 from .tiles import MIN_TILE_LATENT, OVERLAP, Tiling, decoded_frames
-
-if TYPE_CHECKING:
-    from diffusers import AutoencoderKLWan
-
 
 CONVOLUTIONS = ("aten.convolution.default", "aten._convolution.default")
 
@@ -98,12 +94,12 @@ def decode_pixel_bytes(config: Mapping[str, Any], latent_frames: int, dtype: tor
     Includes all tensors except the weights, and one copy of a convolution's input and output: oneDNN and cuDNN copy
     both into another memory layout.
     """
-    return _count_bytes(_key(config), min(latent_frames, STEADY_AFTER), dtype, _decode)
+    return _count_bytes(_key(config), min(latent_frames, STEADY_AFTER), dtype, decode=True)
 
 
 def encode_pixel_bytes(config: Mapping[str, Any], latent_frames: int, dtype: torch.dtype = torch.float32) -> int:
     """Return the same for encoding a video of `latent_frames` latent frames, without the video itself."""
-    return _count_bytes(_key(config), min(latent_frames, STEADY_AFTER), dtype, _encode)
+    return _count_bytes(_key(config), min(latent_frames, STEADY_AFTER), dtype, decode=False)
 
 
 def _key(config: Mapping[str, Any]) -> str:
@@ -111,35 +107,23 @@ def _key(config: Mapping[str, Any]) -> str:
     return json.dumps({name: value for name, value in config.items() if not name.startswith("_")}, sort_keys=True)
 
 
-def _decode(vae: AutoencoderKLWan, latent_frames: int) -> TensorMemoryTracker:
-    latents = torch.empty(1, vae.config.z_dim, latent_frames, MIN_TILE_LATENT, MIN_TILE_LATENT, dtype=vae.dtype)
-    tracker = TensorMemoryTracker()
-    with tracker:
-        for frames in decoded_frames(vae, latents):
-            del frames
-    return tracker
-
-
-def _encode(vae: AutoencoderKLWan, latent_frames: int) -> TensorMemoryTracker:
-    side = MIN_TILE_LATENT * vae.spatial_compression_ratio
-    video = torch.empty(1, 3, FRAMES_PER_LATENT * (latent_frames - 1) + 1, side, side, dtype=vae.dtype)
-    tracker = TensorMemoryTracker()
-    with tracker:
-        vae.encode(video)
-    return tracker
-
-
 @functools.cache
-def _count_bytes(
-    config: str, latent_frames: int, dtype: torch.dtype, work: Callable[[AutoencoderKLWan, int], TensorMemoryTracker]
-) -> int:
+def _count_bytes(config: str, latent_frames: int, dtype: torch.dtype, *, decode: bool) -> int:
     from diffusers import AutoencoderKLWan
 
     # Outside inference mode, which hides operations and their intermediate tensors from the tracker.
     with torch.inference_mode(False), torch.device("meta"), torch.no_grad():
         vae = AutoencoderKLWan.from_config(json.loads(config)).eval()
         set_parameters(vae, {name: tensor.to(dtype) for name, tensor in vae.state_dict().items()})
-        tracker = work(vae, latent_frames)
+        side = MIN_TILE_LATENT * vae.spatial_compression_ratio
+        latents = torch.empty(1, vae.config.z_dim, latent_frames, MIN_TILE_LATENT, MIN_TILE_LATENT, dtype=dtype)
+        video = torch.empty(1, 3, FRAMES_PER_LATENT * (latent_frames - 1) + 1, side, side, dtype=dtype)
+        with TensorMemoryTracker() as tracker:
+            if decode:
+                for frames in decoded_frames(vae, latents):
+                    del frames
+            else:
+                vae.encode(video)
     # The smallest tile is representative: tensors are proportional to the area, except for attention scores, which
     # `meta` materialises because it has no fused kernel; in a small tile they are negligible.
     return -(-tracker.convolution_peak // MIN_TILE_LATENT**2)
@@ -204,17 +188,10 @@ class DecodeNeeds:
 
     def _edges(self, tiling: Tiling) -> int:
         """Return the bytes of the lower edges of a row of tiles and the right edge of one; all frames, in fp32."""
-        row, *_ = self._rows(tiling)
-        below = tiling.blended * sum(row) * self.per_latent
+        row = sum(len(tile.columns) for tile in tiling.tiles(self.height, self.width) if tile.row == 0)
+        below = tiling.blended * row * self.per_latent
         right = tiling.blended * min(tiling.pixels, self.height * self.per_latent)
         return (below + right) * CHANNELS * FP32_BYTES * self.frames
-
-    def _rows(self, tiling: Tiling) -> list[list[int]]:
-        """Return the widths of the tiles, row by row."""
-        rows: dict[int, list[int]] = {}
-        for tile in tiling.tiles(self.height, self.width):
-            rows.setdefault(tile.row, []).append(len(tile.columns))
-        return list(rows.values())
 
 
 def choose_tiling(needs: DecodeNeeds, budget: int, *, shared: bool) -> Tiling | None:
@@ -230,9 +207,7 @@ def choose_tiling(needs: DecodeNeeds, budget: int, *, shared: bool) -> Tiling | 
     """
     if needs.fit(None, budget, shared=shared):
         return None
-    fitting = [tiling for tiling in _tilings(needs) if needs.fit(tiling, budget, shared=shared)]
-    if not fitting:
-        raise VaeMemoryError(too_little(needs, budget, shared=shared))
+    fitting = _fitting(_tilings(needs), needs, budget, shared=shared)
     # Of equal work, the larger tiles are chosen: they have fewer seams.
     large = [tiling for tiling in fitting if tiling.pixels >= NEARLY_LARGEST * fitting[-1].pixels]
     return min(large, key=lambda tiling: (tiling.computed(needs.height, needs.width), -tiling.pixels))
@@ -249,9 +224,7 @@ def shared_tiling(needs: DecodeNeeds, budget: int, *, shared: bool, workers: int
     """
     picture = max(MIN_TILE_LATENT, needs.height, needs.width) * needs.per_latent
     every = [*_tilings(needs), Tiling.of(picture, needs.per_latent)]
-    fitting = [tiling for tiling in every if needs.fit(tiling, budget, shared=shared)]
-    if not fitting:
-        raise VaeMemoryError(too_little(needs, budget, shared=shared))
+    fitting = _fitting(every, needs, budget, shared=shared)
 
     def count(tiling: Tiling) -> int:
         return videos * len(tiling.tiles(needs.height, needs.width))
@@ -259,6 +232,18 @@ def shared_tiling(needs: DecodeNeeds, budget: int, *, shared: bool, workers: int
     enough = [tiling for tiling in fitting if count(tiling) >= workers] or fitting[:1]
     large = [tiling for tiling in enough if tiling.pixels >= NEARLY_LARGEST * enough[-1].pixels]
     return min(large, key=lambda tiling: (ceil(count(tiling) / workers) * needs.device_bytes(tiling), -tiling.pixels))
+
+
+def _fitting(tilings: Iterable[Tiling], needs: DecodeNeeds, budget: int, *, shared: bool) -> list[Tiling]:
+    """Return the tilings that fit, at least one.
+
+    Raises:
+        VaeMemoryError: none fits.
+    """
+    fitting = [tiling for tiling in tilings if needs.fit(tiling, budget, shared=shared)]
+    if not fitting:
+        raise VaeMemoryError(too_little(needs, budget, shared=shared))
+    return fitting
 
 
 def smaller_tiling(needs: DecodeNeeds, tiling: Tiling | None) -> Tiling | None:

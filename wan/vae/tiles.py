@@ -199,7 +199,9 @@ class TileBlender:
         self._tiles = tiling.tiles(height, width)
         self._blended = tiling.blended if tiling.cuts(height, width) else 0
         self._pending: dict[tuple[int, int], torch.Tensor] = {}
-        self._edges = _Edges()
+        # Edges of placed tiles that later tiles are blended with, by edge and first frame, fp32 [3, n, h, w]: RIGHT, or
+        # the column of a lower edge. The edges of a tile replace the ones that it has read.
+        self._edges: dict[tuple[int, int], torch.Tensor] = {}
         self._placed_tiles = 0
         self._placed_frames = 0  # of the next tile
 
@@ -236,7 +238,7 @@ class TileBlender:
     def add_frames(self, tile: Tile, decoded: torch.Tensor) -> None:
         """Add the next frames of a tile, [3, n, h, w] on the CPU; their memory is overwritten.
 
-        Tiles are added row by row, with all frames of one before the next.
+        Tiles are added row by row, with all frames of one before the next, each in the same portions.
 
         Raises:
             StateError: another tile is next, or the tile has more frames than the video.
@@ -253,12 +255,12 @@ class TileBlender:
         # First with the tile above, then with the tile to the left, and edges are stored after blending: this is
         # diffusers' order, which the last bits depend on.
         if tile.row > 0:
-            _blend(self._edges.read(tile.column, frames), decoded, self._blended, self._tiling.patch, dim=2)
+            _blend(self._edges[tile.column, frames.start], decoded, self._blended, self._tiling.patch, dim=2)
         if tile.column > 0:
-            _blend(self._edges.read(RIGHT, frames), decoded, self._blended, self._tiling.patch, dim=3)
+            _blend(self._edges[RIGHT, frames.start], decoded, self._blended, self._tiling.patch, dim=3)
         if len(self._tiles) > 1:
-            self._edges.store(tile.column, _last_lines(decoded, self._blended, dim=2), frames, total=len(self._frames))
-            self._edges.store(RIGHT, _last_lines(decoded, self._blended, dim=3), frames, total=len(self._frames))
+            self._keep_edge(tile.column, frames.start, _last_lines(decoded, self._blended, dim=2))
+            self._keep_edge(RIGHT, frames.start, _last_lines(decoded, self._blended, dim=3))
         top, left = (self._tiling.per_latent * start for start in (tile.rows.start, tile.columns.start))
         target = self._frames[frames, top:, left:]
         if len(self._tiles) > 1:
@@ -269,31 +271,13 @@ class TileBlender:
         if self._placed_frames == len(self._frames):
             self._placed_tiles, self._placed_frames = self._placed_tiles + 1, 0
 
-
-class _Edges:
-    """Edges of placed tiles that later tiles are blended with: all frames of each, fp32 [3, F, h, w].
-
-    Tiles are placed one after the other, so a tile's edges may overwrite the ones that it has read.
-    """
-
-    def __init__(self) -> None:
-        self._complete: dict[int, torch.Tensor] = {}
-        self._partial: dict[int, torch.Tensor] = {}
-
-    def read(self, edge: int, frames: slice) -> torch.Tensor:
-        """Return frames of an edge that was stored completely; the key is RIGHT, or the column of a lower edge."""
-        return self._complete[edge][:, frames]
-
-    def store(self, edge: int, lines: torch.Tensor, frames: slice, *, total: int) -> None:
-        """Store some of the `total` frames of an edge; it can be read after the last of them."""
-        if frames.start == 0:
-            shape, before = (lines.shape[0], total, *lines.shape[2:]), self._complete.get(edge)
-            # Reuse the memory of the edge before: its frames up to here were read already, and the later ones, which
-            # the current tile reads next, are other rows of the tensor.
-            self._partial[edge] = before if before is not None and before.shape == shape else torch.empty(shape)
-        self._partial[edge][:, frames] = lines
-        if frames.stop == total:
-            self._complete[edge] = self._partial.pop(edge)
+    def _keep_edge(self, edge: int, first_frame: int, lines: torch.Tensor) -> None:
+        before = self._edges.get((edge, first_frame))
+        # The edge before was read already: its memory is reused. A copy otherwise, because `lines` is a view.
+        if before is not None and before.shape == lines.shape:
+            before.copy_(lines)
+        else:
+            self._edges[edge, first_frame] = lines.clone()
 
 
 def _last_lines(decoded: torch.Tensor, extent: int, *, dim: int) -> torch.Tensor:

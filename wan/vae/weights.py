@@ -10,7 +10,7 @@ AutoencoderKLWan.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,17 +32,34 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
 
 
-_WHOLE = {
-    "quant_conv": "conv1",
-    "post_quant_conv": "conv2",
-    "encoder.conv_in": "encoder.conv1",
-    "decoder.conv_in": "decoder.conv1",
-    "encoder.norm_out": "encoder.head.0",
-    "decoder.norm_out": "decoder.head.0",
-    "encoder.conv_out": "encoder.head.2",
-    "decoder.conv_out": "decoder.head.2",
+# Places of modules as patterns, with their native places: in both VAEs, and in the blocks of each.
+_PLACES = {
+    r"quant_conv": "conv1",
+    r"post_quant_conv": "conv2",
+    r"(encoder|decoder)\.conv_in": r"\1.conv1",
+    r"(encoder|decoder)\.norm_out": r"\1.head.0",
+    r"(encoder|decoder)\.conv_out": r"\1.head.2",
+    r"(encoder|decoder)\.mid_block\.resnets\.0": r"\1.middle.0",
+    r"(encoder|decoder)\.mid_block\.attentions\.0": r"\1.middle.1",
+    r"(encoder|decoder)\.mid_block\.resnets\.1": r"\1.middle.2",
 }
-
+# The native decoder of Wan2.1 is one flat list: three residual blocks and a resampler for each up block of diffusers.
+_WAN21_PLACES = {
+    r"encoder\.down_blocks\.(\d+)": r"encoder.downsamples.\1",
+    **{
+        rf"decoder\.up_blocks\.{block}\.{item}": f"decoder.upsamples.{4 * block + index}"
+        for block in range(4)
+        for index, item in enumerate((r"resnets\.0", r"resnets\.1", r"resnets\.2", r"upsamplers\.0"))
+    },
+}
+# In the VAE of Wan2.2 the resampler of a block is the last item of the block's list.
+_WAN22_PLACES = {
+    r"encoder\.down_blocks\.(\d+)\.resnets\.(\d+)": r"encoder.downsamples.\1.downsamples.\2",
+    r"encoder\.down_blocks\.(\d+)\.downsampler": r"encoder.downsamples.\1.downsamples.2",
+    r"decoder\.up_blocks\.(\d+)\.resnets\.(\d+)": r"decoder.upsamples.\1.upsamples.\2",
+    r"decoder\.up_blocks\.(\d+)\.upsampler": r"decoder.upsamples.\1.upsamples.3",
+}
+# Layers of a residual block; other layers have the same names.
 _RESNET = {
     "norm1": "residual.0",
     "conv1": "residual.2",
@@ -50,63 +67,6 @@ _RESNET = {
     "conv2": "residual.6",
     "conv_shortcut": "shortcut",
 }
-
-_MIDDLE = re.compile(r"(encoder|decoder)\.mid_block\.(resnets|attentions)\.(\d+)\.(.+)")
-_DOWN = re.compile(r"encoder\.down_blocks\.(\d+)\.(.+)")
-_UP = re.compile(r"decoder\.up_blocks\.(\d+)\.(resnets|upsamplers)\.(\d+)\.(.+)")
-_WAN22_BLOCK = re.compile(r"(encoder\.down|decoder\.up)_blocks\.(\d+)\.(?:resnets\.(\d+)|(?:down|up)sampler)\.(.+)")
-
-# The native decoder of Wan2.1 is one flat list: three residual blocks and a resampler for each up block of diffusers.
-_LAYERS_PER_UP_BLOCK = 4
-# In the VAE of Wan2.2 the resampler of a block is the last item of the block's list.
-_WAN22_RESAMPLER = {"encoder.down": 2, "decoder.up": 3}
-
-
-def native_vae_name(name: str) -> str:
-    """Return the native name of a parameter of Wan2.1's `AutoencoderKLWan`, which A14B also uses.
-
-    Raises:
-        ValueError: this VAE has no such parameter.
-    """
-    module, _, leaf = name.rpartition(".")
-    native = _outside_blocks(module)
-    if native is None and (down := _DOWN.fullmatch(module)):
-        index, layer = down.groups()
-        native = f"encoder.downsamples.{index}.{_RESNET.get(layer, layer)}"
-    if native is None and (up := _UP.fullmatch(module)):
-        block, kind, index, layer = up.groups()
-        position = _LAYERS_PER_UP_BLOCK * int(block) + (3 if kind == "upsamplers" else int(index))
-        native = f"decoder.upsamples.{position}.{_RESNET.get(layer, layer)}"
-    if native is None:
-        raise ValueError(f"{name!r} is not a parameter of the Wan2.1 VAE")
-    return f"{native}.{leaf}"
-
-
-def native_wan22_vae_name(name: str) -> str:
-    """Return the native name of a parameter of Wan2.2 5B's `AutoencoderKLWan`, whose blocks contain nested lists.
-
-    Raises:
-        ValueError: this VAE has no such parameter.
-    """
-    module, _, leaf = name.rpartition(".")
-    native = _outside_blocks(module)
-    if native is None and (inside := _WAN22_BLOCK.fullmatch(module)):
-        half, block, index, layer = inside.groups()
-        position = _WAN22_RESAMPLER[half] if index is None else index
-        native = f"{half}samples.{block}.{half.partition('.')[2]}samples.{position}.{_RESNET.get(layer, layer)}"
-    if native is None:
-        raise ValueError(f"{name!r} is not a parameter of the Wan2.2 VAE")
-    return f"{native}.{leaf}"
-
-
-def _outside_blocks(module: str) -> str | None:
-    """Return the native name of a module that both VAEs have (first and last layers, middle); None for others."""
-    if middle := _MIDDLE.fullmatch(module):
-        half, kind, index, layer = middle.groups()
-        # The middle is resnet, attention, resnet.
-        position = 1 if kind == "attentions" else 2 * int(index)
-        return f"{half}.middle.{position}.{_RESNET.get(layer, layer)}"
-    return _WHOLE.get(module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +78,23 @@ class VaeFamily:
     """Config values that all of them share."""
     widths: Mapping[str, tuple[str, int]]
     """Name in the config -> convolution and dimension that have this width."""
-    native: Callable[[str], str]
-    """Returns the name of a parameter in ComfyUI's single file."""
+    places: Mapping[str, str]
+    """Native places of modules in its blocks, by patterns."""
     file: str
     """Name of ComfyUI's single file."""
+
+    def native_name(self, name: str) -> str:
+        """Return the name of a parameter in ComfyUI's single file.
+
+        Raises:
+            ValueError: these VAEs have no such parameter.
+        """
+        module, _, leaf = name.rpartition(".")
+        for place, native in {**_PLACES, **self.places}.items():
+            if found := re.fullmatch(rf"{place}(?:\.(?P<layer>.+))?", module):
+                parts = (found.expand(native), _RESNET.get(found["layer"], found["layer"]), leaf)
+                return ".".join(part for part in parts if part)
+        raise ValueError(f"{name!r} is not a parameter of the VAE of {self.space.models}")
 
 
 _STAGES = {
@@ -139,7 +112,7 @@ FAMILIES = (
         space=WAN21,
         config={**_STAGES, "z_dim": WAN21.channels},
         widths={"base_dim": (FIRST_CONVOLUTION, 0)},
-        native=native_vae_name,
+        places=_WAN21_PLACES,
         file="wan_2.1_vae.safetensors",
     ),
     VaeFamily(
@@ -154,7 +127,7 @@ FAMILIES = (
             "scale_factor_spatial": WAN22.pixels,
         },
         widths={"base_dim": (FIRST_CONVOLUTION, 0), "decoder_base_dim": (LAST_CONVOLUTION, 1)},
-        native=native_wan22_vae_name,
+        places=_WAN22_PLACES,
         file="wan2.2_vae.safetensors",
     ),
 )
@@ -219,7 +192,7 @@ def open_vae_file(path: Path) -> VaeWeights:
     stored = read_checkpoint(path).tensors
     family = _family_in(path, stored)
     native = any(key.startswith(NATIVE_MARK) for key in stored)
-    key_of = family.native if native else str
+    key_of = family.native_name if native else str
     widths = {name: _width(path, stored, key_of(parameter), at) for name, (parameter, at) in family.widths.items()}
     config = {**family.config, **widths}
     vae = _build(path, config)

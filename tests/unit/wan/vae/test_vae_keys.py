@@ -7,7 +7,9 @@ import torch
 from diffusers import AutoencoderKLWan
 from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 
-from wanstream.wan.vae.weights import native_vae_name, native_wan22_vae_name
+from wanstream.wan.vae.weights import FAMILIES, VaeFamily
+
+WAN21, WAN22 = FAMILIES
 
 # Names of Wan-AI/Wan2.2-TI2V-5B-Diffusers, for which diffusers has no single-file converter.
 WAN22_CONFIG = {
@@ -26,7 +28,7 @@ def test_names_of_wan21_are_the_inverse_of_diffusers_converter() -> None:
     with torch.device("meta"):
         names = list(AutoencoderKLWan().state_dict())
 
-    there_and_back = convert_wan_vae_to_diffusers({native_vae_name(name): name for name in names})
+    there_and_back = convert_wan_vae_to_diffusers({WAN21.native_name(name): name for name in names})
 
     assert there_and_back == {name: name for name in names}
 
@@ -35,7 +37,7 @@ def test_no_two_names_of_wan22_are_the_same() -> None:
     with torch.device("meta"):
         names = list(AutoencoderKLWan(**WAN22_CONFIG).state_dict())
 
-    assert len({native_wan22_vae_name(name) for name in names}) == len(names)
+    assert len({WAN22.native_name(name) for name in names}) == len(names)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +51,11 @@ def test_no_two_names_of_wan22_are_the_same() -> None:
     ],
 )
 def test_names_of_wan22_that_are_easy_to_get_wrong(name: str, native: str) -> None:
-    assert native_wan22_vae_name(name) == native
+    assert WAN22.native_name(name) == native
 
 
 @pytest.mark.parametrize("name", ["blocks.0.norm3.weight", "decoder.up_blocks.x.resnets.0.norm1.gamma", ""])
-@pytest.mark.parametrize("native", [native_vae_name, native_wan22_vae_name])
-def test_a_name_outside_the_vae_is_refused(native, name: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_name_outside_the_vae_is_refused(family: VaeFamily, name: str) -> None:
     with pytest.raises(ValueError, match="not a parameter"):
-        native(name)
+        family.native_name(name)
