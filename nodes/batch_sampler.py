@@ -11,9 +11,9 @@ from ..plan import AutoOffload
 from ..sampling import DenoiseRequest, DenoiseResult, RequestError, merge_requests, native_latent
 from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
 from . import sockets
-from .inputs import experts_input
+from .inputs import EXPERTS_INPUT
 from .runs.run_experts import run_experts
-from .sampler import TIMELINE, WanStreamSampler, request_of, seed_input, setting_inputs, settings_for
+from .sampler import SEED_INPUT, SETTING_INPUTS, TIMELINE, WanStreamSampler, request_of, settings_for
 
 MAX_LANES = 1000
 
@@ -55,7 +55,7 @@ class WanStreamLane(io.ComfyNode):
                     "and 0.7 GB of device memory at 832x480x81, 1.5 GB at 1280x720x81 (bf16; half of it without "
                     "guidance); its weights cost nothing more.",
                 ),
-                seed_input(),
+                SEED_INPUT,
                 sockets.Lanes.Input(
                     "lanes", optional=True, tooltip="The lanes before this one, from another Wan Add Video."
                 ),
@@ -88,13 +88,13 @@ class WanStreamLaneSampler(io.ComfyNode):
             description="Wan Sampler for all videos of a row of Wan Add Video: the weights move once per step for all "
             "of them. Each video is the same as from Wan Sampler alone.",
             inputs=[
-                experts_input(),
+                EXPERTS_INPUT,
                 sockets.Lanes.Input(
                     "lanes",
                     tooltip="From the last Wan Add Video of a row. Compute time is proportional to their number, "
                     "bytes read and copied are those of one.",
                 ),
-                *setting_inputs(),
+                *SETTING_INPUTS,
             ],
             outputs=[sockets.LaneLatents.Output(display_name="latents"), sockets.Run.Output(display_name="run")],
             hidden=[io.Hidden.unique_id],

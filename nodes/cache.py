@@ -13,6 +13,60 @@ from .runs.run_experts import SamplerRun
 FIRST_BLOCK, MAGNITUDES = "first_block_cache", "magcache"
 OWN_THRESHOLD = "own threshold"
 
+CACHE_INPUTS: tuple[io.Input, ...] = (
+    io.Combo.Input(
+        "kind",
+        options=[FIRST_BLOCK, MAGNITUDES],
+        default=FIRST_BLOCK,
+        tooltip="first_block_cache: every step computes its first block, which is resident on the device (0.70 GB "
+        "in bf16), and decides by its change; each prompt keeps two hidden states (1.5 GB at 1280x720x81 in "
+        "bf16, 0.67 GB at 832x480x81). magcache: a calibration decides before the run; a skipped step moves "
+        "no bytes, and each prompt keeps one hidden state.",
+    ),
+    io.Combo.Input(
+        "preset",
+        options=[*PRESETS, OWN_THRESHOLD],
+        default="usual",
+        tooltip="For first_block_cache: the threshold, 0.03 (careful), 0.05 (usual), 0.1 (fast), 0.15 or 0.2. "
+        "Others report for 30 steps of Wan2.1 I2V 14B: 0.1 is good, 0.15 distorts the last frames and 0.2 the "
+        "whole video. Higher saves more steps.",
+    ),
+    io.Float.Input(
+        "threshold",
+        default=0.05,
+        min=0.0,
+        max=2.0,
+        step=0.01,
+        tooltip="For own threshold and magcache. Steps with a smaller change are skipped; 0 skips none, and the "
+        "result is bit-equal. Higher saves more time and costs quality.",
+    ),
+    io.String.Input(
+        "calibration",
+        default="",
+        optional=True,
+        tooltip="For magcache: the file of Wan Cache Calibration, by its name below the output folder. Making one "
+        "costs a run.",
+    ),
+    io.Int.Input(
+        "max_consecutive_skips",
+        default=2,
+        min=0,
+        max=100,
+        optional=True,
+        tooltip="For magcache: largest number of consecutive steps to skip. More saves time and costs quality.",
+    ),
+    io.Float.Input(
+        "retention",
+        default=0.2,
+        min=0.0,
+        max=1.0,
+        step=0.01,
+        optional=True,
+        tooltip="For magcache: share of each expert's steps, from its first one, that are never skipped. Less "
+        "saves time, but early steps decide on the whole video.",
+    ),
+)
+
 
 class WanStreamCache(io.ComfyNode):
     """Settings of a step cache: the largest change between two steps at which one reuses the other's result."""
@@ -27,7 +81,7 @@ class WanStreamCache(io.ComfyNode):
             description="Skips steps that are similar to the one before: their blocks are neither computed nor "
             "fetched, and the earlier change is added again. A higher threshold costs quality, first in motion "
             "and in the last frames: check the result.",
-            inputs=[*_kind_inputs(), *_magnitude_inputs()],
+            inputs=[*CACHE_INPUTS],
             outputs=[sockets.Cache.Output(display_name="cache")],
         )
 
@@ -89,64 +143,3 @@ class WanStreamCacheCalibration(io.ComfyNode):
         table = calibrate_run(run, node_id=cls.hidden.unique_id)
         name = write_table(table, filename_prefix)
         return io.NodeOutput(name, ui={"text": [f"{name}: {table.source}"]})
-
-
-def _kind_inputs() -> list[io.Input]:
-    return [
-        io.Combo.Input(
-            "kind",
-            options=[FIRST_BLOCK, MAGNITUDES],
-            default=FIRST_BLOCK,
-            tooltip="first_block_cache: every step computes its first block, which is resident on the device (0.70 GB "
-            "in bf16), and decides by its change; each prompt keeps two hidden states (1.5 GB at 1280x720x81 in "
-            "bf16, 0.67 GB at 832x480x81). magcache: a calibration decides before the run; a skipped step moves "
-            "no bytes, and each prompt keeps one hidden state.",
-        ),
-        io.Combo.Input(
-            "preset",
-            options=[*PRESETS, OWN_THRESHOLD],
-            default="usual",
-            tooltip="For first_block_cache: the threshold, 0.03 (careful), 0.05 (usual), 0.1 (fast), 0.15 or 0.2. "
-            "Others report for 30 steps of Wan2.1 I2V 14B: 0.1 is good, 0.15 distorts the last frames and 0.2 the "
-            "whole video. Higher saves more steps.",
-        ),
-        io.Float.Input(
-            "threshold",
-            default=0.05,
-            min=0.0,
-            max=2.0,
-            step=0.01,
-            tooltip="For own threshold and magcache. Steps with a smaller change are skipped; 0 skips none, and the "
-            "result is bit-equal. Higher saves more time and costs quality.",
-        ),
-    ]
-
-
-def _magnitude_inputs() -> list[io.Input]:
-    return [
-        io.String.Input(
-            "calibration",
-            default="",
-            optional=True,
-            tooltip="For magcache: the file of Wan Cache Calibration, by its name below the output folder. Making one "
-            "costs a run.",
-        ),
-        io.Int.Input(
-            "max_consecutive_skips",
-            default=2,
-            min=0,
-            max=100,
-            optional=True,
-            tooltip="For magcache: largest number of consecutive steps to skip. More saves time and costs quality.",
-        ),
-        io.Float.Input(
-            "retention",
-            default=0.2,
-            min=0.0,
-            max=1.0,
-            step=0.01,
-            optional=True,
-            tooltip="For magcache: share of each expert's steps, from its first one, that are never skipped. Less "
-            "saves time, but early steps decide on the whole video.",
-        ),
-    ]

@@ -8,6 +8,55 @@ from ..host import io, search_aliases
 from ..schema import BLENDS, FRAMES_PER_LATENT, ContextWindows
 from . import sockets
 
+WINDOW_INPUTS: tuple[io.Input, ...] = (
+    io.Int.Input(
+        "frames",
+        default=81,
+        min=5,
+        max=1025,
+        step=FRAMES_PER_LATENT,
+        tooltip="Frames per window, a multiple of 4 plus 1, at most those of the video. Attention costs grow with "
+        "their square: two windows compute less than one of twice the length.",
+    ),
+    io.Int.Input(
+        "overlap",
+        default=16,
+        min=0,
+        max=1024,
+        step=FRAMES_PER_LATENT,
+        tooltip="Fewest frames that neighbouring windows share, a multiple of 4. Shared frames are computed in "
+        "both; too few leave seams.",
+    ),
+    io.Int.Input(
+        "stride",
+        default=1,
+        min=1,
+        max=16,
+        tooltip="1: windows of neighbouring frames only. 2, 4, 8, 16: also windows of every 2nd ... 16th frame of "
+        "the latent, for a consistent video. Each of them costs as much as another window.",
+    ),
+    io.Combo.Input(
+        "blend",
+        options=list(BLENDS),
+        default="linear",
+        tooltip="Weighting of windows where they overlap. linear: falls towards the ends of a window, over the "
+        "overlap. pyramid: falls from its middle. flat: the same everywhere. All cost the same.",
+    ),
+    io.Boolean.Input(
+        "repeat_image",
+        default=True,
+        tooltip="With a start image. On: every window begins with it, which keeps its look and pulls each window "
+        "back to it. Off: only windows with the first frame use it. Costs nothing.",
+    ),
+    io.Boolean.Input(
+        "shift_windows",
+        default=True,
+        optional=True,
+        tooltip="On: windows are shifted in every step, which hides seams. Off: they are fixed, so that a cache "
+        "can skip whole steps; seams may show. Costs nothing.",
+    ),
+)
+
 
 class WanStreamContextWindows(io.ComfyNode):
     """Overlapping windows of a long video, which share each pass over the weights."""
@@ -21,7 +70,7 @@ class WanStreamContextWindows(io.ComfyNode):
             **search_aliases("long video", "context options", "sliding window", "freenoise"),
             description="For videos longer than the 81 frames of Wan's training: every step computes overlapping "
             "windows and blends them. The weights move once per step for all windows.",
-            inputs=[*_window_inputs(), *_merging_inputs()],
+            inputs=[*WINDOW_INPUTS],
             outputs=[sockets.Windows.Output(display_name="windows")],
         )
 
@@ -59,59 +108,3 @@ def windows_of(
         blend=blend,
         repeat_image=repeat_image,
     )
-
-
-def _window_inputs() -> list[io.Input]:
-    return [
-        io.Int.Input(
-            "frames",
-            default=81,
-            min=5,
-            max=1025,
-            step=FRAMES_PER_LATENT,
-            tooltip="Frames per window, a multiple of 4 plus 1, at most those of the video. Attention costs grow with "
-            "their square: two windows compute less than one of twice the length.",
-        ),
-        io.Int.Input(
-            "overlap",
-            default=16,
-            min=0,
-            max=1024,
-            step=FRAMES_PER_LATENT,
-            tooltip="Fewest frames that neighbouring windows share, a multiple of 4. Shared frames are computed in "
-            "both; too few leave seams.",
-        ),
-        io.Int.Input(
-            "stride",
-            default=1,
-            min=1,
-            max=16,
-            tooltip="1: windows of neighbouring frames only. 2, 4, 8, 16: also windows of every 2nd ... 16th frame of "
-            "the latent, for a consistent video. Each of them costs as much as another window.",
-        ),
-    ]
-
-
-def _merging_inputs() -> list[io.Input]:
-    return [
-        io.Combo.Input(
-            "blend",
-            options=list(BLENDS),
-            default="linear",
-            tooltip="Weighting of windows where they overlap. linear: falls towards the ends of a window, over the "
-            "overlap. pyramid: falls from its middle. flat: the same everywhere. All cost the same.",
-        ),
-        io.Boolean.Input(
-            "repeat_image",
-            default=True,
-            tooltip="With a start image. On: every window begins with it, which keeps its look and pulls each window "
-            "back to it. Off: only windows with the first frame use it. Costs nothing.",
-        ),
-        io.Boolean.Input(
-            "shift_windows",
-            default=True,
-            optional=True,
-            tooltip="On: windows are shifted in every step, which hides seams. Off: they are fixed, so that a cache "
-            "can skip whole steps; seams may show. Costs nothing.",
-        ),
-    ]

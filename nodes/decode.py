@@ -18,6 +18,7 @@ from .runs.video_file import write_mp4
 
 def vae_input() -> io.Input:
     """Return the input for the file or folder of the VAE."""
+    # Not a constant: the files in the folders may change until the next schema.
     return io.Combo.Input(
         "vae",
         options=current_host().model_names("diffusers", "vae"),
@@ -26,80 +27,68 @@ def vae_input() -> io.Input:
     )
 
 
-def tile_size_input() -> io.Input:
-    """Return the input for the size of the tiles."""
-    return io.Int.Input(
-        "tile_size",
-        default=0,
-        min=0,
-        max=4096,
-        step=PIXELS_PER_LATENT,
-        optional=True,
-        tooltip="Width of the tiles in pixels; 0: whole frames if they fit in memory, else the tiles that fit with "
-        "the least compute. 256 decodes a fourteenth of a 1280x720 frame at once, at 1.65 times the compute in "
-        "all, because tiles overlap by a quarter, where they are blended. For Wan2.2 5B a multiple of 16, 128 or "
-        "more.",
-    )
+TILE_SIZE_INPUT = io.Int.Input(
+    "tile_size",
+    default=0,
+    min=0,
+    max=4096,
+    step=PIXELS_PER_LATENT,
+    optional=True,
+    tooltip="Width of the tiles in pixels; 0: whole frames if they fit in memory, else the tiles that fit with "
+    "the least compute. 256 decodes a fourteenth of a 1280x720 frame at once, at 1.65 times the compute in "
+    "all, because tiles overlap by a quarter, where they are blended. For Wan2.2 5B a multiple of 16, 128 or "
+    "more.",
+)
 
+MEMORY_INPUT = io.Float.Input(
+    "memory_gb",
+    default=0.0,
+    min=0.0,
+    max=1024.0,
+    step=0.1,
+    optional=True,
+    tooltip="Memory for decoding, in addition to the VAE's weights; 0: the free memory. Whole frames of 1280x720 "
+    "take 21 GB, tiles of 256 pixels 1.5 GB; with the VAE of Wan2.2 5B 22 GB and 1.6 GB. If memory still runs "
+    "out, smaller tiles are tried.",
+)
 
-def memory_input() -> io.Input:
-    """Return the input for the memory budget."""
-    return io.Float.Input(
-        "memory_gb",
-        default=0.0,
-        min=0.0,
-        max=1024.0,
-        step=0.1,
-        optional=True,
-        tooltip="Memory for decoding, in addition to the VAE's weights; 0: the free memory. Whole frames of 1280x720 "
-        "take 21 GB, tiles of 256 pixels 1.5 GB; with the VAE of Wan2.2 5B 22 GB and 1.6 GB. If memory still runs "
-        "out, smaller tiles are tried.",
-    )
-
-
-def dtype_input() -> io.Input:
-    """Return the input for the VAE's compute dtype."""
-    return io.Combo.Input(
-        "compute_dtype",
-        options=list(VAE_DTYPES),
-        default="fp32",
-        optional=True,
-        tooltip="Compute dtype of the VAE. bf16 takes half the memory, also of the VAE itself, and less time if the "
-        "device supports it; colours are rounded, in places by a few of 255 levels.",
-    )
-
+DTYPE_INPUT = io.Combo.Input(
+    "compute_dtype",
+    options=list(VAE_DTYPES),
+    default="fp32",
+    optional=True,
+    tooltip="Compute dtype of the VAE. bf16 takes half the memory, also of the VAE itself, and less time if the "
+    "device supports it; colours are rounded, in places by a few of 255 levels.",
+)
 
 MIN_FPS, MAX_FPS = 0.01, 1000.0
 """Limits of `fps`, in frames per second."""
 
-
-def saving_inputs() -> list[io.Input]:
-    """Return the inputs for frame rate, file name and quality."""
-    return [
-        io.Float.Input(
-            "fps",
-            default=16.0,
-            min=MIN_FPS,
-            max=MAX_FPS,
-            step=0.01,
-            tooltip="Wan2.2 A14B generates 16 frames per second, 5B 24; another number changes the speed of the "
-            "motion.",
-        ),
-        io.String.Input(
-            "filename_prefix",
-            default="video/WanStream",
-            tooltip="Name below the output folder; a counter is appended. %width%, %height% and %year% ... "
-            "%second% are filled in.",
-        ),
-        io.Int.Input(
-            "crf",
-            default=18,
-            # 0 would be lossless, in a profile of H.264 that browsers do not play.
-            min=1,
-            max=51,
-            tooltip="Quality of H.264: 18 looks lossless, 6 more halve the size of the file.",
-        ),
-    ]
+SAVING_INPUTS: tuple[io.Input, ...] = (
+    io.Float.Input(
+        "fps",
+        default=16.0,
+        min=MIN_FPS,
+        max=MAX_FPS,
+        step=0.01,
+        tooltip="Wan2.2 A14B generates 16 frames per second, 5B 24; another number changes the speed of the motion.",
+    ),
+    io.String.Input(
+        "filename_prefix",
+        default="video/WanStream",
+        tooltip="Name below the output folder; a counter is appended. %width%, %height% and %year% ... "
+        "%second% are filled in.",
+    ),
+    io.Int.Input(
+        "crf",
+        default=18,
+        # 0 would be lossless, in a profile of H.264 that browsers do not play.
+        min=1,
+        max=51,
+        tooltip="Quality of H.264: 18 looks lossless, 6 more halve the size of the file.",
+    ),
+)
+"""Inputs for frame rate, file name and quality."""
 
 
 def check_name(filename_prefix: str | None) -> None:
@@ -146,10 +135,10 @@ class WanStreamDecodeVideo(io.ComfyNode):
                     "latent",
                     tooltip="From Wan Sampler. A copy is in output/latents until the video is complete.",
                 ),
-                *saving_inputs(),
-                tile_size_input(),
-                memory_input(),
-                dtype_input(),
+                *SAVING_INPUTS,
+                TILE_SIZE_INPUT,
+                MEMORY_INPUT,
+                DTYPE_INPUT,
             ],
             outputs=[],
             hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id],
@@ -206,7 +195,7 @@ class WanStreamVAEDecode(io.ComfyNode):
                     "latent",
                     tooltip="From Wan Sampler. A copy is in output/latents until the images are complete.",
                 ),
-                tile_size_input(),
+                TILE_SIZE_INPUT,
                 sockets.Workers.Input(
                     "workers",
                     optional=True,
@@ -214,8 +203,8 @@ class WanStreamVAEDecode(io.ComfyNode):
                     "large as the memory of each worker allows, and at least as many as workers. The images are "
                     "those of one device with the same tiles.",
                 ),
-                memory_input(),
-                dtype_input(),
+                MEMORY_INPUT,
+                DTYPE_INPUT,
             ],
             outputs=[io.Image.Output(display_name="images")],
             hidden=[io.Hidden.unique_id],
@@ -255,7 +244,7 @@ class WanStreamSaveVideo(io.ComfyNode):
             description="Writes an MP4 (H.264). Drop the file on the canvas to get the graph back.",
             inputs=[
                 io.Image.Input("images", tooltip="From Wan VAE Decode, or any images of one size."),
-                *saving_inputs(),
+                *SAVING_INPUTS,
                 io.Latent.Input(
                     "latent",
                     optional=True,

@@ -9,8 +9,42 @@ from ..host import GuiderSettings, current_host, io, search_aliases
 from ..plan import AutoOffload
 from ..sampling import Guidance
 from ..schema import ExpertsRef, OffloadPolicy
-from .inputs import boundary_input, cache_input, experts_input, guidance_input, policy_input, windows_input
+from .inputs import BOUNDARY_INPUT, CACHE_INPUT, EXPERTS_INPUT, GUIDANCE_INPUT, POLICY_INPUT, WINDOWS_INPUT
 from .sampler import settings_for
+
+
+def _shift_input(tooltip: str) -> io.Input:
+    return io.Float.Input("flow_shift", default=12.0, min=0.01, max=100.0, step=0.01, tooltip=tooltip)
+
+
+def _guidance_input(name: str, default: float, tooltip: str) -> io.Input:
+    return io.Float.Input(name, default=default, min=0.0, max=100.0, step=0.1, tooltip=tooltip)
+
+
+GUIDER_INPUTS: tuple[io.Input, ...] = (
+    EXPERTS_INPUT,
+    io.Conditioning.Input(
+        "positive", tooltip="From CLIPTextEncode, Wan Text Encode or, with an image, an image-to-video node."
+    ),
+    io.Conditioning.Input("negative", tooltip="Like positive. Costs nothing if a guidance is 1."),
+    BOUNDARY_INPUT,
+    _guidance_input(
+        "guidance_high",
+        4.0,
+        "Strength of the prompt in the high-noise expert. Any value but 1 also computes the negative and doubles "
+        "the compute of its calls; the bytes that are moved stay the same. A single model uses it in every call.",
+    ),
+    _guidance_input(
+        "guidance_low",
+        3.0,
+        "The same for the low-noise expert. 1 halves the compute of its calls. Not used by a single model.",
+    ),
+    _shift_input("Some samplers use it in addition to the sigmas: set the value with which the sigmas were made."),
+    POLICY_INPUT,
+    CACHE_INPUT,
+    GUIDANCE_INPUT,
+    WINDOWS_INPUT,
+)
 
 
 class WanStreamGuider(io.ComfyNode):
@@ -26,14 +60,7 @@ class WanStreamGuider(io.ComfyNode):
             description="Runs both experts in SamplerCustomAdvanced with any of ComfyUI's samplers: no reload at the "
             "switch, and the sampler keeps its history across it. The defaults are those of Wan2.2 text-to-video; "
             "for image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
-            inputs=[
-                *_socket_inputs(),
-                *_number_inputs(),
-                policy_input(),
-                cache_input(),
-                guidance_input(),
-                windows_input(),
-            ],
+            inputs=[*GUIDER_INPUTS],
             outputs=[io.Guider.Output(display_name="guider")],
         )
 
@@ -76,42 +103,6 @@ class WanStreamSigmas(io.ComfyNode):
     @classmethod
     def execute(cls, schedule: str, steps: int, flow_shift: float, denoise: float) -> io.NodeOutput:
         return io.NodeOutput(current_host().sigmas(schedule, steps, denoise, flow_shift))
-
-
-def _socket_inputs() -> list[io.Input]:
-    return [
-        experts_input(),
-        io.Conditioning.Input(
-            "positive", tooltip="From CLIPTextEncode, Wan Text Encode or, with an image, an image-to-video node."
-        ),
-        io.Conditioning.Input("negative", tooltip="Like positive. Costs nothing if a guidance is 1."),
-    ]
-
-
-def _number_inputs() -> list[io.Input]:
-    return [
-        boundary_input(),
-        _guidance_input(
-            "guidance_high",
-            4.0,
-            "Strength of the prompt in the high-noise expert. Any value but 1 also computes the negative and doubles "
-            "the compute of its calls; the bytes that are moved stay the same. A single model uses it in every call.",
-        ),
-        _guidance_input(
-            "guidance_low",
-            3.0,
-            "The same for the low-noise expert. 1 halves the compute of its calls. Not used by a single model.",
-        ),
-        _shift_input("Some samplers use it in addition to the sigmas: set the value with which the sigmas were made."),
-    ]
-
-
-def _guidance_input(name: str, default: float, tooltip: str) -> io.Input:
-    return io.Float.Input(name, default=default, min=0.0, max=100.0, step=0.1, tooltip=tooltip)
-
-
-def _shift_input(tooltip: str) -> io.Input:
-    return io.Float.Input("flow_shift", default=12.0, min=0.01, max=100.0, step=0.01, tooltip=tooltip)
 
 
 def _schedule_inputs() -> list[io.Input]:

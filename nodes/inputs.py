@@ -7,94 +7,54 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..host import current_host, io
-from ..wan import ATTENTIONS
 from . import sockets
 
+EXPERTS_INPUT = sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed) or Wan Model (single).")
 
-def experts_input() -> io.Input:
-    return sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed) or Wan Model (single).")
+BOUNDARY_INPUT = io.Float.Input(
+    "boundary_ratio",
+    default=0.875,
+    min=0.0,
+    max=1.0,
+    step=0.001,
+    tooltip="The low-noise expert runs below this noise level: 0.875 for text-to-video, 0.9 for image-to-video. "
+    "The switch itself costs nothing: the next expert's blocks are fetched ahead. Not used by a single model, "
+    "which runs every step.",
+)
 
+POLICY_INPUT = sockets.Policy.Input(
+    "policy",
+    optional=True,
+    tooltip="Device memory of the experts. Without a policy: layerwise, the smallest (1.4 GB in bf16).",
+)
 
-def attention_input() -> io.Input:
-    return io.Combo.Input(
-        "attention",
-        options=list(ATTENTIONS),
-        default="default",
-        optional=True,
-        tooltip="Kernel for attention, which takes most of the time of a long video. default: the choice of "
-        "diffusers, torch's own sdpa. The others need a GPU and bf16 or fp16 (xformers also fp32), and all but "
-        "cudnn a package of that name. Results differ in rounding; sage also computes in 8 bits, which costs some "
-        "precision.",
-    )
+WORKERS_INPUT = sockets.Workers.Input(
+    "workers",
+    optional=True,
+    tooltip="From Wan Workers (many GPUs), which compute the run with the same result. Starting them costs some "
+    "seconds, once. Without workers: this process alone.",
+)
 
+GUIDANCE_INPUT = sockets.Guidance.Input(
+    "guidance",
+    optional=True,
+    tooltip="From Wan Guidance: guidance for each step, or a negative prompt in steps without. Default: "
+    "guidance_high and guidance_low.",
+)
 
-def compile_input() -> io.Input:
-    return io.Boolean.Input(
-        "compile",
-        default=False,
-        optional=True,
-        tooltip="Compile the blocks with torch.compile for faster steps. The first step after a start is slow, and so "
-        "is that of a second video size, but not of the other expert, another LoRA or another run. Results differ "
-        "in the last digits. Needs Triton on a GPU, a C++ compiler on a CPU.",
-    )
+WINDOWS_INPUT = sockets.Windows.Input(
+    "windows",
+    optional=True,
+    tooltip="From Wan Context Windows, for videos of more than 81 frames. Windows share the weights, not the "
+    "compute. Default: the whole video at once.",
+)
 
-
-def boundary_input() -> io.Input:
-    return io.Float.Input(
-        "boundary_ratio",
-        default=0.875,
-        min=0.0,
-        max=1.0,
-        step=0.001,
-        tooltip="The low-noise expert runs below this noise level: 0.875 for text-to-video, 0.9 for image-to-video. "
-        "The switch itself costs nothing: the next expert's blocks are fetched ahead. Not used by a single model, "
-        "which runs every step.",
-    )
-
-
-def policy_input() -> io.Input:
-    return sockets.Policy.Input(
-        "policy",
-        optional=True,
-        tooltip="Device memory of the experts. Without a policy: layerwise, the smallest (1.4 GB in bf16).",
-    )
-
-
-def workers_input() -> io.Input:
-    return sockets.Workers.Input(
-        "workers",
-        optional=True,
-        tooltip="From Wan Workers (many GPUs), which compute the run with the same result. Starting them costs some "
-        "seconds, once. Without workers: this process alone.",
-    )
-
-
-def guidance_input() -> io.Input:
-    return sockets.Guidance.Input(
-        "guidance",
-        optional=True,
-        tooltip="From Wan Guidance: guidance for each step, or a negative prompt in steps without. Default: "
-        "guidance_high and guidance_low.",
-    )
-
-
-def windows_input() -> io.Input:
-    return sockets.Windows.Input(
-        "windows",
-        optional=True,
-        tooltip="From Wan Context Windows, for videos of more than 81 frames. Windows share the weights, not the "
-        "compute. Default: the whole video at once.",
-    )
-
-
-def cache_input() -> io.Input:
-    return sockets.Cache.Input(
-        "cache",
-        optional=True,
-        tooltip="From Wan Cache: skips steps that are similar to the one before. Saves their time and bytes, and "
-        "costs quality. Without a cache, every step computes all blocks.",
-    )
-
+CACHE_INPUT = sockets.Cache.Input(
+    "cache",
+    optional=True,
+    tooltip="From Wan Cache: skips steps that are similar to the one before. Saves their time and bytes, and "
+    "costs quality. Without a cache, every step computes all blocks.",
+)
 
 logger = logging.getLogger("wanstream.nodes")
 

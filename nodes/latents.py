@@ -28,40 +28,37 @@ from .runs.decode import encode_here
 MODELS = {space.models: space for space in SPACES}
 MAX_SIZE = {"width": 4096, "height": 4096, "frames": 1025}
 
-
-def size_inputs() -> list[io.Input]:
-    """Inputs for the size and the number of the videos."""
-    return [
-        io.Int.Input(
-            "width",
-            default=832,
-            min=16,
-            max=MAX_SIZE["width"],
-            step=16,
-            tooltip="Multiple of 16, for Wan2.2 5B of 32. The time of a step grows faster than width x height x "
-            "frames: 1280x720 takes about four times as long per block as 832x480.",
-        ),
-        io.Int.Input(
-            "height", default=480, min=16, max=MAX_SIZE["height"], step=16, tooltip="Multiple of 16 or 32; see width."
-        ),
-        io.Int.Input(
-            "frames",
-            default=81,
-            min=1,
-            max=MAX_SIZE["frames"],
-            step=4,
-            tooltip="4n + 1. 81 frames are 5 seconds at 16 fps, the format of Wan2.2 A14B; 5B uses 121 frames at 24 "
-            "fps. Every 4 more add one latent frame.",
-        ),
-        io.Int.Input(
-            "batch_size",
-            default=1,
-            min=1,
-            max=64,
-            tooltip="Videos made together. Each costs its full compute time, but weights are fetched once for all of "
-            "them.",
-        ),
-    ]
+SIZE_INPUTS: tuple[io.Input, ...] = (
+    io.Int.Input(
+        "width",
+        default=832,
+        min=16,
+        max=MAX_SIZE["width"],
+        step=16,
+        tooltip="Multiple of 16, for Wan2.2 5B of 32. The time of a step grows faster than width x height x "
+        "frames: 1280x720 takes about four times as long per block as 832x480.",
+    ),
+    io.Int.Input(
+        "height", default=480, min=16, max=MAX_SIZE["height"], step=16, tooltip="Multiple of 16 or 32; see width."
+    ),
+    io.Int.Input(
+        "frames",
+        default=81,
+        min=1,
+        max=MAX_SIZE["frames"],
+        step=4,
+        tooltip="4n + 1. 81 frames are 5 seconds at 16 fps, the format of Wan2.2 A14B; 5B uses 121 frames at 24 "
+        "fps. Every 4 more add one latent frame.",
+    ),
+    io.Int.Input(
+        "batch_size",
+        default=1,
+        min=1,
+        max=64,
+        tooltip="Videos made together. Each costs its full compute time, but weights are fetched once for all of them.",
+    ),
+)
+"""Inputs for the size and the number of the videos."""
 
 
 def video_shape(space: LatentSpace, **size: int) -> VideoShape:
@@ -109,7 +106,7 @@ class WanStreamEmptyLatent(io.ComfyNode):
             **search_aliases("t2v", "text to video", "empty video latent"),
             description="An empty latent of the right size for a video made from text alone.",
             inputs=[
-                *size_inputs(),
+                *SIZE_INPUTS,
                 io.Combo.Input(
                     "model",
                     options=list(MODELS),
@@ -169,7 +166,7 @@ class WanStreamImageToVideo(io.ComfyNode):
                 io.Conditioning.Input("negative", tooltip="From Wan Text Encode; goes on to the sampler."),
                 vae_input(),
                 io.Image.Input("image", tooltip="The first frame; several images are the first frames in order."),
-                *size_inputs(),
+                *SIZE_INPUTS,
                 io.Image.Input(
                     "end_image",
                     optional=True,

@@ -9,14 +9,54 @@ from typing import Any
 from ..devices import AUTO, dtype_name
 from ..host import current_host, io, search_aliases
 from ..schema import ExpertsRef, LoraRef
-from ..wan import STORAGES, ExpertPair, expert_mismatches, lora_mismatches
+from ..wan import ATTENTIONS, STORAGES, ExpertPair, expert_mismatches, lora_mismatches
 from . import sockets
-from .inputs import attention_input, compile_input, warnings_ui
+from .inputs import warnings_ui
 
 SAME_FOLDER = "from the same pipeline folder"
 
 FOLDERS = ("diffusion_models", "diffusers")
 DTYPES = {AUTO: AUTO, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+MODEL_INPUTS: tuple[io.Input, ...] = (
+    io.Combo.Input(
+        "compute_dtype",
+        options=list(DTYPES),
+        default=AUTO,
+        tooltip="Dtype in which the blocks compute, independent of the file. auto: bf16 if the device has units for "
+        "it, else fp16, else fp32, as on most CPUs. bf16 and fp16: 0.70 GB per buffer; a CPU without bf16 units "
+        "takes three to five times as long as in fp32. fp32: twice the memory, and on a GPU at least twice the "
+        "time.",
+    ),
+    io.Combo.Input(
+        "storage",
+        options=list(STORAGES),
+        default="as stored",
+        optional=True,
+        tooltip="Format of blocks in RAM and on the bus. fp8 quantises a bf16, fp16 or fp32 file while it is read: "
+        "half the RAM and bus bytes of bf16, as many bytes from disk, 0.33 s of one core per block, and an error "
+        "of 2.7 % per weight. fp8 and GGUF files are not changed.",
+    ),
+    io.Combo.Input(
+        "attention",
+        options=list(ATTENTIONS),
+        default="default",
+        optional=True,
+        tooltip="Kernel for attention, which takes most of the time of a long video. default: the choice of "
+        "diffusers, torch's own sdpa. The others need a GPU and bf16 or fp16 (xformers also fp32), and all but "
+        "cudnn a package of that name. Results differ in rounding; sage also computes in 8 bits, which costs some "
+        "precision.",
+    ),
+    io.Boolean.Input(
+        "compile",
+        default=False,
+        optional=True,
+        tooltip="Compile the blocks with torch.compile for faster steps. The first step after a start is slow, and so "
+        "is that of a second video size, but not of the other expert, another LoRA or another run. Results differ "
+        "in the last digits. Needs Triton on a GPU, a C++ compiler on a CPU.",
+    ),
+)
+"""Inputs of every loader of experts."""
+
 logger = logging.getLogger("wanstream.nodes")
 
 
@@ -49,7 +89,7 @@ class WanStreamExperts(io.ComfyNode):
                     default=SAME_FOLDER,
                     tooltip="The expert of the later steps. A diffusers pipeline folder chosen as high_noise has both.",
                 ),
-                *model_inputs(),
+                *MODEL_INPUTS,
             ],
             outputs=[sockets.Experts.Output(display_name="experts")],
         )
@@ -87,35 +127,6 @@ def open_here(ref: ExpertsRef) -> ExpertPair:
     return pair
 
 
-def model_inputs() -> list[io.Input]:
-    """Inputs of every loader of experts."""
-    return [dtype_input(), storage_input(), attention_input(), compile_input()]
-
-
-def dtype_input() -> io.Combo.Input:
-    return io.Combo.Input(
-        "compute_dtype",
-        options=list(DTYPES),
-        default=AUTO,
-        tooltip="Dtype in which the blocks compute, independent of the file. auto: bf16 if the device has units for "
-        "it, else fp16, else fp32, as on most CPUs. bf16 and fp16: 0.70 GB per buffer; a CPU without bf16 units "
-        "takes three to five times as long as in fp32. fp32: twice the memory, and on a GPU at least twice the "
-        "time.",
-    )
-
-
-def storage_input() -> io.Combo.Input:
-    return io.Combo.Input(
-        "storage",
-        options=list(STORAGES),
-        default="as stored",
-        optional=True,
-        tooltip="Format of blocks in RAM and on the bus. fp8 quantises a bf16, fp16 or fp32 file while it is read: "
-        "half the RAM and bus bytes of bf16, as many bytes from disk, 0.33 s of one core per block, and an error "
-        "of 2.7 % per weight. fp8 and GGUF files are not changed.",
-    )
-
-
 class WanStreamOneExpert(io.ComfyNode):
     """Reference to a single model, which runs every step and was checked to be complete."""
 
@@ -136,7 +147,7 @@ class WanStreamOneExpert(io.ComfyNode):
                     "step if all blocks stream: 28 GB for 14B (32 GB for Wan2.1 I2V), 9.8 GB for 5B and 2.8 GB "
                     "for 1.3B in bf16 and fp16, half of it in fp8.",
                 ),
-                *model_inputs(),
+                *MODEL_INPUTS,
             ],
             outputs=[sockets.Experts.Output(display_name="experts")],
         )

@@ -14,9 +14,8 @@ ALL_BLOCKS = 80
 
 _SOURCES: dict[str, SourceKind] = {"disk": "file", "RAM": "pinned"}
 
-
-def _prefetch_blocks() -> io.Int.Input:
-    return io.Int.Input(
+STREAM_INPUTS: tuple[io.Input, ...] = (
+    io.Int.Input(
         "prefetch_blocks",
         default=1,
         min=0,
@@ -24,21 +23,15 @@ def _prefetch_blocks() -> io.Int.Input:
         tooltip="Blocks fetched ahead of the computing one. Each costs one more buffer (0.70 GB in bf16). 1 hides the "
         "copies if a block computes longer than its copy takes, more helps with a busy disk, 0 waits for every "
         "block.",
-    )
-
-
-def _weights_source() -> io.Combo.Input:
-    return io.Combo.Input(
+    ),
+    io.Combo.Input(
         "weights_source",
         options=list(_SOURCES),
         default="disk",
         tooltip="disk: blocks are read from disk in every step; costs no RAM and needs an SSD (2.5 GB/s at 832x480x81 "
         "on an RTX 4090). RAM: read once, then kept; costs 28 GB of RAM per expert in bf16, 14 GB in fp8.",
-    )
-
-
-def _ram_blocks() -> io.Int.Input:
-    return io.Int.Input(
+    ),
+    io.Int.Input(
         "ram_blocks",
         default=ALL_BLOCKS,
         min=0,
@@ -47,11 +40,8 @@ def _ram_blocks() -> io.Int.Input:
         tooltip="With weights_source RAM: blocks of both experts (of 80) that are kept there. Each costs 0.70 GB of "
         "RAM in bf16, 0.35 GB in fp8; the others are read from disk in every step of their expert. Wan Auto "
         "Offload takes a budget in GB instead.",
-    )
-
-
-def _chunk_tokens() -> io.Int.Input:
-    return io.Int.Input(
+    ),
+    io.Int.Input(
         "chunk_tokens",
         default=0,
         min=0,
@@ -60,7 +50,9 @@ def _chunk_tokens() -> io.Int.Input:
         optional=True,
         tooltip="Tokens per chunk of feed-forward and norms; 0: all. 8192 saves 4.6 GB at 1280x720x81 (75600 tokens), "
         "and costs a little time in every block. Last digits may differ.",
-    )
+    ),
+)
+"""Inputs of both nodes with a fixed policy."""
 
 
 def _with(policy: OffloadPolicy, weights_source: str, ram_blocks: int, chunk_tokens: int) -> OffloadPolicy:
@@ -82,7 +74,7 @@ class WanStreamLayerwise(io.ComfyNode):
             **search_aliases("low vram", "vram", "offload", "layerwise", "stream weights"),
             description="Smallest device memory: every block is fetched in every step, ahead of its use, and none "
             "stays.",
-            inputs=[_prefetch_blocks(), _weights_source(), _ram_blocks(), _chunk_tokens()],
+            inputs=[*STREAM_INPUTS],
             outputs=[sockets.Policy.Output(display_name="policy")],
         )
 
@@ -116,10 +108,7 @@ class WanStreamBlockSwap(io.ComfyNode):
                     "0.70 GB of device memory in bf16 and saves its copy per step. 40 keeps none, 0 keeps a whole "
                     "expert: 28 GB.",
                 ),
-                _prefetch_blocks(),
-                _weights_source(),
-                _ram_blocks(),
-                _chunk_tokens(),
+                *STREAM_INPUTS,
             ],
             outputs=[sockets.Policy.Output(display_name="policy")],
         )

@@ -24,13 +24,13 @@ from ..sampling import (
 from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
 from . import sockets
 from .inputs import (
-    boundary_input,
-    cache_input,
-    experts_input,
-    guidance_input,
-    policy_input,
-    windows_input,
-    workers_input,
+    BOUNDARY_INPUT,
+    CACHE_INPUT,
+    EXPERTS_INPUT,
+    GUIDANCE_INPUT,
+    POLICY_INPUT,
+    WINDOWS_INPUT,
+    WORKERS_INPUT,
 )
 from .runs.run_experts import run_experts
 
@@ -40,167 +40,119 @@ FROM_BOUNDARY = -1
 NO_END_STEP = 10000
 """Value of `end_step` past the end of any schedule; ComfyUI's samplers use the same."""
 
+SEED_INPUT = io.Int.Input(
+    "seed",
+    default=0,
+    min=0,
+    max=2**64 - 1,
+    control_after_generate=True,
+    tooltip="Draws the same noise as ComfyUI's own samplers. A new seed reloads nothing.",
+)
 
-def sampler_inputs() -> list[io.Input]:
-    """Return all inputs in the order that saved workflows depend on."""
-    return [*_socket_inputs(), seed_input(), *setting_inputs()]
-
-
-def setting_inputs() -> list[io.Input]:
-    """Return the inputs of a run except for its experts and for the texts, latent and seed of each video."""
-    return [*_step_inputs(), *_switch_inputs(), *_guidance_inputs(), *_part_inputs(), *_optional_inputs()]
-
-
-def seed_input() -> io.Input:
-    return io.Int.Input(
-        "seed",
+SETTING_INPUTS: tuple[io.Input, ...] = (
+    io.Int.Input(
+        "steps",
+        default=40,
+        min=1,
+        max=1000,
+        tooltip="Time is proportional to it: every step computes 40 blocks for each prompt in use. Wan2.2 was "
+        "tuned for 40, 20 are usually enough, 4 need a distilled LoRA.",
+    ),
+    io.Combo.Input(
+        "solver",
+        options=list(SOLVERS),
+        default="unipc",
+        tooltip="Rule of a step. unipc and dpm++: second order, need fewer steps. euler: first order, for "
+        "distilled LoRAs. lcm: draws new noise in every step, for LoRAs distilled that way. Their own time is "
+        "negligible.",
+    ),
+    io.Combo.Input(
+        "schedule",
+        options=list(SCHEDULES),
+        default="wan",
+        tooltip="Noise levels of the steps. wan: as in Wan2.2 and diffusers. simple: as in ComfyUI.",
+    ),
+    io.Float.Input(
+        "flow_shift",
+        default=12.0,
+        min=0.01,
+        max=100.0,
+        step=0.01,
+        tooltip="Higher: more steps at high noise, and so in the high-noise expert. 12 for text-to-video, 5 for "
+        "image-to-video.",
+    ),
+    BOUNDARY_INPUT,
+    io.Int.Input(
+        "switch_step",
+        default=FROM_BOUNDARY,
+        min=FROM_BOUNDARY,
+        max=1000,
+        tooltip="First step of the low-noise expert, counted from 0. -1: boundary_ratio decides.",
+    ),
+    io.Float.Input(
+        "guidance_high",
+        default=4.0,
+        min=1.0,
+        max=100.0,
+        step=0.1,
+        tooltip="Strength of the prompt in the high-noise expert. Any value but 1 also computes the negative and "
+        "doubles the compute of its steps; the bytes that are moved stay the same. A single model uses it in "
+        "every step.",
+    ),
+    io.Float.Input(
+        "guidance_low",
+        default=3.0,
+        min=1.0,
+        max=100.0,
+        step=0.1,
+        tooltip="The same for the low-noise expert. 1 halves the compute of its steps. Not used by a single model.",
+    ),
+    # The inputs for a part of the schedule have the same meaning as those of KSampler (Advanced).
+    io.Int.Input(
+        "start_step",
         default=0,
         min=0,
-        max=2**64 - 1,
-        control_after_generate=True,
-        tooltip="Draws the same noise as ComfyUI's own samplers. A new seed reloads nothing.",
-    )
-
-
-def _socket_inputs() -> list[io.Input]:
-    return [
-        experts_input(),
-        io.Conditioning.Input(
-            "positive",
-            tooltip="From Wan Text Encode or CLIP Text Encode; with an image, from an image-to-video node.",
-        ),
-        io.Conditioning.Input("negative", tooltip="Like positive. Costs nothing if a guidance is 1."),
-        io.Latent.Input(
-            "latent",
-            tooltip="An empty latent, or one to continue from (see start_step). Where its noise mask is 0, it is kept.",
-        ),
-    ]
-
-
-def _step_inputs() -> list[io.Input]:
-    return [
-        io.Int.Input(
-            "steps",
-            default=40,
-            min=1,
-            max=1000,
-            tooltip="Time is proportional to it: every step computes 40 blocks for each prompt in use. Wan2.2 was "
-            "tuned for 40, 20 are usually enough, 4 need a distilled LoRA.",
-        ),
-        io.Combo.Input(
-            "solver",
-            options=list(SOLVERS),
-            default="unipc",
-            tooltip="Rule of a step. unipc and dpm++: second order, need fewer steps. euler: first order, for "
-            "distilled LoRAs. lcm: draws new noise in every step, for LoRAs distilled that way. Their own time is "
-            "negligible.",
-        ),
-        io.Combo.Input(
-            "schedule",
-            options=list(SCHEDULES),
-            default="wan",
-            tooltip="Noise levels of the steps. wan: as in Wan2.2 and diffusers. simple: as in ComfyUI.",
-        ),
-        io.Float.Input(
-            "flow_shift",
-            default=12.0,
-            min=0.01,
-            max=100.0,
-            step=0.01,
-            tooltip="Higher: more steps at high noise, and so in the high-noise expert. 12 for text-to-video, 5 for "
-            "image-to-video.",
-        ),
-    ]
-
-
-def _switch_inputs() -> list[io.Input]:
-    return [
-        boundary_input(),
-        io.Int.Input(
-            "switch_step",
-            default=FROM_BOUNDARY,
-            min=FROM_BOUNDARY,
-            max=1000,
-            tooltip="First step of the low-noise expert, counted from 0. -1: boundary_ratio decides.",
-        ),
-    ]
-
-
-def _guidance_inputs() -> list[io.Input]:
-    return [
-        io.Float.Input(
-            "guidance_high",
-            default=4.0,
-            min=1.0,
-            max=100.0,
-            step=0.1,
-            tooltip="Strength of the prompt in the high-noise expert. Any value but 1 also computes the negative and "
-            "doubles the compute of its steps; the bytes that are moved stay the same. A single model uses it in "
-            "every step.",
-        ),
-        io.Float.Input(
-            "guidance_low",
-            default=3.0,
-            min=1.0,
-            max=100.0,
-            step=0.1,
-            tooltip="The same for the low-noise expert. 1 halves the compute of its steps. Not used by a single model.",
-        ),
-    ]
-
-
-def _part_inputs() -> list[io.Input]:
-    """Return the inputs for a part of the schedule, with the same meaning as those of KSampler (Advanced)."""
-    return [
-        io.Int.Input(
-            "start_step",
-            default=0,
-            min=0,
-            max=999,
-            tooltip="Steps to skip at the start, which saves their time. The connected latent is mixed with noise of "
-            "the level of that step; see add_noise.",
-        ),
-        io.Int.Input(
-            "end_step",
-            default=NO_END_STEP,
-            min=1,
-            max=NO_END_STEP,
-            optional=True,
-            tooltip="The run ends before this step; past the last step: it takes all steps. A following sampler "
-            "continues with this number as its start_step.",
-        ),
-        io.Boolean.Input(
-            "add_noise",
-            default=True,
-            optional=True,
-            tooltip="Off: the latent already contains noise, from a sampler with leftover_noise on. Both samplers "
-            "need the same steps, schedule and flow_shift.",
-        ),
-        io.Boolean.Input(
-            "leftover_noise",
-            default=False,
-            optional=True,
-            tooltip="On: a run that ends before the last step keeps its noise, for another sampler with add_noise "
-            "off. Off: its last step removes all noise at once.",
-        ),
-    ]
-
-
-def _optional_inputs() -> list[io.Input]:
-    return [
-        policy_input(),
-        io.Sigmas.Input(
-            "sigmas",
-            optional=True,
-            tooltip="Noise levels from another node, used as they are instead of steps, schedule and flow_shift. If "
-            "they end above 0, that noise is left over.",
-        ),
-        workers_input(),
-        cache_input(),
-        guidance_input(),
-        windows_input(),
-    ]
-
+        max=999,
+        tooltip="Steps to skip at the start, which saves their time. The connected latent is mixed with noise of "
+        "the level of that step; see add_noise.",
+    ),
+    io.Int.Input(
+        "end_step",
+        default=NO_END_STEP,
+        min=1,
+        max=NO_END_STEP,
+        optional=True,
+        tooltip="The run ends before this step; past the last step: it takes all steps. A following sampler "
+        "continues with this number as its start_step.",
+    ),
+    io.Boolean.Input(
+        "add_noise",
+        default=True,
+        optional=True,
+        tooltip="Off: the latent already contains noise, from a sampler with leftover_noise on. Both samplers "
+        "need the same steps, schedule and flow_shift.",
+    ),
+    io.Boolean.Input(
+        "leftover_noise",
+        default=False,
+        optional=True,
+        tooltip="On: a run that ends before the last step keeps its noise, for another sampler with add_noise "
+        "off. Off: its last step removes all noise at once.",
+    ),
+    POLICY_INPUT,
+    io.Sigmas.Input(
+        "sigmas",
+        optional=True,
+        tooltip="Noise levels from another node, used as they are instead of steps, schedule and flow_shift. If "
+        "they end above 0, that noise is left over.",
+    ),
+    WORKERS_INPUT,
+    CACHE_INPUT,
+    GUIDANCE_INPUT,
+    WINDOWS_INPUT,
+)
+"""Inputs of a run except for its experts and for the texts, latent and seed of each video, in the order that saved
+workflows depend on."""
 
 NOT_CONNECTED = object()
 """Default for sigmas that are not linked; a linked input is None until the run."""
@@ -304,7 +256,21 @@ class WanStreamSampler(io.ComfyNode):
             **search_aliases("ksampler", "moe", "high noise", "low noise", "t2v", "i2v"),
             description="Denoises with both experts in one run. The defaults are those of Wan2.2 text-to-video; for "
             "image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
-            inputs=sampler_inputs(),
+            inputs=[
+                EXPERTS_INPUT,
+                io.Conditioning.Input(
+                    "positive",
+                    tooltip="From Wan Text Encode or CLIP Text Encode; with an image, from an image-to-video node.",
+                ),
+                io.Conditioning.Input("negative", tooltip="Like positive. Costs nothing if a guidance is 1."),
+                io.Latent.Input(
+                    "latent",
+                    tooltip="An empty latent, or one to continue from (see start_step). Where its noise mask is 0, it "
+                    "is kept.",
+                ),
+                SEED_INPUT,
+                *SETTING_INPUTS,
+            ],
             outputs=[io.Latent.Output(display_name="latent"), sockets.Run.Output(display_name="run")],
             hidden=[io.Hidden.unique_id],
         )
