@@ -64,15 +64,8 @@ class WanStreamLane(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        positive: Sequence[Any],
-        negative: Sequence[Any],
-        latent: Mapping[str, Any],
-        seed: int,
-        lanes: tuple[VideoLane, ...] = (),
-    ) -> io.NodeOutput:
-        return io.NodeOutput((*lanes, VideoLane(positive=positive, negative=negative, latent=latent, seed=seed)))
+    def execute(cls, lanes: tuple[VideoLane, ...] = (), **video: Any) -> io.NodeOutput:
+        return io.NodeOutput((*lanes, VideoLane(**video)))
 
 
 class WanStreamLaneSampler(io.ComfyNode):
@@ -153,7 +146,7 @@ class WanStreamLaneLatent(io.ComfyNode):
 def _request(number: int, lane: VideoLane, settings: Mapping[str, Any]) -> DenoiseRequest:
     """Return the request that Wan Sampler would make for this lane alone."""
     try:
-        return request_of(lane.positive, lane.negative, lane.latent, seed=lane.seed, **settings)
+        return request_of(**vars(lane), **settings)
     except RequestError as err:
         raise RequestError(f"lane {number}: {err}") from err
 

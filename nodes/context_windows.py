@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 from ..host import io, search_aliases
 from ..schema import BLENDS, FRAMES_PER_LATENT, ContextWindows
@@ -78,22 +78,15 @@ class WanStreamContextWindows(io.ComfyNode):
     def validate_inputs(cls, frames: int | None = None, overlap: int | None = None, stride: int | None = None) -> bool:
         # A linked value is None until the run.
         values = {"frames": frames, "overlap": overlap, "stride": stride}
-        defaults = {"frames": 81, "overlap": 0, "stride": 1}
-        size = defaults | {name: value for name, value in values.items() if isinstance(value, int)}
-        windows_of(frames=size["frames"], overlap=size["overlap"], stride=size["stride"])
+        windows_of(**{name: value for name, value in values.items() if isinstance(value, int)})
         return True
 
     @classmethod
-    def execute(
-        cls, frames: int, overlap: int, stride: int, blend: str, repeat_image: bool, shift_windows: bool = True
-    ) -> io.NodeOutput:
-        windows = windows_of(frames=frames, overlap=overlap, stride=stride, blend=blend, repeat_image=repeat_image)
-        return io.NodeOutput(replace(windows, shift_windows=shift_windows))
+    def execute(cls, **widgets: Any) -> io.NodeOutput:
+        return io.NodeOutput(windows_of(**widgets))
 
 
-def windows_of(
-    *, frames: int, overlap: int, stride: int, blend: str = "linear", repeat_image: bool = True
-) -> ContextWindows:
+def windows_of(*, frames: int = 81, overlap: int = 0, **settings: Any) -> ContextWindows:
     """Return windows from `frames` and `overlap` in video frames; raises ValueError for values that do not fit."""
     if frames % FRAMES_PER_LATENT != 1:
         nearest = round((frames - 1) / FRAMES_PER_LATENT) * FRAMES_PER_LATENT + 1
@@ -102,9 +95,5 @@ def windows_of(
         nearest = round(overlap / FRAMES_PER_LATENT) * FRAMES_PER_LATENT
         raise ValueError(f"overlap is {overlap}, it must be a multiple of {FRAMES_PER_LATENT}: use {nearest}")
     return ContextWindows(
-        frames=(frames - 1) // FRAMES_PER_LATENT + 1,
-        overlap=overlap // FRAMES_PER_LATENT,
-        stride=stride,
-        blend=blend,
-        repeat_image=repeat_image,
+        frames=(frames - 1) // FRAMES_PER_LATENT + 1, overlap=overlap // FRAMES_PER_LATENT, **settings
     )

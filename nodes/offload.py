@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ..host import io, search_aliases
 from ..plan import AutoOffload, Budgets
@@ -55,11 +56,13 @@ STREAM_INPUTS: tuple[io.Input, ...] = (
 """Inputs of both nodes with a fixed policy."""
 
 
-def _with(policy: OffloadPolicy, weights_source: str, ram_blocks: int, chunk_tokens: int) -> OffloadPolicy:
+def _policy(
+    policy: OffloadPolicy, weights_source: str, ram_blocks: int = ALL_BLOCKS, chunk_tokens: int = 0
+) -> io.NodeOutput:
     """Return `policy` with the inputs that both nodes share; `ram_blocks` counts only if the source is RAM."""
     source = _SOURCES[weights_source]
     limit = ram_blocks if source == "pinned" and ram_blocks < ALL_BLOCKS else None
-    return replace(policy, source=source, ram_blocks=limit, chunk_tokens=chunk_tokens or None)
+    return io.NodeOutput(replace(policy, source=source, ram_blocks=limit, chunk_tokens=chunk_tokens or None))
 
 
 class WanStreamLayerwise(io.ComfyNode):
@@ -79,11 +82,8 @@ class WanStreamLayerwise(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls, prefetch_blocks: int, weights_source: str, ram_blocks: int = ALL_BLOCKS, chunk_tokens: int = 0
-    ) -> io.NodeOutput:
-        policy = OffloadPolicy.layerwise(prefetch_blocks)
-        return io.NodeOutput(_with(policy, weights_source, ram_blocks, chunk_tokens))
+    def execute(cls, prefetch_blocks: int, **streaming: Any) -> io.NodeOutput:
+        return _policy(OffloadPolicy.layerwise(prefetch_blocks), **streaming)
 
 
 class WanStreamBlockSwap(io.ComfyNode):
@@ -114,16 +114,8 @@ class WanStreamBlockSwap(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        blocks_to_swap: int,
-        prefetch_blocks: int,
-        weights_source: str,
-        ram_blocks: int = ALL_BLOCKS,
-        chunk_tokens: int = 0,
-    ) -> io.NodeOutput:
-        policy = OffloadPolicy.block_swap(blocks_to_swap, prefetch_blocks)
-        return io.NodeOutput(_with(policy, weights_source, ram_blocks, chunk_tokens))
+    def execute(cls, blocks_to_swap: int, prefetch_blocks: int, **streaming: Any) -> io.NodeOutput:
+        return _policy(OffloadPolicy.block_swap(blocks_to_swap, prefetch_blocks), **streaming)
 
 
 GB = 1e9

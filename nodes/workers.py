@@ -43,20 +43,17 @@ def check_known(*, gpus: int | None, **inputs: Any) -> None:
 def workers_ref(*, gpus: int | None, **settings: Any) -> WorkersRef:
     """Return the workers that the widgets describe; raises WorkersError or MeshError for an impossible layout."""
     _check(gpus=gpus, **settings)
-    layout, place = settings["layout"], cluster(settings["cluster"])
-    degrees = {axis: settings[axis] for axis in AXES}
+    layout, place = settings.pop("layout"), cluster(settings.pop("cluster"))
+    degrees = {axis: settings.pop(axis) for axis in AXES}
     return WorkersRef(
-        count=settings["count"],
         mesh=Mesh(**degrees) if layout == MANUAL else None,
         goal=GOALS[0] if layout == MANUAL else layout,
         address=place.address,
         token_file=place.token_file,
-        weights=settings["weights"],
         paths=place.paths,
-        threads=settings["threads"] or None,
+        threads=settings.pop("threads", 0) or None,
         beyond_loopback=place.remote_machines,
-        max_restarts=settings["max_restarts"],
-        timeout_s=settings["timeout_s"],
+        **settings,
     )
 
 
@@ -93,7 +90,10 @@ def _layout_inputs() -> list[io.Input]:
 
 
 def _degree_inputs() -> list[io.Input]:
-    return [_degree(axis, largest, text) for axis, largest, text in _DEGREES]
+    return [
+        io.Int.Input(axis, default=1, min=1, max=largest, tooltip=f"{text} Read with the layout {MANUAL} only.")
+        for axis, largest, text in _DEGREES
+    ]
 
 
 _DEGREES = (
@@ -125,10 +125,6 @@ _DEGREES = (
         "NVLink or a fast bus.",
     ),
 )
-
-
-def _degree(axis: str, largest: int, text: str) -> io.Input:
-    return io.Int.Input(axis, default=1, min=1, max=largest, tooltip=f"{text} Read with the layout {MANUAL} only.")
 
 
 def _place_inputs() -> list[io.Input]:
@@ -219,15 +215,8 @@ class WanStreamWorkers(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(
-        cls,
-        threads: int = 0,
-        max_restarts: int = 3,
-        timeout_s: float = 300.0,
-        **settings: Any,
-    ) -> io.NodeOutput:
-        options = {"threads": threads, "max_restarts": max_restarts, "timeout_s": timeout_s}
-        ref = workers_ref(gpus=gpus_of(current_host().device()), **settings, **options)
+    def execute(cls, **settings: Any) -> io.NodeOutput:
+        ref = workers_ref(gpus=gpus_of(current_host().device()), **settings)
         # Checked here so that a missing Ray is reported on this node and not on the sampler.
         check_ray(ref)
         return io.NodeOutput(ref)
