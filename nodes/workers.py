@@ -20,13 +20,84 @@ from . import sockets
 MANUAL = "manual"
 LAYOUTS = (*GOALS, MANUAL)
 MAX_WORKERS = 64
-AXES = ("data", "stage", "cfg", "ring", "ulysses")
+
+_DEGREES = {
+    "data": (
+        MAX_WORKERS,
+        "Videos of a batch that are computed at the same time. Costs nothing; no gain for one video.",
+    ),
+    "stage": (
+        MAX_WORKERS,
+        "Ranges of steps: a video moves from one to the next, and with 2 each worker keeps one expert. For batches; "
+        "no gain for one video.",
+    ),
+    "cfg": (
+        2,
+        "2: positive and negative prompt are computed in parallel. Costs one exchange per step; needs guidance.",
+    ),
+    "ring": (
+        MAX_WORKERS,
+        "Parts of every video's tokens; keys and values circulate. Costs an exchange in every block. On GPUs only.",
+    ),
+    "ulysses": (
+        40,
+        "Parts of every video's tokens and heads; must divide the 40 heads. Costs four exchanges in every block: use "
+        "NVLink or a fast bus.",
+    ),
+}
+"""Axes of the manual layout: the largest degree, and the start of the tooltip."""
+
+AXES = tuple(_DEGREES)
 NUMERIC_INPUTS = ("count", *AXES)
+
+LAYOUT_INPUTS: tuple[io.Input, ...] = (
+    io.Int.Input(
+        "count",
+        default=2,
+        min=1,
+        max=MAX_WORKERS,
+        tooltip="Worker processes, with one GPU each; on a machine without a GPU they share its CPU. Each costs "
+        "some seconds to start, once, the RAM of a Python with torch, and its own buffers.",
+    ),
+    io.Combo.Input(
+        "layout",
+        options=list(LAYOUTS),
+        default=GOALS[0],
+        tooltip="latency: all workers compute the same video. throughput: the videos of a batch are distributed, "
+        "with less overhead. manual: the five degrees.",
+    ),
+    *(
+        io.Int.Input(axis, default=1, min=1, max=largest, tooltip=f"{text} Read with the layout {MANUAL} only.")
+        for axis, (largest, text) in _DEGREES.items()
+    ),
+)
+
+LIFE_INPUTS: tuple[io.Input, ...] = (
+    io.Int.Input(
+        "max_restarts",
+        default=3,
+        min=0,
+        max=100,
+        optional=True,
+        tooltip="Number of dead workers to replace in a run. It continues from its last whole step; each restart "
+        "costs the start of a worker and at most one step.",
+    ),
+    io.Float.Input(
+        "timeout_s",
+        default=300.0,
+        min=1.0,
+        max=3600.0,
+        step=1.0,
+        optional=True,
+        tooltip="Seconds until a worker that does not answer another is replaced as hung. Must be longer than the "
+        "slowest block, first reads from disk included.",
+    ),
+)
 
 
 def workers_inputs() -> list[io.Input]:
     """Return all inputs in the order that saved workflows depend on."""
-    return [*_layout_inputs(), *_degree_inputs(), *_place_inputs(), *_life_inputs()]
+    return [*LAYOUT_INPUTS, *_place_inputs(), *LIFE_INPUTS]
 
 
 def check_known(*, gpus: int | None, **inputs: Any) -> None:
@@ -69,64 +140,6 @@ def _check(*, gpus: int | None, **inputs: Any) -> None:
             check_degrees(Mesh(**degrees), count)
 
 
-def _layout_inputs() -> list[io.Input]:
-    return [
-        io.Int.Input(
-            "count",
-            default=2,
-            min=1,
-            max=MAX_WORKERS,
-            tooltip="Worker processes, with one GPU each; on a machine without a GPU they share its CPU. Each costs "
-            "some seconds to start, once, the RAM of a Python with torch, and its own buffers.",
-        ),
-        io.Combo.Input(
-            "layout",
-            options=list(LAYOUTS),
-            default=GOALS[0],
-            tooltip="latency: all workers compute the same video. throughput: the videos of a batch are distributed, "
-            "with less overhead. manual: the five degrees.",
-        ),
-    ]
-
-
-def _degree_inputs() -> list[io.Input]:
-    return [
-        io.Int.Input(axis, default=1, min=1, max=largest, tooltip=f"{text} Read with the layout {MANUAL} only.")
-        for axis, largest, text in _DEGREES
-    ]
-
-
-_DEGREES = (
-    (
-        "data",
-        MAX_WORKERS,
-        "Videos of a batch that are computed at the same time. Costs nothing; no gain for one video.",
-    ),
-    (
-        "stage",
-        MAX_WORKERS,
-        "Ranges of steps: a video moves from one to the next, and with 2 each worker keeps one expert. For batches; "
-        "no gain for one video.",
-    ),
-    (
-        "cfg",
-        2,
-        "2: positive and negative prompt are computed in parallel. Costs one exchange per step; needs guidance.",
-    ),
-    (
-        "ring",
-        MAX_WORKERS,
-        "Parts of every video's tokens; keys and values circulate. Costs an exchange in every block. On GPUs only.",
-    ),
-    (
-        "ulysses",
-        40,
-        "Parts of every video's tokens and heads; must divide the 40 heads. Costs four exchanges in every block: use "
-        "NVLink or a fast bus.",
-    ),
-)
-
-
 def _place_inputs() -> list[io.Input]:
     return [
         io.Combo.Input(
@@ -153,30 +166,6 @@ def _place_inputs() -> list[io.Input]:
             optional=True,
             tooltip="CPU threads of each worker. 0: the cores of a machine, divided among its workers. More threads "
             "than cores cost time.",
-        ),
-    ]
-
-
-def _life_inputs() -> list[io.Input]:
-    return [
-        io.Int.Input(
-            "max_restarts",
-            default=3,
-            min=0,
-            max=100,
-            optional=True,
-            tooltip="Number of dead workers to replace in a run. It continues from its last whole step; each restart "
-            "costs the start of a worker and at most one step.",
-        ),
-        io.Float.Input(
-            "timeout_s",
-            default=300.0,
-            min=1.0,
-            max=3600.0,
-            step=1.0,
-            optional=True,
-            tooltip="Seconds until a worker that does not answer another is replaced as hung. Must be longer than the "
-            "slowest block, first reads from disk included.",
         ),
     ]
 
