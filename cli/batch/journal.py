@@ -328,15 +328,12 @@ class Journal(AbstractContextManager["Journal"]):
 
     def post(self, saves: Mapping[str, frozenset[str] | None], prompt_id: str) -> None:
         """Record that rows are about to be sent under this id; `saves` maps row hashes to the nodes of their files."""
-        rows = [self._row(digest, State.waiting) for digest in saves]
-        posted = {
-            row.hash: replace(
-                row, state=State.posted, prompt_id=prompt_id, saves=saves[row.hash], attempts=row.attempts + 1
-            )
-            for row in rows
-        }
+        rows = [
+            replace(self._row(digest, State.waiting), state=State.posted, prompt_id=prompt_id, saves=nodes)
+            for digest, nodes in saves.items()
+        ]
         self._save(
-            self.entries | posted,
+            self.entries | {row.hash: replace(row, attempts=row.attempts + 1) for row in rows},
             attempts=[(prompt_id, row.hash) for row in rows],
         )
 

@@ -6,29 +6,19 @@ here. The faults found here are a subset of the server's: a value that an own ch
 
 from __future__ import annotations
 
-import http.client
 import json
-import shutil
-import urllib.error
+import ssl
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
+import httpx
 import torch
 
-from ...host.embedded import (
-    EmbeddedHost,
-    Folders,
-    NodeRules,
-    Prompt,
-    Verdict,
-    sockets_of,
-    validate_nodes,
-)
+from ...host.embedded import EmbeddedHost, Folders, NodeRules, Prompt, Verdict, sockets_of, validate_nodes
 from ...schema import is_loopback
 from ..arguments import ArgumentError
 from ..inputs import Sockets
@@ -83,10 +73,18 @@ class ServerBackend:
         if parts.scheme not in {"http", "https"} or not host or parts.query or parts.fragment:
             raise NotComfyUIError(f"--server {url}: write an address like http://127.0.0.1:8188")
         self.url = url.rstrip("/")
-        self._timeout_s = timeout_s
-        # Proxies of the environment cannot reach this machine's loopback ports.
-        handlers = [urllib.request.ProxyHandler({})] if is_loopback(host) else []
-        self._opener = urllib.request.build_opener(_NoRedirect(), *handlers)
+        try:
+            self._client = httpx.Client(
+                base_url=self.url,
+                timeout=timeout_s,
+                verify=ssl.create_default_context(),
+                # A connection that is kept is lost in a restart of the server, and the next request with it.
+                limits=httpx.Limits(max_keepalive_connections=0),
+                # Proxies of the environment cannot reach this machine's loopback ports.
+                trust_env=not is_loopback(host),
+            )
+        except (ValueError, ImportError) as err:  # a proxy with an unknown scheme, or one that needs another package
+            raise NotComfyUIError(f"--server {url}: {err}") from err
         self._info: ObjectInfo = {}
         self.sockets: Sockets = {}
         self._whole: set[str] = set()
@@ -180,8 +178,9 @@ class ServerBackend:
 
     def fetch(self, file: MadeFile, part: Path) -> None:
         filename = file.filename
-        query = urllib.parse.urlencode({"filename": filename, "subfolder": file.subfolder, "type": "output"})
-        with self._answer(urllib.request.Request(f"{self.url}/view?{query}")) as (status, body):
+        query = {"filename": filename, "subfolder": file.subfolder, "type": "output"}
+        with self._answer("GET", "/view", params=query) as answer:
+            status = answer.status_code
             if status in _NEVER:
                 raise NoSuchFileError(
                     f"the server saved '{filename}' but does not return it (status {status}): if the file was removed, "
@@ -189,12 +188,9 @@ class ServerBackend:
                 )
             if status != _OK:
                 raise UnreachableError(f"{self.url} does not send '{filename}' now (status {status})")
-            expected = body.headers.get("Content-Length")
             with part.open("wb") as written:
-                shutil.copyfileobj(_Body(body), written, _PIECE)
-                received = written.tell()
-        if expected is not None and received != int(expected):
-            raise UnreachableError(f"{filename}: received {received} of {expected} bytes")
+                for piece in answer.iter_bytes(_PIECE):
+                    written.write(piece)
 
     def withdraw(self, prompt_id: str) -> None:
         self._accepted("/queue", {"delete": [prompt_id]})
@@ -280,49 +276,25 @@ class ServerBackend:
 
     def _ask(self, route: str, body: object = None) -> tuple[int, Any]:
         """Return the status and the JSON response; None if it is not JSON."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {} if data is None else {"Content-Type": "application/json"}
-        with self._answer(urllib.request.Request(self.url + route, data, headers)) as (status, answer):
-            content = _Body(answer).read()
+        # Not `json=body`, which refuses NaN; ComfyUI accepts it.
+        sent = {} if body is None else {"content": json.dumps(body), "headers": {"Content-Type": "application/json"}}
+        with self._answer("POST" if sent else "GET", route, **sent) as answer:
+            content = answer.read()
         try:
-            return status, json.loads(content)
+            return answer.status_code, json.loads(content)
         except ValueError:
-            return status, None
+            return answer.status_code, None
 
     @contextmanager
-    def _answer(self, request: urllib.request.Request) -> Iterator[tuple[int, Any]]:
-        """Yield the status and the body of a response."""
+    def _answer(self, method: str, route: str, **sent: Any) -> Iterator[httpx.Response]:
+        """Yield a response, whose body may be read inside the `with`."""
         try:
-            answer = self._opener.open(request, timeout=self._timeout_s)
-        except urllib.error.HTTPError as err:
-            answer = err
-        except (OSError, http.client.HTTPException) as err:
-            raise UnreachableError(f"no answer from {self.url}: {getattr(err, 'reason', None) or err}") from err
-        with answer:
-            if answer.status in _GATEWAY_ERRORS:
-                raise UnreachableError(f"{self.url} answers with status {answer.status}")
-            yield answer.status, answer
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: urllib would turn a redirected POST into a GET."""
-
-    def redirect_request(self, *arguments: Any) -> None:
-        return None
-
-
-class _Body:
-    """Body of a response that raises UnreachableError, so that a lost connection differs from a full disk."""
-
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
-
-    def read(self, length: int | None = None) -> bytes:
-        try:
-            piece: bytes = self._answer.read() if length is None else self._answer.read(length)
-        except (OSError, http.client.HTTPException) as err:
-            raise UnreachableError(f"the connection was lost: {err}") from err
-        return piece
+            with self._client.stream(method, route, **sent) as answer:
+                if answer.status_code in _GATEWAY_ERRORS:
+                    raise UnreachableError(f"{self.url} answers with status {answer.status_code}")
+                yield answer
+        except httpx.HTTPError as err:
+            raise UnreachableError(f"no answer from {self.url}: {err}") from err
 
 
 def _outcome(job: Mapping[str, Any]) -> Outcome:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -98,8 +97,8 @@ def test_a_proxy_of_the_environment_has_no_part_in_calls_to_this_machine(
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://192.0.2.7:3128")
     monkeypatch.delenv("no_proxy", raising=False)
-    handlers = ServerBackend(f"http://{host}:8188")._opener.handlers
-    assert not any(isinstance(handler, urllib.request.ProxyHandler) for handler in handlers)
+    assert not any(ServerBackend(f"http://{host}:8188")._client._mounts.values())
+    assert any(ServerBackend("http://192.0.2.8:8188")._client._mounts.values())
 
 
 @pytest.mark.parametrize(
@@ -153,9 +152,9 @@ def test_a_download_that_breaks_off_is_silence_and_not_a_file(canned: Canned, tm
     assert (tmp_path / "part").read_bytes() == b"12345"
     assert canned.asked[-1][0] == "/view?filename=a+b_.png&subfolder=sub%2Ffolder&type=output"
     canned.promise = 9
-    with pytest.raises(UnreachableError, match=r"5 of 9 bytes|broke off"):
+    with pytest.raises(UnreachableError, match=r"received 5 bytes, expected 9"):
         client.fetch(made("a.png"), tmp_path / "part")
-    with pytest.raises(UnreachableError, match="the connection was lost"):
+    with pytest.raises(UnreachableError, match=r"received 5 bytes, expected 9"):
         client.read_nodes()
 
 
