@@ -216,7 +216,7 @@ def _sleep(seconds: float, stop: StopRequest, bar: BatchBar) -> None:
     requested = stop.requested
     while (left := end - time.monotonic()) > 0 and stop.requested == requested and not stop.immediate:
         time.sleep(min(left, _TICK_SECONDS))
-    bar.tick()
+    bar.refresh()
 
 
 def _on_stop(stop: StopRequest, backend: BatchBackend) -> None:

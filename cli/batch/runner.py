@@ -230,7 +230,7 @@ class Runner:
                     names = ", ".join(file.name for file in kept)
                     raise FileNotFoundError(f"{names}: removed from {self.store.work_folder} after the check")
                 self.journal.finish(row.hash)
-                self.reporter.done(row)
+                self.reporter.done()
                 self._fetched += 1
             submission.rows.remove(row)
             self._fetch_setbacks.pop(row.hash, None)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,9 +14,9 @@ def test_the_bar_counts_rows_that_ended_and_tells_what_failed(capsys: pytest.Cap
     row = Row(line=7, position=6, hash="h")
     with BatchBar(rows=4, ended=1) as bar:
         bar.show(NodeProgress(node_id="sampler", class_type="S", done=3, total=20))
-        bar.done(row)
+        bar.done()
         bar.failed(row, "too big")
-        bar.tick()
+        bar.refresh()
     told = capsys.readouterr().err
     assert "line 7: too big\n" in told
     assert "sampler 3/20" in told
@@ -26,20 +27,19 @@ def test_the_bar_counts_rows_that_ended_and_tells_what_failed(capsys: pytest.Cap
 
 def test_a_row_counts_as_far_as_it_is_and_lanes_together(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
-    row = Row(line=1, position=1, hash="h")
     with BatchBar(rows=8, ended=2, clock=lambda: now[0]) as bar:
         bar.running("a", 1)
         bar.show(NodeProgress(node_id="sampler", class_type="S", done=5, total=20))
         assert bar.passed == 2.25
         now[0] = 10.0
-        bar.done(row)
+        bar.done()
         assert bar.passed == 3.0
         bar.running("b", 4)
         now[0] = 15.0
         bar.show(NodeProgress(node_id="sampler", class_type="S", done=10, total=20))
         assert bar.passed == 5.0, "half of four rows that run together"
         for whole in (4, 5, 6, 7):
-            bar.done(row)
+            bar.done()
             assert whole <= bar.passed <= 7.0
         assert bar.passed == 7.0
     told = capsys.readouterr().err.split("\r")
@@ -65,7 +65,7 @@ class Clocked:
 
     def end(self, now: float) -> None:
         self.now = now
-        self.bar.done(Row(line=1, position=1, hash="h"))
+        self.bar.done()
         self.before += 1
 
     def fraction(self, now: float) -> float:
@@ -73,8 +73,14 @@ class Clocked:
         return self.bar.passed - self.before
 
 
-def test_the_first_job_is_as_far_as_the_steps_of_its_longest_node() -> None:
-    bar = Clocked()
+@pytest.fixture
+def bar() -> Iterator[Clocked]:
+    clocked = Clocked()
+    with clocked.bar:
+        yield clocked
+
+
+def test_the_first_job_is_as_far_as_the_steps_of_its_longest_node(bar: Clocked) -> None:
     bar.begin("a", 0.0)
     assert bar.fraction(5.0) == 0.0
     bar.report(0, 1)
@@ -90,8 +96,7 @@ def test_the_first_job_is_as_far_as_the_steps_of_its_longest_node() -> None:
     assert bar.fraction(11.0) == 0.99, "it has not ended"
 
 
-def test_the_steps_of_the_next_job_count_and_not_the_time_of_the_last_one() -> None:
-    bar = Clocked()
+def test_the_steps_of_the_next_job_count_and_not_the_time_of_the_last_one(bar: Clocked) -> None:
     bar.begin("a", 0.0)
     bar.report(4, 4)
     bar.end(100.0)
@@ -103,8 +108,7 @@ def test_the_steps_of_the_next_job_count_and_not_the_time_of_the_last_one() -> N
     assert bar.fraction(301.0) == 0.5, "a node that begins again takes nothing back"
 
 
-def test_without_reports_the_last_job_is_the_measure() -> None:
-    bar = Clocked()
+def test_without_reports_the_last_job_is_the_measure(bar: Clocked) -> None:
     bar.begin("a", 0.0)
     assert bar.fraction(30.0) == 0.0
     bar.end(40.0)
@@ -114,8 +118,7 @@ def test_without_reports_the_last_job_is_the_measure() -> None:
     assert bar.fraction(500.0) == 0.99
 
 
-def test_a_job_that_was_given_up_is_no_measure() -> None:
-    bar = Clocked()
+def test_a_job_that_was_given_up_is_no_measure(bar: Clocked) -> None:
     bar.begin("a", 0.0)
     bar.report(3, 4)
     bar.begin("b", 2.0)
@@ -135,13 +138,13 @@ def test_the_bar_says_that_nothing_answers_and_its_time_left_does_not_grow(
 ) -> None:
     now = [1000.0]
     with BatchBar(rows=4, ended=0, clock=lambda: now[0]) as bar:
-        bar._bar._time, bar._bar.start_t = lambda: now[0], now[0]
+        bar._time, bar.start_t = lambda: now[0], now[0]
         now[0] += 60
-        bar.done(Row(line=1, position=1, hash="h"))
+        bar.done()
         assert "<03:00" in capsys.readouterr().err.split("\r")[-1]
         bar.unresponsive(True)
         now[0] += 300
-        bar.tick()
+        bar.refresh()
         gone = capsys.readouterr().err.split("\r")[-1]
         assert "1/4 [06:00, no answer for 300 s]" in gone
         assert "<" not in gone
