@@ -128,7 +128,7 @@ def _dry_run(spec: _BatchSpec) -> int:
     for row in spec.rows:
         faults = [row.fault] if row.fault else spec.backend.faults(apply_row(spec.workflow, row, spec.backend.sockets))
         for fault in faults:
-            print(f"line {row.line}: {fault}", file=sys.stderr)
+            print(f"{row}: {fault}", file=sys.stderr)
         valid += [] if faults else [row]
     unchecked = spec.backend.unchecked(spec.workflow)
     if unchecked:

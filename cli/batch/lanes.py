@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...host.embedded import Prompt, as_link
@@ -65,15 +64,6 @@ def lane_traits(prompt: Prompt) -> dict[str, object]:
     return traits
 
 
-def difference(traits: Mapping[str, object], others: Mapping[str, object], other_row: Hashable) -> str:
-    """Describe the first difference between a row and `other_row`; empty if there is none."""
-    for name in {**others, **traits}:
-        value, other = traits.get(name, "missing"), others.get(name, "missing")
-        if value != other or type(value) is not type(other):  # True == 1 in Python, but not in a workflow
-            return f"its {name} is {value}, that of {other_row} is {other}"
-    return ""
-
-
 def _common_sources(prompt: Prompt, sampler: str) -> set[str]:
     """Return the direct and indirect sources of the sampler inputs that all lanes share."""
     inputs = prompt[sampler].get("inputs", {})
@@ -93,54 +83,44 @@ LATENT_OUTPUT = 0
 """Output of the sampler that is replaced by the lane's latent; the other outputs are those of the lane sampler."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LanePass:
-    """One workflow that runs one row, or several rows as lanes of one pass over the weights."""
+def lane_jobs(prompts: Mapping[Row, Prompt], lanes: int) -> list[BatchJob]:
+    """Return jobs of at most `lanes` rows that run every row of `prompts` (row -> its workflow) once.
 
-    rows: tuple[Hashable, ...]
-    """Names of the rows, in the order of their lanes."""
-    prompt: Prompt
-    own_ids: tuple[frozenset[str] | None, ...]
-    """For each row: its nodes of `prompt`; a shared node belongs to the first of its rows. None: all nodes."""
-    reason: str = ""
-    """Reason why a row could not share a pass."""
-
-
-def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ...]:
-    """Return passes of at most `lanes` rows that run every row of `prompts` (row name -> its workflow) once.
-
-    Rows share a pass if they differ only in properties of one video: texts, images, seeds, output files. A row without
-    a partner runs alone, with the reason. Passes are in the order of their first rows.
+    Rows share a job, as lanes of one pass over the weights, if they differ only in properties of one video: texts,
+    images, seeds, output files. A row without a partner runs alone, with the reason. Jobs are in the order of their
+    first rows.
     """
-    groups: dict[str, list[Hashable]] = {}
-    reasons: dict[Hashable, str] = {}
+    jobs: list[BatchJob] = []
+    groups: dict[str, list[Row]] = {}
     for row, prompt in prompts.items():
-        refusal = lane_refusal(prompt) if lanes > 1 else ""
-        if lanes == 1 or refusal:
-            reasons[row] = refusal
-        else:
-            groups.setdefault(json.dumps(lane_traits(prompt), sort_keys=True), []).append(row)
-    shares = [rows[at : at + lanes] for rows in groups.values() for at in range(0, len(rows), lanes)]
-    for (row,) in (share for share in shares if len(share) == 1):
-        reasons[row] = _reason_alone(row, prompts, groups.values())
-    alone = [lane_pass({row: prompts[row]}, reason=reason) for row, reason in reasons.items()]
-    shared = [lane_pass({row: prompts[row] for row in share}) for share in shares if len(share) > 1]
+        separate = lanes == 1 or lane_refusal(prompt)
+        groups.setdefault(row.hash if separate else json.dumps(lane_traits(prompt), sort_keys=True), []).append(row)
+    for rows in groups.values():
+        for at in range(0, len(rows), lanes):
+            share = rows[at : at + lanes]
+            reason = _reason_alone(share[0], prompts, groups.values()) if len(share) == 1 and lanes > 1 else ""
+            merged, own_ids = merge_lanes([prompts[row] for row in share])
+            saves = {row.hash: own for row, own in zip(share, own_ids, strict=True)}
+            jobs.append(BatchJob(prompt=merged, rows=tuple(share), saves=saves, reason=reason))
     order = {row: at for at, row in enumerate(prompts)}
-    return tuple(sorted([*alone, *shared], key=lambda each: order[each.rows[0]]))
+    return sorted(jobs, key=lambda job: order[job.rows[0]])
 
 
-def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:
-    """Return the pass of these rows (row name -> its workflow); a single row keeps its own workflow.
+def merge_lanes(prompts: Sequence[Prompt]) -> tuple[Prompt, list[frozenset[str] | None]]:
+    """Return one workflow for several rows, and for each row its nodes; a common node belongs to the first of its rows.
 
-    Several rows must have equal `lane_traits`, and no `lane_refusal`: `lane_passes` groups rows by them.
+    The workflows must have equal `lane_traits`, and no `lane_refusal`: `lane_jobs` groups rows by them. A single one
+    stays as it is; None: all nodes.
     """
-    rows = tuple(prompts)
-    if len(rows) == 1:
-        (prompt,) = prompts.values()
-        return LanePass(rows=rows, prompt=prompt, own_ids=(None,), reason=reason)
-    composed, owners = _Composer([*prompts.values()]).compose()
-    own_ids = tuple(frozenset(each for each, owner in owners.items() if owner == row) for row in range(len(rows)))
-    return LanePass(rows=rows, prompt=composed, own_ids=own_ids)
+    if len(prompts) == 1:
+        return prompts[0], [None]
+    merger, merged = _LaneMerger(prompts), dict[str, Mapping[str, Any]]()
+    own_ids: list[frozenset[str] | None] = []
+    for row, prompt in enumerate(prompts):
+        nodes = {made: node for own in prompt for made, node in merger.nodes(row, own).items() if made not in merged}
+        merged |= nodes
+        own_ids.append(frozenset(nodes))
+    return merged, own_ids
 
 
 def digest_of_lane(prompt: object, node_id: str) -> object:
@@ -150,16 +130,22 @@ def digest_of_lane(prompt: object, node_id: str) -> object:
     return prompt
 
 
-def _reason_alone(row: Hashable, prompts: Mapping[Any, Prompt], groups: Collection[Sequence[Hashable]]) -> str:
-    """Return the reason why `row` has no partner; `groups` are the rows that fit together."""
-    others = [rows[0] for rows in groups if row not in rows]
-    if [row] in groups and others:
-        return difference(lane_traits(prompts[row]), lane_traits(prompts[others[0]]), others[0])
+def _reason_alone(row: Row, prompts: Mapping[Row, Prompt], groups: Collection[Sequence[Row]]) -> str:
+    """Return the reason why `row` has no partner; `groups` are the rows that fit together, or cannot be lanes."""
+    if refusal := lane_refusal(prompts[row]):
+        return refusal
+    other = next((rows[0] for rows in groups if row not in rows and not lane_refusal(prompts[rows[0]])), None)
+    if other is not None and [row] in groups:
+        traits, others = lane_traits(prompts[row]), lane_traits(prompts[other])
+        for name in {**others, **traits}:
+            value, wanted = traits.get(name, "missing"), others.get(name, "missing")
+            if value != wanted or type(value) is not type(wanted):  # True == 1 in Python, but not in a workflow
+                return f"its {name} is {value}, that of {other} is {wanted}"
     return "no other row is left to share a pass with"
 
 
-class _Composer:
-    """Merges several similar workflows into one, in which common nodes occur once."""
+class _LaneMerger:
+    """Nodes of several similar workflows in a merged one, in which common nodes occur once."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
@@ -171,69 +157,56 @@ class _Composer:
         while any(node_id.startswith(self._stem) for prompt in prompts for node_id in prompt):
             self._stem += "_"
 
-    def compose(self) -> tuple[Prompt, dict[str, int]]:
-        """Return the composed workflow, and the row of each of its nodes."""
-        composed: dict[str, Mapping[str, Any]] = {}
-        owners: dict[str, int] = {}
-        for row, prompt in enumerate(self._prompts):
-            for own, node in prompt.items():
-                for node_id, made in self._nodes(row, own, node).items():
-                    composed.setdefault(node_id, made)
-                    owners.setdefault(node_id, row)
-        return composed, owners
-
-    def _nodes(self, row: int, own: str, node: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-        """Return the composed nodes of a row's node; those that rows share are the same for all of them."""
+    def nodes(self, row: int, own: str) -> Prompt:
+        """Return the merged nodes of a row's node; those that rows share are the same for all of them."""
+        node = self._prompts[row][own]
         if own in self._samplers:
-            return {
-                own: self._lane_sampler(own),
-                self._lane(row, own): self._lane_node(row, own),
-                self._composed_id(row, own): self._lane_latent(row, own),
-            }
+            return self._lane_nodes(row, own)
         if own in self._shared:
             return {own: node}
         if self._owners[row][own] != row:
             return {}
-        return {self._composed_id(row, own): _as(node, self._meta(row, node), self._linked(row, node))}
+        return {self._merged_id(row, own): {**node, "_meta": self._meta(row, own), "inputs": self._inputs(row, own)}}
 
-    def _lane_sampler(self, sampler: str) -> dict[str, Any]:
-        node = self._prompts[0][sampler]
+    def _lane_nodes(self, row: int, sampler: str) -> Prompt:
+        """Return the node that samples all lanes, that with the row's inputs, and that with the row's latent."""
+        # Unlike these ids, those of row nodes have a number after the stem.
+        ids = [f"{self._stem}_inputs{lane}_{sampler}" for lane, _ in enumerate(self._prompts, 1)]
+        node, meta = self._prompts[0][sampler], self._meta(row, sampler)
         settings = {name: value for name, value in node["inputs"].items() if name not in OWN_INPUTS}
-        last = self._lane(len(self._prompts) - 1, sampler)
-        return _as({**node, "class_type": LANE_SAMPLER}, {"title": _title(node)}, {**settings, "lanes": [last, 0]})
-
-    def _lane_node(self, row: int, sampler: str) -> dict[str, Any]:
-        node = self._prompts[row][sampler]
-        inputs = {name: value for name, value in self._linked(row, node).items() if name in OWN_INPUTS}
+        inputs = {name: value for name, value in self._inputs(row, sampler).items() if name in OWN_INPUTS}
         if row > 0:
-            inputs["lanes"] = [self._lane(row - 1, sampler), 0]
-        return _as({"class_type": LANE}, self._meta(row, node), inputs)
+            inputs["lanes"] = [ids[row - 1], 0]
+        common = {
+            "class_type": LANE_SAMPLER,
+            "_meta": {"title": _title(node)},
+            "inputs": {**settings, "lanes": [ids[-1], 0]},
+        }
+        latent = {"class_type": LANE_LATENT, "_meta": meta, "inputs": {"latents": [sampler, 0], "index": row}}
+        return {
+            sampler: {**node, **common},
+            ids[row]: {"class_type": LANE, "_meta": meta, "inputs": inputs},
+            self._merged_id(row, sampler): latent,
+        }
 
-    def _lane_latent(self, row: int, sampler: str) -> dict[str, Any]:
-        inputs = {"latents": [sampler, 0], "index": row}
-        return _as({"class_type": LANE_LATENT}, self._meta(row, self._prompts[row][sampler]), inputs)
-
-    def _linked(self, row: int, node: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a row's node, with links to the composed nodes."""
-        inputs = dict(node.get("inputs", {}))
+    def _inputs(self, row: int, own: str) -> dict[str, Any]:
+        """Return the inputs of a row's node, with links to the merged nodes."""
+        inputs = dict(self._prompts[row][own].get("inputs", {}))
         for name, value in inputs.items():
             link = as_link(value)
             if link is None or link.node_id not in self._prompts[row]:
                 continue
             if link.node_id in self._samplers and link.output != LATENT_OUTPUT:
                 continue
-            inputs[name] = [self._composed_id(row, link.node_id), link.output]
+            inputs[name] = [self._merged_id(row, link.node_id), link.output]
         return inputs
 
-    def _composed_id(self, row: int, own: str) -> str:
-        """Return the id of the composed node for a row's node `own`."""
+    def _merged_id(self, row: int, own: str) -> str:
+        """Return the id of the merged node for a row's node `own`."""
         return own if own in self._shared else f"{self._stem}{self._owners[row][own] + 1}_{own}"
 
-    def _lane(self, row: int, sampler: str) -> str:
-        return f"{self._stem}_inputs{row + 1}_{sampler}"  # unlike ids of row nodes, which have a number after the stem
-
-    def _meta(self, row: int, node: Mapping[str, Any]) -> dict[str, str]:
-        return {"title": f"{_title(node)} (lane {row + 1})", _DIGEST: self._digests[row]}
+    def _meta(self, row: int, own: str) -> dict[str, str]:
+        return {"title": f"{_title(self._prompts[row][own])} (lane {row + 1})", _DIGEST: self._digests[row]}
 
 
 def _owners(prompts: Sequence[Prompt], samplers: Collection[str]) -> list[dict[str, int]]:
@@ -261,10 +234,6 @@ def _title(node: Mapping[str, Any]) -> str:
     return str((meta.get("title") if isinstance(meta, Mapping) else None) or node.get("class_type", ""))
 
 
-def _as(node: Mapping[str, Any], meta: Mapping[str, str], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {**node, "_meta": meta, "inputs": dict(inputs)}
-
-
 MAX_NAMED = 8
 """Maximum number of rows that a message lists by name."""
 
@@ -273,23 +242,17 @@ def lane_planner(workflow: Prompt, sockets: Sockets, lanes: int, report: Callabl
     """Return a planner of jobs with up to `lanes` rows, which reports rows that run alone with their reasons."""
 
     def plan(rows: Sequence[Row]) -> list[BatchJob]:
-        named = {f"line {row.line}": row for row in rows}
-        passes = lane_passes({name: apply_row(workflow, row, sockets) for name, row in named.items()}, lanes)
+        jobs = lane_jobs({row: apply_row(workflow, row, sockets) for row in rows}, lanes)
         if len(rows) > 1:  # a single row is a retry after its job failed, which has been reported
-            for line in _describe_unshared(passes):
-                report(line)
-        return [_job(each, tuple(named[str(name)] for name in each.rows)) for each in passes]
+            by_reason: dict[str, list[str]] = {}
+            for job in jobs:
+                by_reason.setdefault(job.reason, []).append(str(job.rows[0]))
+            for reason, names in by_reason.items():
+                if reason:
+                    report(f"{_listed(names)} alone: {reason}")
+        return jobs
 
     return plan
-
-
-def _describe_unshared(passes: Sequence[LanePass]) -> list[str]:
-    """Return a line for each reason why rows run alone."""
-    by_reason: dict[str, list[str]] = {}
-    for each in passes:
-        if each.reason:
-            by_reason.setdefault(each.reason, []).append(str(each.rows[0]))
-    return [f"{_listed(names)} alone: {reason}" for reason, names in by_reason.items()]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -298,8 +261,3 @@ def _listed(names: Sequence[str]) -> str:
     if len(names) > MAX_NAMED:
         return f"{names[0]} and {len(names) - 1} more run"
     return f"{', '.join(names[:-1])} and {names[-1]} run"
-
-
-def _job(lane_pass: LanePass, rows: tuple[Row, ...]) -> BatchJob:
-    saves = {row.hash: own for row, own in zip(rows, lane_pass.own_ids, strict=True)}
-    return BatchJob(prompt=lane_pass.prompt, rows=rows, saves=saves)

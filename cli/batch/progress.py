@@ -83,7 +83,7 @@ class BatchBar(tqdm):  # type: ignore[misc]
 
     def failed(self, row: Row, reason: str) -> None:
         """Report a failed row, with the reason."""
-        self.note(f"line {row.line}: {reason}")
+        self.note(f"{row}: {reason}")
         self.done()
 
     def note(self, text: str) -> None:

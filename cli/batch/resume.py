@@ -110,8 +110,8 @@ def resume(
         if row.fault is not None and journal.entries[row.hash].state is State.posted:
             journal.fail(row.hash, row.fault)  # the nodes of the host have changed since the row was posted
     return [
-        *(f"line {row.line} runs again: its files are missing" for row in missing if row not in adopted),
-        *(f"line {row.line} does not run again: a finished file contains its workflow" for row in adopted),
+        *(f"{row} runs again: its files are missing" for row in missing if row not in adopted),
+        *(f"{row} does not run again: a finished file contains its workflow" for row in adopted),
     ]
 
 

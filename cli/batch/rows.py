@@ -49,9 +49,12 @@ class Row:
     hash: str
     """Identity of the row, independent of its position: SHA-256 of its content and the number of earlier duplicates."""
     name: str | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
     as_text: bool = False
     fault: str | None = None
+
+    def __str__(self) -> str:
+        return f"line {self.line}"
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -196,6 +199,8 @@ class BatchJob:
     rows: tuple[Row, ...]
     saves: Mapping[str, frozenset[str] | None]
     """By hash of a row: the nodes that save the row's files. None: all nodes."""
+    reason: str = field(default="", compare=False)
+    """Reason why a single row could not share the job with others."""
 
 
 Planner: TypeAlias = Callable[[Sequence[Row]], list[BatchJob]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from wanstream.cli.batch.lanes import lane_pass
+from wanstream.cli.batch.lanes import merge_lanes
 from wanstream.host import io
 from wanstream.host.api import LoadedExperts
 from wanstream.host.embedded.run import History, NodeFailedError
@@ -85,9 +85,9 @@ def timeline(history: History) -> Timeline:
 
 def check_lanes(run: Run, rows: Sequence[Workflow]) -> list[torch.Tensor]:
     """Compare lanes of one run with separate runs: bit-equal latents and total bytes; returns the latents."""
-    made = lane_pass(dict(enumerate(rows)))
+    merged, _ = merge_lanes(rows)
     lanes = [f"lane{number}_sampler" for number in range(1, len(rows) + 1)]
-    together = run(made.prompt, keep=lanes)
+    together = run(merged, keep=lanes)
     alone = [run(nodes, keep=["sampler"]) for nodes in rows]
     latents = [latent(together, lane) for lane in lanes]
     for own, single in zip(latents, alone, strict=True):
@@ -151,8 +151,8 @@ def test_a_batch_and_a_single_video_share_a_run(run: Run) -> None:
 
 
 def test_the_lane_sampler_tells_its_run_as_the_sampler_does(run: Run) -> None:
-    made = lane_pass({1: row("t2v", sampler__seed=1), 2: row("t2v", sampler__seed=2)})
-    sampler_run = run(made.prompt, keep=["sampler"]).results["sampler"][1]
+    merged, _ = merge_lanes([row("t2v", sampler__seed=seed) for seed in (1, 2)])
+    sampler_run = run(merged, keep=["sampler"]).results["sampler"][1]
     assert sampler_run.node_id == "sampler"
     assert sampler_run.request.batch == 2
     assert sampler_run.timeline.steps
@@ -169,7 +169,7 @@ def test_the_host_is_asked_for_what_all_lanes_compute_in(run: Run, monkeypatch: 
         return LoadedExperts(pair=pair, policy=policy, device=torch.device("cpu"))
 
     monkeypatch.setattr(embedded_host, "load_experts", load_experts)
-    run(lane_pass({n: row("t2v", sampler__seed=n) for n in range(4)}).prompt)
+    run(merge_lanes([row("t2v", sampler__seed=seed) for seed in range(4)])[0])
     ((given, expected),) = asked
     assert given == expected
 

@@ -17,12 +17,11 @@ from wanstream.cli.batch.lanes import (
     MAX_LANES,
     OWN_INPUTS,
     SAMPLER,
-    LanePass,
     digest_of_lane,
-    lane_pass,
-    lane_passes,
+    lane_jobs,
+    merge_lanes,
 )
-from wanstream.cli.batch.rows import workflow_digest
+from wanstream.cli.batch.rows import BatchJob, Row, workflow_digest
 from wanstream.host.embedded.graph import as_link
 from wanstream.nodes import WanStreamExtension
 
@@ -47,25 +46,35 @@ def seeds(*numbers: int, **changes: Any) -> dict[int, Prompt]:
     return {number: row(sampler__seed=number, **changes) for number in numbers}
 
 
-def only(prompts: dict[int, Prompt], lanes: int = 4) -> LanePass:
-    (made,) = lane_passes(prompts, lanes)
+def jobs_of(prompts: dict[int, Prompt], lanes: int) -> list[BatchJob]:
+    """The jobs of rows with these workflows, by their lines."""
+    return lane_jobs({Row(line=n, position=n, hash=str(n)): prompt for n, prompt in prompts.items()}, lanes)
+
+
+def lines(made: BatchJob) -> tuple[int, ...]:
+    return tuple(row.line for row in made.rows)
+
+
+def only(prompts: dict[int, Prompt], lanes: int = 4) -> BatchJob:
+    (made,) = jobs_of(prompts, lanes)
     return made
 
 
-def ids_of(made: LanePass) -> list[dict[str, str]]:
+def ids_of(made: BatchJob) -> list[dict[str, str]]:
     """For each row: the nodes that it alone has, by their ids in its own workflow."""
     return [
-        {each.removeprefix(f"lane{number}_"): each for each in own or ()} for number, own in enumerate(made.own_ids, 1)
+        {each.removeprefix(f"lane{number}_"): each for each in own or ()}
+        for number, own in enumerate(made.saves.values(), 1)
     ]
 
 
-def classes(made: LanePass) -> list[str]:
+def classes(made: BatchJob) -> list[str]:
     return sorted(node["class_type"] for node in made.prompt.values())
 
 
 def test_rows_that_differ_in_their_seeds_share_everything_up_to_the_latent() -> None:
     made = only(seeds(7, 8))
-    assert made.rows == (7, 8)
+    assert lines(made) == (7, 8)
     assert made.reason == ""
     own = [LANE, LANE_LATENT, "WanStreamVAEDecode", "WanStreamSaveVideo"] * 2
     shared = ["WanStreamExperts", "WanStreamLayerwise", "WanStreamTextEncode", "WanStreamEmptyLatent", LANE_SAMPLER]
@@ -157,7 +166,7 @@ def test_every_link_leads_to_a_node_of_the_pass() -> None:
         for link in filter(None, map(as_link, node["inputs"].values())):
             assert link.node_id in made.prompt
             assert link.output < len(SCHEMAS[made.prompt[link.node_id]["class_type"]].outputs)
-    own = [each for ids in made.own_ids for each in ids or ()]
+    own = [each for ids in made.saves.values() for each in ids or ()]
     assert sorted(own) == sorted(made.prompt), "every node belongs to one row"
 
 
@@ -199,37 +208,37 @@ def test_ids_of_a_workflow_are_never_taken_twice() -> None:
 
 def test_every_node_of_a_pass_is_there_for_one_row() -> None:
     made = only(seeds(5, 6))
-    first, second = made.own_ids
+    first, second = made.saves.values()
     assert first is not None
     assert {"experts", "text", "sampler", "lane1_save"} <= first
     assert second == {"lane2_frames", "lane2_save", "lane2_sampler", "lane_inputs2_sampler"}
-    assert only({9: row()}).own_ids == (None,)
+    assert only({9: row()}).saves == {"9": None}
 
 
 def test_rows_are_shared_out_in_their_order() -> None:
-    passes = lane_passes(seeds(*range(1, 8)), 3)
-    assert [made.rows for made in passes] == [(1, 2, 3), (4, 5, 6), (7,)]
+    passes = jobs_of(seeds(*range(1, 8)), 3)
+    assert [lines(made) for made in passes] == [(1, 2, 3), (4, 5, 6), (7,)]
     assert [made.reason for made in passes] == ["", "", UNSEEN]
     assert passes[2].prompt == row(sampler__seed=7)
 
 
 def test_the_last_of_many_is_left_over_whatever_the_others_are() -> None:
     rows = {n: row(sampler__seed=n, sampler__steps=4 if n > 3 else 20) for n in range(1, 6)}
-    assert [(made.rows, made.reason) for made in lane_passes(rows, 2)] == [((1, 2), ""), ((3,), UNSEEN), ((4, 5), "")]
+    assert [(lines(made), made.reason) for made in jobs_of(rows, 2)] == [((1, 2), ""), ((3,), UNSEEN), ((4, 5), "")]
 
 
 def test_the_same_rows_make_the_same_pass_again() -> None:
     rows = seeds(3, 4, 5)
-    assert lane_pass(rows) == only(rows)
+    assert merge_lanes([*rows.values()]) == (only(rows).prompt, [*only(rows).saves.values()])
 
 
 def test_more_lanes_than_rows_is_one_pass() -> None:
-    assert only(seeds(1, 2), lanes=64).rows == (1, 2)
+    assert lines(only(seeds(1, 2), lanes=64)) == (1, 2)
 
 
 def test_one_lane_leaves_every_row_as_it_is() -> None:
     rows = seeds(1, 2)
-    assert [(made.rows, made.prompt, made.reason) for made in lane_passes(rows, 1)] == [
+    assert [(lines(made), made.prompt, made.reason) for made in jobs_of(rows, 1)] == [
         ((number,), prompt, "") for number, prompt in rows.items()
     ]
 
@@ -242,46 +251,46 @@ def test_the_last_lane_that_there_can_be_is_one_that_the_node_takes_out() -> Non
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"latent__width": 640}, "its latent.width is 640, that of 1 is 832"),
-        ({"latent__frames": 5}, "its latent.frames is 5, that of 1 is 81"),
-        ({"sampler__steps": 4}, "its sampler.steps is 4, that of 1 is 20"),
-        ({"sampler__guidance_high": 1.0}, "its sampler.guidance_high is 1, that of 1 is 4"),
-        ({"experts__high_noise": "other.gguf"}, f"its experts.high_noise is other.gguf, that of 1 is {HIGH}"),
-        ({"policy__prefetch_blocks": 2}, "its policy.prefetch_blocks is 2, that of 1 is 1"),
+        ({"latent__width": 640}, "its latent.width is 640, that of line 1 is 832"),
+        ({"latent__frames": 5}, "its latent.frames is 5, that of line 1 is 81"),
+        ({"sampler__steps": 4}, "its sampler.steps is 4, that of line 1 is 20"),
+        ({"sampler__guidance_high": 1.0}, "its sampler.guidance_high is 1, that of line 1 is 4"),
+        ({"experts__high_noise": "other.gguf"}, f"its experts.high_noise is other.gguf, that of line 1 is {HIGH}"),
+        ({"policy__prefetch_blocks": 2}, "its policy.prefetch_blocks is 2, that of line 1 is 1"),
     ],
 )
 def test_a_row_that_fits_no_other_runs_alone_and_says_why(change: dict[str, Any], reason: str) -> None:
-    passes = lane_passes({**seeds(1, 2), 3: row(**change)}, 4)
-    assert [(made.rows, made.reason) for made in passes] == [((1, 2), ""), ((3,), reason)]
+    passes = jobs_of({**seeds(1, 2), 3: row(**change)}, 4)
+    assert [(lines(made), made.reason) for made in passes] == [((1, 2), ""), ((3,), reason)]
     assert passes[1].prompt == row(**change)
 
 
 def test_rows_of_two_kinds_make_passes_of_both() -> None:
     rows = {n: row(sampler__seed=n, sampler__steps=4 if n % 2 else 8) for n in range(1, 7)}
-    assert [made.rows for made in lane_passes(rows, 4)] == [(1, 3, 5), (2, 4, 6)]
+    assert [lines(made) for made in jobs_of(rows, 4)] == [(1, 3, 5), (2, 4, 6)]
 
 
 def test_the_same_number_written_in_two_ways_is_the_same() -> None:
     made = only({1: row(sampler__guidance_low=3, policy__prefetch_blocks=1.0), 2: row(sampler__guidance_low=3.0)})
-    assert made.rows == (1, 2)
+    assert lines(made) == (1, 2)
     assert "policy" in made.prompt
 
 
 def test_yes_and_one_are_not_the_same() -> None:
-    _, alone = lane_passes({1: row(), 2: row(sampler__add_noise=1)}, 2)
-    assert alone.reason == "its sampler.add_noise is 1, that of 1 is True"
+    _, alone = jobs_of({1: row(), 2: row(sampler__add_noise=1)}, 2)
+    assert alone.reason == "its sampler.add_noise is 1, that of line 1 is True"
 
 
 def test_a_sampler_without_a_policy_fits_none_with_one() -> None:
     bare = row()
     del bare["sampler"]["inputs"]["policy"]
-    _, alone = lane_passes({1: row(), 2: bare}, 2)
-    assert alone.reason == "its policy is missing, that of 1 is WanStreamLayerwise"
+    _, alone = jobs_of({1: row(), 2: bare}, 2)
+    assert alone.reason == "its policy is missing, that of line 1 is WanStreamLayerwise"
 
 
 def test_workflows_without_our_sampler_run_as_they_are() -> None:
     rows = {n: row("guider", noise__noise_seed=n) for n in (1, 2)}
-    for made, prompt in zip(lane_passes(rows, 2), rows.values(), strict=True):
+    for made, prompt in zip(jobs_of(rows, 2), rows.values(), strict=True):
         assert made.prompt == prompt
         assert made.reason == "its workflow has no WanStreamSampler, the node whose passes lanes share"
 
@@ -293,7 +302,7 @@ def test_settings_that_come_from_another_video_cannot_be_shared() -> None:
         prompt["levels"] = {"class_type": "SigmasOf", "inputs": {"latent": ["first", 0]}}
         return prompt
 
-    for made in lane_passes({1: chained(1), 2: chained(2)}, 2):
+    for made in jobs_of({1: chained(1), 2: chained(2)}, 2):
         assert made.reason == "the settings of sampler, common to all lanes, depend on first, which makes one video"
 
 
@@ -308,7 +317,7 @@ def test_a_broken_workflow_is_left_to_those_who_judge_workflows() -> None:
 @pytest.mark.parametrize("name", ["t2v", "i2v", "flf2v", "t2v_lightning"])
 def test_the_nodes_of_a_row_name_its_workflow(name: str) -> None:
     prompts = {n: row(name, sampler__seed=n, text__positive=("sun", "rain")[n % 2]) for n in range(3)}
-    made = lane_pass(prompts)
+    made = only(prompts)
     assert len({workflow_digest(prompt) for prompt in prompts.values()}) == 3
     for prompt, ids in zip(prompts.values(), ids_of(made), strict=True):
         assert digest_of_lane(json.loads(json.dumps(made.prompt)), ids["save"]) == workflow_digest(prompt)
