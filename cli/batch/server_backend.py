@@ -166,15 +166,15 @@ class ServerBackend:
         raise RefusedError(faults or f"the server refuses it with status {status}")
 
     def outcome(self, prompt_id: str) -> Outcome:
-        job = self._job(prompt_id)
-        if job is None:
-            return Unknown()
-        with self._shape(f"/api/jobs/{prompt_id}"):
-            outcome = _outcome(job)
-        # If the response to the post was lost, the server may have dropped outputs.
-        if isinstance(outcome, Ended) and prompt_id not in self._whole and not self._was_whole(prompt_id):
-            return Unknown()
-        return outcome
+        # The queue before the history: a workflow that finishes between the two requests is found in the history.
+        queue = self._accepted("/queue")
+        with self._shape("/queue"):
+            for items, begun in ((queue["queue_running"], True), (queue["queue_pending"], False)):
+                if any(item[1] == prompt_id for item in items):
+                    return UnderWay(begun=begun)
+        entry = self._accepted(f"/history/{prompt_id}").get(prompt_id)
+        with self._shape("/history"):
+            return Unknown() if entry is None else self._outcome(prompt_id, entry)
 
     def fetch(self, file: MadeFile, part: Path) -> None:
         filename = file.filename
@@ -204,17 +204,6 @@ class ServerBackend:
     def halt(self) -> None:
         """Do nothing: no method of this backend blocks."""
 
-    def _job(self, prompt_id: str) -> dict[str, Any] | None:
-        """Return the server's `/api/jobs/ID`, None for an unknown id. Emulated on servers before 0.6.0."""
-        status, answer = self._ask(f"/api/jobs/{prompt_id}")
-        if status == _OK and isinstance(answer, dict) and "status" in answer:
-            return answer
-        if status == _NOT_FOUND and isinstance(answer, dict) and "error" in answer:
-            return None
-        if status != _NOT_FOUND:
-            raise UnreachableError(f"{self.url}/api/jobs answers with status {status}")
-        return self._job_of_older_server(prompt_id)
-
     def _rules(self, class_type: str) -> NodeRules:
         info, sockets, own = self._info[class_type], self.sockets[class_type], own_nodes().get(class_type)
         here = sockets_of(own.INPUT_TYPES()) if own is not None else {}
@@ -231,33 +220,19 @@ class ServerBackend:
             others_refused=False,
         )
 
-    def _was_whole(self, prompt_id: str) -> bool:
-        """Return True if the history has the workflow, and all its output nodes were executed."""
-        entry = self._accepted(f"/history/{prompt_id}").get(prompt_id)
-        with self._shape("/history"):
-            if entry is None:
-                return False
-            prompt, executed = entry["prompt"][2], set(entry["prompt"][4])
-            return executed == {
-                node_id for node_id, node in prompt.items() if self._info.get(node["class_type"], {}).get("output_node")
-            }
-
-    def _job_of_older_server(self, prompt_id: str) -> dict[str, Any] | None:
-        # The queue before the history: a workflow that finishes between the two requests is found in the history.
-        queue = self._accepted("/queue")
-        with self._shape("/queue"):
-            for key, status in (("queue_running", "in_progress"), ("queue_pending", "pending")):
-                if any(item[1] == prompt_id for item in queue[key]):
-                    return {"status": status}
-        entry = self._accepted(f"/history/{prompt_id}").get(prompt_id)
-        if entry is None:
-            return None
-        with self._shape("/history"):
-            messages = dict(message[:2] for message in entry["status"]["messages"])
-            if entry["status"]["status_str"] == "success":
-                return {"status": "completed", "outputs": entry["outputs"]}
-            status = "cancelled" if "execution_interrupted" in messages else "failed"
-            return {"status": status, "execution_error": messages.get("execution_error", {})}
+    def _outcome(self, prompt_id: str, entry: Mapping[str, Any]) -> Outcome:
+        """Return the outcome of a workflow by its entry in the history."""
+        messages = dict(message[:2] for message in entry["status"]["messages"])
+        if "execution_interrupted" in messages:
+            return Interrupted()
+        if entry["status"]["status_str"] != "success":
+            return JobFailed(reason=_failure(messages.get("execution_error", {})))
+        prompt, executed = entry["prompt"][2], set(entry["prompt"][4])
+        wanted = {node for node in prompt if self._info.get(prompt[node]["class_type"], {}).get("output_node")}
+        # If the response to the post was lost, the server may have dropped outputs.
+        if prompt_id not in self._whole and executed != wanted:
+            return Unknown()
+        return Ended(files=output_files(entry["outputs"]))
 
     @contextmanager
     def _shape(self, route: str) -> Iterator[None]:
@@ -295,17 +270,6 @@ class ServerBackend:
                 yield answer
         except httpx.HTTPError as err:
             raise UnreachableError(f"no answer from {self.url}: {err}") from err
-
-
-def _outcome(job: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of a response of `/api/jobs/ID`."""
-    if job["status"] in {"pending", "in_progress"}:
-        return UnderWay(begun=job["status"] == "in_progress")
-    if job["status"] == "cancelled":
-        return Interrupted()
-    if job["status"] != "completed":
-        return JobFailed(reason=_failure(job.get("execution_error") or {}))
-    return Ended(files=output_files(job.get("outputs") or {}))
 
 
 def _describe_faults(answer: Mapping[str, Any]) -> str:

@@ -73,21 +73,14 @@ class State:
         for node_id in (node_id for node_id, node in prompt.items() if node["class_type"] == SAVE):
             time.sleep(self.seconds)
             if prompt_id in self.stopped:
-                return {"status": "cancelled"}
+                return {"status": {"status_str": "error", "messages": [["execution_interrupted", {}]]}}
             number = len([*self.output.glob("*.mp4")]) + 1
             name = f"video_{number:05}_.mp4"
             frames = frames_of(seed_behind(prompt, node_id))
             write_mp4(self.output / name, frames, fps=16, crf=30, metadata={"prompt": prompt, SAVING_NODE: node_id})
             outputs[node_id] = {"images": [{"filename": name, "subfolder": "", "type": "output"}]}
-        return {"status": "completed", "outputs": outputs}
-
-    def job(self, prompt_id: str) -> dict[str, Any] | None:
-        with self.lock:
-            if prompt_id in self.history:
-                return self.history[prompt_id]
-            if prompt_id == self.running:
-                return {"status": "in_progress"}
-            return {"status": "pending"} if any(prompt_id == queued for queued, _ in self.pending) else None
+        status = {"status_str": "success", "messages": []}
+        return {"prompt": [0, prompt_id, prompt, {}, [*outputs]], "outputs": outputs, "status": status}
 
     def answer(self, route: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
         """The status, and JSON or bytes."""
@@ -95,11 +88,6 @@ class State:
             return 200, {"system": {"comfyui_version": "0.18.1"}}
         if route == "/object_info":
             return 200, object_info(self.models)
-        if route.startswith("/api/jobs/"):
-            job = self.job(route.rpartition("/")[2])
-            return (404, {"error": "Job not found"}) if job is None else (200, job)
-        if route.startswith("/history/"):
-            return 200, {}  # an unknown prompt: the client that lost the response to its post cannot find it here
         if route == "/view":
             path = self.output / Path(query["filename"]).name
             return (200, path.read_bytes()) if path.is_file() else (404, b"")
@@ -107,7 +95,13 @@ class State:
             if route == "/prompt":
                 self.pending.append((body["prompt_id"], body["prompt"]))
                 return 200, {"prompt_id": body["prompt_id"], "number": 1, "node_errors": {}}
-            if route == "/queue" and body is not None:
+            if route.startswith("/history/"):
+                prompt_id = route.rpartition("/")[2]
+                return 200, {prompt_id: self.history[prompt_id]} if prompt_id in self.history else {}
+            if route == "/queue" and body is None:
+                running = [[0, self.running]] if self.running else []
+                return 200, {"queue_running": running, "queue_pending": [[0, queued] for queued, _ in self.pending]}
+            if route == "/queue":
                 self.pending = [item for item in self.pending if item[0] not in body["delete"]]
             if route == "/interrupt" and body["prompt_id"] == self.running:
                 self.stopped.add(body["prompt_id"])

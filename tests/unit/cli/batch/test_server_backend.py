@@ -131,7 +131,7 @@ def test_an_address_may_have_a_path_and_a_slash(canned: Canned) -> None:
 
 @pytest.mark.parametrize("answer", [None, (502, b"bad gateway"), (503, b""), (504, b"")])
 def test_a_gateway_without_a_server_is_silence(canned: Canned, answer: Answer) -> None:
-    canned.answers |= dict.fromkeys(("/system_stats", "/api/jobs/x", "/prompt", "/view"), answer)
+    canned.answers |= dict.fromkeys(("/system_stats", "/queue", "/prompt", "/view"), answer)
     client = ServerBackend(canned.url)
     for call in (client.version, lambda: client.outcome("x"), lambda: client.post("x", {})):
         with pytest.raises(UnreachableError):
@@ -206,9 +206,6 @@ def test_an_answer_of_another_shape_is_no_answer(canned: Canned, answer: object)
     canned.answers |= {"/queue": (200, answer), "/history/x": (200, {"x": {"status": 1}})}
     with pytest.raises(UnreachableError, match="not as ComfyUI does"):
         ServerBackend(canned.url).outcome("x")
-    canned.answers["/api/jobs/x"] = (200, answer)
-    with pytest.raises(UnreachableError):
-        ServerBackend(canned.url).outcome("x")
 
 
 def test_a_file_that_cannot_be_written_is_no_silence(canned: Canned, tmp_path: Path) -> None:
@@ -249,8 +246,8 @@ def test_a_post_in_all_its_ways(canned: Canned) -> None:
 
 
 def history(outputs: dict[str, Any], *, executed: list[str], status: str = "success") -> dict[str, Any]:
-    messages = [["execution_start", {}]]
-    if status != "success":
+    messages: list[Any] = [["execution_start", {}]]
+    if status in {"error", "interrupted"}:
         error = {"node_id": "2", "node_type": "Save", "exception_message": "disk full\n"}
         messages.append(["execution_error" if status == "error" else "execution_interrupted", error])
     entry = {
@@ -261,26 +258,31 @@ def history(outputs: dict[str, Any], *, executed: list[str], status: str = "succ
     return {"id": entry}
 
 
+IDLE: dict[str, Any] = {"queue_running": [], "queue_pending": []}
 SAVED = {
     "3": {"images": [{"filename": "b.png", "subfolder": "x", "type": "output"}], "animated": [True]},
     "2": {"gifs": [{"filename": "a.mp4", "type": "output"}, {"filename": "p.png", "type": "temp"}], "text": ["hello"]},
 }
 
 
-def test_jobs_of_a_newer_server(canned: Canned) -> None:
+def test_a_server_is_asked_for_its_queue_and_history(canned: Canned) -> None:
     host = host_of(canned)
-    canned.answers["/history/id"] = (200, history(SAVED, executed=["3", "2"]))
-    for answer, outcome in [
-        ((404, {"error": "Job not found"}), Unknown()),
-        ((200, {"status": "pending"}), UnderWay(begun=False)),
-        ((200, {"status": "in_progress"}), UnderWay(begun=True)),
-        ((200, {"status": "cancelled"}), Interrupted()),
-        ((200, {"status": "failed", "execution_error": {"exception_message": "x"}}), JobFailed(reason="x")),
-        ((200, {"status": "failed"}), JobFailed(reason="the server returned no reason")),
+    item = [1, "id", PROMPT, {}, ["2", "3"]]
+    canned.answers |= {"/queue": (200, IDLE), "/history/id": (200, {})}
+    assert host.outcome("id") == Unknown()
+    canned.answers["/queue"] = (200, {**IDLE, "queue_pending": [item]})
+    assert host.outcome("id") == UnderWay(begun=False)
+    canned.answers["/queue"] = (200, {**IDLE, "queue_running": [item]})
+    assert host.outcome("id") == UnderWay(begun=True)
+    canned.answers["/queue"] = (200, IDLE)
+    for status, outcome in [
+        ("error", JobFailed(reason="node 2 (Save): disk full")),
+        ("unexplained", JobFailed(reason="the server returned no reason")),
+        ("interrupted", Interrupted()),
     ]:
-        canned.answers["/api/jobs/id"] = answer
+        canned.answers["/history/id"] = (200, history({}, executed=["2", "3"], status=status))
         assert host.outcome("id") == outcome
-    canned.answers["/api/jobs/id"] = (200, {"status": "completed", "outputs": SAVED})
+    canned.answers["/history/id"] = (200, history(SAVED, executed=["2", "3"]))
     ended = host.outcome("id")
     assert isinstance(ended, Ended)
     assert [(file.node_id, file.subfolder, file.filename) for file in ended.files] == [
@@ -289,36 +291,9 @@ def test_jobs_of_a_newer_server(canned: Canned) -> None:
     ]
 
 
-def test_an_older_server_is_asked_for_its_queue_and_history(canned: Canned) -> None:
-    host = host_of(canned)
-    item = [1, "id", PROMPT, {}, ["2", "3"]]
-    idle: dict[str, Any] = {"queue_running": [], "queue_pending": []}
-    canned.answers |= {"/queue": (200, idle), "/history/id": (200, {})}
-    assert host.outcome("id") == Unknown()
-    canned.answers["/queue"] = (200, {**idle, "queue_pending": [item]})
-    assert host.outcome("id") == UnderWay(begun=False)
-    canned.answers["/queue"] = (200, {**idle, "queue_running": [item]})
-    assert host.outcome("id") == UnderWay(begun=True)
-    canned.answers["/queue"] = (200, idle)
-    for status, outcome in [
-        ("error", JobFailed(reason="node 2 (Save): disk full")),
-        ("interrupted", Interrupted()),
-    ]:
-        canned.answers["/history/id"] = (200, history({}, executed=["2", "3"], status=status))
-        assert host.outcome("id") == outcome
-    canned.answers["/history/id"] = (200, history(SAVED, executed=["2", "3"]))
-    assert isinstance(host.outcome("id"), Ended)
-
-
-@pytest.mark.parametrize("path", ["/api/jobs/id", "/queue"])
-def test_a_workflow_whose_post_was_not_answered_counts_only_if_nothing_of_it_was_dropped(
-    canned: Canned, path: str
-) -> None:
+def test_a_workflow_whose_post_was_not_answered_counts_only_if_nothing_of_it_was_dropped(canned: Canned) -> None:
     """A client that is killed during a post has not received `node_errors`."""
-    canned.answers["/api/jobs/id"] = (200, {"status": "completed", "outputs": SAVED})
-    canned.answers["/queue"] = (200, {"queue_running": [], "queue_pending": []})
-    if path != "/api/jobs/id":
-        del canned.answers["/api/jobs/id"]
+    canned.answers["/queue"] = (200, IDLE)
     canned.answers["/history/id"] = (200, history(SAVED, executed=["2"]))
     assert host_of(canned).outcome("id") == Unknown()
     heard = host_of(canned)
@@ -329,7 +304,7 @@ def test_a_workflow_whose_post_was_not_answered_counts_only_if_nothing_of_it_was
 
 @pytest.mark.parametrize("call", [lambda client: client.outcome("x"), lambda client: client.read_nodes()])
 def test_an_answer_that_is_none_is_silence(canned: Canned, call: Callable[[ServerBackend], Any]) -> None:
-    canned.answers |= {"/api/jobs/x": (500, b""), "/object_info": (200, b"<html>")}
+    canned.answers |= {"/queue": (500, b""), "/object_info": (200, b"<html>")}
     with pytest.raises(UnreachableError):
         call(ServerBackend(canned.url))
 
@@ -354,7 +329,7 @@ def test_an_address_that_is_none_is_told_with_the_option() -> None:
 def test_what_others_show_under_names_that_are_none_is_no_crash(canned: Canned) -> None:
     odd = {"1": {"images": [{"filename": ["a.png"], "subfolder": 7, "type": "output"}]}}
     canned.answers["/prompt"] = (200, {"prompt_id": "id", "node_errors": {}})
-    canned.answers["/api/jobs/id"] = (200, {"status": "completed", "outputs": odd})
+    canned.answers |= {"/queue": (200, IDLE), "/history/id": (200, history(odd, executed=["2", "3"]))}
     host = host_of(canned)
     host.post("id", PROMPT)
     ended = host.outcome("id")
@@ -363,25 +338,23 @@ def test_what_others_show_under_names_that_are_none_is_no_crash(canned: Canned) 
 
 
 @pytest.mark.parametrize(
-    "job",
+    "changes",
     [
-        {"status": "completed", "outputs": [1]},
-        {"status": "completed", "outputs": "none"},
-        {"status": "failed", "execution_error": "too big"},
-        {"status": "failed", "execution_error": [1]},
-        {"status": ["completed"]},
+        {"outputs": [1]},
+        {"outputs": "none"},
+        {"status": {"status_str": "error", "messages": [["execution_error", "too big"]]}},
+        {"status": {"status_str": "error", "messages": [["execution_error", [1]]]}},
+        {"status": {"status_str": "error", "messages": [[]]}},
+        {"status": None},
+        {"prompt": [1, "id", ["1"], {}, ["2"]]},
+        {"prompt": [1, "id", {"1": "Save"}, {}, ["2"]]},
+        {"prompt": [1, "id", {"1": {}}, {}, ["2"]]},
+        {"prompt": [1, "id", {"1": {"class_type": []}}, {}, ["2"]]},
     ],
 )
-def test_a_job_of_another_shape_is_no_answer(canned: Canned, job: dict[str, Any]) -> None:
-    canned.answers |= {"/api/jobs/id": (200, job), "/history/id": (200, history(SAVED, executed=["3", "2"]))}
-    with pytest.raises(UnreachableError, match="not as ComfyUI does"):
-        host_of(canned).outcome("id")
-
-
-@pytest.mark.parametrize("prompt", [["1"], {"1": "Save"}, {"1": {}}, {"1": {"class_type": []}}])
-def test_a_history_of_another_shape_is_no_answer(canned: Canned, prompt: object) -> None:
-    entry = {"prompt": [1, "id", prompt, {}, ["2"]]}
-    canned.answers |= {"/api/jobs/id": (200, {"status": "completed"}), "/history/id": (200, {"id": entry})}
+def test_a_history_of_another_shape_is_no_answer(canned: Canned, changes: dict[str, Any]) -> None:
+    entry = history(SAVED, executed=["3", "2"])["id"] | changes
+    canned.answers |= {"/queue": (200, IDLE), "/history/id": (200, {"id": entry})}
     with pytest.raises(UnreachableError, match="not as ComfyUI does"):
         host_of(canned).outcome("id")
 
