@@ -94,7 +94,7 @@ class BatchBackend(Protocol):
         """Queue a workflow. Raises RefusedError unless all its outputs are valid."""
 
     def outcome(self, prompt_id: str) -> Outcome:
-        """Return the state of a workflow; the embedded backend runs it in this call."""
+        """Return the state of a workflow; the embedded backend runs it in this call, and has its outcome only once."""
 
     def fetch(self, file: MadeFile, part: Path) -> None:
         """Write the whole file to `part`. Raises NoSuchFileError, or OSError if it cannot be written."""

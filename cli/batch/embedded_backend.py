@@ -35,12 +35,8 @@ from .backend import (
     output_files,
     own_nodes,
 )
-from .journal import FULL_DISK, FileError
+from .journal import is_full_disk
 from .output_store import LATENT
-
-
-class DiskFullError(FileError):
-    """A node could not write its file because the disk is full, which ends the batch. `errno` is the node's."""
 
 
 class EmbeddedBackend:
@@ -63,7 +59,6 @@ class EmbeddedBackend:
         self._on_progress: OnProgress | None = None
         self._host = EmbeddedHost()
         self._posted: dict[str, Workflow] = {}
-        self._ended: dict[str, Ended] = {}
 
     @contextmanager
     def opened(self, folder: Path, on_progress: OnProgress) -> Iterator[None]:
@@ -88,24 +83,20 @@ class EmbeddedBackend:
         self._posted[prompt_id] = workflow
 
     def outcome(self, prompt_id: str) -> Outcome:
-        if prompt_id in self._ended:
-            return self._ended[prompt_id]
         if prompt_id not in self._posted:
             return Unknown()
         try:
             history = self._posted.pop(prompt_id).run(on_progress=self._on_progress)
         except NodeFailedError as err:
-            if isinstance(err.__cause__, OSError) and err.__cause__.errno in FULL_DISK:
-                raise DiskFullError(err.__cause__.errno, str(err)) from err
+            if is_full_disk(err):
+                raise OSError(str(err)) from err  # ends the batch
             if not isinstance(err.__cause__, ValueError | OSError):  # not a refusal but a bug, ours or a library's
                 traceback.print_exception(err.__cause__)
             return JobFailed(reason=str(err))
         except Cancelled:
             return Unknown()
         made = output_files(history.outputs)
-        files = tuple(replace(file, subfolder=str(Path(prompt_id, file.subfolder))) for file in made)
-        self._ended[prompt_id] = Ended(files=files)
-        return self._ended[prompt_id]
+        return Ended(files=tuple(replace(file, subfolder=str(Path(prompt_id, file.subfolder))) for file in made))
 
     def fetch(self, file: MadeFile, part: Path) -> None:
         (self._folder / file.subfolder / file.filename).replace(part)
@@ -117,7 +108,6 @@ class EmbeddedBackend:
         """Do nothing: `outcome` blocks, so no workflow is running when the batch calls this."""
 
     def release(self, prompt_id: str) -> None:
-        self._ended.pop(prompt_id, None)
         folder = self._folder / prompt_id
         # A latent is kept, because its video does not exist yet.
         if folder.is_dir() and not any(folder.rglob(f"*{LATENT}")):

@@ -14,21 +14,18 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from .rows import FILE_NAME, Row
-
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The error numbers of a disk, a quota or a file size limit that is used up."""
 
 _PAGES = bytes(16 * 4096)
 """Some pages of a SQLite file: a transaction needs several, and releases them when it fails."""
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Return True if `error` or one of its causes means a full disk."""
+    """Return True if `error` or one of its causes means that a disk, a quota or a file size limit is used up."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in FULL_DISK:
+        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             return True
         error = error.__cause__
     return False
@@ -198,14 +195,7 @@ def _number(position: int, used: set[str], rows: int) -> str:
     return f"{number:0{_DIGITS}}"
 
 
-class FileError(OSError):
-    """A file cannot be used; its text is the last argument alone, `errno` is that of the system, if any."""
-
-    def __str__(self) -> str:
-        return str(self.args[-1])
-
-
-class LockedError(FileError):
+class LockedError(OSError):
     """Another process has the lock, or its file cannot be created."""
 
 
@@ -226,7 +216,7 @@ def locked(path: Path, *, of: str) -> Iterator[None]:
             if "locked" in str(err):
                 raise LockedError(f"another `wanstream batch` is using {of}: wait for it, or stop it") from err
             cause = system_error(err, path)
-            raise LockedError(cause.errno, f"{path} cannot be locked: {cause.strerror}") from err
+            raise LockedError(f"{path} cannot be locked: {cause.strerror}") from cause
         yield
 
 
@@ -252,7 +242,7 @@ _IMPLICIT_INDEX = ("index", None)
 """Type and SQL of an index that SQLite creates for a PRIMARY KEY or UNIQUE column."""
 
 
-class JournalError(FileError):
+class JournalError(OSError):
     """The journal cannot be read or written, or belongs to another batch."""
 
 
@@ -284,7 +274,7 @@ class Journal(AbstractContextManager["Journal"]):
             # Before anything is read: an untrusted file may contain triggers, views and functions.
             self._connection.execute("PRAGMA trusted_schema = OFF")
         except sqlite3.Error as err:
-            raise self._error(err) from err
+            self._raise(err)
         try:
             with self._transaction() as execute:
                 self._check_or_create(execute, workflow)
@@ -359,10 +349,10 @@ class Journal(AbstractContextManager["Journal"]):
             | {digest: replace(row, state=State.placing, stem=stem, files=tuple(files), error=None)}
         )
 
-    @property
-    def copy_is_old(self) -> bool:
-        """True if the last attempt of a backup was more than a minute ago."""
-        return time.monotonic() - self._backed_up > _BACK_UP_SECONDS
+    def back_up_if_old(self) -> None:
+        """Write a copy as `back_up`, unless the last attempt was less than a minute ago."""
+        if time.monotonic() - self._backed_up > _BACK_UP_SECONDS:
+            self.back_up()
 
     def back_up(self) -> None:
         """Write a copy of the journal next to it, atomically.
@@ -384,7 +374,7 @@ class Journal(AbstractContextManager["Journal"]):
                 )
             unfinished.replace(copy_of(self._path))
         except sqlite3.Error as err:
-            raise self._error(err) from err
+            self._raise(err)
         finally:
             unfinished.unlink(missing_ok=True)
 
@@ -447,13 +437,13 @@ class Journal(AbstractContextManager["Journal"]):
                 "again, which resumes with the videos in the folder"
             )
 
-    def _error(self, err: sqlite3.Error) -> JournalError:
-        """Return the journal's error for one of SQLite, with the system's errno if SQLite hides it."""
+    def _raise(self, err: sqlite3.Error) -> NoReturn:
+        """Raise the journal's error for one of SQLite, with the system's error as its cause if SQLite hides one."""
         # Exactly this class, raised for a malformed file or one that is not a database; other errors are subclasses.
         if type(err) is sqlite3.DatabaseError or "decode to UTF-8" in str(err):
-            return DamagedJournalError(f"the journal {self._path} is damaged: {err}")
+            raise DamagedJournalError(f"the journal {self._path} is damaged: {err}") from err
         cause = system_error(err, self._path)
-        return JournalError(cause.errno, f"the journal {self._path} cannot be written: {cause.strerror}")
+        raise JournalError(f"the journal {self._path} cannot be written: {cause.strerror}") from cause
 
     def _row(self, digest: str, *states: State) -> Entry:
         """Return the entry of a row that has to be in one of these states."""
@@ -488,4 +478,4 @@ class Journal(AbstractContextManager["Journal"]):
                 self._connection.rollback()
                 raise
         except sqlite3.Error as err:
-            raise self._error(err) from err
+            self._raise(err)

@@ -45,12 +45,25 @@ class BackendTimeoutError(OSError):
     """The backend has not responded within the time limit."""
 
 
-class UnsentError(UnreachableError):
-    """The backend responds, but not with the files of one row; `waited_s` is the time waited for them so far."""
+@dataclass(kw_only=True)
+class _Setback:
+    """Failed requests of one kind for a row. `succeeded` is the number of successful ones before the first failure."""
 
-    def __init__(self, err: UnreachableError, row: Row, waited_s: float) -> None:
+    succeeded: int
+    tries: int = 0
+    waited_s: float = 0.0
+
+    def is_row_fault(self, succeeded: int) -> bool:
+        """Return True if the row is to blame: it had enough tries, and requests for others have succeeded since."""
+        return self.tries >= _MAX_TRIES and succeeded > self.succeeded
+
+
+class UnsentError(UnreachableError):
+    """The backend responds, but not with the files of one row."""
+
+    def __init__(self, err: UnreachableError, setback: _Setback) -> None:
         super().__init__(str(err))
-        self.row, self.waited_s = row, waited_s
+        self.setback = setback
 
 
 @dataclass(kw_only=True)
@@ -63,19 +76,6 @@ class Submission:
     """True if it is running, False if it is queued; None: not seen on the backend yet."""
     post_error: str = ""
     """Error of a post without a response."""
-
-
-@dataclass(kw_only=True)
-class _Setback:
-    """Failed requests of one kind for a row. `succeeded` is the number of successful ones before the first failure."""
-
-    succeeded: int
-    tries: int = 0
-    waited_s: float = 0.0
-
-    def is_row_fault(self, succeeded: int) -> bool:
-        """Return True if the row is to blame: it had enough tries, and requests for others have succeeded since."""
-        return self.tries >= _MAX_TRIES and succeeded > self.succeeded
 
 
 @dataclass(kw_only=True)
@@ -128,8 +128,7 @@ class Runner:
                 if self.stop.requested:
                     return
                 if isinstance(err, UnsentError):
-                    waited = self._wait_for_host(err, err.waited_s) - err.waited_s
-                    self._fetch_setbacks[err.row.hash].waited_s += waited
+                    err.setback.waited_s = self._wait_for_host(err, err.setback.waited_s)
                     silence = max(silence, _FIRST_RETRY) if self._outage else _FIRST_RETRY
                 else:
                     silence = self._wait_for_host(err, silence)
@@ -249,14 +248,12 @@ class Runner:
             self._fail_row(row, f"{err}; {setback.tries} requests in {setback.waited_s:.0f} s")
             return
         submission.rows.append(submission.rows.pop(0))
-        raise UnsentError(err, row, setback.waited_s) from err
+        raise UnsentError(err, setback) from err
 
     def _back_up(self) -> None:
         """Back up the journal if the last copy is old. A failed copy is reported once; a damaged journal raises."""
-        if not self.journal.copy_is_old:
-            return
         try:
-            self.journal.back_up()
+            self.journal.back_up_if_old()
         except DamagedJournalError:
             raise
         except OSError as err:
@@ -276,27 +273,31 @@ class Runner:
         return [self.store.check_file(part) for part in parts]
 
     def _handle_lost(self, submission: Submission) -> None:
+        """Post the rows again: first, or after the others if their post has failed."""
         self._end(submission)
         self.journal.wait(row.hash for row in submission.rows)
         if self._stopping():
             return
+        faults: dict[str, str] = {}
         if submission.post_error:
-            self._retry_post(submission)
-            return
-        if submission.begun is not False:
+            # A row fails only if posts of other rows succeed.
+            for row in submission.rows:
+                setback = self._post_setbacks[row.hash]
+                if setback.is_row_fault(self._posted):
+                    last = submission.post_error
+                    faults[row.hash] = f"{setback.tries} posts of it failed; error of the last one: {last}"
+        elif submission.begun is not False:
             self._losses.update(row.hash for row in submission.rows)
-        lost = [row for row in submission.rows if self._losses[row.hash] >= MAX_LOSSES]
-        for row in lost:
-            self._fail_row(row, f"lost {MAX_LOSSES} times while running")
-        self._waiting.extendleft(reversed(self.planner([row for row in submission.rows if row not in lost])))
-
-    def _retry_post(self, submission: Submission) -> None:
-        """Post the rows again, after the others; a row fails only if posts of other rows succeed."""
-        bad = [row for row in submission.rows if self._post_setbacks[row.hash].is_row_fault(self._posted)]
-        for row in bad:
-            tries = self._post_setbacks.pop(row.hash).tries
-            self._fail_row(row, f"{tries} posts of it failed; error of the last one: {submission.post_error}")
-        self._waiting.extend(self.planner([row for row in submission.rows if row not in bad]))
+            lost = [row.hash for row in submission.rows if self._losses[row.hash] >= MAX_LOSSES]
+            faults = dict.fromkeys(lost, f"lost {MAX_LOSSES} times while running")
+        for row in submission.rows:
+            if row.hash in faults:
+                self._fail_row(row, faults[row.hash])
+        jobs = self.planner([row for row in submission.rows if row.hash not in faults])
+        if submission.post_error:
+            self._waiting.extend(jobs)
+        else:
+            self._waiting.extendleft(reversed(jobs))
 
     def _fail(self, submission: Submission, reason: str) -> None:
         """Fail a submission of one row; of several rows each is tried alone."""

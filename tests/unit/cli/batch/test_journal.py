@@ -299,7 +299,8 @@ def test_the_cause_behind_a_disk_io_error_is_named(tmp_path: Path, limit: int) -
             journal.enter([row_of(number) for number in range(1000)], gone=never)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert met.value.errno == errno.EFBIG
+    assert isinstance(met.value.__cause__, OSError)
+    assert met.value.__cause__.errno == errno.EFBIG
     assert is_full_disk(met.value)
     assert {path.name for path in tmp_path.iterdir()} <= {"j"}, "the probe leaves nothing"
 
