@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Container, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -74,7 +74,10 @@ Outcome: TypeAlias = UnderWay | Ended | JobFailed | Interrupted | Unknown
 
 
 class BatchBackend(Protocol):
-    """Runs workflows under ids chosen by the batch. Every method except `halt` may raise UnreachableError."""
+    """Runs workflows under ids chosen by the batch. Every method except `halt` may raise UnreachableError.
+
+    Where a method has a default, that does nothing.
+    """
 
     window: int
     """Number of workflows to post at once, so that the backend is never idle."""
@@ -86,9 +89,11 @@ class BatchBackend(Protocol):
 
     def unchecked(self, prompt: Prompt) -> str:
         """Describe the checks that only a run can do; empty if there are none."""
+        return ""
 
     def opened(self, folder: Path, on_progress: OnProgress) -> AbstractContextManager[object]:
         """Keep it ready to run workflows inside the `with`; it may save files in `folder`."""
+        return nullcontext()
 
     def post(self, prompt_id: str, prompt: Prompt) -> None:
         """Queue a workflow. Raises RefusedError unless all its outputs are valid."""
@@ -104,12 +109,14 @@ class BatchBackend(Protocol):
 
     def interrupt(self, prompt_id: str) -> None:
         """Stop a running workflow; does nothing if it has ended."""
+        return
 
     def release(self, prompt_id: str) -> None:
         """Release the results of a workflow: its files are fetched or not needed."""
 
     def halt(self) -> None:
         """Request the end of a running `outcome`. Called by a signal handler, at any time."""
+        return
 
 
 def output_files(outputs: Mapping[str, Any]) -> tuple[MadeFile, ...]:

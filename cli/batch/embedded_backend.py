@@ -24,6 +24,7 @@ from ...schema import Cancelled
 from ..arguments import check_models, device_of
 from ..inputs import Sockets
 from .backend import (
+    BatchBackend,
     Ended,
     JobFailed,
     MadeFile,
@@ -39,8 +40,10 @@ from .journal import is_full_disk
 from .output_store import LATENT
 
 
-class EmbeddedBackend:
-    """`BatchBackend` in this process. The experts are kept open between rows and closed at the end of the `with`."""
+class EmbeddedBackend(BatchBackend):
+    """Backend in this process. `outcome` blocks, so that no workflow is running when the batch calls `interrupt`.
+
+    The experts are kept open between rows and closed at the end of the `with`."""
 
     window = 1
 
@@ -72,10 +75,6 @@ class EmbeddedBackend:
     def faults(self, prompt: Prompt) -> list[str]:
         return self._load(prompt, self._folder).verdict.lines()
 
-    def unchecked(self, prompt: Prompt) -> str:
-        """Return nothing: all checks of all nodes run here."""
-        return ""
-
     def post(self, prompt_id: str, prompt: Prompt) -> None:
         workflow = self._load(prompt, self._folder / prompt_id)
         if faults := workflow.verdict.lines():
@@ -103,9 +102,6 @@ class EmbeddedBackend:
 
     def withdraw(self, prompt_id: str) -> None:
         self._posted.pop(prompt_id, None)
-
-    def interrupt(self, prompt_id: str) -> None:
-        """Do nothing: `outcome` blocks, so no workflow is running when the batch calls this."""
 
     def release(self, prompt_id: str) -> None:
         folder = self._folder / prompt_id

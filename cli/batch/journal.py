@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
@@ -164,8 +165,8 @@ def _typed(value: Any, kind: Any) -> Any:
 _DIGITS = 5
 
 
-def file_stems(rows: Sequence[Row], taken: Mapping[str, str]) -> list[str | None]:
-    """Return a unique stem for the files of each row.
+def file_stems(rows: Sequence[Row], taken: Mapping[str, str]) -> dict[str, str | None]:
+    """Return a unique stem for the files of each row, by its hash.
 
     `taken` maps the stems of present and former rows to their hashes: a row keeps its stem. A row without a name gets
     its position, or the next free number. None: the row has a fault, or its name is taken.
@@ -175,24 +176,15 @@ def file_stems(rows: Sequence[Row], taken: Mapping[str, str]) -> list[str | None
     stems: dict[str, str | None] = {}
     # Rows with names first, so that no number takes one of the names.
     for row in sorted(rows, key=lambda row: row.name is None):
-        if row.hash in owned:
-            stems[row.hash] = owned[row.hash]
-        elif row.fault is not None:
-            stems[row.hash] = None
-        elif row.name is not None:
-            stems[row.hash] = None if row.name.casefold() in used else row.name
-        else:
-            stems[row.hash] = _number(row.position, used, len(rows))
-        used.add((stems[row.hash] or "").casefold())
-    return [stems[row.hash] for row in rows]
-
-
-def _number(position: int, used: set[str], rows: int) -> str:
-    """Return the position or, if it is taken, the first free number above all rows."""
-    number = position
-    while f"{number:0{_DIGITS}}" in used:
-        number = max(number, rows) + 1
-    return f"{number:0{_DIGITS}}"
+        stem = owned.get(row.hash)
+        if stem is None and row.fault is None and row.name is not None:
+            stem = None if row.name.casefold() in used else row.name
+        elif stem is None and row.fault is None:
+            numbers = (f"{number:0{_DIGITS}}" for number in chain([row.position], count(len(rows) + 1)))
+            stem = next(number for number in numbers if number not in used)
+        stems[row.hash] = stem
+        used.add((stem or "").casefold())
+    return stems
 
 
 class LockedError(OSError):
@@ -305,11 +297,12 @@ class Journal(AbstractContextManager["Journal"]):
         entries = {entry.hash: replace(entry, line=None) for entry in kept if entry.hash not in present}
         taken = {self._path.stem: "", self._path.name: ""}  # the journal and its companion files
         taken |= {entry.stem: entry.hash for entry in kept if entry.stem}
-        for row, stem in zip(rows, file_stems(rows, taken), strict=True):
-            fault = row.fault or (
-                f"name '{row.name}' is used by the files of a former row, or by the journal" if not stem else None
-            )
-            entry = replace(self.entries.get(row.hash, Entry(hash=row.hash)), line=row.line, stem=stem)
+        stems = file_stems(rows, taken)
+        for row in rows:
+            fault = row.fault
+            if fault is None and stems[row.hash] is None:
+                fault = f"name '{row.name}' is used by the files of a former row, or by the journal"
+            entry = replace(self.entries.get(row.hash, Entry(hash=row.hash)), line=row.line, stem=stems[row.hash])
             if entry.state in {State.waiting, State.failed} or row.hash in missing:
                 entry = replace(entry, state=State.failed if fault else State.waiting, error=fault, files=())
             entries[row.hash] = entry

@@ -38,12 +38,12 @@ def check_media(path: Path) -> None:
     if not path.stat().st_size:
         raise UnreadableFileError(f"{path.name} is empty")
     try:
-        if suffix in _VIDEOS:
-            _decode(path, "video")
-        elif suffix in _SOUNDS:
-            _decode(path, "audio")
+        if suffix in (*_VIDEOS, *_SOUNDS):
+            _decode(path, "video" if suffix in _VIDEOS else "audio")
         elif suffix in _PICTURES:
-            _load(path)
+            with Image.open(path) as picture:
+                for frame in ImageSequence.Iterator(picture):
+                    frame.load()
     # For a broken file Pillow raises OSError, ValueError or, for PNG, SyntaxError; for too many pixels, an error that
     # is a subclass of none of these.
     except (av.FFmpegError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as err:
@@ -80,12 +80,6 @@ def _decode(path: Path, kind: str) -> None:
         found = sum(1 for _ in container.decode(streams[0]))
     if not found or found < expected:
         raise UnreadableFileError(f"{found} frames, {expected or 'some'} expected")
-
-
-def _load(path: Path) -> None:
-    with Image.open(path) as picture:
-        for frame in ImageSequence.Iterator(picture):
-            frame.load()
 
 
 LATENT = ".latent"

@@ -129,23 +129,23 @@ def _adopt(journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows:
     taken = {(entry.stem or "").casefold() for entry in entries.values() if entry.files}
     waiting = {row.hash: row for row in rows if entries[row.hash].state in {State.waiting, State.posted}}
     free = [(stem, paths) for stem, paths in store.finished() if stem.casefold() not in taken] if waiting else []
-    candidates = [(stem, paths, _rows_of_all(paths, find_rows)) for stem, paths in free]
+    pairs = [
+        (waiting[digest], stem, paths)
+        for stem, paths in free
+        for digest in _rows_of_all(paths, find_rows)
+        if digest in waiting and _may_have(waiting[digest], stem)
+    ]
     adopted: list[Row] = []
     # If several rows have equal workflows, rows with the file's name have precedence.
-    for by_name in (True, False):
-        for stem, paths, digests in candidates:
-            fitting = [waiting[digest] for digest in digests if digest in waiting and _may_have(waiting[digest], stem)]
-            named = [row for row in fitting if entries[row.hash].stem == stem]
-            row = next(iter(named if by_name else fitting), None)
-            if row is None or stem.casefold() in taken:
-                continue
-            try:
-                kept = [store.check_file(path) for path in paths]
-            except UnreadableFileError:
-                continue  # incomplete: the row runs again
-            journal.adopt(row.hash, stem, kept)
-            taken.add(stem.casefold())
-            adopted.append(waiting.pop(row.hash))
+    for row, stem, paths in sorted(pairs, key=lambda pair: entries[pair[0].hash].stem != pair[1]):
+        if row.hash not in waiting or stem.casefold() in taken:
+            continue
+        taken.add(stem.casefold())
+        try:
+            journal.adopt(row.hash, stem, [store.check_file(path) for path in paths])
+        except UnreadableFileError:
+            continue  # incomplete: the row runs again
+        adopted.append(waiting.pop(row.hash))
     return adopted
 
 

@@ -10,7 +10,7 @@ import json
 import ssl
 import urllib.parse
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -23,12 +23,12 @@ from ...schema import is_loopback
 from ..arguments import ArgumentError
 from ..inputs import Sockets
 from .backend import (
+    BatchBackend,
     Ended,
     Interrupted,
     JobFailed,
     MadeFile,
     NoSuchFileError,
-    OnProgress,
     Outcome,
     RefusedError,
     UnderWay,
@@ -55,8 +55,8 @@ class NotComfyUIError(ValueError):
     """The address is not that of a ComfyUI server."""
 
 
-class ServerBackend:
-    """`BatchBackend` on a server. One workflow runs while another one waits, so that the server is never idle.
+class ServerBackend(BatchBackend):
+    """Backend on a server. One workflow runs while another one waits, so that the server is never idle.
 
     Every method raises UnreachableError if there is no complete response.
     """
@@ -137,9 +137,6 @@ class ServerBackend:
             "server"
         )
 
-    def opened(self, folder: Path, on_progress: OnProgress) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def post(self, prompt_id: str, prompt: Prompt) -> None:
         """Queue a workflow, and cancel it if the server drops some of its outputs as invalid."""
         # Without a client_id, ComfyUI 0.18 omits outputs that it has cached from an earlier job from the history.
@@ -200,9 +197,6 @@ class ServerBackend:
 
     def release(self, prompt_id: str) -> None:
         self._whole.discard(prompt_id)
-
-    def halt(self) -> None:
-        """Do nothing: no method of this backend blocks."""
 
     def _rules(self, class_type: str) -> NodeRules:
         info, sockets, own = self._info[class_type], self.sockets[class_type], own_nodes().get(class_type)
