@@ -86,10 +86,14 @@ class WanConfig:
             return "ti2v"
         return "t2v" if self.in_channels == LATENT_CHANNELS else "i2v"
 
+    @property
+    def width(self) -> int:
+        """Width of the model."""
+        return self.num_attention_heads * HEAD_DIM
+
     def model_arguments(self) -> dict[str, Any]:
         """Return the arguments of WanTransformer3DModel; the others have the same default in all Wan models."""
-        width = self.num_attention_heads * HEAD_DIM
-        added = None if self.image_dim is None else width
+        added = None if self.image_dim is None else self.width
         return {**asdict(self), "attention_head_dim": HEAD_DIM, "added_kv_proj_dim": added}
 
 

@@ -84,14 +84,8 @@ def native_transformer_name(name: str) -> str:
     """
     in_block = _BLOCK_NAME.fullmatch(name)
     prefix, table, local = (f"blocks.{in_block[1]}.", BLOCK, in_block[2]) if in_block else ("", OUTER, name)
-    module, dot, leaf = _split_leaf(local)
+    # A bare parameter has no leaf.
+    module, dot, leaf = local.rpartition(".") if local.endswith((".weight", ".bias")) else (local, "", "")
     if module not in table:
         raise ValueError(f"{name!r} is not a parameter of a Wan2.1 or Wan2.2 A14B transformer")
     return f"{prefix}{table[module]}{dot}{leaf}"
-
-
-def _split_leaf(name: str) -> tuple[str, str, str]:
-    """Split `"attn1.to_q.weight"` into `("attn1.to_q", ".", "weight")`; a bare parameter has an empty leaf."""
-    if name.endswith((".weight", ".bias")):
-        return name.rpartition(".")
-    return name, "", ""

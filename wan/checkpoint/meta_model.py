@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...offload import QuantFormat, decode_tensor, streamed_names
+from ...offload import streamed_names
 from .detect import HEAD_DIM, Shape, WanConfig
 
 if TYPE_CHECKING:
@@ -50,13 +50,7 @@ def build_model(config: WanConfig, compute_dtype: torch.dtype) -> WanTransformer
 
     model = _on_meta(config)
     with torch.device("meta"), NoInitialValues():
-        model.condition_embedder = CachedEmbedder(
-            width=config.num_attention_heads * HEAD_DIM,
-            text_width=config.text_dim,
-            frequencies=config.freq_dim,
-            image_width=config.image_dim,
-            compute_dtype=compute_dtype,
-        )
+        model.condition_embedder = CachedEmbedder(config, compute_dtype)
     # A copy for each model, because `.to(device)` moves the buffers of a module in place.
     model.rope = copy.deepcopy(_position_tables(config.patch_size, model.config.rope_max_seq_len))
     return model.eval().requires_grad_(False)
@@ -106,27 +100,6 @@ def parameter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
 
     in_fp32 = set(name.split(".")) & set(WanTransformer3DModel._keep_in_fp32_modules)
     return torch.float32 if in_fp32 else compute_dtype
-
-
-def materialise(
-    stored: torch.Tensor,
-    shape: Shape,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    packing: QuantFormat | None,
-    scale: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return a parameter on `device` in `dtype`, decoded from its stored values on the CPU.
-
-    Returns `stored` itself if neither the device nor the dtype changes and nothing has to be decoded.
-    """
-    on_device = stored.to(device)
-    if packing is None and scale is None:
-        return on_device.to(dtype)
-    decoded = torch.empty(shape, dtype=dtype, device=device)
-    decode_tensor(on_device, decoded, packing=packing, scale=scale)
-    return decoded
 
 
 def set_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

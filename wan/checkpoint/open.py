@@ -43,18 +43,6 @@ def check_architecture(path: Path, metadata: Mapping[str, str]) -> None:
         raise CheckpointError(path, f"is a GGUF of {architecture!r}, not of 'wan': choose an expert of Wan2.2 A14B")
 
 
-def restore_shapes(path: Path, weights: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
-    """Restore the shapes of tensors with merged dimensions, by parameter name; the other tensors are unchanged.
-
-    Raises:
-        CheckpointError: the tensors are not those of an expert.
-    """
-    weights = _with_patch_shape(weights)
-    config = config_from_shapes(path, {name: tensor.shape for name, tensor in weights.items()})
-    expected = parameter_shapes(config)
-    return {name: _with_shape(tensor, expected.get(name, tensor.shape)) for name, tensor in weights.items()}
-
-
 def _with_patch_shape(weights: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     """Restore the shape of the patch embedding, from which the sizes of the model are derived."""
     patches, bias = weights.get(PATCHES), weights.get(PATCHES_BIAS)
@@ -124,9 +112,11 @@ def open_expert(path: Path) -> Expert:
     names = parameter_names(path, resolved.weights)
     weights = {names[key]: tensor for key, tensor in resolved.weights.items()}
     if is_gguf(path):
-        weights = restore_shapes(path, weights)
+        weights = _with_patch_shape(weights)
     config = config_from_shapes(path, {name: tensor.shape for name, tensor in weights.items()})
     expected = parameter_shapes(config)
+    if is_gguf(path):
+        weights = {name: _with_shape(tensor, expected.get(name, tensor.shape)) for name, tensor in weights.items()}
     for key, name in names.items():
         _check_tensor(path, key, weights[name], expected.get(name))
     missing = [name for name in expected if name not in weights]

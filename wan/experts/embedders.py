@@ -12,6 +12,7 @@ from diffusers.models.transformers.transformer_wan import WanTimeTextImageEmbedd
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...offload import host_bytes
+from ..checkpoint.detect import WanConfig
 from ..checkpoint.meta_model import PARTS, EmbedderPart
 
 Rows: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
@@ -34,28 +35,17 @@ class CachedEmbedder(WanTimeTextImageEmbedding):  # type: ignore[misc]
     value of the timestep or text. A text must not be changed in place while lanes use it.
 
     Args:
-        width: D, the width of the model.
-        text_width: width of the text embeddings.
-        frequencies: number of sinusoids of a timestep.
+        config: sizes of the model.
         compute_dtype: dtype of the rows.
-        image_width: width of the image embeddings; None for a model without an image branch.
     """
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        text_width: int,
-        frequencies: int,
-        compute_dtype: torch.dtype,
-        image_width: int | None = None,
-    ) -> None:
+    def __init__(self, config: WanConfig, compute_dtype: torch.dtype) -> None:
         super().__init__(
-            width,
-            time_freq_dim=frequencies,
-            time_proj_dim=6 * width,
-            text_embed_dim=text_width,
-            image_embed_dim=image_width,
+            config.width,
+            time_freq_dim=config.freq_dim,
+            time_proj_dim=6 * config.width,
+            text_embed_dim=config.text_dim,
+            image_embed_dim=config.image_dim,
         )
         self._compute_dtype = compute_dtype
         self._weight_loader: Callable[[EmbedderPart], AbstractContextManager[object]] = lambda part: nullcontext()

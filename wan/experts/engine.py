@@ -125,8 +125,8 @@ class ExpertEngine(OffloadEngine):
     def set_policy(self, policy: OffloadPolicy) -> None:
         """Change the policy as `OffloadEngine.set_policy`, its `chunk_tokens` included."""
         super().set_policy(policy)
-        self.policy = policy
         self.models.kernels.set(self._kernels, policy.chunk_tokens)
+        self.policy = policy  # last, so that a call after an error sets it again
 
     def close(self) -> None:
         """Free the buffers, threads and files. Closing twice is allowed.

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import nn
 
-from ...offload import FileTensor, WeightPatch, read_tensors
+from ...offload import FileTensor, WeightPatch, decode_tensor, read_tensors
 from ..checkpoint.meta_model import (
     PARTS,
     EmbedderPart,
     build_model,
     embedder_part,
-    materialise,
     parameter_dtype,
     set_parameters,
     streamed_parameters,
@@ -213,16 +212,18 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         self.non_block_bytes += sum(tensor.nbytes for tensor in self._stored[part].values())
         # One by one, so that the device has both forms of only one tensor at a time.
         return {
-            full: materialise(
-                stored[full],
-                tensor.shape,
-                parameter_dtype(full, self._compute_dtype),
-                self._device,
-                packing=tensor.packing,
-                scale=scales[full].reshape(()) if full in scales else None,
-            )
+            full: self._decode(full, tensor, stored[full].to(self._device), scales.get(full))
             for full, tensor in self._stored[part].items()
         }
+
+    def _decode(self, full: str, tensor: FileTensor, stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        """Return a parameter in its dtype; `stored` itself if nothing has to be decoded or converted."""
+        dtype = parameter_dtype(full, self._compute_dtype)
+        if tensor.packing is None and scale is None:
+            return stored.to(dtype)
+        decoded = torch.empty(tensor.shape, dtype=dtype, device=self._device)
+        decode_tensor(stored, decoded, packing=tensor.packing, scale=None if scale is None else scale.reshape(()))
+        return decoded
 
 
 def _tensors(expert: Expert, part: EmbedderPart | None) -> dict[str, FileTensor]:

@@ -38,6 +38,8 @@ DOTTED_PREFIXES = (
     "base_model.model.",
     "pipe.dit.",
 )
+# All of them: trainers that wrap a wrapped model write several.
+_PREFIXES = re.compile(rf"^({'|'.join(map(re.escape, DOTTED_PREFIXES))})+")
 FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
 
 # Endings of the two factors, down and up.
@@ -137,14 +139,7 @@ def module_name(text: str) -> str | None:
         if text.startswith(prefix):
             # The trainer of Wan Fun writes a second underscore.
             return _look_up(text.removeprefix(prefix).removeprefix("_"), "_", _FLAT)
-    return _look_up(_without_prefixes(text), ".", _DOTTED)
-
-
-def _without_prefixes(text: str) -> str:
-    """Remove all prefixes: trainers that wrap a wrapped model write several."""
-    while prefix := next((prefix for prefix in DOTTED_PREFIXES if text.startswith(prefix)), ""):
-        text = text.removeprefix(prefix)
-    return text
+    return _look_up(_PREFIXES.sub("", text), ".", _DOTTED)
 
 
 def _look_up(text: str, dot: str, tables: tuple[Mapping[str, str], Mapping[str, str]]) -> str | None:
