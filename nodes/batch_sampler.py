@@ -8,10 +8,10 @@ from typing import Any
 
 from ..host import io, search_aliases
 from ..plan import AutoOffload
-from ..sampling import DenoiseRequest, DenoiseResult, RequestError, merge_requests, native_latent
+from ..sampling import DenoiseRequest, RequestError, merge_requests, native_latent
 from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
 from . import sockets
-from .inputs import EXPERTS_INPUT
+from .inputs import EXPERTS_INPUT, POSITIVE_INPUT
 from .runs.run_experts import run_experts
 from .sampler import SEED_INPUT, SETTING_INPUTS, TIMELINE, WanStreamSampler, request_of, settings_for
 
@@ -41,10 +41,7 @@ class WanStreamLane(io.ComfyNode):
             description="Adds a video with its own texts, image and seed to Wan Batch Sampler. Connect one node per "
             "video in a row: all share one pass over the weights.",
             inputs=[
-                io.Conditioning.Input(
-                    "positive",
-                    tooltip="From Wan Text Encode or CLIP Text Encode; with an image, from an image-to-video node.",
-                ),
+                POSITIVE_INPUT,
                 io.Conditioning.Input(
                     "negative",
                     tooltip="Like positive. Costs nothing if a guidance is 1; may be the same for all lanes.",
@@ -108,7 +105,10 @@ class WanStreamLaneSampler(io.ComfyNode):
         requests = [_request(number, lane, settings) for number, lane in enumerate(lanes, 1)]
         policy = policy or OffloadPolicy.layerwise()
         run = run_experts(experts, merge_requests(requests), policy, node_id=cls.hidden.unique_id, workers=workers)
-        latents, timeline = _split_latents(run.result, lanes, requests), run.timeline
+        samples, timeline = run.result.latents.split([request.batch for request in requests]), run.timeline
+        latents = tuple(  # each with the size of its own input
+            native_latent(part, lane.latent, sigma=run.result.sigma) for part, lane in zip(samples, lanes, strict=True)
+        )
         return io.NodeOutput(latents, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})
 
 
@@ -149,13 +149,3 @@ def _request(number: int, lane: VideoLane, settings: Mapping[str, Any]) -> Denoi
         return request_of(**vars(lane), **settings)
     except RequestError as err:
         raise RequestError(f"lane {number}: {err}") from err
-
-
-def _split_latents(
-    result: DenoiseResult, lanes: Sequence[VideoLane], requests: Sequence[DenoiseRequest]
-) -> tuple[dict[str, Any], ...]:
-    """Return the LATENT of each lane, with the size of its own input."""
-    samples = result.latents.split([request.batch for request in requests])
-    return tuple(
-        native_latent(part, lane.latent, sigma=result.sigma) for part, lane in zip(samples, lanes, strict=True)
-    )

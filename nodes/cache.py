@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..host import io, search_aliases
 from ..plan import SkipRule
 from ..sampling import PRESETS, CacheSettings, FirstBlockCache, MagCache
@@ -86,18 +88,10 @@ class WanStreamCache(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        kind: str,
-        preset: str,
-        threshold: float,
-        calibration: str = "",
-        max_consecutive_skips: int = 2,
-        retention: float = 0.2,
-    ) -> io.NodeOutput:
+    def execute(cls, kind: str, preset: str, threshold: float, calibration: str = "", **skipping: Any) -> io.NodeOutput:
         settings: CacheSettings = FirstBlockCache(threshold=PRESETS.get(preset, threshold))
         if kind == MAGNITUDES:
-            rule = SkipRule(threshold=threshold, max_consecutive_skips=max_consecutive_skips, retention=retention)
+            rule = SkipRule(threshold=threshold, **skipping)
             settings = MagCache(table=read_table(calibration), rule=rule)
         return io.NodeOutput(settings)
 

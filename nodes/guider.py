@@ -9,12 +9,17 @@ from ..host import GuiderSettings, current_host, io, search_aliases
 from ..plan import AutoOffload
 from ..sampling import Guidance
 from ..schema import ExpertsRef, OffloadPolicy
-from .inputs import BOUNDARY_INPUT, CACHE_INPUT, EXPERTS_INPUT, GUIDANCE_INPUT, POLICY_INPUT, WINDOWS_INPUT
+from .inputs import (
+    BOUNDARY_INPUT,
+    CACHE_INPUT,
+    EXPERTS_INPUT,
+    GUIDANCE_INPUT,
+    POLICY_INPUT,
+    SHIFT_INPUT,
+    WINDOWS_INPUT,
+    shift_input,
+)
 from .sampler import settings_for
-
-
-def _shift_input(tooltip: str) -> io.Input:
-    return io.Float.Input("flow_shift", default=12.0, min=0.01, max=100.0, step=0.01, tooltip=tooltip)
 
 
 def _guidance_input(name: str, default: float, tooltip: str) -> io.Input:
@@ -39,7 +44,7 @@ GUIDER_INPUTS: tuple[io.Input, ...] = (
         3.0,
         "The same for the low-noise expert. 1 halves the compute of its calls. Not used by a single model.",
     ),
-    _shift_input("Some samplers use it in addition to the sigmas: set the value with which the sigmas were made."),
+    shift_input("Some samplers use it in addition to the sigmas: set the value with which the sigmas were made."),
     POLICY_INPUT,
     CACHE_INPUT,
     GUIDANCE_INPUT,
@@ -123,10 +128,7 @@ def _schedule_inputs() -> list[io.Input]:
             "for heun, dpm_2, dpmpp_2s, dpmpp_sde, exp_heun_2, seeds_2 and sa_solver_pece, three for heunpp2 and "
             "seeds_3.",
         ),
-        _shift_input(
-            "Higher: more steps at high noise, and so in the high-noise expert. 12 for text-to-video, 5 for "
-            "image-to-video."
-        ),
+        SHIFT_INPUT,
         io.Float.Input(
             "denoise",
             default=1.0,

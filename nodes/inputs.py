@@ -11,6 +11,19 @@ from . import sockets
 
 EXPERTS_INPUT = sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed) or Wan Model (single).")
 
+POSITIVE_INPUT = io.Conditioning.Input(
+    "positive", tooltip="From Wan Text Encode or CLIP Text Encode; with an image, from an image-to-video node."
+)
+
+
+def shift_input(tooltip: str) -> io.Input:
+    return io.Float.Input("flow_shift", default=12.0, min=0.01, max=100.0, step=0.01, tooltip=tooltip)
+
+
+SHIFT_INPUT = shift_input(
+    "Higher: more steps at high noise, and so in the high-noise expert. 12 for text-to-video, 5 for image-to-video."
+)
+
 BOUNDARY_INPUT = io.Float.Input(
     "boundary_ratio",
     default=0.875,

@@ -29,6 +29,8 @@ from .inputs import (
     EXPERTS_INPUT,
     GUIDANCE_INPUT,
     POLICY_INPUT,
+    POSITIVE_INPUT,
+    SHIFT_INPUT,
     WINDOWS_INPUT,
     WORKERS_INPUT,
 )
@@ -72,15 +74,7 @@ SETTING_INPUTS: tuple[io.Input, ...] = (
         default="wan",
         tooltip="Noise levels of the steps. wan: as in Wan2.2 and diffusers. simple: as in ComfyUI.",
     ),
-    io.Float.Input(
-        "flow_shift",
-        default=12.0,
-        min=0.01,
-        max=100.0,
-        step=0.01,
-        tooltip="Higher: more steps at high noise, and so in the high-noise expert. 12 for text-to-video, 5 for "
-        "image-to-video.",
-    ),
+    SHIFT_INPUT,
     BOUNDARY_INPUT,
     io.Int.Input(
         "switch_step",
@@ -258,10 +252,7 @@ class WanStreamSampler(io.ComfyNode):
             "image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
             inputs=[
                 EXPERTS_INPUT,
-                io.Conditioning.Input(
-                    "positive",
-                    tooltip="From Wan Text Encode or CLIP Text Encode; with an image, from an image-to-video node.",
-                ),
+                POSITIVE_INPUT,
                 io.Conditioning.Input("negative", tooltip="Like positive. Costs nothing if a guidance is 1."),
                 io.Latent.Input(
                     "latent",
