@@ -7,7 +7,7 @@ from .documents import csv_document, html_document, json_document, summary
 from .figures import Spread, memory_bytes
 from .report import Report, Table, Trial, Variant
 from .report_tables import run_table
-from .results import Result, describe_machine, hardware, versions
+from .results import Result, describe_machine, hardware, processor_name, versions
 from .trial_matrix import MAX_PREFETCH, MAX_STEPS, Policy, Setting, TrialMatrix, policy_name
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "json_document",
     "memory_bytes",
     "policy_name",
+    "processor_name",
     "report_chart",
     "run_table",
     "summary",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -155,11 +155,6 @@ FIGURES = (
     Figure(name="Steps in which a cache skipped blocks", unit="share", of=_cached_share),
 )
 TOTAL = FIGURES[0]
-
-
-def known_figures(variants: Sequence[Variant]) -> tuple[Figure, ...]:
-    """Return the figures that are known for at least one of `variants`."""
-    return tuple(figure for figure in FIGURES if any(figure.spread(variant) for variant in variants))
 
 
 def figures_dict(variant: Variant) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..schema import (
     second_digits,
     together,
 )
-from .figures import TOTAL, Figure, Spread, Unit, figure_text, known_figures, memory_bytes, over_steady_s, steady_s
+from .figures import FIGURES, TOTAL, Figure, Spread, Unit, figure_text, memory_bytes, over_steady_s, steady_s
 from .report import Report, Table, Variant
 
 MAX_COLUMNS = 4
@@ -37,7 +37,7 @@ def comparison(report: Report) -> Table:
     """Compare the variants, with ratios to the first one: up to `MAX_COLUMNS` as columns, more as rows."""
     variants, digits = report.variants, _digits(report)
     many = len(variants) > MAX_COLUMNS
-    figures = [figure for figure in known_figures(variants) if not many or figure.name in ROW_FIGURES]
+    figures = [figure for figure in FIGURES if not many or figure.name in ROW_FIGURES]
     rows = [(figure.name, *_figure_cells(figure, variants, digits)) for figure in figures]
     rows += [
         ("Predicted total", *map(_predicted, variants)),

@@ -116,19 +116,21 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
+WITHOUT_NUMBER = {"layerwise": OffloadPolicy.layerwise, "resident": OffloadPolicy.resident, "auto": AutoOffload}
+"""Policies by their names, except the one with a number of blocks."""
+
+
 def _parse_policy(name: str) -> Policy:
     kind, _, number = name.partition(" ")
-    if kind not in (*STREAMING, "resident", "auto"):
-        raise MatrixError(f"{name!r} names no policy: write {POLICY_SYNTAX}, separated by commas")
-    if kind == "block_swap" and not _is_number(number):
-        raise MatrixError(f"{name!r} has no number of streamed blocks: write block_swap 20, for example")
-    if kind != "block_swap" and number:
-        raise MatrixError(f"{name!r}: {kind} takes no {number!r} here (give the prefetch depth in prefetch)")
-    if kind == "auto":
-        return AutoOffload()
     if kind == "block_swap":
+        if not _is_number(number):
+            raise MatrixError(f"{name!r} has no number of streamed blocks: write block_swap 20, for example")
         return OffloadPolicy.block_swap(int(number))
-    return OffloadPolicy.layerwise() if kind == "layerwise" else OffloadPolicy.resident()
+    if kind not in WITHOUT_NUMBER:
+        raise MatrixError(f"{name!r} names no policy: write {POLICY_SYNTAX}, separated by commas")
+    if number:
+        raise MatrixError(f"{name!r}: {kind} takes no {number!r} here (give the prefetch depth in prefetch)")
+    return WITHOUT_NUMBER[kind]()
 
 
 def _with_settings_of(base: Policy, policy: Policy) -> Policy:

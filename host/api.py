@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -191,7 +192,7 @@ class HostApi(Protocol):
 
     def telemetry_options(self) -> TelemetryOptions:
         """Return the options of a run of the executing node. Raises ValueError for invalid environment variables."""
-        return TelemetryOptions.from_environment(ledger=self.ledger(), dynamic_bytes=self.dynamic_bytes)
+        return replace(TelemetryOptions.from_environment(), ledger=self.ledger(), dynamic_bytes=self.dynamic_bytes)
 
     def executing_node(self) -> str | None:
         """Return the graph id of the node that executes on this thread; None outside one."""

@@ -17,6 +17,7 @@ import platformdirs
 import psutil
 import torch
 
+from ..bench import processor_name
 from ..devices import auto_dtype, cgroup_limits, dtype_name
 from ..offload import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
 from ..plan import Machine
@@ -147,7 +148,7 @@ def _read(path: Path, required: Mapping[str, Any]) -> Machine | str:
 def _identity(device: torch.device, expert: ExpertShape, models: Path | None) -> dict[str, Any]:
     """Return the properties that a profile depends on."""
     return {
-        "device": device_name(device),
+        "device": _device_name(device),
         "torch": torch.__version__,
         "cpu": f"{platform.machine()} {platform.processor()} x {os.cpu_count()}",
         "system": platform.platform(),
@@ -158,15 +159,8 @@ def _identity(device: torch.device, expert: ExpertShape, models: Path | None) ->
     }
 
 
-def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or of the processor."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def _device_name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else processor_name()
 
 
 def _ram_bytes() -> int:
@@ -194,7 +188,7 @@ def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Pa
     if bus is not None and not bus.locked:
         notes.append("bus: the system refuses to lock pages; all copies were measured from pageable memory")
     return Machine(
-        name=device_name(device),
+        name=_device_name(device),
         origin="measured here",
         computes_on="cuda" if on_gpu else "cpu",
         vram_bytes=int(torch.cuda.get_device_properties(device).total_memory) if on_gpu else 0,

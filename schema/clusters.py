@@ -128,16 +128,12 @@ def _cluster(name: str, entry: Any, source: str) -> Cluster:
     for key, value in entry.items():
         if not isinstance(value, kinds[key]):
             raise WorkersError(f"{where}: {key} is {value!r}, and must be a {kinds[key].__name__}")
-    lines = entry.get("path_map", [])
+    settings = dict(entry)
+    lines = settings.pop("path_map", [])
     if not all(isinstance(line, str) for line in lines):
         raise WorkersError(f'{where}: path_map is a list of lines like "/models -> /mnt/models"')
     try:
-        cluster = Cluster(
-            address=entry["address"],
-            token_file=entry.get("token_file", ""),
-            remote_machines=entry.get("remote_machines", False),
-            paths=path_maps("\n".join(lines)),
-        )
+        cluster = Cluster(**settings, paths=path_maps("\n".join(lines)))
         host_and_port(cluster.address)
         check_address(cluster.address, beyond_loopback=cluster.remote_machines, token_file=cluster.token_file)
     except WorkersError as err:

@@ -9,7 +9,7 @@ from step to step by the van der Corput sequence (0, 1/2, 1/4, 3/4, 1/8, ...), a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -88,16 +88,12 @@ class ContextWindows:
         self.check_video(frames)
         hop, shift = self.frames - self.overlap, van_der_corput(step) if self.shift_windows else Fraction(0)
         windows: list[tuple[int, ...]] = []
-        for stride in self._strides():
+        for stride in (2**power for power in range(self.stride.bit_length())):
             span = (self.frames - 1) * stride + 1
             if span <= frames:
                 starts = _starts(frames - span, hop * stride, int(shift * hop * stride))
                 windows += [tuple(range(start, start + span, stride)) for start in starts]
         return tuple(windows)
-
-    def most(self, steps: Sequence[int], frames: int) -> int:
-        """Return the largest number of windows in any of `steps`."""
-        return max(len(self.at(step, frames)) for step in steps)
 
     def weights(self, windows: Windows, frames: int) -> list[list[float]]:
         """Return the blend weight of each frame of each window; the weights of one frame add up to 1."""
@@ -107,12 +103,6 @@ class ContextWindows:
             for place, frame in enumerate(window):
                 total[frame] += profile[place]
         return [[float(profile[place] / total[frame]) for place, frame in enumerate(window)] for window in windows]
-
-    def _strides(self) -> Iterator[int]:
-        stride = 1
-        while stride <= self.stride:
-            yield stride
-            stride *= 2
 
 
 def van_der_corput(step: int) -> Fraction:

@@ -9,6 +9,14 @@ from typing import Literal, get_args
 PolicyKind = Literal["resident", "layerwise", "block_swap"]
 SourceKind = Literal["file", "pinned"]
 
+NUMBERS = (
+    ("prefetch_blocks", 0, "1 is the default"),
+    ("blocks_to_swap", 0, "0 keeps every block"),
+    ("ram_blocks", 0, "None keeps every block in RAM"),
+    ("chunk_tokens", 1, "None takes all at once"),
+)
+"""Name, least value and advice of the numbers of a policy."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Residency:
@@ -47,27 +55,14 @@ class OffloadPolicy:
     """True to keep the first block of the running expert resident, for a cache that computes it in every step."""
 
     def __post_init__(self) -> None:
-        self._check_device()
-        self._check_ram()
-        if self.chunk_tokens is not None and self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens is {self.chunk_tokens}, it must be 1 or more (None takes all at once)")
-
-    def _check_device(self) -> None:
-        if self.kind not in get_args(PolicyKind):
-            raise ValueError(f"kind is {self.kind!r}, choose one of {get_args(PolicyKind)}")
-        if self.source not in get_args(SourceKind):
-            raise ValueError(f"source is {self.source!r}, choose one of {get_args(SourceKind)}")
-        if self.prefetch_blocks < 0:
-            raise ValueError(f"prefetch_blocks is {self.prefetch_blocks}, it must be 0 or more (1 is the default)")
-        if self.blocks_to_swap < 0:
-            raise ValueError(f"blocks_to_swap is {self.blocks_to_swap}, it must be 0 or more (0 keeps every block)")
-
-    def _check_ram(self) -> None:
-        if self.ram_blocks is None:
-            return
-        if self.ram_blocks < 0:
-            raise ValueError(f"ram_blocks is {self.ram_blocks}, it must be 0 or more (None keeps every block in RAM)")
-        if self.source != "pinned":
+        for name, choices in (("kind", get_args(PolicyKind)), ("source", get_args(SourceKind))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, choose one of {choices}")
+        for name, least, hint in NUMBERS:
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}, it must be {least} or more ({hint})")
+        if self.ram_blocks is not None and self.source != "pinned":
             raise ValueError(f"ram_blocks is {self.ram_blocks}, but source is {self.source!r}: use source 'pinned'")
 
     @classmethod

@@ -118,33 +118,17 @@ class ExpertShape:
         embedders = self._time_embedder + self._time_projection + self._text_embedder + self._image_embedder
         return patch + embedders + self._output_modulation + output
 
-    @property
-    def parameters(self) -> int:
-        return self.blocks * (self.streamed_parameters + self.small_parameters) + self.non_block_parameters
-
-    def block_bytes(self, *, fp32_islands: bool = False) -> int:
-        """Return the bytes of one block; `fp32_islands` counts its modulation and norm2 as fp32, as in diffusers."""
-        islands = (6 + 2) * self.width
-        return _bytes(self.streamed_parameters + self.small_parameters, islands if fp32_islands else 0)
-
-    def non_block_bytes(self, *, fp32_islands: bool = False) -> int:
-        """Return the bytes outside the blocks.
-
-        `fp32_islands` counts the modules that diffusers keeps in fp32 as such: the time embedder, the output
-        modulation, and the norms of an image branch.
-        """
-        islands = self._time_embedder + self._output_modulation + self._image_norms
-        return _bytes(self.non_block_parameters, islands if fp32_islands else 0)
-
     def resident_bytes(self) -> int:
         """Return the bytes that are resident in addition to the buffers, without the tables of positions.
 
         These are all tensors that do not stream, except the time and text embedders, which are loaded only while the
-        embeddings of a run are computed. The fp32 islands count as fp32.
+        embeddings of a run are computed. The modules that diffusers keeps in fp32 count as such: modulation and norm2
+        of each block, the output modulation, and the norms of an image branch.
         """
         outer = self.non_block_parameters - self._time_embedder - self._time_projection - self._text_embedder
-        small = self.block_bytes(fp32_islands=True) - self.streamed_bytes()
-        return _bytes(outer, self._output_modulation + self._image_norms) + self.blocks * small
+        parameters = outer + self.blocks * self.small_parameters
+        in_fp32 = self._output_modulation + self._image_norms + self.blocks * (6 + 2) * self.width
+        return parameters * BF16_BYTES + in_fp32 * (FP32_BYTES - BF16_BYTES)
 
     def streamed_bytes(self, *, bytes_per_weight: int = BF16_BYTES) -> int:
         """Return the bytes that one fetch of a block moves (fp8: 1 byte per weight)."""
@@ -290,7 +274,3 @@ class ExpertShape:
 
 T2V_A14B = ExpertShape()
 TI2V_5B = ExpertShape(width=3072, ffn_width=14336, blocks=30, in_channels=48, out_channels=48)
-
-
-def _bytes(parameters: int, fp32_parameters: int) -> int:
-    return parameters * BF16_BYTES + fp32_parameters * (FP32_BYTES - BF16_BYTES)

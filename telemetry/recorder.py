@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,11 +29,6 @@ NVTX = "WANSTREAM_NVTX"
 """Environment variable: 1 makes steps, visits, fetches and reads NVTX ranges for NVIDIA's profilers."""
 
 
-def no_dynamic_bytes() -> int | None:
-    """Return None: the host has no dynamic VRAM."""
-    return None
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TelemetryOptions:
     """Outputs of a run in addition to its timeline; none by default."""
@@ -44,27 +39,21 @@ class TelemetryOptions:
     """Emit NVTX ranges."""
     ledger: QueueItemPhases | None = None
     """Phases of the queue item: those of the run are added, those before it appear in the timeline of the run."""
-    dynamic_bytes: Callable[[], int | None] = no_dynamic_bytes
-    """Returns the device bytes that the host's dynamic VRAM currently uses."""
+    dynamic_bytes: Callable[[], int | None] = lambda: None
+    """Returns the device bytes that the host's dynamic VRAM currently uses; None without dynamic VRAM."""
 
     @classmethod
-    def from_environment(
-        cls,
-        environment: Mapping[str, str] = os.environ,
-        *,
-        ledger: QueueItemPhases | None = None,
-        dynamic_bytes: Callable[[], int | None] = no_dynamic_bytes,
-    ) -> TelemetryOptions:
-        """Return the options that `WANSTREAM_TRACE` and `WANSTREAM_NVTX` set in `environment`.
+    def from_environment(cls) -> TelemetryOptions:
+        """Return the options that `WANSTREAM_TRACE` and `WANSTREAM_NVTX` set.
 
         Raises:
             ValueError: `WANSTREAM_NVTX` is not 0, 1 or empty.
         """
-        nvtx = environment.get(NVTX, "") or "0"
+        nvtx = os.environ.get(NVTX, "") or "0"
         if nvtx not in ("0", "1"):
             raise ValueError(f"{NVTX} is {nvtx!r}: set it to 1 for ranges, or to 0")
-        folder = environment.get(TRACE, "")
-        return cls(trace=Path(folder) if folder else None, nvtx=nvtx == "1", ledger=ledger, dynamic_bytes=dynamic_bytes)
+        folder = os.environ.get(TRACE, "")
+        return cls(trace=Path(folder) if folder else None, nvtx=nvtx == "1")
 
 
 PHASES_BEFORE_RUN = ("open", "text")

@@ -63,6 +63,6 @@ def test_the_switch_beside_that_of_another_pack() -> None:
 
 def test_the_sum_of_device_memory() -> None:
     (swapped,) = map(int, re.findall(r"10 GB with one block ahead make (\d+)", PAGE))
-    block, outer = T2V_A14B.block_bytes() / 1e9, 2 * T2V_A14B.resident_bytes() / 1e9
+    block, outer = T2V_A14B.streamed_bytes() / 1e9, 2 * T2V_A14B.resident_bytes() / 1e9
     assert (f"{block:.2f}", f"{outer:.2f}") == ("0.70", "0.03")
     assert (41 - swapped + 1) * block + outer <= 10 < (41 - (swapped - 1) + 1) * block + outer

@@ -282,9 +282,9 @@ def test_a_4090_at_480p_waits_once(gigabytes_per_s: float, stall: float) -> None
     """0.28 s of compute per block; the whole run waits for its first block and never again."""
     machine = Hardware(
         bus_bytes_per_s=gigabytes_per_s * 1e9,
-        block_bytes=T2V_A14B.block_bytes(),
+        block_bytes=T2V_A14B.streamed_bytes(),
         disk_bytes_per_s=1.0,
-        file_bytes=T2V_A14B.block_bytes(),
+        file_bytes=T2V_A14B.streamed_bytes(),
         visit_s=dict.fromkeys(EXPERTS, 0.28),
     )
     timeline = run(machine, spread_evenly(32, BLOCKS), 2, high=12, low=8)

@@ -335,7 +335,7 @@ RTX_4090_81, FAST_81, FAST_17 = 0.280, 0.105, 0.0151
 
 def real(lane_s: float, lanes: tuple[int, int], steps: tuple[int, int]) -> Callable[..., Timeline]:
     """bf16, bus 25 GB/s, `lanes` in high and low steps; per rate of the disk (None: from RAM) and residents."""
-    size = T2V_A14B.block_bytes()
+    size = T2V_A14B.streamed_bytes()
     visit_s = {expert: count * lane_s for expert, count in zip(EXPERTS, lanes, strict=True)}
 
     def timeline(disk: float | None, residents: int = 0) -> Timeline:

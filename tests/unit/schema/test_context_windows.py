@@ -69,8 +69,6 @@ def test_the_offset_changes_from_step_to_step() -> None:
     starts = [[window[0] for window in windows.at(step, 61)] for step in range(5)]
     assert starts == [[0, 17, 34, 40], [0, 8, 25, 40], [0, 4, 21, 38, 40], [0, 12, 29, 40], [0, 2, 19, 36, 40]]
     assert [float(van_der_corput(step)) for step in range(6)] == [0, 0.5, 0.25, 0.75, 0.125, 0.625]
-    assert windows.most(range(5), 61) == 5
-    assert windows.most([0, 1], 61) == 4
 
 
 def test_a_stride_adds_windows_of_every_second_frame_where_there_is_room() -> None:

@@ -12,10 +12,8 @@ from wanstream.schema import T2V_A14B, TI2V_5B, ExpertShape, VideoShape
 class Sizes(NamedTuple):
     parameters: int
     block: int
-    block_with_islands: int
     outer: int
-    outer_with_islands: int
-    all_blocks: int
+    resident: int
 
 
 @pytest.mark.parametrize(
@@ -23,41 +21,35 @@ class Sizes(NamedTuple):
     [
         pytest.param(
             T2V_A14B,
-            Sizes(14_288_491_584, 702_788_608, 702_870_528, 465_438_848, 520_530_048, 28_111_544_320),
+            Sizes(14_288_491_584, 702_788_608, 465_438_848, 14_346_368),
             id="T2V-A14B",
         ),
         pytest.param(
             ExpertShape(in_channels=36),
-            Sizes(14_288_901_184, 702_788_608, 702_870_528, 466_258_048, 521_349_248, 28_111_544_320),
+            Sizes(14_288_901_184, 702_788_608, 466_258_048, 15_165_568),
             id="I2V-A14B",
         ),
         pytest.param(
             ExpertShape(in_channels=36, image_width=1280),
-            Sizes(16_394_878_784, 807_676_928, 807_758_848, 482_680_448, 537_797_248, 32_307_077_120),
+            Sizes(16_394_878_784, 807_676_928, 482_680_448, 32_842_368),
             id="Wan2.1-I2V-14B",
         ),
         pytest.param(
             TI2V_5B,
-            Sizes(4_999_787_712, 327_313_408, 327_362_560, 180_173_184, 200_644_992, 9_819_402_240),
+            Sizes(4_999_787_712, 327_313_408, 180_173_184, 8_595_840),
             id="TI2V-5B",
         ),
     ],
 )
 def test_sizes_are_those_of_the_real_models(expert: ExpertShape, sizes: Sizes) -> None:
-    assert sizes == Sizes(
-        expert.parameters,
-        expert.block_bytes(),
-        expert.block_bytes(fp32_islands=True),
-        expert.non_block_bytes(),
-        expert.non_block_bytes(fp32_islands=True),
-        expert.blocks * expert.block_bytes(),
-    )
-    assert expert.blocks * expert.block_bytes() + expert.non_block_bytes() == 2 * expert.parameters
+    in_block = expert.streamed_parameters + expert.small_parameters
+    parameters = expert.blocks * in_block + expert.non_block_parameters
+    assert sizes == Sizes(parameters, 2 * in_block, 2 * expert.non_block_parameters, expert.resident_bytes())
 
 
 def test_ten_matrices_are_nearly_the_whole_block() -> None:
     assert T2V_A14B.streamed_bytes() == 702_545_920
-    assert T2V_A14B.block_bytes() - T2V_A14B.streamed_bytes() == 242_688
+    assert 2 * T2V_A14B.small_parameters == 242_688
     assert T2V_A14B.streamed_bytes(bytes_per_weight=1) + 242_688 == 351_515_648  # fp8 weights, bf16 rest
 
 
