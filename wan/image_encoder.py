@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,9 +31,6 @@ from .checkpoint.components import (
 )
 from .checkpoint.files import CheckpointError, read_checkpoint
 from .checkpoint.meta_model import set_parameters
-
-if TYPE_CHECKING:
-    from transformers import CLIPVisionModel
 
 WIDTH = 1280
 HEADS = 16
@@ -163,11 +160,8 @@ def clip_pixels(images: torch.Tensor, size: int, *, crop: bool = False) -> torch
 def _model(config: Mapping[str, Any]) -> nn.Module:
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
-    return _core(CLIPVisionModel(CLIPVisionConfig(**config)))
-
-
-def _core(model: CLIPVisionModel) -> nn.Module:
-    """Return the inner vision model of transformers 4; in transformers 5 it is the model itself."""
+    model = CLIPVisionModel(CLIPVisionConfig(**config))
+    # The inner vision model in transformers 4; in transformers 5 it is the model itself.
     core: nn.Module = getattr(model, PREFIX.removesuffix("."), model)
     return core
 

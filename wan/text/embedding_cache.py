@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from torch.nn.functional import pad
 
 from ...devices import auto_dtype
 from ...offload import FileVersion, file_version
@@ -55,7 +56,7 @@ class EmbeddingCache:
                 found |= {key: _trim(embedding) for key, embedding in zip(missing, encoded, strict=True)}
             self._store({key: found[key] for key in keys})
             # Copies: a caller may write to its embeddings.
-            return [_pad(found[key], self._rows) for key in keys]
+            return [pad(found[key], (0, 0, 0, self._rows - found[key].shape[1])) for key in keys]
 
     @property
     def nbytes(self) -> int:
@@ -85,10 +86,3 @@ def _trim(embedding: torch.Tensor) -> torch.Tensor:
     # Most rows of an embedding are padding. `clone`, because a view would keep the whole storage alive.
     count = int(embedding[0].ne(0).any(dim=1).nonzero().max()) + 1 if bool(embedding.any()) else 0
     return embedding[:, :count].clone()
-
-
-def _pad(embedding: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return a copy with `rows` rows, padded with zeros."""
-    padded = embedding.new_zeros((1, rows, embedding.shape[-1]))
-    padded[:, : embedding.shape[1]] = embedding
-    return padded

@@ -43,7 +43,7 @@ from ..checkpoint.components import (
 from ..checkpoint.files import CheckpointError, read_checkpoint
 from ..checkpoint.fp8_layouts import FP8_DTYPES, resolve_scales
 from ..checkpoint.meta_model import set_parameters
-from .tokenizer import SENTENCE_MODEL, Tokenizer, open_sentence_tokenizer, open_tokenizer, tokenise
+from .tokenizer import SENTENCE_MODEL, Tokenizer, clean_prompt, open_sentence_tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
     from transformers import UMT5EncoderModel
@@ -243,7 +243,7 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
         if not prompts or max_length < 1:
             raise PromptError(f"{len(prompts)} prompts of up to {max_length} tokens: give at least one of each")
         device = torch.device(device)
-        tokens = tokenise(self._tokenizer, prompts, length=max_length)
+        tokens = self._tokenizer.tokens([clean_prompt(prompt) for prompt in prompts], length=max_length)
         self._read_small_tensors(device)
         embeds = self._token_rows(tokens.ids).to(device)
         policy = policy or OffloadPolicy.layerwise(1)
@@ -253,9 +253,7 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
             torch.no_grad(),
         ):
             hidden = self._model.encoder(inputs_embeds=embeds, attention_mask=tokens.mask.to(device)).last_hidden_state
-        return [
-            _zero_after(row, count) for row, count in zip(hidden.float().cpu().split(1), tokens.counts, strict=True)
-        ]
+        return list(hidden.float().cpu().masked_fill_(tokens.mask[..., None] == 0, 0).split(1))
 
     def close(self) -> None:
         """Do nothing: only small tensors are kept between calls. Exists for `with`."""
@@ -317,17 +315,14 @@ def _split_batch(block: nn.Module) -> None:
 
     @functools.wraps(forward)
     def forward_each(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        outputs = [
-            forward(hidden[row : row + 1], *(_row(value, row, hidden) for value in args), **_rows(kwargs, row, hidden))
-            for row in range(len(hidden))
-        ]
+        outputs = []
+        for row in range(len(hidden)):
+            own_args = [_row(value, row, hidden) for value in args]
+            own_kwargs = {name: _row(value, row, hidden) for name, value in kwargs.items()}
+            outputs.append(forward(hidden[row : row + 1], *own_args, **own_kwargs))
         return _concatenate(outputs)
 
     block.forward = forward_each
-
-
-def _rows(values: Mapping[str, Any], row: int, hidden: torch.Tensor) -> dict[str, Any]:
-    return {name: _row(value, row, hidden) for name, value in values.items()}
 
 
 def _row(value: Any, row: int, hidden: torch.Tensor) -> Any:
@@ -346,8 +341,3 @@ def _concatenate(outputs: list[Any]) -> Any:
 def _decode(stored: torch.Tensor, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Decode a tensor as the engine decodes streamed matrices."""
     return stored.to(dtype) if factor is None else (stored.float() * factor).to(dtype)
-
-
-def _zero_after(embedding: torch.Tensor, count: int) -> torch.Tensor:
-    embedding[:, count:] = 0
-    return embedding

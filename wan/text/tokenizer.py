@@ -30,11 +30,6 @@ class PromptTokens:
     mask: torch.Tensor
     """1 up to and including </s>, 0 on the padding."""
 
-    @property
-    def counts(self) -> list[int]:
-        """Number of tokens of each prompt, including </s>."""
-        return [int(count) for count in self.mask.sum(dim=1)]
-
 
 class Tokenizer(Protocol):
     """Converts texts to token ids."""
@@ -85,11 +80,6 @@ def open_tokenizer(folder: Path) -> FolderTokenizer:
         return FolderTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as err:
         raise CheckpointError(folder, f"is not a tokenizer: {err}") from err
-
-
-def tokenise(tokenizer: Tokenizer, prompts: Sequence[str], *, length: int) -> PromptTokens:
-    """Clean the prompts and convert each to exactly `length` tokens."""
-    return tokenizer.tokens([clean_prompt(prompt) for prompt in prompts], length=length)
 
 
 SENTENCE_MODEL = "spiece_model"

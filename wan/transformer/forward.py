@@ -115,7 +115,7 @@ def forward_lanes(
     rotary = {lane.latents.shape[2:]: model.rope(lane.latents) for lane in lanes}
     negative_texts = [lane.negative_text for lane in lanes if lane.negative_text is not None]
     # Before the texts, so that the time embedder's weights are loaded once for all timesteps.
-    frame_times = _frame_times(model, lanes, float(timestep.float()), local_tokens or _all_tokens)
+    frame_times = _frame_times(model, lanes, float(timestep.float()), local_tokens or (lambda tokens: tokens))
     rows = _embedded(model, [*(lane.text for lane in lanes), *negative_texts], timestep)
     positive, negative = rows[: len(lanes)], iter(rows[len(lanes) :])
     conditions = [
@@ -165,10 +165,6 @@ def _time_rows(model: WanTransformer3DModel, timesteps: Sequence[float]) -> tupl
     no_text = model.patch_embedding.weight.new_zeros(1, 1, model.config.text_dim)
     each = [embedder(torch.tensor([time]), no_text, None)[:2] for time in timesteps]
     return torch.cat([time for time, _ in each]), torch.cat([modulation for _, modulation in each])
-
-
-def _all_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    return tokens
 
 
 def _grid(model: WanTransformer3DModel, lane: Lane) -> tuple[int, int, int]:

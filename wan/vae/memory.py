@@ -41,8 +41,7 @@ class TensorMemoryTracker(TorchDispatchMode):
         """Maximum of `now`."""
         self.convolution_peak = 0
         """Maximum if a convolution's library also copies input and output into another memory layout."""
-        self._uses: dict[int, int] = {}
-        self._sizes: dict[int, int] = {}
+        self._counted: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -51,29 +50,24 @@ class TensorMemoryTracker(TorchDispatchMode):
         inputs = {tensor.untyped_storage()._cdata for tensor in tree_iter((args, kwargs)) if _is_tensor(tensor)}
         for tensor in tree_iter(result):
             if _is_tensor(tensor):
-                self._add(tensor, inputs)
+                self._add(tensor.untyped_storage(), inputs)
         self.peak = max(self.peak, self.now)
         reordered = _bytes(args[0]) + _bytes(result) if str(func) in CONVOLUTIONS else 0
         self.convolution_peak = max(self.convolution_peak, self.now + reordered)
         return result
 
-    def _add(self, tensor: torch.Tensor, inputs: set[int]) -> None:
-        storage = tensor.untyped_storage()
+    def _add(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
         key = storage._cdata
-        if key not in self._uses:
-            if key in inputs:  # a view of a tensor from before
-                return
-            self._uses[key], self._sizes[key] = 0, storage.nbytes()
-            self.now += storage.nbytes()
+        if key in self._counted or key in inputs:  # a view of a tensor from before
+            return
+        self._counted.add(key)
+        self.now += storage.nbytes()
         # A storage is alive as long as any of its views.
-        self._uses[key] += 1
-        weakref.finalize(tensor, self._drop, key)
+        weakref.finalize(storage, self._drop, key, storage.nbytes())
 
-    def _drop(self, key: int) -> None:
-        self._uses[key] -= 1
-        if not self._uses[key]:
-            del self._uses[key]
-            self.now -= self._sizes.pop(key)
+    def _drop(self, key: int, nbytes: int) -> None:
+        self._counted.remove(key)
+        self.now -= nbytes
 
 
 def _is_tensor(value: object) -> bool:
@@ -118,7 +112,8 @@ def _count_bytes(config: str, latent_frames: int, dtype: torch.dtype, *, decode:
         side = MIN_TILE_LATENT * vae.spatial_compression_ratio
         latents = torch.empty(1, vae.config.z_dim, latent_frames, MIN_TILE_LATENT, MIN_TILE_LATENT, dtype=dtype)
         video = torch.empty(1, 3, FRAMES_PER_LATENT * (latent_frames - 1) + 1, side, side, dtype=dtype)
-        with TensorMemoryTracker() as tracker:
+        tracker = TensorMemoryTracker()
+        with tracker:
             if decode:
                 for frames in decoded_frames(vae, latents):
                     del frames

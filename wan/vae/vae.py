@@ -179,10 +179,19 @@ class WanVae(AbstractContextManager["WanVae"]):
         assert tiling is None or tiling.per_latent == self.space.pixels, "tiles of another VAE"
         vae, moved = self._load(device), latents.to(device, self._dtype)
         if tiling is None or not tiling.cuts(*latents.shape[3:]):
-            yield from whole_frames(vae, moved, torch.float32 if into is not None else torch.uint8, check)
+            check()
+            for part in decoded_frames(vae, moved, whole=True):
+                yield convert_pixels(as_pixels(part.float()), torch.uint8 if into is None else torch.float32).cpu()
+                check()
             return
         frames = empty_frames(latents, torch.uint8)[0] if into is None else into
-        tiled_frames(vae, moved, tiling, frames, check)
+        # Frames of a tile are blended as soon as they are decoded; in addition to them, RAM holds only edges of tiles.
+        blender = TileBlender(tiling, into=frames)
+        for tile in tiling.tiles(*latents.shape[3:]):
+            check()
+            for part in decoded_frames(vae, crop(moved, tile)):
+                blender.add_frames(tile, part.cpu().float())
+                check()
         if into is None:
             yield frames
 
@@ -260,34 +269,6 @@ def check_latents(latents: torch.Tensor) -> None:
 
 Check = Callable[[], None]
 """Function that is called before every latent frame and may raise to end the decode."""
-
-
-def whole_frames(
-    vae: AutoencoderKLWan, latents: torch.Tensor, dtype: torch.dtype, check: Check
-) -> Iterator[torch.Tensor]:
-    """Decode raw latents [1, C, T, h, w] on the VAE's device; yield [1, Ph, Pw, 3], then T - 1 times [4, Ph, Pw, 3].
-
-    Frames are on the CPU: fp32 in 0..1, or uint8 in 0..255.
-    """
-    check()
-    for part in decoded_frames(vae, latents, whole=True):
-        yield convert_pixels(as_pixels(part.float()), dtype).cpu()
-        check()
-
-
-def tiled_frames(
-    vae: AutoencoderKLWan, latents: torch.Tensor, tiling: Tiling, into: torch.Tensor, check: Check
-) -> None:
-    """Decode raw latents [1, C, T, h, w] tile by tile into frames [4(T - 1) + 1, Ph, Pw, 3], fp32 or uint8 on the CPU.
-
-    Frames of a tile are blended as soon as they are decoded; in addition to `into`, RAM holds only edges of tiles.
-    """
-    blender = TileBlender(tiling, into=into)
-    for tile in tiling.tiles(*latents.shape[3:]):
-        check()
-        for part in decoded_frames(vae, crop(latents, tile)):
-            blender.add_frames(tile, part.cpu().float())
-            check()
 
 
 Result = TypeVar("Result")
