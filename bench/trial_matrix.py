@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeAlias, TypeGuard
@@ -116,7 +116,11 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
-WITHOUT_NUMBER = {"layerwise": OffloadPolicy.layerwise, "resident": OffloadPolicy.resident, "auto": AutoOffload}
+WITHOUT_NUMBER: Mapping[str, Policy] = {
+    "layerwise": OffloadPolicy.layerwise(),
+    "resident": OffloadPolicy.resident(),
+    "auto": AutoOffload(),
+}
 """Policies by their names, except the one with a number of blocks."""
 
 
@@ -130,7 +134,7 @@ def _parse_policy(name: str) -> Policy:
         raise MatrixError(f"{name!r} names no policy: write {POLICY_SYNTAX}, separated by commas")
     if number:
         raise MatrixError(f"{name!r}: {kind} takes no {number!r} here (give the prefetch depth in prefetch)")
-    return WITHOUT_NUMBER[kind]()
+    return WITHOUT_NUMBER[kind]
 
 
 def _with_settings_of(base: Policy, policy: Policy) -> Policy:

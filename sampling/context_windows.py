@@ -18,7 +18,8 @@ def computed_shape(shape: Sequence[int], windows: ContextWindows | None, steps: 
     batch, channels, frames, height, width = shape
     if windows is None:
         return batch, channels, frames, height, width
-    return batch * windows.most(steps, frames), channels, windows.frames, height, width
+    most = max(len(windows.at(step, frames)) for step in steps)
+    return batch * most, channels, windows.frames, height, width
 
 
 class StepWindows:
