@@ -12,8 +12,8 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -67,37 +67,72 @@ def read_rows(path: Path) -> list[Row]:
     except OSError as err:
         raise JobsError(f"{path} cannot be read: {err.strerror}") from err
     try:
-        found = list(_csv_rows(content) if suffix in _CSV else _json_rows(content))
+        rows = [*_rows(_csv_rows(content) if suffix in _CSV else _json_rows(content), as_text=suffix in _CSV)]
     except JobsError as err:
         raise JobsError(f"{path}: {err}") from err
-    if not found:
+    if not rows:
         raise JobsError(f"{path} has no rows")
-    return _distinct([replace(row, position=position) for position, row in enumerate(found, 1)])
+    return rows
 
 
-def _csv_rows(content: bytes) -> Iterator[Row]:
+_Parsed: TypeAlias = tuple[int, object, Mapping[str, Any], str | None]
+"""Line, content, cells and fault of a row; a row with a fault has no cells."""
+
+
+def _rows(found: Iterable[_Parsed], *, as_text: bool) -> Iterator[Row]:
+    """Return the rows; a name that is not valid, or that an earlier row has, is a fault."""
+    seen: Counter[str] = Counter()
+    owners: dict[str, int] = {}
+    for position, (line, content, cells, fault) in enumerate(found, 1):
+        text = json.dumps(content, sort_keys=True)
+        digest = hashlib.sha256(json.dumps([text, seen[text]]).encode()).hexdigest()
+        seen[text] += 1
+        name = cells.get(NAME)
+        if name is not None:
+            fault = _name_fault(name)
+        if name is not None and fault is None:
+            owner = owners.setdefault(name.casefold(), line)
+            fault = None if owner == line else f"{NAME} '{name}' is already used by line {owner}"
+        values = {key: value for key, value in cells.items() if key != NAME}
+        yield Row(line=line, position=position, hash=digest, name=name, values=values, as_text=as_text, fault=fault)
+
+
+def _name_fault(name: str) -> str | None:
+    if not FILE_NAME.fullmatch(name):
+        return (
+            f"{NAME} '{name}' is not a valid file name: use up to 100 letters, digits, spaces and any of . , + ( ) - _"
+        )
+    if _WINDOWS_DEVICE.fullmatch(name):
+        return f"{NAME} '{name}' is a device name on Windows: use another name"
+    return None
+
+
+def _csv_rows(content: bytes) -> Iterator[_Parsed]:
     try:
         text = content.decode()
     except UnicodeDecodeError as err:
         line = content[: err.start].count(b"\n") + 1
         raise JobsError(f"line {line} is not UTF-8: save the file as CSV in UTF-8") from err
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    header: list[str] | None = None
+    try:
+        header = _header(next(reader, []))
+    except csv.Error as err:
+        raise JobsError(f"line 1 is not CSV: {err}") from err
     while True:
         line = reader.line_num + 1
         try:
-            cells = next(reader)
-        except StopIteration:
-            return
+            cells = next(reader, None)
         except csv.Error as err:
-            if header is None:
-                raise JobsError(f"line {line} is not CSV: {err}") from err
-            yield _row(line, str(err), {}, fault=f"this is not CSV: {err}")
+            yield line, str(err), {}, f"this is not CSV: {err}"
             continue
-        if header is None:
-            header = _header(cells)
+        if cells is None:
+            return
+        if any(cells[len(header) :]):
+            yield line, cells, {}, f"{len(cells)} cells, but {len(header)} columns"
         elif any(cells):
-            yield _csv_row(line, header, cells)
+            # An empty or missing cell keeps the workflow's value.
+            values = {column: cell for column, cell in zip(header, cells, strict=False) if cell}
+            yield line, values, values, None
 
 
 def _header(cells: list[str]) -> list[str]:
@@ -111,24 +146,16 @@ def _header(cells: list[str]) -> list[str]:
     return header
 
 
-def _csv_row(line: int, header: list[str], cells: list[str]) -> Row:
-    """Return the row of these cells; an empty or missing cell keeps the workflow's value."""
-    if len(cells) > len(header) and any(cells[len(header) :]):
-        return _row(line, cells, {}, fault=f"{len(cells)} cells, but {len(header)} columns")
-    values = {column: cell for column, cell in zip(header, cells, strict=False) if cell}
-    return _row(line, values, values, as_text=True)
-
-
-def _json_rows(content: bytes) -> Iterator[Row]:
+def _json_rows(content: bytes) -> Iterator[_Parsed]:
     for line, raw in enumerate(content.splitlines(), 1):
         if not raw.strip():
             continue
         try:
             values = _json_object(raw)
         except ValueError as err:
-            yield _row(line, raw.hex(), {}, fault=str(err))
+            yield line, raw.hex(), {}, str(err)
         else:
-            yield _row(line, values, values)
+            yield line, values, values, None
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
@@ -157,38 +184,6 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice:
         raise InputError(f"'{twice[0]}' is given twice")
     return dict(pairs)
-
-
-def _row(
-    line: int, content: object, cells: Mapping[str, Any], *, as_text: bool = False, fault: str | None = None
-) -> Row:
-    """Return a row with `content` as its preliminary hash; see `_distinct`."""
-    values = {key: value for key, value in cells.items() if key != NAME}
-    name = cells.get(NAME)
-    if name is not None and fault is None and not FILE_NAME.fullmatch(name):
-        fault = (
-            f"{NAME} '{name}' is not a valid file name: use up to 100 letters, digits, spaces and any of . , + ( ) - _"
-        )
-    elif name is not None and fault is None and _WINDOWS_DEVICE.fullmatch(name):
-        fault = f"{NAME} '{name}' is a device name on Windows: use another name"
-    text = json.dumps(content, sort_keys=True)
-    return Row(line=line, position=0, hash=text, name=name, values=values, as_text=as_text, fault=fault)
-
-
-def _distinct(rows: list[Row]) -> list[Row]:
-    """Return the rows with their final hashes; a name that an earlier row has is a fault."""
-    seen: Counter[str] = Counter()
-    owners: dict[str, int] = {}
-    distinct = []
-    for row in rows:
-        digest = hashlib.sha256(json.dumps([row.hash, seen[row.hash]]).encode()).hexdigest()
-        seen[row.hash] += 1
-        fault = row.fault
-        if row.name is not None and fault is None:
-            owner = owners.setdefault(row.name.casefold(), row.line)
-            fault = None if owner == row.line else f"{NAME} '{row.name}' is already used by line {owner}"
-        distinct.append(replace(row, hash=digest, fault=fault))
-    return distinct
 
 
 @dataclass(frozen=True, kw_only=True)
