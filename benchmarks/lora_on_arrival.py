@@ -14,9 +14,9 @@ import torch
 from record import record
 
 from wanstream.devices import DeviceEvent, clock_for
-from wanstream.offload import BlockFormat, BlockPatch, WeightPatch
+from wanstream.offload import BlockPatch, WeightPatch
 from wanstream.offload.formats.decode import decode_block
-from wanstream.offload.formats.layout import allocate_flat, block_format, tensor_views
+from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_format, tensor_views
 from wanstream.offload.host_memory.pages import CudaPageLock
 from wanstream.offload.patches import StagedPatches
 from wanstream.plan import BlockKey

@@ -5,9 +5,8 @@ from __future__ import annotations
 from .engine.engine import OffloadEngine, attach_offload
 from .engine.run import EngineRun
 from .formats.decode import CHUNK_VALUES, decode_tensor
-from .formats.gguf_dequant import QuantFormat
 from .formats.gguf_header import read_gguf_header
-from .formats.layout import BlockFormat, block_format, flat_layout, host_bytes, streamed_names, tensor_views
+from .formats.layout import flat_layout, host_bytes, streamed_names
 from .formats.safetensors_header import (
     CheckpointFileError,
     FileHeader,
@@ -17,7 +16,6 @@ from .formats.safetensors_header import (
     read_header,
 )
 from .host_memory.pages import CudaPageLock, LockedBlocks, map_memory
-from .host_memory.ram_slots import HostPages
 from .host_memory.shared_segment import SharedSegment, sweep
 from .patches import BlockPatch, WeightPatch
 from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise, typical_s
@@ -28,7 +26,6 @@ from .sources.quantised import QuantisedSource, quantised_format, scale_bytes
 
 __all__ = [
     "CHUNK_VALUES",
-    "BlockFormat",
     "BlockPatch",
     "BusRates",
     "CheckpointFileError",
@@ -39,18 +36,15 @@ __all__ = [
     "FileTensor",
     "FileVersion",
     "GatherBrokenError",
-    "HostPages",
     "InsufficientRamError",
     "LockedBlocks",
     "OffloadEngine",
-    "QuantFormat",
     "QuantisedSource",
     "Sharded",
     "SharedSegment",
     "StoppedTogether",
     "WeightPatch",
     "attach_offload",
-    "block_format",
     "decode_tensor",
     "file_version",
     "flat_layout",
@@ -69,6 +63,5 @@ __all__ = [
     "shard_bytes",
     "streamed_names",
     "sweep",
-    "tensor_views",
     "typical_s",
 ]

@@ -7,12 +7,11 @@ index. Only headers are read.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...offload import CheckpointFileError, FileTensor, read_gguf_header, read_header
+from ...offload import CheckpointFileError, FileHeader, FileTensor, read_gguf_header, read_header
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -29,17 +28,10 @@ class CheckpointError(CheckpointFileError):
     """Readable files that do not contain a supported model; the message names the file and the tensor."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointTensors:
-    """Tensors of one checkpoint by key (without `PREFIX`), and the metadata of its files."""
-
-    path: Path
-    tensors: Mapping[str, FileTensor]
-    metadata: Mapping[str, str]
-
-
-def read_checkpoint(path: Path, *, weights: str = WEIGHTS) -> CheckpointTensors:
+def read_checkpoint(path: Path, *, weights: str = WEIGHTS) -> FileHeader:
     """Read the headers of the file `path`, or, in a folder, of the file `weights` or of the shards in its index.
+
+    The keys of a single file are returned without `PREFIX`, and those of shards as one header of the folder.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
@@ -75,17 +67,17 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == GGUF
 
 
-def _read_file(path: Path) -> CheckpointTensors:
+def _read_file(path: Path) -> FileHeader:
     header = read_gguf_header(path) if is_gguf(path) else read_header(path)
     tensors: dict[str, FileTensor] = {}
     for key, tensor in header.tensors.items():
         if key.removeprefix(PREFIX) in tensors:
             raise CheckpointError(path, f"holds {key.removeprefix(PREFIX)} twice, with and without {PREFIX}")
         tensors[key.removeprefix(PREFIX)] = tensor
-    return CheckpointTensors(path=path, tensors=tensors, metadata=header.metadata)
+    return replace(header, tensors=tensors)
 
 
-def _read_shards(folder: Path, index_name: str) -> CheckpointTensors:
+def _read_shards(folder: Path, index_name: str) -> FileHeader:
     index = _read_index(folder / index_name)
     tensors: dict[str, FileTensor] = {}
     metadata: dict[str, str] = {}
@@ -101,7 +93,7 @@ def _read_shards(folder: Path, index_name: str) -> CheckpointTensors:
     lost = sorted(index.keys() - tensors.keys())
     if lost:
         raise CheckpointError(folder / index[lost[0]], f"does not hold {lost[0]}, which {index_name} places there")
-    return CheckpointTensors(path=folder, tensors=tensors, metadata=metadata)
+    return FileHeader(path=folder, tensors=tensors, metadata=metadata)
 
 
 def _read_index(path: Path) -> dict[str, str]:
