@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .io import UIOutput
-from .types import FolderType
+from .io import FolderType, UIOutput
 
 
 class SavedResult(dict[str, str]):
