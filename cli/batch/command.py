@@ -107,8 +107,7 @@ def _read(options: BatchOptions) -> _BatchSpec:
         backend = server = ServerBackend(options.server)
         server.connect(workflow)
     else:
-        folders = {"models": options.models, "input_dir": options.input, "output": options.output}
-        backend = EmbeddedBackend(workflow, **folders, device=options.device, strict=options.strict)
+        backend = EmbeddedBackend(workflow, options)
     checked = tuple(_checked(row, workflow, backend) for row in rows)
     return _BatchSpec(rows=checked, workflow=workflow, backend=backend, lanes=options.share_weights)
 

@@ -23,6 +23,7 @@ from ...host.embedded import (
 from ...schema import Cancelled
 from ..arguments import check_models, device_of
 from ..inputs import Sockets
+from ..options import BatchOptions
 from .backend import (
     BatchBackend,
     Ended,
@@ -47,18 +48,15 @@ class EmbeddedBackend(BatchBackend):
 
     window = 1
 
-    def __init__(
-        self, workflow: Prompt, *, models: Path, input_dir: Path, output: Path, device: str | None, strict: bool
-    ) -> None:
+    def __init__(self, workflow: Prompt, options: BatchOptions) -> None:
         """Create a backend. Raises ValueError for foreign nodes in the workflow, or without models."""
-        check_models(models)
-        self._device = device_of(device)
+        check_models(options.models)
+        self._device = device_of(options.device)
         classes = {**own_nodes(), **nodes_by_id([LoadImage])}
         hint = "only the nodes of this pack run without ComfyUI: start a server, and give its address with --server"
         check_classes(workflow, classes, hint)
         self.sockets: Sockets = {name: sockets_of(node.INPUT_TYPES()) for name, node in classes.items()}
-        self._models, self._input, self._strict = models, input_dir, strict
-        self._folder = output
+        self._options, self._folder = options, options.output
         self._on_progress: OnProgress | None = None
         self._host = EmbeddedHost()
         self._posted: dict[str, Workflow] = {}
@@ -114,8 +112,11 @@ class EmbeddedBackend(BatchBackend):
 
     def _load(self, prompt: Prompt, output: Path) -> Workflow:
         """Validate a workflow whose files are saved below `output`."""
-        folders = Folders(models=self._models, output=output, input=self._input)
-        nodes = [*own_nodes().values()]
         return load_workflow(
-            prompt, host=self._host, nodes=nodes, folders=folders, device=self._device, strict=self._strict
+            prompt,
+            host=self._host,
+            nodes=[*own_nodes().values()],
+            folders=Folders(models=self._options.models, output=output, input=self._options.input),
+            device=self._device,
+            strict=self._options.strict,
         )

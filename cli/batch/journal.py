@@ -9,7 +9,7 @@ import re
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -230,9 +230,6 @@ _BACK_UP_SECONDS = 60.0
 _LOCKED_SECONDS = 60.0
 """Maximum time to wait for another program that reads or copies the journal."""
 
-_IMPLICIT_INDEX = ("index", None)
-"""Type and SQL of an index that SQLite creates for a PRIMARY KEY or UNIQUE column."""
-
 
 class JournalError(OSError):
     """The journal cannot be read or written, or belongs to another batch."""
@@ -407,7 +404,7 @@ class Journal(AbstractContextManager["Journal"]):
             raise JournalError(f"{self._path} is a database, but not a journal of a batch: give another --journal")
         if version != _VERSION:
             raise JournalError(f"{self._path} was written by another version ({version}, this one writes {_VERSION})")
-        self._check_tables(tables, _TABLES)
+        self._check_tables(tables)
         (found,) = execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise DamagedJournalError(f"the journal {self._path} is damaged: {found}")
@@ -420,11 +417,12 @@ class Journal(AbstractContextManager["Journal"]):
                 "another --out (or --journal), or the original workflow"
             )
 
-    def _check_tables(self, tables: Sequence[Sequence[object]], wanted: Collection[object]) -> None:
+    def _check_tables(self, tables: Sequence[Sequence[object]]) -> None:
         """Raise JournalError for triggers, views and other objects that this module does not create."""
-        foreign = [sql for sql, kind in tables if (kind, sql) != _IMPLICIT_INDEX and sql not in wanted]
-        if foreign or not {*wanted} <= {sql for sql, _ in tables}:
-            found = repr(foreign or "a table is missing")
+        # SQLite creates an index without SQL for a PRIMARY KEY or UNIQUE column.
+        created = {sql for sql, kind in tables if (kind, sql) != ("index", None)}
+        if created != {*_TABLES}:
+            found = repr([*created.difference(_TABLES)] or "a table is missing")
             raise JournalError(
                 f"{self._path} was changed by another program ({found:.80}): move it away and run the same command "
                 "again, which resumes with the videos in the folder"
