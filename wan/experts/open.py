@@ -57,10 +57,7 @@ def open_experts(
     dtype = _checked(compute_dtype, storage)
     high_path, low_path = _expert_paths(Path(high_noise), None if low_noise is None else Path(low_noise))
     high, low = open_expert(high_path), open_expert(low_path)
-    for expert in (high, low):
-        _refuse_ti2v(expert)
     _check_pair(high, low)
-    _refuse_image_branch(high)
     log_unquantised((high, low), storage)
     return ExpertPair(high=high, low=low, compute_dtype=dtype, storage=storage, direct=direct, shared=shared)
 
@@ -95,23 +92,6 @@ def open_single_model(
     _require_image_branch(expert)
     log_unquantised([expert], storage)
     return ExpertPair(high=expert, low=expert, compute_dtype=dtype, storage=storage, direct=direct, shared=shared)
-
-
-def _refuse_ti2v(expert: Expert) -> None:
-    if expert.config.family == "ti2v":
-        raise CheckpointError(
-            expert.path,
-            f"is Wan2.2 TI2V-5B ({expert.config.in_channels} channels), which is a single model; the experts of "
-            "Wan2.2 A14B have 16 or 36 channels: open it as a single model",
-        )
-
-
-def _refuse_image_branch(expert: Expert) -> None:
-    if expert.config.image_dim is not None:
-        raise CheckpointError(
-            expert.path,
-            "has an image branch, so it is Wan2.1 I2V and not an expert of Wan2.2 A14B: open it as a single model",
-        )
 
 
 def _require_image_branch(expert: Expert) -> None:
@@ -166,6 +146,13 @@ def _expert_paths(high: Path, low: Path | None) -> tuple[Path, Path]:
 
 
 def _check_pair(high: Expert, low: Expert) -> None:
+    for expert in (high, low):
+        if expert.config.family == "ti2v":
+            raise CheckpointError(
+                expert.path,
+                f"is Wan2.2 TI2V-5B ({expert.config.in_channels} channels), which is a single model; the experts of "
+                "Wan2.2 A14B have 16 or 36 channels: open it as a single model",
+            )
     if high.config.family != low.config.family:
         raise CheckpointError(
             low.path,
@@ -178,6 +165,11 @@ def _check_pair(high: Expert, low: Expert) -> None:
                 low.path,
                 f"does not belong to {high.path}: {size} is {value} in this one and {others[size]} in the other",
             )
+    if high.config.image_dim is not None:
+        raise CheckpointError(
+            high.path,
+            "has an image branch, so it is Wan2.1 I2V and not an expert of Wan2.2 A14B: open it as a single model",
+        )
 
 
 def open_pair(ref: ExpertsRef, *, shared: bool = False) -> ExpertPair:
