@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from .benchmark import TrialTimes, pause, tensor_digest, with_steps
+from .benchmark import TrialTimes, tensor_digest, with_steps
 from .video_file import write_mp4
 
 __all__ = [
     "TrialTimes",
-    "pause",
     "tensor_digest",
     "with_steps",
     "write_mp4",

@@ -161,8 +161,7 @@ def decode_to_file(
 
     def decode(opened: WanVae, tiling: Tiling | None, check: Check) -> None:
         parts = opened.stream(latents, device=current_host().device(), tiling=tiling, check=check)
-        first = next(parts)  # before `write_mp4`, which would report an error of the VAE's file as one of the video
-        write_mp4(file.path, itertools.chain.from_iterable(itertools.chain([first], parts)), **encoding)
+        write_mp4(file.path, itertools.chain.from_iterable(parts), **encoding)
 
     with keep_latent_until_done(latents):
         file = current_host().output_file(prefix, "mp4", width=width, height=height)

@@ -37,35 +37,32 @@ def write_mp4(
         ValueError: H.264 cannot encode frames of this shape.
         VideoFileError: the file could not be written.
     """
-    # Renamed when complete: a killed process leaves a .part file and no broken video.
-    unfinished = path.with_name(path.name + ".part")
-    try:
-        _encode(unfinished, frames, fps=fps, crf=crf, metadata=metadata)
-        unfinished.replace(path)
-    except OSError as err:
-        raise VideoFileError(err.errno, f"{path} could not be written: {err.strerror}") from err
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _encode(
-    path: Path, frames: Iterable[torch.Tensor], *, fps: float, crf: int, metadata: Mapping[str, object]
-) -> None:
+    # The first frame before the file: an error in reading the weights of a VAE is not one of writing the video.
     frames = iter(frames)
     first = next(frames, None)
     if first is None:
         raise ValueError("a video needs frames [H, W, 3], but there are none")
     height, width = _size(first)
-    with av.open(str(path), "w", format="mp4", options={"movflags": _MOVFLAGS}) as container:
-        for key, value in metadata.items():
-            container.metadata[key] = json.dumps(value)
-        options = {"crf": str(crf), **_without_avx512()}
-        stream = container.add_stream("libx264", rate=Fraction(round(fps * 1000), 1000), options=options)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        _tag_bt709(stream.codec_context)
-        for frame in chain([first], frames):
-            container.mux(stream.encode(_picture(frame)))
-        container.mux(stream.encode(None))
+    # Renamed when complete: a killed process leaves a .part file and no broken video.
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        with av.open(str(unfinished), "w", format="mp4", options={"movflags": _MOVFLAGS}) as container:
+            for key, value in metadata.items():
+                container.metadata[key] = json.dumps(value)
+            options = {"crf": str(crf), **_without_avx512()}
+            stream = container.add_stream("libx264", rate=Fraction(round(fps * 1000), 1000), options=options)
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            codec = stream.codec_context
+            codec.colorspace = codec.color_primaries = codec.color_trc = _BT709
+            codec.color_range = _LIMITED_RANGE
+            for frame in chain([first], frames):
+                container.mux(stream.encode(_picture(frame)))
+            container.mux(stream.encode(None))
+        unfinished.replace(path)
+    except OSError as err:
+        raise VideoFileError(err.errno, f"{path} could not be written: {err.strerror}") from err
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _size(first: torch.Tensor) -> tuple[int, int]:
@@ -90,11 +87,6 @@ def _has_avx512() -> bool:
     # Not get_cpu_capability(): it obeys ATEN_CPU_CAPABILITY, which x264 does not read.
     query = getattr(torch.cpu, "_is_avx512_supported", None)
     return bool(query()) if query else torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-def _tag_bt709(codec: av.VideoCodecContext) -> None:
-    codec.colorspace = codec.color_primaries = codec.color_trc = _BT709
-    codec.color_range = _LIMITED_RANGE
 
 
 def _picture(frame: torch.Tensor) -> av.VideoFrame:
