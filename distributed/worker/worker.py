@@ -107,7 +107,6 @@ class Worker:
         machine: identifier of its machine; None: the host name.
         threads: CPU threads to compute with; None: torch's setting is not changed.
         experts: registry of open experts; None: a new one.
-        tiles: factory of the decoder of tiles on the device.
 
     Raises:
         DeviceError: the device does not exist.
@@ -121,7 +120,6 @@ class Worker:
         machine: str | None = None,
         threads: int | None = None,
         experts: ExpertsRegistry | None = None,
-        tiles: Callable[[torch.device], TileDecoder] = TileDecoder,
     ) -> None:
         import_models()
         self._device = compute_device(device)
@@ -131,7 +129,7 @@ class Worker:
             torch.set_num_threads(threads)
         self._experts = experts or ExpertsRegistry(partial(open_pair, shared=True))
         self._groups, self._weights = self._alone()
-        self._tiles = tiles(self._device)
+        self._tiles = TileDecoder(self._device)
         self._running = threading.Lock()
         self._stopped: deque[str] = deque(maxlen=MAX_STOPS)
         self._blocks_begun = 0

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from PIL import Image
@@ -38,7 +37,7 @@ from ...host import OutputFile, current_host, ui
 from ...host import io as host_io
 from ...offload import InsufficientRamError
 from ...plan import DoesNotFitError, describe_ram
-from ...sampling import DenoiseRequest, DenoiseResult, RequestError, StepProgress
+from ...sampling import DenoiseRequest, RequestError, StepProgress
 from ...schema import (
     FRAMES_PER_LATENT,
     VERSION,
@@ -88,28 +87,13 @@ class TrialTimes:
         return self.warmup + self.repeats
 
 
-def trials(times: TrialTimes, run: Callable[[], DenoiseResult], *, check: Callable[[], None]) -> Iterator[Trial]:
-    """Run one variant as often as `times` says and yield each trial, warm-ups first.
-
-    `check` is called during the pauses and ends them by raising. An error of `run` ends the trials.
-    """
-    for number in range(times.runs):
-        pause(times.cooldown_s, check)
-        yield as_trial(run(), warmup=number < times.warmup)
-
-
-def pause(seconds: float, check: Callable[[], None]) -> None:
-    """Sleep; `check` is called at the start, every `POLL_S` seconds and at the end, and may raise to stop."""
+def _pause(seconds: float) -> None:
+    """Sleep; raises the host's interrupt after a Cancel."""
     until = time.monotonic() + seconds
-    check()
+    current_host().raise_if_stopped()
     while (remaining := until - time.monotonic()) > 0:
         time.sleep(min(remaining, POLL_S))
-        check()
-
-
-def as_trial(result: DenoiseResult, *, warmup: bool = False) -> Trial:
-    """Return the trial of a report for this result."""
-    return Trial(timeline=result.timeline, latents=tensor_digest(result.latents), warmup=warmup)
+        current_host().raise_if_stopped()
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -192,10 +176,6 @@ def _frames(latent_frames: int) -> int:
     return (latent_frames - 1) * FRAMES_PER_LATENT + 1
 
 
-RunExperts: TypeAlias = Callable[..., SamplerRun]
-"""Function with the arguments of `run_experts`."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BenchmarkRun:
     """Variant before its first run."""
@@ -273,16 +253,14 @@ def named_runs(runs: Mapping[str, SamplerRun | None], titles: Mapping[str, str])
     }
 
 
-def measure(
-    benchmark: Benchmark, *, node_id: str | None, on_report: Callable[[Report], None], run: RunExperts = run_experts
-) -> Report:
+def measure(benchmark: Benchmark, *, node_id: str | None, on_report: Callable[[Report], None]) -> Report:
     """Make all runs of `benchmark`, one after the other; `on_report` gets the report before the first and after each.
 
     A variant is reported as failed, and the others continue, if it does not fit into memory, if its layout does not
     suit its workers, or if a worker fails or is restarted too often.
 
     Raises:
-        Exception: any other error of `run`, and the host's interrupt.
+        Exception: any other error of `run_experts`, and the host's interrupt.
     """
     report = _empty(benchmark)
     if not benchmark.runs_again:
@@ -297,7 +275,7 @@ def measure(
     steps = [len(candidate.request.step_plan.steps) * benchmark.times.runs for candidate in candidates]
     bar = _TrialBar(sum(steps), node_id)
     for place, candidate in enumerate(candidates):
-        for variant in _run_variant(candidate, benchmark, bar, run):
+        for variant in _run_variant(candidate, benchmark, bar):
             variants = [*report.variants]
             variants[place] = variant
             report = replace(report, variants=tuple(variants))
@@ -330,29 +308,25 @@ def _empty(benchmark: Benchmark) -> Report:
 def _given_variants(benchmark: Benchmark) -> Iterator[Variant]:
     """Yield the given runs as variants with one trial each."""
     for candidate, run in zip(benchmark.candidates(), benchmark.runs.values(), strict=True):
-        yield _with_trial(candidate.variant(), run, as_trial(run.result))
+        yield _with_trial(candidate.variant(), run)
 
 
-def _run_variant(candidate: BenchmarkRun, benchmark: Benchmark, bar: _TrialBar, run: RunExperts) -> Iterator[Variant]:
+def _run_variant(candidate: BenchmarkRun, benchmark: Benchmark, bar: _TrialBar) -> Iterator[Variant]:
     """Yield the variant after each of its runs."""
-    variant, runs = candidate.variant(), list[SamplerRun]()
-
-    def run_once() -> DenoiseResult:
-        finished = run(
-            candidate.experts,
-            candidate.request,
-            candidate.requested,
-            workers=candidate.workers,
-            node_id=bar.node_id,
-            on_step=bar.on_step(len(candidate.request.step_plan.steps)),
-            traces=benchmark.traces,
-        )
-        runs.append(finished)
-        return finished.result
-
+    variant = candidate.variant()
     try:
-        for trial in trials(benchmark.times, run_once, check=current_host().raise_if_stopped):
-            variant = _with_trial(variant, runs.pop(), trial)
+        for number in range(benchmark.times.runs):
+            _pause(benchmark.times.cooldown_s)
+            run = run_experts(
+                candidate.experts,
+                candidate.request,
+                candidate.requested,
+                workers=candidate.workers,
+                node_id=bar.node_id,
+                on_step=bar.on_step(len(candidate.request.step_plan.steps)),
+                traces=benchmark.traces,
+            )
+            variant = _with_trial(variant, run, warmup=number < benchmark.times.warmup)
             yield variant
     except (
         torch.OutOfMemoryError,
@@ -366,11 +340,12 @@ def _run_variant(candidate: BenchmarkRun, benchmark: Benchmark, bar: _TrialBar, 
         yield replace(variant, failed=str(err))
 
 
-def _with_trial(variant: Variant, run: SamplerRun, trial: Trial) -> Variant:
+def _with_trial(variant: Variant, run: SamplerRun, *, warmup: bool = False) -> Variant:
     """Return `variant` with one more trial; its settings name the policy of the run if it is not the requested one."""
     settings = dict(variant.settings)
     if run.policy != run.requested:
         settings["Ran under"] = f"{policy_name(run.policy)}, weights from {describe_ram(run.policy)}"
+    trial = Trial(timeline=run.timeline, latents=tensor_digest(run.result.latents), warmup=warmup)
     return replace(variant, settings=settings, trials=(*variant.trials, trial), predicted=run.result.predicted)
 
 

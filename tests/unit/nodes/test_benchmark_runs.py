@@ -15,6 +15,7 @@ from wanstream.bench.trial_matrix import MatrixError, TrialMatrix
 from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.driver.worker_group import WorkerFailedError
 from wanstream.host.embedded.adapter import Folders, NodeProgress
+from wanstream.nodes.runs import benchmark as benchmark_runs
 from wanstream.nodes.runs.benchmark import Benchmark, TrialTimes, measure, named_runs
 from wanstream.nodes.runs.run_experts import SamplerRun
 from wanstream.offload import InsufficientRamError
@@ -131,7 +132,9 @@ def progress(tmp_path: Path) -> Iterator[list[NodeProgress]]:
 
 
 def measured(benchmark: Benchmark, experts: Experts, kept: list[Report] | None = None) -> Report:
-    return measure(benchmark, node_id="benchmark", on_report=(kept if kept is not None else []).append, run=experts)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(benchmark_runs, "run_experts", experts)
+        return measure(benchmark, node_id="benchmark", on_report=(kept if kept is not None else []).append)
 
 
 @pytest.mark.usefixtures("progress")

@@ -253,9 +253,13 @@ class ShortOnce(TileDecoder):
 
 
 def test_a_worker_decodes_where_its_experts_have_made_room(
-    make_task: Callable[..., RunTask], tiny_pipeline: Callable[[], Path], latents: torch.Tensor
+    make_task: Callable[..., RunTask],
+    tiny_pipeline: Callable[[], Path],
+    latents: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    worker = Worker("cpu", tiles=ShortOnce)
+    monkeypatch.setattr("wanstream.distributed.worker.worker.TileDecoder", ShortOnce)
+    worker = Worker("cpu")
     tile = DecodeTask(run_id="tile", vae=tiny_pipeline(), latents=latents[:1, :, :, :4, :4])
     try:
         before = latents_of(worker, make_task())
