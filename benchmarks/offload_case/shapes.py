@@ -53,7 +53,9 @@ class CaseShape:
     @property
     def expert_bytes(self) -> int:
         """Stored bytes of one expert."""
-        return 2 * self.widths.parameters
+        widths = self.widths
+        in_blocks = widths.blocks * (widths.streamed_parameters + widths.small_parameters)
+        return 2 * (widths.non_block_parameters + in_blocks)
 
     @property
     def streamed_bytes(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -259,6 +261,27 @@ def test_a_stop_ends_it_between_two_runs() -> None:
     with pytest.raises(Cancelled):
         measured(benchmark(repeats=5, cooldown_s=0.0), experts, kept)
     assert (len(experts.calls), kept[-1].done) == (1, 1)
+
+
+@pytest.mark.usefixtures("progress")
+def test_each_run_follows_a_pause() -> None:
+    began = time.monotonic()
+    report = measured(benchmark(warmup=1, repeats=2, cooldown_s=0.1), Experts())
+    assert report.done == 3
+    assert time.monotonic() - began >= 0.3, "a pause may be longer than requested, never shorter"
+
+
+@pytest.mark.usefixtures("progress")
+def test_a_stop_ends_a_pause() -> None:
+    experts = Experts()
+    timer = threading.Timer(0.2, embedded_host.stop)
+    timer.start()
+    try:
+        with pytest.raises(Cancelled):
+            measured(benchmark(cooldown_s=300.0, repeats=2), experts)
+    finally:
+        timer.join()
+    assert experts.calls == []
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,9 @@ def test_the_embedder_comes_once_for_all_timesteps(pair: ExpertPair, image_reque
     engine = pair.engine(WHOLE, "cpu")
     before = engine.non_block_bytes
     embedder = engine.models.bare["high"].condition_embedder
-    assert 0.0 in embedder._expected_times
-    assert len(embedder._expected_times) == STEPS + 1
+    expected = embedder._expected["time"]
+    assert 0.0 in expected
+    assert len(expected) == STEPS + 1
     _run(pair, request)
     assert engine.non_block_bytes == before, "a second queue reads nothing of it again"
 

@@ -1,6 +1,7 @@
+"""Settings of a benchmark: times of its trials, digests of its requests, and the words for them."""
+
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,30 +11,14 @@ import torch
 
 from wanstream.nodes.runs.benchmark import (
     TrialTimes,
-    as_trial,
     describe_request,
     job_digest,
-    pause,
     tensor_digest,
-    trials,
     with_steps,
 )
-from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, denoise
-from wanstream.schema import OffloadPolicy, Timeline
+from wanstream.sampling import DenoiseRequest, RequestError
 
 Request = Callable[..., DenoiseRequest]
-
-
-class Stopped(Exception):
-    """Interrupt of a host."""
-
-
-def result(value: float) -> DenoiseResult:
-    return DenoiseResult(latents=torch.full((1, 2), value), sigma=0.0, timeline=Timeline(kind="measured", steps=()))
-
-
-def nothing() -> None:
-    """Check that never stops."""
 
 
 @pytest.mark.parametrize(
@@ -53,56 +38,6 @@ def nothing() -> None:
 def test_numbers_that_measure_nothing_are_refused(numbers: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         TrialTimes(**numbers)
-
-
-def test_warm_ups_come_first_and_are_marked() -> None:
-    values = iter([1.0, 2.0, 3.0])
-    made = [*trials(TrialTimes(warmup=1, repeats=2), lambda: result(next(values)), check=nothing)]
-    assert [trial.warmup for trial in made] == [True, False, False]
-    assert [trial.latents for trial in made] == [tensor_digest(torch.full((1, 2), value)) for value in (1.0, 2.0, 3.0)]
-    assert TrialTimes(warmup=1, repeats=2).runs == 3
-
-
-def test_the_machine_rests_before_every_run() -> None:
-    events: list[str] = []
-
-    def run() -> DenoiseResult:
-        events.append("run")
-        return result(0)
-
-    began = time.monotonic()
-    [*trials(TrialTimes(repeats=2, cooldown_s=0.15), run, check=lambda: events.append("look"))]
-    assert time.monotonic() - began >= 0.3, "a pause may be longer than requested, never shorter"
-    assert events[0] == "look"
-    assert events.count("run") == 2
-    assert events[events.index("run") + 1] == "look"
-
-
-def test_a_stop_ends_a_pause() -> None:
-    looks = iter([None, None, Stopped()])
-
-    def check() -> None:
-        if (error := next(looks)) is not None:
-            raise error
-
-    with pytest.raises(Stopped):
-        [*trials(TrialTimes(cooldown_s=3000.0), lambda: result(0), check=check)]
-
-
-def test_no_pause_still_looks() -> None:
-    def check() -> None:
-        raise Stopped
-
-    with pytest.raises(Stopped):
-        pause(0, check)
-
-
-def test_what_a_run_raises_ends_the_trials() -> None:
-    def run() -> DenoiseResult:
-        raise Stopped
-
-    with pytest.raises(Stopped):
-        next(trials(TrialTimes(), run, check=nothing))
 
 
 def test_a_digest_tells_values_shapes_and_types_apart() -> None:
@@ -162,15 +97,3 @@ def test_a_request_is_told_in_words(make_request: Request) -> None:
     )
     assert describe_request(own)["Sigmas"] == "from another node"
     assert describe_request(own)["Steps"] == "1: 0 high-noise, 1 low-noise"
-
-
-def test_a_run_that_is_repeated_gives_equal_latents(open_pair: Any, make_request: Request) -> None:
-    pair, request = open_pair(), make_request()
-
-    def run() -> DenoiseResult:
-        return denoise(pair, request, policy=OffloadPolicy.layerwise(), device="cpu")
-
-    first = as_trial(run())
-    made = [*trials(TrialTimes(warmup=1, repeats=2), run, check=nothing)]
-    assert {trial.latents for trial in made} == {first.latents}
-    assert [len(trial.timeline.steps) for trial in made] == [5, 5, 5]
