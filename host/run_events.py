@@ -1,11 +1,12 @@
-"""Events of a run for the web page: begin, each step, and end, with settings and timelines."""
+"""Events of a run for the web page: begin, each step, and end; and the log of the last runs."""
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -20,24 +21,6 @@ from ..wan import space_of
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """Settings of a run in a few words each, for a table of runs."""
-
-    size: str
-    """Width, height and frames, and the number of videos if it is not 1: `832x480x81, 2 videos`."""
-    dtype: str
-    policy: str
-    lora: str
-    """Name and strength of each LoRA; empty without one."""
-    workers: int | None = None
-    """Requested number of workers; None: this process computes."""
-    device_total: int | None = None
-    """Device memory in bytes; None on a CPU, and for workers, whose devices may differ."""
-    ram_total: int | None = None
-    """RAM of this machine in bytes; None for workers."""
-
-
 def run_settings(
     ref: ExpertsRef,
     requested: OffloadPolicy | AutoOffload,
@@ -46,22 +29,29 @@ def run_settings(
     device: torch.device,
     *,
     workers: WorkersRef | None = None,
-) -> RunSettings:
-    """Return the settings of a run on latents of `shape` [B, C, T, h, w] that starts with `policy`.
+) -> dict[str, Any]:
+    """Return the settings of a run on latents of `shape` [B, C, T, h, w], in a few words each, for a table of runs.
 
-    `requested` is the policy requested by the user.
+    Args:
+        ref: the experts and their LoRAs, each of which is listed with its strength.
+        requested: the policy requested by the user.
+        policy: the policy with which the run starts.
+        shape: gives width, height and frames, and the number of videos if it is not 1: `832x480x81, 2 videos`.
+        device: its memory in bytes is listed, None on a CPU, and the RAM of this machine.
+        workers: their requested number is listed, and no memory, because their devices may differ; None: this process
+            computes.
     """
-    totals = (None, None) if workers is not None else total_bytes(device)
+    device_total, ram_total = (None, None) if workers is not None else total_bytes(device)
     chosen = policy_name(policy) + (", RAM" if policy.source == "pinned" else "")
-    return RunSettings(
-        size=_size(shape),
-        dtype=SHORT_DTYPES.get(ref.compute_dtype, ref.compute_dtype),
-        policy=f"auto: {chosen}" if isinstance(requested, AutoOffload) else chosen,
-        lora=", ".join(_lora_names(ref)),
-        workers=None if workers is None else workers.count,
-        device_total=totals[0],
-        ram_total=totals[1],
-    )
+    return {
+        "size": _size(shape),
+        "dtype": SHORT_DTYPES.get(ref.compute_dtype, ref.compute_dtype),
+        "policy": f"auto: {chosen}" if isinstance(requested, AutoOffload) else chosen,
+        "lora": ", ".join(_lora_names(ref)),
+        "workers": None if workers is None else workers.count,
+        "device_total": device_total,
+        "ram_total": ram_total,
+    }
 
 
 def _size(shape: Sequence[int]) -> str:
@@ -116,10 +106,10 @@ class RunEvents:
         experts: Sequence[str],
         shown_at: str | None = None,
         predicted: Timeline | None = None,
-        settings: RunSettings | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._announce, self._experts, self._predicted = announce, list(experts), predicted
-        self._settings = None if settings is None else asdict(settings)
+        self._settings = settings
         self._ids = {"run": uuid.uuid4().hex, "prompt_id": prompt_id, "node": node_id, "shown_at": shown_at or node_id}
         self._timeline: Timeline | None = None
         self._ranks: dict[int, Timeline] = {}
@@ -181,3 +171,45 @@ class RunEvents:
 
 def _plain(timeline: Timeline | None) -> dict[str, Any] | None:
     return None if timeline is None else timeline.to_dict()
+
+
+KEPT_RUNS = 50
+
+LONGEST_NAME = 200
+"""Maximum number of characters of a title or an id; longer ones are truncated."""
+
+
+def short_text(value: object, *path: str | None) -> str | None:
+    """Return the text at `path` in a posted prompt; None if it is missing or, as prompts are untrusted, not a text."""
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value[:LONGEST_NAME] if isinstance(value, str) else None
+
+
+class RunLog:
+    """State of the last `KEPT_RUNS` runs, for pages that are opened later; built from events in order. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs: dict[str, dict[str, Any]] = {}
+
+    def record(self, event: str, payload: Mapping[str, Any]) -> None:
+        """Apply an event; events of other kinds, and of runs that were evicted from the log, are ignored."""
+        with self._lock:
+            if event == BEGIN:
+                self._runs[payload["run"]] = {**payload, "records": [], "ended": False, "timeline": None, "error": None}
+                for oldest in list(self._runs)[:-KEPT_RUNS]:
+                    del self._runs[oldest]
+                return
+            run = self._runs.get(payload.get("run", ""))
+            if run is not None and event == STEP:
+                run["records"].append(payload["record"])
+            elif run is not None and event == END:
+                run.update({name: payload[name] for name in ("timeline", "predicted", "error")}, ended=True)
+                if run["timeline"] is not None:
+                    run["records"] = []  # the timeline contains them
+
+    def snapshot(self) -> dict[str, list[dict[str, Any]]]:
+        """Return `runs`, oldest first, as copies that later events do not change."""
+        with self._lock:
+            return {"runs": [{**run, "records": list(run["records"])} for run in self._runs.values()]}

@@ -14,8 +14,7 @@ from typing import Any
 from aiohttp import web
 from server import PromptServer
 
-from ..run_events import BEGIN
-from ..run_log import RunLog, title_in, workflow_in
+from ..run_events import BEGIN, RunLog, short_text
 
 
 class ServerEvents:
@@ -35,7 +34,11 @@ class ServerEvents:
         """Send an event to all browsers and record it; a begin event gets the canvas id and the node's title."""
         if event == BEGIN:
             prompt, workflow = _queued(payload["prompt_id"])
-            payload = {**payload, "workflow": workflow, "title": title_in(prompt, payload["shown_at"])}
+            payload = {
+                **payload,
+                "workflow": workflow,
+                "title": short_text(prompt, payload["shown_at"], "_meta", "title"),
+            }
         self.log.record(event, payload)
         server = getattr(PromptServer, "instance", None)
         if server is not None:
@@ -51,5 +54,5 @@ def _queued(prompt_id: str | None) -> tuple[Mapping[str, Any], str | None]:
     running = [] if server is None else server.prompt_queue.get_current_queue_volatile()[0]
     for item in running:
         if item[1] == prompt_id:
-            return item[2], workflow_in(item[3])
+            return item[2], short_text(item[3], "extra_pnginfo", "workflow", "id")
     return {}, None

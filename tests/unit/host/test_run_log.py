@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.host.run_events import RunEvents
-from wanstream.host.run_log import KEPT_RUNS, LONGEST_NAME, RunLog, title_in, workflow_in
+from wanstream.host.run_events import KEPT_RUNS, LONGEST_NAME, RunEvents, RunLog, short_text
 from wanstream.schema import StepRecord, Timeline
 
 STEP = StepRecord(index=0, expert="high", sigma=None, wall_s=1.0, compute_s=1.0, stall_s=0.0, bytes_moved=1)
@@ -64,25 +63,26 @@ def test_what_is_of_no_use_later_is_not_kept() -> None:
     assert log.snapshot() == {"runs": []}
 
 
+TITLE, CANVAS = ("_meta", "title"), ("extra_pnginfo", "workflow", "id")
 IMAGE = ["img", {"src": "x", "onerror": "alert(1)"}]
 
 
 @pytest.mark.parametrize("hostile", [IMAGE, {"toString": "x"}, 7, None, True])
 def test_of_a_posted_prompt_only_texts_are_passed_on(hostile: object) -> None:
-    assert title_in({"7": {"_meta": {"title": "Sampler"}}}, "7") == "Sampler"
-    assert title_in({"7": {"_meta": {"title": hostile}}}, "7") is None
-    assert title_in({"7": {"_meta": hostile}}, "7") is None
-    assert workflow_in({"extra_pnginfo": {"workflow": {"id": "a graph"}}}) == "a graph"
-    assert workflow_in({"extra_pnginfo": {"workflow": {"id": hostile}}}) is None
-    assert workflow_in({"extra_pnginfo": {"workflow": hostile}}) is None
-    assert workflow_in({"extra_pnginfo": hostile}) is None
+    assert short_text({"7": {"_meta": {"title": "Sampler"}}}, "7", *TITLE) == "Sampler"
+    assert short_text({"7": {"_meta": {"title": hostile}}}, "7", *TITLE) is None
+    assert short_text({"7": {"_meta": hostile}}, "7", *TITLE) is None
+    assert short_text({"extra_pnginfo": {"workflow": {"id": "a graph"}}}, *CANVAS) == "a graph"
+    assert short_text({"extra_pnginfo": {"workflow": {"id": hostile}}}, *CANVAS) is None
+    assert short_text({"extra_pnginfo": {"workflow": hostile}}, *CANVAS) is None
+    assert short_text({"extra_pnginfo": hostile}, *CANVAS) is None
 
 
 def test_a_node_without_a_title_and_a_post_without_a_canvas_have_none() -> None:
-    assert title_in({}, "7") is None
-    assert title_in({"7": {}}, None) is None
-    assert workflow_in({}) is None
+    assert short_text({}, "7", *TITLE) is None
+    assert short_text({"7": {}}, None, *TITLE) is None
+    assert short_text({}, *CANVAS) is None
 
 
 def test_a_title_of_any_length_is_kept_short() -> None:
-    assert title_in({"7": {"_meta": {"title": "x" * 10**6}}}, "7") == "x" * LONGEST_NAME
+    assert short_text({"7": {"_meta": {"title": "x" * 10**6}}}, "7", *TITLE) == "x" * LONGEST_NAME
