@@ -24,9 +24,9 @@ from ..plan import AutoOffload, Machine, OffloadJob
 from ..schema import ExpertShape, ExpertsRef, Mesh, OffloadPolicy, WorkersRef
 from ..telemetry import QueueItemPhases, TelemetryOptions
 from ..wan import ExpertPair
-from .auto_policy import AutoPlanner, FreeMemory, PolicyChoice
+from .auto_policy import AutoPlanner, PolicyChoice, free_memory, usable_bytes
 from .comfy.guider_session import GuiderSettings
-from .folders import OutputFile, check_output
+from .folders import OutputFile, check_output, find_model, output_file
 from .workers import SharedRun, WorkerRegistry, WorkersPlan
 
 SAVING_NODE = "wanstream_node"
@@ -71,17 +71,22 @@ class HostApi(Protocol):
     def model_names(self, *folders: str) -> list[str]:
         """Return the sorted names of all models in these model folders; an entry of "diffusers" is a folder."""
 
+    def model_folders(self, kind: str) -> list[Path]:
+        """Return the paths of the model folders of this kind; they may not exist."""
+
     def model_path(self, name: str, *folders: str) -> Path:
         """Return the path of `name` in the first of `folders` that contains it.
 
         Raises OutsideFolderError or ModelNotFoundError.
         """
+        return find_model(name, {kind: self.model_folders(kind) for kind in folders})
 
     def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
         """Return the next free `<prefix>_<counter>_.<extension>`; its folder exists on return.
 
         `%width%`, `%height%` and `%year%` ... `%second%` in `prefix` are filled in. Raises OutsideFolderError.
         """
+        return output_file(self.output_folder(), prefix, extension, width=width, height=height)
 
     def check_output(self, prefix: str) -> None:
         """Refuse a prefix that `output_file` could not use; creates no folder.
@@ -138,7 +143,7 @@ class HostApi(Protocol):
         Measures the machine, which takes seconds, if the plan depends on its speed and no profile exists. Raises
         MeshError for a layout that does not suit the run, and DoesNotFitError if memory is too small.
         """
-        machine = partial(self.planner.machine, run.job.expert, device=self.device(), weights=ref.high_noise)
+        machine = partial(self.planner.machine, self.device(), run.job.expert, ref.high_noise)
         return self.worker_registry.plan(run, machine)
 
     def workers(self, ref: WorkersRef, mesh: Mesh) -> Driver:
@@ -173,16 +178,16 @@ class HostApi(Protocol):
             job,
             device=device,
             weights=ref.high_noise,
-            free_memory_now=partial(self.free_memory, pair),
+            free_memory_now=lambda evicting: free_memory(pair, device, self.free_vram(evicting=evicting)),
             starts_empty=not pair.loaded_bytes,
         )
 
-    def free_memory(self, pair: ExpertPair, evicting: bool) -> FreeMemory:
-        """Return the memory that `pair` may use now; `evicting` other models if the host has any."""
+    def free_vram(self, *, evicting: bool = False) -> int:
+        """Return the free bytes of the GPU less those to leave free; `evicting` counts the memory of other models."""
 
     def known_machine(self, ref: ExpertsRef, expert: ExpertShape) -> Machine | None:
         """Return the stored profile of this machine with the files of `ref`, None without one. Measures nothing."""
-        return self.planner.known_machine(expert, device=self.device(), weights=ref.high_noise)
+        return self.planner.known_machine(self.device(), expert, ref.high_noise)
 
     def run_id(self) -> str | None:
         """Return the id of the executing queue item (ComfyUI's prompt id); None outside one."""
@@ -211,6 +216,11 @@ class HostApi(Protocol):
 
         These are bytes of the device, or of RAM on a CPU.
         """
+        self.evict(wanted)
+        return usable_bytes(self.device(), self.free_vram())
+
+    def evict(self, wanted: int) -> None:
+        """Evict other models until `wanted` bytes are free or none is left."""
 
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         """Load the pair named by `ref`, and free `working_bytes` for its computation.

@@ -52,9 +52,9 @@ class Profile:
 
 def load_machine_profile(
     device: torch.device,
-    *,
     expert: ExpertShape = T2V_A14B,
     models: Path | None = None,
+    *,
     folder: Path | None = None,
     make_room: Callable[[], object] = lambda: None,
 ) -> Machine:
@@ -75,11 +75,13 @@ def load_machine_profile(
     if stored:
         logger.warning("%s: this machine is measured again", stored)
     make_room()
-    return measure_machine(device, expert=expert, models=models, folder=folder).machine
+    # Hosts run nodes in inference mode, which is thread-local: other threads could not write to the probes' buffers.
+    with torch.inference_mode(False):
+        return measure_machine(device, expert=expert, models=models, folder=folder).machine
 
 
 def stored_machine(
-    device: torch.device, *, expert: ExpertShape = T2V_A14B, models: Path | None = None, folder: Path | None = None
+    device: torch.device, expert: ExpertShape = T2V_A14B, models: Path | None = None, *, folder: Path | None = None
 ) -> Machine | None:
     """Return the stored profile of this machine, None without a matching one; see `load_machine_profile`."""
     stored = _read(profile_path(device, folder), _required_identity(device, expert, models))

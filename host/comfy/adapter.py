@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -12,10 +11,10 @@ from weakref import WeakValueDictionary
 
 import comfy.cli_args
 import comfy.model_management
-import comfy.utils
 import comfyui_version
 import folder_paths
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy_execution.utils import get_executing_context
 
 from ...devices import auto_dtype, with_resolved_dtype
@@ -25,67 +24,24 @@ from ...schema import ExpertsRef, OffloadPolicy
 from ...telemetry import PhaseRegistry, QueueItemPhases
 from ...wan import ExpertPair, ExpertsRegistry, open_pair, open_text_encoder
 from ..api import HostApi, LoadedExperts, ProgressBar
-from ..auto_policy import AutoPlanner, FreeMemory, free_memory, measured_machine, usable_bytes
-from ..folders import (
-    GGUF_FILES,
-    GGUF_FOLDERS,
-    WEIGHT_FILES,
-    CachedFileNames,
-    OutputFile,
-    diffusers_folders,
-    find_model,
-    inside,
-)
+from ..auto_policy import AutoPlanner
+from ..folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, CachedFileNames, diffusers_folders
+from ..machine_profile import PROBE_BYTES, load_machine_profile
 from ..workers import WorkerRegistry
-from .console_line import ConsoleLine
+from .guider import ExpertsGuider
 from .guider_session import GuiderSettings
+from .patcher import ExpertsModel, ExpertsPatcher, workers_patcher
+from .progress import NodeBar
+from .samplers import FlowSampling, schedule_names, schedule_sigmas
 from .user_settings import SETTINGS, STRICT, setting_is_on
 
 if TYPE_CHECKING:
-    from .guider import ExpertsGuider
-    from .patcher import ExpertsPatcher
-    from .preview import LatentPreview
+    # Imported on use, because only a server has ComfyUI's `server` module.
     from .server_events import ServerEvents
-    from .workers_patcher import WorkersPatcher
 
 
-def dynamic_bytes() -> int | None:
-    """Return the device bytes in dynamic VRAM, of all models; None if this ComfyUI does not use it.
-
-    ComfyUI 0.12 and later use it on NVIDIA GPUs under Linux and Windows unless it is disabled.
-    """
-    if find_spec("comfy.memory_management") is None:
-        return None
-    from comfy import memory_management
-
-    if not getattr(memory_management, "aimdo_enabled", False):
-        return None
-    from comfy_aimdo import control
-
-    return int(control.get_total_vram_usage())
-
-
-class _NodeBar:
-    """ComfyUI's progress bar, with previews; an update raises ComfyUI's interrupt if the user has pressed Cancel."""
-
-    def __init__(self, total: int, node_id: str | None, unit: str | None) -> None:
-        self._bar = comfy.utils.ProgressBar(total, node_id=node_id)
-        shown = unit is not None and comfy.utils.PROGRESS_BAR_ENABLED
-        self._line = ConsoleLine(total, unit=unit or "") if shown else None
-        self._total = total
-        self._preview: LatentPreview | None = None
-
-    def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
-        if self._line is not None:
-            self._line.update(done)
-        self._bar.update_absolute(done, self._total, None if denoised is None else self._preview_image(denoised))
-
-    def _preview_image(self, denoised: torch.Tensor) -> object | None:
-        if self._preview is None:
-            from .preview import LatentPreview
-
-            self._preview = LatentPreview(denoised)
-        return self._preview.image(denoised)
+ALL = 1e30
+"""Bytes, as in ComfyUI's own requests to unload everything."""
 
 
 class ComfyHost(HostApi):
@@ -95,13 +51,13 @@ class ComfyHost(HostApi):
         self, open_experts: Callable[[ExpertsRef], ExpertPair] = open_pair, planner: AutoPlanner | None = None
     ) -> None:
         self._experts = ExpertsRegistry(open_experts)
-        self.planner = planner or AutoPlanner(partial(measured_machine, make_room=self._make_room_for_probes))
+        self.planner = planner or AutoPlanner(partial(load_machine_profile, make_room=self._make_room_for_probes))
         self._gguf = CachedFileNames(GGUF_FILES)
         self._ledgers = PhaseRegistry()
         self._events: ServerEvents | None = None
         self.worker_registry = WorkerRegistry()
         # Strong references, because ComfyUI's list of loaded models keeps only weak ones.
-        self._workers_patcher: WorkersPatcher | None = None
+        self._workers_patcher: ModelPatcher | None = None
         self._patcher: ExpertsPatcher | None = None  # of the open pair
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
 
@@ -117,30 +73,19 @@ class ComfyHost(HostApi):
         for kind in folders:
             if kind == "diffusers":
                 # ComfyUI lists only files; its own diffusers loader walks these folders as well.
-                for folder in folder_paths.get_folder_paths(kind):
-                    found.update(diffusers_folders(Path(folder)))
+                for folder in self.model_folders(kind):
+                    found.update(diffusers_folders(folder))
             else:
                 names = folder_paths.get_filename_list(kind)
                 found.update(name for name in names if name.lower().endswith(WEIGHT_FILES))
             if kind in GGUF_FOLDERS:
                 # Not by registering `.gguf` with ComfyUI: that would change the lists of other nodes.
-                for folder in folder_paths.get_folder_paths(kind):
-                    found.update(self._gguf.below(Path(folder)))
+                for folder in self.model_folders(kind):
+                    found.update(self._gguf.below(folder))
         return sorted(found)
 
-    def model_path(self, name: str, *folders: str) -> Path:
-        by_kind = {kind: [Path(folder) for folder in folder_paths.get_folder_paths(kind)] for kind in folders}
-        return find_model(name, by_kind)
-
-    def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
-        output = folder_paths.get_output_directory()
-        # Checked and normalised here: ComfyUI refuses with a bare Exception, and numbers the files of "video/" wrongly.
-        inside(Path(output), prefix)
-        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
-            os.path.normpath(prefix), output, width, height
-        )
-        filename = f"{name}_{counter:05}_.{extension.lstrip('.')}"
-        return OutputFile(path=Path(folder) / filename, filename=filename, subfolder=subfolder)
+    def model_folders(self, kind: str) -> list[Path]:
+        return [Path(folder) for folder in folder_paths.get_folder_paths(kind)]
 
     def graph_in_files(self) -> bool:
         return not comfy.cli_args.args.disable_metadata
@@ -158,7 +103,7 @@ class ComfyHost(HostApi):
         return folder
 
     def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> ProgressBar:
-        return _NodeBar(total, node_id, unit)
+        return NodeBar(total, node_id, unit)
 
     def should_stop(self) -> bool:
         stop: bool = comfy.model_management.processing_interrupted()
@@ -190,14 +135,16 @@ class ComfyHost(HostApi):
             return encoder.encode(texts, device=device)
 
     def make_room_for_workers(self) -> None:
-        from .workers_patcher import WorkersPatcher
-
+        management = comfy.model_management
         self.free_experts()
-        self._workers_patcher = self._workers_patcher or WorkersPatcher(
+        self._workers_patcher = self._workers_patcher or workers_patcher(
             self.worker_registry.release_memory, self.device()
         )
-        # One of the workers shares the GPU of this process, so the models of this process must be evicted.
-        self._workers_patcher.load_exclusively()
+        management.load_models_gpu([self._workers_patcher])
+        if self.device().type == "cuda":
+            # One of the workers shares the GPU of this process, so the models of this process must be evicted.
+            ours = [entry for entry in management.current_loaded_models if entry.model is self._workers_patcher]
+            management.free_memory(ALL, self.device(), keep_loaded=ours)
 
     def patcher(self, ref: ExpertsRef, policy: OffloadPolicy, *, flow_shift: float | None = None) -> ExpertsPatcher:
         """Return a patcher of `ref` for ComfyUI's memory manager and guiders.
@@ -205,13 +152,11 @@ class ComfyHost(HostApi):
         It stays valid when other experts are opened. A `flow_shift` of None is ComfyUI's default for Wan. Raises
         ValueError for a policy that does not fit the experts.
         """
-        from .patcher import ExpertsModel, ExpertsPatcher
-        from .samplers import FlowSampling
-
         ref = with_resolved_dtype(ref, self.device())
         root = self._patchers.get(ref.opened)
         if root is None:
             root = ExpertsPatcher(ExpertsModel(ref, self.experts), self.device(), torch.device("cpu"))
+            root.ref = ref
             self._patchers[ref.opened] = self._patcher = root
         patcher = root.clone()
         patcher.ref, patcher.policy = ref, policy
@@ -220,12 +165,11 @@ class ComfyHost(HostApi):
             patcher.add_object_patch("model_sampling", FlowSampling(flow_shift))
         return patcher
 
-    def free_memory(self, pair: ExpertPair, evicting: bool) -> FreeMemory:
+    def free_vram(self, *, evicting: bool = False) -> int:
         # ComfyUI's minimum covers --reserve-vram and memory that no model accounts for.
-        device = self.device()
-        free = comfy.model_management.get_free_memory(device) + (_evictable(device) if evicting else 0)
-        reserved = comfy.model_management.minimum_inference_memory()
-        return free_memory(pair, device, free=int(free), reserved=int(reserved))
+        management, device = comfy.model_management, self.device()
+        free = management.get_free_memory(device) - management.minimum_inference_memory()
+        return int(free) + (_evictable(device) if evicting else 0)
 
     def run_id(self) -> str | None:
         context = get_executing_context()
@@ -250,14 +194,20 @@ class ComfyHost(HostApi):
         return QueueItemPhases() if run_id is None else self._ledgers.of(run_id)
 
     def dynamic_bytes(self) -> int | None:
-        return dynamic_bytes()
+        # ComfyUI 0.12 and later use dynamic VRAM on NVIDIA GPUs under Linux and Windows unless it is disabled.
+        if find_spec("comfy.memory_management") is None:
+            return None
+        from comfy import memory_management
 
-    def make_room(self, wanted: int) -> int:
-        device = self.device()
+        if not getattr(memory_management, "aimdo_enabled", False):
+            return None
+        from comfy_aimdo import control
+
+        return int(control.get_total_vram_usage())
+
+    def evict(self, wanted: int) -> None:
         reserved = int(comfy.model_management.minimum_inference_memory())
-        comfy.model_management.free_memory(wanted + reserved, device)
-        free = int(comfy.model_management.get_free_memory(device))
-        return usable_bytes(device, free=free, reserved=reserved)
+        comfy.model_management.free_memory(wanted + reserved, self.device())
 
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         patcher = self.patcher(ref, policy)
@@ -276,8 +226,6 @@ class ComfyHost(HostApi):
         flow_shift: float,
         policy: OffloadPolicy | AutoOffload,
     ) -> ExpertsGuider:
-        from .guider import ExpertsGuider
-
         # The smallest policy until the first run, which has the sizes that the planner needs.
         first = OffloadPolicy.layerwise() if isinstance(policy, AutoOffload) else policy
         patcher = self.patcher(ref, policy_with_cache(first, settings.cache), flow_shift=flow_shift)
@@ -286,19 +234,13 @@ class ComfyHost(HostApi):
         return guider
 
     def schedule_names(self) -> list[str]:
-        from .samplers import schedule_names
-
         return schedule_names()
 
     def sigmas(self, name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
-        from .samplers import schedule_sigmas
-
         return schedule_sigmas(name, steps, denoise, flow_shift)
 
     def _make_room_for_probes(self) -> None:
         # A GPU that is full of other models, such as a text encoder, cannot be measured, and nothing else evicts them.
-        from ..machine_profile import PROBE_BYTES
-
         if self.device().type == "cuda":
             comfy.model_management.free_memory(PROBE_BYTES, self.device())
 
@@ -310,8 +252,6 @@ class ComfyHost(HostApi):
 
 def _evictable(device: torch.device) -> int:
     """Return the bytes of `device` in other models, which ComfyUI can evict."""
-    from .patcher import ExpertsPatcher
-
     loaded = [entry for entry in comfy.model_management.current_loaded_models if entry.device == device]
     others = [entry for entry in loaded if not isinstance(entry.model, ExpertsPatcher | None)]
     return sum(int(entry.model_loaded_memory()) for entry in others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import comfy.model_management
 import comfy.samplers
@@ -20,31 +20,23 @@ from ...sampling import (
     RequestError,
     RunPolicy,
     SamplingCancelled,
-    StepCache,
     check_fits,
     native_inputs,
     policy_with_cache,
     predicted_calls,
     single_entry,
+    working_bytes,
 )
 from ...schema import OffloadPolicy, Timeline
 from ...telemetry import Recorder
 from ...wan import ExpertPair
 from ..api import HostApi
-from ..auto_policy import MemoryEstimateInputs, PolicyChoice
+from ..auto_policy import PolicyChoice
 from ..error_names import plainly_named
 from ..run_events import RunEvents, run_settings
-from .guider_session import (
-    GuiderRunState,
-    GuiderSettings,
-    GuiderSteps,
-    guider_job,
-)
+from .guider_session import GuiderSettings, GuiderSteps
+from .patcher import ExpertsPatcher
 from .samplers import common_sigma, predicted_sigmas, sampler_name
-
-if TYPE_CHECKING:
-    from .patcher import ExpertsPatcher
-
 
 HIGHEST_SIGMA = 1 + 1e-4
 """Slightly above 1, because of rounding in some schedules."""
@@ -74,14 +66,14 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     ) -> None:
         super().__init__(patcher)
         self.host, self.settings, self.requested = host, settings, policy
-        self._shown_at = host.executing_node()  # runs execute in a sampler node, but are shown at the guider's
-        self._choice = PolicyChoice(policy=OffloadPolicy.layerwise())  # placeholder until `_choose_policy`
+        self.shown_at = host.executing_node()  # runs execute in a sampler node, but are shown at the guider's
+        self.choice = PolicyChoice(policy=OffloadPolicy.layerwise())  # placeholder until `_choose_policy`
         self.timeline: Timeline | None = None
         """Timeline of the last run, one step per model call."""
         self.recompiled = 0
         """Number of calls in the last run that differed from the prediction."""
         self._conditioning: dict[str, Sequence[Any]] = {}
-        self._run: GuiderRunState | None = None
+        self._run: _GuiderRun | None = None
 
     def set_conds(self, positive: Sequence[Any], negative: Sequence[Any]) -> None:
         self._conditioning = {"positive": positive, "negative": negative}
@@ -95,29 +87,32 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     ) -> torch.Tensor:
         if latent_image.is_nested:
             raise RequestError("the latent has several parts, but Wan generates only video: use an empty video latent")
-        guider_steps = self._guider_steps_of(noise.shape, sigmas)
-        if isinstance(self.requested, AutoOffload) and guider_steps.steps > 0:
-            self._choose_policy(noise.shape, guider_steps)
-        self.model_patcher.model.memory_inputs = MemoryEstimateInputs(
-            chunk_tokens=self.model_patcher.policy.chunk_tokens,
-            cache=self.settings.cache,
-            windows=self.settings.windows,
-            steps=max(1, guider_steps.steps),
-        )
+        steps = self._steps_of(noise.shape, sigmas)
+        if isinstance(self.requested, AutoOffload) and steps.steps > 0:
+            self._choose_policy(steps)
+        chunk_tokens = self.model_patcher.policy.chunk_tokens
+
+        def activation_bytes(pair: ExpertPair, shape: Sequence[int]) -> int:
+            computed = replace(steps, shape=tuple(shape)).computed_shape
+            return working_bytes(pair, computed, guided=True, chunk_tokens=chunk_tokens, cache=steps.settings.cache)
+
+        self.model_patcher.model.activation_bytes = activation_bytes
         samples: torch.Tensor = super().sample(noise, latent_image, sampler, sigmas, *run, **settings)
         return samples
 
-    def _guider_steps_of(self, shape: Sequence[int], sigmas: torch.Tensor) -> GuiderSteps:
-        return GuiderSteps(settings=self.settings, sigmas=tuple(sigmas.tolist()), frames=shape[2])
+    def _steps_of(self, shape: Sequence[int], sigmas: torch.Tensor) -> GuiderSteps:
+        """Return the steps of a run with one model call per step."""
+        levels = tuple(sigmas.tolist())
+        return GuiderSteps(settings=self.settings, sigmas=levels, shape=tuple(shape), levels=levels[:-1])
 
-    def _choose_policy(self, shape: Sequence[int], guider_steps: GuiderSteps) -> None:
-        """Choose the policy for one model call per step, before ComfyUI makes room for it."""
+    def _choose_policy(self, steps: GuiderSteps) -> None:
+        """Choose the policy before ComfyUI makes room for it."""
         patcher = self.model_patcher
         patcher.model.open(patcher.ref)
-        job = guider_job(patcher.model.pair, guider_steps, guider_steps.sigmas[:-1], shape, patcher.load_device)
+        job = steps.job(patcher.model.pair, patcher.load_device)
         choice = self.host.choose_policy(patcher.ref, self.requested, job)
-        self._choice = replace(choice, policy=policy_with_cache(choice.policy, self.settings.cache))
-        patcher.policy = self._choice.policy
+        self.choice = replace(choice, policy=policy_with_cache(choice.policy, self.settings.cache))
+        patcher.policy = self.choice.policy
 
     def inner_sample(  # noqa: PLR0913, PLR0917 (ComfyUI's arguments)
         self,
@@ -134,15 +129,16 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Run the sampler. ComfyUI calls this after it has loaded the model and prepared all tensors."""
         self.timeline = None
-        guider_steps = self._guider_steps_of(noise.shape, sigmas)
-        levels = self._predict_sigmas(sampler, sigmas, seed, guider_steps)
-        run = self._run = self._start_run(noise, denoise_mask, levels, guider_steps, sampler_name(sampler))
+        name = sampler_name(sampler)
+        steps = self._steps_of(noise.shape, sigmas)
+        steps = replace(steps, levels=self._predict_sigmas(sampler, sigmas, seed, steps))
+        run = self._run = _GuiderRun(self, self._request(noise, denoise_mask), steps, name)
         try:
             with run.events:
                 with run.model_calls as calls:
-                    if levels:
-                        needs_negative = guider_steps.needs_negative(levels)
-                        ahead = [(self.settings.expert(sigma), sigma) for sigma in levels]
+                    if steps.levels:
+                        needs_negative = steps.needs_negative
+                        ahead = [(self.settings.expert(sigma), sigma) for sigma in steps.levels]
                         run.inputs.prefetch(
                             calls.engine,
                             [(expert, sigma * TRAIN_TIMESTEPS, needs_negative[expert]) for expert, sigma in ahead],
@@ -151,7 +147,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
                         *(noise, latent_image, device, sampler, sigmas, denoise_mask, callback, disable_pbar, seed),
                         **more,
                     )
-                notes = tuple(filter(None, (self._choice.reason, *run.policy.changes)))
+                notes = tuple(filter(None, (self.choice.reason, *run.policy.changes)))
                 self.timeline = replace(run.recorder.timeline(), changes=notes)
                 run.events.ended(self.timeline)
         except SamplingCancelled:
@@ -161,86 +157,12 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             if err.obj is not self.inner_model:
                 raise
             raise RequestError(
-                f"the sampler {sampler_name(sampler)} reads the attribute {err.name} of the model, which streamed "
+                f"the sampler {name} reads the attribute {err.name} of the model, which streamed "
                 "experts do not have: choose one of ComfyUI's samplers (KSamplerSelect)"
             ) from err
         finally:
             self._run, self.recompiled = None, run.model_calls.recompiled
         return samples
-
-    def _start_run(
-        self,
-        noise: torch.Tensor,
-        denoise_mask: torch.Tensor | None,
-        levels: Sequence[float],
-        guider_steps: GuiderSteps,
-        sampler: str,
-    ) -> GuiderRunState:
-        """Return the state of a run with calls at the noise levels `levels`, in that order; fetches nothing yet."""
-        pair, policy, device = self.model_patcher.loaded_experts()
-        request = self._request(noise, denoise_mask)
-        check_fits(request, pair)
-        engine, experts = pair.engine(policy, device), [self.settings.expert(sigma) for sigma in levels]
-        cache = self.settings.cache
-        run_policy = RunPolicy(
-            pair,
-            policy,
-            engine.device,
-            shape=guider_steps.computed_shape(noise.shape),
-            guided=any(guider_steps.guided(levels).values()),
-            cache=cache,
-            revise=self._choice.revise_under(policy),
-        )
-        run_policy.refuse_without_ram()
-        running = None if cache is None else cache.start(guider_steps.calls(levels, len(noise)))
-        recorder = Recorder(engine.device, observe=self.host.telemetry_options())
-        model_calls = ModelCalls(
-            run_policy,
-            experts,
-            recorder=recorder,
-            should_stop=comfy.model_management.processing_interrupted,
-            nag=self.settings.more_guidance.nag,
-            cache=running,
-        )
-        predicted = self._predict(pair, policy, guider_steps, levels, noise.shape, running)
-        events = RunEvents(
-            self.host.announce,
-            prompt_id=self.host.run_id(),
-            node_id=self.host.executing_node(),
-            shown_at=self._shown_at,
-            experts=experts,
-            predicted=predicted,
-            settings=run_settings(self.model_patcher.ref, self.requested, policy, noise.shape, device),
-        )
-        return GuiderRunState(
-            inputs=LaneInputs(request, engine.device),
-            model_calls=model_calls,
-            policy=run_policy,
-            recorder=recorder,
-            events=events,
-            shape=noise.shape,
-            guider_steps=guider_steps,
-            sampler=sampler,
-        )
-
-    def _predict(
-        self,
-        pair: ExpertPair,
-        policy: OffloadPolicy,
-        guider_steps: GuiderSteps,
-        levels: Sequence[float],
-        shape: Sequence[int],
-        cache: StepCache | None,
-    ) -> Timeline | None:
-        """Simulate calls at `levels` on latents of `shape`; None without calls or without a profile of this machine."""
-        if not levels:
-            return None
-        device = self.model_patcher.load_device
-        job = guider_job(pair, guider_steps, levels, shape, device)
-        if cache is not None:
-            job = replace(job, skipped_steps=cache.skipped)
-        machine = self.host.known_machine(self.model_patcher.ref, job.expert)
-        return None if machine is None else predicted_calls(pair, job, levels, policy, machine=machine, device=device)
 
     def predict_noise(
         self, x: torch.Tensor, timestep: torch.Tensor, model_options: Mapping[str, Any] = {}, seed: int | None = None
@@ -253,7 +175,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
 
         def conditions(call: Mapping[str, Any]) -> list[torch.Tensor]:
             with_negative = call["conds"][1] is not None
-            return self._denoised(run, call["input"], sigma, with_negative=with_negative)
+            return run.denoised(call["input"], sigma, with_negative=with_negative)
 
         denoised: torch.Tensor = comfy.samplers.sampling_function(
             self.inner_model,
@@ -261,36 +183,11 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             timestep,
             self.conds["negative"],
             self.conds["positive"],
-            run.guider_steps.scale(sigma),
+            run.steps.scale(sigma),
             model_options={**model_options, CONDITIONS: conditions},
             seed=seed,
         )
         return denoised
-
-    def _denoised(
-        self, run: GuiderRunState, x: torch.Tensor, sigma: float, *, with_negative: bool
-    ) -> list[torch.Tensor]:
-        """Return x0 of the positive and the negative, each [B, 16, T, h, w] float32; zeros for an omitted negative."""
-        if x.shape != run.shape:
-            raise RequestError(
-                f"the sampler {run.sampler} changes the size of the latent from {list(run.shape)} to {list(x.shape)}, "
-                "but the image condition and the memory of the run are for the first: choose another sampler"
-            )
-        run.guider_steps.check_call(run.model_calls.calls, sigma)
-        expert, windows = self.settings.expert(sigma), run.guider_steps.windows(sigma)
-        attach_nag = run.guider_steps.scale(sigma) == 1 and self.settings.more_guidance.nag is not None
-        lanes = run.inputs.lanes(x, with_negative=with_negative, attach_nag=attach_nag, windows=windows)
-        velocities = run.model_calls.forward(expert, lanes, sigma)
-        run.events.step(run.recorder.last)
-        velocity = torch.cat(velocities if windows is None else windows.whole(velocities)).float()
-        if not velocity.isfinite().all():
-            source = "the result" if x.isfinite().all() else f"the latent from the sampler {run.sampler}"
-            raise NonFiniteLatentError(
-                f"{source} is NaN or infinite at sigma {sigma:.4f} ({expert}-noise expert): choose another sampler or "
-                "other sigmas; if that does not help, an input or a weight is broken"
-            )
-        sides = [x - each * sigma for each in velocity.split(len(x))]
-        return sides if with_negative else [*sides, torch.zeros_like(x)]
 
     def _request(self, noise: torch.Tensor, denoise_mask: torch.Tensor | None) -> DenoiseRequest:
         """Return the inputs of this run, with the same checks as in our own sampler."""
@@ -310,7 +207,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         )
 
     def _predict_sigmas(
-        self, sampler: Any, sigmas: torch.Tensor, seed: int | None, guider_steps: GuiderSteps
+        self, sampler: Any, sigmas: torch.Tensor, seed: int | None, steps: GuiderSteps
     ) -> Sequence[float]:
         """Return the predicted noise level of each model call of the sampler."""
         highest = float(sigmas.max())
@@ -319,8 +216,87 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
                 f"a sigma is {highest:g}, but flow models have none above 1: make the SIGMAS with Wan Sigmas"
             )
         levels, name = predicted_sigmas(self, sampler, sigmas, seed), sampler_name(sampler)
-        guider_steps.check_calls(levels, name)
+        steps.check_calls(levels, name)
         if levels is None:
             logger.info("the sampler %s was not dry-run: expecting one model call per step", name)
-            return guider_steps.sigmas[:-1]
+            return steps.levels
         return levels
+
+
+class _GuiderRun:
+    """State of one run, shared by its model calls; fetches nothing before the first one.
+
+    Args:
+        guider: the guider, whose experts ComfyUI has loaded.
+        request: inputs of the run.
+        steps: steps and predicted model calls.
+        sampler: name of the sampler.
+    """
+
+    def __init__(self, guider: ExpertsGuider, request: DenoiseRequest, steps: GuiderSteps, sampler: str) -> None:
+        host, settings, ref = guider.host, guider.settings, guider.model_patcher.ref
+        pair, policy, device = guider.model_patcher.loaded_experts()
+        check_fits(request, pair)
+        self.steps, self._sampler = steps, sampler
+        engine, experts = pair.engine(policy, device), [settings.expert(sigma) for sigma in steps.levels]
+        self.inputs = LaneInputs(request, engine.device)
+        self.policy = RunPolicy(
+            pair,
+            policy,
+            engine.device,
+            shape=steps.computed_shape,
+            guided=any(steps.guided.values()),
+            cache=settings.cache,
+            revise=guider.choice.revise_under(policy),
+        )
+        self.policy.refuse_without_ram()
+        cache = None if settings.cache is None else settings.cache.start(steps.calls)
+        self.recorder = Recorder(engine.device, observe=host.telemetry_options())
+        self.model_calls = ModelCalls(
+            self.policy,
+            experts,
+            recorder=self.recorder,
+            should_stop=comfy.model_management.processing_interrupted,
+            nag=settings.more_guidance.nag,
+            cache=cache,
+        )
+        predicted = None
+        if steps.levels:
+            job = replace(steps.job(pair, device), skipped_steps=frozenset() if cache is None else cache.skipped)
+            machine = host.known_machine(ref, job.expert)
+            if machine is not None:
+                predicted = predicted_calls(pair, job, steps.levels, policy, machine=machine, device=device)
+        self.events = RunEvents(
+            host.announce,
+            prompt_id=host.run_id(),
+            node_id=host.executing_node(),
+            shown_at=guider.shown_at,
+            experts=experts,
+            predicted=predicted,
+            settings=run_settings(ref, guider.requested, policy, steps.shape, device),
+        )
+
+    def denoised(self, x: torch.Tensor, sigma: float, *, with_negative: bool) -> list[torch.Tensor]:
+        """Return x0 of the positive and the negative, each [B, 16, T, h, w] float32; zeros for an omitted negative."""
+        if x.shape != self.steps.shape:
+            raise RequestError(
+                f"the sampler {self._sampler} changes the size of the latent from {list(self.steps.shape)} to "
+                f"{list(x.shape)}, but the image condition and the memory of the run are for the first: choose another "
+                "sampler"
+            )
+        self.steps.check_call(self.model_calls.calls, sigma)
+        settings, windows = self.steps.settings, self.steps.windows(sigma)
+        expert = settings.expert(sigma)
+        attach_nag = self.steps.scale(sigma) == 1 and settings.more_guidance.nag is not None
+        lanes = self.inputs.lanes(x, with_negative=with_negative, attach_nag=attach_nag, windows=windows)
+        velocities = self.model_calls.forward(expert, lanes, sigma)
+        self.events.step(self.recorder.last)
+        velocity = torch.cat(velocities if windows is None else windows.whole(velocities)).float()
+        if not velocity.isfinite().all():
+            source = "the result" if x.isfinite().all() else f"the latent from the sampler {self._sampler}"
+            raise NonFiniteLatentError(
+                f"{source} is NaN or infinite at sigma {sigma:.4f} ({expert}-noise expert): choose another sampler or "
+                "other sigmas; if that does not help, an input or a weight is broken"
+            )
+        sides = [x - each * sigma for each in velocity.split(len(x))]
+        return sides if with_negative else [*sides, torch.zeros_like(x)]

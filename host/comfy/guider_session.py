@@ -1,4 +1,4 @@
-"""Session of a guider: its settings, the step of each model call, its policy and predicted timeline."""
+"""Settings of a guider, and the step, expert and lanes of each model call of a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from ...sampling import (
     NEAR_SIGMA,
     CacheSettings,
     Guidance,
-    LaneInputs,
-    LaneName,
     MagCache,
-    ModelCalls,
     RequestError,
-    RunPolicy,
     StepLanes,
     StepWindows,
     check_guidance,
@@ -28,9 +24,7 @@ from ...sampling import (
     offload_job,
 )
 from ...schema import ContextWindows
-from ...telemetry import Recorder
 from ...wan import ExpertPair
-from ..run_events import RunEvents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +51,6 @@ class GuiderSettings:
         """Return the expert of a call at noise level `sigma`."""
         return expert_at(sigma * TRAIN_TIMESTEPS, self.boundary_ratio)
 
-    def scale(self, expert: str) -> float:
-        """Return the CFG scale of an expert; per-step scales take precedence."""
-        return self.guidance[0 if expert == "high" else 1]
-
 
 SIGMA_TOLERANCE = 1e-5
 """Noise levels closer than this differ only by rounding."""
@@ -73,8 +63,10 @@ class GuiderSteps:
     settings: GuiderSettings
     sigmas: tuple[float, ...]
     """Steps + 1 noise levels."""
-    frames: int
-    """Latent frames."""
+    shape: tuple[int, ...]
+    """Shape of the latents, [B, C, T, h, w]."""
+    levels: Sequence[float]
+    """Predicted noise level of each model call."""
 
     def __post_init__(self) -> None:
         guidance, steps = self.settings.more_guidance, self.steps
@@ -88,7 +80,7 @@ class GuiderSteps:
         windows, cache = self.settings.windows, self.settings.cache
         if windows is not None:
             mag_steps = range(steps) if isinstance(cache, MagCache) else ()
-            check_windows(windows, self.frames, mag_steps=mag_steps)
+            check_windows(windows, self.shape[2], mag_steps=mag_steps)
         if isinstance(cache, MagCache):
             cache.table.check_steps(self.sigmas, [self.settings.expert(level) for level in levels], scales)
 
@@ -108,39 +100,58 @@ class GuiderSteps:
 
     def scale(self, sigma: float) -> float:
         """Return the CFG scale of a call at `sigma`."""
-        scales = self.settings.more_guidance.steps
+        settings, scales = self.settings, self.settings.more_guidance.steps
         if scales is None:
-            return self.settings.scale(self.settings.expert(sigma))
+            return settings.guidance[0 if settings.expert(sigma) == "high" else 1]
         return scales[min(self.step(sigma), len(scales) - 1)]
 
-    def guided(self, levels: Sequence[float]) -> dict[str, bool]:
-        """Return, for each expert, True if some of its calls at these levels have negative lanes."""
+    @property
+    def guided(self) -> dict[str, bool]:
+        """For each expert, True if some of its calls have negative lanes."""
         guided = {"high": False, "low": False}
-        for level in levels:
+        for level in self.levels:
             guided[self.settings.expert(level)] |= self.scale(level) != 1
         return guided
 
-    def needs_negative(self, levels: Sequence[float]) -> dict[str, bool]:
-        """Return, for each expert, True if some of its calls at these levels read the negative text."""
+    @property
+    def needs_negative(self) -> dict[str, bool]:
+        """For each expert, True if some of its calls read the negative text."""
         nag = self.settings.more_guidance.nag is not None
-        return {expert: guided or nag for expert, guided in self.guided(levels).items()}
+        return {expert: guided or nag for expert, guided in self.guided.items()}
 
     def windows(self, sigma: float) -> StepWindows | None:
         """Return the context windows of a call."""
         settings = self.settings.windows
-        return None if settings is None else StepWindows(settings, self.step(sigma), self.frames)
+        return None if settings is None else StepWindows(settings, self.step(sigma), self.shape[2])
 
-    def lanes(self, level: float, samples: int) -> tuple[LaneName, ...]:
-        """Return the lanes of a call at `level`; a sampler may still read the negative at guidance 1."""
-        return lane_names(samples, with_negative=self.scale(level) != 1, windows=self.windows(level))
+    @property
+    def calls(self) -> StepLanes:
+        """Expert and lanes of each call, by its number; a sampler may still read the negative at guidance 1."""
+        return {
+            call: (
+                self.settings.expert(level),
+                lane_names(self.shape[0], with_negative=self.scale(level) != 1, windows=self.windows(level)),
+            )
+            for call, level in enumerate(self.levels)
+        }
 
-    def calls(self, levels: Sequence[float], samples: int) -> StepLanes:
-        """Return the expert and the lanes of each future call, by its number."""
-        return {call: (self.settings.expert(level), self.lanes(level, samples)) for call, level in enumerate(levels)}
+    @property
+    def computed_shape(self) -> tuple[int, ...]:
+        """Largest shape that a call computes; see `sampling.computed_shape`."""
+        return computed_shape(self.shape, self.settings.windows, range(max(1, self.steps)))
 
-    def computed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the largest shape that a call computes; see `sampling.computed_shape`."""
-        return computed_shape(shape, self.settings.windows, range(max(1, self.steps)))
+    def job(self, pair: ExpertPair, device: torch.device) -> OffloadJob:
+        """Return the planner's job of the calls, of which there is at least one."""
+        calls = self.calls.values()
+        return offload_job(
+            pair,
+            self.computed_shape,
+            device,
+            experts_of_steps=[expert for expert, _ in calls],
+            lanes_of_steps=[len(names) for _, names in calls],
+            guided=self.guided,
+            cache=self.settings.cache,
+        )
 
     def check_calls(self, levels: Sequence[float] | None, sampler: str) -> None:
         """Refuse MagCache unless the sampler calls the model once per step at the step's sigma; None: unknown calls."""
@@ -166,35 +177,3 @@ class GuiderSteps:
 
 def _near(one: float, other: float) -> bool:
     return abs(one - other) <= NEAR_SIGMA
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GuiderRunState:
-    """State of one run, shared by its model calls."""
-
-    inputs: LaneInputs
-    model_calls: ModelCalls
-    policy: RunPolicy
-    recorder: Recorder
-    events: RunEvents
-    shape: torch.Size
-    """Shape of the latents, [B, C, T, h, w]."""
-    guider_steps: GuiderSteps
-    sampler: str
-    """Name of the sampler."""
-
-
-def guider_job(
-    pair: ExpertPair, guider_steps: GuiderSteps, levels: Sequence[float], shape: Sequence[int], device: torch.device
-) -> OffloadJob:
-    """Return the job of calls at `levels`, at least one, on latents of `shape` [B, C, T, h, w]."""
-    calls = guider_steps.calls(levels, shape[0]).values()
-    return offload_job(
-        pair,
-        guider_steps.computed_shape(shape),
-        device,
-        experts_of_steps=[expert for expert, _ in calls],
-        lanes_of_steps=[len(names) for _, names in calls],
-        guided=guider_steps.guided(levels),
-        cache=guider_steps.settings.cache,
-    )

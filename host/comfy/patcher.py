@@ -1,23 +1,25 @@
-"""Streamed experts as a model in ComfyUI's memory manager, which measures, loads and evicts it."""
+"""Streamed experts, here or in workers, as a model in ComfyUI's memory manager, which measures, loads, evicts it."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import comfy.model_base
 import comfy.model_management
 import comfy.model_patcher
+import comfy.patcher_extension
 import comfy.supported_models
 import torch
 
 from ...plan import keep_near_policy, shrink_to_budget
+from ...sampling import working_bytes
 from ...schema import ExpertsRef, OffloadPolicy, plan_residency
 from ...wan import WAN22, ExpertPair
 from ..api import LoadedExperts
-from ..auto_policy import MemoryEstimateInputs
 
 logger = logging.getLogger("wanstream.memory")
 
@@ -29,8 +31,8 @@ During a run no memory can be released, and the model must still be on the list 
 """
 
 
-class ExpertsModel(torch.nn.Module):
-    """Model object for ComfyUI, with Wan's settings and without parameters; the weights belong to the pair.
+class ExpertsModel(comfy.model_base.BaseModel):  # type: ignore[misc]
+    """Model object for ComfyUI, with Wan's settings and without a diffusion model; the weights belong to the pair.
 
     All patchers of the same files share it: ComfyUI identifies clones by their model.
 
@@ -40,35 +42,23 @@ class ExpertsModel(torch.nn.Module):
     """
 
     def __init__(self, ref: ExpertsRef, experts: Callable[[ExpertsRef], ExpertPair]) -> None:
-        super().__init__()
+        pair, supported = experts(ref), comfy.supported_models
+        keeps_frames = pair.in_channels == WAN22.channels
+        family = supported.WAN22_T2V if keeps_frames else supported.WAN21_T2V
+        settings = {"image_model": "wan2.1", "model_type": "t2v", "disable_unet_model_creation": True}
+        super().__init__(family(settings), comfy.model_base.ModelType.FLOW)
         self.ref = ref
         self._experts = experts
-        self.pair = experts(ref)
+        self.pair = pair
+        self.keeps_frames = keeps_frames
+        """True if masked frames stay noise-free with timestep 0, as in TI2V-5B; other models get them with noise."""
         self.requested = OffloadPolicy.layerwise()
         """The policy of the last load request."""
         self.policy: OffloadPolicy | None = None
         """The loaded policy: the requested one, or a smaller one."""
-        self.memory_inputs = MemoryEstimateInputs()
-        """Settings of the next run, because ComfyUI queries its activation memory before it loads the policy."""
-        self.model_config = self._family({"image_model": "wan2.1", "model_type": "t2v"})
-        self.model_type = comfy.model_base.ModelType.FLOW
-        self.latent_format = self.model_config.latent_format
-        self.model_sampling = comfy.model_base.model_sampling(self.model_config, self.model_type)
-        self.device: torch.device | None = None
-        self.current_patcher: ExpertsPatcher | None = None
+        self.activation_bytes: Callable[[ExpertPair, Sequence[int]], int] = partial(working_bytes, guided=True)
+        """Estimate for the next run; set here, because ComfyUI queries `memory_required` before it loads the policy."""
         self._counted_pins = 0
-
-    @property
-    def keeps_frames(self) -> bool:
-        """True if masked frames stay noise-free with timestep 0, as in TI2V-5B; other models get them with noise."""
-        return self.pair.in_channels == WAN22.channels
-
-    @property
-    def _family(self) -> Callable[[dict[str, str]], Any]:
-        """ComfyUI's model settings for this latent space."""
-        supported = comfy.supported_models
-        family: Callable[[dict[str, str]], Any] = supported.WAN22_T2V if self.keeps_frames else supported.WAN21_T2V
-        return family
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -77,11 +67,6 @@ class ExpertsModel(torch.nn.Module):
             # With `name` and `obj`, unlike torch's error, so that the guider can recognise it.
             raise AttributeError(str(err), name=name, obj=self) from None
 
-    @property
-    def block_counts(self) -> Mapping[str, int]:
-        """Number of blocks of each expert."""
-        return self.pair.block_counts
-
     def open(self, ref: ExpertsRef) -> None:
         """Open `ref` again: other experts or LoRAs may have been opened since the last run."""
         self.pair = self._experts(ref)
@@ -89,7 +74,7 @@ class ExpertsModel(torch.nn.Module):
     def load(self, requested: OffloadPolicy, budget: float, device: torch.device) -> None:
         """Create the engine on `device`, with the largest part of the policy whose weights fit into `budget` bytes."""
         device_bytes = self.pair.device_bytes
-        fitted = shrink_to_budget(requested, self.block_counts, budget=budget, device_bytes=device_bytes)
+        fitted = shrink_to_budget(requested, self.pair.block_counts, budget=budget, device_bytes=device_bytes)
         if self.policy is not None and self.requested == requested and self.pair.loaded_bytes:
             fitted = keep_near_policy(self.policy, fitted, budget=budget, device_bytes=device_bytes)
         if fitted != requested:
@@ -104,11 +89,6 @@ class ExpertsModel(torch.nn.Module):
         self.requested, self.policy = requested, fitted
         self.count_pins()
 
-    def release(self) -> None:
-        """Release all memory."""
-        self.pair.close()
-        self.count_pins()
-
     def count_pins(self) -> None:
         """Add the pair's page-locked bytes to ComfyUI's total, in versions that have one."""
         pinned = self.pair.pinned_bytes
@@ -118,15 +98,12 @@ class ExpertsModel(torch.nn.Module):
         self._counted_pins = pinned
 
     def _describe(self, policy: OffloadPolicy) -> str:
-        residency, _ = plan_residency(policy, self.block_counts)
+        residency, _ = plan_residency(policy, self.pair.block_counts)
         resident = min(len(blocks) for blocks in residency.residents.values())
-        blocks = min(self.block_counts.values())
+        blocks = min(self.pair.block_counts.values())
         return f"{_size(self.pair.device_bytes(policy))} with {resident} of {blocks} blocks resident"
 
     def get_dtype(self) -> torch.dtype:
-        return self.pair.compute_dtype
-
-    def get_dtype_inference(self) -> torch.dtype:
         return self.pair.compute_dtype
 
     def memory_required(self, input_shape: Sequence[int], cond_shapes: Mapping[str, Any] | None = None) -> int:
@@ -135,31 +112,17 @@ class ExpertsModel(torch.nn.Module):
         ComfyUI estimates a model's minimum without negatives, because it can compute them in a separate pass. Our
         engine never does, and it uses all memory above the minimum for blocks.
         """
-        return self.memory_inputs.working_bytes(self.pair, input_shape)
+        return self.activation_bytes(self.pair, input_shape)
 
-    def process_latent_in(self, latent: torch.Tensor) -> torch.Tensor:
-        normalised: torch.Tensor = self.latent_format.process_in(latent)
-        return normalised
-
-    def process_latent_out(self, latent: torch.Tensor) -> torch.Tensor:
-        raw: torch.Tensor = self.latent_format.process_out(latent)
-        return raw
-
-    def scale_latent_inpaint(
-        self, sigma: torch.Tensor, noise: torch.Tensor, latent_image: torch.Tensor, **_: object
-    ) -> torch.Tensor:
-        """Return the masked part of the latent at noise level `sigma` [B]."""
+    def scale_latent_inpaint(self, latent_image: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """Return the masked part of the latent at the noise level of a step."""
         if self.keeps_frames:
             return latent_image
-        per_sample = sigma.reshape([sigma.shape[0]] + [1] * (noise.ndim - 1))
-        kept: torch.Tensor = self.model_sampling.noise_scaling(per_sample, noise, latent_image)
+        kept: torch.Tensor = super().scale_latent_inpaint(latent_image=latent_image, **inputs)
         return kept
 
     def extra_conds(self, **_: object) -> dict[str, Any]:
         """Return nothing: the guider reads the conditioning itself."""
-        return {}
-
-    def extra_conds_shapes(self, **_: object) -> dict[str, Any]:
         return {}
 
     def apply_model(self, *_: object, **__: object) -> torch.Tensor:
@@ -170,23 +133,14 @@ class ExpertsModel(torch.nn.Module):
 
 
 class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
-    """Entry of the experts in ComfyUI's list of loaded models.
+    """Entry of the experts in ComfyUI's list of loaded models."""
 
-    `ref` names experts and LoRAs, `policy` is the one to load; None: the last requested one.
-    """
-
-    def __init__(
-        self,
-        model: ExpertsModel,
-        load_device: torch.device,
-        offload_device: torch.device,
-        size: int = 0,
-        weight_inplace_update: bool = False,
-    ) -> None:
-        # Set before the base class's __init__, which calls `model_size`.
-        self.ref = model.ref
-        self.policy: OffloadPolicy | None = None
-        super().__init__(model, load_device, offload_device, size, weight_inplace_update)
+    # Of the class, because the base class's __init__ calls `model_size`.
+    model: ExpertsModel
+    ref: ExpertsRef
+    """Names experts and LoRAs."""
+    policy: OffloadPolicy | None = None
+    """The policy to load; None: the last requested one."""
 
     def clone(self, *args: Any, **settings: Any) -> ExpertsPatcher:
         cloned: ExpertsPatcher = super().clone(*args, **settings)
@@ -200,18 +154,17 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
 
     def model_size(self) -> int:
         """Return the device bytes that ComfyUI must provide: those of the policy, or the loaded ones if more."""
-        pair: ExpertPair = self.model.pair
+        pair = self.model.pair
         return max(pair.device_bytes(self.policy or self.model.requested), pair.loaded_bytes)
 
     def loaded_size(self) -> int:
         """Return the device bytes in use; `SIZE_WHILE_RUNNING` during a run."""
         self.model.count_pins()  # here, because ComfyUI calls this before each of its memory decisions
-        pair: ExpertPair = self.model.pair
+        pair = self.model.pair
         return SIZE_WHILE_RUNNING if pair.running else pair.loaded_bytes
 
     def pinned_memory_size(self) -> int:
-        pinned: int = self.model.pair.pinned_bytes
-        return pinned
+        return self.model.pair.pinned_bytes
 
     def model_mmap_residency(self, free: bool = False) -> tuple[int, int]:
         """Return resident and required host bytes: equal, so that ComfyUI frees no other model's RAM for us."""
@@ -243,15 +196,17 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         Frees nothing during a run, when a preview may load its VAE, but returns `memory_to_free`: otherwise ComfyUI
         would drop the experts from its list while they use memory. The other model gets the memory that is free.
         """
-        pair: ExpertPair = self.model.pair
+        pair = self.model.pair
         before = pair.loaded_bytes
         if pair.running:
             logger.info("the experts are running: their %s are not freed", _size(before))
             return math.ceil(memory_to_free)
-        outside, block = self._non_block_and_block_bytes()
+        one, two = (pair.device_bytes(OffloadPolicy.layerwise(ahead)) for ahead in (0, 1))
+        block = two - one
+        outside = one - block  # the weights outside the blocks
         if memory_to_free > before - outside:
             return 0  # ComfyUI then detaches the experts
-        freed: int = pair.release_memory(math.ceil(memory_to_free))
+        freed = pair.release_memory(math.ceil(memory_to_free))
         self.model.count_pins()
         logger.info("freed %s of %s for another model: %d blocks", _size(freed), _size(before), round(freed / block))
         return freed
@@ -266,22 +221,40 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
 
         With `unpatch_all` False nothing is released: ComfyUI is about to load the experts again.
         """
-        model: ExpertsModel = self.model
-        if unpatch_all and model.pair.running:
-            logger.info("the experts are running: they are not unloaded")
-            return model
         if unpatch_all:
+            if self.model.pair.running:
+                logger.info("the experts are running: they are not unloaded")
+                return self.model
             before = self.loaded_size()
-            self.model.release()
+            self.model.pair.close()
+            self.model.count_pins()
             if before:
                 logger.info("freed %s: the experts are unloaded", _size(before))
         super().detach(unpatch_all)
-        return model
+        return self.model
 
-    def _non_block_and_block_bytes(self) -> tuple[int, int]:
-        """Return the device bytes of the weights outside the blocks, and of one buffer."""
-        one, two = (self.model.pair.device_bytes(OffloadPolicy.layerwise(ahead)) for ahead in (0, 1))
-        return 2 * one - two, two - one
+
+def workers_patcher(release_memory: Callable[[], bool], load_device: torch.device) -> comfy.model_patcher.ModelPatcher:
+    """Return the entry of the workers in ComfyUI's list of loaded models, until ComfyUI unloads it.
+
+    Its size is 0, as the model has no parameters: ComfyUI makes no room for it, and unloads it whole.
+
+    Args:
+        release_memory: releases the workers' weights; returns False during a run, when it cannot.
+        load_device: device of this process, which one of the workers shares.
+    """
+
+    def on_detach(_: object, unpatch_all: bool) -> None:
+        if unpatch_all:  # otherwise ComfyUI is about to load them again
+            logger.info(
+                "the workers have unloaded their experts"
+                if release_memory()
+                else "the workers are running: not unloaded"
+            )
+
+    patcher = comfy.model_patcher.ModelPatcher(torch.nn.Module(), load_device, torch.device("cpu"))
+    patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, on_detach)
+    return patcher
 
 
 def _size(nbytes: float) -> str:

@@ -20,16 +20,13 @@ from ...schema import Cancelled, ExpertsRef, OffloadPolicy, StateError
 from ...telemetry import QueueItemPhases
 from ...wan import EmbeddingCache, ExpertPair, ExpertsRegistry
 from ..api import HostApi, LoadedExperts, NeedsComfyUIError, ProgressBar, use_host
-from ..auto_policy import AutoPlanner, FreeMemory, free_memory, usable_bytes
+from ..auto_policy import AutoPlanner, usable_bytes
 from ..folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
     WEIGHT_FILES,
-    OutputFile,
     diffusers_folders,
-    find_model,
     inside,
-    output_file,
     weight_files,
 )
 from ..workers import WorkerRegistry
@@ -172,11 +169,8 @@ class EmbeddedHost(HostApi):
             found.update(diffusers_folders(folder) if kind == "diffusers" else weight_files(folder, endings))
         return sorted(found)
 
-    def model_path(self, name: str, *folders: str) -> Path:
-        return find_model(name, {kind: [self.folders.models / kind] for kind in folders})
-
-    def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
-        return output_file(self.folders.output, prefix, extension, width=width, height=height)
+    def model_folders(self, kind: str) -> list[Path]:
+        return [self.folders.models / kind]
 
     def graph_in_files(self) -> bool:
         return True
@@ -216,10 +210,9 @@ class EmbeddedHost(HostApi):
     def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
         return self._texts.encode(path, texts, device=self.device())
 
-    def free_memory(self, pair: ExpertPair, evicting: bool) -> FreeMemory:
+    def free_vram(self, *, evicting: bool = False) -> int:
         # `evicting` makes no difference: this host has no other models.
-        device = self.device()
-        return free_memory(pair, device, free=free_bytes(device) or 0, reserved=VRAM_RESERVE)
+        return (free_bytes(self.device()) or 0) - VRAM_RESERVE
 
     def run_id(self) -> str | None:
         return self._run_id
@@ -243,10 +236,9 @@ class EmbeddedHost(HostApi):
     def dynamic_bytes(self) -> int | None:
         return None
 
-    def make_room(self, wanted: int) -> int:
-        if usable_bytes(self.device()) < wanted:
+    def evict(self, wanted: int) -> None:
+        if usable_bytes(self.device(), self.free_vram()) < wanted:
             self.free_experts()
-        return usable_bytes(self.device())
 
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         # This host has no other models to evict.

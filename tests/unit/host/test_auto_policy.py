@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from wanstream.devices.available_ram import available_bytes
-from wanstream.host.auto_policy import AutoPlanner, FreeMemory, _better_policy, free_memory
+from wanstream.host.auto_policy import AutoPlanner, _better_policy, free_memory, limited
 from wanstream.host.embedded.adapter import EmbeddedHost
 from wanstream.plan import AutoOffload, Budgets, DoesNotFitError, Machine, OffloadJob, plan_offload
 from wanstream.plan.predict import predict
@@ -63,11 +63,11 @@ JOB = OffloadJob(
 )
 
 
-def _room(vram: int | None = 12 * GB, ram: int = 32 * GB) -> Callable[[bool], FreeMemory]:
-    return lambda _: FreeMemory(vram_bytes=vram, ram_bytes=ram)
+def _room(vram: int | None = 12 * GB, ram: int = 32 * GB) -> Callable[[bool], Budgets]:
+    return lambda _: Budgets(vram_bytes=vram, ram_bytes=ram)
 
 
-def _choose(planner: AutoPlanner, room: Callable[[bool], FreeMemory], job: OffloadJob = JOB, **budgets: int) -> Any:
+def _choose(planner: AutoPlanner, room: Callable[[bool], Budgets], job: OffloadJob = JOB, **budgets: int) -> Any:
     auto = AutoOffload(budgets=Budgets(**budgets))
     return planner.choose(auto, job, device=CUDA, weights=WEIGHTS, free_memory_now=room, starts_empty=True)
 
@@ -75,16 +75,16 @@ def _choose(planner: AutoPlanner, room: Callable[[bool], FreeMemory], job: Offlo
 @pytest.mark.parametrize(
     ("room", "asked", "given"),
     [
-        (FreeMemory(vram_bytes=10, ram_bytes=100), Budgets(), (10, 50)),
-        (FreeMemory(vram_bytes=10, ram_bytes=30), Budgets(), (10, 30)),
-        (FreeMemory(vram_bytes=10, ram_bytes=100), Budgets(vram_bytes=4, ram_bytes=80), (4, 80)),
-        (FreeMemory(vram_bytes=10, ram_bytes=70), Budgets(vram_bytes=40, ram_bytes=80), (10, 70)),
-        (FreeMemory(vram_bytes=None, ram_bytes=100), Budgets(vram_bytes=4), (4, 50)),
-        (FreeMemory(vram_bytes=None, ram_bytes=100), Budgets(), (None, 50)),
+        (Budgets(vram_bytes=10, ram_bytes=100), Budgets(), (10, 50)),
+        (Budgets(vram_bytes=10, ram_bytes=30), Budgets(), (10, 30)),
+        (Budgets(vram_bytes=10, ram_bytes=100), Budgets(vram_bytes=4, ram_bytes=80), (4, 80)),
+        (Budgets(vram_bytes=10, ram_bytes=70), Budgets(vram_bytes=40, ram_bytes=80), (10, 70)),
+        (Budgets(vram_bytes=None, ram_bytes=100), Budgets(vram_bytes=4), (4, 50)),
+        (Budgets(vram_bytes=None, ram_bytes=100), Budgets(), (None, 50)),
     ],
 )
-def test_budgets_are_no_more_than_there_is(room: FreeMemory, asked: Budgets, given: tuple[int | None, int]) -> None:
-    found = room.within(asked, replace(GPU, ram_bytes=100))
+def test_budgets_are_no_more_than_there_is(room: Budgets, asked: Budgets, given: tuple[int | None, int]) -> None:
+    found = limited(asked, room, replace(GPU, ram_bytes=100))
     assert (found.vram_bytes, found.ram_bytes) == given
 
 
@@ -174,9 +174,9 @@ def test_nothing_is_revised_where_the_host_had_room_for_another_policy_only() ->
 def test_a_revised_policy_counts_on_nothing_that_others_still_hold() -> None:
     evicting = list[bool]()
 
-    def room(evict: bool) -> FreeMemory:
+    def room(evict: bool) -> Budgets:
         evicting.append(evict)
-        return FreeMemory(vram_bytes=12 * GB if evict else GB, ram_bytes=2 * GB if evict else 0)
+        return Budgets(vram_bytes=12 * GB if evict else GB, ram_bytes=2 * GB if evict else 0)
 
     choice = _choose(AutoPlanner(lambda *_: GPU), room)
     choice.revise(_record(choice.policy, GPU))  # does not raise: the memory of the plan is allocated
@@ -196,14 +196,14 @@ class _Pair:
 
 
 def test_what_the_experts_hold_already_is_theirs() -> None:
-    on_gpu = free_memory(_Pair(), CUDA, free=2 * GB, reserved=GB)  # type: ignore[arg-type]
+    on_gpu = free_memory(_Pair(), CUDA, GB)  # type: ignore[arg-type]
     assert on_gpu.vram_bytes == 6 * GB
-    assert free_memory(_Pair(), CUDA, free=0, reserved=9 * GB).vram_bytes == 0  # type: ignore[arg-type]
-    assert free_memory(_Pair(), CPU, free=0, reserved=GB).vram_bytes is None  # type: ignore[arg-type]
+    assert free_memory(_Pair(), CUDA, -9 * GB).vram_bytes == 0  # type: ignore[arg-type]
+    assert free_memory(_Pair(), CPU, -GB).vram_bytes is None  # type: ignore[arg-type]
 
 
 def test_some_of_the_free_ram_is_left_to_others() -> None:
-    found = free_memory(_Pair(), CUDA, free=GB, reserved=0).ram_bytes - _Pair.host_bytes  # type: ignore[arg-type]
+    found = free_memory(_Pair(), CUDA, GB).ram_bytes - _Pair.host_bytes  # type: ignore[arg-type]
     assert 0.8 * available_bytes() < found < 0.95 * available_bytes()
 
 
@@ -286,9 +286,9 @@ def test_a_door_knows_the_machine_as_it_was_kept_or_learned(
 def test_what_a_first_step_has_taught_is_what_is_known() -> None:
     planner = AutoPlanner(lambda *_: GPU, lambda *_: None)
     choice = _choose(planner, _room())
-    assert planner.known_machine(JOB.expert, device=CUDA, weights=WEIGHTS) is None
+    assert planner.known_machine(CUDA, JOB.expert, WEIGHTS) is None
     choice.revise(_record(choice.policy, replace(GPU, flops_per_s=40e12)))
-    learned = planner.known_machine(JOB.expert, device=CUDA, weights=WEIGHTS)
+    learned = planner.known_machine(CUDA, JOB.expert, WEIGHTS)
     assert learned is not None
     assert learned.flops_per_s == pytest.approx(40e12, rel=0.01)
-    assert planner.known_machine(JOB.expert, device=CPU, weights=WEIGHTS) is None
+    assert planner.known_machine(CPU, JOB.expert, WEIGHTS) is None

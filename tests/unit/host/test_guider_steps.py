@@ -23,7 +23,8 @@ WINDOWS = ContextWindows(frames=3, overlap=1)
 
 
 def guider_steps(settings: GuiderSettings = PAIR, sigmas: tuple[float, ...] = SIGMAS, **changes: Any) -> GuiderSteps:
-    return GuiderSteps(settings=replace(settings, **changes), sigmas=sigmas, frames=7)
+    levels = changes.pop("levels", sigmas[:-1])
+    return GuiderSteps(settings=replace(settings, **changes), sigmas=sigmas, shape=(2, 16, 7, 8, 6), levels=levels)
 
 
 def table(steps: int = 4) -> MagTable:
@@ -50,34 +51,35 @@ def test_so_it_is_where_noise_is_put_in(sigma: float, step: int) -> None:
 def test_guidance_is_that_of_the_expert_or_of_the_step() -> None:
     levels = (1.0, 0.95, 0.9, 0.6, 0.3, 0.1)
     assert [guider_steps().scale(level) for level in levels] == [4, 4, 4, 3, 3, 3]
-    listed = guider_steps(more_guidance=Guidance(steps=(6.0, 5.0, 1.0)))
+    listed = guider_steps(more_guidance=Guidance(steps=(6.0, 5.0, 1.0)), levels=levels)
     assert [listed.scale(level) for level in levels] == [6, 6, 5, 1, 1, 1]
-    assert listed.guided(levels) == {"high": True, "low": False}
-    assert listed.needs_negative(levels) == {"high": True, "low": False}
-    early = guider_steps(more_guidance=Guidance(steps=(6.0, 1.0)))
-    assert early.guided(levels) == {"high": True, "low": False}, "a call with negative lanes is enough"
-    held = guider_steps(more_guidance=Guidance(steps=(6.0, 5.0, 1.0), nag=Nag()))
-    assert held.needs_negative(levels) == {"high": True, "low": True}
+    assert listed.guided == {"high": True, "low": False}
+    assert listed.needs_negative == {"high": True, "low": False}
+    early = guider_steps(more_guidance=Guidance(steps=(6.0, 1.0)), levels=levels)
+    assert early.guided == {"high": True, "low": False}, "a call with negative lanes is enough"
+    held = guider_steps(more_guidance=Guidance(steps=(6.0, 5.0, 1.0), nag=Nag()), levels=levels)
+    assert held.needs_negative == {"high": True, "low": True}
 
 
 def test_one_expert_takes_every_call() -> None:
-    calls = guider_steps(ONE).calls(SIGMAS[:-1], 1)
-    assert [expert for expert, _ in calls.values()] == ["high"] * 4
-    assert guider_steps(ONE).guided(SIGMAS[:-1]) == {"high": True, "low": False}
+    one = guider_steps(ONE)
+    assert [expert for expert, _ in one.calls.values()] == ["high"] * 4
+    assert one.guided == {"high": True, "low": False}
 
 
 def test_calls_of_a_step_have_its_windows_and_lanes() -> None:
-    listed = guider_steps(more_guidance=Guidance(steps=(6.0, 1.0)), windows=WINDOWS)
-    for level, step, sides in ((1.0, 0, 2), (0.95, 0, 2), (0.9, 1, 1), (0.8, 1, 1), (0.3, 3, 1)):
+    expected = ((1.0, 0, 2), (0.95, 0, 2), (0.9, 1, 1), (0.8, 1, 1), (0.3, 3, 1))
+    levels = [level for level, _, _ in expected]
+    listed = guider_steps(more_guidance=Guidance(steps=(6.0, 1.0)), windows=WINDOWS, levels=levels)
+    for (level, step, sides), (_, names) in zip(expected, listed.calls.values(), strict=True):
         pieces = WINDOWS.at(step, 7)
         assert listed.windows(level).frames == pieces
-        names = listed.lanes(level, 2)
         assert [name.frames for name in names] == [*pieces] * 2 * sides
         assert {(name.side, name.sample) for name in names} == {(side, n) for side in range(sides) for n in range(2)}
     most = max(len(WINDOWS.at(step, 7)) for step in range(4))
-    assert listed.computed_shape((2, 16, 7, 8, 6)) == (2 * most, 16, 3, 8, 6)
+    assert listed.computed_shape == (2 * most, 16, 3, 8, 6)
     assert guider_steps().windows(1.0) is None
-    assert guider_steps().computed_shape((2, 16, 7, 8, 6)) == (2, 16, 7, 8, 6)
+    assert guider_steps().computed_shape == (2, 16, 7, 8, 6)
 
 
 @pytest.mark.parametrize(
