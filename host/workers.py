@@ -290,25 +290,19 @@ def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tu
         return mesh, check_layout(mesh, _group_job(run, mesh), run.videos)
     if count == 1:
         return Mesh(), ()
+    throughput = run.workers.goal == "throughput"
     mesh = choose_layout(
         count,
-        _layout_job(run),
+        _job_of_videos(run, 1) if throughput else run.job,
         machine_of(),
         run.requested.budgets if isinstance(run.requested, AutoOffload) else Budgets(),
-        samples=run.videos if run.workers.goal == "throughput" else 1,
+        samples=run.videos if throughput else 1,
         workers_per_machine=_workers_per_machine(run.workers),
         weights=_weights(run.workers),
     )
     reason = f"laid out as {describe_layout(mesh)}"
     logger.info("%s", reason)
     return mesh, (reason,)
-
-
-def _layout_job(run: SharedRun) -> OffloadJob:
-    """Return the job to choose a layout for: one video if the goal is throughput, else all videos."""
-    if run.workers.mesh is None and run.workers.goal == "throughput":
-        return _job_of_videos(run, 1)
-    return run.job
 
 
 def _group_job(run: SharedRun, mesh: Mesh) -> OffloadJob:
