@@ -62,7 +62,8 @@ def report_chart(report: Report) -> Image.Image:
         x += 30 + canvas.text(x + 16, 72, label)
     if overview:
         _draw_overview(canvas, report)
-    steps = [step for variant in shown for step in _drawn_steps(variant)]
+    drawn = [timeline for variant in shown for timeline in (*variant.measured, variant.predicted) if timeline]
+    steps = [step for timeline in drawn for step in timeline.steps]
     seconds = max((step.wall_s for step in steps), default=0.0) or 1.0
     memory = max((memory_bytes(step) or 0 for step in steps), default=0)
     for place, variant in enumerate(shown):
@@ -70,11 +71,6 @@ def report_chart(report: Report) -> Image.Image:
     if not shown:
         canvas.text(MARGIN, HEAD + overview + 24, "Nothing was measured.")
     return canvas.image
-
-
-def _drawn_steps(variant: Variant) -> Iterator[StepRecord]:
-    for timeline in (*variant.measured, *([variant.predicted] if variant.predicted else [])):
-        yield from timeline.steps
 
 
 class _Canvas:
