@@ -34,6 +34,10 @@ _SHOWN = 40
 """Maximum number of characters of a name in an error message."""
 
 
+_TIMES = {"year": "%Y", "month": "%m", "day": "%d", "hour": "%H", "minute": "%M", "second": "%S"}
+"""Variables of a prefix for the local time, as formats of `strftime`."""
+
+
 class OutsideFolderError(ValueError):
     """A name in a workflow leads out of its folder."""
 
@@ -222,16 +226,8 @@ def _next_counter(stem: Path) -> int:
 
 def _fill_in(prefix: str, *, width: int, height: int) -> str:
     now = time.localtime()
-    values = {
-        "%width%": f"{width}",
-        "%height%": f"{height}",
-        "%year%": f"{now.tm_year}",
-        "%month%": f"{now.tm_mon:02}",
-        "%day%": f"{now.tm_mday:02}",
-        "%hour%": f"{now.tm_hour:02}",
-        "%minute%": f"{now.tm_min:02}",
-        "%second%": f"{now.tm_sec:02}",
-    }
-    for variable, value in values.items():
-        prefix = prefix.replace(variable, value)
+    values = {"width": f"{width}", "height": f"{height}"}
+    values |= {name: time.strftime(form, now) for name, form in _TIMES.items()}
+    for name, value in values.items():
+        prefix = prefix.replace(f"%{name}%", value)
     return prefix

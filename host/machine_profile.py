@@ -69,7 +69,7 @@ def load_machine_profile(
         folder: folder of the profiles; None: the user's cache folder.
         make_room: called before a measurement, to free `PROBE_BYTES` of the device.
     """
-    stored = _read(profile_path(device, folder), _required_identity(device, expert, models))
+    stored = _read(profile_path(device, folder), _identity(device, expert, models))
     if isinstance(stored, Machine):
         return stored
     if stored:
@@ -84,7 +84,7 @@ def stored_machine(
     device: torch.device, expert: ExpertShape = T2V_A14B, models: Path | None = None, *, folder: Path | None = None
 ) -> Machine | None:
     """Return the stored profile of this machine, None without a matching one; see `load_machine_profile`."""
-    stored = _read(profile_path(device, folder), _required_identity(device, expert, models))
+    stored = _read(profile_path(device, folder), _identity(device, expert, models))
     return stored if isinstance(stored, Machine) else None
 
 
@@ -117,13 +117,6 @@ def profile_path(device: torch.device, folder: Path | None = None) -> Path:
     return (folder or Path(platformdirs.user_cache_dir("wanstream", appauthor=False))) / f"machine-{device.type}.json"
 
 
-def _required_identity(device: torch.device, expert: ExpertShape, models: Path | None) -> dict[str, Any]:
-    identity = _identity(device, expert, models)
-    if models is None:
-        del identity["disk"]  # any measured disk will do
-    return identity
-
-
 def _read(path: Path, required: Mapping[str, Any]) -> Machine | str:
     """Return the machine stored in `path` if its identity matches, else a reason; the reason is "" without a file."""
     try:
@@ -148,17 +141,19 @@ def _read(path: Path, required: Mapping[str, Any]) -> Machine | str:
 
 
 def _identity(device: torch.device, expert: ExpertShape, models: Path | None) -> dict[str, Any]:
-    """Return the properties that a profile depends on."""
-    return {
+    """Return the properties that a profile depends on; without `models` any measured disk will do."""
+    identity = {
         "device": _device_name(device),
         "torch": torch.__version__,
         "cpu": f"{platform.machine()} {platform.processor()} x {os.cpu_count()}",
         "system": platform.platform(),
         "ram_bytes": _ram_bytes(),
-        "disk": None if models is None else _disk(models),
         "block": [expert.width, expert.ffn_width],
         "computes_in": dtype_name(auto_dtype(device)),
     }
+    if models is not None:
+        identity["disk"] = _disk(models)
+    return identity
 
 
 def _device_name(device: torch.device) -> str:
@@ -222,23 +217,17 @@ def _file_to_read(models: Path | None, notes: list[str]) -> Iterator[Path]:
         return
     # In the models folder, because its disk is the one to measure.
     folder = models if models is not None and models.is_dir() else _folder_on_disk()
-    with tempfile.NamedTemporaryFile(prefix="wanstream-probe-", dir=folder, delete=False) as file:
-        scratch = Path(file.name)
-        try:
+    with tempfile.TemporaryDirectory(prefix="wanstream-probe-", dir=folder) as scratch:
+        path = Path(scratch, "weights")
+        with path.open("wb") as file:
             # Random bytes, because some file systems compress.
             part = os.urandom(2**20) * 16
             for _ in range(SCRATCH_FILE_BYTES // len(part)):
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
-        except OSError:
-            scratch.unlink()
-            raise
-    notes.append(f"read: a temporary file in {scratch.parent}, because there is no file of weights to read")
-    try:
-        yield scratch
-    finally:
-        scratch.unlink()
+        notes.append(f"read: a temporary file in {folder}, because there is no file of weights to read")
+        yield path
 
 
 def _folder_on_disk() -> Path:
