@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -21,6 +21,24 @@ from ..wan import space_of
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings of a run in a few words each, for a table of runs."""
+
+    size: str
+    """Width, height and frames, and the number of videos if it is not 1: `832x480x81, 2 videos`."""
+    dtype: str
+    policy: str
+    lora: str
+    """Name and strength of each LoRA; empty without one."""
+    workers: int | None = None
+    """Requested number of workers; None: this process computes."""
+    device_total: int | None = None
+    """Device memory in bytes; None on a CPU, and for workers, whose devices may differ."""
+    ram_total: int | None = None
+    """RAM of this machine in bytes; None for workers."""
+
+
 def run_settings(
     ref: ExpertsRef,
     requested: OffloadPolicy | AutoOffload,
@@ -29,29 +47,22 @@ def run_settings(
     device: torch.device,
     *,
     workers: WorkersRef | None = None,
-) -> dict[str, Any]:
-    """Return the settings of a run on latents of `shape` [B, C, T, h, w], in a few words each, for a table of runs.
+) -> RunSettings:
+    """Return the settings of a run on latents of `shape` [B, C, T, h, w] that starts with `policy`.
 
-    Args:
-        ref: the experts and their LoRAs, each of which is listed with its strength.
-        requested: the policy requested by the user.
-        policy: the policy with which the run starts.
-        shape: gives width, height and frames, and the number of videos if it is not 1: `832x480x81, 2 videos`.
-        device: its memory in bytes is listed, None on a CPU, and the RAM of this machine.
-        workers: their requested number is listed, and no memory, because their devices may differ; None: this process
-            computes.
+    `requested` is the policy requested by the user.
     """
-    device_total, ram_total = (None, None) if workers is not None else total_bytes(device)
+    totals = (None, None) if workers is not None else total_bytes(device)
     chosen = policy_name(policy) + (", RAM" if policy.source == "pinned" else "")
-    return {
-        "size": _size(shape),
-        "dtype": SHORT_DTYPES.get(ref.compute_dtype, ref.compute_dtype),
-        "policy": f"auto: {chosen}" if isinstance(requested, AutoOffload) else chosen,
-        "lora": ", ".join(_lora_names(ref)),
-        "workers": None if workers is None else workers.count,
-        "device_total": device_total,
-        "ram_total": ram_total,
-    }
+    return RunSettings(
+        size=_size(shape),
+        dtype=SHORT_DTYPES.get(ref.compute_dtype, ref.compute_dtype),
+        policy=f"auto: {chosen}" if isinstance(requested, AutoOffload) else chosen,
+        lora=", ".join(_lora_names(ref)),
+        workers=None if workers is None else workers.count,
+        device_total=totals[0],
+        ram_total=totals[1],
+    )
 
 
 def _size(shape: Sequence[int]) -> str:
@@ -106,10 +117,10 @@ class RunEvents:
         experts: Sequence[str],
         shown_at: str | None = None,
         predicted: Timeline | None = None,
-        settings: Mapping[str, Any] | None = None,
+        settings: RunSettings | None = None,
     ) -> None:
         self._announce, self._experts, self._predicted = announce, list(experts), predicted
-        self._settings = settings
+        self._settings = None if settings is None else asdict(settings)
         self._ids = {"run": uuid.uuid4().hex, "prompt_id": prompt_id, "node": node_id, "shown_at": shown_at or node_id}
         self._timeline: Timeline | None = None
         self._ranks: dict[int, Timeline] = {}

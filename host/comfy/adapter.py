@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -25,7 +26,7 @@ from ...telemetry import PhaseRegistry, QueueItemPhases
 from ...wan import ExpertPair, ExpertsRegistry, open_pair, open_text_encoder
 from ..api import HostApi, LoadedExperts, ProgressBar
 from ..auto_policy import AutoPlanner
-from ..folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, CachedFileNames, diffusers_folders
+from ..folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, CachedFileNames, OutputFile, diffusers_folders, inside
 from ..machine_profile import PROBE_BYTES, load_machine_profile
 from ..workers import WorkerRegistry
 from .guider import ExpertsGuider
@@ -86,6 +87,16 @@ class ComfyHost(HostApi):
 
     def model_folders(self, kind: str) -> list[Path]:
         return [Path(folder) for folder in folder_paths.get_folder_paths(kind)]
+
+    def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
+        output = folder_paths.get_output_directory()
+        # Checked and normalised here: ComfyUI refuses with a bare Exception, and numbers the files of "video/" wrongly.
+        inside(Path(output), prefix)
+        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
+            os.path.normpath(prefix), output, width, height
+        )
+        filename = f"{name}_{counter:05}_.{extension.lstrip('.')}"
+        return OutputFile(path=Path(folder) / filename, filename=filename, subfolder=subfolder)
 
     def graph_in_files(self) -> bool:
         return not comfy.cli_args.args.disable_metadata
