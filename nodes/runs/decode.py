@@ -87,7 +87,7 @@ def decode_shared(
     Raises:
         Exception: the errors of `tiles_by_memory`, of `decode_in_shared_tiles` and of starting the workers.
     """
-    notes = _Notes()
+    notes = TileNotes()
     # Only the header is read here: it is enough to compute the memory needs.
     with open_vae(settings.vae, settings.dtype) as opened:
         needs, weight_bytes = opened.decode_needs(latents), opened.weight_bytes
@@ -118,7 +118,7 @@ def decode_shared(
     return frames, notes
 
 
-class _Notes(list[str]):
+class TileNotes(list[str]):
     """Notes on the tiles of a decode, which are logged when they are added."""
 
     def add(self, note: str) -> None:
@@ -198,7 +198,7 @@ def decode_here(
         Exception: the host's interrupt, and any error of `WanVae.decode`.
     """
     batch, _, count, height, width = latents.shape
-    notes = _Notes()
+    notes = TileNotes()
     with open_vae(settings.vae, settings.dtype) as opened:
         needs = opened.decode_needs(latents, to_file=to_file)
         first = _first_tiling(settings, opened, needs, notes)
@@ -216,7 +216,7 @@ def decode_here(
         return retry_with_smaller_tiles(attempt, needs, first, notes.add), notes
 
 
-def _first_tiling(settings: DecodeSettings, opened: WanVae, needs: DecodeNeeds, notes: _Notes) -> Tiling | None:
+def _first_tiling(settings: DecodeSettings, opened: WanVae, needs: DecodeNeeds, notes: TileNotes) -> Tiling | None:
     """Return the requested tiles, or those that fit, after the host has freed memory for them."""
     wanted = settings.memory_bytes or needs.device_bytes(settings.tiling)
     room = current_host().make_room(wanted + opened.weight_bytes) - opened.weight_bytes

@@ -26,6 +26,7 @@ from wanstream.host.comfy.adapter import ComfyHost  # noqa: E402
 from wanstream.host.machine_profile import PROBE_BYTES  # noqa: E402
 from wanstream.nodes.runs.decode import (  # noqa: E402
     DecodeSettings,
+    TileNotes,
     _first_tiling,
 )
 from wanstream.plan import AutoOffload, Machine, OffloadJob  # noqa: E402
@@ -591,16 +592,16 @@ def room_for_a_decode(files: Files) -> Any:
     # One byte more than needed, because ComfyUI 0.3.64 frees memory unless more than the requested bytes are free.
     for lacking in (-1, 1000, 2**30, 5 * 2**30):
         with world(files) as (here, _):
-            neighbour, messages = here.neighbour(2**32), list[str]()
+            neighbour, notes = here.neighbour(2**32), TileNotes()
             here.capacity = here.taken + whole - lacking
-            tiling = _first_tiling(settings, vae, needs, messages.append)
+            tiling = _first_tiling(settings, vae, needs, notes)
             pixels = None if tiling is None else tiling.pixels
-            found["neighbour"].append([pixels, here.free() - whole, 2**32 - neighbour.loaded_size(), len(messages)])
+            found["neighbour"].append([pixels, here.free() - whole, 2**32 - neighbour.loaded_size(), len(notes)])
     with world(files) as (here, _):
         here.run(RESIDENT)
         before = here.pair.loaded_bytes
         here.capacity = here.taken + whole - here.block // 2
-        whole_frames = _first_tiling(settings, vae, needs, list[str]().append) is None
+        whole_frames = _first_tiling(settings, vae, needs, TileNotes()) is None
         found["experts"] = [whole_frames, (before - here.pair.loaded_bytes) / here.block]
     return found
 
