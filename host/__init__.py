@@ -10,7 +10,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .api import SAVING_NODE, HostApi, NeedsComfyUIError, ProgressBar, current_host
+from .api import SAVING_NODE, HostApi, NeedsComfyUIError, current_host
 from .comfy.guider_session import GuiderSettings
 from .error_names import name_errors_of
 from .folders import ModelNotFoundError, OutputFile, OutputNameError, OutsideFolderError, inside
@@ -44,7 +44,6 @@ __all__ = [
     "OutputNameError",
     "OutsideFolderError",
     "Profile",
-    "ProgressBar",
     "RunEvents",
     "SharedRun",
     "StartPool",

@@ -149,19 +149,16 @@ class RunEvents:
         self._done += 1
         self._send(STEP, done=self._done, total=max(self._done, len(self._experts)), record=asdict(record))
 
-    def ended(
-        self, timeline: Timeline, predicted: Timeline | None = None, *, ranks: Mapping[int, Timeline] | None = None
-    ) -> None:
+    def ended(self, timeline: Timeline, *, ranks: Mapping[int, Timeline] | None = None) -> None:
         """Set the result of the run, which is announced at the end of the `with`. Raises StateError outside it.
 
         Args:
             timeline: the measured run.
-            predicted: replaces the prediction announced at the beginning; None keeps that one.
             ranks: timeline of each worker; announced without its memory samples.
         """
         self._check_state(_State.RUNNING)
         self._ranks = dict(ranks or {})
-        self._timeline, self._predicted = timeline, predicted or self._predicted
+        self._timeline = timeline
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._state = _State.OVER

@@ -54,6 +54,7 @@ from ..schema import (
     WeightPlacement,
     WorkersError,
     WorkersRef,
+    check_degrees,
     cluster_named,
     read_clusters,
 )
@@ -287,6 +288,7 @@ def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPl
 def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tuple[str, ...]]:
     count, mesh = run.workers.count, run.workers.mesh
     if mesh is not None:
+        check_degrees(mesh, count)
         return mesh, check_layout(mesh, _group_job(run, mesh), run.videos)
     if count == 1:
         return Mesh(), ()

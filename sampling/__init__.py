@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cache.base import LaneName, StepCache, StepLanes
+from .cache.base import StepLanes
 from .cache.calibrate import calibrate
 from .cache.mag_table import NEAR_SIGMA, MagTable
 from .cache.settings import PRESETS, CacheSettings, FirstBlockCache, MagCache, policy_with_cache
@@ -40,7 +40,6 @@ __all__ = [
     "Guidance",
     "InsufficientMemoryError",
     "LaneInputs",
-    "LaneName",
     "MagCache",
     "MagTable",
     "ModelCalls",
@@ -54,7 +53,6 @@ __all__ = [
     "SamplingCancelled",
     "Share",
     "SmallerPolicyError",
-    "StepCache",
     "StepLanes",
     "StepProgress",
     "StepWindows",

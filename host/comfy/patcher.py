@@ -252,7 +252,8 @@ def workers_patcher(release_memory: Callable[[], bool], load_device: torch.devic
                 else "the workers are running: not unloaded"
             )
 
-    patcher = comfy.model_patcher.ModelPatcher(torch.nn.Module(), load_device, torch.device("cpu"))
+    model = type("WorkersModel", (torch.nn.Module,), {})()  # ComfyUI shows the name of the class
+    patcher = comfy.model_patcher.ModelPatcher(model, load_device, torch.device("cpu"))
     patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, on_detach)
     return patcher
 

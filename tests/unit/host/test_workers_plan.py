@@ -10,7 +10,7 @@ import pytest
 from wanstream.host.workers import SharedRun, WorkerRegistry, plan_workers
 from wanstream.plan import AutoOffload, Budgets, DoesNotFitError, Machine, OffloadJob
 from wanstream.plan.machine import expected_machine
-from wanstream.schema import T2V_A14B, Mesh, MeshError, OffloadPolicy, VideoShape, WorkersRef
+from wanstream.schema import T2V_A14B, Mesh, MeshError, OffloadPolicy, VideoShape, WorkersError, WorkersRef
 
 GPU = expected_machine("RTX 4090", ram_bytes=128 * 2**30, disk_bytes_per_s=5e9)
 LAYERWISE = OffloadPolicy.layerwise()
@@ -55,6 +55,11 @@ def test_what_a_user_says_needs_no_machine() -> None:
 def test_a_layout_that_does_not_suit_the_run_is_refused(mesh: Mesh, job: OffloadJob, said: str) -> None:
     with pytest.raises(MeshError, match=said):
         plan_workers(a_run(WorkersRef(count=mesh.size, mesh=mesh), job=job), nobody)
+
+
+def test_a_layout_of_another_number_of_workers_is_refused() -> None:
+    with pytest.raises(WorkersError, match="is 1 x 1 x 2 x 1 x 1 = 2, and there are 3 workers"):
+        plan_workers(a_run(WorkersRef(count=3, mesh=Mesh(cfg=2))), nobody)
 
 
 def test_what_idles_at_times_is_told() -> None:

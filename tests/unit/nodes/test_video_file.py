@@ -99,6 +99,12 @@ def test_frames_that_make_no_video_are_refused(tmp_path: Path, shape: tuple[int,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_error_of_the_first_frame_is_not_one_of_writing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="weights"):
+        write_mp4(tmp_path / "a.mp4", map(Path.read_bytes, [tmp_path / "weights"]), fps=16, crf=20, metadata={})
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_missing_folder_is_reported_by_path(tmp_path: Path) -> None:
     with pytest.raises(VideoFileError, match=r"gone/a\.mp4 could not be written: No such file"):
         write_mp4(tmp_path / "gone" / "a.mp4", GREY, fps=16, crf=20, metadata={})
