@@ -72,7 +72,7 @@ def filling(folder: Path) -> dict[str, dict[str, float]]:
     for threads in THREADS:
         files = FileSource(blocks, computed_dtypes=torch.bfloat16, direct=False)
         sources[f"fp8, {threads} threads"] = QuantisedSource(files, threads=threads)
-    slots = {name: allocate_flat(source.block_format(KEY).stored.nbytes, "cpu") for name, source in sources.items()}
+    slots = {name: allocate_flat(source.formats[KEY].stored.nbytes, "cpu") for name, source in sources.items()}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sources}
     for _ in range(REPEATS + 1):
         for name, source in sources.items():

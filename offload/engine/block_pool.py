@@ -60,7 +60,7 @@ class BlockPool:
         self.block_counts = {name: len(stack) for name, stack in stacks.items()}
         self._source, self._sharded = source, sharded
         self._residency, self._ram_residency, buffers = self._plan_residency(policy)
-        self.formats = {key: source.block_format(key) for key in source.keys()}
+        self.formats = source.formats
         lock = CudaPageLock(device) if device.type == "cuda" else None
         self._patches = StagedPatches(self.formats, lock=lock)
         self._route = Route(source, self.formats, self._patches, device=device, sharded=sharded)

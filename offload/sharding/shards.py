@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from ...plan import BlockKey
-from ..formats.layout import BlockFormat
 from ..sources.base import RangeSource
 from ..sources.quantised import QuantisedSource
 from .group import Gather, Gathering, shard_bytes, shard_range
@@ -23,13 +22,8 @@ class ShardSource:
 
     def __init__(self, inner: RangeSource, gather: Gather) -> None:
         self.inner = inner
+        self.formats = inner.formats
         self._rank, self._size = gather.rank, gather.size
-
-    def keys(self) -> Iterable[BlockKey]:
-        return self.inner.keys()
-
-    def block_format(self, key: BlockKey) -> BlockFormat:
-        return self.inner.block_format(key)
 
     def shard_bytes(self, key: BlockKey) -> int:
         """Bytes of one shard, equal on all ranks."""
@@ -53,7 +47,7 @@ class ShardSource:
         return shard_range(self._stored_bytes(key), self._rank, self._size)
 
     def _stored_bytes(self, key: BlockKey) -> int:
-        return self.inner.block_format(key).stored.nbytes
+        return self.formats[key].stored.nbytes
 
 
 class GatheredScales:

@@ -1,9 +1,12 @@
-"""Interface of block sources, and measured reads from them."""
+"""Interface of block sources, their reading threads, and measured reads from them."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Protocol
 
 import torch
@@ -26,15 +29,12 @@ class BlockSource(Protocol):
 
     Methods may be called from any thread; at most two threads read blocks at once. After an error the source remains
     usable, and the next call tries again.
+
+    Attributes:
+        formats: stored and computed layout of every block that can be read, in the order of the model.
     """
 
-    def keys(self) -> Iterable[BlockKey]:
-        """Return every block that can be read, in the order of the model."""
-        ...
-
-    def block_format(self, key: BlockKey) -> BlockFormat:
-        """Return the stored and the computed layout of a block, without reading the block."""
-        ...
+    formats: Mapping[BlockKey, BlockFormat]
 
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         """Return the fp32 CPU scales by parameter name, each 0-d or [rows, 1]; empty if there are none.
@@ -64,7 +64,7 @@ class RangeSource(BlockSource, Protocol):
     """Source that can read a part of a block."""
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-        self.read_range(key, range(self.block_format(key).stored.nbytes), into)
+        self.read_range(key, range(self.formats[key].stored.nbytes), into)
 
     def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
         """Return the approximate bytes that `read_range` reads from files."""
@@ -77,6 +77,65 @@ class RangeSource(BlockSource, Protocol):
             SourceError: the bytes could not be read; the contents of `into` are then undefined.
         """
         ...
+
+
+class ReadThreads:
+    """Threads of a source, which share the reads of one block; the first read starts them, `close` ends them.
+
+    Args:
+        count: number of threads.
+        start: starts a pool of that many threads.
+
+    Raises:
+        ValueError: `count` is less than 1.
+    """
+
+    def __init__(self, count: int, start: Callable[[int], ThreadPoolExecutor]) -> None:
+        if count < 1:
+            raise ValueError(f"{count} threads cannot read: use 1 or more")
+        self.count = count
+        self._start = start
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def run(self, tasks: Iterable[Callable[[], None]]) -> None:
+        """Run all tasks and wait for them; after an error, raise it and leave out the tasks that were not started.
+
+        Raises:
+            SourceError: the threads were closed, or a task has raised it.
+        """
+        queue = deque(tasks)
+        with self._lock:
+            if self._closed:
+                raise SourceError("the source was closed; open it again to read from it")
+            pool = self._pool = self._pool or self._start(self.count)
+        futures = [pool.submit(_work_off, queue) for _ in range(min(self.count, len(queue)))]
+        # Wait for all before raising: no thread may write into the memory after this method has returned.
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    def close(self) -> None:
+        """Wait for reads in progress, then stop the threads. Closing twice is allowed."""
+        with self._lock:
+            self._closed = True
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+
+def _work_off(queue: deque[Callable[[], None]]) -> None:
+    while queue:
+        try:
+            task = queue.popleft()
+        except IndexError:  # another thread took the last one
+            return
+        try:
+            task()
+        except SourceError:
+            queue.clear()  # the block is incomplete anyway, so the other threads can stop
+            raise
 
 
 def timed_read(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -54,7 +54,7 @@ class FileSource(RangeSource):
         self._blocks = blocks
         self._stored_scales = scales or {}
         self._scales: dict[BlockKey, Mapping[str, torch.Tensor]] = {}
-        self._formats = {
+        self.formats = {
             key: _format(tensors, computed_dtypes, self._stored_scales.get(key, {})) for key, tensors in blocks.items()
         }
         if direct is None:
@@ -70,12 +70,6 @@ class FileSource(RangeSource):
             for name, tensor in tensors.items():
                 digest.update(repr((key, name, tensor, tensor.path.absolute())).encode())
         return digest.hexdigest()
-
-    def keys(self) -> Iterable[BlockKey]:
-        return self._blocks.keys()
-
-    def block_format(self, key: BlockKey) -> BlockFormat:
-        return self._formats[key]
 
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         if key not in self._scales:
@@ -110,7 +104,7 @@ class FileSource(RangeSource):
         self.reader.close()
 
     def _pieces(self, key: BlockKey, wanted: range) -> tuple[ReadPiece, ...]:
-        return within(read_pieces(self._blocks[key], self._formats[key].stored), wanted)
+        return within(read_pieces(self._blocks[key], self.formats[key].stored), wanted)
 
 
 def read_tensors(tensors: TensorsOfBlock, *, readers: int = 4) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -32,19 +32,13 @@ class ModuleSource(RangeSource):
             for expert, stack in blocks.items()
             for index, block in enumerate(stack)
         }
-        self._formats = {key: _format_of(weights) for key, weights in self._weights.items()}
-
-    def keys(self) -> Iterable[BlockKey]:
-        return self._weights.keys()
-
-    def block_format(self, key: BlockKey) -> BlockFormat:
-        return self._formats[key]
+        self.formats = {key: _format_of(weights) for key, weights in self._weights.items()}
 
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         return {}
 
     def file_bytes(self, key: BlockKey) -> int:
-        return self._formats[key].stored.nbytes
+        return self.formats[key].stored.nbytes
 
     def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
         return len(wanted)
@@ -52,7 +46,7 @@ class ModuleSource(RangeSource):
     def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
         # numpy copies, because torch would start a second thread pool on the reading thread.
         target = host_bytes(into)
-        for place in self._formats[key].stored.tensors:
+        for place in self.formats[key].stored.tensors:
             start, stop = max(place.offset, wanted.start), min(place.offset + place.nbytes, wanted.stop)
             if start < stop:
                 weight = host_bytes(self._weights[key][place.name].cpu().contiguous()).reshape(-1)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Protocol
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +15,8 @@ from ...plan import BlockKey
 from ..engine.threads import torch_thread_pool
 from ..formats.decode import QUANTISABLE_DTYPES, QUANTISED_DTYPE, NotFiniteError, quantise_rows, row_scales, work_memory
 from ..formats.layout import BlockFormat, FlatLayout, FlatTensor, allocate_flat, block_format, host_bytes, tensor_views
-from .base import RangeSource, SourceError
+from .base import ReadThreads, SourceError
+from .file import FileSource
 from .read_plan import ALIGNMENT, EXTENT_BYTES
 
 # Stored bytes that a thread reads and quantises at once: enough for a disk to be fast, and few enough that they are in
@@ -103,27 +101,6 @@ MAX_THREADS = 4
 Tensors = Mapping[str, torch.Tensor]
 
 
-class RowSource(RangeSource, Protocol):
-    """Source that can read rows of one parameter."""
-
-    @property
-    def identity(self) -> str:
-        """Digest of the stored tensors."""
-        ...
-
-    def read_rows(self, key: BlockKey, name: str, rows: range, into: torch.Tensor) -> None:
-        """Read stored rows of one parameter into `into`, 1-D uint8 CPU memory. Any thread may call this.
-
-        Raises:
-            SourceError: the rows could not be read; the contents of `into` are then undefined.
-        """
-        ...
-
-    def path(self, key: BlockKey, name: str) -> Path:
-        """Return the file that contains a parameter."""
-        ...
-
-
 class QuantisedSource:
     """Source of the blocks of another source in fp8 (e4m3fn), with one fp32 scale per row.
 
@@ -141,30 +118,23 @@ class QuantisedSource:
         ValueError: `threads` is less than 1.
     """
 
-    def __init__(self, inner: RowSource, *, threads: int | None = None, piece_bytes: int = PIECE_BYTES) -> None:
-        self._threads = min(MAX_THREADS, os.cpu_count() or 1) if threads is None else threads
-        if self._threads < 1:
-            raise ValueError(f"{threads} threads cannot quantise: use 1 or more")
+    def __init__(self, inner: FileSource, *, threads: int | None = None, piece_bytes: int = PIECE_BYTES) -> None:
+        count = min(MAX_THREADS, os.cpu_count() or 1) if threads is None else threads
+        # torch computes with one thread in each: its own pool of threads would compete with the compute thread.
+        self._threads = ReadThreads(count, partial(torch_thread_pool, name="wanstream-quantise"))
         self._inner = inner
         self._piece_bytes = piece_bytes
-        self._formats = {key: quantised_format(inner.block_format(key)) for key in inner.keys()}
+        self.formats: Mapping[BlockKey, BlockFormat] = {
+            key: quantised_format(stored) for key, stored in inner.formats.items()
+        }
         self._scales: dict[BlockKey, Tensors] = {}
         self._range_scales: dict[BlockKey, Tensors] = {}
         self._memory = threading.local()
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-        self._closed = False
 
     @property
     def identity(self) -> str:
         """Digest of the stored tensors and their precision."""
         return f"{self._inner.identity} in fp8, a scale for each row"
-
-    def keys(self) -> Iterable[BlockKey]:
-        return self._formats.keys()
-
-    def block_format(self, key: BlockKey) -> BlockFormat:
-        return self._formats[key]
 
     def scales(self, key: BlockKey) -> Tensors:
         """Return the scales by parameter name and keep them: 0.24 MB for an A14B block.
@@ -179,15 +149,15 @@ class QuantisedSource:
         return self._inner.file_bytes(key)
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-        self._keep(key, self._read(key, tensor_views(into, self._formats[key].stored)))
+        self._keep(key, self._read(key, tensor_views(into, self.formats[key].stored)))
 
     def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
-        return self.file_bytes(key) * len(wanted) // self._formats[key].stored.nbytes
+        return self.file_bytes(key) * len(wanted) // self.formats[key].stored.nbytes
 
     def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
         """See `RangeSource.read_range`. Reads whole rows at both ends; `local_scales` has the scales of all of them."""
-        whole = allocate_flat(self._formats[key].stored.nbytes, "cpu")  # pages that are never touched use no RAM
-        scales = self._read(key, tensor_views(whole, self._formats[key].stored), wanted)
+        whole = allocate_flat(self.formats[key].stored.nbytes, "cpu")  # pages that are never touched use no RAM
+        scales = self._read(key, tensor_views(whole, self.formats[key].stored), wanted)
         first = self._range_scales.setdefault(key, scales)
         if not all(torch.equal(scale, first[name]) for name, scale in scales.items()):
             raise self._changed(key)
@@ -203,11 +173,7 @@ class QuantisedSource:
 
     def close(self) -> None:
         """Wait for reads in progress, then stop the threads and close the inner source."""
-        with self._lock:
-            self._closed = True
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown()
+        self._threads.close()
         self._inner.close()
 
     def _read(self, key: BlockKey, into: Tensors | None, wanted: range | None = None) -> Tensors:
@@ -217,18 +183,16 @@ class QuantisedSource:
             into: memory of the block by parameter name; None: compute the scales only.
             wanted: bytes of the quantised block to read, widened to whole rows; None: all of them.
         """
-        stored = self._inner.block_format(key)
+        stored = self._inner.formats[key]
         scales = _allocate_scales(stored)
         rows = row_pieces(stored, piece_bytes=self._piece_bytes)
         if wanted is not None:
-            rows = pieces_within(rows, self._formats[key].stored, wanted)
-        pieces = deque(piece for piece in rows if into is not None or piece.quantised)
-        pool = self._get_pool()
-        futures = [pool.submit(self._drain, key, pieces, into, scales) for _ in range(min(self._threads, len(pieces)))]
-        # Wait for all before raising: no thread may write into the memory after this method has returned.
-        wait(futures)
-        for future in futures:
-            future.result()
+            rows = pieces_within(rows, self.formats[key].stored, wanted)
+        self._threads.run(
+            partial(self._quantise if piece.quantised else self._copy, key, piece, into, scales)
+            for piece in rows
+            if into is not None or piece.quantised
+        )
         return scales
 
     def _keep(self, key: BlockKey, scales: Tensors) -> None:
@@ -244,24 +208,9 @@ class QuantisedSource:
             f"block {key.block} of {key.expert!r} has changed since it was first read: open its file again"
         )
 
-    def _drain(self, key: BlockKey, pieces: deque[RowPiece], into: Tensors | None, scales: Tensors) -> None:
-        while pieces:
-            try:
-                piece = pieces.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            try:
-                if piece.quantised:
-                    self._quantise(key, piece, into, scales)
-                else:
-                    assert into is not None
-                    self._copy(key, piece, into[piece.tensor.name])
-            except SourceError:
-                pieces.clear()  # the block is incomplete anyway, so the other threads can stop
-                raise
-
-    def _copy(self, key: BlockKey, piece: RowPiece, into: torch.Tensor) -> None:
-        flat = into.view(-1).view(torch.uint8)
+    def _copy(self, key: BlockKey, piece: RowPiece, into: Tensors | None, scales: Tensors) -> None:
+        assert into is not None, "only scales are computed"
+        flat = into[piece.tensor.name].view(-1).view(torch.uint8)
         self._inner.read_rows(key, piece.tensor.name, piece.rows, flat[piece.bytes_of_tensor])
 
     def _quantise(self, key: BlockKey, piece: RowPiece, into: Tensors | None, scales: Tensors) -> None:
@@ -288,15 +237,6 @@ class QuantisedSource:
         if memory is None or memory[0].numel() < nbytes or memory[1].numel() < columns:
             memory = self._memory.reused = (allocate_flat(max(nbytes, self._piece_bytes), "cpu"), work_memory(columns))
         return memory[0][:nbytes], memory[1]
-
-    def _get_pool(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._closed:
-                raise SourceError("the source was closed; open it again to read from it")
-            if self._pool is None:
-                # torch computes with one thread in each: its own pool of threads would compete with the compute thread.
-                self._pool = torch_thread_pool(self._threads, "wanstream-quantise")
-            return self._pool
 
 
 def _allocate_scales(stored: BlockFormat) -> dict[str, torch.Tensor]:

@@ -6,97 +6,61 @@ import errno
 import logging
 import os
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ..formats.safetensors_header import FileVersion, file_version
 from ..host_memory.pages import map_huge
-from .base import SourceError
+from .base import ReadThreads, SourceError
 from .read_plan import ALIGNMENT, EXTENT_BYTES, O_DIRECT, DirectExtent, Read, ReadPiece, direct_extents
 
 HAS_PREADV = hasattr(os, "preadv")
 
 
-class Files(Protocol):
-    """Open files by path. Methods may be called from any thread."""
-
-    def read_at(self, path: Path, position: int, into: memoryview) -> int:
-        """Read up to `len(into)` bytes and return their number; 0 at the end of the file."""
-        ...
-
-    def version(self, path: Path) -> FileVersion:
-        """Return the current version of a file that this thread has read."""
-        ...
-
-    def close(self) -> None:
-        """Close all files. No read may be in progress."""
-        ...
-
-
-class PositionalFiles:
-    """One descriptor per file, shared by all threads, because `preadv` takes the position as an argument.
+class Files:
+    """Open files by path. Methods may be called from any thread.
 
     Args:
-        flags: additional flags for `os.open`.
+        flags: additional flags for opening a file.
+        positional: read by `preadv`, which takes the position as an argument, so that all threads share one handle.
+            Otherwise, for systems without it, every thread has its own handle, because a handle has one position.
     """
 
-    def __init__(self, flags: int = 0) -> None:
-        self._flags = os.O_RDONLY | flags
-        self._lock = threading.Lock()
-        self._descriptors: dict[Path, int] = {}
-
-    def read_at(self, path: Path, position: int, into: memoryview) -> int:
-        return os.preadv(self._descriptor(path), [into], position)
-
-    def version(self, path: Path) -> FileVersion:
-        return file_version(os.fstat(self._descriptor(path)))
-
-    def close(self) -> None:
-        with self._lock:
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
-            self._descriptors.clear()
-
-    def _descriptor(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(path, self._flags)
-            return self._descriptors[path]
-
-
-class SeekingFiles:
-    """One handle per file and thread, because a handle has one position. For systems without `preadv`."""
-
-    def __init__(self) -> None:
+    def __init__(self, flags: int = 0, *, positional: bool = True) -> None:
+        self._flags, self._positional = flags, positional
         self._lock = threading.Lock()
         self._handles: dict[tuple[Path, int], FileIO] = {}
 
     def read_at(self, path: Path, position: int, into: memoryview) -> int:
+        """Read up to `len(into)` bytes and return their number; 0 at the end of the file."""
         handle = self._handle(path)
+        if self._positional:
+            return os.preadv(handle.fileno(), [into], position)
         handle.seek(position)
         return handle.readinto(into) or 0
 
     def version(self, path: Path) -> FileVersion:
+        """Return the current version of a file that this thread has read."""
         return file_version(os.fstat(self._handle(path).fileno()))
 
     def close(self) -> None:
+        """Close all files. No read may be in progress."""
         with self._lock:
             for handle in self._handles.values():
                 handle.close()
             self._handles.clear()
 
     def _handle(self, path: Path) -> FileIO:
-        key = (path, threading.get_ident())
+        key = (path, 0 if self._positional else threading.get_ident())
         with self._lock:
             if key not in self._handles:
-                self._handles[key] = FileIO(path)
+                self._handles[key] = FileIO(path, opener=lambda name, flags: os.open(name, flags | self._flags))
             return self._handles[key]
 
 
@@ -117,6 +81,11 @@ class FileReader:
         direct_files: files for direct reads.
         extent_bytes: largest direct read.
 
+    Attributes:
+        direct: True if files are read past the page cache, unless their file system refuses.
+        bytes_read: bytes read from files so far, including bytes between wanted ones that direct reads cover.
+        bounces: bounce buffer of each thread.
+
     Raises:
         ValueError: `readers` is less than 1.
     """
@@ -131,34 +100,15 @@ class FileReader:
         direct_files: Files | None = None,
         extent_bytes: int = EXTENT_BYTES,
     ) -> None:
-        if readers < 1:
-            raise ValueError(f"{readers} reader threads cannot read: use 1 or more")
-        self._readers = readers
-        self._files: Files = files or (SeekingFiles() if portable else PositionalFiles())
-        self._direct = direct and HAS_DIRECT and not portable
-        self._direct_files: Files = direct_files or PositionalFiles(O_DIRECT)
+        self.direct = direct and HAS_DIRECT and not portable
+        self.bytes_read = 0
+        self._threads = ReadThreads(readers, partial(ThreadPoolExecutor, thread_name_prefix="wanstream-read"))
+        self._files = files or Files(positional=not portable)
+        self._direct_files = direct_files or Files(O_DIRECT)
         self._extent_bytes = extent_bytes
         self._not_directly: set[Path] = set()
-        self._bounces: dict[int, npt.NDArray[np.uint8]] = {}
+        self.bounces: dict[int, npt.NDArray[np.uint8]] = {}
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-        self._closed = False
-        self._bytes_read = 0
-
-    @property
-    def direct(self) -> bool:
-        """True if files are read past the page cache, unless their file system refuses."""
-        return self._direct
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from files so far, including bytes between wanted ones that direct reads cover."""
-        return self._bytes_read
-
-    @property
-    def bounce_bytes(self) -> int:
-        """Bytes of RAM that the bounce buffers use now."""
-        return sum(bounce.nbytes for bounce in list(self._bounces.values()))
 
     def read(self, reads: Iterable[Read]) -> None:
         """Read all pieces into their memory.
@@ -167,48 +117,23 @@ class FileReader:
             SourceError: a piece could not be read, or its file has another version than the piece. The contents of the
                 memory are then undefined; the reader can be used again.
         """
-        queue = deque(self._jobs(list(reads)))
-        pool = self._get_pool()
-        futures = [pool.submit(self._drain, queue) for _ in range(min(self._readers, len(queue)))]
-        # Wait for all before raising: no thread may write into the memory after this method has returned.
-        wait(futures)
-        for future in futures:
-            future.result()
+        direct, cached = list[Read](), list[Read]()
+        for read in reads:
+            (direct if self.direct and read[0].path not in self._not_directly else cached).append(read)
+        extents = direct_extents(direct, extent_bytes=self._extent_bytes)
+        self._threads.run(
+            [
+                *(partial(self._read_extent, extent) for extent in extents),
+                *(partial(self._read_piece, *read) for read in cached),
+            ]
+        )
 
     def close(self) -> None:
         """Wait for reads in progress, then stop the threads, close the files and free the bounce buffers."""
-        with self._lock:
-            self._closed = True
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown()
+        self._threads.close()
         self._files.close()
         self._direct_files.close()
-        self._bounces.clear()
-
-    def _get_pool(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._closed:
-                raise SourceError("the source was closed; open it again to read from it")
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._readers, thread_name_prefix="wanstream-read")
-            return self._pool
-
-    def _jobs(self, reads: list[Read]) -> list[Read | DirectExtent]:
-        direct = [read for read in reads if self._direct and read[0].path not in self._not_directly]
-        cached = [read for read in reads if not self._direct or read[0].path in self._not_directly]
-        return [*direct_extents(direct, extent_bytes=self._extent_bytes), *cached]
-
-    def _drain(self, queue: deque[Read | DirectExtent]) -> None:
-        try:
-            for job in _pop_all(queue):
-                if isinstance(job, DirectExtent):
-                    self._read_extent(job)
-                else:
-                    self._read_piece(*job)
-        except SourceError:
-            queue.clear()  # the block is incomplete anyway, so the other threads can stop
-            raise
+        self.bounces.clear()
 
     def _read_piece(self, piece: ReadPiece, memory: memoryview) -> None:
         self._fill(self._files, piece, memory[piece.target : piece.target + piece.nbytes], wanted=piece.nbytes)
@@ -241,7 +166,7 @@ class FileReader:
                     raise _RefusedDirectlyError(err.strerror) from err
                 raise SourceError(_message(piece, position, err.strerror or str(err))) from err
             with self._lock:
-                self._bytes_read += count
+                self.bytes_read += count
             # A direct read may end early at any byte, but the next one has to start at a multiple of `step` again.
             reached = done + count if done + count >= wanted else (done + count) // step * step
             if reached == done:
@@ -255,9 +180,9 @@ class FileReader:
 
     def _bounce(self) -> npt.NDArray[np.uint8]:
         thread = threading.get_ident()
-        if thread not in self._bounces:
-            self._bounces[thread] = map_huge(self._extent_bytes)
-        return self._bounces[thread]
+        if thread not in self.bounces:
+            self.bounces[thread] = map_huge(self._extent_bytes)
+        return self.bounces[thread]
 
     def _disable_direct(self, path: Path, err: OSError) -> None:
         with self._lock:
@@ -269,14 +194,6 @@ class FileReader:
 
 class _RefusedDirectlyError(OSError):
     """The file system refuses to read past the page cache."""
-
-
-def _pop_all(queue: deque[Read | DirectExtent]) -> Iterator[Read | DirectExtent]:
-    while queue:
-        try:
-            yield queue.popleft()
-        except IndexError:  # another thread took the last one
-            return
 
 
 def _message(piece: ReadPiece, position: int, reason: str) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
 from torch import nn
 
-from wanstream.offload.formats.layout import BlockFormat
 from wanstream.offload.host_memory.pages import PageLockError
 from wanstream.offload.sharding.group import GatherBrokenError, Sharded
 from wanstream.offload.sources.base import BlockSource, SourceError
@@ -39,16 +38,11 @@ class SlowSource:
 
     def __init__(self, inner: BlockSource, *, seed: int, longest_s: float = 0.004) -> None:
         self.inner = inner
+        self.formats = inner.formats
         self.reads: list[BlockKey] = []
         self.fail_at: int | None = None
         self._random = random.Random(seed)
         self._longest_s = longest_s
-
-    def keys(self) -> Iterable[BlockKey]:
-        return self.inner.keys()
-
-    def block_format(self, key: BlockKey) -> BlockFormat:
-        return self.inner.block_format(key)
 
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         return self.inner.scales(key)

@@ -46,7 +46,7 @@ class ExpertEngine(OffloadEngine):
         source = block_source(experts, compute_dtype=compute_dtype, storage=storage, direct=direct)
         self._segment = None
         if shared and sharded is None:
-            sizes = {key: source.block_format(key).stored.nbytes for key in source.keys()}
+            sizes = {key: fmt.stored.nbytes for key, fmt in source.formats.items()}
             self._segment = SharedSegment(source.identity, sizes)
         super().__init__(
             self.models.blocks, policy=policy, device=device, source=source, shared=self._segment, sharded=sharded

@@ -57,7 +57,7 @@ class BlockBytes:
 def block_bytes(experts: Mapping[str, Expert], compute_dtype: torch.dtype, storage: Storage) -> BlockBytes:
     """Return the bytes of the largest block of these experts. Reads nothing."""
     files = _file_source(experts, compute_dtype, direct=False)
-    in_file = [files.block_format(key) for key in files.keys()]
+    in_file = [*files.formats.values()]
     kept = [quantised_format(fmt) for fmt in in_file] if storage == "fp8" else in_file
     return BlockBytes(
         file=max(fmt.stored.nbytes for fmt in in_file),
@@ -73,7 +73,7 @@ def block_source(
 ) -> FileSource | QuantisedSource:
     """Return the source of every block's streamed weights, which reads the experts' files."""
     files = _file_source(experts, compute_dtype, direct=direct)
-    quantises = storage == "fp8" and any(scale_bytes(files.block_format(key)) for key in files.keys())
+    quantises = storage == "fp8" and any(map(scale_bytes, files.formats.values()))
     return QuantisedSource(files) if quantises else files
 
 

@@ -290,7 +290,7 @@ def test_pinned_blocks_are_locked_where_they_lie_and_each_is_read_once(stacks, h
             assert torch.equal(streamed(handle, stacks, hidden), plain(STEPS))
         slots = handle.ram
         assert all(slots[index].memory.is_pinned() for index in slots.contents())
-        assert sorted(source.reads) == sorted(source.keys())
+        assert sorted(source.reads) == sorted(source.formats)
         assert handle.pinned_bytes == 2 * BLOCKS * BLOCK_BYTES
 
 

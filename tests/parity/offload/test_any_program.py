@@ -34,12 +34,10 @@ class HalfSource(ModuleSource):
         for key in decoded:
             stored = {name: (tuple(w.shape), torch.bfloat16) for name, w in self._weights[key].items()}
             self._halves[key] = block_format(stored, torch.float32)
-
-    def block_format(self, key: BlockKey) -> BlockFormat:
-        return self._halves.get(key) or super().block_format(key)
+        self.formats |= self._halves
 
     def file_bytes(self, key: BlockKey) -> int:
-        return self.block_format(key).stored.nbytes
+        return self.formats[key].stored.nbytes
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
         if key not in self._halves:

@@ -174,7 +174,7 @@ class GatedSource:
     def __init__(self, inner: ModuleSource, gated: BlockKey) -> None:
         self._inner, self._gated = inner, gated
         self.asked, self.through = threading.Event(), threading.Event()
-        for name in ("keys", "block_format", "scales", "file_bytes", "close"):
+        for name in ("formats", "scales", "file_bytes", "close"):
             setattr(self, name, getattr(inner, name))
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:

@@ -344,7 +344,7 @@ def test_bytes_of_factors_count_with_their_fetch(stacks):
 
 def test_a_block_without_a_patch_leaves_nothing_to_do(stacks):
     source = ModuleSource(stacks)
-    formats = {key: source.block_format(key) for key in source.keys()}
+    formats = {key: source.formats[key] for key in source.formats}
     patches = StagedPatches(formats)
     backend = CpuBackend(source, formats, patches)
     into = allocate_flat(formats[BlockKey("high", 0)].computed.nbytes, CPU)

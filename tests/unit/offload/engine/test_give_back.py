@@ -177,13 +177,8 @@ def test_a_device_without_room_for_the_buffers_says_so_when_a_run_begins():
 
     class Endless:
         def __init__(self) -> None:
-            self.format = block_format({"weight": ((width, width), torch.float32)}, torch.float32)
-
-        def keys(self):
-            return [BlockKey("blocks", 0), BlockKey("blocks", 1)]
-
-        def block_format(self, key):
-            return self.format
+            large = block_format({"weight": ((width, width), torch.float32)}, torch.float32)
+            self.formats = {BlockKey("blocks", 0): large, BlockKey("blocks", 1): large}
 
         def close(self):
             pass

@@ -73,7 +73,7 @@ def test_residents_that_both_keep_are_not_fetched_again(stacks, source):
         before = set(handle.contents().values())
         value, fetched = run(handle, stacks)
         assert torch.equal(value, expected)
-        assert set(fetched) == set(source.keys()) - before
+        assert set(fetched) == set(source.formats) - before
         assert handle.loaded_bytes == 2 * BLOCKS * BLOCK_BYTES
 
 
@@ -167,7 +167,7 @@ def test_the_rest_of_a_run_under_a_smaller_policy(stacks, source, stop_at):
                 with going.visit(*visit):
                     value = stacks[visit.expert][visit.block](value)
         assert torch.equal(value, expected)
-        assert sorted(source.reads) == sorted(source.keys()), "every block was read once, before or after"
+        assert sorted(source.reads) == sorted(source.formats), "every block was read once, before or after"
 
 
 def test_buffers_that_go_on_a_cpu_make_room_for_homes(stacks, source):

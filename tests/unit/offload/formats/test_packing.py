@@ -167,7 +167,7 @@ class TestSources:
     def test_blocks_arrive_packed_and_are_decoded(self, path, portable):
         source = FileSource(blocks_of(path), computed_dtypes=torch.bfloat16, portable=portable)
         for seed, key in enumerate(KEYS):
-            both = source.block_format(key)
+            both = source.formats[key]
             flat, into = allocate_flat(both.stored.nbytes, "cpu"), allocate_flat(both.computed.nbytes, "cpu")
             source.read_block(key, flat)
             decode_block(flat, into, both, source.scales(key))
@@ -181,7 +181,7 @@ class TestSources:
     def test_the_bytes_of_a_block_are_those_in_the_file(self, path):
         source = FileSource(blocks_of(path), computed_dtypes=torch.bfloat16)
         packed = [QUANT_FORMATS[name].bytes_of((ROWS, COLUMNS)) for name in ("Q6_K", "Q4_K", "Q8_0")]
-        stored = source.block_format(KEYS[0]).stored
+        stored = source.formats[KEYS[0]].stored
         assert sum(tensor.nbytes for tensor in stored.tensors) == sum(packed) + 3 * 5 * 4
         source.close()
 
@@ -198,7 +198,7 @@ class TestSources:
 
     def test_a_file_that_changed_is_not_read(self, path):
         source = FileSource(blocks_of(path), computed_dtypes=torch.bfloat16)
-        flat = allocate_flat(source.block_format(KEYS[0]).stored.nbytes, "cpu")
+        flat = allocate_flat(source.formats[KEYS[0]].stored.nbytes, "cpu")
         path.write_bytes(path.read_bytes() + bytes(32))
         with pytest.raises(SourceError, match="the file was changed after it was opened"):
             source.read_block(KEYS[0], flat)

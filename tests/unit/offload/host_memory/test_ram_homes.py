@@ -76,7 +76,7 @@ def test_a_home_that_is_kept_is_read_once_and_never_again(stacks, source):
             handle.set_patches({BlockKey("high", change): other})
             handle.release_memory(1 << 60)
             handle.set_policy(replace(ALL_IN_RAM, prefetch_blocks=change))
-        assert sorted(source.reads) == sorted(source.keys())
+        assert sorted(source.reads) == sorted(source.formats)
         assert handle.host_bytes == 2 * BLOCKS * in_pages(BLOCK_BYTES) + in_pages(3 * WIDTH * WIDTH * 4)
 
 
@@ -214,13 +214,10 @@ def test_raw_blocks_without_a_home_are_read_straight_into_their_buffer(stacks, s
 
 
 def test_more_ram_than_there_is_is_refused_before_anything_changes(stacks):
-    class Huge(ModuleSource):
-        def block_format(self, key: BlockKey):
-            return block_format(
-                {"up.weight": ((1 << 44,), torch.uint8), "down.weight": ((1,), torch.uint8)}, torch.uint8
-            )
-
+    source = ModuleSource(stacks)
+    huge = block_format({"up.weight": ((1 << 44,), torch.uint8), "down.weight": ((1,), torch.uint8)}, torch.uint8)
+    source.formats = dict.fromkeys(source.formats, huge)
     before = stacks["high"][0].up.weight
     with pytest.raises(SourceError, match=r"GB of RAM for 12 blocks, .* GB are available"):
-        attach(stacks, ALL_IN_RAM, Huge(stacks))
+        attach(stacks, ALL_IN_RAM, source)
     assert stacks["high"][0].up.weight is before

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wanstream.offload.engine.buffers import BufferState
-from wanstream.offload.formats.layout import BlockFormat, block_format, host_bytes
+from wanstream.offload.formats.layout import block_format, host_bytes
 from wanstream.offload.host_memory.base import Reservation
 from wanstream.offload.host_memory.pages import in_pages
 from wanstream.offload.host_memory.ram_slots import RamSlot, RamSlots
@@ -26,15 +26,10 @@ class Numbers:
     """Source that fills every block with its number and records the calls."""
 
     def __init__(self) -> None:
+        self.formats = {key: block_format({"weight": ((SIZES[key],), torch.uint8)}, torch.uint8) for key in KEYS}
         self.reads: list[BlockKey] = []
         self.scaled: list[BlockKey] = []
         self.broken = False
-
-    def keys(self) -> list[BlockKey]:
-        return KEYS
-
-    def block_format(self, key: BlockKey) -> BlockFormat:
-        return block_format({"weight": ((SIZES[key],), torch.uint8)}, torch.uint8)
 
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         self.scaled.append(key)
@@ -53,7 +48,7 @@ class Numbers:
 
 
 def stored_bytes(*keys: BlockKey) -> int:
-    return sum(in_pages(Numbers().block_format(key).stored.nbytes) for key in keys)
+    return sum(in_pages(Numbers().formats[key].stored.nbytes) for key in keys)
 
 
 LARGEST = stored_bytes(KEYS[3])
@@ -76,7 +71,7 @@ def driver(limited_page_lock):
 
 @pytest.fixture
 def slots(source: Numbers, driver) -> RamSlots:
-    return RamSlots({key: source.block_format(key).stored.nbytes for key in KEYS}, lock=driver)
+    return RamSlots({key: source.formats[key].stored.nbytes for key in KEYS}, lock=driver)
 
 
 def read(slots: RamSlots, source: Numbers, index: int, key: BlockKey) -> RamSlot:
@@ -224,13 +219,13 @@ class Segment:
     def reserve(self, key: BlockKey) -> Iterator[Reservation]:
         needs_fill = key not in self.blocks
         if needs_fill:
-            self.blocks[key] = torch.zeros(Numbers().block_format(key).stored.nbytes, dtype=torch.uint8)
+            self.blocks[key] = torch.zeros(Numbers().formats[key].stored.nbytes, dtype=torch.uint8)
         yield Reservation(memory=self.blocks[key], view=self.blocks[key], needs_fill=needs_fill)
 
 
 def test_only_homes_that_are_kept_are_shared(source):
     segment = Segment()
-    slots = RamSlots({key: source.block_format(key).stored.nbytes for key in KEYS}, lock=None, shared=segment)
+    slots = RamSlots({key: source.formats[key].stored.nbytes for key in KEYS}, lock=None, shared=segment)
     slots.resize(resident(KEYS[0]), 1)
     assert read(slots, source, 0, KEYS[0]).memory.data_ptr() == segment.blocks[KEYS[0]].data_ptr()
     assert source.reads == [], "another rank has read it"

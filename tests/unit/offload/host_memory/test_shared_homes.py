@@ -47,7 +47,7 @@ class Rank:
         tensors = read_header(path).tensors
         places = {BlockKey("blocks", i): {w: tensors[f"{i}.{w}"] for w in WEIGHTS} for i in range(BLOCKS)}
         self.source = FileSource(places, computed_dtypes=torch.float32)
-        sizes = {key: self.source.block_format(key).stored.nbytes for key in list(places)[:shared_blocks]}
+        sizes = {key: self.source.formats[key].stored.nbytes for key in list(places)[:shared_blocks]}
         self.segment = SharedSegment(self.source.identity, sizes, folder=folder)
         self.blocks = copy.deepcopy(stack)
         self.handle = attach_offload(self.blocks, policy=POLICY, device="cpu", source=self.source, shared=self.segment)

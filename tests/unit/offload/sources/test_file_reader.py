@@ -12,7 +12,7 @@ import pytest
 
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.read_plan import ALIGNMENT, EXTENT_BYTES, O_DIRECT, ReadPiece
-from wanstream.offload.sources.reader import HAS_DIRECT, HAS_PREADV, FileReader, Files, PositionalFiles, SeekingFiles
+from wanstream.offload.sources.reader import HAS_DIRECT, HAS_PREADV, FileReader, Files
 
 CONTENT = os.urandom(100_000)
 
@@ -73,7 +73,7 @@ class Layer:
 
 def layered(route: str, *, readers: int = 2, **how) -> tuple[FileReader, Layer]:
     """A reader that reads through a layer."""
-    inner = SeekingFiles() if route == "seek" else PositionalFiles(O_DIRECT if route == "direct" else 0)
+    inner = Files(O_DIRECT if route == "direct" else 0, positional=route != "seek")
     layer = Layer(inner, **how)
     place = {"direct_files": layer} if route == "direct" else {"files": layer}
     return FileReader(readers=readers, **ROUTES[route], **place), layer
@@ -247,7 +247,7 @@ def test_direct_reads_are_aligned_and_each_byte_is_read_once(large):
 @direct
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_file_system_that_refuses_is_read_through_the_cache_and_told_once(large, caplog, at):
-    layer = Layer(PositionalFiles(), at=at, error=errno.EINVAL)
+    layer = Layer(Files(), at=at, error=errno.EINVAL)
     reader = FileReader(readers=1, direct=True, direct_files=layer)
     memory = memoryview(bytearray(len(LARGE)))
     with caplog.at_level(logging.INFO):
@@ -269,7 +269,7 @@ def test_many_refusals_are_told_once(large, path, caplog):
         def read_at(self, path: Path, position: int, into: memoryview) -> int:
             raise OSError(errno.EINVAL, "refused")
 
-    reader = FileReader(readers=1, direct=True, direct_files=Refusing(PositionalFiles()))
+    reader = FileReader(readers=1, direct=True, direct_files=Refusing(Files()))
     memory, small = memoryview(bytearray(len(LARGE))), memoryview(bytearray(100))
     with caplog.at_level(logging.INFO):
         reader.read([*whole_of(large, memory), (piece(path, 7, 100), small)])
@@ -279,14 +279,14 @@ def test_many_refusals_are_told_once(large, path, caplog):
 
 
 def test_the_same_refusal_of_an_ordinary_read_is_an_error_of_the_source(large):
-    reader = FileReader(readers=1, portable=True, files=Layer(SeekingFiles(), at=0, error=errno.EINVAL))
+    reader = FileReader(readers=1, portable=True, files=Layer(Files(positional=False), at=0, error=errno.EINVAL))
     with pytest.raises(SourceError, match="Invalid argument"):
         reader.read(whole_of(large, memoryview(bytearray(len(LARGE)))))
     reader.close()
 
 
 def test_the_portable_route_never_reads_directly(large):
-    layer = Layer(PositionalFiles())
+    layer = Layer(Files())
     reader = FileReader(readers=2, portable=True, direct=True, direct_files=layer)
     assert not reader.direct
     reader.read(whole_of(large, memoryview(bytearray(len(LARGE)))))
@@ -298,12 +298,12 @@ def test_bounce_buffers_are_exact_and_go_with_close(large):
     if not HAS_DIRECT:
         pytest.skip("this system has no O_DIRECT")
     reader = FileReader(readers=3, direct=True)
-    assert reader.bounce_bytes == 0
+    assert not reader.bounces
     for _ in range(5):
         reader.read(whole_of(large, memoryview(bytearray(len(LARGE)))))
-    assert EXTENT_BYTES <= reader.bounce_bytes <= 3 * EXTENT_BYTES
+    assert EXTENT_BYTES <= sum(bounce.nbytes for bounce in reader.bounces.values()) <= 3 * EXTENT_BYTES
     reader.close()
-    assert reader.bounce_bytes == 0
+    assert not reader.bounces
 
 
 def test_reading_again_and_again_takes_no_more_memory(reader, large):

@@ -62,25 +62,25 @@ def source(request: pytest.FixtureRequest, path: Path) -> Iterator[FileSource]:
 
 
 def test_blocks_arrive_as_they_are_stored(source, tensors):
-    assert list(source.keys()) == KEYS
+    assert list(source.formats) == KEYS
     for key in [*KEYS, *KEYS[::-1]]:
-        stored = source.block_format(key).stored
+        stored = source.formats[key].stored
         assert tuple(tensor.name for tensor in stored.tensors) == NAMES
         flat = allocate_flat(stored.nbytes, "cpu")
         source.read_block(key, flat)
         for name, view in tensor_views(flat, stored).items():
             assert torch.equal(view, tensors[stored_name(key, name)])
-        assert source.file_bytes(key) == sum(tensor.nbytes for tensor in source.block_format(key).stored.tensors)
+        assert source.file_bytes(key) == sum(tensor.nbytes for tensor in source.formats[key].stored.tensors)
         assert source.scales(key) == {}
 
 
 def test_computed_dtypes_are_one_for_all_or_by_name(path):
     blocks = blocks_of(path)
     own = FileSource(blocks, computed_dtypes=torch.bfloat16)
-    assert own.block_format(KEYS[0]).is_raw
+    assert own.formats[KEYS[0]].is_raw
     named = FileSource(blocks, computed_dtypes=dict.fromkeys(NAMES, torch.bfloat16) | {"q.weight": torch.float32})
-    assert not named.block_format(KEYS[0]).is_raw
-    assert [tensor.dtype for tensor in named.block_format(KEYS[0]).computed.tensors] == [
+    assert not named.formats[KEYS[0]].is_raw
+    assert [tensor.dtype for tensor in named.formats[KEYS[0]].computed.tensors] == [
         torch.bfloat16,
         torch.float32,
         torch.bfloat16,
@@ -88,7 +88,7 @@ def test_computed_dtypes_are_one_for_all_or_by_name(path):
 
 
 def test_only_the_tensors_of_the_block_are_written(source):
-    stored = source.block_format(KEYS[0]).stored
+    stored = source.formats[KEYS[0]].stored
     flat = allocate_flat(stored.nbytes + 256, "cpu").fill_(7)
     source.read_block(KEYS[0], flat[: stored.nbytes])
     owned = torch.zeros(stored.nbytes + 256, dtype=torch.bool)
@@ -99,7 +99,7 @@ def test_only_the_tensors_of_the_block_are_written(source):
 
 def test_an_error_names_the_tensor_and_leaves_the_source_usable(source, path, tensors):
     content, status = path.read_bytes(), path.stat()
-    flat = allocate_flat(source.block_format(KEYS[0]).stored.nbytes, "cpu")
+    flat = allocate_flat(source.formats[KEYS[0]].stored.nbytes, "cpu")
     source.read_block(KEYS[0], flat)
     os.truncate(path, max(tensor.offset for tensor in blocks_of(path)[KEYS[2]].values()) + 3)
     with pytest.raises(SourceError, match=r"model\.safetensors: reading \w+\.weight.* at byte \d+ failed: the file "):
@@ -107,7 +107,7 @@ def test_an_error_names_the_tensor_and_leaves_the_source_usable(source, path, te
     path.write_bytes(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     source.read_block(KEYS[2], flat)
-    for name, view in tensor_views(flat, source.block_format(KEYS[2]).stored).items():
+    for name, view in tensor_views(flat, source.formats[KEYS[2]].stored).items():
         assert torch.equal(view, tensors[stored_name(KEYS[2], name)])
 
 
@@ -115,7 +115,7 @@ def test_nothing_but_headers_is_read_before_the_first_block(path):
     blocks = blocks_of(path)
     path.unlink()
     source = FileSource(blocks, computed_dtypes=torch.float32)
-    flat = allocate_flat(source.block_format(KEYS[0]).stored.nbytes, "cpu")
+    flat = allocate_flat(source.formats[KEYS[0]].stored.nbytes, "cpu")
     with pytest.raises(SourceError, match="No such file"):
         source.read_block(KEYS[0], flat)
     source.close()
@@ -136,8 +136,8 @@ def test_scales_have_two_shapes(tmp_path, stored, shape):
     file = read_header(tmp_path / "x.safetensors").tensors
     key = BlockKey("high", 0)
     source = FileSource({key: {"w": file["w"]}}, computed_dtypes=torch.float32, scales={key: {"w": file["s"]}})
-    assert source.block_format(key).scaled == {"w"}
-    assert not source.block_format(key).is_raw
+    assert source.formats[key].scaled == {"w"}
+    assert not source.formats[key].is_raw
     scale = source.scales(key)["w"]
     assert (tuple(scale.shape), scale.dtype) == (shape, torch.float32)
     assert torch.equal(scale.flatten(), stored.float().flatten())
@@ -194,10 +194,10 @@ def test_tensors_that_were_read_do_not_hang_on_the_file(tmp_path):
 def test_another_file_under_the_same_name_is_never_taken_for_the_one_that_was_opened(
     source, tensors, path, how, opened
 ):
-    flat = allocate_flat(source.block_format(KEYS[0]).stored.nbytes, "cpu")
+    flat = allocate_flat(source.formats[KEYS[0]].stored.nbytes, "cpu")
     if opened:
         source.read_block(KEYS[0], flat)
-    kept = {name: view.clone() for name, view in tensor_views(flat, source.block_format(KEYS[0]).stored).items()}
+    kept = {name: view.clone() for name, view in tensor_views(flat, source.formats[KEYS[0]].stored).items()}
     other = path.with_name("other.safetensors")
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, other)
     os.utime(other, ns=(1, 1))
@@ -211,7 +211,7 @@ def test_another_file_under_the_same_name_is_never_taken_for_the_one_that_was_op
     may_succeed = opened and how == "replaced"
     with contextlib.suppress(SourceError) if may_succeed else told:
         source.read_block(KEYS[0], flat)
-        for name, view in tensor_views(flat, source.block_format(KEYS[0]).stored).items():
+        for name, view in tensor_views(flat, source.formats[KEYS[0]].stored).items():
             assert torch.equal(view, kept[name])
 
 
@@ -225,15 +225,15 @@ def test_rows_of_one_parameter_arrive_as_they_are_stored(source, path, tensors):
 
 
 def assert_block(source: FileSource, key: BlockKey, flat: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-    for name, view in tensor_views(flat, source.block_format(key).stored).items():
+    for name, view in tensor_views(flat, source.formats[key].stored).items():
         assert torch.equal(view, tensors[stored_name(key, name)])
 
 
 def test_a_file_cut_short_while_blocks_stream_is_an_error_until_it_is_whole_again(source, path, tensors):
     content, status = path.read_bytes(), path.stat()
-    flat = allocate_flat(max(source.block_format(key).stored.nbytes for key in KEYS), "cpu")
+    flat = allocate_flat(max(source.formats[key].stored.nbytes for key in KEYS), "cpu")
     for key in KEYS:
-        memory = flat[: source.block_format(key).stored.nbytes]
+        memory = flat[: source.formats[key].stored.nbytes]
         source.read_block(key, memory)
         os.truncate(path, len(content) // 3)
         # The bytes can still be read, but the version differs.
@@ -250,7 +250,7 @@ def test_a_file_cut_short_while_blocks_stream_is_an_error_until_it_is_whole_agai
 def test_bytes_read_are_those_of_the_block_and_at_most_a_page_at_each_end(source):
     assert source.reader.bytes_read == 0
     for count, key in enumerate(KEYS, 1):
-        stored = source.block_format(key).stored
+        stored = source.formats[key].stored
         source.read_block(key, allocate_flat(stored.nbytes, "cpu"))
         wanted = count * sum(tensor.nbytes for tensor in stored.tensors)
         assert wanted <= source.reader.bytes_read <= wanted + count * 2 * ALIGNMENT
@@ -276,9 +276,9 @@ def test_one_loader_closes_while_the_other_reads(path, tensors, first, second):
 
     def read_on() -> None:
         for key in KEYS * 40:
-            flat = allocate_flat(lasting.block_format(key).stored.nbytes, "cpu").fill_(255)
+            flat = allocate_flat(lasting.formats[key].stored.nbytes, "cpu").fill_(255)
             lasting.read_block(key, flat)
-            views = tensor_views(flat, lasting.block_format(key).stored)
+            views = tensor_views(flat, lasting.formats[key].stored)
             if not all(torch.equal(view, tensors[stored_name(key, name)]) for name, view in views.items()):
                 wrong.append(key)
         done.set()
@@ -287,7 +287,7 @@ def test_one_loader_closes_while_the_other_reads(path, tensors, first, second):
     reading.start()
     while not done.is_set():
         passing = FileSource(blocks_of(path), computed_dtypes=torch.float32, readers=2, **ROUTES[second])
-        flat = allocate_flat(passing.block_format(KEYS[1]).stored.nbytes, "cpu")
+        flat = allocate_flat(passing.formats[KEYS[1]].stored.nbytes, "cpu")
         passing.read_block(KEYS[1], flat)
         assert_block(passing, KEYS[1], flat, tensors)
         passing.close()
@@ -310,9 +310,9 @@ source = FileSource(blocks, computed_dtypes=torch.float32, direct=sys.argv[2] ==
 sums = []
 for _ in range(30):
     for key in blocks:
-        flat = torch.empty(source.block_format(key).stored.nbytes, dtype=torch.uint8)
+        flat = torch.empty(source.formats[key].stored.nbytes, dtype=torch.uint8)
         source.read_block(key, flat)
-        sums.append(int(flat[: sum(t.nbytes for t in source.block_format(key).stored.tensors)].long().sum()))
+        sums.append(int(flat[: sum(t.nbytes for t in source.formats[key].stored.tensors)].long().sum()))
 print(sum(sums), source.identity)
 source.close()
 """

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -18,9 +20,9 @@ def block(seed: int, dtype: torch.dtype = torch.float32, width: int = 12) -> nn.
 def test_reads_the_weights_of_every_block(dtype):
     stacks = {"high": [block(0, dtype), block(1, dtype)], "low": [block(2, dtype)]}
     source = ModuleSource(stacks)
-    assert list(source.keys()) == [BlockKey("high", 0), BlockKey("high", 1), BlockKey("low", 0)]
-    for key in list(source.keys()):
-        both = source.block_format(key)
+    assert list(source.formats) == [BlockKey("high", 0), BlockKey("high", 1), BlockKey("low", 0)]
+    for key in list(source.formats):
+        both = source.formats[key]
         assert both.is_raw
         assert (source.file_bytes(key), source.scales(key)) == (both.stored.nbytes, {})
         flat = allocate_flat(both.stored.nbytes, "cpu")
@@ -36,14 +38,14 @@ def test_keeps_the_originals_while_others_stand_in():
     weight = module[1].weight.detach().clone()
     source = ModuleSource({"only": [module]})
     module[1]._parameters["weight"] = nn.Parameter(torch.zeros(20, 12))
-    flat = allocate_flat(source.block_format(BlockKey("only", 0)).stored.nbytes, "cpu")
+    flat = allocate_flat(source.formats[BlockKey("only", 0)].stored.nbytes, "cpu")
     source.read_block(BlockKey("only", 0), flat)
-    assert torch.equal(tensor_views(flat, source.block_format(BlockKey("only", 0)).stored)["1.weight"], weight)
+    assert torch.equal(tensor_views(flat, source.formats[BlockKey("only", 0)].stored)["1.weight"], weight)
 
 
 def test_blocks_of_one_stack_may_differ():
     source = ModuleSource({"only": [block(0), block(1, torch.float16, width=300)]})
-    sizes = [source.block_format(key).stored.nbytes for key in list(source.keys())]
+    sizes = [source.formats[key].stored.nbytes for key in list(source.formats)]
     assert sizes == [2 * 1024, 2 * 12032]
 
 
@@ -57,12 +59,13 @@ def test_a_weight_without_data_is_refused_by_name():
 def test_weights_made_in_inference_mode_can_be_read():
     with torch.inference_mode():
         source = ModuleSource({"only": [block(0)]})
-    flat = allocate_flat(source.block_format(BlockKey("only", 0)).stored.nbytes, "cpu")
+    flat = allocate_flat(source.formats[BlockKey("only", 0)].stored.nbytes, "cpu")
     source.read_block(BlockKey("only", 0), flat)
 
 
 def test_close_lets_go_of_the_weights():
     source = ModuleSource({"only": [block(0)]})
+    weight = weakref.ref(source._weights[BlockKey("only", 0)]["1.weight"])
     source.close()
     source.close()
-    assert list(source.keys()) == []
+    assert weight() is None

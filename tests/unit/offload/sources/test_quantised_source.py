@@ -78,7 +78,7 @@ def read(source: QuantisedSource, key: BlockKey) -> torch.Tensor:
 
 
 def allocate(source: QuantisedSource, key: BlockKey, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
-    flat = allocate_flat(source.block_format(key).stored.nbytes, "cpu").fill_(0x55)
+    flat = allocate_flat(source.formats[key].stored.nbytes, "cpu").fill_(0x55)
     fill(flat)
     return flat
 
@@ -91,7 +91,7 @@ def formula(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def assert_block(source: QuantisedSource, key: BlockKey, flat: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
     scales = source.scales(key)
     assert set(scales) == {*SHAPES, "scaled.weight"}
-    for name, view in tensor_views(flat, source.block_format(key).stored).items():
+    for name, view in tensor_views(flat, source.formats[key].stored).items():
         original = tensors[f"{key.expert}.{key.block}.{name}"]
         expected, scale = (original, None) if name not in SHAPES else formula(original)
         assert torch.equal(view.view(torch.uint8), expected.view(torch.uint8)), name
@@ -101,7 +101,7 @@ def assert_block(source: QuantisedSource, key: BlockKey, flat: torch.Tensor, ten
 
 
 def test_blocks_are_quantised_as_they_arrive(source, tensors):
-    assert list(source.keys()) == KEYS
+    assert list(source.formats) == KEYS
     for key in [*KEYS, *KEYS[::-1]]:
         assert_block(source, key, read(source, key), tensors)
 
@@ -109,7 +109,7 @@ def test_blocks_are_quantised_as_they_arrive(source, tensors):
 def test_the_format_tells_the_bytes_before_anything_is_read(path):
     plain, source = file_source(path), QuantisedSource(file_source(path))
     path.unlink()
-    before, after = plain.block_format(KEYS[0]), source.block_format(KEYS[0])
+    before, after = plain.formats[KEYS[0]], source.formats[KEYS[0]]
     stored = {tensor.name: (tensor.dtype, tensor.nbytes) for tensor in after.stored.tensors}
     assert stored["up.weight"] == (FP8, 300 * 64)
     assert {dtype for dtype, _ in stored.values()} == {FP8}
@@ -137,14 +137,14 @@ def test_packed_and_fp8_tensors_leave_the_format_as_it_is():
 def test_pieces_are_whole_rows_and_cover_every_byte_once(path, piece_bytes):
     source = file_source(path)
     seen: dict[str, list[range]] = {}
-    for piece in row_pieces(source.block_format(KEYS[0]), piece_bytes=piece_bytes):
+    for piece in row_pieces(source.formats[KEYS[0]], piece_bytes=piece_bytes):
         row_bytes = piece.tensor.nbytes // piece.tensor.shape[0]
         assert piece.rows
         assert len(piece.rows) * row_bytes <= max(piece_bytes, row_bytes)
         assert piece.bytes_of_tensor == slice(piece.rows.start * row_bytes, piece.rows.stop * row_bytes)
         assert piece.quantised == (piece.tensor.name in SHAPES)
         seen.setdefault(piece.tensor.name, []).append(piece.rows)
-    for tensor in source.block_format(KEYS[0]).stored.tensors:
+    for tensor in source.formats[KEYS[0]].stored.tensors:
         assert [row for rows in seen[tensor.name] for row in rows] == list(range(tensor.shape[0]))
     source.close()
 
@@ -173,7 +173,7 @@ def test_scales_stay_the_same_objects_and_can_be_asked_for_first(source, tensors
 
 def test_only_the_tensors_of_the_block_are_written(source):
     key = KEYS[0]
-    stored = source.block_format(key).stored
+    stored = source.formats[key].stored
     flat = read(source, key)
     owned = torch.zeros(stored.nbytes, dtype=torch.bool)
     for tensor in stored.tensors:
@@ -261,7 +261,7 @@ def test_the_calling_thread_keeps_its_threads_and_its_results(source):
 
 
 def test_it_needs_a_thread(path):
-    with pytest.raises(ValueError, match="0 threads cannot quantise"):
+    with pytest.raises(ValueError, match="0 threads cannot read"):
         QuantisedSource(file_source(path), threads=0)
 
 

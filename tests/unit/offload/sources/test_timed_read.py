@@ -24,7 +24,7 @@ def inner(make_stack: Callable[..., nn.ModuleList], slow_source):
 
 def test_every_read_is_passed_on_once_and_timed(inner) -> None:
     plain = inner.inner
-    nbytes = plain.block_format(KEYS[0]).stored.nbytes
+    nbytes = plain.formats[KEYS[0]].stored.nbytes
     read, expected = allocate_flat(nbytes, "cpu").zero_(), allocate_flat(nbytes, "cpu").zero_()
     spans = []
     for key, straight in zip(KEYS, (False, True), strict=True):
@@ -41,4 +41,4 @@ def test_every_read_is_passed_on_once_and_timed(inner) -> None:
 def test_a_read_that_fails_raises(inner) -> None:
     inner.fail_at = 0
     with pytest.raises(SourceError, match="went away"):
-        timed_read(inner, KEYS[0], allocate_flat(inner.block_format(KEYS[0]).stored.nbytes, "cpu"), None)
+        timed_read(inner, KEYS[0], allocate_flat(inner.formats[KEYS[0]].stored.nbytes, "cpu"), None)

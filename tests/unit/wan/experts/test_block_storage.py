@@ -144,11 +144,11 @@ def test_every_block_has_its_scales(tiny_expert_file):
         source = block_source(
             {"high": pair.high, "low": pair.low}, compute_dtype=torch.bfloat16, storage="fp8", direct=None
         )
-        keys = list(source.keys())
+        keys = list(source.formats)
         assert len(keys) == 2 * LAYERS
         for key in keys:
             scales = source.scales(key)
-            assert scales.keys() == source.block_format(key).scaled
+            assert scales.keys() == source.formats[key].scaled
             assert sum(scale.numel() for scale in scales.values()) == ROWS
             assert all((scale > 0).all() for scale in scales.values())
         source.close()
