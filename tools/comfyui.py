@@ -44,7 +44,7 @@ POLL_SECONDS = 0.1
 MISSING = """
 from importlib.util import find_spec
 needed = ("torch", "diffusers", "transformers", "sentencepiece", "safetensors", "psutil", "av", "numpy", "PIL", "ftfy",
-          "platformdirs")
+          "platformdirs", "httpx", "tqdm")
 print(*(name for name in needed if find_spec(name) is None))
 """
 

@@ -304,7 +304,7 @@ class Journal(AbstractContextManager["Journal"]):
                 entry = replace(entry, state=State.failed if fault else State.waiting, error=fault, files=())
             entries[row.hash] = entry
         self._save(entries)
-        return [row for row in rows if row.hash in missing]
+        return [row for row in rows if row.hash in missing and row.fault is None]
 
     def post(self, saves: Mapping[str, frozenset[str] | None], prompt_id: str) -> None:
         """Record that rows are about to be sent under this id; `saves` maps row hashes to the nodes of their files."""

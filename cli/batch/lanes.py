@@ -98,7 +98,7 @@ def lane_jobs(prompts: Mapping[Row, Prompt], lanes: int) -> list[BatchJob]:
     for rows in groups.values():
         for at in range(0, len(rows), lanes):
             share = rows[at : at + lanes]
-            reason = _reason_alone(share[0], prompts, groups.values()) if len(share) == 1 and lanes > 1 else ""
+            reason = _reason_alone(rows, prompts, groups.values()) if len(share) == 1 and lanes > 1 else ""
             merged, own_ids = merge_lanes([prompts[row] for row in share])
             saves = {row.hash: own for row, own in zip(share, own_ids, strict=True)}
             jobs.append(BatchJob(prompt=merged, rows=tuple(share), saves=saves, reason=reason))
@@ -130,12 +130,13 @@ def digest_of_lane(prompt: object, node_id: str) -> object:
     return prompt
 
 
-def _reason_alone(row: Row, prompts: Mapping[Row, Prompt], groups: Collection[Sequence[Row]]) -> str:
-    """Return the reason why `row` has no partner; `groups` are the rows that fit together, or cannot be lanes."""
+def _reason_alone(group: Sequence[Row], prompts: Mapping[Row, Prompt], groups: Collection[Sequence[Row]]) -> str:
+    """Return why a row of `group` has no partner; `groups` are rows that fit together, or cannot be lanes."""
+    row = group[0]
     if refusal := lane_refusal(prompts[row]):
         return refusal
-    other = next((rows[0] for rows in groups if row not in rows and not lane_refusal(prompts[rows[0]])), None)
-    if other is not None and [row] in groups:
+    other = next((rows[0] for rows in groups if rows is not group and not lane_refusal(prompts[rows[0]])), None)
+    if other is not None and len(group) == 1:
         traits, others = lane_traits(prompts[row]), lane_traits(prompts[other])
         for name in {**others, **traits}:
             value, wanted = traits.get(name, "missing"), others.get(name, "missing")

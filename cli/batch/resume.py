@@ -140,11 +140,11 @@ def _adopt(journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows:
     for row, stem, paths in sorted(pairs, key=lambda pair: entries[pair[0].hash].stem != pair[1]):
         if row.hash not in waiting or stem.casefold() in taken:
             continue
-        taken.add(stem.casefold())
         try:
             journal.adopt(row.hash, stem, [store.check_file(path) for path in paths])
         except UnreadableFileError:
             continue  # incomplete: the row runs again
+        taken.add(stem.casefold())
         adopted.append(waiting.pop(row.hash))
     return adopted
 

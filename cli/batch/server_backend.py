@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import ssl
 import urllib.parse
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,10 +81,14 @@ class ServerBackend(BatchBackend):
                 verify=ssl.create_default_context(),
                 # A connection that is kept is lost in a restart of the server, and the next request with it.
                 limits=httpx.Limits(max_keepalive_connections=0),
-                # Proxies of the environment cannot reach this machine's loopback ports.
-                trust_env=not is_loopback(host),
+                trust_env=False,
+                proxy=None if is_loopback(host) else _proxy(parts),
             )
-        except (ValueError, ImportError) as err:  # a proxy with an unknown scheme, or one that needs another package
+        except (
+            ValueError,
+            ImportError,
+            httpx.InvalidURL,
+        ) as err:  # a proxy with an unknown scheme, or one that needs another package
             raise NotComfyUIError(f"--server {url}: {err}") from err
         self._info: ObjectInfo = {}
         self.sockets: Sockets = {}
@@ -263,7 +268,15 @@ class ServerBackend(BatchBackend):
                     raise UnreachableError(f"{self.url} answers with status {answer.status_code}")
                 yield answer
         except httpx.HTTPError as err:
-            raise UnreachableError(f"no answer from {self.url}: {err}") from err
+            raise UnreachableError(f"no complete answer from {self.url}{route}: {err}") from err
+
+
+def _proxy(address: urllib.parse.SplitResult) -> str | None:
+    """Return the system's proxy for a server: httpx itself would use ALL_PROXY, even for the hosts of NO_PROXY."""
+    proxy = urllib.request.getproxies().get(address.scheme)
+    if proxy is None or urllib.request.proxy_bypass(address.netloc):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 def _describe_faults(answer: Mapping[str, Any]) -> str:

@@ -129,7 +129,7 @@ def _journal_crafted(stage: Stage, chance: random.Random, place: Place) -> None:
         f"UPDATE rows SET state = 'placing', files = '{there}'",
         f"UPDATE rows SET state = 'posted', prompt_id = '../../../{stage.temporary.name}'",
         "UPDATE rows SET state = 'nonsense'",
-        "CREATE TRIGGER t AFTER UPDATE ON rows BEGIN DELETE FROM rows; END",
+        "CREATE TRIGGER t AFTER INSERT ON rows BEGIN DELETE FROM rows; END",
         "UPDATE rows SET files = 'no json'",
         "UPDATE rows SET stem = '../x' WHERE line = 1",
     ]

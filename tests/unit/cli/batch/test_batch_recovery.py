@@ -293,6 +293,19 @@ def test_rows_with_several_files_are_known_when_all_are_there(batch: Batch, runs
     assert contents(out).keys() == made.keys()
 
 
+def test_half_a_video_hides_no_whole_ones_of_its_name(batch: Batch, runs: list[int], tmp_path: Path) -> None:
+    workflow = json.loads((tmp_path / "workflow.json").read_text())
+    workflow["more"] = workflow["save"]
+    (tmp_path / "workflow.json").write_text(json.dumps(workflow))
+    assert batch(ROWS) == DONE
+    out = tmp_path / "out"
+    (out / "00001.mp4").write_bytes((out / "00001~1.mp4").read_bytes()[:-40])
+    forget(out)
+    runs.clear()
+    assert batch(ROWS) == DONE
+    assert runs == []
+
+
 def test_half_a_video_is_made_again(batch: Batch, computed: list[int], tmp_path: Path) -> None:
     assert batch() == DONE
     out = tmp_path / "out"

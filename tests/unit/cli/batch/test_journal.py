@@ -62,6 +62,19 @@ def test_a_row_goes_its_way_and_another_process_sees_where_it_is(tmp_path: Path)
         assert states(journal) == [State.done, State.waiting]
 
 
+def test_a_row_whose_files_are_gone_runs_again_unless_it_has_a_fault(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
+        rows = [row_of(1), row_of(2)]
+        journal.enter(rows, gone=never)
+        journal.post({row.hash: None for row in rows}, "id")
+        for row in rows:
+            journal.place(row.hash, [FILE])
+            journal.finish(row.hash)
+        broken = row_of(2, fault="no such node")
+        assert journal.enter([rows[0], broken], gone=lambda entry: True) == [rows[0]]
+        assert states(journal) == [State.waiting, State.failed]
+
+
 def test_a_wrong_order_is_our_fault_and_changes_nothing(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
         journal.enter([row_of(1), row_of(2)], gone=never)

@@ -102,7 +102,32 @@ def test_a_proxy_of_the_environment_has_no_part_in_calls_to_this_machine(
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:8188", "ftp://127.0.0.1", "http://", "http://x:port", "file:///etc/passwd", "http://x/?a=1", ""]
+    ("settings", "proxied"),
+    [
+        ({}, False),
+        ({"all_proxy": "socks5://127.0.0.1:1080"}, False),
+        ({"http_proxy": "192.0.2.7:3128"}, True),
+        ({"http_proxy": "http://192.0.2.7:3128", "no_proxy": "192.0.2.8,[::1],fe80::/10"}, False),
+        ({"https_proxy": "http://192.0.2.7:3128", "no_proxy": "::1"}, False),
+    ],
+)
+def test_the_proxy_of_a_server_is_the_systems(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], proxied: bool
+) -> None:
+    for name in ("all_proxy", "http_proxy", "https_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert any(ServerBackend("http://192.0.2.8:8188")._client._mounts.values()) == proxied
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("127.0.0.1:8188", "ftp://127.0.0.1", "http://", "http://x:port", "file:///etc/passwd", "http://x/?a=1", ""),
+        *("http://192.168.1.300:8188", "http://m\u00fcnchen-:8188"),
+    ],
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(NotComfyUIError, match="--server"):
@@ -113,7 +138,7 @@ def test_nobody_listens() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(UnreachableError, match=f"no answer from http://127.0.0.1:{port}: .*refused"):
+    with pytest.raises(UnreachableError, match=f"no complete answer from http://127.0.0.1:{port}/.*: .*refused"):
         ServerBackend(f"http://127.0.0.1:{port}").version()
 
 
