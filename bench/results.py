@@ -48,12 +48,10 @@ def describe_machine(device: torch.device) -> dict[str, str]:
 
 def device_name(device: torch.device) -> str:
     """Return name and memory of a GPU, like `NVIDIA RTX 4090, 25.3 GB`, or `CPU`."""
-    import torch
+    from ..devices import runtime_for
 
-    if device.type != "cuda":
-        return "CPU"
-    properties = torch.cuda.get_device_properties(device)
-    return f"{properties.name}, {format_size(properties.total_memory)}"
+    runtime = runtime_for(device)
+    return "CPU" if runtime is None else f"{runtime.name()}, {format_size(runtime.memory().total)}"
 
 
 def processor_name() -> str:
@@ -83,12 +81,12 @@ def hardware(device: torch.device | None = None) -> dict[str, Any]:
 
 def hardware_name(device: torch.device) -> str:
     """Return a name for files: the GPU's name, with their number if there are several, or the number of CPU cores."""
-    import torch
+    from ..devices import runtime_for
 
-    if device.type != "cuda":
+    runtime = runtime_for(device)
+    if runtime is None:
         return f"cpu-{os.cpu_count()}-cores"
-    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
-    count = torch.cuda.device_count()
+    name, count = re.sub(r"[^a-z0-9]+", "-", runtime.name().lower()).strip("-"), runtime.count()
     return name if count == 1 else f"{count}x-{name}"
 
 

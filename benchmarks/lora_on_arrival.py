@@ -13,11 +13,10 @@ from collections.abc import Callable
 import torch
 from record import record
 
-from wanstream.devices import DeviceEvent, clock_for
+from wanstream.devices import DeviceEvent, clock_for, runtime_for
 from wanstream.offload import BlockPatch, WeightPatch
 from wanstream.offload.formats.decode import decode_block
 from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_format, tensor_views
-from wanstream.offload.host_memory.pages import CudaPageLock
 from wanstream.offload.patches import StagedPatches
 from wanstream.plan import BlockKey
 
@@ -40,7 +39,7 @@ def stage_patch(fmt: BlockFormat, device: torch.device) -> StagedPatches:
         name: WeightPatch(up=torch.randn(rows, RANK) / 100, down=torch.randn(RANK, columns) / 100)
         for name, (rows, columns) in MATRICES.items()
     }
-    patches = StagedPatches({KEY: fmt}, lock=CudaPageLock(device) if device.type == "cuda" else None)
+    patches = StagedPatches({KEY: fmt}, lock=runtime_for(device))
     patches.replace(patches.prepare({KEY: BlockPatch(identity=RANK, weights=weights)}))
     return patches
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from .available_ram import available_bytes, cgroup_limits, insufficient_ram
 from .clock import Clock, DeviceError, DeviceEvent, MemoryMeter, clock_for, compute_device, free_bytes, total_bytes
 from .compute_dtype import AUTO, ComputeDtype, auto_dtype, common_dtype, dtype_name, resolve_dtype, with_resolved_dtype
+from .cuda import NvtxRanges
 from .oom import forget, is_out_of_memory
+from .registry import forked_random_state, gpu_count, register_runtime, runtime_for
+from .runtime import DeviceMemory, DeviceRuntime, Event, PageLockError, Stream
 
 __all__ = [
     "AUTO",
@@ -13,7 +16,13 @@ __all__ = [
     "ComputeDtype",
     "DeviceError",
     "DeviceEvent",
+    "DeviceMemory",
+    "DeviceRuntime",
+    "Event",
     "MemoryMeter",
+    "NvtxRanges",
+    "PageLockError",
+    "Stream",
     "auto_dtype",
     "available_bytes",
     "cgroup_limits",
@@ -22,10 +31,14 @@ __all__ = [
     "compute_device",
     "dtype_name",
     "forget",
+    "forked_random_state",
     "free_bytes",
+    "gpu_count",
     "insufficient_ram",
     "is_out_of_memory",
+    "register_runtime",
     "resolve_dtype",
+    "runtime_for",
     "total_bytes",
     "with_resolved_dtype",
 ]

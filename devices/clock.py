@@ -1,6 +1,6 @@
 """Clocks and memory figures of one device: the only module that may synchronise a device or its compute stream.
 
-Times are device events: on a CPU values of `perf_counter`, on CUDA timed events on the current stream. They are read
+Times are device events: on a CPU values of `perf_counter`, elsewhere timed events on the current stream. They are read
 after the step, so that measuring never makes the host wait for the device within a step.
 """
 
@@ -12,7 +12,10 @@ from typing import Protocol, TypeAlias, cast
 import psutil
 import torch
 
-DeviceEvent: TypeAlias = "float | torch.cuda.Event"
+from .registry import NoRuntimeError, default_family, family_runtime, runtime_for
+from .runtime import DeviceRuntime, Event
+
+DeviceEvent: TypeAlias = "float | Event"
 
 
 class DeviceError(ValueError):
@@ -25,24 +28,28 @@ def compute_device(device: torch.device | str | None = None) -> torch.device:
     The index matters: plain "cuda" means the current device of the calling thread, which differs between threads.
 
     Raises:
-        DeviceError: it is not a CPU or an existing CUDA device.
+        DeviceError: it is not a CPU or an existing device of a family that has a runtime.
     """
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = default_family()
     try:
         resolved = torch.device(device)
     except RuntimeError as err:
         raise DeviceError(f'{device!r} is not a device name: use "cpu" or "cuda"') from err
-    if resolved.type not in ("cpu", "cuda"):
-        raise DeviceError(f'{resolved} is not supported: use "cpu" or "cuda" (ComfyUI: start it with --cpu)')
-    count = torch.cuda.device_count() if resolved.type == "cuda" else 1
+    if resolved.type == "cpu":
+        if (resolved.index or 0) >= 1:
+            raise DeviceError(f'{resolved} does not exist: use "cpu"')
+        return resolved
+    try:
+        runtime = family_runtime(resolved.type)
+    except NoRuntimeError as err:
+        raise DeviceError(f'{resolved} is not supported: use "cpu" or "cuda" (ComfyUI: start it with --cpu)') from err
+    count = runtime.count()
     if (resolved.index or 0) >= count:
         raise DeviceError(
             f'{resolved} does not exist, torch {torch.__version__} finds {count}: use "cpu" or another torch'
         )
-    if resolved.type == "cuda" and resolved.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    return resolved if resolved.index is not None else torch.device(resolved.type, runtime.current_index())
 
 
 class Clock(Protocol):
@@ -76,32 +83,33 @@ class CpuClock:
         return
 
 
-class CudaClock:
+class StreamClock:
     """Timed events on the stream that is current when `mark` is called."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
 
     def mark(self) -> DeviceEvent:
         # A blocking event lets `wait_for` sleep instead of spinning on a core that the read threads need.
-        event = torch.cuda.Event(enable_timing=True, blocking=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._runtime.event(timing=True, blocking=True)
+        event.record(self._runtime.current_stream())
         return event
 
     def seconds(self, start: DeviceEvent, end: DeviceEvent) -> float:
-        return float(cast(torch.cuda.Event, start).elapsed_time(cast(torch.cuda.Event, end))) / 1000.0
+        return cast(Event, start).elapsed_time(cast(Event, end)) / 1000.0
 
     def settle(self) -> None:
-        if torch.cuda.is_initialized():  # otherwise there is nothing to wait for, and CUDA should not be initialised
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._runtime.is_initialized():  # otherwise there is nothing to wait for, and it should not be initialised
+            self._runtime.current_stream().synchronize()
 
     def wait_for(self, event: DeviceEvent) -> None:
-        cast(torch.cuda.Event, event).synchronize()
+        cast(Event, event).synchronize()
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return the clock of `device` (`cpu` or `cuda`)."""
-    return CudaClock(device) if device.type == "cuda" else CpuClock()
+    """Return the clock of `device`."""
+    runtime = runtime_for(device)
+    return CpuClock() if runtime is None else StreamClock(runtime)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -109,60 +117,55 @@ def free_bytes(device: torch.device) -> int | None:
 
     A limit of the process (`set_per_process_memory_fraction`) is not taken into account.
     """
-    if device.type != "cuda":
+    runtime = runtime_for(device)
+    if runtime is None:
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    return runtime.memory().free + runtime.reserved_bytes() - runtime.allocated_bytes()
 
 
 def total_bytes(device: torch.device) -> tuple[int | None, int]:
     """Return the total bytes of `device` (None on a CPU) and of the machine's RAM."""
-    on_device = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return on_device, int(psutil.virtual_memory().total)
+    runtime = runtime_for(device)
+    return None if runtime is None else runtime.memory().total, int(psutil.virtual_memory().total)
 
 
 class MemoryMeter:
     """Memory figures of the process and one device; peaks count from the last `reset_peaks`. Never synchronises.
 
-    The figures of a device are None on a CPU, whose memory is `rss_bytes`, and before this process has used CUDA.
+    The figures of a device are None on a CPU, whose memory is `rss_bytes`, and before this process has used the device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._runtime = runtime_for(device)
         self._process = psutil.Process()
 
     def reset_peaks(self) -> None:
-        if self._is_initialized():
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if (runtime := self._used()) is not None:
+            runtime.reset_peaks()
 
     def device_bytes(self) -> int | None:
         """Return the peak bytes that torch had allocated on the device since `reset_peaks`."""
-        if not self._is_initialized():
-            return None
-        return int(torch.cuda.max_memory_allocated(self._device))
+        return None if (runtime := self._used()) is None else runtime.allocated_bytes(peak=True)
 
     def reserved_bytes(self) -> int | None:
         """Return the peak bytes that torch had reserved on the device since `reset_peaks`, in use or cached."""
-        if not self._is_initialized():
-            return None
-        return int(torch.cuda.max_memory_reserved(self._device))
+        return None if (runtime := self._used()) is None else runtime.reserved_bytes(peak=True)
 
     def allocated_bytes(self) -> int | None:
         """Return the bytes that torch has currently allocated on the device."""
-        if not self._is_initialized():
-            return None
-        return int(torch.cuda.memory_allocated(self._device))
+        return None if (runtime := self._used()) is None else runtime.allocated_bytes()
 
     def used_bytes(self) -> int | None:
         """Return the bytes that all processes together currently use on the device."""
-        if not self._is_initialized():
+        if (runtime := self._used()) is None:
             return None
-        free, total = torch.cuda.mem_get_info(self._device)
-        return int(total - free)
+        memory = runtime.memory()
+        return memory.total - memory.free
 
     def rss_bytes(self) -> int:
         """Return the bytes of RAM that this process currently uses, mapped files included."""
         return int(self._process.memory_info().rss)
 
-    def _is_initialized(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_initialized()
+    def _used(self) -> DeviceRuntime | None:
+        """Return the runtime of the device, None on a CPU and before its first use."""
+        return self._runtime if self._runtime is not None and self._runtime.is_initialized() else None

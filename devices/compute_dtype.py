@@ -10,13 +10,11 @@ import torch
 
 from ..schema import ExpertsRef
 from .clock import compute_device
+from .registry import runtime_for
 
 AUTO: Literal["auto"] = "auto"
 
 ComputeDtype: TypeAlias = "torch.dtype | Literal['auto']"
-
-FIRST_WITH_BF16, FIRST_WITH_FP16 = (8, 0), (5, 3)
-"""Lowest compute capabilities of NVIDIA GPUs with fast bf16 and fp16."""
 
 CPU_UNITS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 """torch's queries for bf16 units of the processor; a query that an old torch does not have counts as False."""
@@ -34,8 +32,8 @@ def auto_dtype(device: torch.device | str | None = None) -> torch.dtype:
     single matrix product up to a hundred times. With AVX512-BF16, a block takes a quarter of the time of
     fp32 (width 1536, one thread).
     """
-    resolved = compute_device() if device is None else torch.device(device)
-    return _gpu_dtype(resolved) if resolved.type == "cuda" else _cpu_dtype()
+    runtime = runtime_for(compute_device() if device is None else torch.device(device))
+    return _cpu_dtype() if runtime is None else runtime.auto_dtype()
 
 
 def resolve_dtype(compute_dtype: ComputeDtype, device: torch.device | str | None = None) -> torch.dtype:
@@ -60,15 +58,6 @@ def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
-
-
-def _gpu_dtype(device: torch.device) -> torch.dtype:
-    if torch.version.hip is not None:
-        return torch.bfloat16  # torch has bf16 kernels for all GPUs that it supports with ROCm
-    capability = torch.cuda.get_device_capability(device)
-    if capability >= FIRST_WITH_BF16:
-        return torch.bfloat16
-    return torch.float16 if capability >= FIRST_WITH_FP16 else torch.float32
 
 
 def _cpu_dtype() -> torch.dtype:

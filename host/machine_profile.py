@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from ..bench import processor_name
-from ..devices import auto_dtype, cgroup_limits, dtype_name
+from ..devices import auto_dtype, cgroup_limits, dtype_name, runtime_for
 from ..offload import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
 from ..plan import Machine
 from ..schema import T2V_A14B, ExpertShape, VideoShape
@@ -157,7 +157,8 @@ def _identity(device: torch.device, expert: ExpertShape, models: Path | None) ->
 
 
 def _device_name(device: torch.device) -> str:
-    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else processor_name()
+    runtime = runtime_for(device)
+    return processor_name() if runtime is None else runtime.name()
 
 
 def _ram_bytes() -> int:
@@ -172,14 +173,14 @@ def _disk(models: Path) -> int | None:
 
 
 def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Path | None, notes: list[str]) -> Machine:
-    on_gpu = device.type == "cuda"
+    runtime = runtime_for(device)
     with _file_to_read(models, notes) as file:
         disk = probe_disk(file)
     notes.append(f"disk: {disk.how}")
     compute = probe_block(expert, tokens, device)
     if compute.tokens < tokens:
         notes.append(f"compute: measured with {compute.tokens} tokens, extrapolated to {tokens} by operation count")
-    bus = _bus(device, expert) if on_gpu else None
+    bus = None if runtime is None else _bus(device, expert)
     if bus is not None:
         notes.append(f"bus: {bus.words()}")
     if bus is not None and not bus.locked:
@@ -187,8 +188,8 @@ def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Pa
     return Machine(
         name=_device_name(device),
         origin="measured here",
-        computes_on="cuda" if on_gpu else "cpu",
-        vram_bytes=int(torch.cuda.get_device_properties(device).total_memory) if on_gpu else 0,
+        computes_on="cpu" if runtime is None else "cuda",
+        vram_bytes=0 if runtime is None else runtime.memory().total,
         ram_bytes=_ram_bytes(),
         h2d_bytes_per_s=bus.h2d.busy if bus else None,
         h2d_pageable_bytes_per_s=bus.h2d_pageable.idle if bus else None,

@@ -20,6 +20,7 @@ from typing import TypeAlias
 import platformdirs
 import torch
 
+from ..devices import runtime_for
 from ..distributed import (
     Driver,
     InProcessPool,
@@ -124,7 +125,8 @@ def check_ray(ref: WorkersRef) -> None:
 
 def gpus_of(device: torch.device) -> int | None:
     """Return the number of GPUs for workers of this machine; None if `device` is a CPU."""
-    return torch.cuda.device_count() if device.type == "cuda" else None
+    runtime = runtime_for(device)
+    return None if runtime is None else runtime.count()
 
 
 def start_pool(ref: WorkersRef, device: torch.device) -> Pool:

@@ -15,7 +15,7 @@ from .formats.safetensors_header import (
     file_version,
     read_header,
 )
-from .host_memory.pages import CudaPageLock, LockedBlocks, map_memory
+from .host_memory.pages import LockedBlocks, map_memory
 from .host_memory.shared_segment import SharedSegment, sweep
 from .patches import BlockPatch, WeightPatch
 from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise, typical_s
@@ -29,7 +29,6 @@ __all__ = [
     "BlockPatch",
     "BusRates",
     "CheckpointFileError",
-    "CudaPageLock",
     "EngineRun",
     "FileHeader",
     "FileSource",

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..devices import clock_for
+from ..devices import PageLockError, clock_for, runtime_for
 from .engine.threads import torch_thread_pool
 from .formats.decode import QUANTISED_DTYPE, decode_tensor, quantise_rows, work_memory
 from .formats.layout import host_bytes
-from .host_memory.pages import CudaPageLock, PageLockError, map_memory
+from .host_memory.pages import map_memory
 from .sources.quantised import MAX_THREADS
 from .sources.read_plan import ALIGNMENT, O_DIRECT, ReadPiece
 from .sources.reader import FileReader
@@ -111,16 +111,19 @@ def probe_bus(device: torch.device, *, compute: Callable[[], None]) -> BusRates:
     host.zero_()
     pageable.zero_()
     on_device = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device)
-    lock, locked, stream = CudaPageLock(device), True, torch.cuda.Stream(device)
+    runtime, locked = runtime_for(device), True
+    assert runtime is not None, f"{device} has no bus"
+    stream = runtime.stream()
     try:
-        lock.lock(host)
+        runtime.lock_pages(host)
     except PageLockError:
         locked = False
 
     def rate(target: torch.Tensor, source: torch.Tensor) -> CopyRate:
-        copy = partial(target.copy_, source, non_blocking=True)
+        copy, on_copies = partial(target.copy_, source, non_blocking=True), partial(runtime.on_stream, stream)
         idle, busy = (
-            typical_s(copy, device, repeats=5, stream=stream, meanwhile=meanwhile) for meanwhile in (None, compute)
+            typical_s(copy, device, repeats=5, on_stream=on_copies, meanwhile=meanwhile)
+            for meanwhile in (None, compute)
         )
         return CopyRate(idle=PIECE_BYTES / idle, busy=PIECE_BYTES / busy)
 
@@ -135,7 +138,7 @@ def probe_bus(device: torch.device, *, compute: Callable[[], None]) -> BusRates:
     finally:
         clock_for(device).settle()
         if locked:
-            lock.unlock(host)
+            runtime.unlock_pages(host)
 
 
 def probe_copy() -> float:
@@ -180,20 +183,20 @@ def typical_s(
     device: torch.device,
     *,
     repeats: int = 3,
-    stream: torch.cuda.Stream | None = None,
+    on_stream: Callable[[], AbstractContextManager[object]] = nullcontext,
     meanwhile: Callable[[], None] | None = None,
 ) -> float:
     """Return the median seconds of a few calls of `work` on `device` after a warm-up call.
 
     Args:
-        stream: stream on which `work` runs; None: the current one.
+        on_stream: context that issues `work` to another stream than the current one.
         meanwhile: called before each call, to keep the current stream busy.
     """
     clock, times = clock_for(device), []
     for _ in range(repeats + 1):
         if meanwhile is not None:
             meanwhile()
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        with on_stream():
             start = clock.mark()
             work()
             end = clock.mark()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from .phases import PhaseRegistry, QueueItemPhases
 from .recorder import Recorder, TelemetryOptions
 from .step_events import BlockArrival, ReadSpan
-from .trace import Ranges, ranged
+from .trace import ranged
 
 __all__ = [
     "BlockArrival",
     "PhaseRegistry",
     "QueueItemPhases",
-    "Ranges",
     "ReadSpan",
     "Recorder",
     "TelemetryOptions",

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from ..devices import DeviceEvent, MemoryMeter, clock_for
+from ..devices import DeviceEvent, MemoryMeter, NvtxRanges, clock_for
 from ..schema import MemorySample, PhaseRecord, RateRange, StepRecord, Timeline, largest_known, run_phases, together
 from .memory_sampler import MemorySampler
 from .phases import QueueItemPhases
 from .step_events import BlockArrival, StepEvents
-from .trace import MAX_SPANS, Ranges, TraceSpan, chrome_trace, ranged, write_trace
+from .trace import MAX_SPANS, TraceSpan, chrome_trace, ranged, write_trace
 
 TRACE = "WANSTREAM_TRACE"
 """Environment variable: folder in which every run writes a trace for ui.perfetto.dev or chrome://tracing."""
@@ -80,7 +80,7 @@ class Recorder:
         self.clock = clock_for(device)
         self.non_block_bytes = 0
         self._observe = observe or TelemetryOptions()
-        self.ranges = Ranges() if self._observe.nvtx else None
+        self.ranges = NvtxRanges() if self._observe.nvtx else None
         self._memory = MemoryMeter(device)
         self._start = time.perf_counter()
         self._steps: list[StepRecord] = []

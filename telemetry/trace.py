@@ -11,35 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
+from ..devices import NvtxRanges
 from ..schema import Timeline
 
 
-class Ranges:
-    """Named time ranges that Nsight Systems shows. Any thread may call, and ranges may overlap.
-
-    Raises:
-        ValueError: torch has no CUDA.
-    """
-
-    def __init__(self) -> None:
-        if torch.version.cuda is None:
-            raise ValueError(
-                f"NVTX ranges are requested (WANSTREAM_NVTX), and torch {torch.__version__} has no CUDA: unset it"
-            )
-
-    def start(self, name: str) -> int:
-        """Start a range and return its number."""
-        return int(torch.cuda.nvtx.range_start(name))
-
-    def end(self, number: int) -> None:
-        """End the range of that number."""
-        torch.cuda.nvtx.range_end(number)
-
-
 @contextmanager
-def ranged(ranges: Ranges | None, name: str) -> Iterator[None]:
+def ranged(ranges: NvtxRanges | None, name: str) -> Iterator[None]:
     """Put the `with` body into one range; do nothing if `ranges` is None."""
     if ranges is None:
         yield

@@ -207,6 +207,17 @@ def test_only_one_file_may_synchronise_a_device(package: str) -> None:
                 }, f"{path}:{node.lineno}"
 
 
+@pytest.mark.parametrize("package", sorted(set(PACKAGES) - {"devices"}))
+def test_only_devices_calls_the_modules_of_a_device(package: str) -> None:
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = isinstance(node, ast.Attribute) and node.attr in {"cuda", "xpu", "mps", "accelerator"}
+            if called and isinstance(node.value, ast.Name) and node.value.id == "torch":
+                pytest.fail(
+                    f"{path.relative_to(ROOT)}:{node.lineno} calls torch.{node.attr}: use devices.DeviceRuntime"
+                )
+
+
 def _stdlib() -> frozenset[str]:
     import sys
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
+from ...devices import gpu_count
 from ...schema import LOCAL, WorkersRef, host_and_port, is_loopback
 from ..transport.threads import WorkThread
 from ..worker.worker import LOOPBACK
@@ -283,7 +283,7 @@ def _init_local(ray: Any, store_bytes: int, undo: ExitStack) -> RayReaper:
             ray.init(
                 address="local",
                 num_cpus=LOCAL_CPUS,
-                num_gpus=torch.cuda.device_count(),
+                num_gpus=gpu_count(),
                 object_store_memory=store_bytes,
                 include_dashboard=False,
                 log_to_driver=False,

@@ -22,7 +22,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...devices import available_bytes, clock_for, free_bytes
-from ...offload import CudaPageLock, GatherBrokenError, LockedBlocks, Sharded, map_memory, shard_bytes, typical_s
+from ...devices import DeviceRuntime, available_bytes, clock_for, free_bytes, runtime_for
+from ...offload import GatherBrokenError, LockedBlocks, Sharded, map_memory, shard_bytes, typical_s
 from ...sampling import DenoiseRequest, request_job, working_bytes
 from ...schema import (
     ON_DEVICE,
@@ -226,7 +226,7 @@ def probe_weights(groups: ProcessGroups, block_bytes: int) -> dict[str, float]:
     copy_block, copy_shard = partial(copy, host.numel()), partial(copy, shard)
     gather_block = partial(gather.all_gather, gathered, own)
     times = {}
-    with _page_locked(host, device):
+    with _page_locked(host, runtime_for(device)):
         for rank in range(groups.size):
             wait_for_all()
             if rank == groups.rank:
@@ -243,17 +243,17 @@ def probe_weights(groups: ProcessGroups, block_bytes: int) -> dict[str, float]:
 
 
 @contextmanager
-def _page_locked(host: torch.Tensor, device: torch.device) -> Iterator[None]:
+def _page_locked(host: torch.Tensor, runtime: DeviceRuntime | None) -> Iterator[None]:
     """Lock the pages of `host` for a GPU, if the driver does not refuse it."""
-    if device.type != "cuda":
+    if runtime is None:
         yield
         return
-    locked = LockedBlocks(CudaPageLock(device))
+    locked = LockedBlocks(runtime)
     locked.add(host)
     try:
         yield
     finally:
-        clock_for(device).settle()
+        clock_for(runtime.device).settle()
         locked.release()
 
 
@@ -263,10 +263,10 @@ def _both_s(copy: Callable[[], None], gather: Callable[[], None], device: torch.
     The number of gathers is fixed, because they are collective; copies are repeated until the gathers are done.
     """
     finished, copied = threading.Event(), list[float]()
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    runtime = runtime_for(device)
 
     def copy_until_finished() -> None:
-        with torch.cuda.stream(stream):
+        with nullcontext() if runtime is None else runtime.on_stream(runtime.stream()):
             while not (copied and finished.is_set()):
                 copied.append(typical_s(copy, device, repeats=1))
 

@@ -16,6 +16,7 @@ import comfy.samplers
 import numpy
 import torch
 
+from ...devices import forked_random_state
 from ...sampling import RequestError, check_flow_shift, schedules
 
 
@@ -97,9 +98,8 @@ def predicted_sigmas(guider: Any, sampler: Any, sigmas: torch.Tensor, seed: int 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
     """Restore the random states of torch (every device in use), numpy and Python after the `with`."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     numpys, pythons = numpy.random.get_state(), random.getstate()
-    with torch.random.fork_rng(devices=devices):
+    with forked_random_state():
         try:
             yield
         finally:

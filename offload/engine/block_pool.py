@@ -12,10 +12,10 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from ...devices import runtime_for
 from ...plan import BlockKey, RamResidency, RunPrograms, TransferProgram, eviction_order, plan_ram
 from ...schema import OffloadPolicy, Residency, plan_residency
 from ..formats.layout import allocate_flat
-from ..host_memory.pages import CudaPageLock
 from ..host_memory.shared_segment import SharedSegment
 from ..patches import BlockPatch, StagedPatches
 from ..sharding.group import Gathering, Sharded
@@ -61,7 +61,7 @@ class BlockPool:
         self._source, self._sharded = source, sharded
         self._residency, self._ram_residency, buffers = self._plan_residency(policy)
         self.formats = source.formats
-        lock = CudaPageLock(device) if device.type == "cuda" else None
+        lock = runtime_for(device)  # a GPU copies from page-locked memory without blocking the host
         self._patches = StagedPatches(self.formats, lock=lock)
         self._route = Route(source, self.formats, self._patches, device=device, sharded=sharded)
         self.ram = self._route.ram_slots(lock, shared)

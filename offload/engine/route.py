@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 
+from ...devices import runtime_for
 from ...plan import STAGING_SLOTS, BlockKey
 from ..formats.layout import BlockFormat
 from ..host_memory.pages import PageLock
@@ -88,11 +89,11 @@ class Route:
     def transfer_backend(self) -> TransferBackend:
         """Create the transfer backend for this device and group."""
         source, formats, patches = self._source, self._formats, self._patches
-        on_gpu = self._device.type == "cuda"
+        runtime = runtime_for(self._device)
         if self.gathering is None:
-            if on_gpu:
-                return CudaBackend(source, formats, patches, device=self._device)
-            return CpuBackend(source, formats, patches)
-        if on_gpu:
-            return GatherCudaBackend(source, self._shards, formats, patches, self.gathering, device=self._device)
+            if runtime is None:
+                return CpuBackend(source, formats, patches)
+            return CudaBackend(source, formats, patches, runtime=runtime)
+        if runtime is not None:
+            return GatherCudaBackend(source, self._shards, formats, patches, self.gathering, runtime=runtime)
         return GatherCpuBackend(source, self._shards, formats, patches, self.gathering)

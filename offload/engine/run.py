@@ -10,10 +10,10 @@ import atexit
 from collections import deque
 from functools import partial
 
-from ...devices import Clock, DeviceEvent, clock_for
+from ...devices import Clock, DeviceEvent, NvtxRanges, clock_for
 from ...plan import IMMEDIATE, KEPT, Fetch, RunPrograms, Visit
 from ...schema import StateError
-from ...telemetry import BlockArrival, Ranges, Recorder, ranged
+from ...telemetry import BlockArrival, Recorder, ranged
 from ..host_memory.ram_run import RamRun
 from ..sharding.group import GATHERS_AHEAD, GatheringState, StoppedTogether
 from ..transfers.base import BlockCopy, PendingBlock
@@ -39,7 +39,7 @@ class EngineRun:
         self.program = programs.device
         self.fetched: list[Fetch] = []
         self._pool = pool
-        self._ranges: Ranges | None = None if recorder is None else recorder.ranges
+        self._ranges: NvtxRanges | None = None if recorder is None else recorder.ranges
         self._range: int | None = None  # profiler range of the current visit
         self._ram = RamRun(pool.ram, programs.ram, pool.block_source, recorder)
         self._recorder = recorder

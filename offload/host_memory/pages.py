@@ -5,7 +5,6 @@ Ordinary memory is page-locked in place, so that a device copies from it without
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import mmap
@@ -16,6 +15,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from ...devices import PageLockError
 
 HUGE_PAGE = 2 * 1024**2
 
@@ -74,8 +75,6 @@ def keep_freed_memory() -> None:
 
 logger = logging.getLogger(__name__)
 
-CUDA_HOST_REGISTER_PORTABLE = 1  # locked for every device of the process
-
 # The rates are typical of PCIe 4.0 x16.
 REFUSED = (
     "%.2f GB of RAM are page-locked for the device, but the next %.2f GB were refused (%s). Further blocks are copied "
@@ -84,14 +83,10 @@ REFUSED = (
 )
 
 
-class PageLockError(OSError):
-    """The driver refused to page-lock memory."""
-
-
 class PageLock(Protocol):
-    """Driver that page-locks memory in place."""
+    """Driver that page-locks memory in place, such as a `DeviceRuntime`."""
 
-    def lock(self, memory: torch.Tensor) -> None:
+    def lock_pages(self, memory: torch.Tensor) -> None:
         """Page-lock 1-D uint8 CPU memory.
 
         Raises:
@@ -99,36 +94,9 @@ class PageLock(Protocol):
         """
         ...
 
-    def unlock(self, memory: torch.Tensor) -> None:
+    def unlock_pages(self, memory: torch.Tensor) -> None:
         """Unlock memory that was locked. No copy from it may be in progress."""
         ...
-
-
-class CudaPageLock:
-    """Page lock that registers memory with CUDA.
-
-    `pin_memory` would copy the block instead, into a pool that rounds sizes up to powers of two: 1.53 times the bytes
-    of a Wan2.2 A14B block.
-
-    Args:
-        device: device that has a CUDA context; on another one the driver would create a context of about 0.5 GB.
-    """
-
-    def __init__(self, device: torch.device | str = "cuda") -> None:
-        self._device = torch.device(device)
-
-    def lock(self, memory: torch.Tensor) -> None:
-        cudart = torch.cuda.cudart()
-        with torch.cuda.device(self._device):
-            result = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), CUDA_HOST_REGISTER_PORTABLE)
-            if result != cudart.cudaError.success:
-                _clear_last_error()
-                raise PageLockError(f"cudaHostRegister: {cudart.cudaGetErrorString(result)}")
-
-    def unlock(self, memory: torch.Tensor) -> None:
-        # The result is ignored: the pages are unlocked at the latest when they are unmapped.
-        with torch.cuda.device(self._device):
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 class LockedBlocks:
@@ -157,7 +125,7 @@ class LockedBlocks:
         if self._refused or block.data_ptr() in self._blocks:
             return
         try:
-            self._driver.lock(block)
+            self._driver.lock_pages(block)
         except PageLockError as err:
             self._refused = True
             if not self._warned:
@@ -170,7 +138,7 @@ class LockedBlocks:
         """Unlock a block, if it is locked, and allow new attempts. No copy from it may be in progress."""
         if self._blocks.pop(block.data_ptr(), None) is not None:
             self._refused = False
-            self._driver.unlock(block)
+            self._driver.unlock_pages(block)
 
     def release(self) -> None:
         """Unlock all blocks. No copy may be in progress."""
@@ -179,11 +147,4 @@ class LockedBlocks:
 
 def _unlock_all(driver: PageLock, blocks: dict[int, torch.Tensor]) -> None:
     while blocks:
-        driver.unlock(blocks.popitem()[1])
-
-
-def _clear_last_error() -> None:
-    # A refused call remains this thread's last CUDA error, and torch raises it at the next kernel launch. Launch one
-    # here whose result is not needed.
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device="cuda")
+        driver.unlock_pages(blocks.popitem()[1])

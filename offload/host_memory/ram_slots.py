@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...devices import available_bytes
+from ...devices import NvtxRanges, available_bytes
 from ...plan import BlockKey, RamResidency
 from ...schema import Residency
-from ...telemetry import Ranges, ReadSpan
+from ...telemetry import ReadSpan
 from ..engine.buffers import BlockStorage, BufferState
 from ..formats.layout import host_bytes
 from ..sources.base import BlockSource, InsufficientRamError, timed_read
@@ -220,7 +220,9 @@ class RamSlots:
         if not residents.slots:
             self._resident.release_shared()
 
-    def read(self, slot: RamSlot, key: BlockKey, source: BlockSource, ranges: Ranges | None = None) -> ReadSpan | None:
+    def read(
+        self, slot: RamSlot, key: BlockKey, source: BlockSource, ranges: NvtxRanges | None = None
+    ) -> ReadSpan | None:
         """Read a block into a free slot, unless another rank has read it into shared memory (read thread).
 
         Waits until the last copy from the slot has ended. Returns the measured read; None if there was none.

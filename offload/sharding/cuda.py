@@ -1,4 +1,4 @@
-"""CUDA transfer backend for sharded blocks: copy, gather and decode streams, ordered by events.
+"""Transfer backend for sharded blocks on devices with streams: copy, gather and decode streams, ordered by events.
 
 The host issues gathers without waiting for them, so it may be a few blocks ahead. The fetch thread issues all gathers
 in the order of the program, on a process group that nothing else uses: if two ranks issued the collectives of two
@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 
+from ...devices import DeviceRuntime, Event
 from ...plan import BlockKey
 from ..formats.layout import BlockFormat
 from ..patches import StagedPatches
@@ -36,7 +37,7 @@ class GatherCudaBackend(CudaStreams):
         patches: StagedPatches,
         gathering: Gathering,
         *,
-        device: torch.device,
+        runtime: DeviceRuntime,
     ) -> None:
         self._gathering = gathering
         self._size = gathering.sharded.gather.size
@@ -45,24 +46,24 @@ class GatherCudaBackend(CudaStreams):
             source,
             formats,
             patches,
-            device=device,
+            runtime=runtime,
             raw_bytes=max((self._size * sizes[key] for key, fmt in formats.items() if not fmt.is_raw), default=0),
             shard_bytes=0 if gathering.sharded.on_device else max(sizes.values()),
         )
-        self._host_scales = GatheredScales(gathering, shards, device)
-        self._gathers = torch.cuda.Stream(device)
+        self._host_scales = GatheredScales(gathering, shards, runtime.device)
+        self._gathers = runtime.stream()
         self._streams.append(self._gathers)
 
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
         key, into = copy.key, copy.into
         assert copy.stored is not None, f"the shard of {key} has no slot"
-        free = cast(torch.cuda.Event, copy.after)
+        free = cast(Event, copy.after)
         slot = self._next_slot()
         shard, copied = self._shard_on_device(copy.stored, slot, copy.release_source)
         fmt, patch = self._formats[key], self._patches.get(key)
         target = (into if fmt.is_raw else slot.raw)[: self._size * shard.numel()]
-        gathered = torch.cuda.Event(enable_timing=True, blocking=True)
-        with torch.cuda.stream(self._gathers):
+        gathered = self._runtime.event(timing=True, blocking=True)
+        with self._runtime.on_stream(self._gathers):
             if copied is not None:
                 self._gathers.wait_event(copied[1])
             self._host_scales.complete(key)
@@ -76,29 +77,29 @@ class GatherCudaBackend(CudaStreams):
         if copied is None:
             # The gather reads the slot itself, so the slot is free only after the gather.
             copy.release_source(gathered.synchronize)
-            shard.record_stream(self._gathers)
+            self._runtime.record_stream(shard, self._gathers)
         slot.gathered = gathered
         # The caching allocator must not hand this memory out again while these streams use it.
-        into.record_stream(self._gathers)
+        self._runtime.record_stream(into, self._gathers)
         slot.record_streams(*self._streams)
         if fmt.is_raw and patch is None:
             return PendingBlock(wait=self._wait_for(gathered), copied=copied)
         if patch is not None:
-            with torch.cuda.stream(self._decodings):
+            with self._runtime.on_stream(self._decodings):
                 slot.factors[: patch.layout.nbytes].copy_(patch.memory, non_blocking=True)
         decoded = self._decode(copy, slot, scales, after=(free, gathered))
-        into.record_stream(self._decodings)
+        self._runtime.record_stream(into, self._decodings)
         return PendingBlock(wait=self._wait_for(decoded[1]), copied=copied, decoded=decoded)
 
     def _shard_on_device(
         self, stored: torch.Tensor, slot: RawSlot, release_source: ReleaseSource
-    ) -> tuple[torch.Tensor, tuple[torch.cuda.Event, torch.cuda.Event] | None]:
+    ) -> tuple[torch.Tensor, tuple[Event, Event] | None]:
         """Return this rank's shard in device memory, and start and end of its copy; None if it was there already."""
-        if stored.is_cuda:
+        if stored.device.type != "cpu":
             return stored, None
         shard = slot.shard[: stored.numel()]
-        start, copied = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
-        with torch.cuda.stream(self._copies):
+        start, copied = self._runtime.event(timing=True), self._runtime.event(timing=True, blocking=True)
+        with self._runtime.on_stream(self._copies):
             if slot.gathered is not None:
                 self._copies.wait_event(slot.gathered)
             start.record(self._copies)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ...devices import runtime_for
 from ...plan import BlockKey
 from ..formats.layout import allocate_flat
 from ..host_memory.base import Reservation, SlotMemory
@@ -28,7 +29,8 @@ class DeviceSlots(SlotMemory):
         self._device = device
         self._slots: dict[Hashable, torch.Tensor] = {}
         self._host_buffer: torch.Tensor | None = None
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._runtime = runtime_for(device)
+        self._copies = None if self._runtime is None else self._runtime.stream()
 
     @property
     def nbytes(self) -> int:
@@ -43,16 +45,16 @@ class DeviceSlots(SlotMemory):
     @contextmanager
     def reserve(self, slot: Hashable, key: BlockKey, nbytes: int, *, capacity: int = 0) -> Iterator[Reservation]:
         """See `SlotMemory.reserve`. Allocates exactly `nbytes`."""
-        if self._copies is None:
+        if self._runtime is None or self._copies is None:
             memory = self._memory(slot, nbytes)
             yield Reservation(memory=memory, view=memory, needs_fill=True)
             return
         host_buffer = self._host_memory(nbytes)
         # Allocated on the copy stream too: memory freed by another stream may still be in use by earlier work there.
-        with torch.cuda.stream(self._copies):
+        with self._runtime.on_stream(self._copies):
             memory = self._memory(slot, nbytes)
         yield Reservation(memory=memory, view=host_buffer, needs_fill=True)
-        with torch.cuda.stream(self._copies):
+        with self._runtime.on_stream(self._copies):
             memory.copy_(host_buffer, non_blocking=True)
         # The read thread waits here before it overwrites the host buffer. It reads each shard once, so no later pass
         # waits for it.

@@ -11,8 +11,9 @@ from typing import Protocol
 
 import torch
 
+from ...devices import NvtxRanges
 from ...plan import BlockKey
-from ...telemetry import Ranges, ReadSpan, ranged
+from ...telemetry import ReadSpan, ranged
 from ..formats.layout import BlockFormat
 
 
@@ -139,7 +140,7 @@ def _work_off(queue: deque[Callable[[], None]]) -> None:
 
 
 def timed_read(
-    source: BlockSource, key: BlockKey, into: torch.Tensor, ranges: Ranges | None, *, straight: bool = False
+    source: BlockSource, key: BlockKey, into: torch.Tensor, ranges: NvtxRanges | None, *, straight: bool = False
 ) -> ReadSpan:
     """Read a block as `BlockSource.read_block` does, and return the measured read.
 

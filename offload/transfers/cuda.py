@@ -1,4 +1,4 @@
-"""CUDA transfer backend: copy and decode streams, ordered with the compute stream by events."""
+"""Transfer backend of devices with streams: copy and decode streams, ordered with the compute stream by events."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 
+from ...devices import DeviceRuntime, Event, Stream
 from ...plan import RAW_SLOTS, BlockKey
 from ..formats.decode import decode_block
 from ..formats.layout import BlockFormat, allocate_flat
@@ -18,9 +19,9 @@ from .base import BlockCopy, PendingBlock, TransferBackend
 class DeviceScales:
     """Cache of fp32 scales in device memory, by block and parameter name."""
 
-    def __init__(self, source: BlockSource, device: torch.device) -> None:
+    def __init__(self, source: BlockSource, runtime: DeviceRuntime) -> None:
         self._source = source
-        self._device = device
+        self._runtime = runtime
         self._scales: dict[BlockKey, Mapping[str, torch.Tensor]] = {}
 
     @property
@@ -29,19 +30,17 @@ class DeviceScales:
         # A list, because another thread may add a block while this one iterates.
         return sum(scale.nbytes for block in list(self._scales.values()) for scale in block.values())
 
-    def get(
-        self, key: BlockKey, *, copies: torch.cuda.Stream, decodings: torch.cuda.Stream
-    ) -> Mapping[str, torch.Tensor]:
+    def get(self, key: BlockKey, *, copies: Stream, decodings: Stream) -> Mapping[str, torch.Tensor]:
         """Return the scales of a block for use on `decodings`; on the first call, copy them on `copies`."""
         if key not in self._scales:
             scales = self._source.scales(key)
-            with torch.cuda.stream(copies):
+            with self._runtime.on_stream(copies):
                 # A blocking copy would wait for the copy stream, and with it for the visits that stream waits for.
-                on_device = {n: scale.to(self._device, non_blocking=True) for n, scale in scales.items()}
+                on_device = {n: scale.to(self._runtime.device, non_blocking=True) for n, scale in scales.items()}
             # They were allocated on `copies`: without this, `clear` could release them to a later copy there while a
             # decoding on the other stream still reads them.
             for scale in on_device.values():
-                scale.record_stream(decodings)
+                self._runtime.record_stream(scale, decodings)
             self._scales[key] = on_device
         return self._scales[key]
 
@@ -53,11 +52,11 @@ class DeviceScales:
 class RawSlot:
     """Device memory for the stored bytes of a block that is decoded, for the factors of its patch, and for a shard."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.raw, self.factors, self.shard = (allocate_flat(0, device) for _ in range(3))
-        self.used: torch.cuda.Event | None = None  # end of the last decoding that read `raw` and `factors`
-        self.gathered: torch.cuda.Event | None = None  # end of the last gather that read `shard`
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
+        self.raw, self.factors, self.shard = (allocate_flat(0, runtime.device) for _ in range(3))
+        self.used: Event | None = None  # end of the last decoding that read `raw` and `factors`
+        self.gathered: Event | None = None  # end of the last gather that read `shard`
 
     @property
     def nbytes(self) -> int:
@@ -67,13 +66,13 @@ class RawSlot:
         """Resize to exactly these numbers of bytes; the contents of a resized part are lost."""
         for name, nbytes in (("raw", raw), ("factors", factors), ("shard", shard)):
             if getattr(self, name).numel() != nbytes:
-                setattr(self, name, allocate_flat(0, self._device))  # free first: both must not exist together
-                setattr(self, name, allocate_flat(nbytes, self._device))
+                setattr(self, name, allocate_flat(0, self._runtime.device))  # free first: both must not exist together
+                setattr(self, name, allocate_flat(nbytes, self._runtime.device))
 
-    def record_streams(self, *streams: torch.cuda.Stream) -> None:
+    def record_streams(self, *streams: Stream) -> None:
         for memory in (self.raw, self.factors, self.shard):
             for stream in streams:
-                memory.record_stream(stream)
+                self._runtime.record_stream(memory, stream)
 
 
 class CudaStreams(TransferBackend):
@@ -85,7 +84,7 @@ class CudaStreams(TransferBackend):
         source: source of the scales.
         formats: formats of all blocks.
         patches: patches of blocks.
-        device: device of the buffers.
+        runtime: calls of the device of the buffers.
         raw_bytes: bytes of the largest block that is decoded.
         shard_bytes: bytes of the largest shard that is copied to the device.
     """
@@ -96,22 +95,22 @@ class CudaStreams(TransferBackend):
         formats: Mapping[BlockKey, BlockFormat],
         patches: StagedPatches,
         *,
-        device: torch.device,
+        runtime: DeviceRuntime,
         raw_bytes: int,
         shard_bytes: int,
     ) -> None:
         super().__init__(source, formats, patches)
-        self._device = device
+        self._runtime = runtime
         self._raw_bytes, self._shard_bytes = raw_bytes, shard_bytes
-        self._copies = torch.cuda.Stream(device)
-        self._decodings = torch.cuda.Stream(device)
+        self._copies = runtime.stream()
+        self._decodings = runtime.stream()
         self._streams = [self._copies, self._decodings]
-        self._slots = [RawSlot(device) for _ in range(RAW_SLOTS)]
+        self._slots = [RawSlot(runtime) for _ in range(RAW_SLOTS)]
         self._turn = 0
-        self._scales = DeviceScales(source, device)
+        self._scales = DeviceScales(source, runtime)
 
     def begin_run(self) -> None:
-        current = torch.cuda.current_stream(self._device)
+        current = self._runtime.current_stream()
         # The copy into a block that is kept from the last run was waited for by the stream that computed then, which
         # may be another one. An aborted run may also have left work on buffers unfinished: the first copy of this run
         # into a buffer waits for an event on `current`, and so for that work.
@@ -128,9 +127,9 @@ class CudaStreams(TransferBackend):
         self._turn += 1
         return self._slots[self._turn % RAW_SLOTS]
 
-    def _wait_for(self, event: torch.cuda.Event) -> Callable[[], object]:
+    def _wait_for(self, event: Event) -> Callable[[], object]:
         # The stream of the visit, which need not be the stream that is current on this thread.
-        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+        return lambda: self._runtime.current_stream().wait_event(event)
 
     def _decode(
         self,
@@ -138,12 +137,12 @@ class CudaStreams(TransferBackend):
         slot: RawSlot,
         scales: Mapping[str, torch.Tensor],
         *,
-        after: tuple[torch.cuda.Event, torch.cuda.Event],
-    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        after: tuple[Event, Event],
+    ) -> tuple[Event, Event]:
         """Decode and patch out of `slot`, after the events `after`; return the events at start and end."""
         fmt, patch = self._formats[copy.key], self._patches.get(copy.key)
-        start, ready = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(self._decodings):
+        start, ready = (self._runtime.event(timing=True) for _ in range(2))
+        with self._runtime.on_stream(self._decodings):
             for event in after:
                 self._decodings.wait_event(event)
             start.record(self._decodings)
@@ -158,7 +157,7 @@ class CudaStreams(TransferBackend):
     def end_run(self) -> None:
         # All later copies, and the `settle` of `close`, come after the last visits.
         for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
+            stream.wait_stream(self._runtime.current_stream())
 
     @property
     def device_bytes(self) -> int:
@@ -191,10 +190,10 @@ class CudaBackend(CudaStreams):
         formats: Mapping[BlockKey, BlockFormat],
         patches: StagedPatches,
         *,
-        device: torch.device,
+        runtime: DeviceRuntime,
     ) -> None:
         raw_bytes = max((fmt.stored.nbytes for fmt in formats.values() if not fmt.is_raw), default=0)
-        super().__init__(source, formats, patches, device=device, raw_bytes=raw_bytes, shard_bytes=0)
+        super().__init__(source, formats, patches, runtime=runtime, raw_bytes=raw_bytes, shard_bytes=0)
         # New memory may still be in use by earlier work on the stream that it was allocated on.
         self.begin_run()
 
@@ -206,30 +205,30 @@ class CudaBackend(CudaStreams):
         return self._copy_and_decode(copy, copy.stored, patch)
 
     def _copy(self, copy: BlockCopy, stored: torch.Tensor) -> PendingBlock:
-        into, free = copy.into, cast(torch.cuda.Event, copy.after)
-        start = torch.cuda.Event(enable_timing=True)
-        copied = torch.cuda.Event(enable_timing=True, blocking=True)
-        with torch.cuda.stream(self._copies):
+        into, free = copy.into, cast(Event, copy.after)
+        start = self._runtime.event(timing=True)
+        copied = self._runtime.event(timing=True, blocking=True)
+        with self._runtime.on_stream(self._copies):
             self._copies.wait_event(free)
             start.record(self._copies)
             into[: stored.numel()].copy_(stored, non_blocking=True)
             copied.record(self._copies)
         # The buffer was allocated on another stream. If the engine is dropped without `close`, the caching allocator
         # must not hand this memory out again before the copy has finished.
-        into.record_stream(self._copies)
+        self._runtime.record_stream(into, self._copies)
         # The copy is only issued. The thread that refills the slot calls `synchronize` first, so that neither this
         # thread nor the compute thread waits for the bus.
         copy.release_source(copied.synchronize)
         return PendingBlock(wait=self._wait_for(copied), copied=(start, copied))
 
     def _copy_and_decode(self, copy: BlockCopy, stored: torch.Tensor, patch: StagedPatch | None) -> PendingBlock:
-        into, free = copy.into, cast(torch.cuda.Event, copy.after)
+        into, free = copy.into, cast(Event, copy.after)
         fmt, slot = self._formats[copy.key], self._next_slot()
         scales = self._scales.get(copy.key, copies=self._copies, decodings=self._decodings)
         raw = (into if fmt.is_raw else slot.raw)[: stored.numel()]
-        copied = torch.cuda.Event(blocking=True)
-        copy_start, copy_end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(self._copies):
+        copied = self._runtime.event(blocking=True)
+        copy_start, copy_end = (self._runtime.event(timing=True) for _ in range(2))
+        with self._runtime.on_stream(self._copies):
             if slot.used is not None:
                 self._copies.wait_event(slot.used)
             # Only a copy into the buffer itself waits for the buffer. A copy into the raw slot runs ahead.
@@ -244,6 +243,6 @@ class CudaBackend(CudaStreams):
             copy_end.record(self._copies)
         start, ready = self._decode(copy, slot, scales, after=(copy_end, free))
         for stream in self._streams:  # as in `_copy`: both streams use memory of another stream
-            into.record_stream(stream)
+            self._runtime.record_stream(into, stream)
         slot.record_streams(*self._streams)
         return PendingBlock(wait=self._wait_for(ready), copied=(copy_start, copy_end), decoded=(start, ready))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.offload.host_memory.pages import PageLockError
+from wanstream.devices import PageLockError
 from wanstream.offload.sharding.group import GatherBrokenError, Sharded
 from wanstream.offload.sources.base import BlockSource, SourceError
 from wanstream.plan import BlockKey
@@ -69,13 +69,13 @@ class LimitedPageLock:
         self.attempts = 0
         self.locked: list[tuple[int, int]] = []
 
-    def lock(self, memory: torch.Tensor) -> None:
+    def lock_pages(self, memory: torch.Tensor) -> None:
         self.attempts += 1
         if len(self.locked) == self.limit:
             raise PageLockError("no more pages")
         self.locked.append((memory.data_ptr(), memory.numel()))
 
-    def unlock(self, memory: torch.Tensor) -> None:
+    def unlock_pages(self, memory: torch.Tensor) -> None:
         self.locked.remove((memory.data_ptr(), memory.numel()))
 
 

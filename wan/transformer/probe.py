@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...devices import auto_dtype, clock_for
+from ...devices import auto_dtype, clock_for, runtime_for
 from ...schema import HEAD_DIM, IMAGE_TOKENS, TEXT_TOKENS, ExpertShape
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _sizes(tried: int, wanted: int) -> list[int]:
 
 
 def _fits(shape: ExpertShape, tokens: int, device: torch.device) -> bool:
-    if device.type != "cuda":
+    runtime = runtime_for(device)
+    if runtime is None:
         return True  # a measurement that is short enough on a CPU is also small enough
-    free, _ = torch.cuda.mem_get_info(device)
-    return shape.working_bytes(tokens, lanes=1) <= FREE_MEMORY_SHARE * free
+    return shape.working_bytes(tokens, lanes=1) <= FREE_MEMORY_SHARE * runtime.memory().free

@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from wanstream.devices import PageLockError
+from wanstream.devices.cuda import CudaRuntime
 from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
 from wanstream.offload.engine.run import PACE
 from wanstream.offload.formats.safetensors_header import read_header
-from wanstream.offload.host_memory.pages import CudaPageLock, PageLockError
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan import BlockKey, step_visits
@@ -295,10 +296,10 @@ def test_pinned_blocks_are_locked_where_they_lie_and_each_is_read_once(stacks, h
 
 
 def test_memory_that_could_not_be_locked_only_costs_time(stacks, hidden, plain, monkeypatch):
-    def refuse(self: CudaPageLock, memory: torch.Tensor) -> None:
+    def refuse(self: CudaRuntime, memory: torch.Tensor) -> None:
         raise PageLockError("no more pages")
 
-    monkeypatch.setattr(CudaPageLock, "lock", refuse)
+    monkeypatch.setattr(CudaRuntime, "lock_pages", refuse)
     with attach(stacks, OffloadPolicy.layerwise(2, source="pinned")) as handle:
         for _ in range(2):
             assert torch.equal(streamed(handle, stacks, hidden), plain(STEPS))

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from wanstream.devices import NvtxRanges
 from wanstream.offload import OffloadEngine, attach_offload
 from wanstream.offload.formats.safetensors_header import read_header
 from wanstream.offload.sources.file import FileSource
@@ -23,7 +24,7 @@ from wanstream.offload.sources.module import ModuleSource
 from wanstream.offload.sources.read_plan import ALIGNMENT, O_DIRECT
 from wanstream.plan import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy, Timeline
-from wanstream.telemetry import Ranges, Recorder, TelemetryOptions
+from wanstream.telemetry import Recorder, TelemetryOptions
 from wanstream.telemetry.step_events import ReadSpan
 
 CPU = torch.device("cpu")
@@ -202,7 +203,7 @@ def test_waiting_for_the_file_is_told_from_waiting_for_the_copy(make_stack: Call
     assert step.read_s >= step.stall_on_read_s
 
 
-class Noted(Ranges):
+class Noted(NvtxRanges):
     """Ranges that record their calls; any thread may call."""
 
     def __init__(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from wanstream.devices import NvtxRanges
 from wanstream.telemetry import Recorder, TelemetryOptions
-from wanstream.telemetry.trace import Ranges, ranged
+from wanstream.telemetry.trace import ranged
 
 CPU = torch.device("cpu")
 
 
-class Noted(Ranges):
+class Noted(NvtxRanges):
     """Ranges that record their calls."""
 
     def __init__(self) -> None:
@@ -51,6 +52,6 @@ def test_nobody_pays_for_ranges_that_nobody_asked_for() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_takes_ranges() -> None:
-    with ranged(Ranges(), "step 0"):
+    with ranged(NvtxRanges(), "step 0"):
         torch.zeros(1, device="cuda")
-    assert isinstance(Recorder(torch.device("cuda", 0), observe=TelemetryOptions(nvtx=True)).ranges, Ranges)
+    assert isinstance(Recorder(torch.device("cuda", 0), observe=TelemetryOptions(nvtx=True)).ranges, NvtxRanges)

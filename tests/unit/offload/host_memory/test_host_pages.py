@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.offload.host_memory.pages import CudaPageLock
+from wanstream.devices import runtime_for
 from wanstream.offload.host_memory.ram_slots import HostPages
 from wanstream.offload.host_memory.shared_segment import SharedSegment
 from wanstream.offload.sources.base import InsufficientRamError, SourceError
@@ -101,12 +101,12 @@ def test_pages_are_touched_before_they_are_locked():
     seen: list[torch.Tensor] = []
 
     class Looking:
-        def lock(self, memory: torch.Tensor) -> None:
+        def lock_pages(self, memory: torch.Tensor) -> None:
             if sys.platform == "linux":
                 resident.append(resident_bytes(memory.data_ptr()))
             seen.append(memory.clone())
 
-        def unlock(self, memory: torch.Tensor) -> None: ...
+        def unlock_pages(self, memory: torch.Tensor) -> None: ...
 
     resident: list[int] = []
     slots = HostPages(lock=Looking())
@@ -201,7 +201,7 @@ def test_cuda_locks_slots_and_shared_blocks_where_they_lie(tmp_path):
     torch.ones(1, device="cuda")
     nbytes = 5 * PAGE + 100
     segment = SharedSegment(str(tmp_path), {KEY: nbytes})  # in /dev/shm: pages of a disk's file cannot be locked
-    slots = HostPages(lock=CudaPageLock(), shared=segment)
+    slots = HostPages(lock=runtime_for(torch.device("cuda", 0)), shared=segment)
     shared = fill(slots, 0, KEY, nbytes, filled_with(7))
     own = fill(slots, 1, BlockKey("high", 1), nbytes, filled_with(8), capacity=9 * PAGE)
     for memory, value in ((shared, 7), (own, 8)):

@@ -6,8 +6,9 @@ import logging
 import pytest
 import torch
 
+from wanstream.devices import PageLockError, runtime_for
 from wanstream.offload.formats.layout import allocate_flat
-from wanstream.offload.host_memory.pages import CudaPageLock, LockedBlocks, PageLockError
+from wanstream.offload.host_memory.pages import LockedBlocks
 
 
 def test_blocks_are_locked_and_released(limited_page_lock):
@@ -70,11 +71,12 @@ def test_memory_that_nobody_releases_is_unlocked_before_it_goes(limited_page_loc
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_takes_memory_where_it_lies():
-    driver, memory = CudaPageLock(), allocate_flat(1 << 20, "cpu")
-    driver.lock(memory)
+    driver, memory = runtime_for(torch.device("cuda", 0)), allocate_flat(1 << 20, "cpu")
+    assert driver is not None
+    driver.lock_pages(memory)
     assert memory.is_pinned()
     with pytest.raises(PageLockError, match="cudaHostRegister"):
-        driver.lock(memory)
+        driver.lock_pages(memory)
     assert torch.ones(3, device="cuda").sum().item() == 3  # the refusal is not blamed on this kernel
-    driver.unlock(memory)
+    driver.unlock_pages(memory)
     assert not memory.is_pinned()

@@ -1,0 +1,141 @@
+"""Interface of device runtimes: streams, events, memory, page locks and the current device of a thread.
+
+All calls of torch's device modules, such as `torch.cuda`, are in classes of this package, so that tests can register a
+runtime of their own for a device that does not exist.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """Point in the work of a stream."""
+
+    def record(self, stream: Stream) -> None:
+        """Record the event after all work issued to `stream` so far."""
+
+    def synchronize(self) -> None:
+        """Block the host until the device has passed the event."""
+
+    def elapsed_time(self, end: Event) -> float:
+        """Return the milliseconds until `end`; both must have been made with `timing` and passed."""
+
+
+class Stream(Protocol):
+    """Queue of device work that is done in order."""
+
+    def wait_event(self, event: Event) -> None:
+        """Order all later work behind `event`. Does not block the host."""
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Order all later work behind the work issued to `stream` so far. Does not block the host."""
+
+    def synchronize(self) -> None:
+        """Block the host until the device has done all work issued so far."""
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of a device in bytes, over all processes."""
+
+    free: int
+    total: int
+
+
+class PageLockError(OSError):
+    """The driver refused to page-lock memory."""
+
+
+class DeviceRuntime(ABC):
+    """Calls of one device with streams. Any thread may call, except where the calling thread is named.
+
+    Args:
+        device: with an index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @staticmethod
+    @abstractmethod
+    def count() -> int:
+        """Return the number of devices of this family that torch finds; 0 if it cannot use any."""
+
+    @staticmethod
+    @abstractmethod
+    def current_index() -> int:
+        """Return the index of the calling thread's device."""
+
+    @staticmethod
+    @abstractmethod
+    def is_initialized() -> bool:
+        """Return True if this process has used the device family; queries before that would initialise it."""
+
+    @abstractmethod
+    def stream(self) -> Stream:
+        """Return a new stream."""
+
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """Return the stream to which the calling thread issues work."""
+
+    @abstractmethod
+    def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
+        """Issue the calling thread's work to `stream` inside the `with`."""
+
+    @abstractmethod
+    def event(self, *, timing: bool = False, blocking: bool = False) -> Event:
+        """Return a new event.
+
+        Args:
+            timing: its time can be read.
+            blocking: a host thread that waits for it sleeps instead of spinning on a core.
+        """
+
+    @abstractmethod
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Keep the memory of `tensor` from being reused, once freed, before the work issued to `stream` so far."""
+
+    @abstractmethod
+    def enter_thread(self) -> None:
+        """Make this the current device of the calling thread; a new thread starts with device 0."""
+
+    @abstractmethod
+    def name(self) -> str:
+        """Return the name of the device, as its driver reports it."""
+
+    @abstractmethod
+    def memory(self) -> DeviceMemory:
+        """Return the memory that is free now, and all of it."""
+
+    @abstractmethod
+    def allocated_bytes(self, *, peak: bool = False) -> int:
+        """Return the bytes in tensors of this process, now or at most since `reset_peaks`."""
+
+    @abstractmethod
+    def reserved_bytes(self, *, peak: bool = False) -> int:
+        """Return the bytes that torch's allocator holds, in use or cached, now or at most since `reset_peaks`."""
+
+    @abstractmethod
+    def reset_peaks(self) -> None:
+        """Count peaks from now on."""
+
+    @abstractmethod
+    def lock_pages(self, memory: torch.Tensor) -> None:
+        """Page-lock 1-D uint8 CPU memory in place.
+
+        Raises:
+            PageLockError: the driver refuses.
+        """
+
+    @abstractmethod
+    def unlock_pages(self, memory: torch.Tensor) -> None:
+        """Unlock memory that was locked. No copy from it may be in progress."""
+
+    @abstractmethod
+    def auto_dtype(self) -> torch.dtype:
+        """Return the narrowest dtype that the device computes fast in."""
