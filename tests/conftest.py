@@ -29,7 +29,7 @@ settings.load_profile("no deadline")
 pytest_plugins = [
     f"wanstream.tests.support.{package}_fixtures"
     for package in ("plan", "bench", "offload", "wan", "sampling", "distributed", "host")
-]
+] + ["wanstream.tests.support.accelerator"]
 
 INTEGRATION_MARKS = {"comfy", "browser"}
 INTEGRATION_FIXTURES = {"processes", "process_pools"}

@@ -49,15 +49,15 @@ def test_the_suite_follows_from_files_and_not_from_values_of_options(
     python.chmod(0o755)
     script = shutil.copy(SCRIPT, tmp_path / "scripts" / "test")
     done = subprocess.run(["bash", str(script), *arguments], capture_output=True, text=True, check=True, cwd=tmp_path)
-    marks = {"unit": "-m not slow and not integration", "slow": "-m slow", "all": ""}
+    marks = {"unit": "-m not slow and not integration and not checked", "slow": "-m slow", "all": ""}
     words = done.stdout.splitlines()[-1]
     assert words.startswith(f"-m pytest {marks[suite]}")
     if suite == "all":
         assert words == f"-m pytest {' '.join(arguments)}"
 
 
-def test_there_are_three_suites(suites: dict[str, Expression]) -> None:
-    assert list(suites) == ["unit", "integration", "slow"]
+def test_there_are_four_suites(suites: dict[str, Expression]) -> None:
+    assert list(suites) == ["unit", "device", "integration", "slow"]
 
 
 def test_every_test_is_in_exactly_one_suite(

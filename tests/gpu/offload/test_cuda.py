@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from wanstream.devices import PageLockError
-from wanstream.devices.cuda import CudaRuntime
+from wanstream.devices import DeviceRuntime, PageLockError
 from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
 from wanstream.offload.engine.run import PACE
 from wanstream.offload.formats.safetensors_header import read_header
@@ -27,15 +26,13 @@ from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
+from wanstream.tests.support.accelerator import HAS_REAL, Accelerator
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.open import open_experts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-BLOCKS, WIDTH = 6, 1024
+BLOCKS, WIDTH = 6, 1024 if HAS_REAL else 128
 BLOCK_BYTES = 2 * 3 * WIDTH * WIDTH * 4
 STEPS = ["high", "high", "low", "low", "high"]
-LONG = 4_000_000  # cycles: some milliseconds, several copies long
 POLICIES = {
     "resident": OffloadPolicy.resident(),
     "layerwise 0": OffloadPolicy.layerwise(0),
@@ -58,14 +55,14 @@ def stacks(make_stack: Callable[..., nn.ModuleList]) -> Stacks:
 
 
 @pytest.fixture
-def hidden() -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).cuda()
+def hidden(gpu: Accelerator) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).to(gpu.device)
 
 
 @pytest.fixture
-def plain(stacks: Stacks, hidden: torch.Tensor) -> Iterator[Callable[[Sequence[str]], torch.Tensor]]:
+def plain(gpu: Accelerator, stacks: Stacks, hidden: torch.Tensor) -> Iterator[Callable[[Sequence[str]], torch.Tensor]]:
     """Return `plain(steps)`: the outputs of the same blocks when all of them are on the device."""
-    resident = {name: copy.deepcopy(stack).cuda() for name, stack in stacks.items()}
+    resident = {name: copy.deepcopy(stack).to(gpu.device) for name, stack in stacks.items()}
 
     def run(steps: Sequence[str]) -> torch.Tensor:
         value = hidden
@@ -79,21 +76,27 @@ def plain(stacks: Stacks, hidden: torch.Tensor) -> Iterator[Callable[[Sequence[s
 
 
 def streamed(
-    handle: OffloadEngine, stacks: Stacks, value: torch.Tensor, steps: Sequence[str] = STEPS, *, slow: int = 3
+    gpu: Accelerator,
+    handle: OffloadEngine,
+    stacks: Stacks,
+    value: torch.Tensor,
+    steps: Sequence[str] = STEPS,
+    *,
+    slow: int = 3,
 ) -> torch.Tensor:
     """Stream one run; every `slow`-th visit delays the device before it reads the block."""
     with torch.inference_mode(), handle.run(step_visits(steps, handle.block_counts)) as run:
         for number, visit in enumerate(run.program.visits):
             with run.visit(*visit):
                 if number % slow == 0:
-                    torch.cuda._sleep(LONG)
+                    gpu.delay()
                 value = stacks[visit.expert][visit.block](value)
         assert tuple(run.fetched) == run.program.fetches
     return value
 
 
-def attach(stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadEngine:
-    return attach_offload(stacks, policy=policy, device="cuda", follow_forward=False, **how)
+def attach(gpu: Accelerator, stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadEngine:
+    return attach_offload(stacks, policy=policy, device=gpu.device, follow_forward=False, **how)
 
 
 def some_patches(strength: float, *, rank: int = 16) -> dict[BlockKey, BlockPatch]:
@@ -125,12 +128,14 @@ def add_plainly(matrix: torch.Tensor, weight: WeightPatch) -> None:
 
 
 @pytest.fixture
-def patched(stacks: Stacks, hidden: torch.Tensor) -> Callable[[dict[BlockKey, BlockPatch]], torch.Tensor]:
+def patched(
+    gpu: Accelerator, stacks: Stacks, hidden: torch.Tensor
+) -> Callable[[dict[BlockKey, BlockPatch]], torch.Tensor]:
     """Return `patched(patches)`: the outputs of blocks on the device with the patches merged into their weights."""
     originals = copy.deepcopy(stacks)
 
     def run(patches: dict[BlockKey, BlockPatch]) -> torch.Tensor:
-        resident = {name: copy.deepcopy(stack).cuda() for name, stack in originals.items()}
+        resident = {name: copy.deepcopy(stack).to(gpu.device) for name, stack in originals.items()}
         for key, patch in patches.items():
             for name, weight in patch.weights.items():
                 add_plainly(resident[key.expert][key.block].get_parameter(name), weight)
@@ -145,25 +150,25 @@ def patched(stacks: Stacks, hidden: torch.Tensor) -> Callable[[dict[BlockKey, Bl
 
 @pytest.mark.parametrize("slow", [1, 3, 1000], ids=["device slow", "in turns", "bus slow"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_streamed_equals_plain(stacks, hidden, plain, slow_source, policy, slow):
+def test_streamed_equals_plain(gpu, stacks, hidden, plain, slow_source, policy, slow):
     expected = plain(STEPS)
     source = slow_source(ModuleSource(stacks), seed=slow)
-    with attach(stacks, policy, source=source) as handle:
+    with attach(gpu, stacks, policy, source=source) as handle:
         for _ in range(2):  # the second run starts from the buffers of the first one, which may still compute
-            value = streamed(handle, stacks, hidden, slow=slow)
+            value = streamed(gpu, handle, stacks, hidden, slow=slow)
         assert torch.equal(value, expected)
 
 
 @pytest.mark.parametrize("policy", ["layerwise 1", "block swap", "resident"])
-def test_every_run_may_compute_on_a_stream_of_its_own(stacks, hidden, plain, policy):
+def test_every_run_may_compute_on_a_stream_of_its_own(gpu, stacks, hidden, plain, policy):
     expected = plain(STEPS)
-    torch.cuda.current_stream().synchronize()
-    streams = [torch.cuda.Stream() for _ in range(3)]
+    gpu.runtime.current_stream().synchronize()
+    streams = [gpu.runtime.stream() for _ in range(3)]
     values = []
-    with attach(stacks, POLICIES[policy]) as handle:
+    with attach(gpu, stacks, POLICIES[policy]) as handle:
         for stream in streams:  # no synchronisation in between: a run starts while the one before still computes
-            with torch.cuda.stream(stream):
-                values.append(streamed(handle, stacks, hidden))
+            with gpu.runtime.on_stream(stream):
+                values.append(streamed(gpu, handle, stacks, hidden))
     for stream, value in zip(streams, values, strict=True):
         stream.synchronize()
         assert torch.equal(value, expected)
@@ -171,49 +176,49 @@ def test_every_run_may_compute_on_a_stream_of_its_own(stacks, hidden, plain, pol
 
 @pytest.mark.parametrize("stop_at", [0, 1, 2, 5, 11])
 @pytest.mark.parametrize("policy", ["layerwise 3", "block swap pinned"])
-def test_a_run_cut_short_with_copies_under_way_leaves_the_engine_usable(stacks, hidden, plain, policy, stop_at):
+def test_a_run_cut_short_with_copies_under_way_leaves_the_engine_usable(gpu, stacks, hidden, plain, policy, stop_at):
     expected = plain(STEPS)
-    torch.cuda.current_stream().synchronize()
-    with attach(stacks, POLICIES[policy]) as handle:
+    gpu.runtime.current_stream().synchronize()
+    with attach(gpu, stacks, POLICIES[policy]) as handle:
         with pytest.raises(KeyboardInterrupt), handle.run(step_visits(STEPS, handle.block_counts)) as run:
             for number, visit in enumerate(run.program.visits):
                 with run.visit(*visit):
-                    torch.cuda._sleep(LONG)
+                    gpu.delay()
                     stacks[visit.expert][visit.block](hidden)
                     if number == stop_at:
                         raise KeyboardInterrupt
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            value = streamed(handle, stacks, hidden)
+        stream = gpu.runtime.stream()
+        with gpu.runtime.on_stream(stream):
+            value = streamed(gpu, handle, stacks, hidden)
         stream.synchronize()
         assert torch.equal(value, expected)
 
 
-def test_the_host_is_never_further_ahead_than_a_cancel_can_wait(stacks, hidden):
+def test_the_host_is_never_further_ahead_than_a_cancel_can_wait(gpu, stacks, hidden):
     done = []
-    with attach(stacks, OffloadPolicy.resident()) as handle:
-        streamed(handle, stacks, hidden)  # every block is resident: only the pace limit makes the host wait
+    with attach(gpu, stacks, OffloadPolicy.resident()) as handle:
+        streamed(gpu, handle, stacks, hidden)  # every block is resident: only the pace limit makes the host wait
         with handle.run(step_visits(["high"], handle.block_counts)) as run:
             for number, visit in enumerate(run.program.visits):
                 with run.visit(*visit):
                     assert number < PACE or done[number - PACE].query()
-                    torch.cuda._sleep(10 * LONG)
-                    done.append(torch.cuda.Event())
-                    done[-1].record()
+                    gpu.delay(10)
+                    done.append(gpu.runtime.event())
+                    done[-1].record(gpu.runtime.current_stream())
         assert not done[-1].query(), "the device was too fast for this test to see anything"
 
 
 @pytest.mark.parametrize("policy", ["resident", "layerwise 0", "layerwise pinned"])
-def test_what_was_recorded_is_what_happened(stacks, hidden, policy):
-    recorder = Recorder(torch.device("cuda"))
-    with attach(stacks, POLICIES[policy]) as handle:
+def test_what_was_recorded_is_what_happened(gpu, stacks, hidden, policy):
+    recorder = Recorder(gpu.device)
+    with attach(gpu, stacks, POLICIES[policy]) as handle:
         with torch.inference_mode(), handle.run(handle.pass_visits(2, "high"), recorder=recorder) as run:
             value = hidden
             for step in range(2):
                 with recorder.step(step, "high", sigma=0.5):
                     for block in range(BLOCKS):
                         with run.visit(step, "high", block):
-                            torch.cuda._sleep(LONG)
+                            gpu.delay()
                             value = stacks["high"][block](value)
         loaded_bytes = handle.loaded_bytes
     timeline = recorder.timeline()
@@ -249,12 +254,12 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_models_own_forward_is_streamed_and_detached(stacks, hidden, plain, inference):
+def test_a_models_own_forward_is_streamed_and_detached(gpu, stacks, hidden, plain, inference):
     model = Model(stacks["high"])
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     on_cpu = model(hidden.cpu())
     with torch.inference_mode(inference):
-        handle = attach_offload(model.blocks, policy=OffloadPolicy.layerwise(1), device="cuda")
+        handle = attach_offload(model.blocks, policy=OffloadPolicy.layerwise(1), device=gpu.device)
         with handle.passes(2):
             assert torch.equal(model(hidden), plain(["high"]))
             assert torch.equal(model(model(hidden)[:0]), hidden[:0])
@@ -266,50 +271,50 @@ def test_a_models_own_forward_is_streamed_and_detached(stacks, hidden, plain, in
     assert torch.equal(model(hidden.cpu()), on_cpu)
 
 
-def test_memory_follows_the_policy_and_is_given_back(stacks, hidden, plain):
+def test_memory_follows_the_policy_and_is_given_back(gpu, stacks, hidden, plain):
     plain(STEPS)  # makes the libraries allocate their workspaces now
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    gpu.runtime.reset_peaks()
+    before = gpu.runtime.allocated_bytes()
     plain(STEPS)
-    without_weights = torch.cuda.max_memory_allocated() - before
+    without_weights = gpu.runtime.allocated_bytes(peak=True) - before
     order = {"layerwise 0": 1, "layerwise 1": 2, "layerwise 3": 4, "block swap": 5, "resident": 2 * BLOCKS}
     for name, buffers in order.items():
         gc.collect()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        with attach(stacks, POLICIES[name]) as handle:
-            streamed(handle, stacks, hidden)
-        peak = torch.cuda.max_memory_allocated() - before - without_weights
+        gpu.runtime.reset_peaks()
+        before = gpu.runtime.allocated_bytes()
+        with attach(gpu, stacks, POLICIES[name]) as handle:
+            streamed(gpu, handle, stacks, hidden)
+        peak = gpu.runtime.allocated_bytes(peak=True) - before - without_weights
         assert abs(peak - buffers * BLOCK_BYTES) < BLOCK_BYTES / 2, name
-        assert torch.cuda.memory_allocated() == before, name
+        assert gpu.runtime.allocated_bytes() == before, name
 
 
-def test_pinned_blocks_are_locked_where_they_lie_and_each_is_read_once(stacks, hidden, plain, slow_source):
+def test_pinned_blocks_are_locked_where_they_lie_and_each_is_read_once(gpu, stacks, hidden, plain, slow_source):
     source = slow_source(ModuleSource(stacks), seed=0)
-    with attach(stacks, OffloadPolicy.layerwise(1, source="pinned"), source=source) as handle:
+    with attach(gpu, stacks, OffloadPolicy.layerwise(1, source="pinned"), source=source) as handle:
         for _ in range(2):
-            assert torch.equal(streamed(handle, stacks, hidden), plain(STEPS))
+            assert torch.equal(streamed(gpu, handle, stacks, hidden), plain(STEPS))
         slots = handle.ram
-        assert all(slots[index].memory.is_pinned() for index in slots.contents())
+        assert all(gpu.is_locked(slots[index].memory) for index in slots.contents())
         assert sorted(source.reads) == sorted(source.formats)
         assert handle.pinned_bytes == 2 * BLOCKS * BLOCK_BYTES
 
 
-def test_memory_that_could_not_be_locked_only_costs_time(stacks, hidden, plain, monkeypatch):
-    def refuse(self: CudaRuntime, memory: torch.Tensor) -> None:
+def test_memory_that_could_not_be_locked_only_costs_time(gpu, stacks, hidden, plain, monkeypatch):
+    def refuse(self: DeviceRuntime, memory: torch.Tensor) -> None:
         raise PageLockError("no more pages")
 
-    monkeypatch.setattr(CudaRuntime, "lock_pages", refuse)
-    with attach(stacks, OffloadPolicy.layerwise(2, source="pinned")) as handle:
+    monkeypatch.setattr(type(gpu.runtime), "lock_pages", refuse)
+    with attach(gpu, stacks, OffloadPolicy.layerwise(2, source="pinned")) as handle:
         for _ in range(2):
-            assert torch.equal(streamed(handle, stacks, hidden), plain(STEPS))
+            assert torch.equal(streamed(gpu, handle, stacks, hidden), plain(STEPS))
         assert handle.pinned_bytes == 0
         assert handle.host_bytes == 2 * BLOCKS * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("pinned", ["file", "pinned"])
 @pytest.mark.parametrize("shape", [(), (1,), (WIDTH, 1)], ids=["scalar", "one value", "per row"])
-def test_fp8_is_decoded_on_arrival(tmp_path: Path, pinned: str, shape: tuple[int, ...]) -> None:
+def test_fp8_is_decoded_on_arrival(gpu: Accelerator, tmp_path: Path, pinned: str, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     stored = {f"{i}.w": torch.randn(WIDTH, WIDTH, generator=generator).to(torch.float8_e4m3fn) for i in range(BLOCKS)}
     scales = {f"{i}.s": torch.rand(shape, generator=generator) + 0.5 for i in range(BLOCKS)}
@@ -323,13 +328,13 @@ def test_fp8_is_decoded_on_arrival(tmp_path: Path, pinned: str, shape: tuple[int
     )
     blocks = [nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in keys]
     policy = OffloadPolicy.layerwise(1, source=pinned)
-    with attach({"high": blocks}, policy, source=source) as handle:
+    with attach(gpu, {"high": blocks}, policy, source=source) as handle:
         for _ in range(2):
             seen = []
             with torch.inference_mode(), handle.run(step_visits(["high"] * 2, handle.block_counts)) as run:
                 for visit in run.program.visits:
                     with run.visit(*visit):
-                        torch.cuda._sleep(LONG if visit.block % 2 else 0)
+                        gpu.delay(int(visit.block % 2))
                         seen.append(blocks[visit.block].weight.clone())
             for number, weight in enumerate(seen):
                 block = number % BLOCKS
@@ -337,17 +342,17 @@ def test_fp8_is_decoded_on_arrival(tmp_path: Path, pinned: str, shape: tuple[int
                 assert torch.equal(weight.cpu(), expected), number
 
 
-def test_a_streamed_fp8_expert_equals_the_dequantised_model(tiny_expert_file, make_tiny_expert, fp8_layout):
+def test_a_streamed_fp8_expert_equals_the_dequantised_model(gpu, tiny_expert_file, make_tiny_expert, fp8_layout):
     generator = torch.Generator().manual_seed(0)
     lane = Lane(
-        latents=torch.randn(1, 16, 2, 4, 6, generator=generator).cuda(),
-        text=torch.randn(1, 5, 4096, generator=generator).cuda(),
+        latents=torch.randn(1, 16, 2, 4, 6, generator=generator).to(gpu.device),
+        text=torch.randn(1, 5, 4096, generator=generator).to(gpu.device),
     )
-    path, timestep = tiny_expert_file(fp8=fp8_layout, dtype=torch.float16), torch.tensor([990.0]).cuda()
-    model = make_tiny_expert(dequantised_from=torch.float16).cuda()
+    path, timestep = tiny_expert_file(fp8=fp8_layout, dtype=torch.float16), torch.tensor([990.0]).to(gpu.device)
+    model = make_tiny_expert(dequantised_from=torch.float16).to(gpu.device)
     with torch.inference_mode(), open_experts(path, path, compute_dtype=torch.float32) as pair:
         expected = model(lane.latents, timestep, lane.text, return_dict=False)[0]
-        engine = pair.engine(OffloadPolicy.layerwise(), "cuda")
+        engine = pair.engine(OffloadPolicy.layerwise(), gpu.device)
         with engine.run(step_visits(["low"], engine.block_counts)) as run:
             [velocity] = forward_lanes(engine.models["low"], [lane], timestep, lambda i: run.visit(0, "low", i))
         assert torch.equal(velocity, expected)
@@ -355,33 +360,33 @@ def test_a_streamed_fp8_expert_equals_the_dequantised_model(tiny_expert_file, ma
 
 @pytest.mark.parametrize("slow", [1, 3, 1000], ids=["device slow", "in turns", "bus slow"])
 @pytest.mark.parametrize("policy", ["resident", "layerwise 0", "layerwise 3", "block swap deep", "block swap pinned"])
-def test_patched_on_arrival_equals_patched_before(stacks, hidden, plain, patched, slow_source, policy, slow):
+def test_patched_on_arrival_equals_patched_before(gpu, stacks, hidden, plain, patched, slow_source, policy, slow):
     """One slot holds the factors of all fetches: a copy that does not wait for the one before changes the result."""
     source = slow_source(ModuleSource(stacks), seed=slow)
     wanted = [(each, patched(each)) for each in (some_patches(1.0), some_patches(-0.5, rank=8), some_patches(-0.5))]
-    with attach(stacks, POLICIES[policy], source=source) as handle:
+    with attach(gpu, stacks, POLICIES[policy], source=source) as handle:
         for patches, expected in [*wanted, ({}, plain(STEPS)), wanted[0]]:
             handle.set_patches(patches)
             for _ in range(2):
-                assert torch.equal(streamed(handle, stacks, hidden, slow=slow), expected)
+                assert torch.equal(streamed(gpu, handle, stacks, hidden, slow=slow), expected)
 
 
 @pytest.mark.parametrize("policy", ["resident", "layerwise 3", "block swap pinned"])
-def test_patches_may_change_while_the_device_still_runs_with_the_old_ones(stacks, hidden, patched, policy):
+def test_patches_may_change_while_the_device_still_runs_with_the_old_ones(gpu, stacks, hidden, patched, policy):
     changes = [some_patches(1.0), some_patches(2.0, rank=32), {}, some_patches(0.5)]
     expected = [patched(patches) for patches in changes]
     values = []
-    with attach(stacks, POLICIES[policy]) as handle:
+    with attach(gpu, stacks, POLICIES[policy]) as handle:
         for patches in changes:  # no synchronisation in between
             handle.set_patches(patches)
-            values.append(streamed(handle, stacks, hidden, slow=1))
+            values.append(streamed(gpu, handle, stacks, hidden, slow=1))
     for value, wanted in zip(values, expected, strict=True):
         assert torch.equal(value, wanted)
 
 
-def test_factors_are_locked_while_they_are_set(stacks, hidden):
-    with attach(stacks, OffloadPolicy.layerwise(1)) as handle:
-        streamed(handle, stacks, hidden)
+def test_factors_are_locked_while_they_are_set(gpu, stacks, hidden):
+    with attach(gpu, stacks, OffloadPolicy.layerwise(1)) as handle:
+        streamed(gpu, handle, stacks, hidden)
         staging = handle.pinned_bytes
         assert staging == 2 * BLOCK_BYTES
         patches = some_patches(1.0)
@@ -400,7 +405,7 @@ def test_factors_are_locked_while_they_are_set(stacks, hidden):
 
 
 @pytest.mark.parametrize("pinned", ["file", "pinned"])
-def test_fp8_is_decoded_and_patched_and_all_of_it_is_given_back(tmp_path: Path, pinned: str) -> None:
+def test_fp8_is_decoded_and_patched_and_all_of_it_is_given_back(gpu: Accelerator, tmp_path: Path, pinned: str) -> None:
     generator = torch.Generator().manual_seed(0)
     stored = {f"{i}.w": torch.randn(WIDTH, WIDTH, generator=generator).to(torch.float8_e4m3fn) for i in range(BLOCKS)}
     scales = {f"{i}.s": torch.rand((), generator=generator) + 0.5 for i in range(BLOCKS)}
@@ -416,19 +421,19 @@ def test_fp8_is_decoded_and_patched_and_all_of_it_is_given_back(tmp_path: Path, 
         up=torch.randn(WIDTH, 24, generator=generator), down=torch.randn(24, WIDTH, generator=generator)
     )
     patch = BlockPatch(identity="factors", weights={"weight": factors})
-    expected = [(stored[f"{i}.w"].float() * scales[f"{i}.s"]).to(torch.bfloat16).cuda() for i in range(BLOCKS)]
+    expected = [(stored[f"{i}.w"].float() * scales[f"{i}.s"]).to(torch.bfloat16).to(gpu.device) for i in range(BLOCKS)]
     for matrix in expected[1::2]:
         add_plainly(matrix, factors)
     blocks = [nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in keys]
     policy = OffloadPolicy.layerwise(1, source=pinned)
-    with attach({"high": blocks}, policy, source=source) as handle:
+    with attach(gpu, {"high": blocks}, policy, source=source) as handle:
         handle.set_patches(dict.fromkeys(keys[1::2], patch))
         for _ in range(2):
             seen = []
             with torch.inference_mode(), handle.run(step_visits(["high"] * 2, handle.block_counts)) as run:
                 for visit in run.program.visits:
                     with run.visit(*visit):
-                        torch.cuda._sleep(LONG if visit.block % 2 else 0)
+                        gpu.delay(int(visit.block % 2))
                         seen.append(blocks[visit.block].weight.clone())
             loaded = handle.loaded_bytes
             assert loaded > 2 * WIDTH * WIDTH * 2 + WIDTH * WIDTH, "two buffers, undecoded bytes, factors"
@@ -439,42 +444,42 @@ def test_fp8_is_decoded_and_patched_and_all_of_it_is_given_back(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("policy", ["resident", "layerwise 1", "block swap pinned"])
-def test_memory_is_given_back_while_the_device_still_computes(stacks, hidden, plain, policy):
+def test_memory_is_given_back_while_the_device_still_computes(gpu, stacks, hidden, plain, policy):
     expected = plain(STEPS)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with attach(stacks, POLICIES[policy]) as handle:
+    stream = gpu.runtime.stream()
+    stream.wait_stream(gpu.runtime.current_stream())
+    with attach(gpu, stacks, POLICIES[policy]) as handle:
         handle.allocate_buffers()
         loaded = handle.loaded_bytes
-        with torch.cuda.stream(stream):
-            value = streamed(handle, stacks, hidden, slow=1)
-        allocated = torch.cuda.memory_allocated()
+        with gpu.runtime.on_stream(stream):
+            value = streamed(gpu, handle, stacks, hidden, slow=1)
+        allocated = gpu.runtime.allocated_bytes()
         assert handle.release_memory(1 << 60) == loaded
         assert handle.loaded_bytes == 0
-        assert allocated - torch.cuda.memory_allocated() >= loaded
+        assert allocated - gpu.runtime.allocated_bytes() >= loaded
         # The stream that allocated the buffers did not compute with them. It may write into their memory at once.
-        ruins = torch.full((loaded // 4,), float("nan"), device="cuda")
+        ruins = torch.full((loaded // 4,), float("nan"), device=gpu.device)
         stream.synchronize()
         assert torch.equal(value, expected)
         del ruins
         assert handle.release_memory(1) == 0
-        assert torch.equal(streamed(handle, stacks, hidden), expected)
+        assert torch.equal(streamed(gpu, handle, stacks, hidden), expected)
         assert handle.loaded_bytes == loaded
 
 
-def test_residents_that_stay_are_not_fetched_again(stacks, hidden, plain):
+def test_residents_that_stay_are_not_fetched_again(gpu, stacks, hidden, plain):
     expected = plain(STEPS)
-    with attach(stacks, OffloadPolicy.resident()) as handle:
-        streamed(handle, stacks, hidden)
+    with attach(gpu, stacks, OffloadPolicy.resident()) as handle:
+        streamed(gpu, handle, stacks, hidden)
         assert handle.release_memory(2 * BLOCK_BYTES) == 2 * BLOCK_BYTES
-        program = handle.compile(step_visits(STEPS, handle.block_counts))
-        assert [fetch.block for fetch in program.fetches] == [BlockKey("low", 4), BlockKey("low", 5)]
-        assert torch.equal(streamed(handle, stacks, hidden), expected)
+        with handle.run(step_visits(STEPS, handle.block_counts)) as run:
+            assert [fetch.block for fetch in run.program.fetches] == [BlockKey("low", 4), BlockKey("low", 5)]
+        assert torch.equal(streamed(gpu, handle, stacks, hidden), expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("policy", ["layerwise 1", "layerwise pinned"])
-def test_a_device_that_is_not_the_present_one(stacks, hidden, plain, policy):
+def test_a_device_that_is_not_the_present_one(gpu, stacks, hidden, plain, policy):
     expected = plain(STEPS).cpu()
     with attach_offload(stacks, policy=POLICIES[policy], device="cuda:1", follow_forward=False) as handle:
-        assert torch.equal(streamed(handle, stacks, hidden.to("cuda:1")).cpu(), expected)
+        assert torch.equal(streamed(gpu, handle, stacks, hidden.to("cuda:1")).cpu(), expected)

@@ -17,13 +17,11 @@ from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
+from wanstream.tests.support.accelerator import HAS_REAL, Accelerator
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-BLOCKS, WIDTH = 6, 1024
+BLOCKS, WIDTH = 6, 1024 if HAS_REAL else 128
 BLOCK_BYTES = 2 * 3 * WIDTH * WIDTH * 4
 STEPS = ["high", "high", "low", "low", "high"]
-LONG = 4_000_000  # cycles: some milliseconds, several copies long
 PINNED = OffloadPolicy.layerwise(1, source="pinned")
 
 Stacks = dict[str, nn.ModuleList]
@@ -35,24 +33,25 @@ def stacks(make_stack: Callable[..., nn.ModuleList]) -> Stacks:
 
 
 @pytest.fixture
-def hidden() -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).cuda()
+def hidden(gpu: Accelerator) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).to(gpu.device)
 
 
 @pytest.fixture
-def expected(stacks: Stacks, hidden: torch.Tensor) -> torch.Tensor:
+def expected(gpu: Accelerator, stacks: Stacks, hidden: torch.Tensor) -> torch.Tensor:
     value = hidden
     for name in STEPS:
-        for block in copy.deepcopy(stacks[name]).cuda():
+        for block in copy.deepcopy(stacks[name]).to(gpu.device):
             value = block(value)
     return value
 
 
-def attach(stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadEngine:
-    return attach_offload(stacks, policy=policy, device="cuda", follow_forward=False, **how)
+def attach(gpu: Accelerator, stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadEngine:
+    return attach_offload(stacks, policy=policy, device=gpu.device, follow_forward=False, **how)
 
 
 def streamed(
+    gpu: Accelerator,
     handle: OffloadEngine,
     stacks: Stacks,
     value: torch.Tensor,
@@ -66,35 +65,35 @@ def streamed(
         for number, visit in enumerate(visits):
             with run.visit(*visit):
                 if number % slow == 0:
-                    torch.cuda._sleep(LONG)
+                    gpu.delay()
                 value = stacks[visit.expert][visit.block](value)
     assert tuple(run.fetched) == run.program.fetches
     return value, run
 
 
 @pytest.mark.parametrize("slow", [1, 1000], ids=["device slow", "bus slow"])
-def test_a_slot_is_refilled_only_when_its_copy_has_left_it(stacks, hidden, expected, slow):
+def test_a_slot_is_refilled_only_when_its_copy_has_left_it(gpu, stacks, hidden, expected, slow):
     """Two slots serve all fetches, and nothing but the copies holds the read thread: a missing wait shows."""
-    with attach(stacks, OffloadPolicy.layerwise(3)) as handle:
+    with attach(gpu, stacks, OffloadPolicy.layerwise(3)) as handle:
         for _ in range(3):
-            value, run = streamed(handle, stacks, hidden, slow=slow)
+            value, run = streamed(gpu, handle, stacks, hidden, slow=slow)
             assert torch.equal(value, expected)
             assert len({fetch.buffer for fetch in run.programs.ram.program.fetches}) == 2
         assert handle.host_bytes == handle.pinned_bytes == 2 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("stop_at", [0, 3, 8])
-def test_slots_of_a_run_cut_short_are_not_overwritten_under_a_copy(stacks, hidden, expected, stop_at):
-    with attach(stacks, replace(PINNED, ram_blocks=3)) as handle:
+def test_slots_of_a_run_cut_short_are_not_overwritten_under_a_copy(gpu, stacks, hidden, expected, stop_at):
+    with attach(gpu, stacks, replace(PINNED, ram_blocks=3)) as handle:
         visits = step_visits(STEPS, handle.block_counts)
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt), handle.run(visits) as run:
                 for number, visit in enumerate(visits):
                     with run.visit(*visit):
-                        torch.cuda._sleep(LONG)
+                        gpu.delay()
                         if number == stop_at:
                             raise KeyboardInterrupt
-            assert torch.equal(streamed(handle, stacks, hidden)[0], expected)
+            assert torch.equal(streamed(gpu, handle, stacks, hidden)[0], expected)
 
 
 CHANGES = [
@@ -106,13 +105,13 @@ CHANGES = [
 ]
 
 
-def test_the_policy_changes_while_the_device_still_computes(stacks, hidden, expected):
-    torch.cuda.current_stream().synchronize()
+def test_the_policy_changes_while_the_device_still_computes(gpu, stacks, hidden, expected):
+    gpu.runtime.current_stream().synchronize()
     values, taken = [], {}
-    with attach(stacks, CHANGES[0]) as handle:
+    with attach(gpu, stacks, CHANGES[0]) as handle:
         for number, policy in enumerate(CHANGES * 3):
             handle.set_policy(policy)
-            values.append(streamed(handle, stacks, hidden, slow=1)[0])  # without a synchronisation
+            values.append(streamed(gpu, handle, stacks, hidden, slow=1)[0])  # without a synchronisation
             figures = (handle.loaded_bytes, handle.pinned_bytes, handle.host_bytes)
             assert taken.setdefault(number % len(CHANGES), figures) == figures
             assert handle.pinned_bytes <= 2 * BLOCKS * BLOCK_BYTES
@@ -120,16 +119,16 @@ def test_the_policy_changes_while_the_device_still_computes(stacks, hidden, expe
         assert torch.equal(value, expected)
 
 
-def test_blocks_that_both_policies_keep_are_neither_copied_nor_read_again(stacks, hidden, expected, slow_source):
+def test_blocks_that_both_policies_keep_are_neither_copied_nor_read_again(gpu, stacks, hidden, expected, slow_source):
     source = slow_source(ModuleSource(stacks), seed=0)
-    with attach(stacks, OffloadPolicy.resident(source="pinned"), source=source) as handle:
-        streamed(handle, stacks, hidden)
-        before = torch.cuda.memory_allocated()
+    with attach(gpu, stacks, OffloadPolicy.resident(source="pinned"), source=source) as handle:
+        streamed(gpu, handle, stacks, hidden)
+        before = gpu.runtime.allocated_bytes()
         handle.set_policy(OffloadPolicy.block_swap(3, 1, source="pinned"))
-        assert before - torch.cuda.memory_allocated() == (2 * BLOCKS - 5) * BLOCK_BYTES
+        assert before - gpu.runtime.allocated_bytes() == (2 * BLOCKS - 5) * BLOCK_BYTES
         kept = {key for key in handle.contents().values() if key.expert == "high"}
         assert {BlockKey("high", number) for number in (0, 2, 4)} <= kept
-        value, run = streamed(handle, stacks, hidden)
+        value, run = streamed(gpu, handle, stacks, hidden)
         assert torch.equal(value, expected)
         assert not kept & {fetch.block for fetch in run.fetched if fetch.needed_by < BLOCKS}
         assert len(source.reads) == 2 * BLOCKS
@@ -138,7 +137,7 @@ def test_blocks_that_both_policies_keep_are_neither_copied_nor_read_again(stacks
 class Fp8:
     """Blocks of one fp8 matrix with a scale, decoded to bf16, and patched if wanted."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, gpu: Accelerator, path: Path) -> None:
         random = torch.Generator().manual_seed(0)
         self.keys = [BlockKey("high", i) for i in range(BLOCKS)]
         stored = {f"{i}.w": torch.randn(4096, WIDTH, generator=random).to(torch.float8_e4m3fn) for i in range(BLOCKS)}
@@ -152,7 +151,7 @@ class Fp8:
         )
         factors = WeightPatch(up=torch.randn(4096, 24, generator=random), down=torch.randn(24, WIDTH, generator=random))
         self.patches = {key: BlockPatch(identity="factors", weights={"weight": factors}) for key in self.keys[::2]}
-        self.decoded = [(stored[f"{i}.w"].float() * scales[f"{i}.s"]).bfloat16().cuda() for i in range(BLOCKS)]
+        self.decoded = [(stored[f"{i}.w"].float() * scales[f"{i}.s"]).bfloat16().to(gpu.device) for i in range(BLOCKS)]
         self.patched = [matrix.clone() for matrix in self.decoded]
         for matrix in self.patched[::2]:
             up, down = factors.up.to(matrix), factors.down.to(matrix)
@@ -160,8 +159,8 @@ class Fp8:
 
 
 @pytest.fixture
-def fp8(tmp_path: Path) -> Fp8:
-    return Fp8(tmp_path)
+def fp8(gpu: Accelerator, tmp_path: Path) -> Fp8:
+    return Fp8(gpu, tmp_path)
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -176,27 +175,27 @@ def fp8(tmp_path: Path) -> Fp8:
     ],
     ids=str,
 )
-def test_copies_run_ahead_of_decoding(fp8, policy, slow, patched):
+def test_copies_run_ahead_of_decoding(gpu, fp8, policy, slow, patched):
     """Two raw slots serve all fetches: a copy into one that is still decoded shows in a weight."""
     blocks = [nn.Linear(WIDTH, 4096, bias=False, device="meta") for _ in fp8.keys]
     wanted = fp8.patched if patched else fp8.decoded
-    with attach({"high": blocks}, policy, source=fp8.source()) as handle:
+    with attach(gpu, {"high": blocks}, policy, source=fp8.source()) as handle:
         handle.set_patches(fp8.patches if patched else {})
         for _ in range(3):
             seen = []
             with torch.inference_mode(), handle.run(step_visits(["high"] * 2, handle.block_counts)) as run:
                 for number, visit in enumerate(run.program.visits):
                     with run.visit(*visit):
-                        torch.cuda._sleep(LONG if number % slow == 0 else 0)
+                        gpu.delay(int(number % slow == 0))
                         seen.append(blocks[visit.block].weight.clone())
             for number, weight in enumerate(seen):
                 assert torch.equal(weight, wanted[number % BLOCKS]), number
 
 
-def test_decoding_is_timed_by_the_device_and_takes_no_part_of_computing(fp8):
+def test_decoding_is_timed_by_the_device_and_takes_no_part_of_computing(gpu, fp8):
     blocks = [nn.Linear(WIDTH, 4096, bias=False, device="meta") for _ in fp8.keys]
-    recorder = Recorder(torch.device("cuda"))
-    with attach({"high": blocks}, replace(PINNED, ram_blocks=2), source=fp8.source()) as handle:
+    recorder = Recorder(gpu.device)
+    with attach(gpu, {"high": blocks}, replace(PINNED, ram_blocks=2), source=fp8.source()) as handle:
         raw = 2 * 4096 * WIDTH
         with torch.inference_mode(), handle.run(handle.pass_visits(2, "high"), recorder=recorder) as run:
             for step in range(2):
@@ -215,22 +214,22 @@ def test_decoding_is_timed_by_the_device_and_takes_no_part_of_computing(fp8):
         assert step.copy_s > 0
 
 
-def test_a_run_cut_short_while_it_decodes_leaves_the_engine_usable(fp8):
+def test_a_run_cut_short_while_it_decodes_leaves_the_engine_usable(gpu, fp8):
     blocks = [nn.Linear(WIDTH, 4096, bias=False, device="meta") for _ in fp8.keys]
-    with attach({"high": blocks}, OffloadPolicy.layerwise(3), source=fp8.source()) as handle:
+    with attach(gpu, {"high": blocks}, OffloadPolicy.layerwise(3), source=fp8.source()) as handle:
         handle.set_patches(fp8.patches)
         visits = step_visits(["high"] * 2, handle.block_counts)
         for stop_at in (0, 1, 5, 8):
             with pytest.raises(KeyboardInterrupt), handle.run(visits) as run:
                 for number, visit in enumerate(visits):
                     with run.visit(*visit):
-                        torch.cuda._sleep(LONG)
+                        gpu.delay()
                         if number == stop_at:
                             raise KeyboardInterrupt
             seen = []
-            with torch.cuda.stream(torch.cuda.Stream()), handle.run(visits) as run:
+            with gpu.runtime.on_stream(gpu.runtime.stream()), handle.run(visits) as run:
                 for visit in visits:
                     with run.visit(*visit):
                         seen.append(blocks[visit.block].weight.detach().clone())
-                torch.cuda.current_stream().synchronize()
+                gpu.runtime.current_stream().synchronize()
             assert all(torch.equal(weight, fp8.patched[number % BLOCKS]) for number, weight in enumerate(seen))

@@ -1,0 +1,65 @@
+"""Device of the gpu tests: the checked device, or a real one where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from wanstream.devices import DeviceRuntime, gpu_count, runtime_for
+
+from .checked_device import Machine, checked_machine
+
+LONG = 4_000_000
+"""Cycles of some milliseconds: several copies long."""
+
+HAS_REAL = gpu_count() > 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Accelerator:
+    """Device under test."""
+
+    runtime: DeviceRuntime
+    machine: Machine | None
+    """The machine of a checked device; None for a real one."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.runtime.device
+
+    def delay(self, times: int = 1) -> None:
+        """Keep the current stream busy: for some milliseconds, or until the host waits for it."""
+        if self.machine is None:
+            torch.cuda._sleep(times * LONG)
+        else:
+            self.machine.current_stream(self.machine.current_device).delay()
+
+    def is_locked(self, memory: torch.Tensor) -> bool:
+        """Return True if all of `memory` is page-locked."""
+        return memory.is_pinned() if self.machine is None else self.machine.locked_range(memory) is not None
+
+
+def _accelerator(device: torch.device, machine: Machine | None) -> Accelerator:
+    runtime = runtime_for(device)
+    assert runtime is not None
+    return Accelerator(runtime=runtime, machine=machine)
+
+
+@pytest.fixture(
+    params=[pytest.param("checked", marks=pytest.mark.checked), pytest.param("real", marks=pytest.mark.gpu)]
+)
+def gpu(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
+    """The device of a test: everything is checked at the end of a test on the checked one."""
+    if request.param == "real":
+        if not HAS_REAL:
+            pytest.skip("needs a GPU")
+        yield _accelerator(torch.device("cuda", 0), None)
+        return
+    # The seed is that of the test's name, so that every run of a test takes the same order.
+    with checked_machine(sum(request.node.name.encode())) as machine:
+        machine.set_device(0)
+        yield _accelerator(torch.device("checked", 0), machine)
+        request.node.funcargs.clear()  # other fixtures of the test have tensors on the device

@@ -1,0 +1,12 @@
+"""Checked device: a device of CPU memory that runs work late, in any legal order, and checks the order of accesses.
+
+Tensors report the device type `checked`. All of torch's operations on it, and the calls of its `DeviceRuntime`, arrive
+here: nothing of the product or of torch is patched for them.
+"""
+
+from __future__ import annotations
+
+from .machine import Machine
+from .runtime import CheckedRuntime, checked_machine
+
+__all__ = ["CheckedRuntime", "Machine", "checked_machine"]

@@ -1,0 +1,105 @@
+"""Vector clocks of host threads and streams, and the accesses to a range of memory that they order.
+
+Two accesses to the same bytes, one of them a write, are a race unless the clock of the later one contains the time of
+the earlier one. One execution therefore stands for all device schedules that agree with its order of host calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+Clock: TypeAlias = dict[int, int]
+"""Time of every actor that is ordered before."""
+
+_NUMBERS = itertools.count()
+
+
+class Actor:
+    """Host thread or stream: a sequence of accesses with a time of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.number = next(_NUMBERS)
+        self.clock: Clock = {self.number: 0}
+
+    def tick(self) -> int:
+        """Advance the time by one and return it."""
+        self.clock[self.number] += 1
+        return self.clock[self.number]
+
+    def join(self, clock: Clock) -> None:
+        """Come after everything that `clock` contains."""
+        for actor, time in clock.items():
+            if self.clock.get(actor, -1) < time:
+                self.clock[actor] = time
+
+
+class Access(NamedTuple):
+    """Time and place of an access."""
+
+    actor: int
+    time: int
+    words: str
+
+    def is_before(self, clock: Clock) -> bool:
+        return clock.get(self.actor, -1) >= self.time
+
+
+@dataclass
+class Segment:
+    """Bytes `start` to `stop` of a memory with equal accesses: the last write, and the reads since it by actor."""
+
+    start: int
+    stop: int
+    write: Access | None = None
+    reads: dict[int, Access] = field(default_factory=dict)
+
+    def split(self, at: int) -> Segment:
+        """Cut off and return the part from `at` on."""
+        rest = Segment(at, self.stop, self.write, dict(self.reads))
+        self.stop = at
+        return rest
+
+
+class History:
+    """Accesses to one memory of `nbytes` bytes.
+
+    Args:
+        nbytes: size of the memory.
+        report: called with a message for each race.
+    """
+
+    def __init__(self, nbytes: int, report: Callable[[str], None]) -> None:
+        self._segments = [Segment(0, nbytes)]
+        self._report = report
+
+    def add(self, start: int, stop: int, *, actor: Actor, words: str, write: bool) -> None:
+        """Add an access by `actor` at its current time, and report the races with the accesses before."""
+        access = Access(actor.number, actor.clock[actor.number], words)
+        for segment in self._overlapping(start, stop):
+            earlier = [] if segment.write is None else [segment.write]
+            if write:
+                earlier += segment.reads.values()
+            for other in earlier:
+                if not other.is_before(actor.clock):
+                    verb = "writes" if write else "reads"
+                    self._report(f"race: {words} {verb} bytes that are not ordered behind {other.words}")
+            if write:
+                segment.write, segment.reads = access, {}
+            else:
+                segment.reads[access.actor] = access
+
+    def _overlapping(self, start: int, stop: int) -> list[Segment]:
+        found, segments = [], []
+        for segment in self._segments:
+            parts = [segment]
+            for at in (start, stop):
+                if parts[-1].start < at < parts[-1].stop:
+                    parts.append(parts[-1].split(at))
+            segments += parts
+            found += [part for part in parts if start <= part.start and part.stop <= stop]
+        self._segments = segments
+        return found

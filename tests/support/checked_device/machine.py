@@ -1,0 +1,450 @@
+"""Machine of the checked device: streams, events, late execution, memory of devices, page locks, problems.
+
+Work is executed when the host waits for it, and before that in any order that the streams and events allow, chosen by a
+seed. Fresh memory is poisoned. A missing wait is reported as a race and usually gives a wrong value as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from wanstream.devices import PageLockError
+
+from .clocks import Actor, Clock, History
+
+ROOT = Path(__file__).parents[3]
+GRANULE = 512
+"""Allocations are multiples of this number of bytes, as in torch's allocator."""
+POISON = 0xFF
+"""Byte of fresh memory: NaN in every floating-point type."""
+
+
+class Work:
+    """Work of a stream that was issued, and executed or not."""
+
+    __slots__ = ("before", "end", "run", "slow", "stream")
+
+    def __init__(self, stream: Stream, run: Callable[[], object], before: list[Work]) -> None:
+        self.stream, self.before = stream, before
+        self.run: Callable[[], object] | None = run
+        self.end = 0.0
+        """Time at which it was executed, for `Event.elapsed_time`."""
+        self.slow = False
+        """True for work that is executed only when the host waits for it."""
+
+    @property
+    def done(self) -> bool:
+        return self.run is None
+
+    def execute(self) -> None:
+        assert self.run is not None
+        self.run()
+        self.end = time.perf_counter()
+        self.run, self.before = None, []
+
+
+class Stream(Actor):
+    """Queue of work of one device. Implements `devices.Stream`."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        super().__init__(name)
+        self.device, self.machine = device, device.machine
+        self.pending: deque[Work] = deque()
+        self.last: Work | None = None
+        self._waits: list[Work] = []
+
+    def issue(self, run: Callable[[], object], accesses: Sequence[Range], words: str) -> Work:
+        """Append work that reads and writes the ranges of `accesses`."""
+        machine = self.machine
+        with machine.lock:
+            self.join(machine.host().clock)
+            self.tick()
+            for each in accesses:
+                each.history.add(each.start, each.stop, actor=self, words=f"{words} on {self.name}", write=each.write)
+            before = [work for work in (self.last, *self._waits) if work is not None and not work.done]
+            self._waits.clear()
+            work = Work(self, run, before)
+            self.last = work
+            self.pending.append(work)
+            machine.host().tick()
+            machine.drift()
+            return work
+
+    def delay(self) -> None:
+        """Execute the work issued from now on only when the host waits for it."""
+        with self.machine.lock:
+            self.issue(lambda: None, (), "delay").slow = True
+
+    def wait_event(self, event: Event) -> None:
+        with self.machine.lock:
+            if event.clock is None:
+                self.machine.report(f"{self.name} waits for an event that was not recorded, at {site()}")
+                return
+            self.join(event.clock)
+            if event.work is not None and not event.work.done:
+                self._waits.append(event.work)
+
+    def wait_stream(self, stream: Stream) -> None:
+        event = Event(self.machine)
+        event.record(stream)
+        self.wait_event(event)
+
+    def synchronize(self) -> None:
+        self.machine.wait_on_host(self.last, self.clock, f"{self.name}.synchronize")
+
+    def query(self) -> bool:
+        return self.last is None or self.last.done
+
+
+class Event:
+    """Implements `devices.Event`."""
+
+    def __init__(self, machine: Machine, *, timing: bool = False) -> None:
+        self._machine, self._timing = machine, timing
+        self.work: Work | None = None
+        self.clock: Clock | None = None
+
+    def record(self, stream: Stream) -> None:
+        with self._machine.lock:
+            stream.join(self._machine.host().clock)
+            stream.tick()
+            # Waits without work behind them count too, so the event is a piece of work of its own.
+            self.work = stream.issue(lambda: None, (), "event")
+            self.clock = dict(stream.clock)
+
+    def synchronize(self) -> None:
+        if self.clock is None:
+            self._machine.report(f"the host waits for an event that was not recorded, at {site()}")
+            return
+        self._machine.wait_on_host(self.work, self.clock, "event.synchronize")
+
+    def query(self) -> bool:
+        with self._machine.lock:
+            self._machine.drift()
+            return self.work is None or self.work.done
+
+    def elapsed_time(self, end: Event) -> float:
+        for event in (self, end):
+            if not event._timing or event.clock is None:
+                raise RuntimeError("the event was made without `timing`, or was not recorded")
+            if event.work is not None and not event.work.done:
+                raise RuntimeError("device not ready: the event has not passed")
+        assert self.work is not None
+        assert end.work is not None
+        return 1000 * (end.work.end - self.work.end)
+
+
+class Range(NamedTuple):
+    """Bytes of one memory that a piece of work accesses."""
+
+    history: History
+    start: int
+    stop: int
+    write: bool
+
+
+class Slab:
+    """Memory of a device that its allocator hands out as a whole."""
+
+    def __init__(self, nbytes: int, report: Callable[[str], None]) -> None:
+        memory = np.empty(nbytes + GRANULE, np.uint8)
+        start = -memory.ctypes.data % GRANULE
+        with torch.inference_mode(False):
+            self.bytes = torch.from_numpy(memory[start : start + nbytes])  # its storage starts there
+        self.nbytes = nbytes
+        self.address = self.bytes.data_ptr()
+        self.history = History(nbytes, report)
+
+
+class Block:
+    """Allocated memory: a slab that is in use until the last tensor in it is deleted."""
+
+    def __init__(self, slab: Slab, stream: Stream) -> None:
+        self.slab, self.stream = slab, stream
+        self.recorded: set[Stream] = set()
+        weakref.finalize(self, stream.device.free, slab, stream, self.recorded).atexit = False
+
+
+class Device:
+    """Streams and allocator of one device.
+
+    As in torch's allocator, each stream has a pool, and memory that other streams have used returns to it when the
+    events of those streams have passed.
+    """
+
+    def __init__(self, machine: Machine, index: int, capacity: int) -> None:
+        self.machine, self.index, self.capacity = machine, index, capacity
+        self.default_stream = Stream(self, f"the default stream of device {index}")
+        self.streams: list[Stream] = [self.default_stream]
+        self._pool: dict[tuple[Stream, int], list[Slab]] = {}
+        self._limbo: list[tuple[Slab, Stream, list[Event]]] = []
+        self.allocated = self.reserved = self.limbo = 0
+        self.peak_allocated = self.peak_reserved = 0
+        self.allocations = 0
+        self.fail_at: int | None = None
+        """Number of the allocation that fails as if memory were short; None for none."""
+
+    def new_stream(self) -> Stream:
+        stream = Stream(self, f"stream {len(self.streams)} of device {self.index}")
+        self.streams.append(stream)
+        return stream
+
+    def allocate(self, nbytes: int, stream: Stream) -> Block:
+        """Return memory for `stream`.
+
+        Raises:
+            torch.OutOfMemoryError: there is not enough memory.
+        """
+        with self.machine.lock:
+            if nbytes == 0:
+                return Block(Slab(0, self.machine.report), stream)
+            self.allocations += 1
+            self._collect()
+            size = -(-nbytes // GRANULE) * GRANULE
+            pool = self._pool.get((stream, size))
+            if self.allocations == self.fail_at:
+                raise torch.OutOfMemoryError(f"allocation {self.allocations} of {size} bytes fails by request")
+            if pool:
+                slab = pool.pop()
+            else:
+                if self.reserved + size > self.capacity:
+                    self.empty_cache()
+                if self.reserved + size > self.capacity:
+                    raise torch.OutOfMemoryError(f"{size} bytes requested, {self.capacity - self.reserved} are free")
+                slab = Slab(size, self.machine.report)
+                self.reserved += size
+            self.allocated += size
+            self.peak_allocated = max(self.peak_allocated, self.allocated)
+            self.peak_reserved = max(self.peak_reserved, self.reserved)
+            whole = Range(slab.history, 0, size, write=True)
+            memory = slab.bytes
+            stream.issue(lambda: memory.fill_(POISON), (whole,), f"allocation at {site()}")
+            return Block(slab, stream)
+
+    def free(self, slab: Slab, stream: Stream, recorded: set[Stream]) -> None:
+        with self.machine.lock:
+            if slab.nbytes == 0:
+                return
+            self.allocated -= slab.nbytes
+            events = []
+            for other in recorded - {stream}:
+                events.append(Event(self.machine))
+                events[-1].record(other)
+            if events:
+                self.limbo += slab.nbytes
+                self._limbo.append((slab, stream, events))
+            else:
+                self._pool.setdefault((stream, slab.nbytes), []).append(slab)
+
+    def empty_cache(self) -> None:
+        """Return the memory of all pools to the device, after all work is done, as `cudaFree` does."""
+        for stream in self.streams:
+            self.machine.force(stream.last)
+        self._collect()
+        self.reserved -= sum(slab.nbytes for slabs in self._pool.values() for slab in slabs)
+        self._pool.clear()
+
+    def _collect(self) -> None:
+        waiting = []
+        for slab, stream, events in self._limbo:
+            if all(event.query() for event in events):
+                for event in events:  # the allocator has seen that they have passed
+                    assert event.clock is not None
+                    self.machine.host().join(event.clock)
+                self.limbo -= slab.nbytes
+                self._pool.setdefault((stream, slab.nbytes), []).append(slab)
+            else:
+                waiting.append((slab, stream, events))
+        self._limbo = waiting
+
+
+@dataclass
+class LockedRange:
+    """Page-locked memory of the host."""
+
+    memory: torch.Tensor
+    history: History
+
+
+@dataclass
+class ThreadState(threading.local):
+    """Host thread: its actor, its current device, and its current stream on each device."""
+
+    actor: Actor | None = None
+    device: int | None = None
+    streams: dict[int, Stream] = field(default_factory=dict)
+
+
+class Machine:
+    """Devices, host threads and page locks of one test.
+
+    Args:
+        seed: chooses the order of execution.
+        devices: number of devices.
+        capacity: bytes of each device.
+    """
+
+    def __init__(self, seed: int = 0, *, devices: int = 1, capacity: int = 2**33) -> None:
+        self.lock = threading.RLock()
+        self._random = random.Random(seed)
+        self._eagerness = (0.0, 0.5, 0.9)[seed % 3]
+        self.problems: list[str] = []
+        self.host_waits: list[str] = []
+        self.launches = 0
+        self.copies = 0
+        self.devices = [Device(self, index, capacity) for index in range(devices)]
+        self.locked: dict[int, LockedRange] = {}
+        self.refuse_locks_beyond: int | None = None
+        self._thread = ThreadState()
+
+    def report(self, problem: str) -> None:
+        """Note a problem once."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def host(self) -> Actor:
+        """Return the calling thread."""
+        if self._thread.actor is None:
+            self._thread.actor = Actor(f"thread {threading.current_thread().name}")
+        return self._thread.actor
+
+    @property
+    def current_device(self) -> int:
+        return self._thread.device or 0
+
+    def set_device(self, index: int) -> None:
+        self._thread.device = index
+
+    def check_thread(self) -> None:
+        """Report a call of a thread that has not set its device, if there are several."""
+        if self._thread.device is None and len(self.devices) > 1:
+            self.report(f"thread {threading.current_thread().name} has not set its device, at {site()}")
+
+    def current_stream(self, index: int) -> Stream:
+        return self._thread.streams.get(index, self.devices[index].default_stream)
+
+    @contextmanager
+    def on_stream(self, stream: Stream) -> Iterator[None]:
+        index = stream.device.index
+        before = self.current_stream(index)
+        self._thread.streams[index] = stream
+        try:
+            yield
+        finally:
+            self._thread.streams[index] = before
+
+    def force(self, work: Work | None) -> None:
+        """Execute `work` and everything before it."""
+        with self.lock:
+            stack = [] if work is None else [work]
+            while stack:
+                top = stack[-1]
+                waiting = [] if top.done else [each for each in top.before if not each.done]
+                if waiting:
+                    stack += waiting
+                    continue
+                stack.pop()
+                if not top.done:
+                    assert top.stream.pending[0] is top, "a stream works in order"
+                    top.stream.pending.popleft()
+                    top.execute()
+
+    def drift(self) -> None:
+        """Execute some of the work that could run now."""
+        while self._random.random() < self._eagerness:
+            heads = [stream.pending[0] for device in self.devices for stream in device.streams if stream.pending]
+            ready = [work for work in heads if not work.slow and all(each.done for each in work.before)]
+            if not ready:
+                return
+            work = self._random.choice(ready)
+            work.stream.pending.popleft()
+            work.execute()
+
+    def wait_on_host(self, work: Work | None, clock: Clock, words: str) -> None:
+        """Block the calling thread until `work` is done."""
+        with self.lock:
+            self.host_waits.append(f"{words} at {site()}")
+            self.force(work)
+            self.host().join(clock)
+
+    def finish(self) -> None:
+        """Execute all work."""
+        for device in self.devices:
+            for stream in device.streams:
+                self.force(stream.last)
+
+    def lock_pages(self, memory: torch.Tensor) -> None:
+        with self.lock:
+            start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
+            total = sum(each.memory.numel() for each in self.locked.values())
+            if self.refuse_locks_beyond is not None and total + memory.numel() > self.refuse_locks_beyond:
+                raise PageLockError("no more pages")
+            if any(start < other + each.memory.numel() and other < stop for other, each in self.locked.items()):
+                raise PageLockError("part or all of the requested memory range is already mapped")
+            self.locked[start] = LockedRange(memory, History(memory.numel(), self.report))
+
+    def unlock_pages(self, memory: torch.Tensor) -> None:
+        with self.lock:
+            locked = self.locked.pop(memory.data_ptr(), None)
+            if locked is None:
+                self.report(f"memory is unlocked that is not locked, at {site()}")
+                return
+            self._touch(locked, 0, locked.memory.numel(), f"unlock at {site()}")
+
+    def host_writes(self, memory: torch.Tensor, words: str) -> None:
+        """Note that the calling thread writes into host memory now."""
+        with self.lock:
+            found = self.locked_range(memory)
+            if found is not None:
+                locked, start = found
+                self._touch(locked, start, start + memory.nbytes, words)
+
+    def locked_range(self, memory: torch.Tensor) -> tuple[LockedRange, int] | None:
+        """Return the locked range that contains `memory`, and its offset there."""
+        start = memory.data_ptr()
+        for at, locked in self.locked.items():
+            if at <= start and start + memory.nbytes <= at + locked.memory.numel():
+                return locked, start - at
+        return None
+
+    def _touch(self, locked: LockedRange, start: int, stop: int, words: str) -> None:
+        host = self.host()
+        host.tick()
+        locked.history.add(start, stop, actor=host, words=f"{words} in {host.name}", write=True)
+
+
+def site() -> str:
+    """Return file and line of the innermost caller in the product, else in the tests."""
+    frame, found = sys._getframe(1), ""
+    while frame is not None:
+        file = _file_of_project(frame.f_code.co_filename)
+        if file is not None:
+            where = f"{file}:{frame.f_lineno}"
+            if not file.startswith("tests/"):
+                return where
+            found = found or where
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+@functools.cache
+def _file_of_project(name: str) -> str | None:
+    """Return the path of a file of the product or of its tests; None for libraries and the checked device."""
+    path = Path(name)
+    if ROOT not in path.parents or "checked_device" in path.parts or "site-packages" in path.parts:
+        return None
+    return path.relative_to(ROOT).as_posix()

@@ -1,0 +1,109 @@
+"""`DeviceRuntime` of the checked device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import cast
+
+import torch
+
+from wanstream.devices import DeviceMemory, DeviceRuntime, register_runtime
+from wanstream.devices import Event as DeviceEvent
+from wanstream.devices import Stream as DeviceStream
+
+from .edges import host_edges
+from .machine import Device, Event, Machine, Stream
+from .tensors import NAME, CheckedTensor, activate, active
+
+
+class CheckedRuntime(DeviceRuntime):
+    """See `DeviceRuntime`."""
+
+    @staticmethod
+    def count() -> int:
+        return len(active().devices)
+
+    @staticmethod
+    def current_index() -> int:
+        return active().current_device
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+    @property
+    def _fake(self) -> Device:
+        machine = active()
+        machine.check_thread()
+        return machine.devices[self.device.index or 0]
+
+    def stream(self) -> DeviceStream:
+        return self._fake.new_stream()
+
+    def current_stream(self) -> DeviceStream:
+        return active().current_stream(self._fake.index)
+
+    def on_stream(self, stream: DeviceStream) -> AbstractContextManager[object]:
+        return active().on_stream(cast(Stream, stream))
+
+    def event(self, *, timing: bool = False, blocking: bool = False) -> DeviceEvent:
+        return Event(active(), timing=timing)
+
+    def record_stream(self, tensor: torch.Tensor, stream: DeviceStream) -> None:
+        cast(CheckedTensor, tensor).block.recorded.add(cast(Stream, stream))
+
+    def enter_thread(self) -> None:
+        active().set_device(self.device.index or 0)
+
+    def name(self) -> str:
+        return "checked device"
+
+    def memory(self) -> DeviceMemory:
+        fake = self._fake
+        return DeviceMemory(free=fake.capacity - fake.reserved, total=fake.capacity)
+
+    def allocated_bytes(self, *, peak: bool = False) -> int:
+        fake = self._fake
+        return fake.peak_allocated if peak else fake.allocated
+
+    def reserved_bytes(self, *, peak: bool = False) -> int:
+        fake = self._fake
+        return fake.peak_reserved if peak else fake.reserved
+
+    def reset_peaks(self) -> None:
+        fake = self._fake
+        fake.peak_allocated, fake.peak_reserved = fake.allocated, fake.reserved
+
+    def lock_pages(self, memory: torch.Tensor) -> None:
+        active().lock_pages(memory)
+
+    def unlock_pages(self, memory: torch.Tensor) -> None:
+        active().unlock_pages(memory)
+
+    def auto_dtype(self) -> torch.dtype:
+        return torch.float32
+
+
+@contextmanager
+def checked_machine(seed: int = 0, *, devices: int = 1, capacity: int = 2**33) -> Iterator[Machine]:
+    """Provide a machine of checked devices inside the `with`, and check at its end that nothing is left.
+
+    Raises:
+        AssertionError: a problem was reported, or memory is still allocated or locked.
+    """
+    machine = Machine(seed, devices=devices, capacity=capacity)
+    end, restore = activate(machine), register_runtime(NAME, CheckedRuntime)
+    try:
+        with host_edges(machine):
+            yield machine
+        machine.finish()
+        gc.collect()
+        left = [device.allocated for device in machine.devices]
+        assert not machine.problems, "\n".join(machine.problems)
+        assert not any(left), f"bytes that are still allocated, by device: {left}"
+        assert not machine.locked, f"{len(machine.locked)} pieces of memory are still locked"
+    finally:
+        restore()
+        end()

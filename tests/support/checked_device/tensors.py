@@ -1,0 +1,369 @@
+"""Tensors of the checked device, and the execution of torch's operations on them.
+
+The device is a backend of torch in Python ("PrivateUse1"), so its operations arrive at one function. Views are made at
+once; everything else is issued to the current stream and computed later by the CPU's kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils import _pytree as pytree
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from .machine import Block, Device, Machine, Range, site
+
+NAME = "checked"
+
+_machines: list[Machine] = []
+"""The active machine; empty between tests."""
+
+VIEWS = {torch.ops.aten._unsafe_view.default}
+"""Operations that return a view although their schema does not say so."""
+
+READ_BY_HOST = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.nonzero.default,
+}
+"""Operations with a result that the host needs: they block it."""
+
+WHOLE = {F.scaled_dot_product_attention}
+"""Functions that torch would take apart on this device, and that are one kernel on a CPU."""
+
+
+class CheckedTensor(torch.Tensor):
+    """Tensor on a checked device.
+
+    Attributes:
+        base: CPU tensor of its memory; its values are those of the executed work.
+        block: the allocation.
+    """
+
+    base: torch.Tensor
+    block: Block
+
+    @staticmethod
+    def __new__(cls, base: torch.Tensor, block: Block) -> CheckedTensor:
+        tensor: CheckedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            base.size(),
+            strides=base.stride(),
+            storage_offset=base.storage_offset(),
+            dtype=base.dtype,
+            device=torch.device(NAME, block.stream.device.index),
+        )
+        tensor.base, tensor.block = base, block
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in WHOLE and not torch.compiler.is_compiling():
+            return _launch(func, args, dict(kwargs or {}), writes=())
+        with torch._C.DisableTorchFunctionSubclass():  # `Tensor`'s own would make CPU results tensors of this class
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return dispatch(func, args, dict(kwargs or {}))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"CheckedTensor({list(self.shape)}, {self.dtype}, device={self.device})"
+
+    def range(self, *, write: bool) -> Range:
+        """Return the bytes from the first to the last element."""
+        slab = self.block.slab
+        start = self.base.data_ptr() - slab.address
+        extent = sum((size - 1) * stride for size, stride in zip(self.base.shape, self.base.stride(), strict=True)) + 1
+        return Range(slab.history, start, start + (extent * self.base.itemsize if self.base.numel() else 0), write)
+
+
+def activate(machine: Machine) -> Callable[[], None]:
+    """Make `machine` the checked device of this process, and return a function that ends it."""
+    _register()
+    assert not _machines, "another machine is active"
+    _machines.append(machine)
+    return _machines.clear
+
+
+def active() -> Machine:
+    assert _machines, "no machine is active"
+    return _machines[0]
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Execute one operation of torch."""
+    active().check_thread()
+    if _is_composite(func):  # arrives whole in inference mode
+        return func.decompose(*args, **kwargs)
+    if func is torch.ops.aten.copy_.default:
+        return _copy(*args, **kwargs)
+    if func is torch.ops.aten._to_copy.default:
+        return _to_copy(*args, **kwargs)
+    if _is_view(func):
+        return _view(func, args, kwargs)
+    if func in READ_BY_HOST:
+        return _read_by_host(func, args, kwargs)
+    schema = func._schema.arguments
+    written = [index for index, arg in enumerate(schema) if arg.alias_info is not None and arg.alias_info.is_write]
+    named = [args[index] if index < len(args) else kwargs.get(schema[index].name) for index in written]
+    return _launch(func, args, kwargs, writes=[each for each in pytree.tree_leaves(named) if each is not None])
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return func in VIEWS or any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    with torch.inference_mode(False), torch.no_grad():
+        result = func(*_bases(args), **_bases(kwargs))
+    with torch.inference_mode(source.is_inference()):  # a view is an inference tensor only if its source is one
+        return pytree.tree_map_only(torch.Tensor, lambda base: CheckedTensor(base, source.block), result)
+
+
+def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: Sequence[torch.Tensor]) -> Any:
+    """Issue an operation to the current stream of its device; `writes` are its arguments that it changes."""
+    machine = active()
+    given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, CheckedTensor)]
+    device = _device_of(given, kwargs)
+    _check_devices(func, given, device)
+    args, kwargs = _snapshots(args), _snapshots(kwargs)
+    ranges = [each.range(write=any(each is one for one in writes)) for each in given]
+    if writes:
+        bases, named = _bases(args), _bases(kwargs)
+        _issue(device, lambda: func(*bases, **named), ranges, func)
+        machine.launches += 1
+        return writes[0] if len(writes) == 1 else tuple(writes)
+    meta = func(*_metas(args), **_metas(kwargs))
+    outputs = pytree.tree_map_only(torch.Tensor, lambda like: _allocate(like, device), meta)
+    made = [each for each in pytree.tree_leaves(outputs) if isinstance(each, CheckedTensor)]
+    targets = [each.base for each in made]
+    bases, named = _bases(args), _bases(_on_cpu(kwargs))
+
+    def compute() -> None:
+        results = [each for each in pytree.tree_leaves(func(*bases, **named)) if isinstance(each, torch.Tensor)]
+        for target, result in zip(targets, results, strict=True):
+            target.copy_(result)
+
+    if _has_values(func):
+        _issue(device, compute, [*ranges, *(each.range(write=True) for each in made)], func)
+        machine.launches += 1
+    return outputs
+
+
+def _has_values(func: Any) -> bool:
+    """False for functions that return fresh memory."""
+    return not str(func).startswith(("aten.empty", "aten.new_empty"))
+
+
+def _copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    machine = active()
+    if isinstance(into, CheckedTensor) and isinstance(source, CheckedTensor):
+        machine.launches += 1
+        to, values = into.base, source.base
+        _check_devices("copy_", [into, source], into.block.stream.device)
+        _issue(
+            into.block.stream.device,
+            lambda: to.copy_(values),
+            [into.range(write=True), source.range(write=False)],
+            "copy",
+        )
+        return into
+    machine.copies += 1
+    if isinstance(into, CheckedTensor):
+        _to_device(into, source, non_blocking=non_blocking)
+    else:
+        _to_host(into, source, non_blocking=non_blocking)
+    return into
+
+
+def _to_device(into: CheckedTensor, source: torch.Tensor, *, non_blocking: bool) -> None:
+    machine, device, to = active(), into.block.stream.device, into.base
+    ranges = [into.range(write=True)]
+    locked = machine.locked_range(source) if source.is_contiguous() else None
+    if locked is None:
+        # The driver copies pageable memory into memory of its own before it returns.
+        values = source.detach().clone()
+    else:
+        values = source.detach()
+        ranges.append(Range(locked[0].history, locked[1], locked[1] + source.nbytes, write=False))
+    work = _issue(device, lambda: to.copy_(values), ranges, "copy to the device")
+    if not non_blocking or (locked is None and source.nbytes > 65536):
+        _wait(device, work, "copy to the device")
+
+
+def _to_host(into: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
+    assert isinstance(source, CheckedTensor)
+    device, values = source.block.stream.device, source.base
+    ranges = [source.range(write=False)]
+    locked = active().locked_range(into)
+    if locked is not None:
+        ranges.append(Range(locked[0].history, locked[1], locked[1] + into.nbytes, write=True))
+    work = _issue(device, lambda: into.copy_(values), ranges, "copy to the host")
+    if locked is None or not non_blocking:
+        _wait(device, work, "copy to the host")
+
+
+def _to_copy(source: torch.Tensor, **options: Any) -> torch.Tensor:
+    non_blocking = options.pop("non_blocking", False)
+    target = torch.device(options.pop("device", None) or source.device)
+    if target.type == NAME and isinstance(source, CheckedTensor) and target == source.device:
+        return _launch(torch.ops.aten._to_copy.default, (source,), options, writes=())
+    like = torch.ops.aten._to_copy.default(
+        source.detach().to("meta") if not isinstance(source, CheckedTensor) else _meta(source), **options
+    )
+    if target.type == NAME:
+        # The CPU changes the dtype first, as torch does for a copy between devices.
+        source = source.cpu() if isinstance(source, CheckedTensor) else source
+        into: torch.Tensor = _allocate(like, active().devices[target.index or 0])
+        _copy(into, source.to(like.dtype), non_blocking)
+        return into
+    into = torch.empty_strided(like.size(), like.stride(), dtype=source.dtype)
+    _copy(into, source, non_blocking)
+    return into.to(like.dtype)
+
+
+def _read_by_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, CheckedTensor)]
+    device = given[0].block.stream.device
+    _check_devices(func, given, device)
+    work = _issue(device, lambda: None, [each.range(write=False) for each in given], func)
+    _wait(device, work, str(func))
+    return func(*_bases(args), **_bases(kwargs))
+
+
+def _issue(device: Device, run: Callable[[], object], ranges: list[Range], words: object) -> Any:
+    def compute() -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            run()
+
+    return device.machine.current_stream(device.index).issue(compute, ranges, f"{words} at {site()}")
+
+
+def _wait(device: Device, work: Any, words: str) -> None:
+    device.machine.wait_on_host(work, dict(work.stream.clock), words)
+
+
+def _allocate(like: torch.Tensor, device: Device) -> CheckedTensor:
+    extent = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
+    nbytes = like.itemsize * extent if like.numel() else 0
+    block = device.allocate(nbytes, device.machine.current_stream(device.index))
+    with torch.inference_mode(False):
+        base = block.slab.bytes[:nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+    return CheckedTensor(base, block)
+
+
+def _device_of(given: list[CheckedTensor], kwargs: Mapping[str, Any]) -> Device:
+    wanted = kwargs.get("device")
+    if wanted is not None:
+        return active().devices[torch.device(wanted).index or 0]
+    return given[0].block.stream.device
+
+
+def _check_devices(func: object, given: Sequence[CheckedTensor], device: Device) -> None:
+    indices = {each.block.stream.device.index for each in given} | {device.index}
+    if len(indices) > 1:
+        raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found {sorted(indices)}")
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _metas(values: Any) -> Any:
+    values = pytree.tree_map_only(torch.Tensor, _meta, values)
+    if isinstance(values, dict) and values.get("device") is not None:
+        values["device"] = torch.device("meta")
+    return values
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
+
+
+def _bases(values: Any) -> Any:
+    return pytree.tree_map_only(CheckedTensor, lambda tensor: tensor.base, values)
+
+
+def _snapshots(values: Any) -> Any:
+    """Copy CPU tensors, which an operation may read as scalars: the host may change them before it runs."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor if isinstance(tensor, CheckedTensor) else tensor.detach().clone(), values
+    )
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined,misc]
+    def is_available(self) -> bool:
+        return bool(_machines)
+
+    def has_primary_context(self, index: int) -> bool:
+        return bool(_machines)
+
+    def is_built(self) -> bool:
+        return True
+
+
+class _Module(types.ModuleType):
+    """Functions of `torch.checked` that torch calls."""
+
+    def is_initialized(self) -> bool:
+        return bool(_machines)
+
+    def is_available(self) -> bool:
+        return bool(_machines)
+
+    def current_device(self) -> int:
+        return active().current_device
+
+    def device_count(self) -> int:
+        return len(_machines[0].devices) if _machines else 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Nothing on this device draws random numbers."""
+
+    def _lazy_init(self) -> None:
+        """There is nothing to initialise."""
+
+
+@functools.cache
+def _register() -> tuple[torch.library.Library, ...]:
+    """Register the backend with torch, once per process."""
+    _setup_privateuseone_for_python_backend(NAME, _Module(f"torch.{NAME}"), _Hooks())
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), "PrivateUse1")
+    aten = torch.library.Library("aten", "IMPL")
+    aten.impl("copy_", _copy, "PrivateUse1")  # `torch.tensor` calls it where the fallback is excluded
+    for name in ("arange", "arange.start", "arange.start_step"):  # torch would resize an empty tensor for them
+        overload = getattr(torch.ops.aten.arange, name.partition(".")[2] or "default")
+        aten.impl(name, functools.partial(_made, overload), "PrivateUse1")
+    return library, aten
+
+
+def _made(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return _launch(func, args, kwargs, writes=())
+
+
+def tensors_of(values: Any) -> Iterator[CheckedTensor]:
+    """Yield the tensors on the device."""
+    yield from (each for each in pytree.tree_leaves(values) if isinstance(each, CheckedTensor))
