@@ -41,11 +41,11 @@ class EngineRun:
         self._pool = pool
         self._ranges: NvtxRanges | None = None if recorder is None else recorder.ranges
         self._range: int | None = None  # profiler range of the current visit
-        self._ram = RamRun(pool.ram, programs.ram, pool.block_source, recorder)
+        self._ram = RamRun(pool.ram, programs.ram, pool.block_source, recorder, device=pool.device)
         self._recorder = recorder
         self._clock: Clock = recorder.clock if recorder is not None else clock_for(pool.device)
         self._sync = ThreadSync()
-        self._thread = RunThread("wanstream-fetch", self._fetch_all, failed=self._sync.end_issuing)
+        self._thread = RunThread("wanstream-fetch", self._fetch_all, device=pool.device, failed=self._sync.end_issuing)
         self._pending_blocks: list[PendingBlock | None] = [None] * len(self.program.fetches)
         self._recent_ends: deque[DeviceEvent] = deque(maxlen=PACE)
         """Ends of the last `PACE` visits."""

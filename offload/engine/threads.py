@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
+from ...devices import runtime_for
+
 
 class RunStopped(Exception):
     """Ends a thread whose run has ended while it still had work; not an error."""
@@ -96,11 +98,14 @@ class RunThread:
     Args:
         name: name of the thread.
         work: may raise `RunStopped`, which is not an error.
+        device: device of the work.
         failed: called after `work` has raised any other exception.
     """
 
-    def __init__(self, name: str, work: Callable[[], None], *, failed: Callable[[], None]) -> None:
-        self._work, self._failed = work, failed
+    def __init__(
+        self, name: str, work: Callable[[], None], *, device: torch.device, failed: Callable[[], None]
+    ) -> None:
+        self._work, self._device, self._failed = work, device, failed
         # A daemon: a run that was never ended, because a forward raised, must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._ended: Future[None] = Future()
@@ -126,6 +131,10 @@ class RunThread:
 
     def _run(self) -> None:
         try:
+            runtime = runtime_for(self._device)
+            if runtime is not None:
+                # A new thread is on device 0: leaving a stream would create a context of about 0.5 GB there.
+                runtime.enter_thread()
             self._work()
         except RunStopped:
             self._ended.set_result(None)

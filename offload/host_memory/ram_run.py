@@ -24,9 +24,18 @@ class RamRun:
         ram: program to execute.
         source: source of the stored bytes.
         recorder: recorder of the run; the reads are measured for it.
+        device: device that blocks are copied to.
     """
 
-    def __init__(self, slots: RamSlots, ram: RamProgram, source: BlockSource, recorder: Recorder | None) -> None:
+    def __init__(
+        self,
+        slots: RamSlots,
+        ram: RamProgram,
+        source: BlockSource,
+        recorder: Recorder | None,
+        *,
+        device: torch.device,
+    ) -> None:
         self.reads: list[Fetch] = []
         self._slots = slots
         self._ram = ram
@@ -35,7 +44,7 @@ class RamRun:
         self._spans: dict[int, ReadSpan] = {}  # by the first visit of the RAM program that needs the read
         self._straight: dict[int, ReadSpan] = {}  # by fetch of the device program
         self._sync = ThreadSync()
-        self._thread = RunThread("wanstream-ram", self._read_all, failed=self._sync.end_issuing)
+        self._thread = RunThread("wanstream-ram", self._read_all, device=device, failed=self._sync.end_issuing)
         self._last_taken: dict[int, int] = {}  # slot -> visit
 
     @property

@@ -27,6 +27,13 @@ class Accelerator:
     """The machine of a checked device; None for a real one."""
 
     @property
+    def other(self) -> torch.device:
+        """A second device; skips the test if there is none."""
+        if self.runtime.count() < 2:
+            pytest.skip("needs two devices")
+        return torch.device(self.device.type, 1)
+
+    @property
     def device(self) -> torch.device:
         return self.runtime.device
 
@@ -59,7 +66,8 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
         yield _accelerator(torch.device("cuda", 0), None)
         return
     # The seed is that of the test's name, so that every run of a test takes the same order.
-    with checked_machine(sum(request.node.name.encode())) as machine:
+    # Two devices, so that a thread that has not set its own is reported.
+    with checked_machine(sum(request.node.name.encode()), devices=2) as machine:
         machine.set_device(0)
         yield _accelerator(torch.device("checked", 0), machine)
         request.node.funcargs.clear()  # other fixtures of the test have tensors on the device

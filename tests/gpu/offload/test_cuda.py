@@ -477,9 +477,8 @@ def test_residents_that_stay_are_not_fetched_again(gpu, stacks, hidden, plain):
         assert torch.equal(streamed(gpu, handle, stacks, hidden), expected)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("policy", ["layerwise 1", "layerwise pinned"])
 def test_a_device_that_is_not_the_present_one(gpu, stacks, hidden, plain, policy):
     expected = plain(STEPS).cpu()
-    with attach_offload(stacks, policy=POLICIES[policy], device="cuda:1", follow_forward=False) as handle:
-        assert torch.equal(streamed(gpu, handle, stacks, hidden.to("cuda:1")).cpu(), expected)
+    with attach_offload(stacks, policy=POLICIES[policy], device=gpu.other, follow_forward=False) as handle:
+        assert torch.equal(streamed(gpu, handle, stacks, hidden.to(gpu.other)).cpu(), expected)

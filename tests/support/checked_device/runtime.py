@@ -35,17 +35,17 @@ class CheckedRuntime(DeviceRuntime):
 
     @property
     def _fake(self) -> Device:
-        machine = active()
-        machine.check_thread()
-        return machine.devices[self.device.index or 0]
+        return active().devices[self.device.index or 0]
 
     def stream(self) -> DeviceStream:
         return self._fake.new_stream()
 
     def current_stream(self) -> DeviceStream:
+        active().check_thread()
         return active().current_stream(self._fake.index)
 
     def on_stream(self, stream: DeviceStream) -> AbstractContextManager[object]:
+        active().check_thread()
         return active().on_stream(cast(Stream, stream))
 
     def event(self, *, timing: bool = False, blocking: bool = False) -> DeviceEvent:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 from wanstream.offload.engine.threads import RunStopped, RunThread, ThreadSync
 
 WAITS = {"issued": lambda progress: progress.await_issued(3), "released": lambda progress: progress.await_released(3)}
 NOTES = {"issued": lambda progress: progress.note_issued(3), "released": lambda progress: progress.note_released(3)}
+
+CPU = torch.device("cpu")
 
 
 def waiting(progress: ThreadSync, what: str) -> tuple[threading.Thread, list[str]]:
@@ -75,7 +78,7 @@ def test_an_error_is_known_before_others_are_woken_and_raised_again():
     def work() -> None:
         raise OSError("the disk went away")
 
-    thread = RunThread("wanstream-test", work, failed=lambda: seen.append(thread.error))
+    thread = RunThread("wanstream-test", work, device=CPU, failed=lambda: seen.append(thread.error))
     thread.start()
     thread.join()
     assert isinstance(seen[0], OSError)
@@ -90,7 +93,7 @@ def test_to_be_stopped_is_no_error():
     def failed() -> None:
         raise AssertionError("this is no failure")
 
-    thread = RunThread("wanstream-test", work, failed=failed)
+    thread = RunThread("wanstream-test", work, device=CPU, failed=failed)
     thread.join()  # never started
     thread.start()
     thread.join()
