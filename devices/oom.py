@@ -11,8 +11,10 @@ CUDA_OUT_OF_MEMORY = 2
 
 LIBRARY_OOM_MESSAGES = (
     "CUDA error: out of memory",
+    "HIP error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )

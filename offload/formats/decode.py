@@ -126,8 +126,8 @@ def row_scales(values: torch.Tensor, scales: torch.Tensor, work: torch.Tensor) -
 
 # Scaled and quantised values are converted through fp32 in chunks of about this many values. That bounds the extra
 # memory to 8 MB for a matrix of any size, plus the same for the integers of quantised ones. On a CPU it takes half the
-# time of converting the matrix at once, and 64 Ki to 4 Mi values perform equally; on a GPU a chunk takes three kernel
-# launches, or ten to thirty if it is quantised.
+# time of converting the matrix at once, and 64 Ki to 4 Mi values perform equally; on a GPU a chunk of quantised values
+# takes ten to thirty kernel launches.
 CHUNK_VALUES = 2 * 1024**2
 
 
@@ -170,6 +170,11 @@ def decode_tensor(
     """
     if packing is not None:
         _dequantise(stored, packing, into)
+    elif scale is not None and stored.dtype in FP8_DTYPES and into.device.type != "cpu":
+        # Two launches and no work tensor. The compute dtypes contain all fp8 values, and a factor with a dimension
+        # makes the product fp32 before it is rounded.
+        into.copy_(stored, non_blocking=True)
+        into.mul_(scale.to(into.device).view(-1, 1))
     elif scale is not None or _is_slow_to_convert(stored, into.dtype):
         _multiply(stored, None if scale is None else scale.to(stored.device), into)
     else:

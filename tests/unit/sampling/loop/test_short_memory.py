@@ -153,6 +153,8 @@ class DeviceError(RuntimeError):
 @pytest.mark.parametrize(
     ("error", "said"),
     [
+        (RuntimeError, "HIP error: out of memory"),
+        (RuntimeError, "HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
         (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         (RuntimeError, "CUDA error: out of memory"),
