@@ -234,6 +234,8 @@ class BlockPool:
             for buffer in self.buffers:
                 if buffer.state is BufferState.ABSENT:
                     buffer.restore(allocate_flat(self._route.buffer_bytes, self.device))
+            # Earlier work on this stream may still use the memory, and the next run may be on another stream.
+            self.backend.begin_run()
         finally:
             self.release()
 
