@@ -174,7 +174,8 @@ def decode_tensor(
         # Two launches and no work tensor. The compute dtypes contain all fp8 values, and a factor with a dimension
         # makes the product fp32 before it is rounded.
         into.copy_(stored, non_blocking=True)
-        into.mul_(scale.to(into.device).view(-1, 1))
+        factor = scale.to(into.device)
+        into.mul_(factor if factor.dim() else factor.view((1,) * into.dim()))
     elif scale is not None or _is_slow_to_convert(stored, into.dtype):
         _multiply(stored, None if scale is None else scale.to(stored.device), into)
     else:

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -36,6 +37,7 @@ class Files:
         self._flags, self._positional = flags, positional
         self._lock = threading.Lock()
         self._handles: dict[tuple[Path, int], FileIO] = {}
+        weakref.finalize(self, _close_all, self._handles)  # of an engine that is dropped without `close`
 
     def read_at(self, path: Path, position: int, into: memoryview) -> int:
         """Read up to `len(into)` bytes and return their number; 0 at the end of the file."""
@@ -52,9 +54,7 @@ class Files:
     def close(self) -> None:
         """Close all files. No read may be in progress."""
         with self._lock:
-            for handle in self._handles.values():
-                handle.close()
-            self._handles.clear()
+            _close_all(self._handles)
 
     def _handle(self, path: Path) -> FileIO:
         key = (path, 0 if self._positional else threading.get_ident())
@@ -62,6 +62,11 @@ class Files:
             if key not in self._handles:
                 self._handles[key] = FileIO(path, opener=lambda name, flags: os.open(name, flags | self._flags))
             return self._handles[key]
+
+
+def _close_all(handles: dict[tuple[Path, int], FileIO]) -> None:
+    while handles:
+        handles.popitem()[1].close()
 
 
 logger = logging.getLogger(__name__)

@@ -30,6 +30,13 @@ def test_fp8_takes_two_launches_and_no_memory(
     assert torch.equal(into.cpu().nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
+def test_a_scaled_vector_is_decoded(gpu: Accelerator) -> None:
+    stored = torch.arange(1, 7, dtype=torch.float32).to(torch.float8_e4m3fn)
+    into = torch.empty(6, dtype=torch.bfloat16, device=gpu.device)
+    decode_tensor(stored.to(gpu.device), into, scale=torch.tensor(0.5, device=gpu.device))
+    assert torch.equal(into.cpu(), (stored.float() * 0.5).bfloat16())
+
+
 def test_a_long_matrix_takes_no_more(gpu: Accelerator) -> None:
     rows = CHUNK_VALUES // 1024 + 5
     stored = torch.zeros(rows, 1024, dtype=torch.float8_e4m3fn, device=gpu.device)
