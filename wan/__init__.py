@@ -1,7 +1,7 @@
 """Wan2.1 and Wan2.2 models: experts, LoRAs, text encoders, image encoder and VAEs.
 
 ComfyUI imports our nodes, and with them this package, at its start: its modules import diffusers and transformers
-inside functions only.
+inside functions only, and `experts/embedders.py`, which needs diffusers, is imported there too.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import nn
 
-from ...offload import FileTensor, WeightPatch, decode_tensor, read_tensors
+from ...devices import insufficient_ram
+from ...offload import FileTensor, InsufficientRamError, WeightPatch, decode_tensor, read_tensors
 from ..checkpoint.meta_model import (
     PARTS,
     EmbedderPart,
@@ -195,6 +196,12 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
 
     def _read(self, part: Part) -> tuple[Tensors, Tensors]:
         tensors, scales = self._stored[part], self._experts[part[0]].scales
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        if (available := insufficient_ram(nbytes)) is not None:
+            raise InsufficientRamError(
+                f"{nbytes / 1e9:.1f} GB of RAM for the parameters outside the blocks of the {part[0]} expert, "
+                f"{available / 1e9:.1f} GB are available: keep fewer blocks in RAM, or close other programs"
+            )
         return read_tensors(tensors), read_tensors({full: scales[full] for full in tensors if full in scales})
 
     def _load(self, part: Part) -> Tensors:

@@ -288,6 +288,7 @@ def _last_lines(decoded: torch.Tensor, extent: int, *, dim: int) -> torch.Tensor
 
 def _blend(before: torch.Tensor, after: torch.Tensor, extent: int, patch: int, *, dim: int) -> None:
     """Fade from the last `extent` lines of `before` to the first of `after`, in place, in steps of `patch` lines."""
+    assert before.shape[1] == after.shape[1], "every tile is added in the same portions of frames"
     steps = min(before.shape[dim], after.shape[dim], extent) // patch
     start = before.shape[dim] - steps * patch
     for at in range(steps):

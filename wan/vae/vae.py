@@ -192,6 +192,7 @@ class WanVae(AbstractContextManager["WanVae"]):
             for part in decoded_frames(vae, crop(moved, tile)):
                 blender.add_frames(tile, part.cpu().float())
                 check()
+        del blender, part  # the caller may write the video before it resumes this generator
         if into is None:
             yield frames
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from wanstream.offload import InsufficientRamError, read_tensors
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.wan_fixtures import wait_for_embedders
 from wanstream.wan import ExpertPair
@@ -114,9 +117,19 @@ class TestRows:
 
 
 class TestWeights:
-    def test_are_there_for_a_moment_only(self, pair: ExpertPair, engine: ExpertEngine) -> None:
+    def test_are_there_for_a_moment_only(
+        self, pair: ExpertPair, engine: ExpertEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for name in (H, L):
             engine.models[name]
+        stored: list[weakref.ref[torch.Tensor]] = []
+
+        def noted(tensors: Any) -> dict[str, torch.Tensor]:
+            read = read_tensors(tensors)
+            stored.extend(map(weakref.ref, read.values()))
+            return read
+
+        monkeypatch.setattr("wanstream.wan.experts.models.read_tensors", noted)
         resident = engine.loaded_bytes
         engine.expect(TIMES, {H: [_text(1)], L: [_text(1)]})
         for expert in (H, L):
@@ -124,6 +137,16 @@ class TestWeights:
             assert all(parameter.is_meta for parameter in _embedder(engine, expert).parameters())
         assert engine.loaded_bytes == resident
         assert wait_for_embedders(engine) == 0
+        gc.collect()
+        assert stored
+        assert not any(tensor() is not None for tensor in stored), "nothing keeps the bytes of the file"
+
+    def test_too_little_ram_is_refused_with_figures(
+        self, engine: ExpertEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("wanstream.wan.experts.models.insufficient_ram", lambda nbytes: 10**8)
+        with pytest.raises(InsufficientRamError, match=r"of the high expert, 0\.1 GB are available: keep fewer"):
+            _rows(engine, H, 55.0, _text(3))
 
     def test_an_expected_run_reads_each_once_and_the_next_equal_one_nothing(
         self, pair: ExpertPair, engine: ExpertEngine
