@@ -17,6 +17,12 @@ LONG = 4_000_000
 
 HAS_REAL = gpu_count() > 0
 
+CAPACITY = 2**30
+"""Bytes of a checked device."""
+
+DTYPE = torch.bfloat16 if HAS_REAL else torch.float32
+"""Compute dtype: products of bf16 take 50 times as long as those of fp32 on a CPU without AVX-512."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Accelerator:
@@ -44,6 +50,28 @@ class Accelerator:
         else:
             self.machine.current_stream(self.machine.current_device).delay()
 
+    def need_kernels(self, reason: str) -> None:
+        """Skip a test on the checked device that proves something only with the kernels of a real one."""
+        if self.machine is not None:
+            pytest.skip(f"needs real kernels: {reason}")
+
+    def empty_cache(self) -> None:
+        """Return cached memory to the device."""
+        if self.machine is None:
+            torch.cuda.empty_cache()
+        else:
+            for device in self.machine.devices:
+                device.empty_cache()
+
+    def limit(self, nbytes: int | None) -> None:
+        """Let this process allocate at most that much of the device; None: all of it."""
+        self.empty_cache()
+        total = self.runtime.memory().total
+        if self.machine is None:
+            torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else nbytes / total)
+        else:
+            self.machine.devices[0].capacity = CAPACITY if nbytes is None else nbytes
+
     def is_locked(self, memory: torch.Tensor) -> bool:
         """Return True if all of `memory` is page-locked."""
         return memory.is_pinned() if self.machine is None else self.machine.locked_range(memory) is not None
@@ -67,7 +95,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
         return
     # The seed is that of the test's name, so that every run of a test takes the same order.
     # Two devices, so that a thread that has not set its own is reported.
-    with checked_machine(sum(request.node.name.encode()), devices=2) as machine:
+    with checked_machine(sum(request.node.name.encode()), devices=2, capacity=CAPACITY) as machine:
         machine.set_device(0)
         yield _accelerator(torch.device("checked", 0), machine)
         request.node.funcargs.clear()  # other fixtures of the test have tensors on the device

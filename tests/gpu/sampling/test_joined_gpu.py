@@ -18,24 +18,19 @@ from wanstream.sampling import (
     working_bytes,
 )
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.accelerator import DTYPE, HAS_REAL, Accelerator
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
-]
-
-CUDA = torch.device("cuda")
-SHAPE = {"layers": 4, "heads": 8, "ffn_dim": 4096}
-LATENT = (1, 16, 5, 32, 48)
+SHAPE = {"layers": 4, "heads": 8, "ffn_dim": 4096} if HAS_REAL else {"layers": 2}
+LATENT = (1, 16, 5, 32, 48) if HAS_REAL else (1, 16, 5, 8, 12)
 LAYERWISE = OffloadPolicy.layerwise(1)
 
 
 @pytest.fixture
 def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
-    folders = [tiny_expert_folder(seed=seed, dtype=torch.bfloat16, **SHAPE) for seed in (1, 2)]
-    with open_experts(*folders, compute_dtype=torch.bfloat16) as opened:
+    folders = [tiny_expert_folder(seed=seed, dtype=DTYPE, **SHAPE) for seed in (1, 2)]
+    with open_experts(*folders, compute_dtype=DTYPE) as opened:
         yield opened
 
 
@@ -58,11 +53,11 @@ def lanes(make_request: Callable[..., DenoiseRequest]) -> list[DenoiseRequest]:
 
 @pytest.mark.parametrize("source", ["file", "pinned"])
 def test_lanes_are_single_runs_to_the_bit_and_move_a_quarter(
-    source: str, pair: ExpertPair, lanes: list[DenoiseRequest]
+    gpu: Accelerator, source: str, pair: ExpertPair, lanes: list[DenoiseRequest]
 ) -> None:
     policy = OffloadPolicy.layerwise(1, source=source)
-    alone = [denoise(pair, request, policy=policy, device=CUDA) for request in lanes]
-    together = denoise(pair, merge_requests(lanes), policy=policy, device=CUDA)
+    alone = [denoise(pair, request, policy=policy, device=gpu.device) for request in lanes]
+    together = denoise(pair, merge_requests(lanes), policy=policy, device=gpu.device)
     for own, single in zip(together.latents.split(1), alone, strict=True):
         assert torch.equal(own, single.latents)
     assert [step.bytes_moved for step in together.timeline.steps] == [
@@ -70,28 +65,28 @@ def test_lanes_are_single_runs_to_the_bit_and_move_a_quarter(
     ]
 
 
-def test_lanes_take_the_estimated_memory(pair: ExpertPair, lanes: list[DenoiseRequest]) -> None:
+def test_lanes_take_the_estimated_memory(gpu: Accelerator, pair: ExpertPair, lanes: list[DenoiseRequest]) -> None:
     request = merge_requests(lanes)
-    denoise(pair, request, policy=LAYERWISE, device=CUDA)  # libraries have allocated their workspaces now
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    denoise(pair, request, policy=LAYERWISE, device=CUDA)
-    taken = torch.cuda.max_memory_allocated() - before
+    denoise(pair, request, policy=LAYERWISE, device=gpu.device)  # libraries have allocated their workspaces now
+    before = gpu.runtime.allocated_bytes()
+    gpu.runtime.reset_peaks()
+    denoise(pair, request, policy=LAYERWISE, device=gpu.device)
+    taken = gpu.runtime.allocated_bytes(peak=True) - before
     estimated = working_bytes(pair, request.noise.shape, guided=True)
     assert taken <= 1.15 * estimated
 
 
 def test_lanes_that_do_not_fit_are_refused_before_they_are_computed(
-    pair: ExpertPair, lanes: list[DenoiseRequest]
+    gpu: Accelerator, pair: ExpertPair, lanes: list[DenoiseRequest]
 ) -> None:
     request = merge_requests(lanes)
-    check_room(pair, request, LAYERWISE, CUDA)
-    free = free_bytes(CUDA)
+    check_room(pair, request, LAYERWISE, gpu.device)
+    free = free_bytes(gpu.device)
     assert free is not None
-    needed = working_bytes(pair, request.noise.shape, guided=True) + pair.device_bytes(LAYERWISE, device=CUDA)
-    others = torch.empty(free - needed // 4, dtype=torch.uint8, device=CUDA)
+    needed = working_bytes(pair, request.noise.shape, guided=True) + pair.device_bytes(LAYERWISE, device=gpu.device)
+    others = torch.empty(free - needed // 4, dtype=torch.uint8, device=gpu.device)
     with pytest.raises(InsufficientMemoryError, match="4 videos at once need"):
-        check_room(pair, request, LAYERWISE, CUDA)
+        check_room(pair, request, LAYERWISE, gpu.device)
     del others
-    torch.cuda.empty_cache()
-    check_room(pair, request, LAYERWISE, CUDA)
+    gpu.empty_cache()
+    check_room(pair, request, LAYERWISE, gpu.device)

@@ -12,97 +12,87 @@ import torch
 from wanstream.devices import free_bytes
 from wanstream.sampling import DenoiseRequest, InsufficientMemoryError, denoise
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.accelerator import DTYPE, HAS_REAL, Accelerator
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
-]
-
-CUDA = "cuda"
-SHAPE = {"layers": 8, "heads": 8, "ffn_dim": 4096}
+SHAPE = {"layers": 8, "heads": 8, "ffn_dim": 4096} if HAS_REAL else {"layers": 6}
 RESIDENT = OffloadPolicy.resident()
 
 
 @pytest.fixture
 def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
-    folders = [tiny_expert_folder(seed=seed, dtype=torch.bfloat16, **SHAPE) for seed in (1, 2)]
-    with open_experts(*folders, compute_dtype=torch.bfloat16) as opened:
+    folders = [tiny_expert_folder(seed=seed, dtype=DTYPE, **SHAPE) for seed in (1, 2)]
+    with open_experts(*folders, compute_dtype=DTYPE) as opened:
         yield opened
 
 
 @pytest.fixture
-def limit() -> Iterator[Callable[[int], None]]:
+def limit(gpu: Accelerator) -> Iterator[Callable[[int], None]]:
     """`limit(nbytes)`: let torch allocate at most that much of the device until the end of the test."""
 
-    def to(nbytes: int) -> None:
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(nbytes / torch.cuda.get_device_properties(0).total_memory)
-
-    yield to
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.cuda.empty_cache()
+    yield gpu.limit
+    gpu.limit(None)
 
 
 @pytest.fixture
 def wide(make_request: Callable[..., DenoiseRequest]) -> DenoiseRequest:
     """Latents of 7680 tokens: a step needs many times the memory of a block."""
     draw = torch.Generator().manual_seed(10)
-    return make_request(noise=torch.randn(1, 16, 5, 64, 96, generator=draw))
+    return make_request(noise=torch.randn(*((1, 16, 5, 64, 96) if HAS_REAL else (1, 16, 3, 16, 24)), generator=draw))
 
 
-def _run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = RESIDENT) -> Any:
-    return denoise(pair, request, policy=policy, device=CUDA)
+def _run(gpu: Accelerator, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = RESIDENT) -> Any:
+    return denoise(pair, request, policy=policy, device=gpu.device)
 
 
-def _peak(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> int:
+def _peak(gpu: Accelerator, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> int:
     """Bytes that torch allocates on the device for a run under `policy`."""
     pair.close()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    _run(pair, request, policy)
-    peak = torch.cuda.max_memory_reserved()
+    gpu.empty_cache()
+    gpu.runtime.reset_peaks()
+    _run(gpu, pair, request, policy)
+    peak = gpu.runtime.reserved_bytes(peak=True)
     pair.close()
     return peak
 
 
 def test_a_run_that_does_not_fit_as_asked_ends_with_the_same_bits(
-    pair: ExpertPair, wide: DenoiseRequest, limit: Callable[[int], None]
+    gpu: Accelerator, pair: ExpertPair, wide: DenoiseRequest, limit: Callable[[int], None]
 ) -> None:
-    whole = _run(pair, wide).latents
-    least = _peak(pair, wide, OffloadPolicy.layerwise(1))
-    most = _peak(pair, wide, RESIDENT)
+    whole = _run(gpu, pair, wide).latents
+    least = _peak(gpu, pair, wide, OffloadPolicy.layerwise(1))
+    most = _peak(gpu, pair, wide, RESIDENT)
     assert most > least
     limit((least + most) // 2)
-    disturbed = _run(pair, wide)
+    disturbed = _run(gpu, pair, wide)
     assert torch.equal(disturbed.latents, whole)
     assert disturbed.timeline.changes
     assert all(change.startswith("out of memory in step 0 ") for change in disturbed.timeline.changes)
     assert len(disturbed.timeline.changes) <= 5, "16 buffers are not given up one by one"
-    assert pair.loaded_bytes < pair.device_bytes(RESIDENT, device=CUDA)
+    assert pair.loaded_bytes < pair.device_bytes(RESIDENT, device=gpu.device)
 
 
 def test_where_two_buffers_do_not_fit_the_device_is_free_afterwards(
-    pair: ExpertPair, wide: DenoiseRequest, limit: Callable[[int], None]
+    gpu: Accelerator, pair: ExpertPair, wide: DenoiseRequest, limit: Callable[[int], None]
 ) -> None:
-    whole = _run(pair, wide).latents
+    whole = _run(gpu, pair, wide).latents
     pair.close()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    weights = pair.device_bytes(OffloadPolicy.layerwise(1), device=CUDA)
+    gpu.empty_cache()
+    before = gpu.runtime.allocated_bytes()
+    weights = pair.device_bytes(OffloadPolicy.layerwise(1), device=gpu.device)
     limit(before + weights + 2**21)
     with pytest.raises(InsufficientMemoryError, match="no smaller policy is left") as refused:
-        _run(pair, wide)
+        _run(gpu, pair, wide)
     assert " GB are free" in str(refused.value) or " MB are free" in str(refused.value)
-    assert torch.cuda.memory_allocated() - before <= weights, "nothing of the failed steps is left"
+    assert gpu.runtime.allocated_bytes() - before <= weights, "nothing of the failed steps is left"
     pair.close()
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    assert torch.equal(_run(pair, wide).latents, whole)
+    gpu.limit(None)
+    assert torch.equal(_run(gpu, pair, wide).latents, whole)
 
 
-def test_what_torch_can_give_out_is_what_is_free_and_what_it_keeps() -> None:
-    device = torch.device(CUDA, torch.cuda.current_device())
+def test_what_torch_can_give_out_is_what_is_free_and_what_it_keeps(gpu) -> None:
+    device = gpu.device
     before = free_bytes(device)
     assert before is not None
     held = torch.empty(2**28, dtype=torch.uint8, device=device)

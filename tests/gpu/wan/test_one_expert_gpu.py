@@ -12,36 +12,36 @@ from diffusers import WanTransformer3DModel
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.model import make_image_encoder, save_image_encoder
+from wanstream.tests.support.accelerator import Accelerator
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.open import open_single_model
 from wanstream.wan.image_encoder import clip_pixels, open_image_encoder
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
-]
-
 IMAGE = {"in_channels": 36, "image_dim": 80}
 
 
-def _normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).cuda()
+def _normal(gpu: Accelerator, *shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(gpu.device)
 
 
 @pytest.mark.parametrize("chunk", [None, 256])
-def test_an_image_branch_streams(chunk: int | None, tiny_expert_folder: Callable[..., Path]) -> None:
+def test_an_image_branch_streams(gpu: Accelerator, chunk: int | None, tiny_expert_folder: Callable[..., Path]) -> None:
     folder = tiny_expert_folder(**IMAGE)
-    model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=torch.bfloat16).requires_grad_(False).cuda()
+    model = (
+        WanTransformer3DModel.from_pretrained(folder, torch_dtype=torch.bfloat16).requires_grad_(False).to(gpu.device)
+    )
     lane = Lane(
-        latents=_normal(1, 36, 3, 16, 24, seed=1), text=_normal(1, 512, 4096, seed=2), image=_normal(1, 17, 80, seed=3)
+        latents=_normal(gpu, 1, 36, 3, 16, 24, seed=1),
+        text=_normal(gpu, 1, 512, 4096, seed=2),
+        image=_normal(gpu, 1, 17, 80, seed=3),
     )
     assert lane.image is not None
     given = [tensor.bfloat16() for tensor in (lane.latents, lane.text, lane.image)]
     policy = OffloadPolicy(kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, chunk_tokens=chunk)
     with torch.inference_mode(), open_single_model(folder) as pair:
         latents, text, image = given
-        expected = model(latents, torch.tensor([937.5]).cuda(), text, image, return_dict=False)[0]
-        engine = pair.engine(policy, "cuda")
+        expected = model(latents, torch.tensor([937.5]).to(gpu.device), text, image, return_dict=False)[0]
+        engine = pair.engine(policy, gpu.device)
         with engine.run(step_visits(["high"], engine.block_counts)) as run:
             found = forward_lanes(
                 engine.models["high"], [lane], torch.tensor([937.5]), lambda block: run.visit(0, "high", block)
@@ -49,11 +49,11 @@ def test_an_image_branch_streams(chunk: int | None, tiny_expert_folder: Callable
         assert (found - expected).float().norm() / expected.float().norm() < 1e-2
 
 
-def test_clip_sees_the_same(tmp_path: Path) -> None:
+def test_clip_sees_the_same(gpu: Accelerator, tmp_path: Path) -> None:
     encoder = make_image_encoder(seed=1, image_size=28)
     save_image_encoder(encoder, tmp_path / "clip.safetensors", dtype=torch.float32)
     images = torch.rand(1, 40, 56, 3, generator=torch.Generator().manual_seed(0))
-    seen = open_image_encoder(tmp_path / "clip.safetensors").encode(images, device="cuda").penultimate_hidden_states
+    seen = open_image_encoder(tmp_path / "clip.safetensors").encode(images, device=gpu.device).penultimate_hidden_states
     with torch.no_grad():
         expected = encoder(pixel_values=clip_pixels(images, 28), output_hidden_states=True).hidden_states[-2]
     assert seen.device.type == "cpu"

@@ -38,12 +38,12 @@ class Work:
 
     __slots__ = ("before", "end", "run", "slow", "stream")
 
-    def __init__(self, stream: Stream, run: Callable[[], object], before: list[Work]) -> None:
+    def __init__(self, stream: Stream, run: Callable[[], object], before: list[Work], *, slow: bool) -> None:
         self.stream, self.before = stream, before
         self.run: Callable[[], object] | None = run
         self.end = 0.0
         """Time at which it was executed, for `Event.elapsed_time`."""
-        self.slow = False
+        self.slow = slow
         """True for work that is executed only when the host waits for it."""
 
     @property
@@ -52,7 +52,12 @@ class Work:
 
     def execute(self) -> None:
         assert self.run is not None
-        self.run()
+        machine = self.stream.machine
+        machine.executing = True
+        try:
+            self.run()
+        finally:
+            machine.executing = False
         self.end = time.perf_counter()
         self.run, self.before = None, []
 
@@ -67,7 +72,7 @@ class Stream(Actor):
         self.last: Work | None = None
         self._waits: list[Work] = []
 
-    def issue(self, run: Callable[[], object], accesses: Sequence[Range], words: str) -> Work:
+    def issue(self, run: Callable[[], object], accesses: Sequence[Range], words: str, *, slow: bool = False) -> Work:
         """Append work that reads and writes the ranges of `accesses`."""
         machine = self.machine
         with machine.lock:
@@ -77,7 +82,7 @@ class Stream(Actor):
                 each.history.add(each.start, each.stop, actor=self, words=f"{words} on {self.name}", write=each.write)
             before = [work for work in (self.last, *self._waits) if work is not None and not work.done]
             self._waits.clear()
-            work = Work(self, run, before)
+            work = Work(self, run, before, slow=slow)
             self.last = work
             self.pending.append(work)
             machine.host().tick()
@@ -87,7 +92,7 @@ class Stream(Actor):
     def delay(self) -> None:
         """Execute the work issued from now on only when the host waits for it."""
         with self.machine.lock:
-            self.issue(lambda: None, (), "delay").slow = True
+            self.issue(lambda: None, (), "delay", slow=True)
 
     def wait_event(self, event: Event) -> None:
         with self.machine.lock:
@@ -310,6 +315,7 @@ class Machine:
         self.locked: dict[int, LockedRange] = {}
         self.refuse_locks_beyond: int | None = None
         self._thread = ThreadState()
+        self.executing = False
 
     def report(self, problem: str) -> None:
         """Note a problem once."""
@@ -365,7 +371,8 @@ class Machine:
 
     def drift(self) -> None:
         """Execute some of the work that could run now."""
-        while self._random.random() < self._eagerness:
+        # A tensor that is collected in the middle of work records events: nothing may overtake that work.
+        while not self.executing and self._random.random() < self._eagerness:
             heads = [stream.pending[0] for device in self.devices for stream in device.streams if stream.pending]
             ready = [work for work in heads if not work.slow and all(each.done for each in work.before)]
             if not ready:

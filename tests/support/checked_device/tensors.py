@@ -142,31 +142,68 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: Sequence[torch.Tensor]) -> Any:
     """Issue an operation to the current stream of its device; `writes` are its arguments that it changes."""
     machine = active()
-    given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, CheckedTensor)]
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    given = [each for each in leaves if isinstance(each, CheckedTensor)]
     device = _device_of(given, kwargs)
     _check_devices(func, given, device)
-    args, kwargs = _snapshots(args), _snapshots(kwargs)
     ranges = [each.range(write=any(each is one for one in writes)) for each in given]
+    on_cpu = [_value_on_cpu(each) for each in leaves]
+
+    def compute() -> Any:
+        bases, named = pytree.tree_unflatten(on_cpu, structure)
+        return func(*bases, **named)
+
     if writes:
-        bases, named = _bases(args), _bases(kwargs)
-        _issue(device, lambda: func(*bases, **named), ranges, func)
+        _issue(device, compute, ranges, func)
         machine.launches += 1
         return writes[0] if len(writes) == 1 else tuple(writes)
-    meta = func(*_metas(args), **_metas(kwargs))
-    outputs = pytree.tree_map_only(torch.Tensor, lambda like: _allocate(like, device), meta)
-    made = [each for each in pytree.tree_leaves(outputs) if isinstance(each, CheckedTensor)]
+    likes, shape = _outputs(func, leaves, structure)
+    outputs = [_allocate(like, device) if isinstance(like, torch.Tensor) else like for like in likes]
+    made = [each for each in outputs if isinstance(each, CheckedTensor)]
     targets = [each.base for each in made]
-    bases, named = _bases(args), _bases(_on_cpu(kwargs))
 
-    def compute() -> None:
-        results = [each for each in pytree.tree_leaves(func(*bases, **named)) if isinstance(each, torch.Tensor)]
+    def compute_into() -> None:
+        results = [each for each in pytree.tree_leaves(compute()) if isinstance(each, torch.Tensor)]
         for target, result in zip(targets, results, strict=True):
             target.copy_(result)
 
     if _has_values(func):
-        _issue(device, compute, [*ranges, *(each.range(write=True) for each in made)], func)
+        _issue(device, compute_into, [*ranges, *(each.range(write=True) for each in made)], func)
         machine.launches += 1
-    return outputs
+    return pytree.tree_unflatten(outputs, shape)
+
+
+_OUTPUTS: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
+
+
+def _outputs(func: Any, leaves: list[Any], structure: pytree.TreeSpec) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves of the result as meta tensors, and its structure; they depend on no values."""
+    key = (func, structure, *map(_key, leaves))
+    if key not in _OUTPUTS:
+        args, kwargs = pytree.tree_unflatten([_on_meta(each) for each in leaves], structure)
+        _OUTPUTS[key] = pytree.tree_flatten(func(*args, **kwargs))
+    return _OUTPUTS[key]
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype
+    return type(leaf), leaf
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return _meta(leaf)
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+
+def _value_on_cpu(leaf: Any) -> Any:
+    """Return the argument for the CPU's kernel; CPU tensors are copied, because the host may change them before."""
+    if isinstance(leaf, CheckedTensor):
+        return leaf.base
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone()
+    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
 def _has_values(func: Any) -> bool:
@@ -288,26 +325,12 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _metas(values: Any) -> Any:
-    values = pytree.tree_map_only(torch.Tensor, _meta, values)
-    if isinstance(values, dict) and values.get("device") is not None:
-        values["device"] = torch.device("meta")
-    return values
-
-
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
 
 
 def _bases(values: Any) -> Any:
     return pytree.tree_map_only(CheckedTensor, lambda tensor: tensor.base, values)
-
-
-def _snapshots(values: Any) -> Any:
-    """Copy CPU tensors, which an operation may read as scalars: the host may change them before it runs."""
-    return pytree.tree_map_only(
-        torch.Tensor, lambda tensor: tensor if isinstance(tensor, CheckedTensor) else tensor.detach().clone(), values
-    )
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined,misc]
