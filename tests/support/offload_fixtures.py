@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.devices import PageLockError
+from wanstream.devices import DeviceRuntime, Event, PageLockError, runtime_for
 from wanstream.offload.sharding.group import GatherBrokenError, Sharded
 from wanstream.offload.sources.base import BlockSource, SourceError
 from wanstream.plan import BlockKey
@@ -115,6 +115,8 @@ class ThreadGroup:
         self.size = size
         self.gathers = [0] * size
         self.owns: list[torch.Tensor | None] = [None] * size
+        self.arrived: list[Event | None] = [None] * size
+        self.done: list[Event | None] = [None] * size
         self.statements = [b""] * size
         self.meeting, self.gathering = (threading.Barrier(size, timeout=wait_s) for _ in range(2))
 
@@ -138,18 +140,31 @@ class ThreadGather:
     def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
         assert into.numel() == self.size * own.numel()
         self.group.owns[self.rank] = own
-        if own.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        self._wait(self.group.gathering)
+        runtime = runtime_for(own.device)
+        if runtime is not None:
+            self._order(runtime, self.group.arrived)
+        else:
+            self._wait(self.group.gathering)
         for part, other in zip(into.split(own.numel()), self.group.owns, strict=True):
             part.copy_(other)
-        if own.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        self._wait(self.group.gathering)
+        if runtime is not None:
+            self._order(runtime, self.group.done)
+        else:
+            self._wait(self.group.gathering)
         self.group.gathers[self.rank] += 1
 
     def abort(self) -> None:
         self.group.gathering.abort()
+
+    def _order(self, runtime: DeviceRuntime, events: list[Event | None]) -> None:
+        """Order the current streams of all ranks behind each other; the host does not wait for the device."""
+        stream, event = runtime.current_stream(), runtime.event()
+        event.record(stream)
+        events[self.rank] = event
+        self._wait(self.group.gathering)
+        for other in events:
+            assert other is not None
+            stream.wait_event(other)
 
     def _wait(self, barrier: threading.Barrier) -> None:
         try:

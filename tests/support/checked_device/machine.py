@@ -109,10 +109,13 @@ class Stream(Actor):
         self.wait_event(event)
 
     def synchronize(self) -> None:
-        self.machine.wait_on_host(self.last, self.clock, f"{self.name}.synchronize")
+        with self.machine.lock:
+            # Waits without work behind them count too.
+            work = self.issue(lambda: None, (), "synchronize")
+            self.machine.wait_on_host(work, dict(self.clock), f"{self.name}.synchronize")
 
     def query(self) -> bool:
-        return self.last is None or self.last.done
+        return all(work.done for work in (self.last, *self._waits) if work is not None)
 
 
 class Event:

@@ -1,0 +1,578 @@
+"""Scenarios of the engine on a device with streams, each as small as it can be; every visit checks the bits it finds.
+
+`SCENARIOS` has them by name. They run unchanged on the checked device and on a real one, and the test of removed waits
+runs them with one wait, event or unlock missing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from wanstream.devices import Event
+from wanstream.offload import BlockPatch, GatherBrokenError, OffloadEngine, StoppedTogether, WeightPatch, attach_offload
+from wanstream.offload.engine.run import PACE
+from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_format, host_bytes, tensor_views
+from wanstream.offload.sharding.group import Sharded
+from wanstream.offload.sources.base import RangeSource
+from wanstream.plan import BlockKey, step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.telemetry import Recorder
+
+from .accelerator import HAS_REAL, Accelerator
+from .offload_fixtures import ThreadGroup
+
+COUNT, WIDTH = 4, 1024 if HAS_REAL else 16
+KEYS = [BlockKey("high", index) for index in range(COUNT)]
+RANK = 4
+
+LAYERWISE = OffloadPolicy.layerwise(1)
+DEEP = OffloadPolicy.layerwise(3)
+BLOCK_SWAP = OffloadPolicy.block_swap(3, 1)
+RESIDENT = OffloadPolicy.resident()
+PINNED = OffloadPolicy.layerwise(1, source="pinned")
+PARTLY_PINNED = replace(PINNED, ram_blocks=2)
+
+Scenario = Callable[[Accelerator], None]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+class Interrupted(Exception):
+    """Ends a run before its last visit."""
+
+
+class StoppedEarly(StoppedTogether):
+    """Ends a run on all ranks before the same visit."""
+
+
+class MemorySource(RangeSource):
+    """Blocks of one random matrix each, as fp32 or as fp8 with a scale. Reads take up to `longest_s`."""
+
+    def __init__(self, *, fp8: bool, longest_s: float) -> None:
+        random = torch.Generator().manual_seed(0)
+        dtype = torch.float8_e4m3fn if fp8 else torch.float32
+        stored = block_format({"weight": ((WIDTH, WIDTH), dtype)}, torch.bfloat16 if fp8 else dtype, ["weight"] * fp8)
+        self.formats: Mapping[BlockKey, BlockFormat] = dict.fromkeys(KEYS, stored)
+        self._scales = {key: {"weight": torch.rand((), generator=random) + 0.5} if fp8 else {} for key in KEYS}
+        self._blocks = {key: allocate_flat(stored.stored.nbytes, "cpu") for key in KEYS}
+        self._sleeps = [longest_s * sleep for sleep in torch.rand(97, generator=random).tolist()]
+        for block in self._blocks.values():
+            matrix = tensor_views(block, stored.stored)["weight"]
+            matrix.copy_(torch.randn(WIDTH, WIDTH, generator=random))
+
+    def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
+        return self._scales[key]
+
+    def file_bytes(self, key: BlockKey) -> int:
+        return self._blocks[key].numel()
+
+    def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
+        return len(wanted)
+
+    def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
+        self._sleeps.append(self._sleeps.pop(0))
+        time.sleep(self._sleeps[0])
+        np.copyto(host_bytes(into[: len(wanted)]), host_bytes(self._blocks[key])[wanted.start : wanted.stop])
+
+    def close(self) -> None:
+        """Keep the blocks: they are needed for comparison."""
+
+    def decoded(self, key: BlockKey) -> torch.Tensor:
+        fmt = self.formats[key]
+        stored = tensor_views(self._blocks[key], fmt.stored)["weight"]
+        if fmt.is_raw:
+            return stored
+        return (stored.float() * self._scales[key]["weight"]).to(torch.bfloat16)
+
+
+class Case:
+    """An engine on `gpu`, and the weights that its visits must find.
+
+    Args:
+        gpu: device of the engine.
+        policy: policy to start with.
+        fp8: blocks must be decoded on arrival.
+        patched: every second block has a patch.
+        sharded: the group of ranks, if this engine is one of several.
+        longest_s: time of a read, at most.
+    """
+
+    def __init__(
+        self,
+        gpu: Accelerator,
+        policy: OffloadPolicy = LAYERWISE,
+        *,
+        fp8: bool = False,
+        patched: bool = False,
+        sharded: Sharded | None = None,
+        longest_s: float = 0.0,
+    ) -> None:
+        self.gpu = gpu
+        self.source = MemorySource(fp8=fp8, longest_s=longest_s)
+        self.blocks = [nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in KEYS]
+        self.seen: list[tuple[BlockKey, int, torch.Tensor]] = []
+        """Block, strength of its patch, and contents of every visit."""
+        self.ends: list[Event] = []
+        """End of every run on its stream."""
+        self.strength = 0
+        self.engine: OffloadEngine = attach_offload(
+            {"high": self.blocks},
+            policy=policy,
+            device=gpu.device,
+            source=self.source,
+            follow_forward=False,
+            sharded=sharded,
+        )
+        if patched:
+            self.patch(1)
+
+    def patch(self, strength: int) -> None:
+        """Patch every second block with this strength; 0 for no patches."""
+        patches = {}
+        for key in KEYS[::2] if strength else ():
+            weight = self._patch(key, strength)
+            patches[key] = BlockPatch(identity=strength, weights={"weight": weight})
+        self.engine.set_patches(patches)
+        self.strength = strength
+
+    def run(
+        self,
+        passes: int = 2,
+        *,
+        delay: int = 2,
+        pause_s: float = 0.0,
+        stop_at: int | None = None,
+        leave: bool = False,
+        error: type[Exception] = Interrupted,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Stream some passes without waiting for the device at their end.
+
+        Args:
+            passes: passes through the blocks.
+            delay: every visit of a multiple of this number keeps the device busy before it reads its block.
+            pause_s: time that the host computes between two visits.
+            stop_at: visit before the end of which `error` is raised.
+            leave: keep the blocks that are under way when the run is stopped.
+            error: raised at `stop_at`.
+            recorder: recorder of the run.
+        """
+        visits = step_visits(["high"] * passes, self.engine.block_counts)
+        with self._ended(), torch.inference_mode(), self.engine.run(visits, recorder) as run:
+            for number, visit in enumerate(visits):
+                if number == stop_at and leave:
+                    run.leave()
+                    raise error
+                step = recorder.step(visit.step, "high") if recorder is not None else nullcontext()
+                with step, run.visit(*visit):
+                    if number % delay == 0:
+                        self.gpu.delay()
+                    weight = self.blocks[visit.block].weight.clone()
+                    self.seen.append((visit.key, self.strength, weight))
+                    if number == stop_at:
+                        raise error
+                time.sleep(pause_s)
+        assert tuple(run.fetched) == run.program.fetches
+
+    @contextmanager
+    def _ended(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.ends.append(self.gpu.runtime.event())
+            self.ends[-1].record(self.gpu.runtime.current_stream())
+
+    def stop(self, at: int, **how: Any) -> None:
+        """Run until the visit `at`."""
+        try:
+            self.run(delay=1, stop_at=at, **how)
+        except Interrupted:
+            return
+        raise AssertionError("the run was not stopped")
+
+    def check(self) -> None:
+        """Wait for the device and compare what all visits have seen."""
+        for end in self.ends:
+            end.synchronize()
+        for number, (key, strength, weight) in enumerate(self.seen):
+            assert torch.equal(weight.cpu(), self._expected(key, strength)), f"visit {number} saw other bits of {key}"
+        self.seen.clear()
+
+    def detach(self) -> None:
+        """Detach while the device still computes, and compare."""
+        self.engine.detach()
+        assert self.engine.pinned_bytes == self.engine.loaded_bytes == 0
+        self.check()
+
+    def _patch(self, key: BlockKey, strength: int) -> WeightPatch:
+        random = torch.Generator().manual_seed(key.block)
+        up, down = torch.randn(WIDTH, RANK, generator=random), torch.randn(RANK, WIDTH, generator=random)
+        return WeightPatch(up=strength * up, down=down)
+
+    def _expected(self, key: BlockKey, strength: int) -> torch.Tensor:
+        matrix = self.source.decoded(key)
+        if strength == 0 or key not in KEYS[::2]:
+            return matrix
+        matrix, patch = matrix.to(self.gpu.device), self._patch(key, strength)
+        assert patch.up is not None
+        assert patch.down is not None
+        return torch.addmm(matrix, patch.up.to(matrix), patch.down.to(matrix)).cpu()
+
+
+def scenario(function: Callable[..., None], name: str | None = None, **how: Any) -> Callable[..., None]:
+    """Add a function to the scenarios; `how` are its arguments after the device."""
+    SCENARIOS[name or function.__name__] = lambda gpu: function(gpu, **how)
+    return function
+
+
+def scenarios(**variants: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add a function once for each set of arguments."""
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        for name, how in variants.items():
+            scenario(function, f"{function.__name__} {name.replace('_', ' ')}", **how)
+        return function
+
+    return add
+
+
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "raw": {},
+    "patched": {"patched": True},
+    "fp8": {"fp8": True},
+    "patched_fp8": {"patched": True, "fp8": True},
+}
+"""Kinds of blocks."""
+
+
+@scenarios(
+    layerwise={"policy": LAYERWISE},
+    one_buffer={"policy": OffloadPolicy.layerwise(0)},
+    deep={"policy": DEEP},
+    block_swap={"policy": BLOCK_SWAP},
+    resident={"policy": RESIDENT},
+    pinned={"policy": PINNED},
+    partly_pinned={"policy": PARTLY_PINNED},
+    fp8={"fp8": True},
+    deep_fp8={"policy": DEEP, "fp8": True},
+    pinned_fp8={"policy": PARTLY_PINNED, "fp8": True},
+    patched={"patched": True},
+    deep_patched={"policy": DEEP, "patched": True},
+    patched_fp8={"patched": True, "fp8": True},
+    deep_patched_fp8={"policy": DEEP, "patched": True, "fp8": True},
+)
+def streamed(gpu: Accelerator, **how: Any) -> None:
+    """Two runs, the second while the first one still computes."""
+    case = Case(gpu, **how)
+    case.run(delay=1)
+    case.run()
+    case.detach()
+
+
+@scenario
+def slow_reads(gpu: Accelerator) -> None:
+    """Visits that come before their blocks were read."""
+    case = Case(gpu, PARTLY_PINNED, longest_s=0.01)
+    case.run(delay=1000)
+    case.detach()
+
+
+@scenario
+def slow_host(gpu: Accelerator) -> None:
+    """Fetches that are due before the visits that free their buffers."""
+    case = Case(gpu, PARTLY_PINNED, patched=True)
+    case.run(pause_s=0.005)
+    case.detach()
+
+
+@scenarios(**KINDS)
+def recorded(gpu: Accelerator, **how: Any) -> None:
+    """All times of a run are read."""
+    case, recorder = Case(gpu, **how), Recorder(gpu.device)
+    case.run(recorder=recorder)
+    for step in recorder.timeline().steps:
+        assert step.copy_s > 0
+        assert step.compute_s + step.stall_s <= step.wall_s + 1e-3  # tolerance of two clocks
+    case.detach()
+
+
+@scenario
+def pace(gpu: Accelerator) -> None:
+    """The host is at most `PACE` visits ahead of the device, so that it can cancel."""
+    case, ends = Case(gpu, RESIDENT), []
+    case.run()
+    with case.engine.run(step_visits(["high"] * 2, case.engine.block_counts)) as run:
+        for number, visit in enumerate(run.program.visits):
+            with run.visit(*visit):
+                assert number < PACE or ends[number - PACE].query(), "the host is further ahead"
+                gpu.delay()
+                ends.append(gpu.runtime.event())
+                ends[-1].record(gpu.runtime.current_stream())
+    case.detach()
+
+
+@scenarios(**{f"{kind}_{at}": {**how, "at": at} for kind, how in KINDS.items() for at in (0, 2, 5)})
+def cut_short(gpu: Accelerator, at: int, **how: Any) -> None:
+    """A run with copies under way ends with an error; the next one is on another stream."""
+    case = Case(gpu, DEEP, **how)
+    case.stop(at)
+    with gpu.runtime.on_stream(gpu.runtime.stream()):
+        case.run()
+    case.detach()
+
+
+@scenario
+def patched_cut_short(gpu: Accelerator) -> None:
+    """Blocks that no visit has waited for are still being patched when the next run fetches into their buffers."""
+    case = Case(gpu, RESIDENT, patched=True)
+    case.stop(0, pause_s=0.005)
+    with gpu.runtime.on_stream(gpu.runtime.stream()):
+        case.run(1)
+    case.detach()
+
+
+@scenarios(**KINDS)
+def stopped_early(gpu: Accelerator, **how: Any) -> None:
+    """A run that skips visits keeps the blocks that are under way for the next run."""
+    case = Case(gpu, DEEP, **how)
+    case.stop(2, leave=True)
+    with gpu.runtime.on_stream(gpu.runtime.stream()):
+        case.run()
+    case.detach()
+
+
+@scenarios(raw={}, patched_fp8={"patched": True, "fp8": True}, swap={"policy": BLOCK_SWAP})
+def streams_apart(gpu: Accelerator, **how: Any) -> None:
+    """Every run computes on a stream of its own."""
+    case = Case(gpu, **how)
+    for _ in range(3):
+        with gpu.runtime.on_stream(gpu.runtime.stream()):
+            case.run(1, delay=1)
+    case.detach()
+
+
+@scenarios(**KINDS)
+def apart_once(gpu: Accelerator, **how: Any) -> None:
+    """The last blocks of a run were fetched in it, and a run on another stream keeps them."""
+    case = Case(gpu, RESIDENT, **how)
+    case.run(1)
+    with gpu.runtime.on_stream(gpu.runtime.stream()):
+        case.run(1)
+    case.detach()
+
+
+@scenarios(**KINDS)
+def policy_changes(gpu: Accelerator, **how: Any) -> None:
+    """The policy changes while the device computes."""
+    case = Case(gpu, RESIDENT, **how)
+    for policy in (PINNED, BLOCK_SWAP, PARTLY_PINNED, LAYERWISE, RESIDENT):
+        case.run(1, delay=1)
+        case.engine.set_policy(policy)
+        ruin(gpu, COUNT)
+        assert case.engine.pinned_bytes <= case.engine.host_bytes
+    case.detach()
+
+
+@scenarios(**KINDS)
+def policy_apart(gpu: Accelerator, **how: Any) -> None:
+    """The policy changes while another stream computes than the one that its blocks were allocated on."""
+    case = Case(gpu, BLOCK_SWAP, **how)
+    case.engine.allocate_buffers()
+    for policy in (OffloadPolicy.layerwise(0), PINNED):
+        with gpu.runtime.on_stream(gpu.runtime.stream()):
+            case.run(1, delay=1)
+        case.engine.set_policy(policy)
+        ruin(gpu, COUNT)
+    case.detach()
+
+
+@scenario
+def patches_change(gpu: Accelerator) -> None:
+    """Patches are replaced while the device computes."""
+    case = Case(gpu, BLOCK_SWAP)
+    for strength in (1, 2, 0, 1):
+        case.patch(strength)
+        case.run(1, delay=1)
+    case.patch(0)
+    locked = case.engine.ram.locked_bytes
+    assert case.engine.pinned_bytes == locked, "patches that were replaced are still locked"
+    case.detach()
+
+
+def ruin(gpu: Accelerator, count: int) -> None:
+    """Write into all free memory of the size of a block, as another user of the device would."""
+    for nbytes in (4 * WIDTH * WIDTH, 2 * WIDTH * WIDTH, WIDTH * WIDTH):
+        ruins = [torch.full((nbytes,), 255, dtype=torch.uint8, device=gpu.device) for _ in range(count)]
+        del ruins
+
+
+@scenarios(**KINDS)
+def memory_released(gpu: Accelerator, **how: Any) -> None:
+    """Memory is released while another stream computes than the one that it was allocated on."""
+    case = Case(gpu, DEEP, **how)
+    case.engine.allocate_buffers()
+    for nbytes in (1, 1 << 60):
+        with gpu.runtime.on_stream(gpu.runtime.stream()):
+            case.run(1, delay=1)
+        loaded = case.engine.loaded_bytes
+        released = case.engine.release_memory(nbytes)
+        assert loaded - case.engine.loaded_bytes == released
+        ruin(gpu, COUNT)
+    case.run()
+    case.detach()
+
+
+@scenarios(**KINDS)
+def buffers_elsewhere(gpu: Accelerator, **how: Any) -> None:
+    """Buffers are allocated where earlier work still uses their memory, and the run is on another stream."""
+    gpu.delay()
+    ruin(gpu, COUNT)
+    case = Case(gpu, DEEP, **how)
+    gpu.delay()
+    ruin(gpu, COUNT)
+    case.engine.allocate_buffers()
+    with gpu.runtime.on_stream(gpu.runtime.stream()):
+        case.run(1)
+    case.detach()
+
+
+class Ranks:
+    """Two engines that keep one shard of every block each; their runs are threads of this process."""
+
+    def __init__(
+        self, gpu: Accelerator, policy: OffloadPolicy = LAYERWISE, *, on_device: bool = False, **how: Any
+    ) -> None:
+        self.gpu, self.on_device = gpu, on_device
+        self.cases = [Case(gpu, policy, sharded=each, **how) for each in self._new_group()]
+
+    def run(self, passes: int = 2, *, apart: bool = False, **how: Any) -> None:
+        """Run on both ranks; with `apart`, each of them on a new stream."""
+        for error in self.try_run(passes, apart=apart, hows=(how, how)):
+            if error is not None:
+                raise error
+
+    def try_run(
+        self, passes: int = 2, *, apart: bool = False, hows: Sequence[Mapping[str, Any]]
+    ) -> list[BaseException | None]:
+        """Run with different arguments of `Case.run` on the ranks; return the errors."""
+        errors: list[BaseException | None] = [None, None]
+
+        def work(rank: int) -> None:
+            runtime = self.gpu.runtime
+            runtime.enter_thread()
+            try:
+                with runtime.on_stream(runtime.stream()) if apart else nullcontext():
+                    self.cases[rank].run(passes, **hows[rank])
+            except BaseException as err:  # noqa: BLE001 - returned
+                errors[rank] = err.with_traceback(None)
+
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return errors
+
+    def stop(self, at: int, **how: Any) -> None:
+        """Run until the visit `at` on both ranks, which stay in step."""
+        how = {"delay": 1, "stop_at": at, "error": StoppedEarly, **how}
+        errors = self.try_run(hows=(how, how))
+        if [type(error) for error in errors] != [StoppedEarly, StoppedEarly]:
+            raise AssertionError(f"the ranks ended with {errors}")
+
+    def meet(self) -> None:
+        """Join another rendezvous."""
+        for case, sharded in zip(self.cases, self._new_group(), strict=True):
+            case.engine.meet(sharded)
+
+    def detach(self) -> None:
+        for case in self.cases:
+            case.detach()
+
+    def _new_group(self) -> list[Sharded]:
+        return ThreadGroup(2, wait_s=5.0).ranks(on_device=self.on_device)
+
+
+PLACES: Mapping[str, Mapping[str, Any]] = {
+    **KINDS,
+    "on_device": {"on_device": True},
+    "on_device_patched_fp8": {"on_device": True, "patched": True, "fp8": True},
+}
+"""Kinds of blocks, and shards in RAM or on the device."""
+
+
+@scenarios(**PLACES, deep={"policy": DEEP}, deep_patched_fp8={"policy": DEEP, "patched": True, "fp8": True})
+def gathered(gpu: Accelerator, **how: Any) -> None:
+    """Two runs of two ranks, the second while the first one still computes."""
+    ranks = Ranks(gpu, **how)
+    ranks.run(delay=1)
+    ranks.run()
+    ranks.detach()
+
+
+@scenarios(**PLACES)
+def gathered_apart(gpu: Accelerator, **how: Any) -> None:
+    """Every run of every rank computes on a stream of its own; the second one keeps blocks of the first."""
+    ranks = Ranks(gpu, RESIDENT, **how)
+    ranks.run(1, apart=True)
+    ranks.run(1, apart=True)
+    ranks.detach()
+
+
+@scenarios(**PLACES)
+def gathered_cut_short(gpu: Accelerator, **how: Any) -> None:
+    """The ranks stop before the same visit with gathers under way, and go on."""
+    ranks = Ranks(gpu, DEEP, **how)
+    ranks.stop(1)
+    ranks.run(apart=True)
+    ranks.detach()
+
+
+@scenarios(**PLACES)
+def gathered_broken(gpu: Accelerator, **how: Any) -> None:
+    """One rank fails with gathers under way, and both meet again."""
+    ranks = Ranks(gpu, DEEP, **how)
+    failed, other = ranks.try_run(hows=({"delay": 1, "stop_at": 1}, {"delay": 1}))
+    assert isinstance(failed, Interrupted)
+    assert isinstance(other, GatherBrokenError)
+    ranks.meet()
+    ruin(gpu, 2 * COUNT)
+    ranks.run(apart=True)
+    ranks.detach()
+
+
+@scenario
+def gathered_policy_changes(gpu: Accelerator) -> None:
+    """The policy changes, and memory is released, while the ranks still compute."""
+    ranks = Ranks(gpu, RESIDENT, fp8=True, patched=True)
+    for policy in (PINNED, LAYERWISE):
+        ranks.run(1, delay=1, apart=True)
+        for case in ranks.cases:
+            case.engine.set_policy(policy)
+        ruin(gpu, 2 * COUNT)
+    ranks.run(1, delay=1, apart=True)
+    for case in ranks.cases:
+        case.engine.release_memory(1 << 60)
+    ruin(gpu, 2 * COUNT)
+    ranks.run(1)
+    ranks.detach()
+
+
+@scenario
+def gathered_recorded(gpu: Accelerator) -> None:
+    """All times of a run of two ranks are read."""
+    ranks = Ranks(gpu, patched=True, fp8=True)
+    recorders = [Recorder(gpu.device) for _ in ranks.cases]
+    errors = ranks.try_run(hows=[{"recorder": recorder} for recorder in recorders])
+    assert errors == [None, None], errors
+    for recorder in recorders:
+        assert all(step.copy_s > 0 for step in recorder.timeline().steps)
+    ranks.detach()
