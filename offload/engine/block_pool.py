@@ -6,6 +6,7 @@ A run reserves the pool with `claim`. All changes of memory, patches, policy and
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -20,6 +21,7 @@ from ..host_memory.shared_segment import SharedSegment
 from ..patches import BlockPatch, StagedPatches
 from ..sharding.group import Gathering, Sharded
 from ..sources.base import BlockSource
+from ..transfers.base import TransferBackend
 from .binding import BlockBinding, ResidentTensors
 from .buffers import BlockBuffer, BufferState
 from .route import Route
@@ -68,7 +70,7 @@ class BlockPool:
         self.ram.check_available(self._ram_residency, self.staging)
         self.ram.resize(self._ram_residency, self.staging)
         self.buffers = tuple(BlockBuffer(index) for index in range(buffers))
-        self.backend = self._route.transfer_backend()
+        self._start_backend()
         self._running = threading.Lock()
         self._bindings = {
             key: BlockBinding(key, block, self.formats[key].computed)
@@ -252,13 +254,21 @@ class BlockPool:
         self._check_attached()
         self.claim()
         try:
-            self.drop_buffers()
             self.backend.close()
+            self.drop_buffers()
+            self._dropped.detach()
             self._route.meet(sharded)
-            self.backend = self._route.transfer_backend()
+            self._start_backend()
             self._sharded = sharded
         finally:
             self.release()
+
+    def _start_backend(self) -> None:
+        self.backend = self._route.transfer_backend()
+        # If this pool is deleted without `detach`, the device may still use its memory. The finaliser keeps the RAM
+        # slots and, in the backend, the patches: they are unlocked after it.
+        self._dropped = weakref.finalize(self, _settle, self.backend, self.ram)
+        self._dropped.atexit = False  # the driver may be unloaded by then
 
     def drop_buffers(self) -> None:
         """Empty all buffers and release their memory. No visit or copy may be using it."""
@@ -320,6 +330,10 @@ class BlockPool:
     def _check_attached(self) -> None:
         if not self._attached:
             raise RuntimeError("the blocks were detached: attach them again")
+
+
+def _settle(backend: TransferBackend, _kept: object) -> None:
+    backend.settle()
 
 
 def _free_buffer(buffer: BlockBuffer) -> int:

@@ -15,7 +15,7 @@ from ...plan import IMMEDIATE, KEPT, Fetch, RunPrograms, Visit
 from ...schema import StateError
 from ...telemetry import BlockArrival, Recorder, ranged
 from ..host_memory.ram_run import RamRun
-from ..sharding.group import GATHERS_AHEAD, GatheringState, StoppedTogether
+from ..sharding.group import GATHERS_AHEAD, StoppedTogether
 from ..transfers.base import BlockCopy, PendingBlock
 from .block_pool import BlockPool
 from .buffers import BlockBuffer
@@ -110,8 +110,6 @@ class EngineRun:
         finally:
             for buffer in self._pool.buffers:
                 buffer.end_run()
-            if self._pool.gathering is not None and self._pool.gathering.state is GatheringState.BROKEN:
-                self._pool.drop_buffers()  # an aborted gather may still write to them
             self._ram.end()
             if self._recorder is not None:
                 self._recorder.end_run()

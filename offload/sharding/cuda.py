@@ -67,7 +67,7 @@ class GatherCudaBackend(CudaStreams):
             if copied is not None:
                 self._gathers.wait_event(copied[1])
             self._host_scales.complete(key)
-            scales = self._scales.get(key, copies=self._gathers, decodings=self._decodings)
+            scales = self._scales.get(key, copies=self._gathers)
             if fmt.is_raw:
                 self._gathers.wait_event(free)
             elif slot.used is not None:
@@ -77,18 +77,13 @@ class GatherCudaBackend(CudaStreams):
         if copied is None:
             # The gather reads the slot itself, so the slot is free only after the gather.
             copy.release_source(gathered.synchronize)
-            self._runtime.record_stream(shard, self._gathers)
         slot.gathered = gathered
-        # The caching allocator must not hand this memory out again while these streams use it.
-        self._runtime.record_stream(into, self._gathers)
-        slot.record_streams(*self._streams)
         if fmt.is_raw and patch is None:
             return PendingBlock(wait=self._wait_for(gathered), copied=copied)
         if patch is not None:
             with self._runtime.on_stream(self._decodings):
                 slot.factors[: patch.layout.nbytes].copy_(patch.memory, non_blocking=True)
         decoded = self._decode(copy, slot, scales, after=(free, gathered))
-        self._runtime.record_stream(into, self._decodings)
         return PendingBlock(wait=self._wait_for(decoded[1]), copied=copied, decoded=decoded)
 
     def _shard_on_device(

@@ -30,18 +30,15 @@ class DeviceScales:
         # A list, because another thread may add a block while this one iterates.
         return sum(scale.nbytes for block in list(self._scales.values()) for scale in block.values())
 
-    def get(self, key: BlockKey, *, copies: Stream, decodings: Stream) -> Mapping[str, torch.Tensor]:
-        """Return the scales of a block for use on `decodings`; on the first call, copy them on `copies`."""
+    def get(self, key: BlockKey, *, copies: Stream) -> Mapping[str, torch.Tensor]:
+        """Return the scales of a block; on the first call, copy them on `copies`."""
         if key not in self._scales:
             scales = self._source.scales(key)
             with self._runtime.on_stream(copies):
                 # A blocking copy would wait for the copy stream, and with it for the visits that stream waits for.
-                on_device = {n: scale.to(self._runtime.device, non_blocking=True) for n, scale in scales.items()}
-            # They were allocated on `copies`: without this, `clear` could release them to a later copy there while a
-            # decoding on the other stream still reads them.
-            for scale in on_device.values():
-                self._runtime.record_stream(scale, decodings)
-            self._scales[key] = on_device
+                self._scales[key] = {
+                    name: scale.to(self._runtime.device, non_blocking=True) for name, scale in scales.items()
+                }
         return self._scales[key]
 
     def clear(self) -> None:
@@ -69,16 +66,13 @@ class RawSlot:
                 setattr(self, name, allocate_flat(0, self._runtime.device))  # free first: both must not exist together
                 setattr(self, name, allocate_flat(nbytes, self._runtime.device))
 
-    def record_streams(self, *streams: Stream) -> None:
-        for memory in (self.raw, self.factors, self.shard):
-            for stream in streams:
-                self._runtime.record_stream(memory, stream)
-
 
 class CudaStreams(TransferBackend):
     """Copy stream and decode stream next to the compute stream, ordered by events only, and the slots for decoding.
 
     A run may compute on another stream than the run before it, or than the stream that the buffers were allocated on.
+    Memory is freed only after `settle`: with `record_stream`, torch's allocator would count freed memory as used until
+    its next allocation.
 
     Args:
         source: source of the scales.
@@ -213,9 +207,6 @@ class CudaBackend(CudaStreams):
             start.record(self._copies)
             into[: stored.numel()].copy_(stored, non_blocking=True)
             copied.record(self._copies)
-        # The buffer was allocated on another stream. If the engine is dropped without `close`, the caching allocator
-        # must not hand this memory out again before the copy has finished.
-        self._runtime.record_stream(into, self._copies)
         # The copy is only issued. The thread that refills the slot calls `synchronize` first, so that neither this
         # thread nor the compute thread waits for the bus.
         copy.release_source(copied.synchronize)
@@ -224,7 +215,7 @@ class CudaBackend(CudaStreams):
     def _copy_and_decode(self, copy: BlockCopy, stored: torch.Tensor, patch: StagedPatch | None) -> PendingBlock:
         into, free = copy.into, cast(Event, copy.after)
         fmt, slot = self._formats[copy.key], self._next_slot()
-        scales = self._scales.get(copy.key, copies=self._copies, decodings=self._decodings)
+        scales = self._scales.get(copy.key, copies=self._copies)
         raw = (into if fmt.is_raw else slot.raw)[: stored.numel()]
         copied = self._runtime.event(blocking=True)
         copy_start, copy_end = (self._runtime.event(timing=True) for _ in range(2))
@@ -242,7 +233,4 @@ class CudaBackend(CudaStreams):
                 slot.factors[: patch.layout.nbytes].copy_(patch.memory, non_blocking=True)
             copy_end.record(self._copies)
         start, ready = self._decode(copy, slot, scales, after=(copy_end, free))
-        for stream in self._streams:  # as in `_copy`: both streams use memory of another stream
-            self._runtime.record_stream(into, stream)
-        slot.record_streams(*self._streams)
         return PendingBlock(wait=self._wait_for(ready), copied=(copy_start, copy_end), decoded=(start, ready))

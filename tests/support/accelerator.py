@@ -43,6 +43,14 @@ class Accelerator:
     def device(self) -> torch.device:
         return self.runtime.device
 
+    @property
+    def active_bytes(self) -> int:
+        """Bytes of tensors, and of freed ones that the allocator does not use again yet."""
+        if self.machine is None:
+            return int(torch.cuda.memory_stats(self.device)["active_bytes.all.current"])
+        device = self.machine.devices[self.device.index]
+        return device.allocated + device.limbo
+
     def delay(self, times: int = 1) -> None:
         """Keep the current stream busy: for some milliseconds, or until the host waits for it."""
         if self.machine is None:

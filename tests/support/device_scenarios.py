@@ -6,6 +6,7 @@ runs them with one wait, event or unlock missing.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -210,6 +211,12 @@ class Case:
         """Detach while the device still computes, and compare."""
         self.engine.detach()
         assert self.engine.pinned_bytes == self.engine.loaded_bytes == 0
+        self.check()
+
+    def drop(self) -> None:
+        """Delete the engine without detaching it, as after an error that nobody handles."""
+        del self.engine
+        gc.collect()
         self.check()
 
     def _patch(self, key: BlockKey, strength: int) -> WeightPatch:
@@ -422,9 +429,10 @@ def memory_released(gpu: Accelerator, **how: Any) -> None:
     for nbytes in (1, 1 << 60):
         with gpu.runtime.on_stream(gpu.runtime.stream()):
             case.run(1, delay=1)
-        loaded = case.engine.loaded_bytes
+        loaded, allocated = case.engine.loaded_bytes, gpu.active_bytes
         released = case.engine.release_memory(nbytes)
         assert loaded - case.engine.loaded_bytes == released
+        assert allocated - gpu.active_bytes >= released, "the allocator does not have all of it yet"
         ruin(gpu, COUNT)
     case.run()
     case.detach()
@@ -442,6 +450,20 @@ def buffers_elsewhere(gpu: Accelerator, **how: Any) -> None:
     with gpu.runtime.on_stream(gpu.runtime.stream()):
         case.run(1)
     case.detach()
+
+
+@scenarios(
+    **{f"{kind}{end}": {**how, "cycle": bool(end)} for kind, how in KINDS.items() for end in ("", "_in_a_cycle")}
+)
+def dropped(gpu: Accelerator, cycle: bool, **how: Any) -> None:
+    """An engine is deleted without `detach` while copies are under way; its memory is used again at once."""
+    case = Case(gpu, DEEP, **how)
+    with gpu.runtime.on_stream(gpu.runtime.stream()):
+        case.stop(1, pause_s=0.002)
+    if cycle:
+        case.engine.cycle = case.engine  # type: ignore[attr-defined]
+    case.drop()
+    ruin(gpu, COUNT)
 
 
 class Ranks:
@@ -564,6 +586,16 @@ def gathered_policy_changes(gpu: Accelerator) -> None:
     ruin(gpu, 2 * COUNT)
     ranks.run(1)
     ranks.detach()
+
+
+@scenarios(**PLACES)
+def gathered_dropped(gpu: Accelerator, **how: Any) -> None:
+    """Engines are deleted without `detach` while gathers are under way; their memory is used again at once."""
+    ranks = Ranks(gpu, DEEP, **how)
+    ranks.stop(1, pause_s=0.002)
+    for case in ranks.cases:
+        case.drop()
+    ruin(gpu, 2 * COUNT)
 
 
 @scenario

@@ -217,7 +217,6 @@ def test_a_run_that_fails_on_one_rank_breaks_the_group_until_they_meet_anew(stac
     assert isinstance(second, GatherBrokenError)
     for rank in ranks:
         assert rank.handle.gathering.state is GatheringState.BROKEN
-        assert rank.handle.loaded_bytes == 0, "what was left under way may still write there"
         with pytest.raises(GatherBrokenError, match="restart the worker group"):
             rank.run()
     for rank, sharded in zip(ranks, thread_group(2).ranks(), strict=True):
