@@ -43,9 +43,6 @@ class CudaRuntime(DeviceRuntime):
     def event(self, *, timing: bool = False, blocking: bool = False) -> Event:
         return cast(Event, torch.cuda.Event(enable_timing=timing, blocking=blocking))
 
-    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        tensor.record_stream(cast(torch.cuda.Stream, stream))
-
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.device)
 

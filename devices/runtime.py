@@ -97,10 +97,6 @@ class DeviceRuntime(ABC):
         """
 
     @abstractmethod
-    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keep the memory of `tensor` from being reused, once freed, before the work issued to `stream` so far."""
-
-    @abstractmethod
     def enter_thread(self) -> None:
         """Make this the current device of the calling thread; a new thread starts with device 0."""
 

@@ -48,8 +48,7 @@ class Accelerator:
         """Bytes of tensors, and of freed ones that the allocator does not use again yet."""
         if self.machine is None:
             return int(torch.cuda.memory_stats(self.device)["active_bytes.all.current"])
-        device = self.machine.devices[self.device.index]
-        return device.allocated + device.limbo
+        return self.runtime.allocated_bytes()
 
     def delay(self, times: int = 1) -> None:
         """Keep the current stream busy: for some milliseconds, or until the host waits for it."""

@@ -183,15 +183,13 @@ class Block:
 
     def __init__(self, slab: Slab, stream: Stream) -> None:
         self.slab, self.stream = slab, stream
-        self.recorded: set[Stream] = set()
-        weakref.finalize(self, stream.device.free, slab, stream, self.recorded).atexit = False
+        weakref.finalize(self, stream.device.free, slab, stream).atexit = False
 
 
 class Device:
     """Streams and allocator of one device.
 
-    As in torch's allocator, each stream has a pool, and memory that other streams have used returns to it when the
-    events of those streams have passed.
+    As in torch's allocator, each stream has a pool, to which its memory returns.
     """
 
     def __init__(self, machine: Machine, index: int, capacity: int) -> None:
@@ -199,8 +197,7 @@ class Device:
         self.default_stream = Stream(self, f"the default stream of device {index}")
         self.streams: list[Stream] = [self.default_stream]
         self._pool: dict[tuple[Stream, int], list[Slab]] = {}
-        self._limbo: list[tuple[Slab, Stream, list[Event]]] = []
-        self.allocated = self.reserved = self.limbo = 0
+        self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
         self.allocations = 0
         self.fail_at: int | None = None
@@ -221,7 +218,6 @@ class Device:
             if nbytes == 0:
                 return Block(Slab(0, self.machine.report), stream)
             self.allocations += 1
-            self._collect()
             size = -(-nbytes // GRANULE) * GRANULE
             pool = self._pool.get((stream, size))
             if self.allocations == self.fail_at:
@@ -243,41 +239,24 @@ class Device:
             stream.issue(lambda: memory.fill_(POISON), (whole,), f"allocation at {site()}")
             return Block(slab, stream)
 
-    def free(self, slab: Slab, stream: Stream, recorded: set[Stream]) -> None:
+    def free(self, slab: Slab, stream: Stream) -> None:
         with self.machine.lock:
             if slab.nbytes == 0:
                 return
             self.allocated -= slab.nbytes
-            events = []
-            for other in recorded - {stream}:
-                events.append(Event(self.machine))
-                events[-1].record(other)
-            if events:
-                self.limbo += slab.nbytes
-                self._limbo.append((slab, stream, events))
-            else:
-                self._pool.setdefault((stream, slab.nbytes), []).append(slab)
+            # Later work on this stream may write into the memory at once.
+            stream.join(self.machine.host().clock)
+            stream.tick()
+            words = f"release of memory to {stream.name} at {site()}"
+            slab.history.add(0, slab.nbytes, actor=stream, words=words, write=True)
+            self._pool.setdefault((stream, slab.nbytes), []).append(slab)
 
     def empty_cache(self) -> None:
         """Return the memory of all pools to the device, after all work is done, as `cudaFree` does."""
         for stream in self.streams:
             self.machine.force(stream.last)
-        self._collect()
         self.reserved -= sum(slab.nbytes for slabs in self._pool.values() for slab in slabs)
         self._pool.clear()
-
-    def _collect(self) -> None:
-        waiting = []
-        for slab, stream, events in self._limbo:
-            if all(event.query() for event in events):
-                for event in events:  # the allocator has seen that they have passed
-                    assert event.clock is not None
-                    self.machine.host().join(event.clock)
-                self.limbo -= slab.nbytes
-                self._pool.setdefault((stream, slab.nbytes), []).append(slab)
-            else:
-                waiting.append((slab, stream, events))
-        self._limbo = waiting
 
 
 @dataclass

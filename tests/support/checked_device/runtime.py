@@ -15,7 +15,7 @@ from wanstream.devices import Stream as DeviceStream
 
 from .edges import host_edges
 from .machine import Device, Event, Machine, Stream
-from .tensors import NAME, CheckedTensor, activate, active
+from .tensors import NAME, activate, active
 
 
 class CheckedRuntime(DeviceRuntime):
@@ -50,9 +50,6 @@ class CheckedRuntime(DeviceRuntime):
 
     def event(self, *, timing: bool = False, blocking: bool = False) -> DeviceEvent:
         return Event(active(), timing=timing)
-
-    def record_stream(self, tensor: torch.Tensor, stream: DeviceStream) -> None:
-        cast(CheckedTensor, tensor).block.recorded.add(cast(Stream, stream))
 
     def enter_thread(self) -> None:
         active().set_device(self.device.index or 0)
