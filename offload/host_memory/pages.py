@@ -147,4 +147,5 @@ class LockedBlocks:
 
 def _unlock_all(driver: PageLock, blocks: dict[int, torch.Tensor]) -> None:
     while blocks:
-        driver.unlock_pages(blocks.popitem()[1])
+        _, block = blocks.popitem()
+        driver.unlock_pages(block)

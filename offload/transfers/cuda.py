@@ -188,8 +188,6 @@ class CudaBackend(CudaStreams):
     ) -> None:
         raw_bytes = max((fmt.stored.nbytes for fmt in formats.values() if not fmt.is_raw), default=0)
         super().__init__(source, formats, patches, runtime=runtime, raw_bytes=raw_bytes, shard_bytes=0)
-        # New memory may still be in use by earlier work on the stream that it was allocated on.
-        self.begin_run()
 
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
         assert copy.stored is not None, f"{copy.key} cannot be read directly into device memory"
