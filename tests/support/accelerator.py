@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -90,6 +91,15 @@ def _accelerator(device: torch.device, machine: Machine | None) -> Accelerator:
     return Accelerator(runtime=runtime, machine=machine)
 
 
+@contextmanager
+def checked_accelerator(seed: int) -> Iterator[Accelerator]:
+    """Provide a checked device inside the `with`; see `checked_machine`."""
+    # Two devices, so that a thread that has not set its own is reported.
+    with checked_machine(seed, devices=2, capacity=CAPACITY) as machine:
+        machine.set_device(0)
+        yield _accelerator(torch.device("checked", 0), machine)
+
+
 @pytest.fixture(
     params=[pytest.param("checked", marks=pytest.mark.checked), pytest.param("real", marks=pytest.mark.gpu)]
 )
@@ -101,8 +111,6 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
         yield _accelerator(torch.device("cuda", 0), None)
         return
     # The seed is that of the test's name, so that every run of a test takes the same order.
-    # Two devices, so that a thread that has not set its own is reported.
-    with checked_machine(sum(request.node.name.encode()), devices=2, capacity=CAPACITY) as machine:
-        machine.set_device(0)
-        yield _accelerator(torch.device("checked", 0), machine)
+    with checked_accelerator(sum(request.node.name.encode())) as accelerator:
+        yield accelerator
         request.node.funcargs.clear()  # other fixtures of the test have tensors on the device

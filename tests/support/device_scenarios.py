@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -42,6 +43,9 @@ RESIDENT = OffloadPolicy.resident()
 PINNED = OffloadPolicy.layerwise(1, source="pinned")
 PARTLY_PINNED = replace(PINNED, ram_blocks=2)
 
+ENGINES: WeakSet[OffloadEngine] = WeakSet()
+"""Engines of scenarios that were not deleted yet."""
+
 Scenario = Callable[[Accelerator], None]
 SCENARIOS: dict[str, Scenario] = {}
 
@@ -55,19 +59,27 @@ class StoppedEarly(StoppedTogether):
 
 
 class MemorySource(RangeSource):
-    """Blocks of one random matrix each, as fp32 or as fp8 with a scale. Reads take up to `longest_s`."""
+    """Blocks of one random matrix each, as fp32 or as fp8 with a scale. Reads take up to `longest_s`.
 
-    def __init__(self, *, fp8: bool, longest_s: float) -> None:
+    Args:
+        fp8: blocks are fp8.
+        growing: each block has more rows than the one before.
+        longest_s: time of a read, at most.
+    """
+
+    def __init__(self, *, fp8: bool, growing: bool, longest_s: float) -> None:
         random = torch.Generator().manual_seed(0)
-        dtype = torch.float8_e4m3fn if fp8 else torch.float32
-        stored = block_format({"weight": ((WIDTH, WIDTH), dtype)}, torch.bfloat16 if fp8 else dtype, ["weight"] * fp8)
-        self.formats: Mapping[BlockKey, BlockFormat] = dict.fromkeys(KEYS, stored)
+        stored, computed = (torch.float8_e4m3fn, torch.bfloat16) if fp8 else (torch.float32, torch.float32)
+        shapes = {key: (WIDTH * (1 + growing * key.block), WIDTH) for key in KEYS}
+        self.formats: Mapping[BlockKey, BlockFormat] = {
+            key: block_format({"weight": (shape, stored)}, computed, ["weight"] * fp8) for key, shape in shapes.items()
+        }
         self._scales = {key: {"weight": torch.rand((), generator=random) + 0.5} if fp8 else {} for key in KEYS}
-        self._blocks = {key: allocate_flat(stored.stored.nbytes, "cpu") for key in KEYS}
+        self._blocks = {key: allocate_flat(fmt.stored.nbytes, "cpu") for key, fmt in self.formats.items()}
         self._sleeps = [longest_s * sleep for sleep in torch.rand(97, generator=random).tolist()]
-        for block in self._blocks.values():
-            matrix = tensor_views(block, stored.stored)["weight"]
-            matrix.copy_(torch.randn(WIDTH, WIDTH, generator=random))
+        for key, block in self._blocks.items():
+            matrix = tensor_views(block, self.formats[key].stored)["weight"]
+            matrix.copy_(torch.randn(shapes[key], generator=random))
 
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         return self._scales[key]
@@ -102,6 +114,7 @@ class Case:
         policy: policy to start with.
         fp8: blocks must be decoded on arrival.
         patched: every second block has a patch.
+        growing: each block is larger than the one before.
         sharded: the group of ranks, if this engine is one of several.
         longest_s: time of a read, at most.
     """
@@ -113,12 +126,14 @@ class Case:
         *,
         fp8: bool = False,
         patched: bool = False,
+        growing: bool = False,
         sharded: Sharded | None = None,
         longest_s: float = 0.0,
     ) -> None:
         self.gpu = gpu
-        self.source = MemorySource(fp8=fp8, longest_s=longest_s)
-        self.blocks = [nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in KEYS]
+        self.source = MemorySource(fp8=fp8, growing=growing, longest_s=longest_s)
+        rows = [self.source.formats[key].computed.tensors[0].shape[0] for key in KEYS]
+        self.blocks = [nn.Linear(WIDTH, count, bias=False, device="meta") for count in rows]
         self.seen: list[tuple[BlockKey, int, torch.Tensor]] = []
         """Block, strength of its patch, and contents of every visit."""
         self.ends: list[Event] = []
@@ -132,6 +147,7 @@ class Case:
             follow_forward=False,
             sharded=sharded,
         )
+        ENGINES.add(self.engine)
         if patched:
             self.patch(1)
 
@@ -162,7 +178,7 @@ class Case:
             delay: every visit of a multiple of this number keeps the device busy before it reads its block.
             pause_s: time that the host computes between two visits.
             stop_at: visit before the end of which `error` is raised.
-            leave: keep the blocks that are under way when the run is stopped.
+            leave: end the run before the visit `stop_at`, without an error, and keep the blocks that are under way.
             error: raised at `stop_at`.
             recorder: recorder of the run.
         """
@@ -171,7 +187,7 @@ class Case:
             for number, visit in enumerate(visits):
                 if number == stop_at and leave:
                     run.leave()
-                    raise error
+                    return
                 step = recorder.step(visit.step, "high") if recorder is not None else nullcontext()
                 with step, run.visit(*visit):
                     if number % delay == 0:
@@ -210,7 +226,8 @@ class Case:
     def detach(self) -> None:
         """Detach while the device still computes, and compare."""
         self.engine.detach()
-        assert self.engine.pinned_bytes == self.engine.loaded_bytes == 0
+        assert self.engine.pinned_bytes == 0, "memory of a detached engine is still locked"
+        assert self.engine.loaded_bytes == 0, "a detached engine still has device memory"
         self.check()
 
     def drop(self) -> None:
@@ -350,7 +367,7 @@ def patched_cut_short(gpu: Accelerator) -> None:
 def stopped_early(gpu: Accelerator, **how: Any) -> None:
     """A run that skips visits keeps the blocks that are under way for the next run."""
     case = Case(gpu, DEEP, **how)
-    case.stop(2, leave=True)
+    case.run(delay=1, stop_at=2, leave=True, pause_s=0.005)
     with gpu.runtime.on_stream(gpu.runtime.stream()):
         case.run()
     case.detach()
@@ -496,7 +513,9 @@ class Ranks:
             except BaseException as err:  # noqa: BLE001 - returned
                 errors[rank] = err.with_traceback(None)
 
-        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(2)]
+        threads = [
+            threading.Thread(target=work, args=(rank,), name=f"wanstream-rank-{rank}", daemon=True) for rank in range(2)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -537,6 +556,16 @@ def gathered(gpu: Accelerator, **how: Any) -> None:
     ranks = Ranks(gpu, **how)
     ranks.run(delay=1)
     ranks.run()
+    ranks.detach()
+
+
+@scenario
+def gathered_growing(gpu: Accelerator) -> None:
+    """Shards that stay on the device pass through host memory that grows with them."""
+    ranks = Ranks(gpu, on_device=True, growing=True)
+    ranks.run(1)
+    for case in ranks.cases:
+        assert case.engine.ram.locked_bytes <= case.engine.ram.nbytes, "memory that was replaced is still locked"
     ranks.detach()
 
 

@@ -56,6 +56,8 @@ class Work:
         machine.executing = True
         try:
             self.run()
+        except Exception as err:  # noqa: BLE001 - the thread that executes it now need not be the one that issued it
+            machine.report(f"work on {self.stream.name} fails: {err}")
         finally:
             machine.executing = False
         self.end = time.perf_counter()

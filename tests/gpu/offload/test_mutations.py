@@ -1,0 +1,167 @@
+"""Every wait, event record and unlock of the device code is needed: without it, a scenario fails on the checked device.
+
+The others are in `REDUNDANT` with the reason.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from wanstream.offload.engine.threads import ThreadSync
+from wanstream.tests.support.accelerator import checked_accelerator
+from wanstream.tests.support.device_scenarios import ENGINES, SCENARIOS
+from wanstream.tests.support.mutations import Mutation, Mutations
+
+pytestmark = pytest.mark.slow
+
+SEEDS = range(3)
+LONGEST_S = 20.0
+"""Time after which a scenario hangs; it takes a tenth of a second."""
+
+TRIED_FIRST = {
+    "EngineRun._end_threads: self._thread.join()": "gathered_cut_short raw",
+    "EngineRun._end_threads: self._thread.join() #2": "patched_cut_short",
+}
+"""Scenarios for calls without which other scenarios take long."""
+
+THREADS = "wanstream-"
+"""Start of the names of the threads of scenarios and runs."""
+
+# Rounds 0, 1 and 2 are those of the streams of copies, of decodings and of gathers.
+REDUNDANT = {
+    "CudaStreams.begin_run: current.wait_stream(stream) [CudaBackend, round 0]": (
+        "at the end of a run the stream of decodings waits for the visits, and so for the copies that they waited for; "
+        "a copy that no visit has waited for is on the same stream as the next copy into that memory, or before it"
+    ),
+    "CudaStreams.begin_run: current.wait_stream(stream) [GatherCudaBackend, round 0]": "as above",
+    "CudaStreams.begin_run: current.wait_stream(stream) [GatherCudaBackend, round 2]": "as above",
+    "CudaStreams.begin_run: stream.wait_stream(current) [CudaBackend, round 1]": (
+        "each decoding waits for the copy before it, and the stream of copies has waited"
+    ),
+    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [CudaBackend, round 0]": (
+        "one stream that waits is enough, because the next run and `settle` wait for all of them"
+    ),
+    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [CudaBackend, round 1]": "as above",
+    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [GatherCudaBackend, round 0]": "as above",
+    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [GatherCudaBackend, round 1]": "as above",
+    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [GatherCudaBackend, round 2]": "as above",
+    "CudaStreams.settle: stream.synchronize() [GatherCudaBackend, round 0]": (
+        "the stream of gathers waits for every copy of a shard"
+    ),
+    "EngineRun._fetch: self._sync.await_released(self.program.fetches[number - GATHERS_AHEAD].needed_by)": (
+        "not an order of accesses: it bounds the gathers that the ranks still issue when they stop together"
+    ),
+    "EngineRun._settle_issued: pending.wait()": "the next run waits for all copies before its first visit",
+    "GatherCudaBackend.copy_in: gathered.synchronize": (
+        "a shard on the device is read once, so no later read waits for its slot"
+    ),
+    "RamRun.take: self._sync.await_released(self._last_taken.get(slot.index, IMMEDIATE))": (
+        "only a CPU needs it, because it decodes from the slot when the visit computes"
+    ),
+}
+"""Calls without which no scenario fails, and the reason."""
+
+
+class Subject:
+    """The product with a switch in front of each of its waits.
+
+    Attributes:
+        mutations: the switches, in the order of the files.
+        scenarios: names of the scenarios that make a call, by call.
+    """
+
+    def __init__(self, mutations: Mutations) -> None:
+        self.mutations = mutations
+        self.scenarios: dict[Mutation, list[str]] = {}
+        for name in SCENARIOS:
+            mutations.reached.clear()
+            problem = self._problem(name, SEEDS[0])
+            assert problem is None, f"{name}: {problem}"
+            if not self.scenarios:  # the modules that the first one has imported
+                gc.collect()
+                gc.freeze()
+            for mutation in mutations.reached:
+                self.scenarios.setdefault(mutation, []).append(name)
+        self._last: list[str] = []
+        """Scenarios that found a problem, the latest one last."""
+
+    def problem_without(self, mutation: Mutation) -> str | None:
+        """Return the problem that the first scenario to find one has without a call; None if none does."""
+        self.mutations.removed = mutation
+        # Neighbouring calls are often found missing by the same scenario. Calls that only a few scenarios make have
+        # one of their own.
+        first = [TRIED_FIRST.get(mutation.site, ""), *reversed(self._last)]
+        names = sorted(self.scenarios[mutation], key=lambda name: first.index(name) if name in first else len(first))
+        for seed in SEEDS if str(mutation) not in REDUNDANT else SEEDS[:1]:
+            for name in names:
+                problem = self._problem(name, seed)
+                if problem is not None:
+                    self._last = [*(other for other in self._last if other != name), name]
+                    return f"{name}: {problem}"
+        return None
+
+    def _problem(self, name: str, seed: int) -> str | None:
+        """Run a scenario and return its first problem."""
+        found: list[str] = []
+
+        def work() -> None:
+            gpu.runtime.enter_thread()
+            try:
+                SCENARIOS[name](gpu)
+            except BaseException as err:  # noqa: BLE001 - any error is a find
+                found.append(f"{type(err).__name__}: {err}")
+
+        try:
+            with checked_accelerator(seed) as gpu:
+                thread = threading.Thread(target=work, name=f"{THREADS}scenario", daemon=True)
+                thread.start()
+                thread.join(LONGEST_S)
+                if thread.is_alive():
+                    found.insert(0, "hangs")
+                    self._end_threads()
+        except AssertionError as err:
+            found.append(str(err))
+        # The next scenario has another device.
+        if ENGINES:
+            self._end_threads()
+            gc.collect()
+        assert not ENGINES, f"an engine outlives {name}"
+        return found[0] if found else None
+
+    def _end_threads(self) -> None:
+        """End the threads of a scenario that has failed."""
+        self.mutations.cancelled = True
+        for sync in gc.get_objects():
+            if isinstance(sync, ThreadSync):
+                sync.stop()
+        for thread in threading.enumerate():
+            if thread.name.startswith(THREADS):
+                thread.join(LONGEST_S)
+                assert not thread.is_alive(), f"{thread.name} cannot be ended"
+        self.mutations.cancelled = False
+
+
+@pytest.fixture(scope="module")
+def subject() -> Iterator[Subject]:
+    mutations = Mutations()
+    with mutations.installed():
+        yield Subject(mutations)
+
+
+@pytest.mark.parametrize("site", Mutations().sites)
+def test_no_call_can_be_removed(subject: Subject, site: str) -> None:
+    calls = sorted(call for call in subject.scenarios if call.site == site)
+    assert calls, "no scenario makes this call"
+    problems = {str(call): subject.problem_without(call) for call in calls}
+    missed = [call for call, problem in problems.items() if problem is None and call not in REDUNDANT]
+    assert not missed, "no scenario fails without them"
+    needed = [f"{call}: {problem}" for call, problem in problems.items() if problem is not None and call in REDUNDANT]
+    assert not needed, "REDUNDANT has calls without which a scenario fails"
+
+
+def test_the_list_names_calls_that_exist(subject: Subject) -> None:
+    assert set(REDUNDANT) <= {str(call) for call in subject.scenarios}
