@@ -115,12 +115,12 @@ def clock_for(device: torch.device) -> Clock:
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that torch can still allocate on `device`, its cached memory included; None on a CPU.
 
-    A limit of the process (`set_per_process_memory_fraction`) is not taken into account.
+    ComfyUI counts in the same way. A limit of the process (`DeviceRuntime.limit_memory`) is not taken into account.
     """
     runtime = runtime_for(device)
     if runtime is None:
         return None
-    return runtime.memory().free + runtime.reserved_bytes() - runtime.allocated_bytes()
+    return runtime.memory().free + runtime.reserved_bytes() - runtime.active_bytes()
 
 
 def total_bytes(device: torch.device) -> tuple[int | None, int]:

@@ -61,6 +61,14 @@ class CudaRuntime(DeviceRuntime):
         read = torch.cuda.max_memory_reserved if peak else torch.cuda.memory_reserved
         return int(read(self.device))
 
+    def active_bytes(self) -> int:
+        return int(torch.cuda.memory_stats(self.device)["active_bytes.all.current"])
+
+    def limit_memory(self, nbytes: int | None) -> None:
+        torch.cuda.empty_cache()
+        fraction = 1.0 if nbytes is None else nbytes / self.memory().total
+        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+
     def reset_peaks(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 

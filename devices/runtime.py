@@ -117,6 +117,17 @@ class DeviceRuntime(ABC):
         """Return the bytes that torch's allocator holds, in use or cached, now or at most since `reset_peaks`."""
 
     @abstractmethod
+    def active_bytes(self) -> int:
+        """Return the bytes of `allocated_bytes`, and those that are freed but still wait for another stream.
+
+        This is the figure by which ComfyUI counts free memory.
+        """
+
+    @abstractmethod
+    def limit_memory(self, nbytes: int | None) -> None:
+        """Let torch reserve at most `nbytes` in this process; None: all memory. Returns cached memory first."""
+
+    @abstractmethod
     def reset_peaks(self) -> None:
         """Count peaks from now on."""
 

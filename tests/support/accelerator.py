@@ -44,13 +44,6 @@ class Accelerator:
     def device(self) -> torch.device:
         return self.runtime.device
 
-    @property
-    def active_bytes(self) -> int:
-        """Bytes of tensors, and of freed ones that the allocator does not use again yet."""
-        if self.machine is None:
-            return int(torch.cuda.memory_stats(self.device)["active_bytes.all.current"])
-        return self.runtime.allocated_bytes()
-
     def delay(self, times: int = 1) -> None:
         """Keep the current stream busy: for some milliseconds, or until the host waits for it."""
         if self.machine is None:
@@ -70,15 +63,6 @@ class Accelerator:
         else:
             for device in self.machine.devices:
                 device.empty_cache()
-
-    def limit(self, nbytes: int | None) -> None:
-        """Let this process allocate at most that much of the device; None: all of it."""
-        self.empty_cache()
-        total = self.runtime.memory().total
-        if self.machine is None:
-            torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else nbytes / total)
-        else:
-            self.machine.devices[0].capacity = CAPACITY if nbytes is None else nbytes
 
     def is_locked(self, memory: torch.Tensor) -> bool:
         """Return True if all of `memory` is page-locked."""

@@ -446,10 +446,10 @@ def memory_released(gpu: Accelerator, **how: Any) -> None:
     for nbytes in (1, 1 << 60):
         with gpu.runtime.on_stream(gpu.runtime.stream()):
             case.run(1, delay=1)
-        loaded, allocated = case.engine.loaded_bytes, gpu.active_bytes
+        loaded, allocated = case.engine.loaded_bytes, gpu.runtime.active_bytes()
         released = case.engine.release_memory(nbytes)
         assert loaded - case.engine.loaded_bytes == released
-        assert allocated - gpu.active_bytes >= released, "the allocator does not have all of it yet"
+        assert allocated - gpu.runtime.active_bytes() >= released, "the allocator does not have all of it yet"
         ruin(gpu, COUNT)
     case.run()
     case.detach()

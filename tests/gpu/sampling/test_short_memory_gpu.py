@@ -31,8 +31,8 @@ def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
 def limit(gpu: Accelerator) -> Iterator[Callable[[int], None]]:
     """`limit(nbytes)`: let torch allocate at most that much of the device until the end of the test."""
 
-    yield gpu.limit
-    gpu.limit(None)
+    yield gpu.runtime.limit_memory
+    gpu.runtime.limit_memory(None)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_where_two_buffers_do_not_fit_the_device_is_free_afterwards(
     assert " GB are free" in str(refused.value) or " MB are free" in str(refused.value)
     assert gpu.runtime.allocated_bytes() - before <= weights, "nothing of the failed steps is left"
     pair.close()
-    gpu.limit(None)
+    gpu.runtime.limit_memory(None)
     assert torch.equal(_run(gpu, pair, wide).latents, whole)
 
 

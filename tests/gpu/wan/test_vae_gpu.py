@@ -49,13 +49,13 @@ def test_a_shortage_leads_to_smaller_tiles(gpu: Accelerator, vae: WanVae) -> Non
     latents = latents_of(vae)
     needs, changes = vae.decode_needs(latents), []
     gpu.empty_cache()
-    gpu.limit(gpu.runtime.reserved_bytes() + needs.device_bytes(None) // 3)
+    gpu.runtime.limit_memory(gpu.runtime.reserved_bytes() + needs.device_bytes(None) // 3)
     try:
         frames = retry_with_smaller_tiles(
             lambda tiling: vae.decode(latents, device=gpu.device, tiling=tiling), needs, None, changes.append
         )
     finally:
-        gpu.limit(None)
+        gpu.runtime.limit_memory(None)
     assert changes
     pixels = int(changes[-1].split()[-2])
     assert torch.allclose(

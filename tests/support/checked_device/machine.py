@@ -195,7 +195,9 @@ class Device:
     """
 
     def __init__(self, machine: Machine, index: int, capacity: int) -> None:
-        self.machine, self.index, self.capacity = machine, index, capacity
+        self.machine, self.index, self.total = machine, index, capacity
+        self.capacity = capacity
+        """Bytes that can be reserved; less than `total` under a limit."""
         self.default_stream = Stream(self, f"the default stream of device {index}")
         self.streams: list[Stream] = [self.default_stream]
         self._pool: dict[tuple[Stream, int], list[Slab]] = {}

@@ -59,7 +59,7 @@ class CheckedRuntime(DeviceRuntime):
 
     def memory(self) -> DeviceMemory:
         fake = self._fake
-        return DeviceMemory(free=fake.capacity - fake.reserved, total=fake.capacity)
+        return DeviceMemory(free=fake.capacity - fake.reserved, total=fake.total)
 
     def allocated_bytes(self, *, peak: bool = False) -> int:
         fake = self._fake
@@ -68,6 +68,13 @@ class CheckedRuntime(DeviceRuntime):
     def reserved_bytes(self, *, peak: bool = False) -> int:
         fake = self._fake
         return fake.peak_reserved if peak else fake.reserved
+
+    def active_bytes(self) -> int:
+        return self._fake.allocated  # nothing is recorded on another stream
+
+    def limit_memory(self, nbytes: int | None) -> None:
+        self._fake.empty_cache()
+        self._fake.capacity = self._fake.total if nbytes is None else nbytes
 
     def reset_peaks(self) -> None:
         fake = self._fake
