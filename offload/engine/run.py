@@ -45,7 +45,7 @@ class EngineRun:
         self._recorder = recorder
         self._clock: Clock = recorder.clock if recorder is not None else clock_for(pool.device)
         self._sync = ThreadSync()
-        self._thread = RunThread("wanstream-fetch", self._fetch_all, device=pool.device, failed=self._sync.end_issuing)
+        self._thread = RunThread("wanstream-fetch", device=pool.device, failed=self._sync.end_issuing)
         self._pending_blocks: list[PendingBlock | None] = [None] * len(self.program.fetches)
         self._recent_ends: deque[DeviceEvent] = deque(maxlen=PACE)
         """Ends of the last `PACE` visits."""
@@ -96,7 +96,7 @@ class EngineRun:
         atexit.register(self._end_threads)
         self._ram.start()
         if self.program.fetches:
-            self._thread.start()
+            self._thread.start(self._fetch_all)
 
     def _finish(self, *, in_sync: bool) -> None:
         self._running = False

@@ -93,29 +93,30 @@ class ThreadSync:
 
 
 class RunThread:
-    """Runs `work` next to the compute thread; `result` raises the exception of `work` again.
+    """Thread next to the compute thread; `result` raises the exception of its work again.
 
     Args:
         name: name of the thread.
-        work: may raise `RunStopped`, which is not an error.
         device: device of the work.
-        failed: called after `work` has raised any other exception.
+        failed: called after the work has raised any exception but `RunStopped`.
     """
 
-    def __init__(
-        self, name: str, work: Callable[[], None], *, device: torch.device, failed: Callable[[], None]
-    ) -> None:
-        self._work, self._device, self._failed = work, device, failed
-        # A daemon: a run that was never ended, because a forward raised, must not keep the process alive.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    def __init__(self, name: str, *, device: torch.device, failed: Callable[[], None]) -> None:
+        self._name, self._device, self._failed = name, device, failed
+        self._thread: threading.Thread | None = None
         self._ended: Future[None] = Future()
 
-    def start(self) -> None:
+    def start(self, work: Callable[[], None]) -> None:
+        """Start the thread with `work`, which may raise `RunStopped`; that is not an error."""
+        # The thread drops `work`, a method of the object that owns this one, when it ends: nothing is left for the
+        # garbage collector. A daemon: a run that was never ended, because a forward raised, must not keep the process
+        # alive.
+        self._thread = threading.Thread(target=self._run, args=(work,), name=self._name, daemon=True)
         self._thread.start()
 
     def join(self) -> None:
         """Wait until the thread has ended; return at once if it was never started."""
-        if self._thread.ident is not None:
+        if self._thread is not None and self._thread.ident is not None:
             # Not `Thread.join` alone: after an interrupt, Python before 3.13 takes the thread for ended.
             wait([self._ended])
             self._thread.join()
@@ -129,13 +130,13 @@ class RunThread:
         """The error that ended the thread; None if there was none or the thread is running."""
         return self._ended.exception() if self._ended.done() else None
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         try:
             runtime = runtime_for(self._device)
             if runtime is not None:
                 # A new thread is on device 0: leaving a stream would create a context of about 0.5 GB there.
                 runtime.enter_thread()
-            self._work()
+            work()
         except RunStopped:
             self._ended.set_result(None)
         except BaseException as err:  # noqa: BLE001 - `result` raises it again on the compute thread

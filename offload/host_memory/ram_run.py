@@ -44,7 +44,7 @@ class RamRun:
         self._spans: dict[int, ReadSpan] = {}  # by the first visit of the RAM program that needs the read
         self._straight: dict[int, ReadSpan] = {}  # by fetch of the device program
         self._sync = ThreadSync()
-        self._thread = RunThread("wanstream-ram", self._read_all, device=device, failed=self._sync.end_issuing)
+        self._thread = RunThread("wanstream-ram", device=device, failed=self._sync.end_issuing)
         self._last_taken: dict[int, int] = {}  # slot -> visit
 
     @property
@@ -57,7 +57,7 @@ class RamRun:
         for index, key in self._ram.program.initial.items():
             self._slots[index].keep(key)
         if self._ram.program.fetches:
-            self._thread.start()
+            self._thread.start(self._read_all)
 
     def stop(self) -> None:
         """Wake all threads that wait here; they raise `RunStopped`."""

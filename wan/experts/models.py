@@ -124,9 +124,14 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
                 self._start_reading((name, part))
 
     def close(self) -> None:
-        """Cancel pending reads and join the thread. Closing twice is allowed."""
+        """Cancel pending reads, join the thread, and drop the models. Closing twice is allowed."""
         self._reader.shutdown(cancel_futures=True)
         self._reads.clear()
+        # The embedders refer back to this object: without this, device memory would be freed at some later garbage
+        # collection, and ComfyUI would unload other models in the meantime.
+        self.bare.clear()
+        self._embedders.clear()
+        self._loaded.clear()
 
     def __getitem__(self, name: str) -> WanTransformer3DModel:
         model = self.bare[name]

@@ -78,8 +78,8 @@ def test_an_error_is_known_before_others_are_woken_and_raised_again():
     def work() -> None:
         raise OSError("the disk went away")
 
-    thread = RunThread("wanstream-test", work, device=CPU, failed=lambda: seen.append(thread.error))
-    thread.start()
+    thread = RunThread("wanstream-test", device=CPU, failed=lambda: seen.append(thread.error))
+    thread.start(work)
     thread.join()
     assert isinstance(seen[0], OSError)
     with pytest.raises(OSError, match="went away"):
@@ -93,9 +93,9 @@ def test_to_be_stopped_is_no_error():
     def failed() -> None:
         raise AssertionError("this is no failure")
 
-    thread = RunThread("wanstream-test", work, device=CPU, failed=failed)
+    thread = RunThread("wanstream-test", device=CPU, failed=failed)
     thread.join()  # never started
-    thread.start()
+    thread.start(work)
     thread.join()
     thread.result()
     assert thread.error is None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -193,6 +195,16 @@ class TestEngine:
         pair.close()
         assert set(threading.enumerate()) == before
         assert engine is not pair.engine(OffloadPolicy.layerwise(), "cpu")
+
+    def test_closing_frees_the_models_without_the_collector(self, pair, lane):
+        streamed(pair, OffloadPolicy.layerwise(), lane)
+        models = [weakref.ref(model) for model in pair.engine(OffloadPolicy.layerwise(), "cpu").models.bare.values()]
+        gc.disable()
+        try:
+            pair.close()
+            assert [model() for model in models] == [None] * len(models)
+        finally:
+            gc.enable()
 
     def test_an_engine_made_in_inference_mode_serves_outside_of_it(self, pair):
         with torch.inference_mode():
