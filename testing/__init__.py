@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from .experts import save_expert_folder
+from .experts import make_lora, save_expert_file, save_expert_folder, save_lora
 from .folder import TinyModelError
 from .model import write_tiny_model
+from .quantised import Fp8Layout, q4_k_m, save_expert_gguf
 from .weights import TEXT_DIM, TinyShape, make_expert
 
 __all__ = [
     "TEXT_DIM",
+    "Fp8Layout",
     "TinyModelError",
     "TinyShape",
     "make_expert",
+    "make_lora",
+    "q4_k_m",
+    "save_expert_file",
     "save_expert_folder",
+    "save_expert_gguf",
+    "save_lora",
     "write_tiny_model",
 ]

@@ -15,18 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from diffusers import WanTransformer3DModel
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
-from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 from torch import nn
 
 from ..wan import native_transformer_name
+
+# Functions import gguf: it writes test models only, and only the development requirements contain it.
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 FP8 = torch.float8_e4m3fn
 
@@ -173,6 +175,9 @@ def save_expert_gguf(
     Returns:
         The fp32 model with the values in the file.
     """
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf.quants import dequantize, quantize
+
     dequantised = copy.deepcopy(model)
     parameters = dict(dequantised.named_parameters())
     random = np.random.default_rng(seed)
@@ -203,6 +208,8 @@ def random_groups(
     kind: GGMLQuantizationType, count: int, random: np.random.Generator, *, scale: float = 1.0
 ) -> npt.NDArray[np.uint8]:
     """Return random packs of a quantised type, [count, bytes], with the given scale."""
+    from gguf import GGML_QUANT_SIZES
+
     packs = random.integers(0, 256, (count, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
     at, minimum_at, ratio = _SCALES[kind.name]
     _put_half(packs, at, scale)
@@ -215,6 +222,9 @@ def _random_packs(
     values: npt.NDArray[np.float32], kind: GGMLQuantizationType, random: np.random.Generator
 ) -> npt.NDArray[np.uint8]:
     """Return random packs with the shape and standard deviation of `values`: [..., bytes of a row]."""
+    from gguf import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
     per_pack, pack_bytes = GGML_QUANT_SIZES[kind]
     spread = float(dequantize(random_groups(kind, 256, random), kind).std())
     packs = random_groups(kind, values.size // per_pack, random, scale=float(values.std()) / spread)
