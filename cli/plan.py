@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ..bench import Table
@@ -39,7 +40,7 @@ from ..schema import (
     format_rate,
     format_size,
 )
-from .arguments import DONE, FAILED, INVALID, ArgumentError, measured_device, video_shape
+from .arguments import DONE, FAILED, INVALID, ArgumentError, measured_device, read_json, video_shape
 from .options import PlanOptions
 
 GB = 1e9
@@ -103,8 +104,8 @@ def _steps(options: PlanOptions, *, single: bool) -> tuple[str, ...]:
 
 def requested_machine(options: PlanOptions) -> Machine:
     """Return the machine of `--gpu`; "this" is measured if it has no profile. Raises ValueError and OSError."""
-    if options.gpu == "this":
-        return _this_machine(options)
+    if options.gpu == "this" or options.gpu.endswith(".json"):
+        return _measured_machine(options)
     if options.ram_gb is None or options.ssd_gb_s is None:
         raise ArgumentError("give --ram GB and --ssd GB/s of that machine, or --gpu this")
     if not (0 < options.ram_gb < math.inf and 0 < options.ssd_gb_s < math.inf):
@@ -121,18 +122,36 @@ def planned_value_bytes(options: PlanOptions) -> int:
     return auto_dtype(options.device).itemsize
 
 
-def _this_machine(options: PlanOptions) -> Machine:
-    from ..host import load_machine_profile
-
-    device = measured_device(options.device, options.models)
+def _measured_machine(options: PlanOptions) -> Machine:
     _check_positive("--ram", options.ram_gb)
     _check_positive("--ssd", options.ssd_gb_s)
-    machine = load_machine_profile(device, models=options.models)
+    if options.gpu == "this":
+        from ..host import load_machine_profile
+
+        device = measured_device(options.device, options.models)
+        machine = load_machine_profile(device, models=options.models)
+    else:
+        machine = _machine_in(Path(options.gpu))
     if options.ram_gb is not None:
         machine = replace(machine, ram_bytes=int(options.ram_gb * GIB))
     if options.ssd_gb_s is not None:
         machine = replace(machine, disk_bytes_per_s=options.ssd_gb_s * GB)
     return machine
+
+
+def _machine_in(path: Path) -> Machine:
+    """Return the machine in a file of `wanstream selftest` or `wanstream probe --json`. Raises ArgumentError."""
+    data = read_json(path)
+    for found in (data, data.get("figures") if isinstance(data, dict) else None):
+        if isinstance(found, dict) and isinstance(found.get("machine"), dict):
+            try:
+                return Machine.from_dict(found["machine"])
+            except (ValueError, TypeError) as err:
+                raise ArgumentError(f"--gpu {path}: {err}") from err
+    raise ArgumentError(
+        f"--gpu {path} has no measured machine: give a file of `wanstream selftest` whose check `rates` has passed, or "
+        "of `wanstream probe --json`"
+    )
 
 
 def _check_positive(option: str, value: float | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from wanstream import devices
 from wanstream.cli import main
 from wanstream.cli.arguments import ArgumentError
 from wanstream.cli.options import PlanOptions
-from wanstream.cli.plan import best_candidates, offload_job, planned_value_bytes
+from wanstream.cli.plan import best_candidates, offload_job, planned_value_bytes, requested_machine
 from wanstream.plan import Budgets, OffloadPlan, plan_offload
 from wanstream.plan.machine import GPUS, expected_machine
 from wanstream.schema import TI2V_5B
@@ -141,6 +142,41 @@ def test_wrong_arguments(changes: dict[str, str | None], message: str, capsys: p
     options = {**dict(zip(COMMAND[1::2], COMMAND[2::2], strict=True)), **changes}
     given = [word for option, value in options.items() if value is not None for word in (option, value)]
     assert main(["plan", *given]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert message in told.err
+
+
+def test_a_measured_machine_is_read_from_a_file(tmp_path: Path) -> None:
+    measured = replace(requested_machine(ASKED), name="a measured card", flops_per_s=1e12)
+    for name, data in {
+        "probe": {"machine": measured.to_dict(), "notes": []},
+        "selftest": {"case": "selftest", "figures": {"machine": measured.to_dict()}},
+    }.items():
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(data), encoding="utf-8")
+        asked = replace(ASKED, gpu=str(path), ram_gb=None, ssd_gb_s=None)
+        assert requested_machine(asked) == measured
+        assert requested_machine(replace(asked, ram_gb=8)).ram_bytes == 8 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "has no measured machine: give a file of `wanstream selftest`"),
+        ('{"figures": {"checks": {}}}', "has no measured machine"),
+        ('{"machine": {"name": "x"}}', "not a machine: "),
+        ("{", "is not JSON"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_file_without_a_machine(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    assert main(["plan", "--gpu", str(path), "--size", "832x480x81"]) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert message in told.err
