@@ -16,6 +16,7 @@ from .options import (
     PlanOptions,
     ProbeOptions,
     RunOptions,
+    SelftestOptions,
     add_options,
     parsed_options,
 )
@@ -87,6 +88,15 @@ _COMMANDS: dict[str, tuple[str, type[Any], str, str]] = {
         "measure this machine for the planner",
         "Measures disk, bus, RAM and a Wan block in a few seconds and stores the profile in the user's cache folder, "
         "for Auto Offload and `wanstream plan --gpu this`.",
+    ),
+    "selftest": (
+        ".selftest.command:selftest",
+        SelftestOptions,
+        "check that streaming works on this device, and measure it",
+        "Checks copies, streams, page locks and decoding, and makes whole runs with small random experts under several "
+        "policies, which must be equal to resident blocks bit for bit; then measures as `wanstream probe` does. Takes "
+        "some minutes. Prints a table and a verdict, and writes one JSON file to attach to an issue. "
+        "Exit code 0: it works; 1: a check failed or could not be run; 2: the arguments are invalid.",
     ),
     "plan": (
         ".plan:plan",

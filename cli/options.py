@@ -159,10 +159,27 @@ class ProbeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelftestOptions:
+    """Options of `wanstream selftest`."""
+
+    device: str | None = _device("device to check (default: cuda if available)")
+    models: Path | None = option(
+        "--models", default=None, metavar="DIR", help="a file or a folder of weights on the disk to measure"
+    )
+    output: Path = option(
+        "--out", default=Path(), metavar="DIR", help="folder for the JSON file (default: the current one)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """Options of `wanstream plan`. RAM is given in units of 2^30 bytes, as it is sold; all other GB are 10^9 bytes."""
 
-    gpu: str = option("--gpu", metavar="NAME", help='for example "RTX 4060 Ti 16GB"; "this" for this machine')
+    gpu: str = option(
+        "--gpu",
+        metavar="NAME",
+        help='for example "RTX 4060 Ti 16GB"; "this" for this machine; or a .json file of `selftest` or `probe --json`',
+    )
     ram_gb: float | None = option("--ram", default=None, metavar="GB", help="total RAM of the machine")
     ssd_gb_s: float | None = option(
         "--ssd", default=None, metavar="GB/S", help="sequential read speed of its disk for a large file"

@@ -213,7 +213,7 @@ def _file_to_read(models: Path | None, notes: list[str]) -> Iterator[Path]:
     """Yield the largest file of weights below `models`, or a temporary file if there is none."""
     found = None if models is None else _largest_weights(models)
     if found is not None:
-        notes.append(f"read: {found}")
+        notes.append(f"read: {found.name}")
         yield found
         return
     # In the models folder, because its disk is the one to measure.
@@ -227,7 +227,7 @@ def _file_to_read(models: Path | None, notes: list[str]) -> Iterator[Path]:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
-        notes.append(f"read: a temporary file in {folder}, because there is no file of weights to read")
+        notes.append("read: a temporary file, because there is no file of weights to read")
         yield path
 
 

@@ -18,7 +18,7 @@ from .formats.safetensors_header import (
 from .host_memory.pages import LockedBlocks, map_memory
 from .host_memory.shared_segment import SharedSegment, sweep
 from .patches import BlockPatch, WeightPatch
-from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise, typical_s
+from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise, typical_s, wrong_decodings
 from .sharding.group import GatherBrokenError, Sharded, StoppedTogether, shard_bytes
 from .sources.base import InsufficientRamError
 from .sources.file import FileSource, read_tensors
@@ -63,4 +63,5 @@ __all__ = [
     "streamed_names",
     "sweep",
     "typical_s",
+    "wrong_decodings",
 ]

@@ -1,4 +1,7 @@
-"""Probes of this machine's rates: disk, bus, RAM, decoding, quantising. Each takes seconds and a few hundred MB."""
+"""Probes of this machine: rates of disk, bus, RAM, decoding and quantising, and whether a device decodes exactly.
+
+Each takes seconds and a few hundred MB.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ import torch
 
 from ..devices import PageLockError, clock_for, runtime_for
 from .engine.threads import torch_thread_pool
-from .formats.decode import QUANTISED_DTYPE, decode_tensor, quantise_rows, work_memory
+from .formats.decode import FP8_DTYPES, QUANTISED_DTYPE, decode_tensor, quantise_rows, work_memory
+from .formats.gguf_dequant import QUANT_FORMATS, QuantFormat
 from .formats.layout import host_bytes
 from .host_memory.pages import map_memory
 from .sources.quantised import MAX_THREADS
@@ -114,6 +118,7 @@ def probe_bus(device: torch.device, *, compute: Callable[[], None]) -> BusRates:
     runtime, locked = runtime_for(device), True
     assert runtime is not None, f"{device} has no bus"
     stream = runtime.stream()
+    stream.wait_stream(runtime.current_stream())  # earlier work there may still use the memory
     try:
         runtime.lock_pages(host)
     except PageLockError:
@@ -153,6 +158,31 @@ def probe_decode(device: torch.device) -> float:
     into = torch.empty(SIDE, SIDE, dtype=torch.bfloat16, device=device)
     scale = torch.ones(SIDE, 1, device=device)
     return into.nbytes / typical_s(lambda: decode_tensor(stored, into, scale=scale), device)
+
+
+def wrong_decodings(device: torch.device, computed: torch.dtype) -> tuple[str, ...]:
+    """Return the names of the stored formats that `device` decodes to other values of `computed` than the CPU."""
+    random = torch.Generator().manual_seed(0)
+    codes = torch.arange(256, dtype=torch.uint8).repeat(64, 1)
+    scales = {"one scale": torch.tensor(0.0123), "a scale per row": torch.rand(64, 1, generator=random) + 0.01}
+    cases: dict[str, tuple[torch.Tensor, QuantFormat | None, torch.Tensor | None]] = {
+        f"{str(dtype).removeprefix('torch.')} with {words}": (codes.view(dtype), None, scale)
+        for dtype in FP8_DTYPES
+        for words, scale in scales.items()
+    }
+    for name, packing in QUANT_FORMATS.items():
+        groups = torch.randint(0, 256, (256, packing.nbytes), dtype=torch.uint8, generator=random)
+        cases[name] = groups, packing, None
+
+    def decoded(place: torch.device, case: str) -> torch.Tensor:
+        stored, packing, scale = cases[case]
+        shape = stored.shape if packing is None else (len(stored), packing.values)
+        into = torch.empty(shape, dtype=computed, device=place)
+        decode_tensor(stored.to(place), into, packing=packing, scale=None if scale is None else scale.to(place))
+        return into.cpu().nan_to_num(7.0)
+
+    cpu = torch.device("cpu")
+    return tuple(case for case in cases if not torch.equal(decoded(cpu, case), decoded(device, case)))
 
 
 def probe_quantise() -> float:

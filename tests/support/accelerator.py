@@ -56,6 +56,12 @@ class Accelerator:
         if self.machine is not None:
             pytest.skip(f"needs real kernels: {reason}")
 
+    def need_fake(self, reason: str) -> Machine:
+        """Return the machine of the checked device; skip a test on a real one."""
+        if self.machine is None:
+            pytest.skip(f"needs the checked device: {reason}")
+        return self.machine
+
     def empty_cache(self) -> None:
         """Return cached memory to the device."""
         if self.machine is None:

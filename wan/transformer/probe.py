@@ -49,8 +49,8 @@ def probe_block(shape: ExpertShape, tokens: int, device: torch.device, *, most_s
         tried = fitting[-1]
 
 
-def random_block(shape: ExpertShape, device: torch.device) -> WanTransformerBlock:
-    """Return a block in `auto_dtype(device)` with small random weights and fp32 norms, as in diffusers."""
+def random_block(shape: ExpertShape, device: torch.device, *, dtype: torch.dtype | None = None) -> WanTransformerBlock:
+    """Return a block with small random weights and fp32 norms, as in diffusers; `dtype` None: `auto_dtype(device)`."""
     added = None if shape.image_width is None else shape.width
     with torch.device("meta"):
         from diffusers.models.transformers.transformer_wan import WanTransformerBlock
@@ -58,7 +58,7 @@ def random_block(shape: ExpertShape, device: torch.device) -> WanTransformerBloc
         block = WanTransformerBlock(
             shape.width, shape.ffn_width, shape.width // HEAD_DIM, cross_attn_norm=True, added_kv_proj_dim=added
         )
-    block = block.to(auto_dtype(device)).to_empty(device=device).eval().requires_grad_(False)
+    block = block.to(dtype or auto_dtype(device)).to_empty(device=device).eval().requires_grad_(False)
     # One short tile of random numbers is repeated: drawing 350 million of them would take longer than the measurement.
     tile = torch.randn(2**16, device=device).mul_(0.02)
     for parameter in block.parameters():

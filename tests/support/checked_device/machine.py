@@ -292,7 +292,8 @@ class Machine:
     def __init__(self, seed: int = 0, *, devices: int = 1, capacity: int = 2**33) -> None:
         self.lock = threading.RLock()
         self._random = random.Random(seed)
-        self._eagerness = (0.0, 0.5, 0.9)[seed % 3]
+        self.eagerness = (0.0, 0.5, 0.9)[seed % 3]
+        """Share of the work that is executed before the host waits for it."""
         self.problems: list[str] = []
         self.host_waits: list[str] = []
         self.launches = 0
@@ -358,7 +359,7 @@ class Machine:
     def drift(self) -> None:
         """Execute some of the work that could run now."""
         # A tensor that is collected in the middle of work records events: nothing may overtake that work.
-        while not self.executing and self._random.random() < self._eagerness:
+        while not self.executing and self._random.random() < self.eagerness:
             heads = [stream.pending[0] for device in self.devices for stream in device.streams if stream.pending]
             ready = [work for work in heads if not work.slow and all(each.done for each in work.before)]
             if not ready:

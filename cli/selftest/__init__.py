@@ -1,0 +1,1 @@
+"""`wanstream selftest`: checks that streaming works on one device, and measures it."""

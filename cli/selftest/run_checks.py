@@ -1,0 +1,191 @@
+"""Checks of whole runs with small random experts: every policy and format, short memory, memory that is given back."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ...devices import clock_for
+from ...sampling import DenoiseRequest, denoise, seeded_noise
+from ...schema import ExpertsRef, LoraRef, OffloadPolicy, VideoShape, format_size
+from ...testing import (
+    TEXT_DIM,
+    Fp8Layout,
+    TinyShape,
+    make_expert,
+    make_lora,
+    q4_k_m,
+    save_expert_file,
+    save_expert_gguf,
+    save_lora,
+)
+from ...wan import ExpertsRegistry
+from .device_checks import ON_CPU, Subject
+from .findings import Finding
+
+VIDEO = VideoShape(width=128, height=128, frames=9)
+STEPS = 4
+MOST_DIFFERENCE = 0.2
+"""Relative difference from fp32 on a CPU: bf16 makes some percent, wrong weights make 1 and more."""
+RESIDENT, SMALLEST = OffloadPolicy.resident(), OffloadPolicy.layerwise(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Random experts in every format, and the request of all runs."""
+
+    subject: Subject
+    request: DenoiseRequest
+    formats: Mapping[str, ExpertsRef]
+    """Experts by the name of their format, the plain one first."""
+    registry: ExpertsRegistry
+
+    @property
+    def plain(self) -> ExpertsRef:
+        return next(iter(self.formats.values()))
+
+    def latents(self, ref: ExpertsRef, policy: OffloadPolicy) -> torch.Tensor:
+        """Return the latents of a run on the device."""
+        return denoise(self.registry.get(ref), self.request, policy=policy, device=self.subject.device).latents
+
+
+@contextmanager
+def prepared_runs(subject: Subject, folder: Path) -> Iterator[Runs]:
+    """Write the experts into `folder`, and close the last one at the end of the `with`."""
+    registry = ExpertsRegistry()
+    draw = torch.Generator().manual_seed(0)
+    positive, negative = (torch.randn(1, tokens, TEXT_DIM, generator=draw) for tokens in (20, 11))
+    noise = seeded_noise((1, subject.tiny.in_channels, *VIDEO.latent), 0)
+    request = DenoiseRequest(noise, positive, negative=negative, steps=STEPS, guidance=(4.0, 3.0))
+    try:
+        yield Runs(subject=subject, request=request, formats=_write_experts(subject.tiny, folder), registry=registry)
+    finally:
+        registry.free()
+
+
+def check_policies(runs: Runs, name: str) -> Finding:
+    """Run the experts of one format under several policies, and compare the latents with those of resident blocks."""
+    ref, policies = runs.formats[name], _policies(runs.subject.tiny.layers)
+    resident = runs.latents(ref, RESIDENT)
+    different = [words for words, policy in policies.items() if not torch.equal(runs.latents(ref, policy), resident)]
+    if different:
+        return Finding(outcome="failed", words=f"other latents than resident blocks: {', '.join(different)}")
+    return Finding(outcome="passed", words=f"{len(policies)} policies, equal to resident blocks bit for bit")
+
+
+def check_result(runs: Runs) -> Finding:
+    """Compare the latents with those of fp32 on a CPU."""
+    found = runs.latents(runs.plain, RESIDENT).cpu()
+    exact = ExpertsRegistry()
+    try:
+        pair = exact.get(replace(runs.plain, compute_dtype="float32"))
+        expected = denoise(pair, runs.request, policy=SMALLEST, device="cpu").latents
+    finally:
+        exact.free()
+    difference = float((found - expected).norm() / expected.norm())
+    words = f"{100 * difference:.1f} % from fp32 on a CPU, up to {100 * MOST_DIFFERENCE:.0f} % is rounding"
+    return Finding(
+        outcome="passed" if difference <= MOST_DIFFERENCE else "failed",
+        words=words,
+        figures={"relative_difference": difference},
+    )
+
+
+def check_short_memory(runs: Runs) -> Finding:
+    """Start resident blocks in memory that only streamed ones fit into, and compare the latents."""
+    runtime = runs.subject.runtime
+    if runtime is None:
+        return ON_CPU
+    expected = runs.latents(runs.plain, RESIDENT)
+    least, most = (_peak_bytes(runs, policy) for policy in (SMALLEST, RESIDENT))
+    runs.registry.free()
+    runtime.limit_memory((least + most) // 2)
+    try:
+        pair = runs.registry.get(runs.plain)
+        result = denoise(pair, runs.request, policy=RESIDENT, device=runs.subject.device)
+    finally:
+        runs.registry.free()
+        runtime.limit_memory(None)
+    figures = {"limit_bytes": (least + most) // 2, "changes": result.timeline.changes}
+    if not result.timeline.changes:
+        return Finding(outcome="not run", words="torch does not limit the memory of this device", figures=figures)
+    if not torch.equal(result.latents, expected):
+        return Finding(outcome="failed", words="other latents after running out of memory", figures=figures)
+    words = f"{len(result.timeline.changes)} times out of memory below {format_size(most)}, the same latents"
+    return Finding(outcome="passed", words=words, figures=figures)
+
+
+def check_given_back(runs: Runs) -> Finding:
+    """Release the memory of a finished run, as ComfyUI requests it, and count it as ComfyUI does."""
+    runtime = runs.subject.runtime
+    if runtime is None:
+        return ON_CPU
+    runs.latents(runs.plain, RESIDENT)  # libraries allocate work memory once and keep it
+    runs.registry.free()
+    clock_for(runs.subject.device).settle()
+    before = runtime.active_bytes()
+    runs.latents(runs.plain, RESIDENT)
+    pair = runs.registry.get(runs.plain)
+    used = runtime.active_bytes()
+    released = pair.release_memory(pair.loaded_bytes)
+    freed = used - runtime.active_bytes()
+    runs.registry.free()
+    kept = runtime.active_bytes() - before
+    figures = {"released_bytes": released, "freed_bytes": freed, "kept_bytes": kept}
+    if kept > 0 or freed < released or not released:
+        words = f"{format_size(released)} released, {format_size(freed)} freed, {format_size(kept)} kept after closing"
+        return Finding(outcome="failed", words=words, figures=figures)
+    words = f"{format_size(freed)} freed at once, nothing kept after closing"
+    return Finding(outcome="passed", words=words, figures=figures)
+
+
+def _peak_bytes(runs: Runs, policy: OffloadPolicy) -> int:
+    """Return the bytes that torch allocates at most in a run under `policy`."""
+    runtime = runs.subject.runtime
+    assert runtime is not None
+    runs.registry.free()
+    runtime.limit_memory(None)  # returns cached memory, too
+    runtime.reset_peaks()
+    runs.latents(runs.plain, policy)
+    return runtime.allocated_bytes(peak=True)
+
+
+def _policies(blocks: int) -> dict[str, OffloadPolicy]:
+    half = OffloadPolicy.block_swap(blocks // 2, source="pinned")
+    return {
+        "layerwise": SMALLEST,
+        "layerwise, 2 ahead, from RAM": OffloadPolicy.layerwise(2, source="pinned"),
+        "half swapped, from RAM": half,
+        "half swapped, half of them from RAM": replace(half, ram_blocks=blocks // 2),
+    }
+
+
+def _write_experts(shape: TinyShape, folder: Path) -> dict[str, ExpertsRef]:
+    models = {"high": make_expert(shape, seed=1), "low": make_expert(shape, seed=2)}
+    for name, model in models.items():
+        save_expert_file(model, folder / f"{name}.safetensors", dtype=torch.bfloat16)
+        save_expert_file(model, folder / f"{name}_fp8.safetensors", dtype=torch.bfloat16, fp8=Fp8Layout())
+        save_lora(make_lora(model, seed=3), folder / f"{name}_lora.safetensors", dtype=torch.bfloat16)
+
+    def ref(ending: str) -> ExpertsRef:
+        return ExpertsRef(high_noise=folder / f"high{ending}", low_noise=folder / f"low{ending}")
+
+    plain = ref(".safetensors")
+    lora = LoraRef(high_noise=folder / "high_lora.safetensors", low_noise=folder / "low_lora.safetensors")
+    formats = {
+        "bf16": plain,
+        "bf16 with a LoRA": replace(plain, loras=(lora,)),
+        "fp8 file": ref("_fp8.safetensors"),
+        "fp8 with a LoRA": replace(ref("_fp8.safetensors"), loras=(lora,)),
+        "fp8 in RAM": replace(plain, storage="fp8"),
+    }
+    if importlib.util.find_spec("gguf") is not None:  # writes the file; reading one needs no package
+        for name, model in models.items():
+            save_expert_gguf(model, folder / f"{name}.gguf", types=q4_k_m)
+        formats["GGUF Q4_K_M"] = ref(".gguf")
+    return formats
