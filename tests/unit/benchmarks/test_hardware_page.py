@@ -1,0 +1,32 @@
+"""docs/hardware.md: a row for each self-test, and empty ones for cards without a file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from wanstream.benchmarks.hardware_page import EXPECTED, PAGE, page, selftests
+
+PLACE = "before\n<!-- selftests -->\n<!-- end -->\nafter\n"
+
+
+def test_the_page_in_the_repository_is_that_of_the_results() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert page(text, selftests()) == text, "docs/hardware.md is old: run python benchmarks/hardware_page.py"
+    assert "No GPU has been checked so far" in text or any(
+        result.figures["machine"]["computes_on"] != "cpu" for result in selftests()
+    )
+
+
+def test_a_card_has_one_row_with_or_without_a_file() -> None:
+    empty = page(PLACE, [])
+    assert all(f"| {card} |  |" in empty for card in EXPECTED)
+    [cpu] = [result for result in selftests() if result.figures["machine"]["computes_on"] == "cpu"][:1]
+    machine = {**cpu.figures["machine"], "computes_on": "cuda", "h2d_bytes_per_s": 25e9}
+    described = {**cpu.figures["described"], "Device": "NVIDIA GeForce RTX 4090, 25.3 GB"}
+    card = replace(cpu, figures={**cpu.figures, "machine": machine, "described": described})
+    filled = page(PLACE, [card])
+    assert filled.count("RTX 4090") == 1
+    assert "| NVIDIA GeForce RTX 4090, 25.3 GB | 8 passed |" in filled
+    assert "25.0 GB/s" in filled
+    assert filled.startswith("before\n<!-- selftests -->\n")
+    assert filled.endswith("<!-- end -->\nafter\n")
