@@ -8,7 +8,7 @@ from .compute_dtype import AUTO, ComputeDtype, auto_dtype, common_dtype, dtype_n
 from .cuda import NvtxRanges
 from .oom import forget, is_out_of_memory
 from .registry import forked_random_state, gpu_count, register_runtime, runtime_for
-from .runtime import DeviceMemory, DeviceRuntime, Event, PageLockError, Stream
+from .runtime import DeviceMemory, DeviceRuntime, Event, NoPageLockError, PageLockError, Stream
 
 __all__ = [
     "AUTO",
@@ -20,6 +20,7 @@ __all__ = [
     "DeviceRuntime",
     "Event",
     "MemoryMeter",
+    "NoPageLockError",
     "NvtxRanges",
     "PageLockError",
     "Stream",

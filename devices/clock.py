@@ -7,12 +7,13 @@ after the step, so that measuring never makes the host wait for the device withi
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol, TypeAlias, cast
 
 import psutil
 import torch
 
-from .registry import NoRuntimeError, default_family, family_runtime, runtime_for
+from .registry import default_family, device_count, families, runtime_for
 from .runtime import DeviceRuntime, Event
 
 DeviceEvent: TypeAlias = "float | Event"
@@ -23,33 +24,36 @@ class DeviceError(ValueError):
 
 
 def compute_device(device: torch.device | str | None = None) -> torch.device:
-    """Return the device of that name, with an index if it is a GPU; None: a GPU if there is one, else the CPU.
+    """Return the device of that name, with an index unless it is a CPU; None: a GPU if there is one, else the CPU.
 
-    The index matters: plain "cuda" means the current device of the calling thread, which differs between threads.
+    The index matters: plain "cuda" means the current device of the calling thread, which differs between threads. A
+    device without streams is used only by name.
 
     Raises:
-        DeviceError: it is not a CPU or an existing device of a family that has a runtime.
+        DeviceError: it is not a CPU or an existing device of a supported family.
     """
     if device is None:
         device = default_family()
+    names = ", ".join(families())
     try:
         resolved = torch.device(device)
     except RuntimeError as err:
-        raise DeviceError(f'{device!r} is not a device name: use "cpu" or "cuda"') from err
+        raise DeviceError(f"{device!r} is not a device name: use cpu or one of {names}, such as cuda:1") from err
     if resolved.type == "cpu":
         if (resolved.index or 0) >= 1:
-            raise DeviceError(f'{resolved} does not exist: use "cpu"')
+            raise DeviceError(f"{resolved} does not exist: use cpu")
         return resolved
-    try:
-        runtime = family_runtime(resolved.type)
-    except NoRuntimeError as err:
-        raise DeviceError(f'{resolved} is not supported: use "cpu" or "cuda" (ComfyUI: start it with --cpu)') from err
-    count = runtime.count()
+    if resolved.type not in families():
+        raise DeviceError(f"{resolved} is not supported: use cpu or one of {names} (ComfyUI: start it with --cpu)")
+    runtime, count = families()[resolved.type], device_count(resolved.type)
+    if count == 0:
+        raise DeviceError(f"{resolved} does not exist: {(runtime or DeviceRuntime).unavailable()}")
     if (resolved.index or 0) >= count:
-        raise DeviceError(
-            f'{resolved} does not exist, torch {torch.__version__} finds {count}: use "cpu" or another torch'
-        )
-    return resolved if resolved.index is not None else torch.device(resolved.type, runtime.current_index())
+        last = f"{resolved.type}:{count - 1}"
+        raise DeviceError(f"{resolved} does not exist, torch finds {count}: use a device up to {last}, or cpu")
+    if resolved.index is not None:
+        return resolved
+    return torch.device(resolved.type, 0 if runtime is None else runtime.current_index())
 
 
 class Clock(Protocol):
@@ -71,7 +75,8 @@ class Clock(Protocol):
 class CpuClock:
     """Clock of a CPU, which computes synchronously: every event has passed when it is recorded."""
 
-    mark = staticmethod(time.perf_counter)
+    def mark(self) -> DeviceEvent:
+        return time.perf_counter()
 
     def seconds(self, start: DeviceEvent, end: DeviceEvent) -> float:
         return cast(float, end) - cast(float, start)
@@ -81,6 +86,17 @@ class CpuClock:
 
     def wait_for(self, event: DeviceEvent) -> None:
         return
+
+
+class SynchronousClock(CpuClock):
+    """Clock of a device without streams: the host waits for all its work at every event, which has then passed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._synchronize: Callable[[], None] = torch.get_device_module(device.type).synchronize
+
+    def mark(self) -> DeviceEvent:
+        self._synchronize()
+        return time.perf_counter()
 
 
 class StreamClock:
@@ -109,11 +125,13 @@ class StreamClock:
 def clock_for(device: torch.device) -> Clock:
     """Return the clock of `device`."""
     runtime = runtime_for(device)
-    return CpuClock() if runtime is None else StreamClock(runtime)
+    if runtime is not None:
+        return StreamClock(runtime)
+    return CpuClock() if device.type == "cpu" else SynchronousClock(device)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that torch can still allocate on `device`, its cached memory included; None on a CPU.
+    """Return the bytes that torch can still allocate on `device`, its cached memory included; None if that is RAM.
 
     ComfyUI counts in the same way. A limit of the process (`DeviceRuntime.limit_memory`) is not taken into account.
     """
@@ -124,7 +142,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def total_bytes(device: torch.device) -> tuple[int | None, int]:
-    """Return the total bytes of `device` (None on a CPU) and of the machine's RAM."""
+    """Return the total bytes of `device` (None if it is RAM) and of the machine's RAM."""
     runtime = runtime_for(device)
     return None if runtime is None else runtime.memory().total, int(psutil.virtual_memory().total)
 
@@ -132,7 +150,7 @@ def total_bytes(device: torch.device) -> tuple[int | None, int]:
 class MemoryMeter:
     """Memory figures of the process and one device; peaks count from the last `reset_peaks`. Never synchronises.
 
-    The figures of a device are None on a CPU, whose memory is `rss_bytes`, and before this process has used the device.
+    The figures of a device are None if its memory is RAM, and before this process has used the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -167,5 +185,5 @@ class MemoryMeter:
         return int(self._process.memory_info().rss)
 
     def _used(self) -> DeviceRuntime | None:
-        """Return the runtime of the device, None on a CPU and before its first use."""
+        """Return the runtime of the device, None if its memory is RAM and before its first use."""
         return self._runtime if self._runtime is not None and self._runtime.is_initialized() else None

@@ -32,8 +32,12 @@ def auto_dtype(device: torch.device | str | None = None) -> torch.dtype:
     single matrix product up to a hundred times. With AVX512-BF16, a block takes a quarter of the time of
     fp32 (width 1536, one thread).
     """
-    runtime = runtime_for(compute_device() if device is None else torch.device(device))
-    return _cpu_dtype() if runtime is None else runtime.auto_dtype()
+    device = compute_device() if device is None else torch.device(device)
+    runtime = runtime_for(device)
+    if runtime is not None:
+        return runtime.auto_dtype()
+    # torch has no query for units of the others: every Apple GPU has fp16 units, those before M2 no bf16 units.
+    return _cpu_dtype() if device.type == "cpu" else torch.float16
 
 
 def resolve_dtype(compute_dtype: ComputeDtype, device: torch.device | str | None = None) -> torch.dtype:

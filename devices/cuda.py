@@ -1,14 +1,16 @@
-"""Runtime of NVIDIA GPUs and, through the same torch module, of AMD GPUs with ROCm."""
+"""Runtime of NVIDIA GPUs."""
 
 from __future__ import annotations
 
 import contextlib
-from contextlib import AbstractContextManager
-from typing import cast
+import ctypes
+import os
+from typing import ClassVar, cast
 
 import torch
 
-from .runtime import DeviceMemory, DeviceRuntime, Event, PageLockError, Stream
+from .accelerator import AcceleratorRuntime
+from .runtime import Event, PageLockError
 
 FIRST_WITH_BF16, FIRST_WITH_FP16 = (8, 0), (5, 3)
 """Lowest compute capabilities of NVIDIA GPUs with fast bf16 and fp16."""
@@ -16,62 +18,35 @@ FIRST_WITH_BF16, FIRST_WITH_FP16 = (8, 0), (5, 3)
 HOST_REGISTER_PORTABLE = 1  # locked for every device of the process
 
 
-class CudaRuntime(DeviceRuntime):
+class CudaRuntime(AcceleratorRuntime):
     """See `DeviceRuntime`."""
 
-    @staticmethod
-    def count() -> int:
-        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    family = "cuda"
+    host_register: ClassVar[str] = "cudaHostRegister"
+    """Function of the driver that locks pages, for messages."""
 
     @staticmethod
-    def current_index() -> int:
-        return torch.cuda.current_device()
-
-    @staticmethod
-    def is_initialized() -> bool:
-        return bool(torch.cuda.is_initialized())
-
-    def stream(self) -> Stream:
-        return cast(Stream, torch.cuda.Stream(self.device))
-
-    def current_stream(self) -> Stream:
-        return cast(Stream, torch.cuda.current_stream(self.device))
-
-    def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
-        return cast("AbstractContextManager[object]", torch.cuda.stream(cast(torch.cuda.Stream, stream)))
+    def unavailable() -> str:
+        built = torch.version.cuda
+        if built is None:
+            return f"torch {torch.__version__} is built without CUDA: install torch for CUDA, or use cpu"
+        driver = driver_version()
+        if driver is None:
+            return f"torch is built for CUDA {built}, and there is no NVIDIA driver: install one, or use cpu"
+        if driver[0] < int(built.partition(".")[0]):
+            return (
+                f"torch is built for CUDA {built}, and the NVIDIA driver supports CUDA up to {driver[0]}.{driver[1]}: "
+                "update the driver, install torch for that CUDA, or use cpu"
+            )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = "is not set" if visible is None else f"is {visible!r}"
+        return (
+            f"the NVIDIA driver (CUDA up to {driver[0]}.{driver[1]}) gives torch no GPU, and CUDA_VISIBLE_DEVICES "
+            f"{shown}: check that nvidia-smi lists one, or use cpu"
+        )
 
     def event(self, *, timing: bool = False, blocking: bool = False) -> Event:
         return cast(Event, torch.cuda.Event(enable_timing=timing, blocking=blocking))
-
-    def enter_thread(self) -> None:
-        torch.cuda.set_device(self.device)
-
-    def name(self) -> str:
-        return str(torch.cuda.get_device_name(self.device))
-
-    def memory(self) -> DeviceMemory:
-        free, total = torch.cuda.mem_get_info(self.device)
-        return DeviceMemory(free=int(free), total=int(total))
-
-    def allocated_bytes(self, *, peak: bool = False) -> int:
-        read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
-        return int(read(self.device))
-
-    def reserved_bytes(self, *, peak: bool = False) -> int:
-        read = torch.cuda.max_memory_reserved if peak else torch.cuda.memory_reserved
-        return int(read(self.device))
-
-    def active_bytes(self) -> int:
-        return int(torch.cuda.memory_stats(self.device)["active_bytes.all.current"])
-
-    def limit_memory(self, nbytes: int | None) -> None:
-        # Cached memory counts against the limit.
-        torch.cuda.empty_cache()  # noqa: TID251 - not within a run
-        fraction = 1.0 if nbytes is None else nbytes / self.memory().total
-        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
-
-    def reset_peaks(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
 
     def lock_pages(self, memory: torch.Tensor) -> None:
         # `pin_memory` would copy the block instead, into a pool that rounds sizes up to powers of two: 1.53 times the
@@ -81,7 +56,7 @@ class CudaRuntime(DeviceRuntime):
             result = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), HOST_REGISTER_PORTABLE)
             if result != cudart.cudaError.success:
                 self._clear_last_error()
-                raise PageLockError(f"cudaHostRegister: {cudart.cudaGetErrorString(result)}")
+                raise PageLockError(f"{self.host_register}: {cudart.cudaGetErrorString(result)}")
 
     def unlock_pages(self, memory: torch.Tensor) -> None:
         cudart = torch.cuda.cudart()
@@ -91,8 +66,6 @@ class CudaRuntime(DeviceRuntime):
                 self._clear_last_error()
 
     def auto_dtype(self) -> torch.dtype:
-        if torch.version.hip is not None:
-            return torch.bfloat16  # torch has bf16 kernels for all GPUs that it supports with ROCm
         capability = torch.cuda.get_device_capability(self.device)
         if capability >= FIRST_WITH_BF16:
             return torch.bfloat16
@@ -104,6 +77,21 @@ class CudaRuntime(DeviceRuntime):
         # not needed.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self.device)
+
+
+def driver_version() -> tuple[int, int] | None:
+    """Return the highest CUDA version that the NVIDIA driver supports; None without a driver.
+
+    This call of the driver does not initialise it: a process that has made it can still be forked.
+    """
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        version = ctypes.c_int()
+        if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
 
 
 class NvtxRanges:

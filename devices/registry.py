@@ -9,68 +9,66 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from .cuda import CudaRuntime
+from .rocm import RocmRuntime
 from .runtime import DeviceRuntime
+from .xpu import XpuRuntime
+
+_FAMILIES: dict[str, type[DeviceRuntime] | None] = {
+    "cuda": CudaRuntime if torch.version.hip is None else RocmRuntime,
+    "xpu": XpuRuntime,
+    "mps": None,
+}
+"""Runtimes by device type; None for a family without streams, whose memory is RAM of the machine."""
 
 
-class NoRuntimeError(ValueError):
-    """A device family without a runtime."""
-
-
-_FAMILIES: dict[str, type[DeviceRuntime]] = {"cuda": CudaRuntime}
-"""Runtimes by device type; AMD GPUs with ROCm are "cuda" too."""
-
-
-def register_runtime(family: str, runtime: type[DeviceRuntime]) -> Callable[[], None]:
+def register_runtime(family: str, runtime: type[DeviceRuntime] | None) -> Callable[[], None]:
     """Use `runtime` for devices of the type `family`, and return a function that undoes it."""
-    before = _FAMILIES.get(family)
+    before = dict(_FAMILIES)
     _FAMILIES[family] = runtime
     runtime_for.cache_clear()
 
     def restore() -> None:
-        if before is None:
-            del _FAMILIES[family]
-        else:
-            _FAMILIES[family] = before
+        _FAMILIES.clear()
+        _FAMILIES.update(before)
         runtime_for.cache_clear()
 
     return restore
 
 
-def family_runtime(family: str) -> type[DeviceRuntime]:
-    """Return the runtime class of a device type.
+def families() -> dict[str, type[DeviceRuntime] | None]:
+    """Return the runtime class of every device type other than "cpu"; None for one without streams."""
+    return dict(_FAMILIES)
 
-    Raises:
-        NoRuntimeError: there is none.
-    """
-    if family not in _FAMILIES:
-        raise NoRuntimeError(f"{family} is not supported")
-    return _FAMILIES[family]
+
+def device_count(family: str) -> int:
+    """Return the number of devices of a type."""
+    runtime = _FAMILIES[family]
+    return int(torch.get_device_module(family).device_count()) if runtime is None else runtime.count()
 
 
 def default_family() -> str:
-    """Return the type of the devices that are used by default: the first with a device, else "cpu"."""
-    return next((family for family, runtime in _FAMILIES.items() if runtime.count()), "cpu")
+    """Return the type of the devices that are used by default: the first with streams and a device, else "cpu"."""
+    return next((family for family, runtime in _FAMILIES.items() if runtime and runtime.count()), "cpu")
 
 
 def gpu_count() -> int:
-    """Return the number of devices of the default family; 0 if that is the CPU."""
-    family = default_family()
-    return 0 if family == "cpu" else family_runtime(family).count()
+    """Return the number of GPUs for workers, which are "cuda" devices: torch.distributed connects them with NCCL."""
+    return device_count("cuda")
 
 
 @contextmanager
 def forked_random_state() -> Iterator[None]:
-    """Restore torch's random states, of the CPU and of all devices in use, after the `with`."""
+    """Restore torch's random states, of the CPU and of all devices with streams in use, after the `with`."""
     with ExitStack() as forked:
         forked.enter_context(torch.random.fork_rng(devices=()))
         for family, runtime in _FAMILIES.items():
-            if runtime.is_initialized():
+            if runtime is not None and runtime.is_initialized():
                 forked.enter_context(torch.random.fork_rng(devices=range(runtime.count()), device_type=family))
         yield
 
 
 @functools.cache
 def runtime_for(device: torch.device) -> DeviceRuntime | None:
-    """Return the runtime of a device; None for a CPU and for types without one, whose work is taken as synchronous."""
-    family = _FAMILIES.get(device.type)
-    return None if family is None else family(device)
+    """Return the runtime of a device; None for a CPU and for types without streams."""
+    runtime = _FAMILIES.get(device.type)
+    return None if runtime is None else runtime(device)

@@ -50,6 +50,10 @@ class PageLockError(OSError):
     """The driver refused to page-lock memory."""
 
 
+class NoPageLockError(PageLockError):
+    """The device family cannot page-lock memory in place; no limit of the system is involved."""
+
+
 class DeviceRuntime(ABC):
     """Calls of one device with streams. Any thread may call, except where the calling thread is named.
 
@@ -64,6 +68,11 @@ class DeviceRuntime(ABC):
     @abstractmethod
     def count() -> int:
         """Return the number of devices of this family that torch finds; 0 if it cannot use any."""
+
+    @staticmethod
+    def unavailable() -> str:
+        """Return why `count` is 0, and a remedy; queries no device."""
+        return "torch finds none: use cpu"
 
     @staticmethod
     @abstractmethod

@@ -14,6 +14,7 @@ import torch
 
 from wanstream.devices import auto_dtype
 from wanstream.devices.compute_dtype import common_dtype, resolve_dtype
+from wanstream.devices.cuda import CudaRuntime
 from wanstream.schema import ExpertsRef
 from wanstream.wan import open_text_encoder
 from wanstream.wan.experts.open import open_experts, open_pair
@@ -70,8 +71,7 @@ def test_a_gpu_computes_in_the_first_that_it_has_units_for(
     capability: tuple[int, int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert auto_dtype("cuda:0") == expected
+    assert CudaRuntime(torch.device("cuda", 0)).auto_dtype() == expected
 
 
 def test_a_choice_wins_and_several_devices_use_the_widest() -> None:

@@ -1,0 +1,38 @@
+"""Runtime of Intel GPUs."""
+
+from __future__ import annotations
+
+import torch
+
+from .accelerator import AcceleratorRuntime
+from .runtime import DeviceMemory, NoPageLockError
+
+
+class XpuRuntime(AcceleratorRuntime):
+    """See `DeviceRuntime`. Its events have no `blocking`: a host thread that waits may spin on a core."""
+
+    family = "xpu"
+
+    @staticmethod
+    def unavailable() -> str:
+        if getattr(torch.version, "xpu", None) is None:
+            return f"torch {torch.__version__} is built without XPU: install torch for XPU, or use cpu"
+        return "the driver reports no Intel GPU: update it, check ONEAPI_DEVICE_SELECTOR, or use cpu"
+
+    def memory(self) -> DeviceMemory:
+        try:
+            return super().memory()
+        except RuntimeError:  # some drivers do not report free memory; then count what this process has reserved
+            total = int(torch.xpu.get_device_properties(self.device).total_memory)
+            return DeviceMemory(free=total - self.reserved_bytes(), total=total)
+
+    def lock_pages(self, memory: torch.Tensor) -> None:
+        raise NoPageLockError("torch.xpu cannot page-lock memory in place")
+
+    def unlock_pages(self, memory: torch.Tensor) -> None:
+        raise AssertionError("no memory can have been locked")
+
+    def auto_dtype(self) -> torch.dtype:
+        # `torch.xpu.is_bf16_supported` is True for emulation too.
+        properties = torch.xpu.get_device_properties(self.device)
+        return torch.bfloat16 if getattr(properties, "has_bfloat16_conversions", False) else torch.float16
