@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..devices import available_bytes
+from ..devices import available_bytes, runtime_for
 from ..plan import (
     RAM_SHARE,
     AutoOffload,
@@ -55,16 +55,16 @@ class PolicyChoice:
 
 
 def free_memory(pair: ExpertPair, device: torch.device, free_vram: int) -> Budgets:
-    """Return the bytes that `pair` may use now, including those it uses already; no `vram_bytes` on a CPU."""
+    """Return the bytes that `pair` may use now, including those it uses already; no `vram_bytes` if those are RAM."""
     ram = int(AVAILABLE_SHARE * available_bytes()) + pair.host_bytes
-    if device.type != "cuda":
+    if runtime_for(device) is None:
         return Budgets(ram_bytes=ram + pair.loaded_bytes)
     return Budgets(vram_bytes=max(0, free_vram + pair.loaded_bytes), ram_bytes=ram)
 
 
 def usable_bytes(device: torch.device, free_vram: int) -> int:
-    """Return the bytes that a run may use: `free_vram` on a GPU, most of the available RAM on a CPU."""
-    return max(0, free_vram) if device.type == "cuda" else int(AVAILABLE_SHARE * available_bytes())
+    """Return the bytes that a run may use: `free_vram` of a GPU, or most of the available RAM."""
+    return max(0, free_vram) if runtime_for(device) is not None else int(AVAILABLE_SHARE * available_bytes())
 
 
 def limited(requested: Budgets, free: Budgets, machine: Machine) -> Budgets:

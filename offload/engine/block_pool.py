@@ -201,8 +201,8 @@ class BlockPool:
         try:
             order = eviction_order(range(len(self.buffers)), self.contents(), residency)
             evicted = order[: max(0, len(order) - buffers)]
-            # On a CPU the buffers that are about to be freed are RAM too.
-            freed = sum(self.buffers[index].nbytes for index in evicted) if self.device.type == "cpu" else 0
+            # Without streams the buffers that are about to be freed are RAM too.
+            freed = sum(self.buffers[index].nbytes for index in evicted) if runtime_for(self.device) is None else 0
             # Before anything is freed, so that a refusal leaves the former policy usable.
             self.ram.check_available(ram_residency, self.staging, freed=freed)
             self.backend.settle()

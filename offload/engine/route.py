@@ -25,7 +25,7 @@ from ..sharding.group import Gathering, Sharded
 from ..sharding.shards import ShardSource
 from ..sources.base import BlockSource, RangeSource
 from ..transfers.base import TransferBackend
-from ..transfers.cpu import CpuBackend
+from ..transfers.cpu import CpuBackend, SynchronousBackend
 from ..transfers.cuda import CudaBackend
 
 
@@ -91,9 +91,9 @@ class Route:
         source, formats, patches = self._source, self._formats, self._patches
         runtime = runtime_for(self._device)
         if self.gathering is None:
-            if runtime is None:
-                return CpuBackend(source, formats, patches)
-            return CudaBackend(source, formats, patches, runtime=runtime)
+            if runtime is not None:
+                return CudaBackend(source, formats, patches, runtime=runtime)
+            return (CpuBackend if self._device.type == "cpu" else SynchronousBackend)(source, formats, patches)
         if runtime is not None:
             return GatherCudaBackend(source, self._shards, formats, patches, self.gathering, runtime=runtime)
         return GatherCpuBackend(source, self._shards, formats, patches, self.gathering)

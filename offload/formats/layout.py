@@ -146,12 +146,12 @@ def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 def allocate_flat(nbytes: int, device: torch.device | str) -> torch.Tensor:
     """Return `nbytes` of uninitialised memory as 1-D uint8 whose address is a multiple of `ALIGNMENT`."""
     device = torch.device(device)
-    # CPU memory is aligned to 64 bytes only. CUDA memory is aligned enough, and 255 extra bytes could cost 2 MB.
-    slack = ALIGNMENT - 1 if device.type == "cpu" else 0
     # Callers may be in inference mode, which is thread-local. An inference tensor could not be written by the fetch
     # thread, or by a later run outside inference mode.
     with torch.inference_mode(False):
-        memory = torch.empty(nbytes + slack, dtype=torch.uint8, device=device)
+        if device.type != "cpu":  # aligned enough, and 255 extra bytes could cost 2 MB
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        memory = torch.empty(nbytes + ALIGNMENT - 1, dtype=torch.uint8, device=device)  # aligned to 64 bytes only
         start = -memory.data_ptr() % ALIGNMENT
         return memory[start : start + nbytes]
 

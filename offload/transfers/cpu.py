@@ -1,4 +1,7 @@
-"""CPU transfer backend: the fetch thread acts as the copy stream, buffers in RAM act as the device memory."""
+"""Transfer backends without streams.
+
+On a CPU, the fetch thread acts as the copy stream, and buffers in RAM act as the device memory.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from ...devices import DeviceEvent
 from ...plan import BlockKey
 from ..formats.decode import decode_block
-from ..formats.layout import BlockFormat, host_bytes
+from ..formats.layout import BlockFormat, allocate_flat, host_bytes
 from ..host_memory.pages import keep_freed_memory
 from ..patches import StagedPatches
 from ..sources.base import BlockSource
@@ -49,6 +52,32 @@ class CpuBackend(TransferBackend):
                 patch.add_to(into, fmt.computed)
 
         return PendingBlock(decode=decode, copied=copied)
+
+
+class SynchronousBackend(CpuBackend):
+    """Backend of a device without streams: blocks are completed in RAM and copied on the compute thread.
+
+    Only that thread uses the device: with one queue of work, a second thread gains nothing, and torch's backend for it
+    need not allow one. Blocks are decoded in RAM, because such devices do not have all stored dtypes.
+    """
+
+    def copy_in(self, copy: BlockCopy) -> PendingBlock:
+        def load() -> None:
+            assert copy.stored is not None, f"{copy.key} cannot be read directly into device memory"
+            fmt, block = self._formats[copy.key], copy.stored
+            if not fmt.is_raw or self._patches.get(copy.key) is not None:
+                block = allocate_flat(fmt.computed.nbytes, "cpu")
+                pending = CpuBackend.copy_in(self, copy._replace(into=block, release_source=_keep))
+                assert pending.decode is not None
+                pending.decode()
+            copy.into[: block.numel()].copy_(block)
+            copy.release_source()
+
+        return PendingBlock(decode=load)
+
+
+def _keep(drained: object = None) -> None:
+    """Keep the slot until the block is on the device."""
 
 
 def _copy(stored: torch.Tensor, into: torch.Tensor) -> None:

@@ -78,6 +78,7 @@ class Stream(Actor):
         """Append work that reads and writes the ranges of `accesses`."""
         machine = self.machine
         with machine.lock:
+            machine.check_only_thread()
             self.join(machine.host().clock)
             self.tick()
             for each in accesses:
@@ -303,6 +304,8 @@ class Machine:
         self.refuse_locks_beyond: int | None = None
         self._thread = ThreadState()
         self.executing = False
+        self.only_thread: int | None = None
+        """Thread that alone may use devices without streams; None for devices with streams."""
 
     def report(self, problem: str) -> None:
         """Note a problem once."""
@@ -326,6 +329,11 @@ class Machine:
         """Report a call of a thread that has not set its device, if there are several."""
         if self._thread.device is None and len(self.devices) > 1:
             self.report(f"thread {threading.current_thread().name} has not set its device, at {site()}")
+
+    def check_only_thread(self) -> None:
+        """Report work of a second thread for a device without streams."""
+        if self.only_thread not in (None, threading.get_ident()):
+            self.report(f"thread {threading.current_thread().name} uses a device of another thread, at {site()}")
 
     def current_stream(self, index: int) -> Stream:
         return self._thread.streams.get(index, self.devices[index].default_stream)

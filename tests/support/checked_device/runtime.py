@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import cast
@@ -91,14 +92,20 @@ class CheckedRuntime(DeviceRuntime):
 
 
 @contextmanager
-def checked_machine(seed: int = 0, *, devices: int = 1, capacity: int = 2**33) -> Iterator[Machine]:
+def checked_machine(
+    seed: int = 0, *, devices: int = 1, capacity: int = 2**33, streams: bool = True
+) -> Iterator[Machine]:
     """Provide a machine of checked devices inside the `with`, and check at its end that nothing is left.
+
+    Without `streams` the devices have no runtime, and only the calling thread may use them.
 
     Raises:
         AssertionError: a problem was reported, or memory is still allocated or locked.
     """
     machine = Machine(seed, devices=devices, capacity=capacity)
-    end, restore = activate(machine), register_runtime(NAME, CheckedRuntime)
+    if not streams:
+        machine.only_thread = threading.get_ident()
+    end, restore = activate(machine), register_runtime(NAME, CheckedRuntime if streams else None)
     try:
         with host_edges(machine):
             yield machine

@@ -225,6 +225,9 @@ def _copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
         )
         return into
     machine.copies += 1
+    if non_blocking and machine.only_thread is not None:
+        # Nothing says when such a copy has read or written the host memory.
+        machine.report(f"a copy does not block on a device without streams, at {site()}")
     if isinstance(into, CheckedTensor):
         _to_device(into, source, non_blocking=non_blocking)
     else:
@@ -358,6 +361,11 @@ class _Module(types.ModuleType):
 
     def device_count(self) -> int:
         return len(_machines[0].devices) if _machines else 0
+
+    def synchronize(self) -> None:
+        for device in active().devices:
+            for stream in device.streams:
+                stream.synchronize()
 
     def _is_in_bad_fork(self) -> bool:
         return False

@@ -1,0 +1,145 @@
+"""Device without streams: the checked device without a runtime, as torch serves Apple GPUs.
+
+Its work still runs late, until the host waits. Use by a second thread is reported, and so is a copy that
+does not block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from wanstream.devices import auto_dtype, clock_for, compute_device, free_bytes, runtime_for
+from wanstream.offload import BlockPatch, WeightPatch, attach_offload
+from wanstream.plan import step_visits
+from wanstream.sampling import DenoiseRequest, denoise
+from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.checked_device import Machine, checked_machine
+from wanstream.tests.support.device_scenarios import COUNT, KEYS, WIDTH, MemorySource
+from wanstream.wan.experts.open import open_experts
+
+pytestmark = pytest.mark.checked
+
+POLICIES = {
+    "layerwise": OffloadPolicy.layerwise(1),
+    "deep, from RAM": OffloadPolicy.layerwise(3, source="pinned"),
+    "block swap": OffloadPolicy.block_swap(3, 1),
+    "resident": OffloadPolicy.resident(),
+}
+CPU = torch.device("cpu")
+
+
+def stand_in() -> torch.device:
+    """Return the device; its type has this name only once a machine was there."""
+    return torch.device("checked", 0)
+
+
+@pytest.fixture
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    with checked_machine(sum(request.node.name.encode()), streams=False) as opened:
+        yield opened
+        request.node.funcargs.clear()  # other fixtures of the test have tensors on the device
+
+
+def weights_of_visits(
+    device: torch.device, policy: OffloadPolicy, *, fp8: bool = False, patched: bool = False, stop_at: int | None = None
+) -> list[torch.Tensor]:
+    """Stream blocks twice, the first time up to the visit `stop_at`, and return the weights that the visits find."""
+    source = MemorySource(fp8=fp8, growing=True, longest_s=0.001)
+    rows = [source.formats[key].computed.tensors[0].shape[0] for key in KEYS]
+    blocks = [nn.Linear(WIDTH, count, bias=False, device="meta") for count in rows]
+    engine = attach_offload({"high": blocks}, policy=policy, device=device, source=source, follow_forward=False)
+    if patched:
+        patch = WeightPatch(down=torch.full((2, WIDTH), 0.5), up=torch.ones(rows[0], 2))
+        engine.set_patches({KEYS[0]: BlockPatch(identity=1, weights={"weight": patch})})
+    seen: list[torch.Tensor] = []
+    visits = step_visits(["high"] * 2, engine.block_counts)
+    for stop in (stop_at, None):
+        with torch.inference_mode(), suppress(KeyError), engine.run(visits) as run:
+            for number, visit in enumerate(visits):
+                with run.visit(*visit):
+                    weight = blocks[visit.block].weight
+                    assert weight.device == device
+                    seen.append(weight * 1)  # computed late: an overwritten buffer would change it
+                    if number == stop:
+                        raise KeyError
+    assert engine.pinned_bytes == 0, "nothing can lock pages"
+    assert engine.loaded_bytes > 0
+    engine.detach()
+    assert engine.loaded_bytes == 0
+    return [weight.cpu() for weight in seen]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["raw", "fp8"])
+@pytest.mark.parametrize("stop_at", [None, 2])
+def test_visits_find_the_bits_of_the_cpu(
+    machine: Machine, policy: OffloadPolicy, fp8: bool, patched: bool, stop_at: int | None
+) -> None:
+    expected = weights_of_visits(CPU, policy, fp8=fp8, patched=patched, stop_at=stop_at)
+    assert machine.devices[0].allocations == 0
+    found = weights_of_visits(stand_in(), policy, fp8=fp8, patched=patched, stop_at=stop_at)
+    assert len(found) == 4 * COUNT if stop_at is None else 2 * COUNT + stop_at + 1
+    assert all(map(torch.equal, found, expected))
+    assert machine.copies >= COUNT
+    assert machine.devices[0].peak_allocated >= WIDTH * WIDTH
+    assert machine.devices[0].allocated == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("storage", ["as stored", "fp8"])
+def test_a_run_is_that_of_the_cpu(
+    machine: Machine,
+    policy: OffloadPolicy,
+    storage: str,
+    tiny_expert_folder: Callable[..., Path],
+    make_request: Callable[..., DenoiseRequest],
+) -> None:
+    folders = [tiny_expert_folder(seed=seed, dtype=torch.bfloat16, layers=4) for seed in (1, 2)]
+    latents = {}
+    for device in (CPU, stand_in()):
+        with open_experts(*folders, compute_dtype=torch.float32, storage=storage) as pair:
+            result = denoise(pair, make_request(), policy=policy, device=device)
+            latents[device] = result.latents.cpu()
+            assert all(step.wall_s > 0 for step in result.timeline.steps)
+            assert (pair.pinned_bytes, pair.loaded_bytes > 0) == (0, True)
+    assert torch.equal(*latents.values())
+    assert machine.devices[0].peak_allocated > 0
+
+
+def test_the_clock_waits_for_the_device(machine: Machine) -> None:
+    clock, values = clock_for(stand_in()), torch.zeros(3, device=stand_in())
+    machine.current_stream(0).delay()
+    values.add_(1)
+    start = clock.mark()
+    assert machine.current_stream(0).query()
+    assert clock.seconds(start, clock.mark()) > 0
+
+
+def test_it_counts_as_a_device_whose_memory_is_ram(machine: Machine) -> None:
+    assert compute_device("checked") == stand_in()
+    assert runtime_for(stand_in()) is None
+    assert free_bytes(stand_in()) is None
+    assert auto_dtype(stand_in()) == torch.float16
+    with pytest.raises(ValueError, match="checked:1 does not exist, torch finds 1: use a device up to checked:0"):
+        compute_device("checked:1")
+
+
+def test_a_second_thread_and_a_copy_that_does_not_block_are_reported() -> None:
+    memory, values = [], torch.zeros(4)
+    with pytest.raises(AssertionError, match="uses a device of another thread") as raised:
+        with checked_machine(streams=False):
+            memory.append(torch.empty(4, device=stand_in()))
+            memory[0].copy_(values, non_blocking=True)
+            run_in_thread = threading.Thread(target=memory[0].copy_, args=(values,))
+            run_in_thread.start()
+            run_in_thread.join()
+            memory.clear()
+    assert "a copy does not block on a device without streams" in str(raised.value)
