@@ -54,8 +54,11 @@ def _count(text: str) -> int:
     return count
 
 
+_DEVICES = "compute device: cpu, cuda, xpu or mps, or one of several such as cuda:1"
+
+
 def _device(help: str) -> Any:
-    return option("--device", choices=["cpu", "cuda"], default=None, help=help)
+    return option("--device", metavar="NAME", default=None, help=help)
 
 
 _STRICT = (
@@ -84,7 +87,7 @@ class RunOptions:
         metavar="NODE.INPUT=VALUE",
         help="override an input; NODE is a node's id, or its class if only one node has it; may be repeated",
     )
-    device: str | None = _device("compute device (default: cuda if available)")
+    device: str | None = _device(f"{_DEVICES} (default: a GPU if there is one)")
     strict: bool = switch("--strict", help=_STRICT)
 
 
@@ -110,7 +113,7 @@ class BatchOptions:
         "--models", default=Path("models"), metavar="DIR", help="without --server: as for `wanstream run`"
     )
     input: Path = option("--input", default=Path("input"), metavar="DIR", help="without --server: folder for LoadImage")
-    device: str | None = _device("without --server: compute device")
+    device: str | None = _device(f"without --server: {_DEVICES}")
     journal: Path | None = option(
         "--journal", default=None, metavar="FILE", help="journal file (default: journal.sqlite in the folder of --out)"
     )
@@ -148,7 +151,7 @@ class ProbeOptions:
     models: Path | None = option(
         "--models", default=None, metavar="DIR", help="a file or a folder of weights on the disk to measure"
     )
-    device: str | None = _device("compute device (default: cuda if available)")
+    device: str | None = _device(f"{_DEVICES} (default: a GPU if there is one)")
     size: str = option(
         "--size",
         default="832x480x81",
@@ -204,7 +207,7 @@ class PlanOptions:
     )
     vram_gb: float | None = option("--vram", default=None, metavar="GB", help="maximum device memory of the run")
     models: Path | None = option("--models", default=None, metavar="DIR", help="with --gpu this: folder of the weights")
-    device: str | None = _device("with --gpu this: compute device")
+    device: str | None = _device(f"with --gpu this: {_DEVICES}")
     workers: int | None = option("--workers", default=None, metavar="N", help="choose layouts for N of these GPUs")
     gpus_per_node: int = option(
         "--gpus-per-node", default=8, metavar="N", help="with --workers: GPUs per machine (default: 8)"
@@ -245,5 +248,5 @@ class BenchOptions:
         "--cluster", default="local", metavar="NAME", help="local, or an entry of clusters.json (default: local)"
     )
     threads: int = option("--threads", default=0, metavar="N", help="CPU threads per worker (on a CPU: 1)")
-    device: str | None = _device("compute device (default: cuda if available)")
+    device: str | None = _device(f"{_DEVICES} (default: a GPU if there is one)")
     output: Path = option("--out", metavar="DIR", help="folder of both files")
