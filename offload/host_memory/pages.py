@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...devices import PageLockError
+from ...devices import NoPageLockError, PageLockError
 
 HUGE_PAGE = 2 * 1024**2
 
@@ -78,9 +78,21 @@ logger = logging.getLogger(__name__)
 # The rates are typical of PCIe 4.0 x16.
 REFUSED = (
     "%.2f GB of RAM are page-locked for the device, but the next %.2f GB were refused (%s). Further blocks are copied "
-    "from ordinary memory: slower (often 6 GB/s instead of 25), and the host waits for each copy. Raise the limit on "
-    "locked memory (ulimit -l; under WSL2 the memory of the virtual machine), or keep fewer blocks in RAM."
+    "from ordinary memory: slower (often 6 GB/s instead of 25), and the host waits for each copy. %s"
 )
+
+
+def lock_limit() -> str:
+    """Return the usual limit on page-locked memory of this system, and a remedy."""
+    fewer = "keep fewer blocks in RAM"
+    if platform.system() == "Windows":
+        return f"Windows locks at most about half of the RAM for a GPU, often less: add RAM, or {fewer}."
+    if "microsoft" in platform.release().lower():
+        return (
+            "WSL2 locks about 1 GB, whatever `ulimit -l` says: give the virtual machine more memory (`memory=` in "
+            f".wslconfig), run under Linux itself, or {fewer}."
+        )
+    return f"Raise the limit on locked memory (`ulimit -l`), free RAM, or {fewer}."
 
 
 class PageLock(Protocol):
@@ -129,7 +141,8 @@ class LockedBlocks:
         except PageLockError as err:
             self._refused = True
             if not self._warned:
-                logger.warning(REFUSED, self.nbytes / 1e9, block.numel() / 1e9, err)
+                remedy = "" if isinstance(err, NoPageLockError) else lock_limit()
+                logger.warning(REFUSED, self.nbytes / 1e9, block.numel() / 1e9, err, remedy)
             self._warned = True
         else:
             self._blocks[block.data_ptr()] = block

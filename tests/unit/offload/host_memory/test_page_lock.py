@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import platform
 
 import pytest
 import torch
 
 from wanstream.devices import PageLockError, runtime_for
+from wanstream.devices.xpu import XpuRuntime
 from wanstream.offload.formats.layout import allocate_flat
 from wanstream.offload.host_memory.pages import LockedBlocks
 
@@ -38,6 +40,30 @@ def test_a_refusal_is_told_once_and_not_tried_again(limited_page_lock, caplog):
     assert "slower" in caplog.text
     blocks.release()
     assert driver.locked == []
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "words"),
+    [
+        ("Windows", "10", "Windows locks at most about half of the RAM for a GPU, often less: add RAM, or keep fewer"),
+        ("Linux", "5.15.153.1-microsoft-standard-WSL2", "WSL2 locks about 1 GB, whatever `ulimit -l` says: give the"),
+        ("Linux", "6.8.0-45-generic", "Raise the limit on locked memory (`ulimit -l`), free RAM, or keep fewer blocks"),
+    ],
+)
+def test_a_refusal_names_the_limit_of_the_system(limited_page_lock, caplog, monkeypatch, system, release, words):
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "release", lambda: release)
+    with caplog.at_level(logging.WARNING):
+        LockedBlocks(limited_page_lock(limit=0)).add(allocate_flat(4096, "cpu"))
+    assert words in caplog.text
+
+
+def test_a_family_that_cannot_lock_has_no_limit_to_raise(caplog):
+    driver = XpuRuntime(torch.device("xpu", 0))
+    with caplog.at_level(logging.WARNING):
+        LockedBlocks(driver).add(allocate_flat(4096, "cpu"))
+    assert "torch.xpu cannot page-lock memory in place" in caplog.text
+    assert "ulimit" not in caplog.text
 
 
 def test_one_block_is_unlocked_by_itself_and_makes_room_for_another(limited_page_lock):
