@@ -41,17 +41,20 @@ def describe_machine(device: torch.device) -> dict[str, str]:
         "System": f"{platform.system()} {platform.release()}",
         "Versions": f"Python {platform.python_version()}, torch {torch.__version__}",
     }
-    if device.type == "cuda":
-        description["Versions"] += f", CUDA {torch.version.cuda}"
+    built_for = {name: getattr(torch.version, name.lower(), None) for name in ("CUDA", "HIP", "XPU")}
+    if device.type != "cpu":
+        description["Versions"] += "".join(f", {name} {version}" for name, version in built_for.items() if version)
     return description
 
 
 def device_name(device: torch.device) -> str:
-    """Return name and memory of a GPU, like `NVIDIA RTX 4090, 25.3 GB`, or `CPU`."""
+    """Return name and memory of a GPU, like `NVIDIA RTX 4090, 25.3 GB`, or the type of another device, like `CPU`."""
     from ..devices import runtime_for
 
     runtime = runtime_for(device)
-    return "CPU" if runtime is None else f"{runtime.name()}, {format_size(runtime.memory().total)}"
+    if runtime is None:
+        return device.type.upper()
+    return f"{runtime.name()}, {format_size(runtime.memory().total)}"
 
 
 def processor_name() -> str:
@@ -85,7 +88,7 @@ def hardware_name(device: torch.device) -> str:
 
     runtime = runtime_for(device)
     if runtime is None:
-        return f"cpu-{os.cpu_count()}-cores"
+        return f"{device.type}-{os.cpu_count()}-cores"
     name, count = re.sub(r"[^a-z0-9]+", "-", runtime.name().lower()).strip("-"), runtime.count()
     return name if count == 1 else f"{count}x-{name}"
 

@@ -19,6 +19,9 @@ ComputeDtype: TypeAlias = "torch.dtype | Literal['auto']"
 CPU_UNITS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 """torch's queries for bf16 units of the processor; a query that an old torch does not have counts as False."""
 
+DTYPE_WITHOUT_STREAMS = torch.float16
+"""torch has no query for the units of such devices: every Apple GPU has fp16 units, those before M2 no bf16 units."""
+
 WIDENING = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes in an order in which a device that is fast in one of them is fast in all after it."""
 
@@ -36,8 +39,7 @@ def auto_dtype(device: torch.device | str | None = None) -> torch.dtype:
     runtime = runtime_for(device)
     if runtime is not None:
         return runtime.auto_dtype()
-    # torch has no query for units of the others: every Apple GPU has fp16 units, those before M2 no bf16 units.
-    return _cpu_dtype() if device.type == "cpu" else torch.float16
+    return _cpu_dtype() if device.type == "cpu" else DTYPE_WITHOUT_STREAMS
 
 
 def resolve_dtype(compute_dtype: ComputeDtype, device: torch.device | str | None = None) -> torch.dtype:

@@ -196,7 +196,7 @@ def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Pa
         d2h_bytes_per_s=bus.d2h.idle if bus else None,
         disk_bytes_per_s=disk.bytes_per_s,
         flops_per_s=compute.flops_per_s,
-        decode_bytes_per_s=probe_decode(device),
+        decode_bytes_per_s=probe_decode(torch.device("cpu") if runtime is None else device),
         copy_bytes_per_s=probe_copy(),
         quantise_bytes_per_s=probe_quantise(),
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ..devices import compute_device
+from ..devices import compute_device, runtime_for
 from ..plan import RAW_SLOTS, Machine, OffloadJob, predict
 from ..schema import OffloadPolicy, StepRecord, Timeline
 from ..wan import ExpertPair
@@ -85,7 +85,7 @@ def _resident_bytes(pair: ExpertPair, device: torch.device) -> int:
     """Return device bytes other than buffers and stored forms of blocks that are being decoded."""
     # layerwise(0) has one buffer and layerwise(1) has two: their difference is a buffer, which leaves the rest.
     one, two = (pair.device_bytes(OffloadPolicy.layerwise(ahead), device=device) for ahead in (0, 1))
-    decoding = RAW_SLOTS * pair.stored_bytes if device.type == "cuda" and pair.decodes else 0
+    decoding = RAW_SLOTS * pair.stored_bytes if runtime_for(device) is not None and pair.decodes else 0
     return 2 * one - two - decoding
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from ...offload import sweep
-from ...schema import LOCAL, WorkersRef, check_address, is_loopback
+from ...schema import LOCAL, WorkersError, WorkersRef, check_address, is_loopback
 from ..messages import RunTask, TaskResult, WorkerFacts
 from ..transport.path_map import places
 from ..transport.pool import OnReport, WorkerLostError
@@ -162,7 +162,7 @@ class RayPool(AbstractContextManager["RayPool"]):
         RaySetupError: fewer GPUs or CPU slots than workers; a cluster that does not respond, or that other machines
             reach without a token; another Ray in this process; workers that do not start within `start_timeout_s`.
         VersionsError: a worker has another version of WanStream, torch, diffusers or Python.
-        WorkersError: the address does not fit `beyond_loopback` or `token_file`.
+        WorkersError: the address does not fit `beyond_loopback` or `token_file`, or workers cannot use the device.
     """
 
     def __init__(
@@ -175,6 +175,11 @@ class RayPool(AbstractContextManager["RayPool"]):
     ) -> None:
         assert ref.count >= 1, ref
         check_address(ref.address, beyond_loopback=ref.beyond_loopback, token_file=ref.token_file)
+        if device not in ("", "cpu", "cuda"):
+            raise WorkersError(
+                f"workers compute on CUDA devices or CPUs, which NCCL and gloo connect, and this is {device}: compute "
+                "without workers"
+            )
         self._ref, self._timeout_s = ref, start_timeout_s
         self._replacing, self._closed, self._failed = threading.Lock(), False, False
         self._starting: list[Any] = []

@@ -191,7 +191,7 @@ class ProcessGroups:
         sys.excepthook = hook  # torch wraps it again in every rendezvous, and never unwraps it
         assert dist.group.WORLD is not None
         self._groups["control"] = dist.group.WORLD
-        on_gpu = self.device.type == "cuda"
+        on_gpu = self.device.type == "cuda"  # as NCCL; a `RayPool` refuses other devices than these and CPUs
         if on_gpu:
             os.environ.setdefault(NCCL_ERRORS, NCCL_NO_ABORT)
         # Every worker creates every group, also those that it is not in: `new_group` is collective.

@@ -52,6 +52,7 @@ def backend_for(
         return set_backend
     if name in WITH_LSE and name in parallel:
         return set_backend
+    # The flash attention kernel, which returns one, is CUDA's.
     if name == AttentionBackendName.NATIVE.value and device.type == "cuda" and dtype in HALF:
         return RING_BACKEND
     raise MeshError(

@@ -93,6 +93,7 @@ class GroupGather:
         """See `Gather.abort`."""
         self._aborted = True
         self._wake.set()
+        # Only NCCL has `abort`; gloo ends when its connections are shut down.
         if self._groups.device.type == "cuda" and self._groups.state is GroupsState.JOINED:
             self._groups.group("weights").abort()
 
@@ -199,7 +200,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
 
-PROBE_BYTES = {"cuda": 128 * 1024**2, "cpu": 4 * 1024**2}
+PROBE_BYTES, CPU_PROBE_BYTES = 128 * 1024**2, 4 * 1024**2
 """Largest size of the probe's block: large enough that the latency of a copy is negligible."""
 REPEATS = 5
 """Number of measurements after a warm-up, of which the median is used."""
@@ -211,7 +212,8 @@ def probe_weights(groups: ProcessGroups, block_bytes: int) -> dict[str, float]:
     Every worker of the group returns the same figures. Raises WorkerTimeoutError and PeerLostError.
     """
     device, gather = groups.device, GroupGather(groups)
-    shard = shard_bytes(min(block_bytes, PROBE_BYTES[device.type]), groups.size)
+    most = CPU_PROBE_BYTES if device.type == "cpu" else PROBE_BYTES
+    shard = shard_bytes(min(block_bytes, most), groups.size)
     host = map_memory(shard * groups.size)
     host.zero_()
     copied, gathered = (torch.empty(host.numel(), dtype=torch.uint8, device=device) for _ in range(2))

@@ -18,7 +18,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_execution.utils import get_executing_context
 
-from ...devices import auto_dtype, with_resolved_dtype
+from ...devices import auto_dtype, runtime_for, with_resolved_dtype
 from ...plan import AutoOffload
 from ...sampling import policy_with_cache
 from ...schema import ExpertsRef, OffloadPolicy
@@ -152,7 +152,7 @@ class ComfyHost(HostApi):
             self.worker_registry.release_memory, self.device()
         )
         management.load_models_gpu([self._workers_patcher])
-        if self.device().type == "cuda":
+        if runtime_for(self.device()) is not None:
             # One of the workers shares the GPU of this process, so the models of this process must be evicted.
             ours = [entry for entry in management.current_loaded_models if entry.model is self._workers_patcher]
             management.free_memory(ALL, self.device(), keep_loaded=ours)
@@ -252,7 +252,7 @@ class ComfyHost(HostApi):
 
     def _make_room_for_probes(self) -> None:
         # A GPU that is full of other models, such as a text encoder, cannot be measured, and nothing else evicts them.
-        if self.device().type == "cuda":
+        if self.device().type != "cpu":
             comfy.model_management.free_memory(PROBE_BYTES, self.device())
 
     def _count_pins(self) -> None:

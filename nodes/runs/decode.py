@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...devices import insufficient_ram
+from ...devices import insufficient_ram, runtime_for
 from ...distributed import DecodeTask, decode_in_shared_tiles, tiles_by_memory
 from ...host import OutputFile, current_host
 from ...schema import PIXELS_PER_LATENT, WorkersRef, format_need, format_size
@@ -223,7 +223,7 @@ def _first_tiling(settings: DecodeSettings, opened: WanVae, needs: DecodeNeeds, 
     tiling = settings.tiling
     if tiling is None:
         budget = min(room, settings.memory_bytes) if settings.memory_bytes else room
-        tiling = choose_tiling(needs, budget, shared=current_host().device().type == "cpu")
+        tiling = choose_tiling(needs, budget, shared=runtime_for(current_host().device()) is None)
         if tiling is not None:
             notes.add(
                 f"decoded in {describe_tiling(tiling)}: whole frames take {format_size(needs.device_bytes(None))}, "
@@ -235,15 +235,15 @@ def _first_tiling(settings: DecodeSettings, opened: WanVae, needs: DecodeNeeds, 
 
 def _check_decode_ram(needs: DecodeNeeds, tiling: Tiling | None) -> None:
     """Raise VaeMemoryError for frames that do not fit into RAM: the system would kill the process."""
-    on_cpu = current_host().device().type == "cpu"
-    needed = needs.host_bytes(tiling) + (needs.device_bytes(tiling) if on_cpu else 0)
+    in_ram = runtime_for(current_host().device()) is None
+    needed = needs.host_bytes(tiling) + (needs.device_bytes(tiling) if in_ram else 0)
     lacking = insufficient_ram(needed)
     if lacking is None:
         return
     remedies = ["make the video shorter or smaller"]
     if needs.keeps_frames:
         remedies.insert(0, "decode straight into a file (Wan Decode to Video), which keeps a fourth of each frame")
-    if on_cpu and tiling is not None:
+    if in_ram and tiling is not None:
         remedies.insert(0, "set tile_size to 0, which chooses tiles by the memory")
     raise VaeMemoryError(
         f"decoding {needs.frames} frames takes about {format_need(needed)} of RAM, and {format_need(lacking)} are free "

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from ...devices import compute_device
+from ...devices import compute_device, runtime_for
 from ...offload import Sharded
 from ...schema import OffloadPolicy, Storage
 from ..checkpoint.meta_model import embedder_part
@@ -167,7 +167,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         Raises:
             ValueError: the policy does not fit the number of blocks.
         """
-        on_gpu = torch.device(device).type != "cpu"
+        on_gpu = runtime_for(torch.device(device)) is not None
         decoding = self._block_bytes.decoded + self._block_bytes.row_scales if on_gpu else 0
         blocks = sum(self.block_counts.values())
         return (

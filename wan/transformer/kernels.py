@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...devices import runtime_for
 from ...schema import Attention
 
 INDUCTOR = "inductor"
@@ -110,7 +111,7 @@ def check_usable(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _check_inductor(device: torch.device) -> None:
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+    if runtime_for(device) is not None and importlib.util.find_spec("triton") is None:
         raise KernelsError(
             f"blocks are compiled for {device} with Triton, which is not installed: install triton (on Windows "
             "triton-windows), or switch compile off"

@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import av
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from wanstream.devices import auto_dtype, clock_for, compute_device, free_bytes, runtime_for
+from wanstream.cli import main
+from wanstream.cli.arguments import DONE
+from wanstream.devices import auto_dtype, clock_for, compute_device, compute_dtype, free_bytes, runtime_for
 from wanstream.offload import BlockPatch, WeightPatch, attach_offload
 from wanstream.plan import step_visits
 from wanstream.sampling import DenoiseRequest, denoise
@@ -143,3 +147,24 @@ def test_a_second_thread_and_a_copy_that_does_not_block_are_reported() -> None:
             run_in_thread.join()
             memory.clear()
     assert "a copy does not block on a device without streams" in str(raised.value)
+
+
+def test_a_workflow_gives_the_video_of_the_cpu(
+    machine: Machine, sample_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text encoder, experts, VAE and command line."""
+    monkeypatch.setattr(compute_dtype, "DTYPE_WITHOUT_STREAMS", auto_dtype("cpu"))
+    workflow = Path(__file__).parents[3] / "workflows" / "api" / "t2v.json"
+    small = ("latent.width=32", "latent.height=32", "latent.frames=5", "sampler.steps=3")
+    changes = [part for change in small for part in ("--set", change)]
+    videos = []
+    for device in ("cpu", "checked"):
+        out = tmp_path / device
+        folders = ["--out", str(out), "--models", str(sample_models), "--input", str(tmp_path)]
+        assert main(["run", str(workflow), *folders, *changes, "--device", device]) == DONE
+        with av.open(out / "video" / "wan2.2_t2v_00001_.mp4") as container:
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        videos.append(np.stack(frames))
+    assert machine.devices[0].peak_allocated > 0
+    assert videos[0].std() > 10
+    assert np.array_equal(*videos)

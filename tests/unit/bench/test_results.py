@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from wanstream.bench import Result
-from wanstream.bench.results import describe_machine, device_name, hardware, newest_results, versions
+from wanstream.bench.results import describe_machine, device_name, hardware, hardware_name, newest_results, versions
 
 RESULT = Result(
     case="engine",
@@ -59,6 +59,14 @@ def test_a_report_names_the_machine_and_nothing_private() -> None:
     assert str(Path.home()) not in said
     assert platform.node() not in said.split()
     assert f"/{getpass.getuser()}" not in said
+
+
+def test_a_report_names_another_device_and_what_torch_is_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    words = describe_machine(torch.device("mps", 0))
+    assert words["Device"] == "MPS"
+    assert words["Versions"].endswith("HIP 6.4")
+    assert hardware_name(torch.device("mps", 0)) == f"mps-{os.cpu_count()}-cores"
 
 
 @pytest.mark.gpu

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.host.workers import WorkerRegistry
+from wanstream.host.workers import WorkerRegistry, start_pool
 from wanstream.schema import Mesh, WorkersRef
-from wanstream.schema.refs import IN_PROCESS
+from wanstream.schema.refs import IN_PROCESS, WorkersError
 
 ONE = WorkersRef(count=1, address=IN_PROCESS)
 CPU = torch.device("cpu")
@@ -219,3 +219,9 @@ def test_looking_for_ray_does_not_import_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout == "False\n" or "RayMissingError" in done.stderr
+
+
+@pytest.mark.parametrize("family", ["xpu", "mps"])
+def test_processes_are_refused_for_devices_that_they_cannot_connect(family: str) -> None:
+    with pytest.raises(WorkersError, match=f"NCCL and gloo connect, and this is {family}: compute without workers"):
+        start_pool(WorkersRef(count=2), torch.device(family, 0))
