@@ -7,7 +7,6 @@ after the step, so that measuring never makes the host wait for the device withi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Protocol, TypeAlias, cast
 
 import psutil
@@ -92,10 +91,10 @@ class SynchronousClock(CpuClock):
     """Clock of a device without streams: the host waits for all its work at every event, which has then passed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._synchronize: Callable[[], None] = torch.get_device_module(device.type).synchronize
+        self._family = device.type
 
     def mark(self) -> DeviceEvent:
-        self._synchronize()
+        torch.get_device_module(self._family).synchronize()
         return time.perf_counter()
 
 

@@ -58,8 +58,13 @@ CALLS_ON = {
     "self.backend.close",
 }
 """Methods whose calls are removed if they are called on this."""
-KEPT = {"self._recorder.begin_run", "self._recorder.end_run", "', '.join"}
-"""Calls that only have the name of a wait."""
+KEPT = {
+    "self._recorder.begin_run",
+    "self._recorder.end_run",
+    "', '.join",
+    "torch.get_device_module(self._family).synchronize",
+}
+"""Calls that only have the name of a wait, and that of devices without streams, which `test_synchronous.py` covers."""
 LOOPS = {"after", "self._streams"}
 """Loops over streams or events: each of their rounds is removed alone, and all of them together."""
 
