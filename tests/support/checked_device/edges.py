@@ -8,11 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary
-
-import pytest
 
 from wanstream.offload.engine.threads import ThreadSync
 from wanstream.offload.host_memory import ram_run, ram_slots
@@ -25,7 +24,7 @@ from .machine import Machine
 @contextmanager
 def host_edges(machine: Machine) -> Iterator[None]:
     """Record the order between host threads, and their writes into host memory, inside the `with`."""
-    with pytest.MonkeyPatch.context() as patched:
+    with ExitStack() as patched:
         _patch_threads(machine, patched)
         _patch_futures(machine, patched)
         _patch_numbers(machine, patched)
@@ -48,7 +47,7 @@ def _receive(machine: Machine, clock: Clock | None) -> None:
             machine.host().join(clock)
 
 
-def _patch_threads(machine: Machine, patched: pytest.MonkeyPatch) -> None:
+def _patch_threads(machine: Machine, patched: ExitStack) -> None:
     start, join = threading.Thread.start, threading.Thread.join
     ends: WeakKeyDictionary[threading.Thread, Clock] = WeakKeyDictionary()
 
@@ -70,11 +69,11 @@ def _patch_threads(machine: Machine, patched: pytest.MonkeyPatch) -> None:
         if not self.is_alive():
             _receive(machine, ends.get(self))
 
-    patched.setattr(threading.Thread, "start", start_after)
-    patched.setattr(threading.Thread, "join", join_behind)
+    patched.enter_context(mock.patch.object(threading.Thread, "start", start_after))
+    patched.enter_context(mock.patch.object(threading.Thread, "join", join_behind))
 
 
-def _patch_futures(machine: Machine, patched: pytest.MonkeyPatch) -> None:
+def _patch_futures(machine: Machine, patched: ExitStack) -> None:
     clocks: WeakKeyDictionary[Future[Any], Clock] = WeakKeyDictionary()
 
     def sets(name: str) -> Callable[..., None]:
@@ -109,13 +108,13 @@ def _patch_futures(machine: Machine, patched: pytest.MonkeyPatch) -> None:
         return submit(self, ordered)
 
     for name in ("set_result", "set_exception"):
-        patched.setattr(Future, name, sets(name))
+        patched.enter_context(mock.patch.object(Future, name, sets(name)))
     for name in ("result", "exception"):
-        patched.setattr(Future, name, gets(name))
-    patched.setattr(ThreadPoolExecutor, "submit", submit_after)
+        patched.enter_context(mock.patch.object(Future, name, gets(name)))
+    patched.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", submit_after))
 
 
-def _patch_numbers(machine: Machine, patched: pytest.MonkeyPatch) -> None:
+def _patch_numbers(machine: Machine, patched: ExitStack) -> None:
     clocks: WeakKeyDictionary[ThreadSync, dict[tuple[str, int], Clock]] = WeakKeyDictionary()
 
     def notes(kind: str) -> Callable[[ThreadSync, int], None]:
@@ -137,15 +136,15 @@ def _patch_numbers(machine: Machine, patched: pytest.MonkeyPatch) -> None:
         return await_
 
     for kind in ("issued", "released"):
-        patched.setattr(ThreadSync, f"note_{kind}", notes(kind))
-        patched.setattr(ThreadSync, f"await_{kind}", awaits(kind))
+        patched.enter_context(mock.patch.object(ThreadSync, f"note_{kind}", notes(kind)))
+        patched.enter_context(mock.patch.object(ThreadSync, f"await_{kind}", awaits(kind)))
 
 
-def _patch_reads(machine: Machine, patched: pytest.MonkeyPatch) -> None:
+def _patch_reads(machine: Machine, patched: ExitStack) -> None:
     def noted(source: Any, key: Any, into: Any, *args: Any, **kwargs: Any) -> Any:
         if into.device.type == "cpu":
             machine.host_writes(into, f"read of {key}")
         return timed_read(source, key, into, *args, **kwargs)
 
     for module in (ram_slots, ram_run):
-        patched.setattr(module, "timed_read", noted)
+        patched.enter_context(mock.patch.object(module, "timed_read", noted))
