@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 ComputesOn = Literal["cuda", "cpu"]
+"""Memory to compute in. "cuda", as in stored profiles, is that of any device with memory and streams of its own."""
 
 _TEXTS = ("name", "origin", "computes_on")
 _BUS_RATES = ("h2d_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_bytes_per_s")
