@@ -165,7 +165,7 @@ class ProbeOptions:
 class SelftestOptions:
     """Options of `wanstream selftest`."""
 
-    device: str | None = _device("device to check (default: cuda if available)")
+    device: str | None = _device(f"{_DEVICES} (default: a GPU if there is one)")
     models: Path | None = option(
         "--models", default=None, metavar="DIR", help="a file or a folder of weights on the disk to measure"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .engine.engine import OffloadEngine, attach_offload
 from .engine.run import EngineRun
-from .formats.decode import CHUNK_VALUES, decode_tensor
+from .formats.decode import CHUNK_VALUES, decode_tensor, decode_work_bytes
 from .formats.gguf_header import read_gguf_header
 from .formats.layout import flat_layout, host_bytes, streamed_names
 from .formats.safetensors_header import (
@@ -45,6 +45,7 @@ __all__ = [
     "WeightPatch",
     "attach_offload",
     "decode_tensor",
+    "decode_work_bytes",
     "file_version",
     "flat_layout",
     "host_bytes",

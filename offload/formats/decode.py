@@ -5,12 +5,14 @@ fp8 is converted to fp32 exactly; matrices are quantised to it with one scale pe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
 
+from ...devices import runtime_for
 from .gguf_dequant import QuantFormat, dequantise
-from .layout import BlockFormat, tensor_views
+from .layout import BlockFormat
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -126,9 +128,13 @@ def row_scales(values: torch.Tensor, scales: torch.Tensor, work: torch.Tensor) -
 
 # Scaled and quantised values are converted through fp32 in chunks of about this many values. That bounds the extra
 # memory to 8 MB for a matrix of any size, plus the same for the integers of quantised ones. On a CPU it takes half the
-# time of converting the matrix at once, and 64 Ki to 4 Mi values perform equally; on a GPU a chunk of quantised values
-# takes ten to thirty kernel launches.
+# time of converting the matrix at once, and 64 Ki to 4 Mi values perform equally.
 CHUNK_VALUES = 2 * 1024**2
+
+# On a device, a piece of quantised values takes 4 to 20 kernel launches, so that pieces of `CHUNK_VALUES` would take
+# thousands for a block. Larger ones take work memory: at most 0.5 % of the device's.
+WORK_BYTES_PER_VALUE = 8
+VRAM_PER_VALUE = 200 * WORK_BYTES_PER_VALUE
 
 
 def decode_block(
@@ -147,10 +153,10 @@ def decode_block(
             call if they are on another device than `raw`.
     """
     assert scales.keys() == block_format.scaled, f"got scales of {sorted(scales)}, need {sorted(block_format.scaled)}"
-    stored, computed = tensor_views(raw, block_format.stored), tensor_views(into, block_format.computed)
-    for tensor in block_format.stored.tensors:
-        name = tensor.name
-        decode_tensor(stored[name], computed[name], packing=tensor.packing, scale=scales.get(name))
+    for stored, computed in block_format.parts:
+        values = into[computed.offset : computed.offset + computed.nbytes].view(computed.dtype).view(computed.shape)
+        part = raw[stored.offset : stored.offset + stored.nbytes].view(stored.dtype).view(stored.view_shape)
+        decode_tensor(part, values, packing=stored.packing, scale=scales.get(stored.name))
 
 
 def decode_tensor(
@@ -190,15 +196,35 @@ def _is_slow_to_convert(stored: torch.Tensor, computed: torch.dtype) -> bool:
 
 
 def _dequantise(groups: torch.Tensor, packing: QuantFormat, computed: torch.Tensor) -> None:
-    """Dequantise in chunks, through one fp32 work tensor unless `computed` is fp32 on the same device."""
-    count = max(1, min(len(groups), CHUNK_VALUES // packing.values))
-    in_place = computed.dtype == torch.float32 and computed.device == groups.device
+    """Dequantise in pieces; on a CPU through one fp32 work tensor, unless `computed` is fp32 on a CPU too."""
+    count = max(1, min(len(groups), values_at_once(groups.device) // packing.values))
+    in_place = computed.device == groups.device and (computed.dtype == torch.float32 or groups.device.type != "cpu")
     work = torch.empty(0 if in_place else count, packing.values, dtype=torch.float32, device=groups.device)
     for part, values in zip(groups.split(count), computed.view(-1, packing.values).split(count), strict=True):
         dequantised = values if in_place else work[: len(part)]
         dequantise(part, packing, dequantised)
         if not in_place:
             values.copy_(dequantised, non_blocking=True)
+
+
+def values_at_once(device: torch.device) -> int:
+    """Return the number of quantised values that are decoded at once on `device`.
+
+    Devices with much memory are fast ones, on which a launch costs more of a block's time: a card of 24 GB decodes 16
+    Mi values at once, and one of 80 GB the largest matrix of Wan2.2 A14B.
+    """
+    return max(CHUNK_VALUES, _vram_bytes(device) // VRAM_PER_VALUE)
+
+
+@functools.cache  # the driver takes long to return it
+def _vram_bytes(device: torch.device) -> int:
+    runtime = runtime_for(device)
+    return 0 if runtime is None or not runtime.count() else runtime.memory().total
+
+
+def decode_work_bytes(values: int, device: torch.device) -> int:
+    """Return the bytes of device memory that decoding quantised tensors of up to `values` values takes."""
+    return WORK_BYTES_PER_VALUE * min(values, values_at_once(device))
 
 
 def _multiply(stored: torch.Tensor, scale: torch.Tensor | None, computed: torch.Tensor) -> None:

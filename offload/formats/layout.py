@@ -6,8 +6,10 @@ copy over the bus instead of ten.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -44,6 +46,16 @@ class FlatTensor:
         """Shape of the stored bytes as a tensor of `dtype`: [groups, bytes] if values are quantised."""
         return self.shape if self.packing is None else (self.nbytes // self.packing.nbytes, self.packing.nbytes)
 
+    def is_continued_by(self, follower: FlatTensor) -> bool:
+        """Return True if `follower` starts at the end of this tensor and is stored alike."""
+        alike = (self.dtype, self.packing) == (follower.dtype, follower.packing)
+        return alike and self.offset + self.nbytes == follower.offset
+
+    def joined(self, follower: FlatTensor) -> FlatTensor:
+        """Return this tensor and the one that starts at its end as one vector."""
+        shape = (math.prod(self.shape) + math.prod(follower.shape),)
+        return replace(self, shape=shape, nbytes=self.nbytes + follower.nbytes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlatLayout:
@@ -79,6 +91,27 @@ class BlockFormat:
     def is_raw(self) -> bool:
         """True if the model computes with the stored bytes, so that nothing has to be decoded."""
         return self.stored == self.computed and not self.scaled
+
+    @property
+    def quantised_values(self) -> int:
+        """Values of the largest quantised part; 0 if nothing is quantised."""
+        return max((math.prod(stored.shape) for stored, _ in self.parts if stored.packing is not None), default=0)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[FlatTensor, FlatTensor], ...]:
+        """Stored and computed tensors; neighbours that are quantised alike are joined, to be decoded as one vector."""
+        parts: list[tuple[FlatTensor, FlatTensor]] = []
+        for stored, computed in zip(self.stored.tensors, self.computed.tensors, strict=True):
+            if (
+                parts
+                and parts[-1][0].is_continued_by(stored)
+                and parts[-1][1].is_continued_by(computed)
+                and stored.packing
+            ):
+                parts[-1] = (parts[-1][0].joined(stored), parts[-1][1].joined(computed))
+            else:
+                parts.append((stored, computed))
+        return tuple(parts)
 
 
 def flat_layout(

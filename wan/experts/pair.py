@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from ...devices import compute_device, runtime_for
-from ...offload import Sharded
+from ...offload import Sharded, decode_work_bytes
 from ...schema import OffloadPolicy, Storage
 from ..checkpoint.meta_model import embedder_part
 from ..checkpoint.open import Expert
@@ -167,8 +167,10 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         Raises:
             ValueError: the policy does not fit the number of blocks.
         """
-        on_gpu = runtime_for(torch.device(device)) is not None
-        decoding = self._block_bytes.decoded + self._block_bytes.row_scales if on_gpu else 0
+        device = torch.device(device)
+        on_gpu, block = runtime_for(device) is not None, self._block_bytes
+        work = decode_work_bytes(block.quantised_values, device)
+        decoding = block.decoded + block.row_scales + work if on_gpu else 0
         blocks = sum(self.block_counts.values())
         return (
             decoding

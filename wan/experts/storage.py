@@ -52,6 +52,8 @@ class BlockBytes:
     """Bytes of GPU memory, in addition to the buffers, for the stored form of arriving blocks; 0 without decoding."""
     row_scales: int
     """Bytes of the scales that fp8 storage adds, of all blocks."""
+    quantised_values: int
+    """Values of the largest part of a block that is GGUF-quantised; 0 for other formats."""
 
 
 def block_bytes(experts: Mapping[str, Expert], compute_dtype: torch.dtype, storage: Storage) -> BlockBytes:
@@ -65,6 +67,7 @@ def block_bytes(experts: Mapping[str, Expert], compute_dtype: torch.dtype, stora
         computed=max(fmt.computed.nbytes for fmt in kept),
         decoded=RAW_SLOTS * max((fmt.stored.nbytes for fmt in kept if not fmt.is_raw), default=0),
         row_scales=sum(map(scale_bytes, in_file)) if storage == "fp8" else 0,
+        quantised_values=max(fmt.quantised_values for fmt in kept),
     )
 
 

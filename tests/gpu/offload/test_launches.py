@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 
-from wanstream.offload.formats.decode import CHUNK_VALUES, FP8_DTYPES, decode_tensor
+from wanstream.offload.formats import decode
+from wanstream.offload.formats.decode import CHUNK_VALUES, FP8_DTYPES, decode_tensor, decode_work_bytes
+from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy, Storage
+from wanstream.testing import (
+    Fp8Layout,
+    TinyShape,
+    make_expert,
+    make_lora,
+    q4_k_m,
+    save_expert_file,
+    save_expert_gguf,
+    save_lora,
+)
+from wanstream.testing.quantised import TypeOf, matrices
 from wanstream.tests.support.accelerator import Accelerator
+from wanstream.wan import open_experts
+from wanstream.wan.lora.file import open_lora
 
 
 @pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -45,3 +66,99 @@ def test_a_long_matrix_takes_no_more(gpu: Accelerator) -> None:
     decode_tensor(stored, into, scale=torch.ones((), device=gpu.device))
     if gpu.machine is not None:
         assert gpu.machine.launches - launched == 3, "and one that makes the factor"
+
+
+PIECE = {
+    "Q4_0": 6,
+    "Q4_1": 8,
+    "Q5_0": 10,
+    "Q5_1": 12,
+    "Q8_0": 2,
+    "IQ4_NL": 7,
+    "Q2_K": 11,
+    "Q3_K": 19,
+    "Q4_K": 14,
+    "Q5_K": 18,
+    "Q6_K": 11,
+    "IQ4_XS": 16,
+}
+"""Launches for one piece of a quantised tensor; the table in docs/performance.md is made of these."""
+
+
+@pytest.mark.parametrize("name", QUANT_FORMATS)
+def test_a_quantised_piece(gpu: Accelerator, name: str) -> None:
+    machine = gpu.need_fake("it counts launches")
+    packing = QUANT_FORMATS[name]
+    groups = torch.zeros(64, packing.nbytes, dtype=torch.uint8).to(gpu.device)
+    into = torch.empty(64, packing.values, dtype=torch.bfloat16, device=gpu.device)
+    gpu.runtime.reset_peaks()
+    before, launched = gpu.runtime.allocated_bytes(), machine.launches
+    decode_tensor(groups, into, packing=packing)
+    assert machine.launches - launched == PIECE[name]
+    assert gpu.runtime.allocated_bytes(peak=True) - before <= decode_work_bytes(into.numel(), gpu.device)
+
+
+def test_pieces_grow_with_the_memory_of_the_device(gpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = gpu.need_fake("it counts launches")
+    packing = QUANT_FORMATS["Q8_0"]
+    groups = torch.zeros(2**20 // packing.values, packing.nbytes, dtype=torch.uint8).to(gpu.device)
+    into = torch.empty(2**20, dtype=torch.bfloat16, device=gpu.device)
+    for vram, pieces in ((0, 8), (2**19 * decode.VRAM_PER_VALUE, 2), (2**40, 1)):
+        monkeypatch.setattr(decode, "CHUNK_VALUES", 2**17)
+        monkeypatch.setattr(decode, "_vram_bytes", lambda device, vram=vram: vram)
+        launched = machine.launches
+        decode_tensor(groups, into, packing=packing)
+        assert machine.launches - launched == pieces * PIECE["Q8_0"]
+
+
+def _plain(model: WanTransformer3DModel, path: Path) -> None:
+    save_expert_file(model, path, dtype=torch.bfloat16)
+
+
+def _fp8(model: WanTransformer3DModel, path: Path) -> None:
+    save_expert_file(model, path, dtype=torch.bfloat16, fp8=Fp8Layout())
+
+
+def _gguf(types: TypeOf) -> Callable[[WanTransformer3DModel, Path], object]:
+    return lambda model, path: save_expert_gguf(model, path.with_suffix(".gguf"), types=types)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "LoRA"])
+@pytest.mark.parametrize(
+    ("write", "storage", "launches"),
+    [
+        pytest.param(_plain, "as stored", 0, id="bf16"),
+        pytest.param(_fp8, "as stored", 20, id="fp8"),
+        pytest.param(_plain, "fp8", 20, id="fp8 in RAM"),
+        pytest.param(_gguf(matrices("Q8_0")), "as stored", 2, id="Q8_0"),
+        pytest.param(_gguf(matrices("Q4_K")), "as stored", 14, id="Q4_K"),
+        pytest.param(_gguf(q4_k_m), "as stored", 50, id="Q4_K_M"),
+    ],
+)
+def test_a_visit(
+    gpu: Accelerator,
+    tmp_path: Path,
+    write: Callable[[WanTransformer3DModel, Path], object],
+    storage: Storage,
+    launches: int,
+    lora: bool,
+) -> None:
+    """One copy, one more for the factors of a LoRA and a launch for each matrix; no wait of the compute thread."""
+    machine = gpu.need_fake("it counts launches")
+    model = make_expert(TinyShape(layers=4, ffn_dim=256), seed=1)
+    write(model, tmp_path / "expert")
+    [path] = tmp_path.iterdir()
+    with open_experts(path, path, compute_dtype=torch.bfloat16, storage=storage) as pair:
+        if lora:
+            save_lora(make_lora(model, seed=2), tmp_path / "lora", dtype=torch.bfloat16)
+            pair.set_loras([(open_lora(tmp_path / "lora"), 1.0)], [])
+        engine = pair.engine(OffloadPolicy.layerwise(1, source="pinned"), gpu.device)
+        for _ in range(2):  # RAM is filled in the first run
+            before = machine.launches, machine.copies
+            with engine.run(step_visits(["high"], engine.block_counts)) as run:
+                for block in range(4):
+                    with run.visit(0, "high", block):
+                        pass
+        counted = ((machine.launches - before[0]) / 4, (machine.copies - before[1]) / 4)
+        assert counted == (launches + 10 * lora, 1 + lora)
+        del run, engine

@@ -83,7 +83,9 @@ def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     taken.touch()
     assert main(["selftest", "--device", "cpu", "--out", str(taken)]) == 2
     assert main(["selftest", "--device", "cpu", "--models", str(tmp_path / "none")]) == 2
+    assert main(["selftest", "--device", "cuda:99", "--out", str(tmp_path)]) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert "File exists" in told.err
     assert "no such file or folder" in told.err
+    assert "cuda:99 does not exist" in told.err

@@ -246,5 +246,5 @@ def test_what_does_not_fit_the_experts_is_refused(open_pair: OpenPair, make_requ
         _latents(open_pair(in_channels=36), make_request())
     with pytest.raises(ValueError, match="blocks_to_swap"):
         _latents(open_pair(), make_request(), OffloadPolicy.block_swap(LAYERS + 1))
-    with pytest.raises(ValueError, match="mps is not supported"):
-        denoise(open_pair(), make_request(), policy=LAYERWISE, device="mps")
+    with pytest.raises(ValueError, match="meta is not supported"):
+        denoise(open_pair(), make_request(), policy=LAYERWISE, device="meta")
