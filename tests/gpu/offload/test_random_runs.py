@@ -1,0 +1,121 @@
+"""The engine alone: random runs and changes in 200 orders, and every allocation out of memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.accelerator import checked_accelerator
+from wanstream.tests.support.device_scenarios import (
+    BLOCK_SWAP,
+    COUNT,
+    DEEP,
+    KINDS,
+    LAYERWISE,
+    PARTLY_PINNED,
+    PINNED,
+    RESIDENT,
+    Accelerator,
+    Case,
+    ruin,
+)
+
+pytestmark = pytest.mark.checked
+
+POLICIES = (LAYERWISE, OffloadPolicy.layerwise(0), DEEP, BLOCK_SWAP, RESIDENT, PINNED, PARTLY_PINNED)
+PARTS = 4
+
+
+def random_course(gpu: Accelerator, choose: random.Random) -> None:
+    """Make runs and changes between them; every visit checks the bits that it finds."""
+    how = choose.choice([*KINDS.values()])
+    case = Case(gpu, choose.choice(POLICIES), **how)
+
+    def apart() -> None:
+        with gpu.runtime.on_stream(gpu.runtime.stream()):
+            case.run(choose.randint(1, 2), delay=choose.randint(1, 4))
+
+    actions: list[Callable[[], object]] = [
+        lambda: case.run(choose.randint(1, 3), delay=choose.randint(1, 4)),
+        apart,
+        lambda: case.stop(choose.randrange(2 * COUNT)),
+        lambda: case.run(delay=1, stop_at=choose.randrange(2 * COUNT), leave=True),
+        lambda: case.engine.set_policy(choose.choice(POLICIES)),
+        lambda: case.patch(choose.randint(0, 2)),
+        lambda: case.engine.release_memory(choose.choice((1, 1 << 60))),
+        lambda: ruin(gpu, COUNT),
+    ]
+    for _ in range(choose.randint(3, 6)):
+        choose.choice(actions)()
+    if choose.random() < 0.3:
+        case.drop()
+    else:
+        case.detach()
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_courses(part: int) -> None:
+    for seed in range(part, 200, PARTS):
+        try:
+            with checked_accelerator(seed) as gpu:
+                random_course(gpu, random.Random(seed))
+        except Exception as err:
+            raise AssertionError(f"seed {seed}") from err
+
+
+@pytest.mark.parametrize("policy", [DEEP, PARTLY_PINNED], ids=["from the file", "from RAM"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_allocation_may_fail(kind: str, policy: OffloadPolicy) -> None:
+    """In any thread: an error that is recognised, nothing left of the run, and the engine runs again."""
+    failed, number = 0, 0
+    while failed == number:
+        number += 1
+        with checked_accelerator(number) as gpu:
+            assert gpu.machine is not None
+            gpu.machine.devices[0].fail_at = number
+            try:
+                case = _runs_twice(gpu, KINDS[kind], policy)
+            except torch.OutOfMemoryError:  # when it was created
+                failed += 1
+                continue
+            failed += not case.completed
+            gpu.machine.devices[0].fail_at = None
+            case.check()
+            case.run()
+            case.detach()
+            del case
+    assert number > 5, "buffers, slots, factors, scales"
+
+
+class _Case(Case):
+    completed = False
+
+
+def _runs_twice(gpu: Accelerator, how: Mapping[str, Any], policy: OffloadPolicy) -> _Case:
+    case = _Case(gpu, policy, **how)
+    try:
+        case.run()
+        case.run()
+    except torch.OutOfMemoryError:
+        return case
+    case.completed = True
+    return case
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_page_lock_may_be_refused(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The same bits from ordinary memory, and one warning."""
+    for limit in range(0, 6 * 1024, 1024):
+        with checked_accelerator(limit) as gpu:
+            assert gpu.machine is not None
+            gpu.machine.refuse_locks_beyond = limit
+            caplog.clear()
+            case = Case(gpu, PINNED, **KINDS[kind])
+            case.run()
+            case.detach()
+            assert sum("page-locked for the device" in message for message in caplog.messages) <= 2
