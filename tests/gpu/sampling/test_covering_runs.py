@@ -1,0 +1,152 @@
+"""Whole runs on the checked device: every pair of options in some run, each in five orders, equal to a CPU to the bit.
+
+The slow test makes a random sample of all combinations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.sampling import DenoiseRequest, denoise
+from wanstream.sampling.cache.settings import FirstBlockCache
+from wanstream.sampling.solvers import SOLVERS
+from wanstream.schema import ContextWindows, OffloadPolicy
+from wanstream.testing import (
+    Fp8Layout,
+    TinyShape,
+    make_expert,
+    make_lora,
+    q4_k_m,
+    save_expert_file,
+    save_expert_gguf,
+    save_lora,
+)
+from wanstream.tests.support.accelerator import checked_accelerator
+from wanstream.wan import Nag, open_experts
+from wanstream.wan.lora.file import open_lora
+
+pytestmark = pytest.mark.checked
+
+LAYERS = 2
+SWAP = OffloadPolicy.block_swap(1, source="pinned")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "policy": {
+        "resident": OffloadPolicy.resident(),
+        "one buffer": OffloadPolicy.layerwise(0),
+        "layerwise": OffloadPolicy.layerwise(1),
+        "deep": OffloadPolicy.layerwise(3),
+        "swap from RAM": SWAP,
+        "swap partly from RAM": replace(SWAP, ram_blocks=2),
+    },
+    "weights": {"raw": "as stored", "fp8": "as stored", "fp8 in RAM": "fp8", "GGUF": "as stored"},
+    "LoRA": {"none": None, "LoRA": (0.7, -0.4)},
+    "solver": {name: name for name in SOLVERS},
+    "cache": {"none": None, "first block": FirstBlockCache(threshold=0.2)},
+    "windows": {"none": None, "windows": ContextWindows(frames=2, overlap=1)},
+    "guidance": {
+        "both lanes": {},
+        "one lane": {"guidance": (1.0, 1.0)},
+        "NAG": {"guidance": (1.0, 1.0), "nag": Nag(scale=5.0)},
+    },
+}
+Run = dict[str, str]
+ORDERS = 5
+
+
+def covering(options: dict[str, Sequence[str]]) -> list[Run]:
+    """Return few runs in which every two values of different options meet."""
+    choose = random.Random(0)
+    wanted = {
+        frozenset(pair)
+        for first, second in itertools.combinations(options, 2)
+        for pair in itertools.product(
+            ((first, value) for value in options[first]), ((second, v) for v in options[second])
+        )
+    }
+    runs: list[Run] = []
+    while wanted:
+        tried = []
+        for _ in range(50):
+            run = {name: choose.choice(values) for name, values in options.items()}
+            run.update(choose.choice(sorted(map(sorted, wanted))))
+            tried.append(run)
+        best = max(tried, key=lambda run: len(wanted & _pairs(run)))
+        wanted -= _pairs(best)
+        runs.append(best)
+    return runs
+
+
+def _pairs(run: Run) -> set[frozenset[tuple[str, str]]]:
+    return {frozenset(pair) for pair in itertools.combinations(run.items(), 2)}
+
+
+RUNS = covering({name: list(values) for name, values in OPTIONS.items()})
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    for place, seed in (("high", 1), ("low", 2)):
+        model = make_expert(TinyShape(layers=LAYERS, ffn_dim=256), seed=seed)
+        save_expert_file(model, folder / f"{place} raw", dtype=torch.float32)
+        save_expert_file(model, folder / f"{place} fp8", dtype=torch.float32, fp8=Fp8Layout())
+        save_expert_gguf(model, folder / f"{place} GGUF.gguf", types=q4_k_m)
+        save_lora(make_lora(model, seed=seed + 2), folder / f"{place} LoRA", dtype=torch.float32)
+    return folder
+
+
+def latents(run: Run, files: Path, request: DenoiseRequest, device: torch.device) -> torch.Tensor:
+    """Return the latents of one run."""
+    value = {name: OPTIONS[name][chosen] for name, chosen in run.items()}
+    ending = {"fp8 in RAM": "raw", "GGUF": "GGUF.gguf"}.get(run["weights"], run["weights"])
+    request = replace(
+        request, solver=value["solver"], cache=value["cache"], windows=value["windows"], **value["guidance"]
+    )
+    paths = (files / f"{place} {ending}" for place in ("high", "low"))
+    with open_experts(*paths, compute_dtype=torch.float32, storage=value["weights"]) as pair:
+        if value["LoRA"] is not None:
+            high, low = value["LoRA"]
+            pair.set_loras([(open_lora(files / "high LoRA"), high)], [(open_lora(files / "low LoRA"), low)])
+        return denoise(pair, request, policy=value["policy"], device=device).latents
+
+
+def check(run: Run, files: Path, request: DenoiseRequest, seeds: Iterator[int] | range) -> None:
+    expected = latents(run, files, request, torch.device("cpu"))
+    assert expected.isfinite().all()
+    for seed in seeds:
+        with checked_accelerator(seed) as gpu:
+            assert torch.equal(latents(run, files, request, gpu.device), expected), f"seed {seed}"
+
+
+@pytest.fixture
+def small(make_request: Callable[..., DenoiseRequest]) -> DenoiseRequest:
+    noise = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(3))
+    return make_request(noise=noise, steps=3, switch_step=1)
+
+
+def test_every_pair_of_options_is_in_some_run() -> None:
+    met = set().union(*map(_pairs, RUNS))
+    for first, second in itertools.combinations(OPTIONS, 2):
+        for pair in itertools.product(OPTIONS[first], OPTIONS[second]):
+            assert frozenset(((first, pair[0]), (second, pair[1]))) in met
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)))
+def test_runs_have_the_bits_of_a_cpu(number: int, files: Path, small: DenoiseRequest) -> None:
+    check(RUNS[number], files, small, range(number, number + ORDERS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_a_sample_of_all_combinations(number: int, files: Path, small: DenoiseRequest) -> None:
+    choose = random.Random(number)
+    run = {name: choose.choice([*values]) for name, values in OPTIONS.items()}
+    check(run, files, small, range(number, number + 1))
