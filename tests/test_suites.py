@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 
+from wanstream.tests.support.accelerator import REAL_ONLY
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "test"
 
 
@@ -69,3 +71,13 @@ def test_every_test_is_in_exactly_one_suite(
             name for name, suite in suites.items() if suite.evaluate(lambda mark, marks=marks, **_: mark in marks)
         ]
         assert len(chosen) == 1, f"{test} is in {chosen}"
+
+
+def test_every_file_for_gpus_alone_has_a_reason() -> None:
+    root = Path(__file__).parent
+    marked = {
+        f"tests/{path.relative_to(root).as_posix()}"
+        for path in root.rglob("test_*.py")
+        if "mark.gpu" in (text := path.read_text(encoding="utf-8")) and "mark.checked" not in text
+    }
+    assert marked - {"tests/test_suites.py"} == set(REAL_ONLY)

@@ -16,6 +16,15 @@ from .checked_device import Machine, checked_machine
 LONG = 4_000_000
 """Cycles of some milliseconds: several copies long."""
 
+REAL_ONLY = {
+    "tests/gpu/distributed/test_driver_gpu.py": "workers in processes of their own, over NCCL",
+    "tests/gpu/distributed/test_splits_cuda.py": "NCCL",
+    "tests/gpu/sampling/test_kernels_gpu.py": "torch.compile and kernels of attention packages",
+    "tests/integration/comfy/test_memory_gpu.py": "a ComfyUI server on CUDA; test_devices.py has its memory manager",
+    "tests/integration/ray/test_ray_pool.py": "Ray assigns GPUs",
+}
+"""Files with tests that run on a GPU only, and the reason; other such tests call `Accelerator.need_kernels`."""
+
 HAS_REAL = gpu_count() > 0
 
 CAPACITY = 2**30

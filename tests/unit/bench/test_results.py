@@ -14,6 +14,7 @@ import torch
 
 from wanstream.bench import Result
 from wanstream.bench.results import describe_machine, device_name, hardware, hardware_name, newest_results, versions
+from wanstream.tests.support.accelerator import Accelerator
 
 RESULT = Result(
     case="engine",
@@ -69,13 +70,12 @@ def test_a_report_names_another_device_and_what_torch_is_built_for(monkeypatch: 
     assert hardware_name(torch.device("mps", 0)) == f"mps-{os.cpu_count()}-cores"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_is_named_with_its_memory() -> None:
-    device = torch.device("cuda", 0)
-    assert device_name(device).startswith(torch.cuda.get_device_properties(0).name)
+def test_a_gpu_is_named_with_its_memory(gpu: Accelerator) -> None:
+    device = gpu.device
+    assert device_name(device).startswith(gpu.runtime.name())
     assert device_name(device).endswith("GB")
-    assert str(torch.version.cuda) in describe_machine(device)["Versions"]
+    if gpu.machine is None:
+        assert str(torch.version.cuda or torch.version.hip) in describe_machine(device)["Versions"]
 
 
 def test_a_result_names_its_machine_and_versions() -> None:

@@ -22,6 +22,7 @@ from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs.benchmark import tensor_digest
 from wanstream.schema import Cancelled, Timeline
 from wanstream.schema.text_format import format_seconds
+from wanstream.tests.support.accelerator import Accelerator
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"
@@ -267,13 +268,13 @@ def test_the_phases_of_the_queue_item_are_in_the_report(run: Run, folders: dict[
     assert {"text", "high", "low"} <= {*phases}
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_the_report_has_its_memory_and_equal_latents(run: Run, folders: dict[str, Path]) -> None:
+def test_on_a_gpu_the_report_has_its_memory_and_equal_latents(
+    gpu: Accelerator, run: Run, folders: dict[str, Path]
+) -> None:
     changes = {"policies": "layerwise, block_swap 2, resident", "repeats": 2}
-    history = run(workflow(changes), device=torch.device("cuda"))
+    history = run(workflow(changes), device=gpu.device)
     report = written(folders)
-    assert torch.cuda.get_device_properties(0).name in report["machine"]["Device"]
+    assert gpu.runtime.name() in report["machine"]["Device"]
     assert len({trial["latents"] for variant in report["variants"] for trial in variant["trials"]}) == 1
     peaks = [report["figures"][variant["name"]]["Peak VRAM, allocated"]["median"] for variant in report["variants"]]
     assert peaks == sorted(peaks)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from wanstream.offload import probe
 from wanstream.offload.probe import BusRates, CopyRate, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
+from wanstream.tests.support.accelerator import DTYPE, Accelerator
 
 CPU = torch.device("cpu")
 
@@ -97,14 +99,18 @@ def test_all_rates_of_the_bus_are_told() -> None:
     )
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_bus_alone_and_while_computing() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    matrix = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
-    held = torch.cuda.memory_allocated(device)
-    rates = probe_bus(device, compute=lambda: torch.mm(matrix, matrix))
-    for rate in chain(rates.h2d, rates.h2d_pageable, rates.d2h, rates.d2h_pageable):
-        assert 1e8 < rate < 1e12
-    assert torch.cuda.memory_allocated(device) == held
-    assert 1e8 < probe_decode(device) < 1e14
+def test_the_bus_alone_and_while_computing(gpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = 4096
+    if gpu.machine is not None:
+        side = 64
+        monkeypatch.setattr(probe, "PIECE_BYTES", 2**20)
+        monkeypatch.setattr(probe, "SIDE", 256)
+    matrix = torch.randn(side, side).to(gpu.device, DTYPE)
+    held = gpu.runtime.allocated_bytes()
+    rates = probe_bus(gpu.device, compute=lambda: torch.mm(matrix, matrix))
+    assert gpu.runtime.allocated_bytes() == held
+    assert rates.locked
+    if gpu.machine is None:
+        for rate in chain(rates.h2d, rates.h2d_pageable, rates.d2h, rates.d2h_pageable):
+            assert 1e8 < rate < 1e12
+        assert 1e8 < probe_decode(gpu.device) < 1e14

@@ -9,6 +9,7 @@ import torch
 
 from wanstream.schema import PhaseRecord
 from wanstream.telemetry.phases import MAX_QUEUE_ITEMS, PhaseRegistry, QueueItemPhases
+from wanstream.tests.support.accelerator import Accelerator
 
 CPU = torch.device("cpu")
 
@@ -76,10 +77,9 @@ def test_a_queue_item_has_one_ledger_and_the_last_ones_are_kept() -> None:
     assert ledgers.of("0").phases() == ()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_phase_ends_when_the_device_has_done_its_work() -> None:
+def test_a_phase_ends_when_the_device_has_done_its_work(gpu: Accelerator) -> None:
     """Nothing else synchronises: the host has issued the work to the device and ends the phase."""
+    gpu.need_kernels("times of a busy device")
     ledger = QueueItemPhases()
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

@@ -12,6 +12,7 @@ import torch
 
 from wanstream.schema import MemorySample
 from wanstream.telemetry.memory_sampler import MemorySampler, downsample
+from wanstream.tests.support.accelerator import Accelerator
 from wanstream.tests.support.polling import eventually
 
 CPU = torch.device("cpu")
@@ -105,15 +106,13 @@ def test_thinning_takes_what_is_known() -> None:
     assert downsample([sample(0), sample(1)]) == [sample(0)]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_memory_of_a_device_is_sampled_beside_it() -> None:
+def test_the_memory_of_a_device_is_sampled_beside_it(gpu: Accelerator) -> None:
     nbytes = 256 * 2**20
-    torch.zeros(1, device="cuda")
-    with MemorySampler(torch.device("cuda", 0), run_start=time.perf_counter(), interval_s=0.001) as running:
+    torch.zeros(1, device=gpu.device)
+    with MemorySampler(gpu.device, run_start=time.perf_counter(), interval_s=0.001) as running:
         assert eventually(lambda: bool(running.samples()))
         before = running.samples()[-1]
-        held = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+        held = torch.zeros(nbytes, dtype=torch.uint8, device=gpu.device)
         assert eventually(lambda: (running.samples()[-1].device_bytes or 0) >= (before.device_bytes or 0) + nbytes)
         del held
     assert before.device_bytes is not None

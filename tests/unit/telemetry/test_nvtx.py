@@ -8,6 +8,7 @@ import torch
 from wanstream.devices import NvtxRanges
 from wanstream.telemetry import Recorder, TelemetryOptions
 from wanstream.telemetry.trace import ranged
+from wanstream.tests.support.accelerator import Accelerator
 
 CPU = torch.device("cpu")
 
@@ -49,9 +50,8 @@ def test_nobody_pays_for_ranges_that_nobody_asked_for() -> None:
     assert Recorder(CPU).ranges is None
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_device_takes_ranges() -> None:
+def test_a_device_takes_ranges(gpu: Accelerator) -> None:
+    gpu.need_kernels("NVTX")
     with ranged(NvtxRanges(), "step 0"):
         torch.zeros(1, device="cuda")
     assert isinstance(Recorder(torch.device("cuda", 0), observe=TelemetryOptions(nvtx=True)).ranges, NvtxRanges)

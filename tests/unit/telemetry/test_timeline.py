@@ -15,6 +15,7 @@ from wanstream.telemetry import Recorder, TelemetryOptions
 from wanstream.telemetry import recorder as recorder_module
 from wanstream.telemetry.phases import QueueItemPhases
 from wanstream.telemetry.step_events import BlockArrival, ReadSpan
+from wanstream.tests.support.accelerator import Accelerator
 
 CPU = torch.device("cpu")
 GB = 10**9
@@ -250,13 +251,8 @@ def test_a_trace_that_cannot_be_written_does_not_spoil_the_run(
     assert "cannot be written" in caplog.text
 
 
-gpu = pytest.mark.gpu
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@gpu
-@needs_cuda
-def test_a_step_on_a_device_takes_what_an_outside_clock_says() -> None:
+def test_a_step_on_a_device_takes_what_an_outside_clock_says(gpu: Accelerator) -> None:
+    gpu.need_kernels("times of a busy device")
     recorder = Recorder(torch.device("cuda", 0))
     torch.cuda._sleep(1000)
     for index in range(3):
@@ -275,10 +271,9 @@ def test_a_step_on_a_device_takes_what_an_outside_clock_says() -> None:
         assert step.compute_s <= step.wall_s * 1.02
 
 
-@gpu
-@needs_cuda
-def test_a_step_ends_when_the_device_has_done_its_work() -> None:
+def test_a_step_ends_when_the_device_has_done_its_work(gpu: Accelerator) -> None:
     """Nothing else synchronises: the host has issued the work to the device and ends the step."""
+    gpu.need_kernels("times of a busy device")
     recorder = Recorder(torch.device("cuda", 0))
     torch.cuda._sleep(1000)
     torch.cuda.synchronize()
@@ -291,12 +286,10 @@ def test_a_step_ends_when_the_device_has_done_its_work() -> None:
     assert step.wall_s >= step.compute_s * 0.98
 
 
-@gpu
-@needs_cuda
-def test_memory_of_a_device_is_told_in_three_ways() -> None:
-    recorder = Recorder(torch.device("cuda", 0))
+def test_memory_of_a_device_is_told_in_three_ways(gpu: Accelerator) -> None:
+    recorder = Recorder(gpu.device)
     with recorder.step(0, "high"):
-        held = torch.zeros(256 * 2**20, dtype=torch.uint8, device="cuda")
+        held = torch.zeros(256 * 2**20, dtype=torch.uint8, device=gpu.device)
     step = recorder.last
     assert step.device_bytes is not None
     assert held.nbytes <= step.device_bytes <= (step.reserved_bytes or 0) <= (step.device_used_bytes or 0)

@@ -16,6 +16,7 @@ from wanstream.distributed.messages import DecodeTask, WorkerFacts
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.worker import Worker, decode_budget
 from wanstream.schema import WorkersRef
+from wanstream.tests.support.accelerator import Accelerator
 from wanstream.wan.vae.memory import DecodeNeeds, VaeMemoryError
 from wanstream.wan.vae.tiles import Tiling, TilingError
 from wanstream.wan.vae.vae import DecodeOutOfMemoryError, open_vae
@@ -175,8 +176,5 @@ def test_what_a_worker_tells_of_its_memory() -> None:
     assert decode_budget(torch.device("cpu"), 10**15) < 10**15, "what experts hold of RAM is not counted twice"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_what_experts_hold_counts_as_room_on_a_gpu() -> None:
-    device = torch.device("cuda", 0)
-    assert decode_budget(device, GB) - decode_budget(device, 0) == pytest.approx(GB, abs=50_000_000)
+def test_what_experts_hold_counts_as_room_on_a_gpu(gpu: Accelerator) -> None:
+    assert decode_budget(gpu.device, GB) - decode_budget(gpu.device, 0) == pytest.approx(GB, abs=50_000_000)

@@ -13,6 +13,7 @@ from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_off
 from wanstream.plan import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
+from wanstream.tests.support.accelerator import checked_accelerator
 
 BLOCKS, WIDTH = 6, 32
 LIMIT_S = 60.0
@@ -23,9 +24,14 @@ CUDA = pytest.param(
 )
 
 
-@pytest.fixture(params=["cpu", CUDA])
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
+@pytest.fixture(params=["cpu", pytest.param("checked", marks=pytest.mark.checked), CUDA])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param != "checked":
+        yield request.param
+        return
+    with checked_accelerator(sum(request.node.name.encode())):
+        yield "checked:0"
+        request.node.funcargs.clear()  # other fixtures of the test have tensors on the device
 
 
 @pytest.fixture

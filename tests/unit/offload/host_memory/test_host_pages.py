@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.devices import runtime_for
 from wanstream.offload.host_memory.ram_slots import HostPages
 from wanstream.offload.host_memory.shared_segment import SharedSegment
 from wanstream.offload.sources.base import InsufficientRamError, SourceError
@@ -195,22 +194,20 @@ def test_homes_that_do_not_fit_are_refused_before_they_are_filled(nbytes, availa
     slots.close()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_locks_slots_and_shared_blocks_where_they_lie(tmp_path):
-    torch.ones(1, device="cuda")
+def test_a_device_locks_slots_and_shared_blocks_where_they_lie(gpu, tmp_path):
+    torch.ones(1, device=gpu.device)
     nbytes = 5 * PAGE + 100
     segment = SharedSegment(str(tmp_path), {KEY: nbytes})  # in /dev/shm: pages of a disk's file cannot be locked
-    slots = HostPages(lock=runtime_for(torch.device("cuda", 0)), shared=segment)
+    slots = HostPages(lock=gpu.runtime, shared=segment)
     shared = fill(slots, 0, KEY, nbytes, filled_with(7))
     own = fill(slots, 1, BlockKey("high", 1), nbytes, filled_with(8), capacity=9 * PAGE)
     for memory, value in ((shared, 7), (own, 8)):
-        assert memory.is_pinned()
-        assert memory.to("cuda", non_blocking=True).eq(value).all()
+        assert gpu.is_locked(memory)
+        assert memory.to(gpu.device, non_blocking=True).eq(value).all()
     assert slots.locked_bytes == nbytes + 9 * PAGE
     slots.drop(1)
-    assert not own.is_pinned()
+    assert not gpu.is_locked(own)
     slots.close()
-    assert not shared.is_pinned()
+    assert not gpu.is_locked(shared)
     assert slots.locked_bytes == 0
     segment.close()

@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -264,20 +265,24 @@ def test_no_gather_is_more_than_a_few_blocks_ahead(make_ranks, thread_group):
     assert max(seen) <= 3
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_on_a_gpu_too(stack, path, make_ranks, thread_group, policy, fp8, on_device):
-    alone = Rank(stack, path, POLICIES[policy], None, fp8=fp8, device="cuda")
+def test_on_a_gpu_too(gpu, stack, path, make_ranks, thread_group, policy, fp8, on_device):
+    def run(rank):
+        gpu.runtime.enter_thread()
+        return rank.run()
+
+    alone = Rank(stack, path, POLICIES[policy], None, fp8=fp8, device=gpu.device)
     alone.handle.set_patches(patches())
     expected = alone.run()
-    ranks = make_ranks(thread_group(2).ranks(on_device=on_device), policy, fp8=fp8, device="cuda")
+    alone.handle.detach()
+    ranks = make_ranks(thread_group(2).ranks(on_device=on_device), policy, fp8=fp8, device=gpu.device)
     for rank in ranks:
         rank.handle.set_patches(patches())
     for _ in range(2):
-        for result in in_threads([rank.run for rank in ranks]):
+        for result in in_threads([partial(run, rank) for rank in ranks]):
             assert torch.equal(result, expected)
     for rank in ranks:
         rank.handle.detach()
+    MADE.clear()  # the device is checked before `detached_ranks` ends

@@ -15,6 +15,7 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.offload import InsufficientRamError, read_tensors
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.accelerator import Accelerator
 from wanstream.tests.support.wan_fixtures import wait_for_embedders
 from wanstream.wan import ExpertPair
 from wanstream.wan.checkpoint.meta_model import embedder_part
@@ -225,28 +226,28 @@ def test_chunks_are_set_for_the_blocks_of_both_experts_and_taken_away(engine: Ex
             assert {block.forward.args[1] for block in blocks} == {chunk}
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-class TestOnCuda:
-    def test_weights_leave_nothing(self, pair: ExpertPair) -> None:
-        engine = pair.engine(OffloadPolicy.layerwise(), "cuda")
+class TestOnADevice:
+    def test_weights_leave_nothing(self, gpu: Accelerator, pair: ExpertPair) -> None:
+        engine = pair.engine(OffloadPolicy.layerwise(), gpu.device)
         for name in (H, L):
             engine.models[name]
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        gpu.runtime.current_stream().synchronize()
+        before = gpu.runtime.allocated_bytes()
         assert wait_for_embedders(engine) > 0
         engine.expect(TIMES, {H: [_text(1)], L: [_text(1)]})
         for expert, loaded in ((H, pair.high), (L, pair.low)):
             whole = WanTransformer3DModel.from_pretrained(loaded.path, torch_dtype=torch.bfloat16).condition_embedder
-            whole.to("cuda")
+            whole.to(gpu.device)
             for time in TIMES[expert]:
                 [rows] = _rows(engine, expert, time, _text(1))
                 with torch.no_grad():
-                    expected = whole(torch.tensor([time], device="cuda"), _text(1).cuda().bfloat16(), None)
+                    expected = whole(
+                        torch.tensor([time], device=gpu.device), _text(1).to(gpu.device, torch.bfloat16), None
+                    )
                 assert all(map(torch.equal, rows, expected))
             del whole, expected
-        torch.cuda.synchronize()
+        gpu.runtime.current_stream().synchronize()
         rows = [row for name in (H, L) for rows in _embedder(engine, name)._rows.values() for row in rows.values()]
         kept = sum(tensor.nbytes for row in rows for tensor in row)
-        assert torch.cuda.memory_allocated() - before <= kept + 512 * 20
+        assert gpu.runtime.allocated_bytes() - before <= kept + 512 * 20
         assert wait_for_embedders(engine) == 0

@@ -15,6 +15,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanstream.schema import T2V_A14B, VideoShape
+from wanstream.tests.support.accelerator import Accelerator
 from wanstream.wan.transformer.chunked_block import MIN_TOKENS, ChunkedAttention, ChunkedBlocks
 
 SUBMODULES = ("norm1", "attn1", "norm2", "attn2", "norm3", "ffn")
@@ -243,12 +244,11 @@ class TestAttached:
         assert torch.equal(block(*inputs), expected)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-class TestOnCuda:
+class TestOnADevice:
     @pytest.mark.parametrize("chunk", [1024, 4096])
-    def test_values_and_peak_of_the_real_width(self, chunk: int) -> None:
+    def test_values_and_peak_of_the_real_width(self, gpu: Accelerator, chunk: int) -> None:
         """Compare peak memory and results of one A14B block at 832x480x33."""
+        gpu.need_kernels("a block of the real width takes minutes on a CPU")
         tokens = VideoShape(width=832, height=480, frames=33).tokens
         block = block_of(40, 13824, torch.bfloat16).to("cuda")
         hidden, text, modulation, rotary = inputs_of(tokens, 40, torch.bfloat16)

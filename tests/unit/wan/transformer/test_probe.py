@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from wanstream.devices import auto_dtype
 from wanstream.schema import ExpertShape
+from wanstream.tests.support.accelerator import Accelerator
 from wanstream.wan.transformer.probe import block_pass, probe_block, random_block
 
 CPU = torch.device("cpu")
@@ -55,10 +56,8 @@ def test_without_time_a_few_tokens_are_the_answer() -> None:
     assert rate.flops_per_s > 1e6
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    rate = probe_block(ExpertShape(), 8192, device)
+def test_on_a_gpu(gpu: Accelerator) -> None:
+    gpu.need_kernels("rates of a GPU")
+    rate = probe_block(ExpertShape(), 8192, gpu.device)
     assert rate.tokens == 8192
     assert 1e12 < rate.flops_per_s < 1e16
