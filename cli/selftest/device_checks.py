@@ -29,7 +29,7 @@ OVERLAP_BLOCKS, OVERLAP_PASSES = 4, 3
 MOST_OVERLAP = 1.25
 """Streaming may take this many times as long as the longer of copying and computing; a perfect overlap is 1."""
 VIDEO = VideoShape(width=832, height=480, frames=81)
-ON_CPU = Finding(outcome="not needed", words="a CPU computes in RAM")
+IN_RAM = Finding(outcome="not needed", words="this device computes in RAM, without streams")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def check_copies(subject: Subject) -> Finding:
     """Copy random bytes to the device, on it, and back on a stream of their own, and compare them."""
     runtime = subject.runtime
     if runtime is None:
-        return ON_CPU
+        return IN_RAM
     stream, wrong = runtime.stream(), list[str]()
     for nbytes in SIZES:
         expected = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
@@ -84,7 +84,7 @@ def check_streams(subject: Subject) -> Finding:
     """Hand memory from stream to stream by events, while both have work, and compare every value."""
     runtime = subject.runtime
     if runtime is None:
-        return ON_CPU
+        return IN_RAM
     compute, copies = runtime.current_stream(), runtime.stream()
     busy = torch.ones(1024, 1024, device=subject.device)
     values = torch.zeros(2**20, device=subject.device)
@@ -114,7 +114,7 @@ def check_page_locks(subject: Subject) -> Finding:
     """Page-lock RAM in pieces until the driver refuses, or enough is locked."""
     runtime = subject.runtime
     if runtime is None:
-        return ON_CPU
+        return IN_RAM
     wanted = min(subject.lock_bytes, available_bytes() // 4)
     locked, refused, seconds = 0, "", 0.0
     with ExitStack() as held:
@@ -148,7 +148,7 @@ def check_page_locks(subject: Subject) -> Finding:
 def check_decoding(subject: Subject) -> Finding:
     """Decode every stored format on the device and on the CPU, and compare the bits."""
     if subject.runtime is None:
-        return ON_CPU
+        return IN_RAM
     computed = auto_dtype(subject.device)
     wrong = wrong_decodings(subject.device, computed)
     if wrong:
@@ -176,7 +176,7 @@ def check_rates(subject: Subject) -> Finding:
 def check_overlap(subject: Subject) -> Finding:
     """Time blocks that only copy, that only compute, and that do both at once."""
     if subject.runtime is None:
-        return ON_CPU
+        return IN_RAM
     needed = 3 * OVERLAP_BLOCKS * subject.block.streamed_bytes(bytes_per_weight=auto_dtype(subject.device).itemsize)
     if needed > available_bytes():
         return Finding(

@@ -25,7 +25,7 @@ from ...testing import (
     save_lora,
 )
 from ...wan import ExpertsRegistry
-from .device_checks import ON_CPU, Subject
+from .device_checks import IN_RAM, Subject
 from .findings import Finding
 
 VIDEO = VideoShape(width=128, height=128, frames=9)
@@ -100,7 +100,7 @@ def check_short_memory(runs: Runs) -> Finding:
     """Start resident blocks in memory that only streamed ones fit into, and compare the latents."""
     runtime = runs.subject.runtime
     if runtime is None:
-        return ON_CPU
+        return IN_RAM
     expected = runs.latents(runs.plain, RESIDENT)
     least, most = (_peak_bytes(runs, policy) for policy in (SMALLEST, RESIDENT))
     runs.registry.free()
@@ -124,7 +124,7 @@ def check_given_back(runs: Runs) -> Finding:
     """Release the memory of a finished run, as ComfyUI requests it, and count it as ComfyUI does."""
     runtime = runs.subject.runtime
     if runtime is None:
-        return ON_CPU
+        return IN_RAM
     runs.latents(runs.plain, RESIDENT)  # libraries allocate work memory once and keep it
     runs.registry.free()
     clock_for(runs.subject.device).settle()
