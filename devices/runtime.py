@@ -63,6 +63,7 @@ class DeviceRuntime(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._idle_streams: list[Stream] = []
 
     @staticmethod
     @abstractmethod
@@ -87,6 +88,18 @@ class DeviceRuntime(ABC):
     @abstractmethod
     def stream(self) -> Stream:
         """Return a new stream."""
+
+    def borrow_stream(self) -> Stream:
+        """Return a stream that nobody else uses until `return_stream`.
+
+        torch has 32 streams of a device and hands them out in turn: the copies of one engine could end up on the
+        stream of another's decodings. Memory that was allocated on a stream is also reused on that stream alone.
+        """
+        return self._idle_streams.pop() if self._idle_streams else self.stream()
+
+    def return_stream(self, stream: Stream) -> None:
+        """Allow others to borrow a stream whose work is done."""
+        self._idle_streams.append(stream)
 
     @abstractmethod
     def current_stream(self) -> Stream:

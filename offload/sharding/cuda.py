@@ -51,7 +51,7 @@ class GatherCudaBackend(CudaStreams):
             shard_bytes=0 if gathering.sharded.on_device else max(sizes.values()),
         )
         self._host_scales = GatheredScales(gathering, shards, runtime.device)
-        self._gathers = runtime.stream()
+        self._gathers = runtime.borrow_stream()
         self._streams.append(self._gathers)
 
     def copy_in(self, copy: BlockCopy) -> PendingBlock:

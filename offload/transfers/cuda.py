@@ -96,8 +96,8 @@ class CudaStreams(TransferBackend):
         super().__init__(source, formats, patches)
         self._runtime = runtime
         self._raw_bytes, self._shard_bytes = raw_bytes, shard_bytes
-        self._copies = runtime.stream()
-        self._decodings = runtime.stream()
+        self._copies = runtime.borrow_stream()
+        self._decodings = runtime.borrow_stream()
         self._streams = [self._copies, self._decodings]
         self._slots = [RawSlot(runtime) for _ in range(RAW_SLOTS)]
         self._turn = 0
@@ -168,6 +168,11 @@ class CudaStreams(TransferBackend):
             slot.fit(0, 0)
         self._scales.clear()
         return nbytes
+
+    def close(self) -> None:
+        super().close()
+        while self._streams:
+            self._runtime.return_stream(self._streams.pop())
 
 
 class CudaBackend(CudaStreams):

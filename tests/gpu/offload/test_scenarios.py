@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from wanstream.tests.support.accelerator import Accelerator
-from wanstream.tests.support.device_scenarios import SCENARIOS
+from wanstream.tests.support.device_scenarios import SCENARIOS, Case
 
 
 # On the checked device the name of a test is its seed.
@@ -13,3 +13,26 @@ from wanstream.tests.support.device_scenarios import SCENARIOS
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_visit_finds_its_block(gpu: Accelerator, name: str, order: int) -> None:
     SCENARIOS[name](gpu)
+
+
+def test_engines_after_each_other_use_the_same_streams(gpu: Accelerator) -> None:
+    machine = gpu.need_fake("it counts streams")
+    for _ in range(3):
+        Case(gpu, patched=True, fp8=True).detach()
+    streams = len(machine.devices[0].streams)
+    for _ in range(40):
+        case = Case(gpu, patched=True, fp8=True)
+        case.run(1)
+        case.detach()
+    assert len(machine.devices[0].streams) == streams
+
+
+def test_engines_side_by_side_share_no_stream(gpu: Accelerator) -> None:
+    Case(gpu).detach()  # its streams are idle
+    cases = [Case(gpu), Case(gpu, fp8=True)]
+    streams = [stream for case in cases for stream in case.engine.backend._streams]
+    assert len(set(map(id, streams))) == len(streams) == 4
+    for case in cases:
+        case.run()
+    for case in cases:
+        case.detach()
