@@ -16,6 +16,47 @@ from .checked_device import Machine, checked_machine
 LONG = 4_000_000
 """Cycles of some milliseconds: several copies long."""
 
+_ONCE = "once per run"
+_LOOKED_UP = "once, when a model is looked up"
+_SMALL = "a copy of some bytes from ordinary memory, which the driver buffers"
+_HELPER = "in helper threads and probes, never in a run"
+HOST_WAITS = {
+    "devices/clock.py settle": "once per step",
+    "devices/clock.py wait_for": "the host is at most `PACE` visits ahead",
+    "offload/engine/binding.py _copy": "attaching and detaching",
+    "offload/host_memory/ram_slots.py read": "the read thread waits until a slot was copied",
+    "offload/sharding/device_slots.py reserve": "the read thread waits until a slot was gathered",
+    "offload/sharding/shards.py complete": "scales of shards, once",
+    "offload/transfers/cuda.py _copy": "from memory whose page lock was refused",
+    "offload/transfers/cuda.py settle": "between runs",
+    "offload/probe.py decoded": _HELPER,
+    "offload/probe.py typical_s": _HELPER,
+    "cli/selftest/device_checks.py check_copies": _HELPER,
+    "sampling/cache/first_block.py choose": "the decision depends on values",
+    "sampling/context_windows.py _merged": _SMALL,
+    "sampling/context_windows.py whole": _SMALL,
+    "sampling/denoise.py denoise": _ONCE,
+    "sampling/loop/denoiser.py __init__": _ONCE,
+    "sampling/loop/denoiser.py _accept": "once per step: NaN ends a run",
+    "sampling/loop/lanes.py samples": _ONCE,
+    "sampling/solvers.py step": "diffusers' solvers move their noise levels once per step",
+    "wan/experts/embedders.py _digest": "once per text",
+    "wan/experts/embedders.py _time_row": _SMALL,
+    "wan/experts/embedders.py rows": "timesteps that a caller keeps on the device",
+    "wan/experts/models.py __getitem__": _LOOKED_UP,
+    "wan/experts/models.py _load": _LOOKED_UP,
+    "wan/image_encoder.py _read_small_tensors": _LOOKED_UP,
+    "wan/image_encoder.py encode": _ONCE,
+    "wan/lora/apply.py set": _LOOKED_UP,
+    "wan/lora/apply.py write_patched": _LOOKED_UP,
+    "wan/text/encoder.py _read_small_tensors": _LOOKED_UP,
+    "wan/text/encoder.py encode": _ONCE,
+    "wan/transformer/forward.py forward_lanes": "timesteps that a caller keeps on the device",
+    "wan/vae/vae.py _decode_video": "frames that leave the device",
+    "wan/vae/vae.py _load": _LOOKED_UP,
+}
+"""Functions of the product in which a thread may wait for the device, with the reason."""
+
 REAL_ONLY = {
     "tests/gpu/distributed/test_driver_gpu.py": "workers in processes of their own, over NCCL",
     "tests/gpu/distributed/test_splits_cuda.py": "NCCL",
@@ -97,6 +138,8 @@ def checked_accelerator(seed: int) -> Iterator[Accelerator]:
     with checked_machine(seed, devices=2, capacity=CAPACITY) as machine:
         machine.set_device(0)
         yield _accelerator(torch.device("checked", 0), machine)
+    unlisted = machine.host_waits - HOST_WAITS.keys()
+    assert not unlisted, f"a thread waits for the device in {', '.join(sorted(unlisted))}: remove it, or list it"
 
 
 @pytest.fixture(

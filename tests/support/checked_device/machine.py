@@ -115,7 +115,7 @@ class Stream(Actor):
         with self.machine.lock:
             # Waits without work behind them count too.
             work = self.issue(lambda: None, (), "synchronize")
-            self.machine.wait_on_host(work, dict(self.clock), f"{self.name}.synchronize")
+            self.machine.wait_on_host(work, dict(self.clock))
 
     def query(self) -> bool:
         return all(work.done for work in (self.last, *self._waits) if work is not None)
@@ -141,7 +141,7 @@ class Event:
         if self.clock is None:
             self._machine.report(f"the host waits for an event that was not recorded, at {site()}")
             return
-        self._machine.wait_on_host(self.work, self.clock, "event.synchronize")
+        self._machine.wait_on_host(self.work, self.clock)
 
     def query(self) -> bool:
         with self._machine.lock:
@@ -296,7 +296,8 @@ class Machine:
         self.eagerness = (0.0, 0.5, 0.9)[seed % 3]
         """Share of the work that is executed before the host waits for it."""
         self.problems: list[str] = []
-        self.host_waits: list[str] = []
+        self.host_waits: set[str] = set()
+        """File and function of the product in which a thread has waited for a device."""
         self.launches = 0
         self.copies = 0
         self.devices = [Device(self, index, capacity) for index in range(devices)]
@@ -376,10 +377,11 @@ class Machine:
             work.stream.pending.popleft()
             work.execute()
 
-    def wait_on_host(self, work: Work | None, clock: Clock, words: str) -> None:
+    def wait_on_host(self, work: Work | None, clock: Clock) -> None:
         """Block the calling thread until `work` is done."""
         with self.lock:
-            self.host_waits.append(f"{words} at {site()}")
+            if (place := waiting_function()) is not None:
+                self.host_waits.add(place)
             self.force(work)
             self.host().join(clock)
 
@@ -441,6 +443,17 @@ def site() -> str:
             found = found or where
         frame = frame.f_back  # type: ignore[assignment]
     return found
+
+
+def waiting_function() -> str | None:
+    """Return file and function of the innermost caller in the project; None if that is a test."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = _file_of_project(frame.f_code.co_filename)
+        if file is not None and not frame.f_code.co_name.startswith("<"):
+            return None if file.startswith("tests/") else f"{file} {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 @functools.cache

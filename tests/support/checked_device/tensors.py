@@ -247,7 +247,7 @@ def _to_device(into: CheckedTensor, source: torch.Tensor, *, non_blocking: bool)
         ranges.append(Range(locked[0].history, locked[1], locked[1] + source.nbytes, write=False))
     work = _issue(device, lambda: to.copy_(values), ranges, "copy to the device")
     if not non_blocking or (locked is None and source.nbytes > 65536):
-        _wait(device, work, "copy to the device")
+        _wait(device, work)
 
 
 def _to_host(into: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
@@ -259,7 +259,7 @@ def _to_host(into: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) ->
         ranges.append(Range(locked[0].history, locked[1], locked[1] + into.nbytes, write=True))
     work = _issue(device, lambda: into.copy_(values), ranges, "copy to the host")
     if locked is None or not non_blocking:
-        _wait(device, work, "copy to the host")
+        _wait(device, work)
 
 
 def _to_copy(source: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -286,7 +286,7 @@ def _read_by_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     device = given[0].block.stream.device
     _check_devices(func, given, device)
     work = _issue(device, lambda: None, [each.range(write=False) for each in given], func)
-    _wait(device, work, str(func))
+    _wait(device, work)
     return func(*_bases(args), **_bases(kwargs))
 
 
@@ -298,8 +298,8 @@ def _issue(device: Device, run: Callable[[], object], ranges: list[Range], words
     return device.machine.current_stream(device.index).issue(compute, ranges, f"{words} at {site()}")
 
 
-def _wait(device: Device, work: Any, words: str) -> None:
-    device.machine.wait_on_host(work, dict(work.stream.clock), words)
+def _wait(device: Device, work: Any) -> None:
+    device.machine.wait_on_host(work, dict(work.stream.clock))
 
 
 def _allocate(like: torch.Tensor, device: Device) -> CheckedTensor:
