@@ -292,7 +292,8 @@ def _read_by_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _issue(device: Device, run: Callable[[], object], ranges: list[Range], words: object) -> Any:
     def compute() -> None:
-        with torch.inference_mode(False), torch.no_grad():
+        # Any thread may execute it, in or out of a dispatch; only this mode may write into every tensor of the host.
+        with torch.inference_mode():
             run()
 
     return device.machine.current_stream(device.index).issue(compute, ranges, f"{words} at {site()}")
