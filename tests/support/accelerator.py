@@ -18,7 +18,7 @@ LONG = 4_000_000
 
 _ONCE = "once per run"
 _LOOKED_UP = "once, when a model is looked up"
-_SMALL = "a copy of some bytes from ordinary memory, which the driver buffers"
+_STEP_ENDS = "frames and weights of windows, at the ends of a step, where the host waits anyway"
 _HELPER = "in helper threads and probes, never in a run"
 HOST_WAITS = {
     "devices/clock.py settle": "once per step",
@@ -33,15 +33,16 @@ HOST_WAITS = {
     "offload/probe.py typical_s": _HELPER,
     "cli/selftest/device_checks.py check_copies": _HELPER,
     "sampling/cache/first_block.py choose": "the decision depends on values",
-    "sampling/context_windows.py _merged": _SMALL,
-    "sampling/context_windows.py whole": _SMALL,
+    "sampling/context_windows.py _merged": _STEP_ENDS,
+    "sampling/context_windows.py cut": _STEP_ENDS,
     "sampling/denoise.py denoise": _ONCE,
     "sampling/loop/denoiser.py __init__": _ONCE,
     "sampling/loop/denoiser.py _accept": "once per step: NaN ends a run",
     "sampling/loop/lanes.py samples": _ONCE,
     "sampling/solvers.py step": "diffusers' solvers move their noise levels once per step",
     "wan/experts/embedders.py _digest": "once per text",
-    "wan/experts/embedders.py _time_row": _SMALL,
+    "wan/experts/embedders.py _text_row": "once, with all texts of a run",
+    "wan/experts/embedders.py _time_row": "once, with all timesteps of a run",
     "wan/experts/embedders.py rows": "timesteps that a caller keeps on the device",
     "wan/experts/models.py __getitem__": _LOOKED_UP,
     "wan/experts/models.py _load": _LOOKED_UP,

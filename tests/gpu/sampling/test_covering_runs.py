@@ -30,6 +30,7 @@ from wanstream.testing import (
     save_lora,
 )
 from wanstream.tests.support.accelerator import checked_accelerator
+from wanstream.tests.support.checked_device import TraceEntry, races
 from wanstream.wan import Nag, open_experts
 from wanstream.wan.lora.file import open_lora
 
@@ -124,6 +125,16 @@ def check(run: Run, files: Path, request: DenoiseRequest, seeds: Iterator[int] |
     for seed in seeds:
         with checked_accelerator(seed) as gpu:
             assert torch.equal(latents(run, files, request, gpu.device), expected), f"seed {seed}"
+
+
+def test_torch_finds_no_race_in_a_whole_run(files: Path, small: DenoiseRequest) -> None:
+    trace: list[TraceEntry] = []
+    with checked_accelerator(1) as gpu:
+        assert gpu.machine is not None
+        gpu.machine.trace = trace
+        latents(RUNS[0] | {"weights": "GGUF", "LoRA": "LoRA"}, files, small, gpu.device)
+    assert len(trace) > 1000
+    assert not races(trace)
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ here: nothing of the product or of torch is patched for them.
 
 from __future__ import annotations
 
-from .machine import Machine
+from .machine import HostWait, Issued, Machine, StreamWait, TraceEntry
+from .replay import races
 from .runtime import CheckedRuntime, checked_machine
 
-__all__ = ["CheckedRuntime", "Machine", "checked_machine"]
+__all__ = ["CheckedRuntime", "HostWait", "Issued", "Machine", "StreamWait", "TraceEntry", "checked_machine", "races"]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -88,6 +88,7 @@ class Stream(Actor):
             work = Work(self, run, before, slow=slow)
             self.last = work
             self.pending.append(work)
+            machine.note(Issued, self, work, accesses, words)
             machine.host().tick()
             machine.drift()
             return work
@@ -102,8 +103,10 @@ class Stream(Actor):
             if event.clock is None:
                 self.machine.report(f"{self.name} waits for an event that was not recorded, at {site()}")
                 return
+            assert event.work is not None
             self.join(event.clock)
-            if event.work is not None and not event.work.done:
+            self.machine.note(StreamWait, self, event.work)
+            if not event.work.done:
                 self._waits.append(event.work)
 
     def wait_stream(self, stream: Stream) -> None:
@@ -166,6 +169,38 @@ class Range(NamedTuple):
     start: int
     stop: int
     write: bool
+
+
+class Issued(NamedTuple):
+    """Work that a stream got, or memory that was released to it, which is no work."""
+
+    stream: Stream
+    work: Work | None
+    accesses: Sequence[Range]
+    words: str
+
+
+class StreamWait(NamedTuple):
+    """Wait of a stream for work of another."""
+
+    stream: Stream
+    work: Work
+
+
+class HostWait(NamedTuple):
+    """Wait of a host thread for work."""
+
+    work: Work
+
+
+class HostAccess(NamedTuple):
+    """Access of a host thread to page-locked memory."""
+
+    access: Range
+    words: str
+
+
+TraceEntry: TypeAlias = Issued | StreamWait | HostWait | HostAccess
 
 
 class Slab:
@@ -254,6 +289,7 @@ class Device:
             stream.tick()
             words = f"release of memory to {stream.name} at {site()}"
             slab.history.add(0, slab.nbytes, actor=stream, words=words, write=True)
+            self.machine.note(Issued, stream, None, [Range(slab.history, 0, slab.nbytes, write=True)], words)
             self._pool.setdefault((stream, slab.nbytes), []).append(slab)
 
     def empty_cache(self) -> None:
@@ -298,6 +334,8 @@ class Machine:
         self.problems: list[str] = []
         self.host_waits: set[str] = set()
         """File and function of the product in which a thread has waited for a device."""
+        self.trace: list[TraceEntry] | None = None
+        """All calls in the order of their arrival; None if they are not recorded."""
         self.launches = 0
         self.copies = 0
         self.devices = [Device(self, index, capacity) for index in range(devices)]
@@ -312,6 +350,11 @@ class Machine:
         """Note a problem once."""
         if problem not in self.problems:
             self.problems.append(problem)
+
+    def note(self, entry: Callable[..., TraceEntry], *values: object) -> None:
+        """Append an entry to the trace, if there is one."""
+        if self.trace is not None:
+            self.trace.append(entry(*values))
 
     def host(self) -> Actor:
         """Return the calling thread."""
@@ -384,6 +427,7 @@ class Machine:
                 self.host_waits.add(place)
             self.force(work)
             self.host().join(clock)
+            self.note(HostWait, work)
 
     def finish(self) -> None:
         """Execute all work."""
@@ -429,6 +473,7 @@ class Machine:
         host = self.host()
         host.tick()
         locked.history.add(start, stop, actor=host, words=f"{words} in {host.name}", write=True)
+        self.note(HostAccess, Range(locked.history, start, stop, write=True), words)
 
 
 def site() -> str:
