@@ -15,7 +15,7 @@ from .formats.safetensors_header import (
     file_version,
     read_header,
 )
-from .host_memory.pages import LockedBlocks, map_memory
+from .host_memory.pages import LockedBlocks, copy_to_device, map_memory
 from .host_memory.shared_segment import SharedSegment, sweep
 from .patches import BlockPatch, WeightPatch
 from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise, typical_s, wrong_decodings
@@ -44,6 +44,7 @@ __all__ = [
     "StoppedTogether",
     "WeightPatch",
     "attach_offload",
+    "copy_to_device",
     "decode_tensor",
     "decode_work_bytes",
     "file_version",

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from ...devices import DeviceRuntime, available_bytes, clock_for, free_bytes, runtime_for
-from ...offload import GatherBrokenError, LockedBlocks, Sharded, map_memory, shard_bytes, typical_s
+from ...offload import GatherBrokenError, LockedBlocks, Sharded, copy_to_device, map_memory, shard_bytes, typical_s
 from ...sampling import DenoiseRequest, request_job, working_bytes
 from ...schema import (
     ON_DEVICE,
@@ -220,7 +220,7 @@ def probe_weights(groups: ProcessGroups, block_bytes: int) -> dict[str, float]:
     own = torch.zeros(shard, dtype=torch.uint8, device=device)
 
     def copy(nbytes: int) -> None:
-        copied[:nbytes].copy_(host[:nbytes], non_blocking=True)
+        copy_to_device(copied[:nbytes], host[:nbytes])
 
     def wait_for_all() -> None:
         gather.compare(b"probe")

@@ -15,6 +15,7 @@ import torch
 from ...devices import DeviceRuntime, Event
 from ...plan import BlockKey
 from ..formats.layout import BlockFormat
+from ..host_memory.pages import copy_to_device
 from ..patches import StagedPatches
 from ..sources.base import BlockSource
 from ..transfers.base import BlockCopy, PendingBlock, ReleaseSource
@@ -82,7 +83,7 @@ class GatherCudaBackend(CudaStreams):
             return PendingBlock(wait=self._wait_for(gathered), copied=copied)
         if patch is not None:
             with self._runtime.on_stream(self._decodings):
-                slot.factors[: patch.layout.nbytes].copy_(patch.memory, non_blocking=True)
+                copy_to_device(slot.factors[: patch.layout.nbytes], patch.memory)
         decoded = self._decode(copy, slot, scales, after=(free, gathered))
         return PendingBlock(wait=self._wait_for(decoded[1]), copied=copied, decoded=decoded)
 
@@ -98,7 +99,7 @@ class GatherCudaBackend(CudaStreams):
             if slot.gathered is not None:
                 self._copies.wait_event(slot.gathered)
             start.record(self._copies)
-            shard.copy_(stored, non_blocking=True)
+            copy_to_device(shard, stored)
             copied.record(self._copies)
         release_source(copied.synchronize)
         return shard, (start, copied)

@@ -11,7 +11,7 @@ from ...devices import runtime_for
 from ...plan import BlockKey
 from ..formats.layout import allocate_flat
 from ..host_memory.base import Reservation, SlotMemory
-from ..host_memory.pages import PageLock, in_pages, map_memory
+from ..host_memory.pages import PageLock, copy_to_device, in_pages, map_memory
 
 
 class DeviceSlots(SlotMemory):
@@ -55,7 +55,7 @@ class DeviceSlots(SlotMemory):
             memory = self._memory(slot, nbytes)
         yield Reservation(memory=memory, view=host_buffer, needs_fill=True)
         with self._runtime.on_stream(self._copies):
-            memory.copy_(host_buffer, non_blocking=True)
+            copy_to_device(memory, host_buffer)
         # The read thread waits here before it overwrites the host buffer. It reads each shard once, so no later pass
         # waits for it.
         self._copies.synchronize()

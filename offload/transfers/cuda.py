@@ -11,6 +11,7 @@ from ...devices import DeviceRuntime, Event, Stream
 from ...plan import RAW_SLOTS, BlockKey
 from ..formats.decode import decode_block
 from ..formats.layout import BlockFormat, allocate_flat
+from ..host_memory.pages import copy_to_device
 from ..patches import StagedPatch, StagedPatches
 from ..sources.base import BlockSource
 from .base import BlockCopy, PendingBlock, TransferBackend
@@ -208,7 +209,7 @@ class CudaBackend(CudaStreams):
         with self._runtime.on_stream(self._copies):
             self._copies.wait_event(free)
             start.record(self._copies)
-            into[: stored.numel()].copy_(stored, non_blocking=True)
+            copy_to_device(into[: stored.numel()], stored)
             copied.record(self._copies)
         # The copy is only issued. The thread that refills the slot calls `synchronize` first, so that neither this
         # thread nor the compute thread waits for the bus.
@@ -229,11 +230,11 @@ class CudaBackend(CudaStreams):
             if fmt.is_raw:
                 self._copies.wait_event(free)
             copy_start.record(self._copies)
-            raw.copy_(stored, non_blocking=True)
+            copy_to_device(raw, stored)
             copied.record(self._copies)
             copy.release_source(copied.synchronize)
             if patch is not None:
-                slot.factors[: patch.layout.nbytes].copy_(patch.memory, non_blocking=True)
+                copy_to_device(slot.factors[: patch.layout.nbytes], patch.memory)
             copy_end.record(self._copies)
         start, ready = self._decode(copy, slot, scales, after=(copy_end, free))
         return PendingBlock(wait=self._wait_for(ready), copied=(copy_start, copy_end), decoded=(start, ready))

@@ -24,10 +24,10 @@ HOST_WAITS = {
     "devices/clock.py settle": "once per step",
     "devices/clock.py wait_for": "the host is at most `PACE` visits ahead",
     "offload/engine/binding.py _copy": "attaching and detaching",
+    "offload/host_memory/pages.py copy_to_device": "from memory whose page lock was refused",
     "offload/host_memory/ram_slots.py read": "the read thread waits until a slot was copied",
     "offload/sharding/device_slots.py reserve": "the read thread waits until a slot was gathered",
     "offload/sharding/shards.py complete": "scales of shards, once",
-    "offload/transfers/cuda.py _copy": "from memory whose page lock was refused",
     "offload/transfers/cuda.py settle": "between runs",
     "offload/probe.py decoded": _HELPER,
     "offload/probe.py typical_s": _HELPER,
@@ -123,7 +123,7 @@ class Accelerator:
 
     def is_locked(self, memory: torch.Tensor) -> bool:
         """Return True if all of `memory` is page-locked."""
-        return memory.is_pinned() if self.machine is None else self.machine.locked_range(memory) is not None
+        return memory.is_pinned() if self.machine is None else self.machine.is_locked(memory)
 
 
 def _accelerator(device: torch.device, machine: Machine | None) -> Accelerator:

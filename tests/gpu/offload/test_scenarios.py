@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from wanstream.offload.host_memory import pages
 from wanstream.tests.support.accelerator import Accelerator
-from wanstream.tests.support.device_scenarios import SCENARIOS, Case
+from wanstream.tests.support.device_scenarios import PINNED, SCENARIOS, Case
 
 
 # On the checked device the name of a test is its seed.
@@ -13,6 +14,18 @@ from wanstream.tests.support.device_scenarios import SCENARIOS, Case
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_visit_finds_its_block(gpu: Accelerator, name: str, order: int) -> None:
     SCENARIOS[name](gpu)
+
+
+@pytest.mark.parametrize("case", [{}, {"fp8": True}, {"patched": True}], ids=["raw", "fp8", "patched"])
+def test_blocks_locked_in_pieces_are_copied_without_a_wait(
+    gpu: Accelerator, monkeypatch: pytest.MonkeyPatch, case: dict[str, bool]
+) -> None:
+    machine = gpu.need_fake("it makes the pieces small, and logs host waits")
+    monkeypatch.setattr(pages, "LOCK_BYTES", 64)
+    pinned = Case(gpu, PINNED, **case)
+    pinned.run()
+    pinned.detach()
+    assert "offload/host_memory/pages.py copy_to_device" not in machine.host_waits
 
 
 def test_engines_after_each_other_use_the_same_streams(gpu: Accelerator) -> None:

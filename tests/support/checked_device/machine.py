@@ -456,18 +456,33 @@ class Machine:
     def host_writes(self, memory: torch.Tensor, words: str) -> None:
         """Note that the calling thread writes into host memory now."""
         with self.lock:
-            found = self.locked_range(memory)
-            if found is not None:
-                locked, start = found
-                self._touch(locked, start, start + memory.nbytes, words)
+            for locked, start, stop in self._locked_parts(memory):
+                self._touch(locked, start, stop, words)
+
+    def is_locked(self, memory: torch.Tensor) -> bool:
+        """Return whether all of `memory` is page-locked, in one piece or in several."""
+        return sum(stop - start for _, start, stop in self._locked_parts(memory)) == memory.nbytes
 
     def locked_range(self, memory: torch.Tensor) -> tuple[LockedRange, int] | None:
-        """Return the locked range that contains `memory`, and its offset there."""
-        start = memory.data_ptr()
+        """Return the locked range of `memory`, which is copied, and its offset there; None if it is not locked."""
+        parts = self._locked_parts(memory)
+        if not parts:
+            return None
+        locked, start, stop = parts[0]
+        if stop - start < memory.nbytes:
+            self.report(f"a copy crosses the end of page-locked memory, at {site()}")
+            return None
+        return locked, start
+
+    def _locked_parts(self, memory: torch.Tensor) -> list[tuple[LockedRange, int, int]]:
+        """Return the locked ranges in `memory`, with start and end of the shared bytes in each."""
+        first, last = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        parts = []
         for at, locked in self.locked.items():
-            if at <= start and start + memory.nbytes <= at + locked.memory.numel():
-                return locked, start - at
-        return None
+            start, stop = max(first, at), min(last, at + locked.memory.numel())
+            if start < stop:
+                parts.append((locked, start - at, stop - at))
+        return parts
 
     def _touch(self, locked: LockedRange, start: int, stop: int, words: str) -> None:
         host = self.host()

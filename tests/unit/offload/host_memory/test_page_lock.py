@@ -10,6 +10,7 @@ import torch
 from wanstream.devices import PageLockError
 from wanstream.devices.xpu import XpuRuntime
 from wanstream.offload.formats.layout import allocate_flat
+from wanstream.offload.host_memory import pages
 from wanstream.offload.host_memory.pages import LockedBlocks
 
 
@@ -82,6 +83,21 @@ def test_one_block_is_unlocked_by_itself_and_makes_room_for_another(limited_page
     assert blocks.nbytes == 6 * 4096
     blocks.release()
     assert (blocks.nbytes, driver.locked) == (0, [])
+
+
+def test_a_block_is_locked_in_pieces_or_not_at_all(limited_page_lock, monkeypatch, caplog):
+    monkeypatch.setattr(pages, "LOCK_BYTES", 4096)
+    driver = limited_page_lock(limit=5)
+    blocks = LockedBlocks(driver)
+    first, second = (allocate_flat(3 * 4096 - 10, "cpu") for _ in range(2))
+    blocks.add(first)
+    pieces = [(first.data_ptr() + at, nbytes) for at, nbytes in ((0, 4096), (4096, 4096), (8192, 4086))]
+    assert driver.locked == pieces
+    blocks.add(second)
+    assert (driver.locked, blocks.nbytes) == (pieces, first.numel()), "the pieces before the refused one are unlocked"
+    assert len(caplog.records) == 1
+    blocks.remove(first)
+    assert driver.locked == []
 
 
 def test_memory_that_nobody_releases_is_unlocked_before_it_goes(limited_page_lock):
