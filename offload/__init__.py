@@ -6,7 +6,7 @@ from .engine.engine import OffloadEngine, attach_offload
 from .engine.run import EngineRun
 from .formats.decode import CHUNK_VALUES, decode_tensor, decode_work_bytes
 from .formats.gguf_header import read_gguf_header
-from .formats.layout import flat_layout, host_bytes, streamed_names
+from .formats.layout import copy_together, flat_layout, host_bytes, streamed_names
 from .formats.safetensors_header import (
     CheckpointFileError,
     FileHeader,
@@ -45,6 +45,7 @@ __all__ = [
     "WeightPatch",
     "attach_offload",
     "copy_to_device",
+    "copy_together",
     "decode_tensor",
     "decode_work_bytes",
     "file_version",

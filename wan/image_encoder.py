@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import interpolate
 
-from ..offload import FileSource, FileTensor, attach_offload, read_tensors, streamed_names
+from ..offload import FileSource, FileTensor, attach_offload, copy_together, read_tensors, streamed_names
 from ..plan import BlockKey
 from ..schema import OffloadPolicy
 from .checkpoint.components import (
@@ -127,7 +127,8 @@ class ImageEncoder:
         # inference mode could not compute with those.
         with torch.inference_mode(False):
             values = read_tensors(small)
-            set_parameters(self._model, {name: value.to(device, torch.float32) for name, value in values.items()})
+            values = {name: value.float() for name, value in values.items()}
+            set_parameters(self._model, copy_together(values, device))
             # Position ids are a buffer that no file contains, so that it is still on `meta`.
             positions = self._weights["embeddings.position_embedding.weight"].shape[0]
             embeddings = self._model.get_submodule("embeddings")

@@ -167,6 +167,18 @@ def tensor_views(flat: torch.Tensor, layout: FlatLayout) -> dict[str, torch.Tens
     }
 
 
+def copy_together(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copy small CPU tensors to `device` in one transfer; returns views of one flat tensor there.
+
+    A blocking copy costs about as much for a bias as for a megabyte; an expert of Wan2.2 A14B has 685 small tensors.
+    """
+    layout = flat_layout((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+    flat = allocate_flat(layout.nbytes, "cpu")
+    for name, view in tensor_views(flat, layout).items():
+        view.copy_(tensors[name])
+    return tensor_views(flat.to(device), layout)
+
+
 def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """Return the bytes of a contiguous CPU tensor as an array that shares its memory.
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...devices import insufficient_ram
-from ...offload import FileTensor, InsufficientRamError, WeightPatch, decode_tensor, read_tensors
+from ...offload import FileTensor, InsufficientRamError, WeightPatch, copy_together, decode_tensor, read_tensors
 from ..checkpoint.meta_model import (
     PARTS,
     EmbedderPart,
@@ -222,18 +222,24 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
             read = self._reader.submit(self._read, part)
         stored, scales = read.result()
         self.non_block_bytes += sum(tensor.nbytes for tensor in self._stored[part].values())
-        # One by one, so that the device has both forms of only one tensor at a time.
+        if part[1] is None:
+            decoded = {
+                full: self._decode(full, tensor, stored[full], scales.get(full))
+                for full, tensor in self._stored[part].items()
+            }
+            return copy_together(decoded, self._device)
+        # One by one, so that the device has both forms of only one of the embedders' large tensors at a time.
         return {
             full: self._decode(full, tensor, stored[full].to(self._device), scales.get(full))
             for full, tensor in self._stored[part].items()
         }
 
     def _decode(self, full: str, tensor: FileTensor, stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Return a parameter in its dtype; `stored` itself if nothing has to be decoded or converted."""
+        """Return a parameter in its dtype, on the device of `stored`; `stored` itself if it needs no decoding."""
         dtype = parameter_dtype(full, self._compute_dtype)
         if tensor.packing is None and scale is None:
             return stored.to(dtype)
-        decoded = torch.empty(tensor.shape, dtype=dtype, device=self._device)
+        decoded = torch.empty(tensor.shape, dtype=dtype, device=stored.device)
         decode_tensor(stored, decoded, packing=tensor.packing, scale=None if scale is None else scale.reshape(()))
         return decoded
 

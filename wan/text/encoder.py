@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ...devices import AUTO, ComputeDtype, resolve_dtype
-from ...offload import FileSource, FileTensor, attach_offload, read_tensors, streamed_names
+from ...offload import FileSource, FileTensor, attach_offload, copy_together, read_tensors, streamed_names
 from ...plan import BlockKey
 from ...schema import OffloadPolicy
 from ..checkpoint.components import (
@@ -281,7 +281,7 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
             stored = read_tensors(small)
             factors = self._factors(small)
             values = {name: _decode(tensor, factors.get(name), self._dtype(name)) for name, tensor in stored.items()}
-            set_parameters(self._model, {name: value.to(device) for name, value in values.items()})
+            set_parameters(self._model, copy_together(values, device))
 
     def _token_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the table's rows for `ids` [prompts, tokens], in the compute dtype: [prompts, tokens, 4096]."""

@@ -162,3 +162,19 @@ def test_a_visit(
         counted = ((machine.launches - before[0]) / 4, (machine.copies - before[1]) / 4)
         assert counted == (launches + 10 * lora, 1 + lora)
         del run, engine
+
+
+@pytest.mark.parametrize("write", [_plain, _fp8, _gguf(q4_k_m)], ids=["bf16", "fp8", "GGUF"])
+def test_the_resident_parameters_are_copied_together(
+    gpu: Accelerator, tmp_path: Path, write: Callable[[WanTransformer3DModel, Path], object]
+) -> None:
+    machine = gpu.need_fake("it counts copies")
+    write(make_expert(TinyShape(layers=4, ffn_dim=256), seed=1), tmp_path / "expert")
+    [path] = tmp_path.iterdir()
+    with open_experts(path, path, compute_dtype=torch.bfloat16) as pair:
+        engine = pair.engine(OffloadPolicy.layerwise(1), gpu.device)
+        before = machine.copies
+        for name in ("high", "low"):
+            assert len(list(engine.models[name].parameters())) > 60
+        assert machine.copies - before == 2 * 3, "the parameters, and two position tables"
+        del engine
