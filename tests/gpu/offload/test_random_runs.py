@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.offload import GatherBrokenError
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.accelerator import checked_accelerator
 from wanstream.tests.support.device_scenarios import (
@@ -19,9 +20,11 @@ from wanstream.tests.support.device_scenarios import (
     LAYERWISE,
     PARTLY_PINNED,
     PINNED,
+    PLACES,
     RESIDENT,
     Accelerator,
     Case,
+    Ranks,
     ruin,
 )
 
@@ -90,6 +93,33 @@ def test_every_allocation_may_fail(kind: str, policy: OffloadPolicy) -> None:
             case.detach()
             del case
     assert number > 5, "buffers, slots, factors, scales"
+
+
+@pytest.mark.parametrize("place", ["raw", "patched_fp8", "on_device_patched_fp8"])
+def test_every_allocation_of_two_ranks_may_fail(place: str) -> None:
+    """A rank that is out of memory ends the run of the other one too, and both meet again."""
+    failed, number = 0, 0
+    while failed == number:
+        number += 1
+        with checked_accelerator(number) as gpu:
+            assert gpu.machine is not None
+            gpu.machine.devices[0].fail_at = number
+            try:
+                ranks = Ranks(gpu, DEEP, **PLACES[place])
+            except torch.OutOfMemoryError:
+                failed += 1
+                continue
+            errors = ranks.try_run(hows=({}, {}))
+            if any(errors):
+                failed += 1
+                assert any(isinstance(error, torch.OutOfMemoryError) for error in errors)
+                assert all(isinstance(error, torch.OutOfMemoryError | GatherBrokenError | None) for error in errors)
+                ranks.meet()
+            gpu.machine.devices[0].fail_at = None
+            ranks.run()
+            ranks.detach()
+            del ranks, errors
+    assert number > 10, "buffers, slots, factors, scales of both ranks"
 
 
 class _Case(Case):
