@@ -21,7 +21,7 @@ from torch import nn
 
 from wanstream.devices import Event
 from wanstream.offload import BlockPatch, GatherBrokenError, OffloadEngine, StoppedTogether, WeightPatch, attach_offload
-from wanstream.offload.engine.run import PACE
+from wanstream.offload.engine.run import PACE, EngineRun
 from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_format, host_bytes, tensor_views
 from wanstream.offload.sharding.group import Sharded
 from wanstream.offload.sources.base import RangeSource
@@ -167,6 +167,7 @@ class Case:
         delay: int = 2,
         pause_s: float = 0.0,
         stop_at: int | None = None,
+        issued: int = 0,
         leave: bool = False,
         error: type[Exception] = Interrupted,
         recorder: Recorder | None = None,
@@ -178,6 +179,7 @@ class Case:
             delay: every visit of a multiple of this number keeps the device busy before it reads its block.
             pause_s: time that the host computes between two visits.
             stop_at: visit before the end of which `error` is raised.
+            issued: fetches that are issued by then.
             leave: end the run before the visit `stop_at`, without an error, and keep the blocks that are under way.
             error: raised at `stop_at`.
             recorder: recorder of the run.
@@ -185,6 +187,8 @@ class Case:
         visits = step_visits(["high"] * passes, self.engine.block_counts)
         with self._ended(), torch.inference_mode(), self.engine.run(visits, recorder) as run:
             for number, visit in enumerate(visits):
+                if number == stop_at:
+                    await_fetches(run, issued)
                 if number == stop_at and leave:
                     run.leave()
                     return
@@ -249,6 +253,14 @@ class Case:
         assert patch.up is not None
         assert patch.down is not None
         return torch.addmm(matrix, patch.up.to(matrix), patch.down.to(matrix)).cpu()
+
+
+def await_fetches(run: EngineRun, count: int) -> None:
+    """Wait until `count` fetches are issued."""
+    end = time.monotonic() + 5
+    while len(run.fetched) < count:
+        assert time.monotonic() < end, f"{len(run.fetched)} of {count} fetches are issued"
+        time.sleep(1e-4)
 
 
 def scenario(function: Callable[..., None], name: str | None = None, **how: Any) -> Callable[..., None]:
@@ -357,7 +369,7 @@ def cut_short(gpu: Accelerator, at: int, **how: Any) -> None:
 def patched_cut_short(gpu: Accelerator) -> None:
     """Blocks that no visit has waited for are still being patched when the next run fetches into their buffers."""
     case = Case(gpu, RESIDENT, patched=True)
-    case.stop(0, pause_s=0.005)
+    case.stop(0, issued=COUNT)
     with gpu.runtime.on_stream(gpu.runtime.stream()):
         case.run(1)
     case.detach()
@@ -367,7 +379,7 @@ def patched_cut_short(gpu: Accelerator) -> None:
 def stopped_early(gpu: Accelerator, **how: Any) -> None:
     """A run that skips visits keeps the blocks that are under way for the next run."""
     case = Case(gpu, DEEP, **how)
-    case.run(delay=1, stop_at=2, leave=True, pause_s=0.005)
+    case.run(delay=1, stop_at=2, leave=True, issued=COUNT)
     with gpu.runtime.on_stream(gpu.runtime.stream()):
         case.run()
     case.detach()
@@ -476,7 +488,7 @@ def dropped(gpu: Accelerator, cycle: bool, **how: Any) -> None:
     """An engine is deleted without `detach` while copies are under way; its memory is used again at once."""
     case = Case(gpu, DEEP, **how)
     with gpu.runtime.on_stream(gpu.runtime.stream()):
-        case.stop(1, pause_s=0.002)
+        case.stop(1, passes=1, issued=COUNT)
     if cycle:
         case.engine.cycle = case.engine  # type: ignore[attr-defined]
     case.drop()
