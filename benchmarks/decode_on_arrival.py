@@ -19,7 +19,7 @@ from record import record
 
 from wanstream.devices import clock_for
 from wanstream.offload.formats.decode import CHUNK_VALUES, decode_tensor
-from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS, QuantFormat
+from wanstream.offload.formats.packing import QUANT_FORMATS, QuantFormat
 from wanstream.testing.quantised import random_groups
 
 SHAPE = (5120, 13824)

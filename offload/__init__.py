@@ -7,6 +7,8 @@ from .engine.run import EngineRun
 from .formats.decode import CHUNK_VALUES, decode_tensor, decode_work_bytes
 from .formats.gguf_header import read_gguf_header
 from .formats.layout import copy_together, flat_layout, host_bytes, streamed_names
+from .formats.packing import MXFP8, NVFP4, Microscaled, Packing, Rotated
+from .formats.rotation import is_rotation
 from .formats.safetensors_header import (
     CheckpointFileError,
     FileHeader,
@@ -21,11 +23,13 @@ from .patches import BlockPatch, WeightPatch
 from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise, typical_s, wrong_decodings
 from .sharding.group import GatherBrokenError, Sharded, StoppedTogether, shard_bytes
 from .sources.base import InsufficientRamError
-from .sources.file import FileSource, read_tensors
+from .sources.file import FileSource, read_scales, read_tensors
 from .sources.quantised import QuantisedSource, quantised_format, scale_bytes
 
 __all__ = [
     "CHUNK_VALUES",
+    "MXFP8",
+    "NVFP4",
     "BlockPatch",
     "BusRates",
     "CheckpointFileError",
@@ -37,8 +41,11 @@ __all__ = [
     "GatherBrokenError",
     "InsufficientRamError",
     "LockedBlocks",
+    "Microscaled",
     "OffloadEngine",
+    "Packing",
     "QuantisedSource",
+    "Rotated",
     "Sharded",
     "SharedSegment",
     "StoppedTogether",
@@ -51,6 +58,7 @@ __all__ = [
     "file_version",
     "flat_layout",
     "host_bytes",
+    "is_rotation",
     "map_memory",
     "probe_bus",
     "probe_copy",
@@ -60,6 +68,7 @@ __all__ = [
     "quantised_format",
     "read_gguf_header",
     "read_header",
+    "read_scales",
     "read_tensors",
     "scale_bytes",
     "shard_bytes",

@@ -21,8 +21,8 @@ import torch
 from ..devices import PageLockError, clock_for, runtime_for
 from .engine.threads import torch_thread_pool
 from .formats.decode import FP8_DTYPES, QUANTISED_DTYPE, decode_tensor, quantise_rows, work_memory
-from .formats.gguf_dequant import QUANT_FORMATS, QuantFormat
 from .formats.layout import host_bytes
+from .formats.packing import QUANT_FORMATS, QuantFormat
 from .host_memory.pages import map_memory
 from .sources.quantised import MAX_THREADS
 from .sources.read_plan import ALIGNMENT, O_DIRECT, ReadPiece

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..wan import native_transformer_name
+from .number_formats import ENCODERS, MixedLayout
 from .quantised import FP8, Fp8Layout, quantise, save_single_file
 from .weights import in_dtype
 
@@ -63,7 +64,7 @@ def save_expert_file(
     *,
     dtype: torch.dtype,
     prefix: Literal["", "model.diffusion_model."] = "",
-    fp8: Fp8Layout | None = None,
+    fp8: Fp8Layout | MixedLayout | None = None,
 ) -> None:
     """Write ComfyUI's single file in `dtype`; `fp8` quantises the matrices of the blocks."""
     tensors = {native_transformer_name(name): tensor for name, tensor in _stored(model, dtype).items()}
@@ -71,13 +72,18 @@ def save_expert_file(
     save_single_file(tensors, path, layers=layers, fp8=fp8, prefix=prefix)
 
 
-def dequantised(model: WanTransformer3DModel, *, dtype: torch.dtype, fp8: torch.dtype = FP8) -> WanTransformer3DModel:
-    """Return the fp32 model with the values of an fp8 file of `model` whose other tensors are in `dtype`."""
+def dequantised(
+    model: WanTransformer3DModel, *, dtype: torch.dtype, fp8: torch.dtype | MixedLayout = FP8
+) -> WanTransformer3DModel:
+    """Return the fp32 model with the values of a quantised file of `model` whose other tensors are in `dtype`."""
     rounded = in_dtype(model, dtype).float()
     originals = block_linears(model)
     for name, linear in block_linears(rounded).items():
-        weight, scale = quantise(originals[name].weight, fp8)
-        linear.weight.copy_(weight.float() * scale)
+        if isinstance(fp8, torch.dtype):
+            weight, scale = quantise(originals[name].weight, fp8)
+            linear.weight.copy_(weight.float() * scale)
+        elif (number_format := fp8.format_of(native_layer(name))) is not None:
+            linear.weight.copy_(ENCODERS[number_format](originals[name].weight).values)
     return rounded
 
 

@@ -1,4 +1,4 @@
-"""Single files of tiny models: plain, with fp8 matrices, and GGUF.
+"""Single files of tiny models: plain, with fp8 or other quantised matrices, and GGUF.
 
 The markers of fp8 matrices have changed over time; `Fp8Layout` selects one of the variants.
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..wan import native_transformer_name
+from .number_formats import ENCODERS, MixedLayout
 
 # Functions import gguf: it writes test models only, and only the development requirements contain it.
 if TYPE_CHECKING:
@@ -86,16 +87,18 @@ def save_single_file(
     path: Path,
     *,
     layers: Mapping[str, nn.Linear] = MappingProxyType({}),
-    fp8: Fp8Layout | None = None,
+    fp8: Fp8Layout | MixedLayout | None = None,
     prefix: str = "",
 ) -> None:
     """Write ComfyUI's single file, with `prefix` before every key; `fp8` quantises the matrices of `layers`."""
     stored, metadata = dict(tensors), {"format": "pt"}
-    if fp8 is not None:
+    if isinstance(fp8, MixedLayout):
+        _add_mixed_layers(stored, metadata, layers, fp8)
+    elif fp8 is not None:
         precision = {"full_precision_matrix_mult": True} if fp8.full_precision else {}
         quantisation = {"format": str(fp8.dtype).removeprefix("torch."), **precision}
         for layer, linear in layers.items():
-            stored |= _fp8_layer(layer, linear, fp8, json.dumps(quantisation))
+            stored |= _fp8_layer(layer, linear, fp8, quantisation)
         if fp8.kind == "scaled_fp8":
             stored["scaled_fp8"] = torch.zeros(2 if fp8.full_precision else 0, dtype=fp8.marker_dtype or fp8.dtype)
         if fp8.kind == "metadata":
@@ -104,14 +107,41 @@ def save_single_file(
     save_file({f"{prefix}{name}": tensor for name, tensor in stored.items()}, path, metadata)
 
 
-def _fp8_layer(layer: str, linear: nn.Linear, layout: Fp8Layout, quantisation: str) -> dict[str, torch.Tensor]:
+def _add_mixed_layers(
+    stored: dict[str, torch.Tensor], metadata: dict[str, str], layers: Mapping[str, nn.Linear], layout: MixedLayout
+) -> None:
+    settings: dict[str, Any] = {}
+    for layer, linear in layers.items():
+        if (name := layout.format_of(layer)) is None:
+            continue
+        encoded = ENCODERS[name](linear.weight)
+        stored |= {f"{layer}.{ending}": tensor.contiguous() for ending, tensor in encoded.tensors.items()}
+        if "alpha" not in encoded.tensors:  # LightX2V has no markers
+            settings[layer] = encoded.settings
+    if layout.markers == "names":
+        settings = {layer: each["format"] for layer, each in settings.items()}
+    if layout.markers == "nested":
+        settings = {layer: {"format": each.pop("format"), "params": each} for layer, each in settings.items()}
+    if layout.markers in ("metadata", "names"):
+        metadata["_quantization_metadata"] = json.dumps({"format_version": "1.0", "layers": settings})
+    else:
+        stored |= {f"{layer}.comfy_quant": _json_tensor(each) for layer, each in settings.items()}
+
+
+def _json_tensor(settings: Mapping[str, Any]) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
+
+
+def _fp8_layer(
+    layer: str, linear: nn.Linear, layout: Fp8Layout, quantisation: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
     weight, scale = quantise(linear.weight, layout.dtype)
     scale_name = "scale_weight" if layout.kind == "scaled_fp8" else "weight_scale"
     tensors = {f"{layer}.weight": weight, f"{layer}.{scale_name}": scale.reshape(layout.scale_shape)}
     if layout.input_scale:
         tensors[f"{layer}.scale_input"] = torch.ones(layout.scale_shape)
     if layout.kind == "comfy_quant":
-        tensors[f"{layer}.comfy_quant"] = torch.tensor(list(quantisation.encode()), dtype=torch.uint8)
+        tensors[f"{layer}.comfy_quant"] = _json_tensor(quantisation)
     return tensors
 
 

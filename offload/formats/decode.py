@@ -6,15 +6,20 @@ fp8 is converted to fp32 exactly; matrices are quantised to it with one scale pe
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from ...devices import runtime_for
-from .gguf_dequant import QuantFormat, dequantise
+from . import rotation
+from .gguf_dequant import dequantise
 from .layout import BlockFormat
+from .microscaling import group_scales, pair_table
+from .packing import Microscaled, Packing, QuantFormat, Rotated
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+BYTE_DTYPES = (*FP8_DTYPES, torch.int8)
+"""Dtypes whose values all compute dtypes contain."""
 
 _BIAS = 2.0**8  # ratio of the exponent biases of e4m3fn and fp16
 _SIGN_TWICE = 0x4000  # bit that holds a second copy of the sign after the arithmetic shift
@@ -142,8 +147,8 @@ def decode_block(
 ) -> None:
     """Decode the stored bytes of one block.
 
-    The result is exactly `(stored.float() * scale).to(dtype)` for a scaled tensor, the dequantised fp32 values
-    `.to(dtype)` for a GGUF-quantised one, and `stored.to(dtype)` for any other.
+    The result is exactly `(values * scale).to(dtype)`, where `values` are the stored numbers in fp32, or those of their
+    packing; tensors without a scale are only converted.
 
     Args:
         raw: the stored bytes, 1-D uint8 of at least `stored.nbytes`.
@@ -163,27 +168,33 @@ def decode_tensor(
     stored: torch.Tensor,
     into: torch.Tensor,
     *,
-    packing: QuantFormat | None = None,
+    packing: Packing | None = None,
     scale: torch.Tensor | None = None,
 ) -> None:
     """Decode one tensor as `decode_block` does.
 
     Args:
-        stored: as returned by `tensor_views` and `read_tensors`; quantised values as uint8 [groups, bytes].
+        stored: as returned by `tensor_views` and `read_tensors`.
         into: contiguous memory of the values' shape in the compute dtype, on any device.
-        packing: the GGUF format of the values, if they are quantised.
+        packing: packing of the values, if they have one.
         scale: fp32, 0-d or [rows, 1], if there is one.
     """
-    if packing is not None:
-        _dequantise(stored, packing, into)
-    elif scale is not None and stored.dtype in FP8_DTYPES and into.device.type != "cpu":
-        # Two launches and no work tensor. The compute dtypes contain all fp8 values, and a factor with a dimension
+    scale = None if scale is None else scale.to(stored.device)
+    if isinstance(packing, QuantFormat):
+        _write_rows(into.view(-1, packing.values), stored.device, _of_groups(stored, packing))
+    elif isinstance(packing, Microscaled):
+        _write_rows(into, stored.device, _of_microscaled(stored, packing, scale, into))
+    elif isinstance(packing, Rotated):
+        assert scale is not None, "a rotated matrix has a scale"
+        _write_rows(into, stored.device, _of_rotated(stored, packing, scale))
+    elif scale is not None and stored.dtype in BYTE_DTYPES and into.device.type != "cpu":
+        # Two launches and no work tensor. The compute dtypes contain all of these values, and a factor with a dimension
         # makes the product fp32 before it is rounded.
         into.copy_(stored, non_blocking=True)
         factor = scale.to(into.device)
         into.mul_(factor if factor.dim() else factor.view((1,) * into.dim()))
     elif scale is not None or _is_slow_to_convert(stored, into.dtype):
-        _multiply(stored, None if scale is None else scale.to(stored.device), into)
+        _write_rows(into, stored.device, _of_numbers(stored, scale))
     else:
         into.copy_(stored, non_blocking=True)
 
@@ -195,16 +206,104 @@ def _is_slow_to_convert(stored: torch.Tensor, computed: torch.dtype) -> bool:
     return stored.dtype in FP8_DTYPES or (stored.dtype, computed) == (torch.float16, torch.bfloat16)
 
 
-def _dequantise(groups: torch.Tensor, packing: QuantFormat, computed: torch.Tensor) -> None:
-    """Dequantise in pieces; on a CPU through one fp32 work tensor, unless `computed` is fp32 on a CPU too."""
-    count = max(1, min(len(groups), values_at_once(groups.device) // packing.values))
-    in_place = computed.device == groups.device and (computed.dtype == torch.float32 or groups.device.type != "cpu")
-    work = torch.empty(0 if in_place else count, packing.values, dtype=torch.float32, device=groups.device)
-    for part, values in zip(groups.split(count), computed.view(-1, packing.values).split(count), strict=True):
-        dequantised = values if in_place else work[: len(part)]
-        dequantise(part, packing, dequantised)
+WriteRows = Callable[[slice, torch.Tensor], None]
+"""Writes the values of some rows: into fp32 on a CPU, into the compute dtype on a device."""
+
+
+def _write_rows(into: torch.Tensor, device: torch.device, write: WriteRows) -> None:
+    """Decode in pieces of rows; on a CPU through one fp32 work tensor, unless `into` is fp32 on a CPU too.
+
+    Args:
+        into: [rows, ...].
+        device: device of the stored values.
+    """
+    rows = len(into)
+    at_once = max(1, min(rows, values_at_once(device) * rows // max(1, into.numel())))
+    in_place = into.device == device and (into.dtype == torch.float32 or device.type != "cpu")
+    work = torch.empty(0 if in_place else at_once, *into.shape[1:], dtype=torch.float32, device=device)
+    for start in range(0, rows, at_once):
+        part = slice(start, min(rows, start + at_once))
+        values = into[part] if in_place else work[: part.stop - start]
+        write(part, values)
         if not in_place:
-            values.copy_(dequantised, non_blocking=True)
+            into[part].copy_(values, non_blocking=True)
+
+
+def _of_groups(groups: torch.Tensor, packing: QuantFormat) -> WriteRows:
+    return lambda part, values: dequantise(groups[part], packing, values)
+
+
+def _of_numbers(stored: torch.Tensor, scale: torch.Tensor | None) -> WriteRows:
+    write = _convert(stored)
+
+    def write_scaled(part: slice, values: torch.Tensor) -> None:
+        write(part, values)
+        if scale is not None:
+            values.mul_(scale[part] if scale.dim() else scale)
+
+    return write_scaled
+
+
+def _of_microscaled(
+    stored: torch.Tensor, packing: Microscaled, scale: torch.Tensor | None, into: torch.Tensor
+) -> WriteRows:
+    shape = tuple(into.shape)
+    count = packing.code_bytes(shape)
+    codes = stored[:count].view(shape[0], -1)
+    scales = group_scales(stored[count:], packing, shape).unsqueeze(-1)
+    if scale is not None:
+        scales = scales * scale
+    write = _look_up(codes, packing, into) if packing.bits == 4 else _convert(codes.view(torch.float8_e4m3fn))
+
+    def write_scaled(part: slice, values: torch.Tensor) -> None:
+        write(part, values)
+        values.view(*scales[part].shape[:2], packing.values).mul_(scales[part])
+
+    return write_scaled
+
+
+def _of_rotated(stored: torch.Tensor, packing: Rotated, scale: torch.Tensor) -> WriteRows:
+    scale = scale * rotation.factor(packing.group)  # exact: a power of two
+
+    def write(part: slice, values: torch.Tensor) -> None:
+        summed = rotation.sums(stored[part].float(), packing.group)
+        torch.mul(summed, scale[part] if scale.dim() else scale, out=values)
+
+    return write
+
+
+def _convert(stored: torch.Tensor) -> WriteRows:
+    """Return a function that converts rows of plain numbers."""
+    if stored.device.type == "cpu" and stored.dtype in FP8_DTYPES:
+        return _widen_rows(stored)
+
+    def write(part: slice, values: torch.Tensor) -> None:
+        values.copy_(stored[part])
+
+    return write
+
+
+def _widen_rows(stored: torch.Tensor) -> WriteRows:
+    bits = torch.empty(0, dtype=torch.int16)
+
+    def write(part: slice, values: torch.Tensor) -> None:
+        nonlocal bits
+        if bits.numel() < values.numel():
+            bits = torch.empty(values.numel(), dtype=torch.int16)
+        widen(stored[part], values, bits[: values.numel()].view(values.shape))
+
+    return write
+
+
+def _look_up(codes: torch.Tensor, packing: Microscaled, into: torch.Tensor) -> WriteRows:
+    """Return a function that converts rows of 4-bit codes, two in each byte."""
+    dtype = torch.float32 if codes.device.type == "cpu" else into.dtype
+    table = pair_table(packing, dtype).to(codes.device, non_blocking=True)
+
+    def write(part: slice, values: torch.Tensor) -> None:
+        torch.index_select(table, 0, codes[part].reshape(-1).int(), out=values.view(-1, 2))
+
+    return write
 
 
 def values_at_once(device: torch.device) -> int:
@@ -225,24 +324,3 @@ def _vram_bytes(device: torch.device) -> int:
 def decode_work_bytes(values: int, device: torch.device) -> int:
     """Return the bytes of device memory that decoding quantised tensors of up to `values` values takes."""
     return WORK_BYTES_PER_VALUE * min(values, values_at_once(device))
-
-
-def _multiply(stored: torch.Tensor, scale: torch.Tensor | None, computed: torch.Tensor) -> None:
-    """Write `stored * scale` in chunks of rows, through one fp32 work tensor."""
-    rows = stored.shape[0]
-    rows_at_once = min(rows, max(1, CHUNK_VALUES * rows // stored.numel()))
-    shape = (rows_at_once, *stored.shape[1:])
-    widens = stored.device.type == "cpu" and stored.dtype in FP8_DTYPES
-    work = torch.empty(shape, dtype=torch.float32, device=stored.device)
-    bits = torch.empty(shape if widens else 0, dtype=torch.int16, device=stored.device)
-    for start in range(0, rows, rows_at_once):
-        part = slice(start, start + rows_at_once)
-        count = min(rows_at_once, rows - start)
-        product = work[:count]
-        if widens:
-            widen(stored[part], product, bits[:count])
-        else:
-            product.copy_(stored[part])
-        if scale is not None:
-            product.mul_(scale if scale.dim() == 0 else scale[part])
-        computed[part].copy_(product, non_blocking=True)

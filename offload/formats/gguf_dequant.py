@@ -5,43 +5,11 @@ Every operation is a kernel launch on a device; `tests/gpu/offload/test_launches
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True, kw_only=True)
-class QuantFormat:
-    """Quantisation format of GGUF: a group of `values` neighbouring values is stored in `nbytes` bytes."""
-
-    name: str
-    values: int
-    nbytes: int
-
-    def bytes_of(self, shape: tuple[int, ...]) -> int:
-        """Return the stored bytes of a tensor of that shape, which must be a whole number of groups."""
-        groups, rest = divmod(math.prod(shape), self.values)
-        assert not rest, f"{list(shape)} is not a whole number of {self.name} groups of {self.values} values"
-        return groups * self.nbytes
-
-
-_32 = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "IQ4_NL": 18}
-_256 = {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_XS": 136}
-
-QUANT_FORMATS = {
-    name: QuantFormat(name=name, values=values, nbytes=nbytes)
-    for values, sizes in ((32, _32), (256, _256))
-    for name, nbytes in sizes.items()
-}
-"""All formats that can be dequantised, by name."""
-
-
-def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype, packing: QuantFormat | None) -> int:
-    """Return the stored bytes of a tensor of `shape`."""
-    return math.prod(shape) * dtype.itemsize if packing is None else packing.bytes_of(shape)
-
+from .packing import QUANT_FORMATS, QuantFormat
 
 # The sixteen levels of the 4-bit codes of IQ4_NL and IQ4_XS.
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

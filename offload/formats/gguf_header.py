@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from .gguf_dequant import QUANT_FORMATS, stored_bytes
+from .packing import QUANT_FORMATS, stored_bytes
 from .safetensors_header import (
     DTYPES,
     GGUF_START,

@@ -17,21 +17,21 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from .gguf_dequant import QuantFormat, stored_bytes
+from .packing import Packing, QuantFormat, stored_bytes
 
 # Every tensor starts at a multiple of this number of bytes. CPU and CUDA kernels choose their code path by alignment,
 # and the paths sum in different orders: only with the alignment of an ordinary tensor are streamed results bit-equal to
 # those of an ordinary model.
 ALIGNMENT = 256
 
-NO_QUANT_FORMATS: Mapping[str, QuantFormat] = MappingProxyType({})
+NO_PACKINGS: Mapping[str, Packing] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatTensor:
     """One tensor inside a flat tensor; `offset` and `nbytes` in bytes.
 
-    `shape` is the shape of the values; `dtype` is uint8 if they are quantised.
+    `shape` is the shape of the values; `dtype` is that of their stored numbers, or uint8 for bytes of a packing.
     """
 
     name: str
@@ -39,12 +39,12 @@ class FlatTensor:
     dtype: torch.dtype
     offset: int
     nbytes: int
-    packing: QuantFormat | None = None
+    packing: Packing | None = None
 
     @property
     def view_shape(self) -> tuple[int, ...]:
-        """Shape of the stored bytes as a tensor of `dtype`: [groups, bytes] if values are quantised."""
-        return self.shape if self.packing is None else (self.nbytes // self.packing.nbytes, self.packing.nbytes)
+        """Shape of the stored bytes as a tensor of `dtype`: [groups, bytes] if values are GGUF-quantised."""
+        return self.shape if self.packing is None else self.packing.view_shape(self.shape)
 
     def is_continued_by(self, follower: FlatTensor) -> bool:
         """Return True if `follower` starts at the end of this tensor and is stored alike."""
@@ -73,7 +73,7 @@ class BlockFormat:
     """Layouts of one block as its source stores it and as the model computes with it.
 
     Both have the same tensors with the same shapes in the same order. `scaled` names the tensors whose stored values
-    must be multiplied by a scale (fp8). A tensor is GGUF-quantised, scaled, or neither.
+    must be multiplied by a scale of the tensor or of its rows.
     """
 
     stored: FlatLayout
@@ -84,8 +84,8 @@ class BlockFormat:
         stored = [(tensor.name, tensor.shape) for tensor in self.stored.tensors]
         computed = [(tensor.name, tensor.shape) for tensor in self.computed.tensors]
         assert stored == computed, f"layouts differ: {stored} and {computed}"
-        plain = {tensor.name for tensor in self.stored.tensors if tensor.packing is None}
-        assert self.scaled <= plain, f"scales without a tensor, or of a quantised one: {sorted(self.scaled - plain)}"
+        can = {tensor.name for tensor in self.stored.tensors if not isinstance(tensor.packing, QuantFormat)}
+        assert self.scaled <= can, f"scales without a tensor, or of a quantised one: {sorted(self.scaled - can)}"
 
     @property
     def is_raw(self) -> bool:
@@ -99,14 +99,14 @@ class BlockFormat:
 
     @cached_property
     def parts(self) -> tuple[tuple[FlatTensor, FlatTensor], ...]:
-        """Stored and computed tensors; neighbours that are quantised alike are joined, to be decoded as one vector."""
+        """Stored and computed tensors; neighbours in one format of GGUF are joined, to be decoded as a vector."""
         parts: list[tuple[FlatTensor, FlatTensor]] = []
         for stored, computed in zip(self.stored.tensors, self.computed.tensors, strict=True):
             if (
                 parts
                 and parts[-1][0].is_continued_by(stored)
                 and parts[-1][1].is_continued_by(computed)
-                and stored.packing
+                and isinstance(stored.packing, QuantFormat)
             ):
                 parts[-1] = (parts[-1][0].joined(stored), parts[-1][1].joined(computed))
             else:
@@ -115,9 +115,9 @@ class BlockFormat:
 
 
 def flat_layout(
-    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], packings: Mapping[str, QuantFormat] = NO_QUANT_FORMATS
+    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], packings: Mapping[str, Packing] = NO_PACKINGS
 ) -> FlatLayout:
-    """Lay out tensors (name, shape, dtype) in the given order; `packings` has the formats of quantised ones by name."""
+    """Lay out tensors (name, shape, dtype) in the given order; `packings` has those that are packed by name."""
     placed: list[FlatTensor] = []
     end = 0
     for name, shape, dtype in tensors:
@@ -132,7 +132,7 @@ def block_format(
     stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
     scaled: Iterable[str] = (),
-    packings: Mapping[str, QuantFormat] = NO_QUANT_FORMATS,
+    packings: Mapping[str, Packing] = NO_PACKINGS,
 ) -> BlockFormat:
     """Return the format of a block.
 
@@ -140,7 +140,7 @@ def block_format(
         stored: shape and stored dtype by parameter name.
         computed_dtypes: one compute dtype for all, or one for each name.
         scaled: names of the tensors that have a scale.
-        packings: GGUF formats of the quantised tensors by name.
+        packings: packings by name.
     """
 
     def computed_dtype(name: str) -> torch.dtype:
@@ -156,7 +156,7 @@ def block_format(
 def tensor_views(flat: torch.Tensor, layout: FlatLayout) -> dict[str, torch.Tensor]:
     """Return the tensors of `layout` as views of `flat`, 1-D uint8 of at least `layout.nbytes`, on any device.
 
-    The view of a quantised tensor is uint8 [groups, bytes].
+    The view of a packed tensor has its `view_shape`.
     """
     assert flat.dtype == torch.uint8, f"a flat tensor must be uint8, not {flat.dtype}"
     assert flat.dim() == 1, f"a flat tensor must have one dimension, not {flat.dim()}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .gguf_dequant import QuantFormat, stored_bytes
+from .packing import Packing, stored_bytes
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -24,6 +24,7 @@ DTYPES = {
     "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.uint8,  # a dtype of torch 2.7 and later
     "I8": torch.int8,
     "I16": torch.int16,
     "I32": torch.int32,
@@ -71,8 +72,8 @@ class FileVersion(NamedTuple):
 class FileTensor:
     """One tensor in a file: `nbytes` bytes from byte `offset` on, row by row, little-endian.
 
-    `shape` is the shape of the values; `dtype` is uint8 if they are quantised. The offset is valid for this `version`
-    of the file; None means any version.
+    `shape` is the shape of the values; `dtype` is that of their stored numbers, or uint8 for bytes of a packing. The
+    offset is valid for this `version` of the file; None means any version.
     """
 
     path: Path
@@ -81,7 +82,16 @@ class FileTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     version: FileVersion | None = None
-    packing: QuantFormat | None = None
+    packing: Packing | None = None
+    behind: FileTensor | None = None
+    """Bytes that follow in memory: the scales of a microscaled matrix."""
+    times: FileTensor | None = None
+    """Second factor of a scale that is a product."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in memory, with those of `behind`."""
+        return self.nbytes + (0 if self.behind is None else self.behind.nbytes)
 
     def rows(self, start: int, stop: int) -> FileTensor:
         """Return rows `start` to `stop` (exclusive) as a separate tensor."""

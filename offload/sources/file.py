@@ -10,10 +10,10 @@ import torch
 
 from ...devices import available_bytes
 from ...plan import BlockKey
-from ..formats.gguf_dequant import QuantFormat
 from ..formats.layout import BlockFormat, block_format, flat_layout, host_bytes
+from ..formats.packing import Packing
 from ..formats.safetensors_header import CheckpointFileError, FileTensor
-from .base import RangeSource
+from .base import RangeSource, SourceError
 from .read_plan import Read, ReadPiece, read_pieces, reads_directly, whole_piece, within
 from .reader import HAS_PREADV, FileReader
 
@@ -28,7 +28,7 @@ class FileSource(RangeSource):
     Args:
         blocks: tensors of each block by parameter name; the layout keeps their order.
         computed_dtypes: dtype to compute with: one for all parameters, or one for each parameter name.
-        scales: scales of stored fp8 tensors by parameter name, with one value per tensor or one per row.
+        scales: scales of stored tensors by parameter name, with one value per tensor or one per row.
         readers: threads that read one block together.
         portable: use seek and read instead of `preadv`.
         direct: read past the page cache (O_DIRECT); if the file system refuses, log it and read through the cache.
@@ -58,7 +58,7 @@ class FileSource(RangeSource):
             key: _format(tensors, computed_dtypes, self._stored_scales.get(key, {})) for key, tensors in blocks.items()
         }
         if direct is None:
-            file_bytes = sum(tensor.nbytes for tensors in blocks.values() for tensor in tensors.values())
+            file_bytes = sum(tensor.stored_bytes for tensors in blocks.values() for tensor in tensors.values())
             direct = reads_directly(file_bytes, available_bytes())
         self.reader = FileReader(readers=readers, portable=portable, direct=direct)
 
@@ -73,12 +73,11 @@ class FileSource(RangeSource):
 
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         if key not in self._scales:
-            stored = _read(self._stored_scales.get(key, {}), self.reader)
-            self._scales[key] = {name: _as_factor(scale) for name, scale in stored.items()}
+            self._scales[key] = _read_scales(self._stored_scales.get(key, {}), self.reader)
         return self._scales[key]
 
     def file_bytes(self, key: BlockKey) -> int:
-        return sum(tensor.nbytes for tensor in self._blocks[key].values())
+        return sum(tensor.stored_bytes for tensor in self._blocks[key].values())
 
     def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
         return sum(piece.nbytes for piece in self._pieces(key, wanted))
@@ -108,7 +107,7 @@ class FileSource(RangeSource):
 
 
 def read_tensors(tensors: TensorsOfBlock, *, readers: int = 4) -> dict[str, torch.Tensor]:
-    """Read tensors into new CPU memory in their stored shape and dtype; packed tensors as [packs, bytes].
+    """Read tensors into new CPU memory in their stored shape and dtype, and packed tensors as `FlatTensor.view_shape`.
 
     Raises:
         SourceError: a file could not be read.
@@ -118,6 +117,30 @@ def read_tensors(tensors: TensorsOfBlock, *, readers: int = 4) -> dict[str, torc
         return _read(tensors, reader)
     finally:
         reader.close()
+
+
+def read_scales(scales: TensorsOfBlock) -> dict[str, torch.Tensor]:
+    """Read scales into new CPU memory: fp32, 0-d if a scale has one value, [rows, 1] if it has one per row.
+
+    Raises:
+        SourceError: a file could not be read, or a scale is NaN or infinite.
+    """
+    reader = FileReader(readers=1)
+    try:
+        return _read_scales(scales, reader)
+    finally:
+        reader.close()
+
+
+def _read_scales(scales: TensorsOfBlock, reader: FileReader) -> dict[str, torch.Tensor]:
+    factors = {name: _as_factor(scale) for name, scale in _read(scales, reader).items()}
+    more = {name: scale.times for name, scale in scales.items() if scale.times is not None}
+    for name, factor in _read(more, reader).items():
+        factors[name] = factors[name] * _as_factor(factor)
+    for name, factor in factors.items():
+        if not torch.isfinite(factor).all():
+            raise SourceError(f"{scales[name].path}: the scale of {name} is NaN or infinite: download the file again")
+    return factors
 
 
 def _read(tensors: TensorsOfBlock, reader: FileReader) -> dict[str, torch.Tensor]:
@@ -147,7 +170,7 @@ def _format(
     return block_format(stored, computed_dtypes, scaled=scales, packings=_packings(tensors))
 
 
-def _packings(tensors: TensorsOfBlock) -> dict[str, QuantFormat]:
+def _packings(tensors: TensorsOfBlock) -> dict[str, Packing]:
     return {name: tensor.packing for name, tensor in tensors.items() if tensor.packing is not None}
 
 

@@ -26,7 +26,7 @@ PIECE_BYTES = 2 * EXTENT_BYTES - ALIGNMENT
 
 @dataclass(frozen=True, kw_only=True)
 class RowPiece:
-    """Consecutive rows of one tensor, to be quantised or copied as they are stored."""
+    """Consecutive rows of the view of one stored tensor, to be quantised or copied as they are."""
 
     tensor: FlatTensor
     rows: range
@@ -35,7 +35,7 @@ class RowPiece:
     @property
     def bytes_of_tensor(self) -> slice:
         """Range of the rows in the tensor's stored bytes."""
-        row_bytes = self.tensor.nbytes // self.tensor.shape[0]
+        row_bytes = self.tensor.nbytes // self.tensor.view_shape[0]
         return slice(self.rows.start * row_bytes, self.rows.stop * row_bytes)
 
 
@@ -77,7 +77,7 @@ def pieces_within(pieces: Iterable[RowPiece], kept: FlatLayout, wanted: range) -
     places = {tensor.name: tensor for tensor in kept.tensors}
     for piece in pieces:
         place = places[piece.tensor.name]
-        row_bytes = place.nbytes // place.shape[0]
+        row_bytes = place.nbytes // place.view_shape[0]
         start = max(piece.rows.start, (wanted.start - place.offset) // row_bytes)
         stop = min(piece.rows.stop, -((place.offset - wanted.stop) // row_bytes))
         if start < stop:
@@ -88,7 +88,7 @@ def row_pieces(stored: BlockFormat, *, piece_bytes: int = PIECE_BYTES) -> Iterat
     """Cut a block into pieces of whole rows, of at most `piece_bytes` unless a single row is larger."""
     changed = quantised_names(stored)
     for tensor in stored.stored.tensors:
-        count = tensor.shape[0]
+        count = tensor.view_shape[0]
         at_once = max(1, piece_bytes * count // tensor.nbytes)
         for start in range(0, count, at_once):
             rows = range(start, min(count, start + at_once))
@@ -210,8 +210,9 @@ class QuantisedSource:
 
     def _copy(self, key: BlockKey, piece: RowPiece, into: Tensors | None, scales: Tensors) -> None:
         assert into is not None, "only scales are computed"
-        flat = into[piece.tensor.name].view(-1).view(torch.uint8)
-        self._inner.read_rows(key, piece.tensor.name, piece.rows, flat[piece.bytes_of_tensor])
+        flat, part = into[piece.tensor.name].view(-1).view(torch.uint8), piece.bytes_of_tensor
+        wanted = range(piece.tensor.offset + part.start, piece.tensor.offset + part.stop)
+        self._inner.read_range(key, wanted, flat[part])
 
     def _quantise(self, key: BlockKey, piece: RowPiece, into: Tensors | None, scales: Tensors) -> None:
         name, part = piece.tensor.name, slice(piece.rows.start, piece.rows.stop)

@@ -81,10 +81,14 @@ def whole_piece(name: str, tensor: FileTensor, target: int = 0) -> ReadPiece:
 def _cut(tensors: Mapping[str, FileTensor], layout: FlatLayout, piece_bytes: int) -> Iterator[ReadPiece]:
     for place in layout.tensors:
         stored = tensors[place.name]
-        assert stored.nbytes == place.nbytes, f"{place.name}: {stored.nbytes} bytes stored, {place.nbytes} laid out"
-        whole, end = whole_piece(place.name, stored, place.offset), stored.offset + stored.nbytes
-        for start in range(stored.offset, end, piece_bytes):
-            yield _part(whole, start, min(start + piece_bytes, end))
+        assert stored.stored_bytes == place.nbytes, f"{place.name}: {stored} is laid out in {place.nbytes} bytes"
+        target = place.offset
+        for tensor in (stored, stored.behind):
+            if tensor is not None:
+                whole, end = whole_piece(place.name, tensor, target), tensor.offset + tensor.nbytes
+                for start in range(tensor.offset, end, piece_bytes):
+                    yield _part(whole, start, min(start + piece_bytes, end))
+                target += tensor.nbytes
 
 
 def _is_contiguous(first: ReadPiece, second: ReadPiece) -> bool:

@@ -18,9 +18,9 @@ from ...offload import FileTensor, file_version, read_tensors
 from .components import CONFIG, read_config
 from .detect import Shape, WanConfig, config_from_shapes, refuse_other_classes, refuse_other_models, refuse_other_types
 from .files import CheckpointError, is_gguf, read_checkpoint
-from .fp8_layouts import FP8_DTYPES, resolve_scales
 from .key_names import both_names, parameter_names
 from .meta_model import parameter_shapes
+from .quantised_layers import FP8_DTYPES, resolve_quantisation
 
 ARCHITECTURE_FIELD = "general.architecture"
 
@@ -72,6 +72,7 @@ def is_merged(stored: Shape, expected: Shape) -> bool:
 
 
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES)
+"""Dtypes of weights without a scale or a packing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class Expert:
     weights: Mapping[str, FileTensor]
     """Every parameter of the model in the model's shape, with the dtype and packing of the file."""
     scales: Mapping[str, FileTensor]
-    """Scale of each scaled fp8 weight (one float32 number) under the name of the weight."""
+    """Scale of each scaled weight, one float32 number or one per row, under the name of the weight."""
 
     def is_current(self) -> bool:
         """Return True if the files on disk have not changed since they were opened."""
@@ -94,7 +95,7 @@ class Expert:
 def open_expert(path: Path) -> Expert:
     """Open a safetensors or GGUF file or a diffusers transformer folder.
 
-    Only headers and fp8 markers (a few bytes) are read.
+    Only headers and the markers of quantised layers (a few bytes) are read.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
@@ -108,7 +109,7 @@ def open_expert(path: Path) -> Expert:
     # Refuse variants before the shapes are checked, so that the message names the variant and not its first extra key.
     refuse_other_types(path, stored.metadata)
     refuse_other_models(path, stored.tensors)
-    resolved = resolve_scales(path, stored.tensors, stored.metadata, read_tensors)
+    resolved = resolve_quantisation(path, stored.tensors, stored.metadata, read_tensors)
     names = parameter_names(path, resolved.weights)
     weights = {names[key]: tensor for key, tensor in resolved.weights.items()}
     if is_gguf(path):
@@ -118,7 +119,7 @@ def open_expert(path: Path) -> Expert:
     if is_gguf(path):
         weights = {name: _with_shape(tensor, expected.get(name, tensor.shape)) for name, tensor in weights.items()}
     for key, name in names.items():
-        _check_tensor(path, key, weights[name], expected.get(name))
+        _check_tensor(path, key, weights[name], expected.get(name), scaled=key in resolved.scales)
     missing = [name for name in expected if name not in weights]
     if missing:
         first = f"{both_names(missing[0])} {list(expected[missing[0]])}"
@@ -131,11 +132,14 @@ def open_expert(path: Path) -> Expert:
     )
 
 
-def _check_tensor(path: Path, key: str, tensor: FileTensor, expected: Shape | None) -> None:
+def _check_tensor(path: Path, key: str, tensor: FileTensor, expected: Shape | None, *, scaled: bool) -> None:
     """Refuse a tensor (`key` in the file) that the model does not have, or has in another shape."""
     if expected is None:
         raise CheckpointError(path, f"{key} {list(tensor.shape)} does not belong to this Wan model")
     if tensor.shape != expected:
         raise CheckpointError(path, f"{key} is {list(tensor.shape)}; {list(expected)} is expected")
-    if tensor.packing is None and tensor.dtype not in STORED_DTYPES:
-        raise CheckpointError(path, f"{key} is {tensor.dtype}; weights are fp32, fp16, bf16, fp8 or packed (GGUF)")
+    if tensor.packing is None and not scaled and tensor.dtype not in STORED_DTYPES:
+        raise CheckpointError(
+            path,
+            f"{key} is {tensor.dtype}; weights are fp32, fp16, bf16, fp8, packed (GGUF), or marked as quantised",
+        )

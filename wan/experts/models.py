@@ -18,7 +18,15 @@ import torch
 from torch import nn
 
 from ...devices import insufficient_ram
-from ...offload import FileTensor, InsufficientRamError, WeightPatch, copy_together, decode_tensor, read_tensors
+from ...offload import (
+    FileTensor,
+    InsufficientRamError,
+    WeightPatch,
+    copy_together,
+    decode_tensor,
+    read_scales,
+    read_tensors,
+)
 from ..checkpoint.meta_model import (
     PARTS,
     EmbedderPart,
@@ -201,13 +209,13 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
 
     def _read(self, part: Part) -> tuple[Tensors, Tensors]:
         tensors, scales = self._stored[part], self._experts[part[0]].scales
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        nbytes = sum(tensor.stored_bytes for tensor in tensors.values())
         if (available := insufficient_ram(nbytes)) is not None:
             raise InsufficientRamError(
                 f"{nbytes / 1e9:.1f} GB of RAM for the parameters outside the blocks of the {part[0]} expert, "
                 f"{available / 1e9:.1f} GB are available: keep fewer blocks in RAM, or close other programs"
             )
-        return read_tensors(tensors), read_tensors({full: scales[full] for full in tensors if full in scales})
+        return read_tensors(tensors), read_scales({full: scales[full] for full in tensors if full in scales})
 
     def _load(self, part: Part) -> Tensors:
         """Return the decoded parameters of a part on the device; waits until they are read.
@@ -221,7 +229,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
             # The read failed ahead of time, when the part was not needed yet: the file may be back.
             read = self._reader.submit(self._read, part)
         stored, scales = read.result()
-        self.non_block_bytes += sum(tensor.nbytes for tensor in self._stored[part].values())
+        self.non_block_bytes += sum(tensor.stored_bytes for tensor in self._stored[part].values())
         if part[1] is None:
             decoded = {
                 full: self._decode(full, tensor, stored[full], scales.get(full))
@@ -240,7 +248,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         if tensor.packing is None and scale is None:
             return stored.to(dtype)
         decoded = torch.empty(tensor.shape, dtype=dtype, device=stored.device)
-        decode_tensor(stored, decoded, packing=tensor.packing, scale=None if scale is None else scale.reshape(()))
+        decode_tensor(stored, decoded, packing=tensor.packing, scale=scale)
         return decoded
 
 

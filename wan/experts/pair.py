@@ -226,7 +226,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
     def host_resident_bytes(self) -> int:
         """Estimated host memory of a run in addition to its slots: LoRAs as stored and folded, and one embedder."""
         embedders = [
-            sum(tensor.nbytes for name, tensor in expert.weights.items() if embedder_part(name) is not None)
+            sum(tensor.stored_bytes for name, tensor in expert.weights.items() if embedder_part(name) is not None)
             for expert in self.experts.values()
         ]
         loras = [lora for stack in self._active_loras().values() for lora, _ in stack]

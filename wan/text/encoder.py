@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ...devices import AUTO, ComputeDtype, resolve_dtype
-from ...offload import FileSource, FileTensor, attach_offload, copy_together, read_tensors, streamed_names
+from ...offload import FileSource, FileTensor, attach_offload, copy_together, read_scales, read_tensors, streamed_names
 from ...plan import BlockKey
 from ...schema import OffloadPolicy
 from ..checkpoint.components import (
@@ -41,8 +41,8 @@ from ..checkpoint.components import (
     require_sizes,
 )
 from ..checkpoint.files import CheckpointError, read_checkpoint
-from ..checkpoint.fp8_layouts import FP8_DTYPES, resolve_scales
 from ..checkpoint.meta_model import set_parameters
+from ..checkpoint.quantised_layers import FP8_DTYPES, resolve_quantisation
 from .tokenizer import SENTENCE_MODEL, Tokenizer, clean_prompt, open_sentence_tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def open_umt5_file(path: Path) -> Umt5:
     stored = read_checkpoint(path)
     _refuse_other_models(path, stored.tensors)
     tensors = {key: tensor for key, tensor in stored.tensors.items() if key not in (SENTENCE_MODEL, UNUSED)}
-    resolved = resolve_scales(path, tensors, stored.metadata, read_tensors)
+    resolved = resolve_quantisation(path, tensors, stored.metadata, read_tensors)
     config = _config_from_shapes(path, resolved.weights)
     model = build_on_meta(path, lambda: _model(config))
     weights = match_weights(
@@ -290,12 +290,13 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
         table = self._weights[TOKEN_TABLE]
         rows = read_tensors({str(row): table.rows(row, row + 1) for row in distinct.tolist()})
         factor = self._factors([TOKEN_TABLE]).get(TOKEN_TABLE)
+        if factor is not None and factor.dim():
+            factor = factor[distinct]
         return _decode(torch.cat(list(rows.values())), factor, self._compute_dtype)[index]
 
     def _factors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return the scales of the names that have one: fp32, 0-d."""
-        stored = read_tensors({name: self._scales[name] for name in names if name in self._scales})
-        return {name: scale.float().reshape(()) for name, scale in stored.items()}
+        """Return the scales of the names that have one: fp32, 0-d or [rows, 1]."""
+        return read_scales({name: self._scales[name] for name in names if name in self._scales})
 
     def _dtype(self, name: str) -> torch.dtype:
         # As in transformers: outputs of `wo` exceed the range of fp16, but not that of bf16.

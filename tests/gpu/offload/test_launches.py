@@ -12,6 +12,7 @@ from diffusers import WanTransformer3DModel
 from wanstream.offload.formats import decode
 from wanstream.offload.formats.decode import CHUNK_VALUES, FP8_DTYPES, decode_tensor, decode_work_bytes
 from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
+from wanstream.offload.formats.packing import MXFP8, NVFP4, Rotated
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy, Storage
 from wanstream.testing import (
@@ -24,6 +25,7 @@ from wanstream.testing import (
     save_expert_gguf,
     save_lora,
 )
+from wanstream.testing.number_formats import ENCODERS
 from wanstream.testing.quantised import TypeOf, matrices
 from wanstream.tests.support.accelerator import Accelerator
 from wanstream.wan import open_experts
@@ -96,6 +98,25 @@ def test_a_quantised_piece(gpu: Accelerator, name: str) -> None:
     decode_tensor(groups, into, packing=packing)
     assert machine.launches - launched == PIECE[name]
     assert gpu.runtime.allocated_bytes(peak=True) - before <= decode_work_bytes(into.numel(), gpu.device)
+
+
+MATRIX = {"int8": 2, "int8 rows": 2, "int8 ConvRot": 5, "mxfp8": 5, "nvfp4": 6}
+"""Launches for a matrix that is decoded in one piece."""
+
+
+@pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MATRIX)
+def test_a_marked_matrix_has_the_values_of_its_definition(gpu: Accelerator, name: str, computed: torch.dtype) -> None:
+    encoded = ENCODERS[name](torch.randn(64, 512, generator=torch.Generator().manual_seed(1)))
+    packing = {"int8 ConvRot": Rotated(group=256), "mxfp8": MXFP8, "nvfp4": NVFP4}.get(name)
+    stored, scale = encoded.in_memory
+    on_device = stored.to(gpu.device), None if scale is None else scale.to(gpu.device)
+    into = torch.empty(64, 512, dtype=computed, device=gpu.device)
+    launched = 0 if gpu.machine is None else gpu.machine.launches
+    decode_tensor(on_device[0], into, packing=packing, scale=on_device[1])
+    if gpu.machine is not None:
+        assert gpu.machine.launches - launched == MATRIX[name]
+    assert torch.equal(into.cpu(), encoded.values.to(computed))
 
 
 def test_pieces_grow_with_the_memory_of_the_device(gpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from wanstream.testing import (
     save_expert_gguf,
     save_lora,
 )
+from wanstream.testing.number_formats import MixedLayout, mixture
 from wanstream.tests.support.accelerator import checked_accelerator
 from wanstream.tests.support.checked_device import TraceEntry, races
 from wanstream.wan import Nag, open_experts
@@ -47,7 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "swap from RAM": SWAP,
         "swap partly from RAM": replace(SWAP, ram_blocks=2),
     },
-    "weights": {"raw": "as stored", "fp8": "as stored", "fp8 in RAM": "fp8", "GGUF": "as stored"},
+    "weights": {"raw": "as stored", "fp8": "as stored", "fp8 in RAM": "fp8", "GGUF": "as stored", "mixed": "as stored"},
     "LoRA": {"none": None, "LoRA": (0.7, -0.4)},
     "solver": {name: name for name in SOLVERS},
     "cache": {"none": None, "first block": FirstBlockCache(threshold=0.2)},
@@ -99,6 +100,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = make_expert(TinyShape(layers=LAYERS, ffn_dim=256), seed=seed)
         save_expert_file(model, folder / f"{place} raw", dtype=torch.float32)
         save_expert_file(model, folder / f"{place} fp8", dtype=torch.float32, fp8=Fp8Layout())
+        save_expert_file(model, folder / f"{place} mixed", dtype=torch.float32, fp8=MixedLayout(format_of=mixture))
         save_expert_gguf(model, folder / f"{place} GGUF.gguf", types=q4_k_m)
         save_lora(make_lora(model, seed=seed + 2), folder / f"{place} LoRA", dtype=torch.float32)
     return folder

@@ -1,0 +1,102 @@
+"""Packings: forms of stored matrices that are more than one number per value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantFormat:
+    """Quantisation format of GGUF: a group of `values` neighbouring values is stored in `nbytes` bytes."""
+
+    name: str
+    values: int
+    nbytes: int
+
+    def bytes_of(self, shape: tuple[int, ...]) -> int:
+        """Return the stored bytes of a tensor of that shape, which must be a whole number of groups."""
+        groups, rest = divmod(math.prod(shape), self.values)
+        assert not rest, f"{list(shape)} is not a whole number of {self.name} groups of {self.values} values"
+        return groups * self.nbytes
+
+    def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (math.prod(shape) // self.values, self.nbytes)
+
+
+_32 = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "IQ4_NL": 18}
+_256 = {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_XS": 136}
+
+QUANT_FORMATS = {
+    name: QuantFormat(name=name, values=values, nbytes=nbytes)
+    for values, sizes in ((32, _32), (256, _256))
+    for name, nbytes in sizes.items()
+}
+"""All formats of GGUF that can be dequantised, by name."""
+
+TILE_ROWS, TILE_COLUMNS = 128, 4
+"""Size of the tiles in which the scales of `Microscaled` are stored, as cuBLAS reads them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microscaled:
+    """Matrix of 8- or 4-bit floats with one scale byte for each `values` neighbouring values of a row.
+
+    The codes come first, row by row; the scales follow in tiles of `TILE_ROWS` rows and `TILE_COLUMNS` scales, padded
+    to whole tiles.
+    """
+
+    name: str
+    values: int
+    bits: int
+    high_first: bool = True
+    """The first of two values in a byte is in the high bits."""
+
+    def code_bytes(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) * self.bits // 8
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return the rows and columns of the scales with their padding."""
+        rows, columns = shape
+        return -(-rows // TILE_ROWS) * TILE_ROWS, -(-columns // self.values // TILE_COLUMNS) * TILE_COLUMNS
+
+    def bytes_of(self, shape: tuple[int, ...]) -> int:
+        """Return the stored bytes of a matrix, whose columns must be a multiple of `values`."""
+        assert shape[-1] % self.values == 0, f"{list(shape)} is not a whole number of {self.name} groups per row"
+        return self.code_bytes(shape) + math.prod(self.scale_shape(shape))
+
+    def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (self.bytes_of(shape),)
+
+
+MXFP8 = Microscaled(name="mxfp8", values=32, bits=8)
+NVFP4 = Microscaled(name="nvfp4", values=16, bits=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotated:
+    """Matrix of int8 whose rows were multiplied, in groups of `group` columns, by the matrix of `rotation`."""
+
+    group: int
+
+    @property
+    def name(self) -> str:
+        return f"int8 ConvRot {self.group}"
+
+    def bytes_of(self, shape: tuple[int, ...]) -> int:
+        assert shape[-1] % self.group == 0, f"{list(shape)} is not a whole number of groups of {self.group} per row"
+        return math.prod(shape)
+
+    def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+
+Packing: TypeAlias = QuantFormat | Microscaled | Rotated
+
+
+def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype, packing: Packing | None) -> int:
+    """Return the stored bytes of a tensor of `shape`."""
+    return math.prod(shape) * dtype.itemsize if packing is None else packing.bytes_of(shape)

@@ -1,0 +1,56 @@
+"""Rotation of int8 ConvRot: a regular Hadamard matrix that spreads an outlier of a row over a group of its columns.
+
+The matrix H of a group of 4**k columns is the k-th Kronecker power of the one below, divided by sqrt(4**k). It is
+symmetric and its own inverse, so that one function rotates weights, activations and the `down` factors of LoRAs, and
+turns weights back.
+
+    1  1  1 -1
+    1  1 -1  1
+    1 -1  1  1
+   -1  1  1  1
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+LARGEST_GROUP = 1024
+"""Largest group whose sums of int8 values are exact in fp32 with room to spare."""
+
+
+def is_rotation(size: int) -> bool:
+    """Return True if a rotation of `size` columns exists: a power of 4 from 4 to `LARGEST_GROUP`."""
+    return size in (4, 16, 64, 256, LARGEST_GROUP)
+
+
+@functools.cache
+def signs(group: int) -> torch.Tensor:
+    """Return the signs of the matrix, int8 [group, group] on the CPU; do not write into it."""
+    assert is_rotation(group), f"no rotation of {group} columns"
+    with torch.inference_mode(False):  # used in later runs too
+        one = torch.ones(4, 4, dtype=torch.int8) - 2 * torch.eye(4, dtype=torch.int8).flip(0)
+        matrix = one
+        while len(matrix) < group:
+            matrix = torch.kron(matrix, one)
+        return matrix.contiguous()
+
+
+def sums(values: torch.Tensor, group: int) -> torch.Tensor:
+    """Return `values` @ `signs`, group by group: the rotation without its factor 1 / sqrt(group).
+
+    Args:
+        values: [rows, columns] of a floating dtype; the sums of integers up to 127 are exact in fp32 on every device,
+            whatever the order and also in TF32.
+        group: columns that are rotated together.
+    """
+    # Pageable memory on purpose: the host blocks only until the driver has copied the 64 KB to its staging area.
+    matrix = signs(group).to(values.device, non_blocking=True).to(values.dtype)
+    return (values.reshape(-1, group) @ matrix).view(values.shape)
+
+
+def factor(group: int) -> float:
+    """Return 1 / sqrt(group), a power of two."""
+    return 1 / math.sqrt(group)

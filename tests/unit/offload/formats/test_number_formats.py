@@ -1,0 +1,120 @@
+"""Decoding of int8, rotated and microscaled matrices: byte vectors, plain definitions, and pieces of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wanstream.offload.formats import decode, rotation
+from wanstream.offload.formats.decode import decode_tensor
+from wanstream.offload.formats.microscaling import group_scales
+from wanstream.offload.formats.packing import MXFP8, NVFP4, Microscaled, Packing, Rotated
+from wanstream.testing.number_formats import ENCODERS, Encoded, int8_convrot, rotated, tiled
+from wanstream.testing.number_formats import rotation as rotation_matrix
+
+LOW_FIRST = Microscaled(name="nvfp4", values=16, bits=4, high_first=False)
+PACKINGS: dict[str, Packing | None] = {
+    "int8": None,
+    "int8 rows": None,
+    "int8 ConvRot": Rotated(group=256),
+    "int8 ConvRot 64": Rotated(group=64),
+    "mxfp8": MXFP8,
+    "nvfp4": NVFP4,
+    "nvfp4 LightX2V": LOW_FIRST,
+}
+
+
+def ramp() -> torch.Tensor:
+    """Return the row of the byte vectors: (j - 16) / 64 for j < 32, then zeros up to 256."""
+    row = torch.zeros(1, 256)
+    row[0, :32] = (torch.arange(32) - 16) / 64
+    return row
+
+
+def decoded(encoded: Encoded, packing: Packing | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    stored, scale = encoded.in_memory
+    into = torch.empty(encoded.values.shape, dtype=dtype)
+    decode_tensor(stored, into, packing=packing, scale=scale)
+    return into
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "scale"),
+    [
+        ("int8 rows", "81899199a1a9", 0.00196850393),
+        ("int8 ConvRot", "8191a1b1c0d0", 0.00049212598),
+        ("mxfp8", "f8f7f6f5f4f3", 117),
+        ("nvfp4", "fffeeeedddcc", 448.0),
+    ],
+)
+def test_writers_have_the_published_bytes(name: str, first: str, scale: float) -> None:
+    """The vectors were computed with comfy-kitchen 0.2.40."""
+    tensors = ENCODERS[name](ramp()).tensors
+    assert bytes(tensors["weight"].view(torch.uint8)[0, :6].tolist()).hex() == first
+    assert tensors["weight_scale"].view(-1)[0].float().item() == pytest.approx(scale, rel=1e-8)
+    if name == "nvfp4":
+        assert tensors["weight_scale_2"].item() == pytest.approx(9.3005954e-05, rel=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PACKINGS)
+def test_values_are_those_of_the_definition(name: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(160, 512, generator=torch.Generator().manual_seed(1))
+    weight[3] = 0
+    weight[5, ::64] *= 30
+    encoded = ENCODERS[name](weight)
+    assert torch.equal(decoded(encoded, PACKINGS[name], dtype), encoded.values.to(dtype))
+    error = (encoded.values - weight).norm() / weight.norm()
+    assert 0 < error < (0.2 if name in ("int8", "nvfp4", "nvfp4 LightX2V") else 0.05)
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_pieces_of_rows_have_the_same_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = ENCODERS[name](torch.randn(37, 256, generator=torch.Generator().manual_seed(2)))
+    whole = decoded(encoded, PACKINGS[name], torch.bfloat16)
+    monkeypatch.setattr(decode, "CHUNK_VALUES", 5 * 256)
+    assert torch.equal(decoded(encoded, PACKINGS[name], torch.bfloat16), whole)
+
+
+@pytest.mark.parametrize("group", [4, 16, 64, 256, 1024])
+def test_the_rotation_is_symmetric_and_its_own_inverse(group: int) -> None:
+    matrix = rotation_matrix(group)
+    assert torch.equal(rotation.signs(group).double() * rotation.factor(group), matrix)
+    assert torch.equal(matrix, matrix.T)
+    assert torch.equal(matrix @ matrix, torch.eye(group, dtype=torch.float64))
+    assert torch.equal(matrix.sum(1), torch.ones(group, dtype=torch.float64))
+    largest = torch.full((3, group), -128.0)
+    largest[1, ::2] = 127
+    assert torch.equal(rotation.sums(largest, group).double() * rotation.factor(group), rotated(largest, group))
+
+
+def test_one_outlier_becomes_four_equal_parts() -> None:
+    assert rotated(torch.tensor([[8.0, 0, 0, 0]]), 4).tolist() == [[4, 4, 4, -4]]
+
+
+def test_a_rotated_matrix_turns_back() -> None:
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(3))
+    encoded = int8_convrot(weight)
+    turned = rotated(encoded.values, 256)
+    codes, scale = encoded.tensors["weight"], encoded.tensors["weight_scale"]
+    assert torch.allclose(turned, codes.double() * scale.double(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (130, 160), (1, 32), (300, 32)])
+def test_scales_leave_their_tiles(shape: tuple[int, int]) -> None:
+    codes = torch.randint(1, 255, (shape[0], shape[1] // 32), generator=torch.Generator().manual_seed(4)).byte()
+    tiles = tiled(codes)
+    assert tiles.shape == MXFP8.scale_shape(shape)
+    scales = group_scales(tiles.view(-1), MXFP8, shape)
+    assert torch.equal(scales, torch.exp2(codes.float() - 127))
+
+
+def test_all_bytes_of_both_nibble_orders() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    scales = tiled(torch.full((1, 32), 1.0).to(torch.float8_e4m3fn).view(torch.uint8))
+    stored = torch.cat((codes, scales.view(-1)))
+    high, low = torch.empty(1, 512), torch.empty(1, 512)
+    decode_tensor(stored, high, packing=NVFP4, scale=torch.tensor(1.0))
+    decode_tensor(stored, low, packing=LOW_FIRST, scale=torch.tensor(1.0))
+    assert high[0, 2 * 0x1F : 2 * 0x1F + 2].tolist() == [0.5, -6.0]
+    assert torch.equal(high.view(-1, 2).flip(1), low.view(-1, 2))

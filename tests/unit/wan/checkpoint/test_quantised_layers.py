@@ -1,0 +1,135 @@
+"""Files with int8 and microscaled layers: every format and marker, mixtures in one block, and errors that name them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from wanstream.offload.sources.base import SourceError
+from wanstream.plan import BlockKey
+from wanstream.testing import TinyShape, make_expert, save_expert_file
+from wanstream.testing.experts import dequantised
+from wanstream.testing.number_formats import ENCODERS, MixedLayout, mixture
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.checkpoint.open import open_expert
+from wanstream.wan.experts.storage import block_source
+
+from .test_checkpoint import assert_holds
+
+SHAPE = TinyShape(layers=1)
+Q = "blocks.0.self_attn.q"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def model() -> WanTransformer3DModel:
+    return make_expert(seed=1, shape=SHAPE)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_every_format(name: str, model: WanTransformer3DModel, tmp_path: Path) -> None:
+    layout = MixedLayout(format_of=lambda _: name)
+    save_expert_file(model, tmp_path / "a.safetensors", dtype=torch.float16, fp8=layout)
+    expert = open_expert(tmp_path / "a.safetensors")
+    assert_holds(expert, dequantised(model, dtype=torch.float16, fp8=layout))
+
+
+@pytest.mark.parametrize("markers", ["tensors", "metadata", "nested"])
+def test_formats_are_mixed(markers: str, model: WanTransformer3DModel, tmp_path: Path) -> None:
+    layout = MixedLayout(format_of=mixture, markers=markers)
+    save_expert_file(model, tmp_path / "a.safetensors", dtype=torch.bfloat16, fp8=layout)
+    expert = open_expert(tmp_path / "a.safetensors")
+    assert_holds(expert, dequantised(model, dtype=torch.bfloat16, fp8=layout))
+
+
+def test_metadata_with_bare_names(model: WanTransformer3DModel, tmp_path: Path) -> None:
+    layout = MixedLayout(format_of=lambda _: "mxfp8", markers="names")
+    save_expert_file(model, tmp_path / "a.safetensors", dtype=torch.bfloat16, fp8=layout)
+    expert = open_expert(tmp_path / "a.safetensors")
+    assert_holds(expert, dequantised(model, dtype=torch.bfloat16, fp8=layout))
+
+
+def test_a_marker_of_a_layer_overrides_the_header(model: WanTransformer3DModel, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    layout = MixedLayout(format_of=lambda _: "int8 ConvRot")
+    save_expert_file(model, path, dtype=torch.bfloat16, fp8=layout)
+    tensors, settings = load_file(path), {Q: {"format": "int8_tensorwise"}}
+    save_file(tensors, path, {"_quantization_metadata": json.dumps({"layers": settings})})
+    assert_holds(open_expert(path), dequantised(model, dtype=torch.bfloat16, fp8=layout))
+
+
+def without(ending: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(f"{Q}.{ending}")
+
+
+def with_tensor(ending: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({f"{Q}.{ending}": torch.zeros(shape, dtype=dtype)})
+
+
+def with_marker(**settings: object) -> Callable[[Tensors], object]:
+    marker = torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
+    return lambda tensors: tensors.update({f"{Q}.comfy_quant": marker})
+
+
+WRONG: list[tuple[str, Callable[[Tensors], object], str]] = [
+    (
+        "mxfp8",
+        with_marker(format="convrot_w4a4"),
+        "quantisation format 'convrot_w4a4'; float8_e4m3fn, .*nvfp4 are known",
+    ),
+    ("int8", without("weight_scale"), "its scale .*weight_scale is missing"),
+    ("int8", with_tensor("weight_scale", 255), r"weight_scale is torch.float32 \[255\]; .* each of the 256 rows"),
+    ("int8", with_tensor("weight_scale", 256, dtype=torch.float16), r"weight_scale is torch.float16 \[256\]"),
+    ("int8", without("comfy_quant"), "is a scale, but nothing marks"),
+    ("int8 ConvRot", with_tensor("weight", 256, 128, dtype=torch.int8), "128 columns, which is no multiple .* of 256"),
+    ("int8", with_marker(format="int8_tensorwise", convrot=True, convrot_groupsize=128), "in groups of 128; 4, 16"),
+    ("int8", with_marker(format="int8_tensorwise", convrot=True, convrot_groupsize="x"), "in groups of 'x'; 4, 16"),
+    ("int8", with_marker(format="mxfp8"), "weight is torch.int8 .*; mxfp8 in torch.float8_e4m3fn is marked"),
+    ("mxfp8", with_tensor("weight_scale", 256, 7, dtype=torch.uint8), r"\[256, 7\]; .* are bytes \[256, 8\]"),
+    ("mxfp8", with_tensor("weight_scale", 256, 8), r"float32 \[256, 8\]; .* are bytes \[256, 8\]"),
+    ("mxfp8", with_tensor("weight", 256, 40, dtype=torch.float8_e4m3fn), "40 columns, which is no multiple of the 32"),
+    ("nvfp4", without("weight_scale_2"), "its scale .*weight_scale_2 is missing"),
+    ("nvfp4", with_tensor("weight_scale_2", 256), r"weight_scale_2 is torch.float32 \[256\]; a scale is one float32"),
+    ("nvfp4", with_tensor("pre_quant_scale", 256), "pre_quant_scale multiplies the input .* not supported"),
+    ("nvfp4 LightX2V", without("alpha"), "its scale .*alpha is missing"),
+    ("nvfp4", with_tensor("weight", 256, 64, dtype=torch.uint8), r"\[256, 16\]; .* are bytes \[256, 8\]"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=[message for _, _, message in WRONG])
+def test_a_wrong_file_is_refused(
+    name: str, change: Callable[[Tensors], object], message: str, model: WanTransformer3DModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.safetensors"
+    save_expert_file(
+        model, path, dtype=torch.bfloat16, fp8=MixedLayout(format_of=lambda layer: name if layer == Q else None)
+    )
+    with safe_open(path, framework="pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata)
+    with pytest.raises(CheckpointError, match=message) as error:
+        open_expert(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_is_refused(bad: float, model: WanTransformer3DModel, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_expert_file(model, path, dtype=torch.bfloat16, fp8=MixedLayout(format_of=lambda _: "int8 rows"))
+    tensors = load_file(path)
+    tensors[f"{Q}.weight_scale"][7] = bad
+    save_file(tensors, path)
+    experts = {"high": open_expert(path)}
+    source = block_source(experts, compute_dtype=torch.bfloat16, storage="as stored", direct=False)
+    with pytest.raises(SourceError, match=r"a.safetensors: the scale of attn1.to_q.weight is NaN or infinite"):
+        source.scales(BlockKey("high", 0))
+    source.close()
