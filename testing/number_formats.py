@@ -7,6 +7,7 @@ readers.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ def rotation(group: int) -> torch.Tensor:
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < group:
         matrix = torch.kron(matrix, four)
-    return matrix / group**0.5
+    return matrix / math.sqrt(group)
 
 
 def rotated(weight: torch.Tensor, group: int) -> torch.Tensor:

@@ -65,6 +65,17 @@ def test_a_marker_of_a_layer_overrides_the_header(model: WanTransformer3DModel, 
     assert_holds(open_expert(path), dequantised(model, dtype=torch.bfloat16, fp8=layout))
 
 
+def test_scales_may_have_the_dtype_of_their_format(model: WanTransformer3DModel, tmp_path: Path) -> None:
+    path, layout = tmp_path / "a.safetensors", MixedLayout(format_of=lambda _: "mxfp8")
+    save_expert_file(model, path, dtype=torch.bfloat16, fp8=layout)
+    tensors = load_file(path)
+    for key, tensor in tensors.items():
+        if key.endswith(".weight_scale"):
+            tensors[key] = tensor.view(torch.float8_e8m0fnu)
+    save_file(tensors, path)
+    assert_holds(open_expert(path), dequantised(model, dtype=torch.bfloat16, fp8=layout))
+
+
 def without(ending: str) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.pop(f"{Q}.{ending}")
 

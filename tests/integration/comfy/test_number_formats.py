@@ -1,0 +1,80 @@
+"""Matrices that comfy-kitchen has quantised, decoded by our readers and by its own functions for a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from wanstream.offload import MXFP8, NVFP4, Packing, Rotated, decode_tensor
+from wanstream.testing.number_formats import Encoded
+
+pytestmark = pytest.mark.comfy
+
+QUANTISE = """
+import importlib.util, torch
+from safetensors.torch import save_file
+
+answer = importlib.util.find_spec("comfy_kitchen") is not None
+if answer:
+    from comfy_kitchen.backends.eager import quantization as kitchen
+
+    weight = torch.randn(160, 512, generator=torch.Generator().manual_seed(1)) * 0.02
+    weight[5, ::64] *= 30
+    overall = weight.abs().amax() / (448 * 6)
+    of = {
+        "int8 rows": kitchen.quantize_int8_rowwise(weight),
+        "int8": kitchen.quantize_int8_tensorwise(weight),
+        "int8 ConvRot": kitchen.quantize_int8_convrot_weight(weight, 256),
+        "mxfp8": kitchen.quantize_mxfp8(weight),
+        "nvfp4": kitchen.quantize_nvfp4(weight, overall),
+    }
+    values = {
+        "int8 rows": kitchen.dequantize_int8_simple(*of["int8 rows"]),
+        "int8": kitchen.dequantize_int8_simple(*of["int8"]),
+        "int8 ConvRot": kitchen.dequantize_int8_convrot_weight(*of["int8 ConvRot"], 256),
+        "mxfp8": kitchen.dequantize_mxfp8(*of["mxfp8"], output_type=torch.float32),
+        "nvfp4": kitchen.dequantize_nvfp4(of["nvfp4"][0], overall, of["nvfp4"][1], output_type=torch.float32),
+    }
+    tensors = {"weight": weight, "weight_scale_2": overall}
+    for name, (codes, scale) in of.items():
+        scale = scale.view(torch.uint8) if scale.element_size() == 1 else scale
+        tensors |= {f"{name}/weight": codes, f"{name}/weight_scale": scale, f"{name}/values": values[name]}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, arguments[0])
+"""
+PACKINGS: dict[str, Packing | None] = {
+    "int8 rows": None,
+    "int8": None,
+    "int8 ConvRot": Rotated(group=256),
+    "mxfp8": MXFP8,
+    "nvfp4": NVFP4,
+}
+
+
+@pytest.fixture(scope="module")
+def quantised(in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    file: Path = tmp_path_factory.mktemp("kitchen") / "quantised.safetensors"
+    if not in_comfyui(QUANTISE, str(file)):
+        pytest.skip("this ComfyUI has no comfy-kitchen")
+    return load_file(file)
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_values_equal_those_of_comfy_kitchen(quantised: dict[str, torch.Tensor], name: str) -> None:
+    tensors = {ending: quantised[f"{name}/{ending}"] for ending in ("weight", "weight_scale")}
+    if name == "nvfp4":
+        tensors["weight_scale_2"] = quantised["weight_scale_2"]
+    expected = quantised[f"{name}/values"]
+    stored, scale = Encoded(tensors, {}, expected).in_memory
+    decoded = torch.empty(expected.shape)
+    decode_tensor(stored, decoded, packing=PACKINGS[name], scale=scale)
+    if name == "int8 ConvRot":  # comfy-kitchen sums the products with the scale, which are rounded
+        assert torch.allclose(decoded, expected, rtol=1e-5, atol=1e-7)
+    else:
+        assert torch.equal(decoded, expected)
+    weight = quantised["weight"]
+    assert (decoded - weight).norm() < 0.2 * weight.norm()
