@@ -298,10 +298,12 @@ def _widen_rows(stored: torch.Tensor) -> WriteRows:
 def _look_up(codes: torch.Tensor, packing: Microscaled, into: torch.Tensor) -> WriteRows:
     """Return a function that converts rows of 4-bit codes, two in each byte."""
     dtype = torch.float32 if codes.device.type == "cpu" else into.dtype
-    table = pair_table(packing, dtype).to(codes.device, non_blocking=True)
+    # Both values as one integer: a third of the time of looking up rows of two.
+    word = {4: torch.int64, 2: torch.int32}[dtype.itemsize]
+    table = pair_table(packing, dtype).view(word).view(-1).to(codes.device, non_blocking=True)
 
     def write(part: slice, values: torch.Tensor) -> None:
-        torch.index_select(table, 0, codes[part].reshape(-1).int(), out=values.view(-1, 2))
+        torch.index_select(table, 0, codes[part].reshape(-1).int(), out=values.view(word).view(-1))
 
     return write
 

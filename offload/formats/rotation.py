@@ -46,6 +46,10 @@ def sums(values: torch.Tensor, group: int) -> torch.Tensor:
             whatever the order and also in TF32.
         group: columns that are rotated together.
     """
+    if values.device.type == "cpu" and group > 16:
+        # A quarter of the time of the whole matrix, which is the Kronecker product of these two.
+        rows = values.reshape(-1, 16) @ signs(16).to(values.dtype)
+        return (signs(group // 16).to(values.dtype) @ rows.view(-1, group // 16, 16)).view(values.shape)
     # Pageable memory on purpose: the host blocks only until the driver has copied the 64 KB to its staging area.
     matrix = signs(group).to(values.device, non_blocking=True).to(values.dtype)
     return (values.reshape(-1, group) @ matrix).view(values.shape)
