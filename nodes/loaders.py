@@ -34,7 +34,7 @@ MODEL_INPUTS: tuple[io.Input, ...] = (
         optional=True,
         tooltip="Format of blocks in RAM and on the bus. fp8 quantises a bf16, fp16 or fp32 file while it is read: "
         "half the RAM and bus bytes of bf16, as many bytes from disk, 0.33 s of one core per block, and an error "
-        "of 2.7 % per weight. fp8 and GGUF files are not changed.",
+        "of 2.7 % per weight. Matrices that are quantised in the file are not changed.",
     ),
     io.Combo.Input(
         "attention",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import torch
 
@@ -142,8 +143,16 @@ WORK_BYTES_PER_VALUE = 8
 VRAM_PER_VALUE = 200 * WORK_BYTES_PER_VALUE
 
 
+Constants: TypeAlias = dict[tuple[Packing, torch.dtype], tuple[torch.Tensor, ...]]
+"""Tables and matrices on a device by packing and dtype. A caller that keeps them saves copies for each block."""
+
+
 def decode_block(
-    raw: torch.Tensor, into: torch.Tensor, block_format: BlockFormat, scales: Mapping[str, torch.Tensor]
+    raw: torch.Tensor,
+    into: torch.Tensor,
+    block_format: BlockFormat,
+    scales: Mapping[str, torch.Tensor],
+    constants: Constants | None = None,
 ) -> None:
     """Decode the stored bytes of one block.
 
@@ -156,12 +165,15 @@ def decode_block(
         block_format: layouts of `raw` and `into`.
         scales: fp32 factors, 0-d or [rows, 1], one for each name in `block_format.scaled`. They are copied on every
             call if they are on another device than `raw`.
+        constants: added to and read; they are written on the current stream, and may be used on no other. None: those
+            of this call only.
     """
     assert scales.keys() == block_format.scaled, f"got scales of {sorted(scales)}, need {sorted(block_format.scaled)}"
+    constants = {} if constants is None else constants
     for stored, computed in block_format.parts:
         values = into[computed.offset : computed.offset + computed.nbytes].view(computed.dtype).view(computed.shape)
         part = raw[stored.offset : stored.offset + stored.nbytes].view(stored.dtype).view(stored.view_shape)
-        decode_tensor(part, values, packing=stored.packing, scale=scales.get(stored.name))
+        decode_tensor(part, values, packing=stored.packing, scale=scales.get(stored.name), constants=constants)
 
 
 def decode_tensor(
@@ -170,6 +182,7 @@ def decode_tensor(
     *,
     packing: Packing | None = None,
     scale: torch.Tensor | None = None,
+    constants: Constants | None = None,
 ) -> None:
     """Decode one tensor as `decode_block` does.
 
@@ -178,15 +191,17 @@ def decode_tensor(
         into: contiguous memory of the values' shape in the compute dtype, on any device.
         packing: packing of the values, if they have one.
         scale: fp32, 0-d or [rows, 1], if there is one.
+        constants: as in `decode_block`.
     """
     scale = None if scale is None else scale.to(stored.device)
+    constants = {} if constants is None else constants
     if isinstance(packing, QuantFormat):
         _write_rows(into.view(-1, packing.values), stored.device, _of_groups(stored, packing))
     elif isinstance(packing, Microscaled):
-        _write_rows(into, stored.device, _of_microscaled(stored, packing, scale, into))
+        _write_rows(into, stored.device, _of_microscaled(stored, packing, scale, into, constants))
     elif isinstance(packing, Rotated):
         assert scale is not None, "a rotated matrix has a scale"
-        _write_rows(into, stored.device, _of_rotated(stored, packing, scale))
+        _write_rows(into, stored.device, _of_rotated(stored, packing, scale, constants))
     elif scale is not None and stored.dtype in BYTE_DTYPES and into.device.type != "cpu":
         # Two launches and no work tensor. The compute dtypes contain all of these values, and a factor with a dimension
         # makes the product fp32 before it is rounded.
@@ -245,7 +260,7 @@ def _of_numbers(stored: torch.Tensor, scale: torch.Tensor | None) -> WriteRows:
 
 
 def _of_microscaled(
-    stored: torch.Tensor, packing: Microscaled, scale: torch.Tensor | None, into: torch.Tensor
+    stored: torch.Tensor, packing: Microscaled, scale: torch.Tensor | None, into: torch.Tensor, constants: Constants
 ) -> WriteRows:
     shape = tuple(into.shape)
     count = packing.code_bytes(shape)
@@ -253,7 +268,9 @@ def _of_microscaled(
     scales = group_scales(stored[count:], packing, shape).unsqueeze(-1)
     if scale is not None:
         scales = scales * scale
-    write = _look_up(codes, packing, into) if packing.bits == 4 else _convert(codes.view(torch.float8_e4m3fn))
+    write = (
+        _look_up(codes, packing, into, constants) if packing.bits == 4 else _convert(codes.view(torch.float8_e4m3fn))
+    )
 
     def write_scaled(part: slice, values: torch.Tensor) -> None:
         write(part, values)
@@ -262,11 +279,15 @@ def _of_microscaled(
     return write_scaled
 
 
-def _of_rotated(stored: torch.Tensor, packing: Rotated, scale: torch.Tensor) -> WriteRows:
+def _of_rotated(stored: torch.Tensor, packing: Rotated, scale: torch.Tensor, constants: Constants) -> WriteRows:
     scale = scale * rotation.factor(packing.group)  # exact: a power of two
+    key = packing, torch.float32
+    if key not in constants:
+        constants[key] = rotation.kronecker_factors(packing.group, stored.device)
+    factors = constants[key]
 
     def write(part: slice, values: torch.Tensor) -> None:
-        summed = rotation.sums(stored[part].float(), packing.group)
+        summed = rotation.sums(stored[part].float(), factors)
         torch.mul(summed, scale[part] if scale.dim() else scale, out=values)
 
     return write
@@ -295,12 +316,15 @@ def _widen_rows(stored: torch.Tensor) -> WriteRows:
     return write
 
 
-def _look_up(codes: torch.Tensor, packing: Microscaled, into: torch.Tensor) -> WriteRows:
+def _look_up(codes: torch.Tensor, packing: Microscaled, into: torch.Tensor, constants: Constants) -> WriteRows:
     """Return a function that converts rows of 4-bit codes, two in each byte."""
     dtype = torch.float32 if codes.device.type == "cpu" else into.dtype
     # Both values as one integer: a third of the time of looking up rows of two.
     word = {4: torch.int64, 2: torch.int32}[dtype.itemsize]
-    table = pair_table(packing, dtype).view(word).view(-1).to(codes.device, non_blocking=True)
+    if (packing, dtype) not in constants:
+        table = pair_table(packing, dtype).view(word).view(-1)
+        constants[packing, dtype] = (table.to(codes.device, non_blocking=True),)
+    [table] = constants[packing, dtype]
 
     def write(part: slice, values: torch.Tensor) -> None:
         torch.index_select(table, 0, codes[part].reshape(-1).int(), out=values.view(word).view(-1))

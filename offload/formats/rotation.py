@@ -38,21 +38,29 @@ def signs(group: int) -> torch.Tensor:
         return matrix.contiguous()
 
 
-def sums(values: torch.Tensor, group: int) -> torch.Tensor:
+def kronecker_factors(group: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return fp32 matrices on `device` whose Kronecker product is `signs`: one, or two on a CPU.
+
+    Two take a quarter of the time on a CPU. A device multiplies faster than it passes over the values twice.
+    """
+    if device.type == "cpu" and group > 16:
+        return signs(group // 16).float(), signs(16).float()
+    # Pageable memory on purpose: the host blocks only until the driver has copied the 64 KB to its staging area.
+    return (signs(group).to(device, non_blocking=True).float(),)
+
+
+def sums(values: torch.Tensor, factors: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return `values` @ `signs`, group by group: the rotation without its factor 1 / sqrt(group).
 
     Args:
-        values: [rows, columns] of a floating dtype; the sums of integers up to 127 are exact in fp32 on every device,
-            whatever the order and also in TF32.
-        group: columns that are rotated together.
+        values: fp32 [rows, columns]. Sums of integers up to 128 are exact whatever their order, and also in TF32.
+        factors: of `kronecker_factors`.
     """
-    if values.device.type == "cpu" and group > 16:
-        # A quarter of the time of the whole matrix, which is the Kronecker product of these two.
-        rows = values.reshape(-1, 16) @ signs(16).to(values.dtype)
-        return (signs(group // 16).to(values.dtype) @ rows.view(-1, group // 16, 16)).view(values.shape)
-    # Pageable memory on purpose: the host blocks only until the driver has copied the 64 KB to its staging area.
-    matrix = signs(group).to(values.device, non_blocking=True).to(values.dtype)
-    return (values.reshape(-1, group) @ matrix).view(values.shape)
+    *outer, inner = factors
+    summed = values.reshape(-1, len(inner)) @ inner
+    if outer:
+        summed = outer[0] @ summed.view(-1, len(outer[0]), len(inner))
+    return summed.view(values.shape)
 
 
 def factor(group: int) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from ...devices import DeviceRuntime, Event, Stream
 from ...plan import RAW_SLOTS, BlockKey
-from ..formats.decode import decode_block
+from ..formats.decode import Constants, decode_block
 from ..formats.layout import BlockFormat, allocate_flat
 from ..host_memory.pages import copy_to_device
 from ..patches import StagedPatch, StagedPatches
@@ -103,6 +103,7 @@ class CudaStreams(TransferBackend):
         self._slots = [RawSlot(runtime) for _ in range(RAW_SLOTS)]
         self._turn = 0
         self._scales = DeviceScales(source, runtime)
+        self._constants: Constants = {}
 
     def begin_run(self) -> None:
         current = self._runtime.current_stream()
@@ -142,7 +143,7 @@ class CudaStreams(TransferBackend):
                 self._decodings.wait_event(event)
             start.record(self._decodings)
             if not fmt.is_raw:
-                decode_block(slot.raw, copy.into, fmt, scales)
+                decode_block(slot.raw, copy.into, fmt, scales, self._constants)
             if patch is not None:
                 patch.add_to(copy.into, fmt.computed, slot.factors)
             ready.record(self._decodings)
@@ -156,7 +157,8 @@ class CudaStreams(TransferBackend):
 
     @property
     def device_bytes(self) -> int:
-        return sum(slot.nbytes for slot in self._slots) + self._scales.nbytes
+        constants = sum(tensor.nbytes for tensors in list(self._constants.values()) for tensor in tensors)
+        return sum(slot.nbytes for slot in self._slots) + self._scales.nbytes + constants
 
     def settle(self) -> None:
         # Covers the visits too: `end_run` has ordered the streams behind them.
@@ -168,6 +170,7 @@ class CudaStreams(TransferBackend):
         for slot in self._slots:
             slot.fit(0, 0)
         self._scales.clear()
+        self._constants.clear()
         return nbytes
 
     def close(self) -> None:

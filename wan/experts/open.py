@@ -37,14 +37,14 @@ def open_experts(
 
     Args:
         high_noise: expert of the early steps: a safetensors file (diffusers' or ComfyUI's keys; fp32, fp16, bf16, fp8
-            with or without scales), a GGUF file, or a diffusers transformer folder. A diffusers pipeline folder
-            contains both experts.
+            with or without scales, int8, mxfp8, nvfp4), a GGUF file, or a diffusers transformer folder. A diffusers
+            pipeline folder contains both experts.
         low_noise: expert of the late steps, likewise; None with a pipeline folder.
         compute_dtype: bf16, fp16, fp32 or "auto": `auto_dtype` of the GPU if there is one, otherwise of the CPU. Pass
             `auto_dtype(device)` for another device. Parameters that diffusers keeps in fp32 are always in fp32.
         storage: "as stored", or "fp8": the matrices of the blocks are stored in RAM and copied in fp8 (e4m3fn) with one
             scale per row, which halves RAM and transfers for a bf16 or fp16 file. They are quantised while they are
-            read and decoded on arrival. Matrices that are already fp8 or packed (GGUF) are unchanged.
+            read and decoded on arrival. Matrices that are quantised in the file are unchanged.
         direct: read blocks past the page cache (O_DIRECT); None: where this is faster.
         shared: other processes of this machine open the same experts. Blocks in RAM are then shared by all of them, and
             files are read through the page cache unless `direct` is True.

@@ -84,7 +84,7 @@ def log_unquantised(experts: Iterable[Expert], storage: Storage) -> None:
     """Log the experts whose blocks fp8 storage does not change."""
     for path, expert in {expert.path: expert for expert in experts}.items():
         if storage == "fp8" and not block_bytes({"high": expert}, torch.bfloat16, storage).row_scales:
-            logger.info("%s: storage fp8 changes nothing here, the blocks are fp8 or packed (GGUF) already", path)
+            logger.info("%s: storage fp8 changes nothing here, the blocks are quantised already", path)
 
 
 def _file_source(experts: Mapping[str, Expert], compute_dtype: torch.dtype, *, direct: bool | None) -> FileSource:

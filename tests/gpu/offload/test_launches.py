@@ -25,7 +25,7 @@ from wanstream.testing import (
     save_expert_gguf,
     save_lora,
 )
-from wanstream.testing.number_formats import ENCODERS
+from wanstream.testing.number_formats import ENCODERS, MixedLayout
 from wanstream.testing.quantised import TypeOf, matrices
 from wanstream.tests.support.accelerator import Accelerator
 from wanstream.wan import open_experts
@@ -140,6 +140,11 @@ def _fp8(model: WanTransformer3DModel, path: Path) -> None:
     save_expert_file(model, path, dtype=torch.bfloat16, fp8=Fp8Layout())
 
 
+def _marked(name: str) -> Callable[[WanTransformer3DModel, Path], object]:
+    layout = MixedLayout(format_of=lambda _: name)
+    return lambda model, path: save_expert_file(model, path, dtype=torch.bfloat16, fp8=layout)
+
+
 def _gguf(types: TypeOf) -> Callable[[WanTransformer3DModel, Path], object]:
     return lambda model, path: save_expert_gguf(model, path.with_suffix(".gguf"), types=types)
 
@@ -154,6 +159,10 @@ def _gguf(types: TypeOf) -> Callable[[WanTransformer3DModel, Path], object]:
         pytest.param(_gguf(matrices("Q8_0")), "as stored", 2, id="Q8_0"),
         pytest.param(_gguf(matrices("Q4_K")), "as stored", 14, id="Q4_K"),
         pytest.param(_gguf(q4_k_m), "as stored", 50, id="Q4_K_M"),
+        pytest.param(_marked("int8"), "as stored", 20, id="int8"),
+        pytest.param(_marked("int8 ConvRot"), "as stored", 40, id="int8 ConvRot"),
+        pytest.param(_marked("mxfp8"), "as stored", 50, id="mxfp8"),
+        pytest.param(_marked("nvfp4"), "as stored", 60, id="nvfp4"),
     ],
 )
 def test_a_visit(
