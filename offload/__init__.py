@@ -7,7 +7,7 @@ from .engine.run import EngineRun
 from .formats.decode import CHUNK_VALUES, decode_tensor, decode_work_bytes
 from .formats.gguf_header import read_gguf_header
 from .formats.layout import copy_together, flat_layout, host_bytes, streamed_names
-from .formats.packing import MXFP8, NVFP4, Microscaled, Packing, Rotated
+from .formats.packing import MXFP8, NVFP4, Int8, Microscaled, Packing
 from .formats.rotation import is_rotation
 from .formats.safetensors_header import (
     CheckpointFileError,
@@ -40,12 +40,12 @@ __all__ = [
     "FileVersion",
     "GatherBrokenError",
     "InsufficientRamError",
+    "Int8",
     "LockedBlocks",
     "Microscaled",
     "OffloadEngine",
     "Packing",
     "QuantisedSource",
-    "Rotated",
     "Sharded",
     "SharedSegment",
     "StoppedTogether",

@@ -33,8 +33,6 @@ class Encoded(NamedTuple):
     def in_memory(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The stored matrix as the engine keeps it, and its fp32 scale."""
         weight, scales = self.tensors["weight"], self.tensors["weight_scale"]
-        if weight.dtype == torch.int8:
-            return weight, scales
         stored = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in (weight, scales)])
         if "alpha" in self.tensors:
             return stored, self.tensors["alpha"] * self.tensors["input_global_scale"]

@@ -16,11 +16,9 @@ from . import rotation
 from .gguf_dequant import dequantise
 from .layout import BlockFormat
 from .microscaling import group_scales, pair_table
-from .packing import Microscaled, Packing, QuantFormat, Rotated
+from .packing import Int8, Microscaled, Packing, QuantFormat
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-BYTE_DTYPES = (*FP8_DTYPES, torch.int8)
-"""Dtypes whose values all compute dtypes contain."""
 
 _BIAS = 2.0**8  # ratio of the exponent biases of e4m3fn and fp16
 _SIGN_TWICE = 0x4000  # bit that holds a second copy of the sign after the arithmetic shift
@@ -199,15 +197,10 @@ def decode_tensor(
         _write_rows(into.view(-1, packing.values), stored.device, _of_groups(stored, packing))
     elif isinstance(packing, Microscaled):
         _write_rows(into, stored.device, _of_microscaled(stored, packing, scale, into, constants))
-    elif isinstance(packing, Rotated):
-        assert scale is not None, "a rotated matrix has a scale"
-        _write_rows(into, stored.device, _of_rotated(stored, packing, scale, constants))
-    elif scale is not None and stored.dtype in BYTE_DTYPES and into.device.type != "cpu":
-        # Two launches and no work tensor. The compute dtypes contain all of these values, and a factor with a dimension
-        # makes the product fp32 before it is rounded.
-        into.copy_(stored, non_blocking=True)
-        factor = scale.to(into.device)
-        into.mul_(factor if factor.dim() else factor.view((1,) * into.dim()))
+    elif isinstance(packing, Int8):
+        _decode_int8(stored, packing, into, constants)
+    elif scale is not None and stored.dtype in FP8_DTYPES and into.device.type != "cpu":
+        _scale_in_place(stored, scale.to(into.device), into)
     elif scale is not None or _is_slow_to_convert(stored, into.dtype):
         _write_rows(into, stored.device, _of_numbers(stored, scale))
     else:
@@ -279,16 +272,33 @@ def _of_microscaled(
     return write_scaled
 
 
-def _of_rotated(stored: torch.Tensor, packing: Rotated, scale: torch.Tensor, constants: Constants) -> WriteRows:
+def _decode_int8(stored: torch.Tensor, packing: Int8, into: torch.Tensor, constants: Constants) -> None:
+    codes, scale = packing.split(stored, tuple(into.shape))
+    if packing.group:
+        _write_rows(into, stored.device, _of_rotated(codes, packing, scale, constants))
+    elif into.device.type != "cpu":
+        _scale_in_place(codes, scale, into)
+    else:
+        _write_rows(into, stored.device, _of_numbers(codes, scale if packing.by_row else scale.view(())))
+
+
+def _scale_in_place(stored: torch.Tensor, scale: torch.Tensor, into: torch.Tensor) -> None:
+    """Write `stored` x `scale` in two launches, without a work tensor: the compute dtypes contain all byte values."""
+    into.copy_(stored, non_blocking=True)
+    # A factor with a dimension makes the product fp32 before it is rounded.
+    into.mul_(scale if scale.dim() else scale.view((1,) * into.dim()))
+
+
+def _of_rotated(codes: torch.Tensor, packing: Int8, scale: torch.Tensor, constants: Constants) -> WriteRows:
     scale = scale * rotation.factor(packing.group)  # exact: a power of two
     key = packing, torch.float32
     if key not in constants:
-        constants[key] = rotation.kronecker_factors(packing.group, stored.device)
+        constants[key] = rotation.kronecker_factors(packing.group, codes.device)
     factors = constants[key]
 
     def write(part: slice, values: torch.Tensor) -> None:
-        summed = rotation.sums(stored[part].float(), factors)
-        torch.mul(summed, scale[part] if scale.dim() else scale, out=values)
+        summed = rotation.sums(codes[part].float(), factors)
+        torch.mul(summed, scale[part] if packing.by_row else scale, out=values)
 
     return write
 

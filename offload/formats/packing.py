@@ -77,24 +77,41 @@ NVFP4 = Microscaled(name="nvfp4", values=16, bits=4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rotated:
-    """Matrix of int8 whose rows were multiplied, in groups of `group` columns, by the matrix of `rotation`."""
+class Int8:
+    """Matrix of int8 codes, row by row, and its fp32 scales behind them: value = code x scale.
 
-    group: int
+    If `group` is not 0, the codes are those of the rotated matrix: each group of that many columns was multiplied by
+    the matrix of `rotation` (ConvRot).
+    """
+
+    group: int = 0
+    by_row: bool = True
+    """There is one scale for each row, not one for the matrix."""
 
     @property
     def name(self) -> str:
-        return f"int8 ConvRot {self.group}"
+        return f"int8 ConvRot {self.group}" if self.group else "int8"
+
+    def scale_count(self, shape: tuple[int, ...]) -> int:
+        return shape[0] if self.by_row else 1
 
     def bytes_of(self, shape: tuple[int, ...]) -> int:
-        assert shape[-1] % self.group == 0, f"{list(shape)} is not a whole number of groups of {self.group} per row"
-        return math.prod(shape)
+        """Return the stored bytes of a matrix, whose codes must fill whole fp32 numbers and groups."""
+        assert math.prod(shape) % 4 == 0, f"{list(shape)} codes do not end at an fp32 number"
+        assert not self.group or shape[-1] % self.group == 0, f"{list(shape)} is not a whole number of {self.name}"
+        return math.prod(shape) + 4 * self.scale_count(shape)
 
     def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape
+        return (self.bytes_of(shape),)
+
+    def split(self, stored: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of a stored matrix: its codes, int8 of `shape`, and its scales, fp32 [rows or 1, 1]."""
+        count = math.prod(shape)
+        codes = stored[:count].view(torch.int8).view(shape)
+        return codes, stored[count : self.bytes_of(shape)].view(torch.float32).view(-1, 1)
 
 
-Packing: TypeAlias = QuantFormat | Microscaled | Rotated
+Packing: TypeAlias = QuantFormat | Microscaled | Int8
 
 
 def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype, packing: Packing | None) -> int:

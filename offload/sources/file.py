@@ -11,7 +11,7 @@ import torch
 from ...devices import available_bytes
 from ...plan import BlockKey
 from ..formats.layout import BlockFormat, block_format, flat_layout, host_bytes
-from ..formats.packing import Packing
+from ..formats.packing import Int8, Packing
 from ..formats.safetensors_header import CheckpointFileError, FileTensor
 from .base import RangeSource, SourceError
 from .read_plan import Read, ReadPiece, read_pieces, reads_directly, whole_piece, within
@@ -74,6 +74,9 @@ class FileSource(RangeSource):
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         if key not in self._scales:
             self._scales[key] = _read_scales(self._stored_scales.get(key, {}), self.reader)
+            # Those behind int8 codes are read again with their block; here only to refuse a damaged file in words.
+            int8 = {name: tensor for name, tensor in self._blocks[key].items() if isinstance(tensor.packing, Int8)}
+            _read_scales({name: tensor.behind for name, tensor in int8.items() if tensor.behind}, self.reader)
         return self._scales[key]
 
     def file_bytes(self, key: BlockKey) -> int:

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 
-from ...offload import MXFP8, NVFP4, FileTensor, Microscaled, Packing, Rotated, is_rotation
+from ...offload import MXFP8, NVFP4, FileTensor, Int8, Microscaled, Packing, is_rotation
 from .files import PREFIX, CheckpointError, json_object
 
 FP8_FORMATS = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
@@ -73,7 +73,7 @@ class LayerFormat:
 LIGHTX2V_NVFP4 = LayerFormat(name="nvfp4", dtype=torch.uint8, packing=replace(NVFP4, high_first=False))
 FORMATS = {
     **{name: LayerFormat(name=name, dtype=dtype) for name, dtype in FP8_FORMATS.items()},
-    INT8: LayerFormat(name=INT8, dtype=torch.int8),
+    INT8: LayerFormat(name=INT8, dtype=torch.int8, packing=Int8()),
     "mxfp8": LayerFormat(name="mxfp8", dtype=torch.float8_e4m3fn, packing=MXFP8),
     "nvfp4": LayerFormat(name="nvfp4", dtype=torch.uint8, packing=NVFP4),
 }
@@ -172,7 +172,7 @@ def _format(path: Path, layer: str, settings: object) -> LayerFormat:
     group = stated.get("convrot_groupsize", DEFAULT_GROUP)
     if not isinstance(group, int) or not is_rotation(group):
         raise CheckpointError(path, f"{layer} is rotated in groups of {group!r}; 4, 16, 64, 256 and 1024 are known")
-    return replace(FORMATS[INT8], packing=Rotated(group=group))
+    return replace(FORMATS[INT8], packing=Int8(group=group))
 
 
 def _resolve_layer(
@@ -194,13 +194,14 @@ def _resolve_layer(
         )
     if isinstance(fmt.packing, Microscaled):
         return _resolve_microscaled(path, tensors, layer, fmt.packing, weight, scale)
-    if isinstance(fmt.packing, Rotated) and weight.shape[1] % fmt.packing.group:
-        raise CheckpointError(
-            path,
-            f"{layer}.weight has {weight.shape[1]} columns, which is no multiple of the group of {fmt.packing.group}",
-        )
     _check_scale(path, layer + ending, scale, weight.shape[0] if len(weight.shape) == 2 else 1)
-    return replace(weight, packing=fmt.packing), scale
+    if not isinstance(fmt.packing, Int8):
+        return weight, scale
+    columns, group = weight.shape[1], fmt.packing.group or 4
+    if columns % group:
+        raise CheckpointError(path, f"{layer}.weight has {columns} columns, which is no multiple of {group}")
+    packing = replace(fmt.packing, by_row=math.prod(scale.shape) > 1 or weight.shape[0] == 1)
+    return replace(weight, dtype=torch.uint8, packing=packing, behind=scale), None
 
 
 def _resolve_microscaled(

@@ -8,16 +8,16 @@ import torch
 from wanstream.offload.formats import decode, rotation
 from wanstream.offload.formats.decode import decode_tensor
 from wanstream.offload.formats.microscaling import group_scales
-from wanstream.offload.formats.packing import MXFP8, NVFP4, Microscaled, Packing, Rotated
+from wanstream.offload.formats.packing import MXFP8, NVFP4, Int8, Microscaled, Packing
 from wanstream.testing.number_formats import ENCODERS, Encoded, int8_convrot, rotated, tiled
 from wanstream.testing.number_formats import rotation as rotation_matrix
 
 LOW_FIRST = Microscaled(name="nvfp4", values=16, bits=4, high_first=False)
-PACKINGS: dict[str, Packing | None] = {
-    "int8": None,
-    "int8 rows": None,
-    "int8 ConvRot": Rotated(group=256),
-    "int8 ConvRot 64": Rotated(group=64),
+PACKINGS: dict[str, Packing] = {
+    "int8": Int8(by_row=False),
+    "int8 rows": Int8(),
+    "int8 ConvRot": Int8(group=256),
+    "int8 ConvRot 64": Int8(group=64),
     "mxfp8": MXFP8,
     "nvfp4": NVFP4,
     "nvfp4 LightX2V": LOW_FIRST,
@@ -31,7 +31,7 @@ def ramp() -> torch.Tensor:
     return row
 
 
-def decoded(encoded: Encoded, packing: Packing | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def decoded(encoded: Encoded, packing: Packing, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     stored, scale = encoded.in_memory
     into = torch.empty(encoded.values.shape, dtype=dtype)
     decode_tensor(stored, into, packing=packing, scale=scale)

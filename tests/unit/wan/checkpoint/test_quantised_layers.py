@@ -99,7 +99,7 @@ WRONG: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("int8", with_tensor("weight_scale", 255), r"weight_scale is torch.float32 \[255\]; .* each of the 256 rows"),
     ("int8", with_tensor("weight_scale", 256, dtype=torch.float16), r"weight_scale is torch.float16 \[256\]"),
     ("int8", without("comfy_quant"), "is a scale, but nothing marks"),
-    ("int8 ConvRot", with_tensor("weight", 256, 128, dtype=torch.int8), "128 columns, which is no multiple .* of 256"),
+    ("int8 ConvRot", with_tensor("weight", 256, 128, dtype=torch.int8), "128 columns, which is no multiple of 256"),
     ("int8", with_marker(format="int8_tensorwise", convrot=True, convrot_groupsize=128), "in groups of 128; 4, 16"),
     ("int8", with_marker(format="int8_tensorwise", convrot=True, convrot_groupsize="x"), "in groups of 'x'; 4, 16"),
     ("int8", with_marker(format="mxfp8"), "weight is torch.int8 .*; mxfp8 in torch.float8_e4m3fn is marked"),
