@@ -6,9 +6,10 @@ from .engine.engine import OffloadEngine, attach_offload
 from .engine.run import EngineRun
 from .formats.decode import CHUNK_VALUES, decode_tensor, decode_work_bytes
 from .formats.gguf_header import read_gguf_header
+from .formats.int8 import quantise_int8
 from .formats.layout import copy_together, flat_layout, host_bytes, streamed_names
 from .formats.packing import MXFP8, NVFP4, Int8, Microscaled, Packing
-from .formats.rotation import is_rotation
+from .formats.rotation import is_rotation, kronecker_factors, rotated_sums, rotation_factor
 from .formats.safetensors_header import (
     CheckpointFileError,
     FileHeader,
@@ -59,17 +60,21 @@ __all__ = [
     "flat_layout",
     "host_bytes",
     "is_rotation",
+    "kronecker_factors",
     "map_memory",
     "probe_bus",
     "probe_copy",
     "probe_decode",
     "probe_disk",
     "probe_quantise",
+    "quantise_int8",
     "quantised_format",
     "read_gguf_header",
     "read_header",
     "read_scales",
     "read_tensors",
+    "rotated_sums",
+    "rotation_factor",
     "scale_bytes",
     "shard_bytes",
     "streamed_names",

@@ -13,6 +13,7 @@ import torch
 
 from ..plan import BlockKey
 from .formats.layout import BlockFormat, FlatLayout, FlatTensor, flat_layout, tensor_views
+from .formats.packing import Int8
 from .host_memory.pages import LockedBlocks, PageLock, in_pages, map_memory
 
 
@@ -174,6 +175,10 @@ def _parts_of(weight: WeightPatch) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _check(label: str, weight: WeightPatch, matrix: FlatTensor) -> None:
     """Raise ValueError unless `weight` can be added to `matrix`."""
+    if isinstance(matrix.packing, Int8):
+        # Rounding the sum to the codes again would lose changes that are smaller than half a code: all of a LoRA with
+        # 0.3 % of the norm of the weight, and an eighth of one with 1 %.
+        raise ValueError(f'{label}: it is computed in int8, which takes no LoRA yet: open it with arithmetic "decoded"')
     parts = dict(_parts_of(weight))
     if not parts or ("up" in parts) != ("down" in parts):
         raise ValueError(f"{label}: has {', '.join(parts) or 'nothing'}; give up and down, or full, or all three")

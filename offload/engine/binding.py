@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeAlias, cast
 
 import torch
 from torch import nn
 
 from ...plan import BlockKey
-from ..formats.layout import FlatLayout, streamed_names, tensor_views
+from ..formats.layout import FlatLayout, FlatTensor, streamed_names, tensor_views
+from ..formats.packing import Int8
 from .buffers import BlockBuffer
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
 
 class BlockBinding:
@@ -29,12 +33,9 @@ class BlockBinding:
             raise ValueError(
                 f"block {key.block} of {key.expert!r}: the source and the module differ in {', '.join(difference)}"
             )
-        self._slots = {name: _slot(block, name) for name in names}
-        self._originals = {name: module._parameters[leaf] for name, (module, leaf) in self._slots.items()}
-        self._unbound = {
-            tensor.name: nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
-            for tensor in layout.tensors
-        }
+        self._unbound = {name: each for tensor in layout.tensors for name, each in _empty(tensor).items()}
+        self._places = {name: _place(block, name) for name in self._unbound}
+        self._originals = {name: store[leaf] for name, (store, leaf) in self._places.items()}
         self._bound: int | None = None
 
     def bind(self, buffer: BlockBuffer) -> None:
@@ -54,27 +55,51 @@ class BlockBinding:
 
     def restore(self) -> None:
         """Put back the parameter objects that the block was attached with."""
-        for name, (module, leaf) in self._slots.items():
-            module._parameters[leaf] = self._originals[name]
+        for name, (store, leaf) in self._places.items():
+            store[leaf] = self._originals[name]
         self._bound = None
 
-    def _put(self, parameters: dict[str, nn.Parameter]) -> None:
-        for name, (module, leaf) in self._slots.items():
+    def _put(self, tensors: Tensors) -> None:
+        for name, (store, leaf) in self._places.items():
             # `_parameters` rather than `setattr` or `.data`: no `nn.Module.__setattr__` per visit, and a meta parameter
             # cannot get the data of another device. The module sees ordinary parameters of the buffer's memory.
-            module._parameters[leaf] = parameters[name]
+            store[leaf] = tensors[name]
 
-    def _views(self, buffer: BlockBuffer) -> dict[str, nn.Parameter]:
+    def _views(self, buffer: BlockBuffer) -> Tensors:
         # Created once per pair of block and buffer, and cached by the buffer. Outside inference mode, because buffers
         # outlive the run that binds them first, and the next run may be in another mode.
         with torch.inference_mode(False):
             views = tensor_views(buffer.memory, self._layout)
-            return {name: nn.Parameter(view, requires_grad=False) for name, view in views.items()}
+            return {
+                name: each
+                for tensor in self._layout.tensors
+                for name, each in _bound(tensor, views[tensor.name]).items()
+            }
 
 
-def _slot(block: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _bound(tensor: FlatTensor, view: torch.Tensor) -> Tensors:
+    """Return what the module of a streamed matrix gets: its weight, and in int8 also the scales of its rows."""
+    if tensor.packing is None:
+        return {tensor.name: nn.Parameter(view, requires_grad=False)}
+    assert isinstance(tensor.packing, Int8), f"{tensor.name}: no module computes with {tensor.packing.name}"
+    codes, scale = tensor.packing.split(view, tensor.shape)
+    return {tensor.name: nn.Parameter(codes, requires_grad=False), f"{tensor.name}_scale": scale}
+
+
+def _empty(tensor: FlatTensor) -> Tensors:
+    dtype = tensor.dtype if tensor.packing is None else torch.int8
+    weight = {tensor.name: nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)}
+    return weight if tensor.packing is None else {**weight, f"{tensor.name}_scale": torch.empty(0)}
+
+
+def _place(block: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
     path, _, leaf = name.rpartition(".")
-    return block.get_submodule(path), leaf
+    module = block.get_submodule(path)
+    if leaf in module._parameters:
+        return cast("dict[str, torch.Tensor | None]", module._parameters), leaf
+    if leaf not in module._buffers:
+        raise ValueError(f"{name} is computed in int8, and {path} is no module for that")
+    return module._buffers, leaf
 
 
 _Entry: TypeAlias = "tuple[dict[str, torch.Tensor | None], str, torch.Tensor]"  # a module's dict, the key, the value

@@ -14,10 +14,10 @@ open. Every other transition is a bug and raises. RAM slots (`ram_slots.py`) hav
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
 import torch
-from torch import nn
 
 from ...plan import BlockKey
 from ...schema import StateError
@@ -109,7 +109,7 @@ class BlockBuffer(BlockStorage):
 
     def __init__(self, index: int, memory: torch.Tensor | None = None) -> None:
         super().__init__(index)
-        self.views: dict[BlockKey, dict[str, nn.Parameter]] = {}
+        self.views: dict[BlockKey, Mapping[str, torch.Tensor]] = {}
         self._memory = memory
         if memory is None:
             self.state = BufferState.ABSENT

@@ -12,11 +12,11 @@ from typing import TypeAlias
 import torch
 
 from ...devices import runtime_for
-from . import rotation
 from .gguf_dequant import dequantise
 from .layout import BlockFormat
 from .microscaling import group_scales, pair_table
 from .packing import Int8, Microscaled, Packing, QuantFormat
+from .rotation import kronecker_factors, rotated_sums, rotation_factor
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -169,8 +169,13 @@ def decode_block(
     assert scales.keys() == block_format.scaled, f"got scales of {sorted(scales)}, need {sorted(block_format.scaled)}"
     constants = {} if constants is None else constants
     for stored, computed in block_format.parts:
-        values = into[computed.offset : computed.offset + computed.nbytes].view(computed.dtype).view(computed.shape)
+        values = into[computed.offset : computed.offset + computed.nbytes]
         part = raw[stored.offset : stored.offset + stored.nbytes].view(stored.dtype).view(stored.view_shape)
+        if isinstance(computed.packing, Int8):
+            assert isinstance(stored.packing, Int8), f"{stored.name} is computed in int8 and stored otherwise"
+            _copy_int8(part, stored.packing, values, computed.packing, computed.shape)
+            continue
+        values = values.view(computed.dtype).view(computed.shape)
         decode_tensor(part, values, packing=stored.packing, scale=scales.get(stored.name), constants=constants)
 
 
@@ -272,6 +277,12 @@ def _of_microscaled(
     return write_scaled
 
 
+def _copy_int8(stored: torch.Tensor, packing: Int8, into: torch.Tensor, kept: Int8, shape: tuple[int, ...]) -> None:
+    """Copy codes, and their scales or the only scale for every row."""
+    for part, target in zip(packing.split(stored, shape), kept.split(into, shape), strict=True):
+        target.copy_(part.expand(target.shape), non_blocking=True)
+
+
 def _decode_int8(stored: torch.Tensor, packing: Int8, into: torch.Tensor, constants: Constants) -> None:
     codes, scale = packing.split(stored, tuple(into.shape))
     if packing.group:
@@ -290,14 +301,14 @@ def _scale_in_place(stored: torch.Tensor, scale: torch.Tensor, into: torch.Tenso
 
 
 def _of_rotated(codes: torch.Tensor, packing: Int8, scale: torch.Tensor, constants: Constants) -> WriteRows:
-    scale = scale * rotation.factor(packing.group)  # exact: a power of two
+    scale = scale * rotation_factor(packing.group)  # exact: a power of two
     key = packing, torch.float32
     if key not in constants:
-        constants[key] = rotation.kronecker_factors(packing.group, codes.device)
+        constants[key] = kronecker_factors(packing.group, codes.device)
     factors = constants[key]
 
     def write(part: slice, values: torch.Tensor) -> None:
-        summed = rotation.sums(codes[part].float(), factors)
+        summed = rotated_sums(codes[part].float(), factors)
         torch.mul(summed, scale[part] if packing.by_row else scale, out=values)
 
     return write

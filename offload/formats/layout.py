@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from .packing import Packing, QuantFormat, stored_bytes
+from .packing import Int8, Packing, QuantFormat, stored_bytes
 
 # Every tensor starts at a multiple of this number of bytes. CPU and CUDA kernels choose their code path by alignment,
 # and the paths sum in different orders: only with the alignment of an ordinary tensor are streamed results bit-equal to
@@ -79,6 +79,8 @@ class BlockFormat:
     stored: FlatLayout
     computed: FlatLayout
     scaled: frozenset[str] = frozenset()
+    dtype: torch.dtype | None = None
+    """Dtype of the activations that are multiplied by matrices in int8, and of patches of these."""
 
     def __post_init__(self) -> None:
         stored = [(tensor.name, tensor.shape) for tensor in self.stored.tensors]
@@ -94,8 +96,16 @@ class BlockFormat:
 
     @property
     def quantised_values(self) -> int:
-        """Values of the largest quantised part; 0 if nothing is quantised."""
-        return max((math.prod(stored.shape) for stored, _ in self.parts if stored.packing is not None), default=0)
+        """Values of the largest part that is dequantised; 0 for none."""
+        parts = (stored for stored, computed in self.parts if stored.packing is not None and computed.packing is None)
+        return max((math.prod(stored.shape) for stored in parts), default=0)
+
+    def patch_dtype(self, tensor: FlatTensor) -> torch.dtype:
+        """Return the dtype of the factors of a patch of one of the computed tensors."""
+        if tensor.packing is None:
+            return tensor.dtype
+        assert self.dtype is not None, f"{tensor.name} is computed in int8"
+        return self.dtype
 
     @cached_property
     def parts(self) -> tuple[tuple[FlatTensor, FlatTensor], ...]:
@@ -133,6 +143,8 @@ def block_format(
     computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
     scaled: Iterable[str] = (),
     packings: Mapping[str, Packing] = NO_PACKINGS,
+    *,
+    int8: bool = False,
 ) -> BlockFormat:
     """Return the format of a block.
 
@@ -141,15 +153,19 @@ def block_format(
         computed_dtypes: one compute dtype for all, or one for each name.
         scaled: names of the tensors that have a scale.
         packings: packings by name.
+        int8: matrices that are stored in int8 are computed in it, with a scale for each row.
     """
 
     def computed_dtype(name: str) -> torch.dtype:
         return computed_dtypes if isinstance(computed_dtypes, torch.dtype) else computed_dtypes[name]
 
+    kept = {name: replace(each, by_row=True) for name, each in packings.items() if int8 and isinstance(each, Int8)}
+    dtypes = {name: stored[name][1] if name in kept else computed_dtype(name) for name in stored}
     return BlockFormat(
         stored=flat_layout(((name, shape, dtype) for name, (shape, dtype) in stored.items()), packings),
-        computed=flat_layout((name, shape, computed_dtype(name)) for name, (shape, _) in stored.items()),
+        computed=flat_layout(((name, shape, dtypes[name]) for name, (shape, _) in stored.items()), kept),
         scaled=frozenset(scaled),
+        dtype=computed_dtype(next(iter(kept))) if kept else None,
     )
 
 

@@ -49,7 +49,7 @@ def kronecker_factors(group: int, device: torch.device) -> tuple[torch.Tensor, .
     return (signs(group).to(device, non_blocking=True).float(),)
 
 
-def sums(values: torch.Tensor, factors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def rotated_sums(values: torch.Tensor, factors: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return `values` @ `signs`, group by group: the rotation without its factor 1 / sqrt(group).
 
     Args:
@@ -63,6 +63,6 @@ def sums(values: torch.Tensor, factors: tuple[torch.Tensor, ...]) -> torch.Tenso
     return summed.view(values.shape)
 
 
-def factor(group: int) -> float:
+def rotation_factor(group: int) -> float:
     """Return 1 / sqrt(group), a power of two."""
     return 1 / math.sqrt(group)

@@ -29,6 +29,7 @@ class FileSource(RangeSource):
         blocks: tensors of each block by parameter name; the layout keeps their order.
         computed_dtypes: dtype to compute with: one for all parameters, or one for each parameter name.
         scales: scales of stored tensors by parameter name, with one value per tensor or one per row.
+        int8: compute in int8 with matrices that are stored in it.
         readers: threads that read one block together.
         portable: use seek and read instead of `preadv`.
         direct: read past the page cache (O_DIRECT); if the file system refuses, log it and read through the cache.
@@ -47,6 +48,7 @@ class FileSource(RangeSource):
         *,
         computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
         scales: Mapping[BlockKey, TensorsOfBlock] | None = None,
+        int8: bool = False,
         readers: int = 4,
         portable: bool = not HAS_PREADV,
         direct: bool | None = None,
@@ -55,7 +57,8 @@ class FileSource(RangeSource):
         self._stored_scales = scales or {}
         self._scales: dict[BlockKey, Mapping[str, torch.Tensor]] = {}
         self.formats = {
-            key: _format(tensors, computed_dtypes, self._stored_scales.get(key, {})) for key, tensors in blocks.items()
+            key: _format(tensors, computed_dtypes, self._stored_scales.get(key, {}), int8=int8)
+            for key, tensors in blocks.items()
         }
         if direct is None:
             file_bytes = sum(tensor.stored_bytes for tensors in blocks.values() for tensor in tensors.values())
@@ -160,7 +163,11 @@ def _read(tensors: TensorsOfBlock, reader: FileReader) -> dict[str, torch.Tensor
 
 
 def _format(
-    tensors: TensorsOfBlock, computed_dtypes: Mapping[str, torch.dtype] | torch.dtype, scales: TensorsOfBlock
+    tensors: TensorsOfBlock,
+    computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
+    scales: TensorsOfBlock,
+    *,
+    int8: bool,
 ) -> BlockFormat:
     for name, scale in scales.items():
         rows = tensors[name].shape[0]
@@ -170,7 +177,7 @@ def _format(
                 f"the scale of {name} has shape {list(scale.shape)}; it must have one value or {rows}, one per row",
             )
     stored = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    return block_format(stored, computed_dtypes, scaled=scales, packings=_packings(tensors))
+    return block_format(stored, computed_dtypes, scaled=scales, packings=_packings(tensors), int8=int8)
 
 
 def _packings(tensors: TensorsOfBlock) -> dict[str, Packing]:

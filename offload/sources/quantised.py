@@ -56,9 +56,10 @@ def quantised_format(stored: BlockFormat) -> BlockFormat:
     tensors = stored.stored.tensors
     return block_format(
         {t.name: (t.shape, QUANTISED_DTYPE if t.name in changed else t.dtype) for t in tensors},
-        {tensor.name: tensor.dtype for tensor in stored.computed.tensors},
+        {tensor.name: stored.patch_dtype(tensor) for tensor in stored.computed.tensors},
         scaled=stored.scaled | changed,
         packings={tensor.name: tensor.packing for tensor in tensors if tensor.packing is not None},
+        int8=stored.dtype is not None,
     )
 
 

@@ -8,12 +8,12 @@ import torch
 
 from ...offload import BlockPatch, OffloadEngine, Sharded, SharedSegment, WeightPatch
 from ...plan import BlockKey
-from ...schema import OffloadPolicy, Storage
+from ...schema import OffloadPolicy
 from ..checkpoint.open import Expert
 from ..lora.apply import LoraFactors, LoraStack, block_patches, resident_patches, stack_identity
 from ..transformer.kernels import Kernels, check_usable
 from .models import ExpertModels
-from .storage import block_source
+from .storage import Precision, block_source
 
 NO_LORAS: Hashable = ()
 
@@ -29,21 +29,20 @@ class ExpertEngine(OffloadEngine):
         self,
         experts: Mapping[str, Expert],
         *,
-        compute_dtype: torch.dtype,
+        precision: Precision,
         policy: OffloadPolicy,
         device: torch.device,
-        storage: Storage = "as stored",
         direct: bool | None = None,
         shared: bool = False,
         sharded: Sharded | None = None,
     ) -> None:
-        self.models = ExpertModels(experts, compute_dtype=compute_dtype, device=device)
-        self._compute_dtype = compute_dtype
+        self.models = ExpertModels(experts, compute_dtype=precision.compute_dtype, device=device, int8=precision.int8)
+        self._compute_dtype = precision.compute_dtype
         self.policy, self._kernels = policy, Kernels()
         # Chunked forwards replace `block.forward`, so they have to be installed before any hook wraps the block.
         self.models.kernels.set(self._kernels, policy.chunk_tokens)
         self._configs = {name: expert.config for name, expert in experts.items()}
-        source = block_source(experts, compute_dtype=compute_dtype, storage=storage, direct=direct)
+        source = block_source(experts, precision, direct=direct)
         self._segment = None
         if shared and sharded is None:
             sizes = {key: fmt.stored.nbytes for key, fmt in source.formats.items()}

@@ -39,6 +39,8 @@ from ..checkpoint.meta_model import (
 from ..checkpoint.open import Expert
 from ..lora.apply import PatchedParameters, write_patched
 from ..transformer.block_kernels import BlockKernels
+from ..transformer.int8_linear import replace_linears, set_rotations
+from .storage import int8_layers
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -62,8 +64,14 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         non_block_bytes: bytes read and loaded so far that are not streamed.
     """
 
-    def __init__(self, experts: Mapping[str, Expert], *, compute_dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, experts: Mapping[str, Expert], *, compute_dtype: torch.dtype, device: torch.device, int8: bool = False
+    ) -> None:
         self.bare = {name: build_model(expert.config, compute_dtype) for name, expert in experts.items()}
+        self._int8_layers = {
+            name: replace_linears(dict(model.blocks.named_children()), int8_layers(experts[name]) if int8 else {})
+            for name, model in self.bare.items()
+        }
         timed = any(expert.config.family == "ti2v" for expert in experts.values())
         self.kernels = BlockKernels((block for model in self.bare.values() for block in model.blocks), timed=timed)
         self.non_block_bytes = 0
@@ -140,6 +148,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         self.bare.clear()
         self._embedders.clear()
         self._loaded.clear()
+        self._int8_layers.clear()
 
     def __getitem__(self, name: str) -> WanTransformer3DModel:
         model = self.bare[name]
@@ -147,6 +156,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
             # The parameters outlive the run that first needs them, and an inference tensor could not be changed later.
             with torch.inference_mode(False), torch.no_grad():
                 set_parameters(model, self._load((name, None)))
+                set_rotations(self._int8_layers[name], self._device)
                 model.rope.to(self._device)
             parameters = PatchedParameters(model)
             parameters.set(self._resident_patches(name))

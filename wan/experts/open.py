@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ...devices import AUTO, ComputeDtype, resolve_dtype
-from ...schema import ExpertsRef, LoraRef, Storage
+from ...schema import Arithmetic, ExpertsRef, LoraRef, Storage
 from ..checkpoint.detect import IMAGE_LAYER
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.key_names import both_names
@@ -21,6 +21,7 @@ from ..transformer.kernels import INDUCTOR, Kernels, check_installed
 from .pair import ExpertPair
 from .storage import STORAGES, log_unquantised
 
+ARITHMETIC_CHOICES: tuple[Arithmetic, ...] = ("decoded", "int8")
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -30,6 +31,7 @@ def open_experts(
     *,
     compute_dtype: ComputeDtype = AUTO,
     storage: Storage = "as stored",
+    arithmetic: Arithmetic = "decoded",
     direct: bool | None = None,
     shared: bool = False,
 ) -> ExpertPair:
@@ -45,6 +47,8 @@ def open_experts(
         storage: "as stored", or "fp8": the matrices of the blocks are stored in RAM and copied in fp8 (e4m3fn) with one
             scale per row, which halves RAM and transfers for a bf16 or fp16 file. They are quantised while they are
             read and decoded on arrival. Matrices that are quantised in the file are unchanged.
+        arithmetic: "decoded": decode all matrices to `compute_dtype`; "int8": multiply in int8 by matrices that are
+            stored in it, which halves the buffers. Slow on a CPU; not run on a GPU yet.
         direct: read blocks past the page cache (O_DIRECT); None: where this is faster.
         shared: other processes of this machine open the same experts. Blocks in RAM are then shared by all of them, and
             files are read through the page cache unless `direct` is True.
@@ -52,14 +56,15 @@ def open_experts(
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
         CheckpointError: the tensors are not those of an A14B expert, or the two experts do not belong together.
-        ValueError: the compute dtype or the storage is not one of the above.
+        ValueError: the compute dtype, the storage or the arithmetic is not one of the above.
     """
     dtype = _checked(compute_dtype, storage)
+    int8 = _is_int8(arithmetic)
     high_path, low_path = _expert_paths(Path(high_noise), None if low_noise is None else Path(low_noise))
     high, low = open_expert(high_path), open_expert(low_path)
     _check_pair(high, low)
     log_unquantised((high, low), storage)
-    return ExpertPair(high=high, low=low, compute_dtype=dtype, storage=storage, direct=direct, shared=shared)
+    return ExpertPair(high=high, low=low, compute_dtype=dtype, storage=storage, int8=int8, direct=direct, shared=shared)
 
 
 def open_single_model(
@@ -67,6 +72,7 @@ def open_single_model(
     *,
     compute_dtype: ComputeDtype = AUTO,
     storage: Storage = "as stored",
+    arithmetic: Arithmetic = "decoded",
     direct: bool | None = None,
     shared: bool = False,
 ) -> ExpertPair:
@@ -78,6 +84,7 @@ def open_single_model(
         path: file or folder, as for `open_experts`, or a diffusers pipeline folder with one transformer.
         compute_dtype: as for `open_experts`.
         storage: as for `open_experts`.
+        arithmetic: as for `open_experts`.
         direct: as for `open_experts`.
         shared: as for `open_experts`.
 
@@ -88,10 +95,13 @@ def open_single_model(
         ValueError: as `open_experts`.
     """
     dtype = _checked(compute_dtype, storage)
+    int8 = _is_int8(arithmetic)
     expert = open_expert(_one_path(Path(path)))
     _require_image_branch(expert)
     log_unquantised([expert], storage)
-    return ExpertPair(high=expert, low=expert, compute_dtype=dtype, storage=storage, direct=direct, shared=shared)
+    return ExpertPair(
+        high=expert, low=expert, compute_dtype=dtype, storage=storage, int8=int8, direct=direct, shared=shared
+    )
 
 
 def _require_image_branch(expert: Expert) -> None:
@@ -101,6 +111,12 @@ def _require_image_branch(expert: Expert) -> None:
             f"has no image branch ({both_names(IMAGE_LAYER)} is missing), which Wan2.1 I2V needs: choose its whole "
             "file; or, if this is an expert of Wan2.2 I2V A14B, open it as a pair, with the other expert",
         )
+
+
+def _is_int8(arithmetic: Arithmetic) -> bool:
+    if arithmetic not in ARITHMETIC_CHOICES:
+        raise ValueError(f"arithmetic is {arithmetic!r}; choose {' or '.join(map(repr, ARITHMETIC_CHOICES))}")
+    return arithmetic == "int8"
 
 
 def _checked(compute_dtype: ComputeDtype, storage: Storage) -> torch.dtype:

@@ -18,7 +18,7 @@ from ..lora.file import LoraFile
 from ..lora.fit import fit_stack
 from ..transformer.kernels import Kernels
 from .engine import ExpertEngine
-from .storage import BlockBytes, block_bytes, device_bytes, shards_bytes
+from .storage import BlockBytes, Precision, block_bytes, device_bytes, shards_bytes
 
 
 class ExpertPair(AbstractContextManager["ExpertPair"]):
@@ -37,6 +37,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         low: Expert,
         compute_dtype: torch.dtype,
         storage: Storage = "as stored",
+        int8: bool = False,
         direct: bool | None = None,
         shared: bool = False,
     ) -> None:
@@ -44,6 +45,8 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         self.low = low
         self.compute_dtype = compute_dtype
         self.storage = storage
+        self.int8 = int8
+        """Blocks compute in int8 with the matrices that are stored in it."""
         # Ranks of one machine share the page cache; with direct reads every rank would read the whole files.
         self._direct = False if direct is None and shared else direct
         self._shared = shared
@@ -80,7 +83,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         """Hashable that is equal for the same files, dtype, storage, kernels, LoRAs and strengths."""
         loras = tuple(stack_identity(stack) for stack in self._active_loras().values())
         paths = (self.high.path.resolve(), self.low.path.resolve())
-        return (*paths, self.compute_dtype, self.storage, self.kernels, loras)
+        return (*paths, self.compute_dtype, self.storage, self.int8, self.kernels, loras)
 
     def is_current(self) -> bool:
         """Return True if the experts' files have not changed since they were opened; else open the pair again."""
@@ -138,10 +141,9 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
             with torch.inference_mode(False):
                 self._engine = ExpertEngine(
                     self.experts,
-                    compute_dtype=self.compute_dtype,
+                    precision=self._precision,
                     policy=policy,
                     device=device,
-                    storage=self.storage,
                     direct=self._direct,
                     shared=self._shared,
                     sharded=self._sharded,
@@ -175,7 +177,13 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         return (
             decoding
             + shards_bytes(self._sharded, blocks=blocks, stored_bytes=self.stored_bytes, on_gpu=on_gpu)
-            + device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy, experts=self.experts)
+            + device_bytes(
+                self.high.config,
+                compute_dtype=self.compute_dtype,
+                policy=policy,
+                experts=self.experts,
+                buffer_bytes=block.computed,
+            )
         )
 
     @property
@@ -200,7 +208,11 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     @cached_property
     def _block_bytes(self) -> BlockBytes:
-        return block_bytes(self.experts, self.compute_dtype, self.storage)
+        return block_bytes(self.experts, self._precision)
+
+    @property
+    def _precision(self) -> Precision:
+        return Precision(compute_dtype=self.compute_dtype, storage=self.storage, int8=self.int8)
 
     @property
     def running(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.offload.formats.rotation import signs
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.solvers import SOLVERS
@@ -34,6 +35,7 @@ from wanstream.tests.support.accelerator import checked_accelerator
 from wanstream.tests.support.checked_device import TraceEntry, races
 from wanstream.wan import Nag, open_experts
 from wanstream.wan.lora.file import open_lora
+from wanstream.wan.transformer import int8_linear
 
 pytestmark = pytest.mark.checked
 
@@ -48,7 +50,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "swap from RAM": SWAP,
         "swap partly from RAM": replace(SWAP, ram_blocks=2),
     },
-    "weights": {"raw": "as stored", "fp8": "as stored", "fp8 in RAM": "fp8", "GGUF": "as stored", "mixed": "as stored"},
+    "weights": {
+        "raw": {},
+        "fp8": {},
+        "fp8 in RAM": {"storage": "fp8"},
+        "GGUF": {},
+        "mixed": {},
+    },
     "LoRA": {"none": None, "LoRA": (0.7, -0.4)},
     "solver": {name: name for name in SOLVERS},
     "cache": {"none": None, "first block": FirstBlockCache(threshold=0.2)},
@@ -101,6 +109,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_expert_file(model, folder / f"{place} raw", dtype=torch.float32)
         save_expert_file(model, folder / f"{place} fp8", dtype=torch.float32, fp8=Fp8Layout())
         save_expert_file(model, folder / f"{place} mixed", dtype=torch.float32, fp8=MixedLayout(format_of=mixture))
+        layout = MixedLayout(format_of=lambda _: "int8 ConvRot")
+        save_expert_file(model, folder / f"{place} int8", dtype=torch.float32, fp8=layout)
         save_expert_gguf(model, folder / f"{place} GGUF.gguf", types=q4_k_m)
         save_lora(make_lora(model, seed=seed + 2), folder / f"{place} LoRA", dtype=torch.float32)
     return folder
@@ -114,7 +124,7 @@ def latents(run: Run, files: Path, request: DenoiseRequest, device: torch.device
         request, solver=value["solver"], cache=value["cache"], windows=value["windows"], **value["guidance"]
     )
     paths = (files / f"{place} {ending}" for place in ("high", "low"))
-    with open_experts(*paths, compute_dtype=torch.float32, storage=value["weights"]) as pair:
+    with open_experts(*paths, compute_dtype=torch.float32, **value["weights"]) as pair:
         if value["LoRA"] is not None:
             high, low = value["LoRA"]
             pair.set_loras([(open_lora(files / "high LoRA"), high)], [(open_lora(files / "low LoRA"), low)])
@@ -127,6 +137,26 @@ def check(run: Run, files: Path, request: DenoiseRequest, seeds: Iterator[int] |
     for seed in seeds:
         with checked_accelerator(seed) as gpu:
             assert torch.equal(latents(run, files, request, gpu.device), expected), f"seed {seed}"
+
+
+@pytest.mark.parametrize("weights", ["int8", "mixed"])
+def test_runs_in_int8_have_the_bits_of_a_cpu(
+    weights: str, files: Path, small: DenoiseRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The CPU rotates by two matrices, which sums in another order.
+    monkeypatch.setattr(
+        int8_linear, "kronecker_factors", lambda group, device: (signs(group).to(device, non_blocking=True).float(),)
+    )
+    paths = [files / f"{place} {weights}" for place in ("high", "low")]
+
+    def run(policy: OffloadPolicy, device: torch.device) -> torch.Tensor:
+        with open_experts(*paths, compute_dtype=torch.float32, arithmetic="int8") as pair:
+            return denoise(pair, small, policy=policy, device=device).latents
+
+    expected = run(OffloadPolicy.resident(), torch.device("cpu"))
+    for seed, policy in enumerate(OPTIONS["policy"].values()):
+        with checked_accelerator(seed) as gpu:
+            assert torch.equal(run(policy, gpu.device), expected), policy
 
 
 def test_torch_finds_no_race_in_a_whole_run(files: Path, small: DenoiseRequest) -> None:

@@ -8,13 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch._dynamo.utils import counters
 
 from wanstream.sampling import denoise
 from wanstream.schema import OffloadPolicy, Storage
-from wanstream.testing.experts import dequantised, save_expert_file
+from wanstream.testing.experts import dequantised, make_lora, native_layer, save_expert_file, save_lora
 from wanstream.testing.number_formats import ENCODERS, MixedLayout, mixture
 from wanstream.testing.quantised import TypeOf, matrices, q4_k_m, save_expert_gguf
-from wanstream.wan.experts.open import open_experts
+from wanstream.wan.checkpoint.open import open_expert
+from wanstream.wan.experts.open import ARITHMETIC_CHOICES, open_experts
+from wanstream.wan.experts.storage import int8_layers
+from wanstream.wan.lora.file import open_lora
+from wanstream.wan.transformer.int8_linear import replace_linears, set_rotations
+from wanstream.wan.transformer.kernels import Kernels
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 POLICIES = {
@@ -87,3 +95,77 @@ def save_pair(
         save_expert_file(model, files[name], dtype=torch.float32, fp8=layout)
         models[name] = dequantised(model, dtype=torch.float32, fp8=layout)
     return files, models
+
+
+def int8_pair(
+    folder: Path, make_tiny_expert: Callable[..., Any], layout: MixedLayout
+) -> tuple[Mapping[str, Path], Mapping[str, Any]]:
+    """Write both experts, and return their files and plain models that compute in int8 with the values in them."""
+    files, models = save_pair(folder, make_tiny_expert, layout)
+    for name, file in files.items():
+        layers, blocks = int8_layers(open_expert(file)), models[name].blocks
+        stored = load_file(file)
+        replaced = replace_linears(dict(blocks.named_children()), layers)
+        for layer, (index, own) in zip(
+            replaced, ((index, own) for index, each in layers.items() for own in each), strict=True
+        ):
+            native = native_layer(f"blocks.{index}.{own}")
+            layer.weight = nn.Parameter(stored[f"{native}.weight"], requires_grad=False)
+            layer.weight_scale = stored[f"{native}.weight_scale"].view(-1, 1).expand(layer.out_features, 1)
+        set_rotations(replaced, torch.device("cpu"))
+    return files, models
+
+
+@pytest.mark.parametrize("layout", ["int8", "int8 rows", "int8 ConvRot", "mixed"])
+def test_a_run_in_int8_is_the_textbook_loop_with_int8_layers_to_the_bit(
+    layout: str, make_tiny_expert: Callable[..., Any], plain_denoise: Any, make_request: Any, tmp_path: Path
+) -> None:
+    files, models = int8_pair(tmp_path, make_tiny_expert, LAYOUTS[layout])
+    request = make_request()
+    expected = plain_denoise(models, request)
+    for name, policy in POLICIES.items():
+        with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="int8") as pair:
+            latents = denoise(pair, request, policy=policy, device="cpu").latents
+        assert torch.equal(latents, expected), name
+
+
+def test_blocks_in_int8_have_one_graph(make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path) -> None:
+    files, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["int8 ConvRot"])
+    request = make_request()
+    torch._dynamo.reset()
+    counters.clear()
+    with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="int8") as pair:
+        plain = denoise(pair, request, policy=LAYERWISE, device="cpu").latents
+        pair.kernels = Kernels(compiler="aot_eager")
+        assert torch.equal(denoise(pair, request, policy=LAYERWISE, device="cpu").latents, plain)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+def test_int8_halves_the_buffers(make_tiny_expert: Callable[..., Any], tmp_path: Path) -> None:
+    files, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["int8 ConvRot"])
+    decoded, int8 = (
+        open_experts(*files.values(), compute_dtype=torch.bfloat16, arithmetic=each) for each in ARITHMETIC_CHOICES
+    )
+    assert 0.5 < int8.computed_bytes / decoded.computed_bytes < 0.51
+    assert int8.computed_bytes == int8.stored_bytes == decoded.stored_bytes
+    assert decoded.decodes
+    assert not int8.decodes
+    half = decoded.computed_bytes - int8.computed_bytes
+    assert decoded.device_bytes(LAYERWISE, device="cpu") - int8.device_bytes(LAYERWISE, device="cpu") == 2 * half
+    assert decoded.identity != int8.identity
+
+
+def test_a_lora_on_int8_is_refused_in_words(make_tiny_expert: Callable[..., Any], tmp_path: Path) -> None:
+    files, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["int8 ConvRot"])
+    save_lora(make_lora(make_tiny_expert(layers=2), seed=3), tmp_path / "lora.safetensors", dtype=torch.float32)
+    with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="int8") as pair:
+        pair.set_loras([(open_lora(tmp_path / "lora.safetensors"), 1.0)], [])
+        with pytest.raises(ValueError, match=r'computed in int8, which takes no LoRA yet: .* arithmetic "decoded"'):
+            pair.engine(LAYERWISE, "cpu")
+
+
+def test_the_arithmetic_has_two_choices(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="arithmetic is 'int4'; choose 'decoded' or 'int8'"):
+        open_experts(tmp_path, tmp_path, arithmetic="int4")  # type: ignore[arg-type]

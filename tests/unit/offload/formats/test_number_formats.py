@@ -79,14 +79,14 @@ def test_pieces_of_rows_have_the_same_values(name: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("group", [4, 16, 64, 256, 1024])
 def test_the_rotation_is_symmetric_and_its_own_inverse(group: int) -> None:
     matrix = rotation_matrix(group)
-    assert torch.equal(rotation.signs(group).double() * rotation.factor(group), matrix)
+    assert torch.equal(rotation.signs(group).double() * rotation.rotation_factor(group), matrix)
     assert torch.equal(matrix, matrix.T)
     assert torch.equal(matrix @ matrix, torch.eye(group, dtype=torch.float64))
     assert torch.equal(matrix.sum(1), torch.ones(group, dtype=torch.float64))
     largest = torch.full((3, group), -128.0)
     largest[1, ::2] = 127
-    summed = rotation.sums(largest, rotation.kronecker_factors(group, torch.device("cpu")))
-    assert torch.equal(summed.double() * rotation.factor(group), rotated(largest, group))
+    summed = rotation.rotated_sums(largest, rotation.kronecker_factors(group, torch.device("cpu")))
+    assert torch.equal(summed.double() * rotation.rotation_factor(group), rotated(largest, group))
 
 
 def test_one_outlier_becomes_four_equal_parts() -> None:

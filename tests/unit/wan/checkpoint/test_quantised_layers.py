@@ -19,7 +19,7 @@ from wanstream.testing.experts import dequantised
 from wanstream.testing.number_formats import ENCODERS, MixedLayout, mixture
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.checkpoint.open import open_expert
-from wanstream.wan.experts.storage import block_source
+from wanstream.wan.experts.storage import Precision, block_source
 
 from .test_checkpoint import assert_holds
 
@@ -140,7 +140,7 @@ def test_a_scale_that_is_no_number_is_refused(bad: float, model: WanTransformer3
     tensors[f"{Q}.weight_scale"][7] = bad
     save_file(tensors, path)
     experts = {"high": open_expert(path)}
-    source = block_source(experts, compute_dtype=torch.bfloat16, storage="as stored", direct=False)
+    source = block_source(experts, Precision(compute_dtype=torch.bfloat16), direct=False)
     with pytest.raises(SourceError, match=r"a.safetensors: the scale of attn1.to_q.weight is NaN or infinite"):
         source.scales(BlockKey("high", 0))
     source.close()

@@ -16,7 +16,7 @@ from wanstream.plan.memory import RAW_SLOTS
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.experts.open import open_experts
-from wanstream.wan.experts.storage import block_source
+from wanstream.wan.experts.storage import Precision, block_source
 
 POLICY = OffloadPolicy.layerwise(1)
 VALUES = 8 * 256 * 256 + 2 * 256 * 512
@@ -141,9 +141,8 @@ def test_another_storage_is_refused_with_those_there_are(tiny_expert_file):
 def test_every_block_has_its_scales(tiny_expert_file):
     path = tiny_expert_file()
     with open_experts(path, path, storage="fp8") as pair:
-        source = block_source(
-            {"high": pair.high, "low": pair.low}, compute_dtype=torch.bfloat16, storage="fp8", direct=None
-        )
+        precision = Precision(compute_dtype=torch.bfloat16, storage="fp8")
+        source = block_source({"high": pair.high, "low": pair.low}, precision, direct=None)
         keys = list(source.formats)
         assert len(keys) == 2 * LAYERS
         for key in keys:

@@ -1,0 +1,144 @@
+"""Linear layers whose weight is int8: inputs are quantised for each token, and multiplied in int8.
+
+With a weight W' = W H that was rotated (ConvRot, `offload/formats/rotation.py`), the input is rotated too, because
+(x H) (W H)^T = x W^T: an outlier of a token is spread over a group of columns before it sets the scale of the token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from ...offload import kronecker_factors, quantise_int8, rotated_sums, rotation_factor
+
+SUMS = 2**26
+"""Sums of one piece of tokens: 268 MB in int32, and as much in fp32."""
+
+FEWEST_TOKENS = 32
+"""Tokens of a piece at least: CUDA multiplies int8 matrices of more than 16 rows only."""
+
+
+class Int8Linear(nn.Linear):
+    """Linear layer with an int8 weight [rows, columns] and an fp32 `weight_scale` [rows, 1], which are bound to it.
+
+    Args:
+        plain: layer to replace; its bias is taken over.
+        group: columns that the weight was rotated in; 0: it was not.
+    """
+
+    weight_scale: torch.Tensor
+
+    def __init__(self, plain: nn.Linear, *, group: int) -> None:
+        super().__init__(plain.in_features, plain.out_features, bias=False, device="meta", dtype=plain.weight.dtype)
+        self.bias = plain.bias
+        self.register_buffer("weight_scale", torch.empty(plain.out_features, 1, device="meta"), persistent=False)
+        self.group = group
+        self.rotation: list[torch.Tensor] = []
+        """The matrices of the rotation on the device of the input; all layers share them."""
+        _register()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        assert len(self.rotation) > 0 or not self.group, "the rotation was not set"
+        arguments = input, self.weight, self.weight_scale, self.bias, self.rotation
+        if not torch.compiler.is_compiling():
+            return int8_linear(*arguments)
+        result: torch.Tensor = torch.ops.wanstream.int8_linear(*arguments)
+        return result
+
+
+def replace_linears(blocks: Mapping[str, nn.Module], groups: Mapping[str, Mapping[str, int]]) -> list[Int8Linear]:
+    """Replace layers of blocks by `Int8Linear`.
+
+    Args:
+        blocks: blocks by name.
+        groups: rotated columns by the name of a layer within the block, by name of the block.
+    """
+    replaced = []
+    for name, layers in groups.items():
+        for layer, group in layers.items():
+            plain = blocks[name].get_submodule(layer)
+            assert isinstance(plain, nn.Linear), f"{layer} is {type(plain).__name__}"
+            replaced.append(Int8Linear(plain, group=group))
+            blocks[name].set_submodule(layer, replaced[-1])
+    return replaced
+
+
+def set_rotations(layers: Iterable[Int8Linear], device: torch.device) -> None:
+    """Give the layers the matrices of their rotations on `device`."""
+    shared: dict[int, list[torch.Tensor]] = {0: []}
+    for layer in layers:
+        if layer.group not in shared:
+            shared[layer.group] = list(kronecker_factors(layer.group, device))
+        layer.rotation = shared[layer.group]
+
+
+def int8_linear(
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    rotation: list[torch.Tensor],
+) -> torch.Tensor:
+    """Multiply tokens by an int8 matrix.
+
+    x' = x H in fp32; s = max(|x'|) / 127 for each token; q = x' / s, rounded to even; the sums of q and the codes of
+    the weight are exact; y = sums * weight_scale * s + bias in fp32, rounded once to the dtype of the tokens.
+
+    Args:
+        tokens: [..., columns], of a floating dtype.
+        weight: int8 [rows, columns].
+        weight_scale: fp32 [rows, 1].
+        bias: [rows], or None.
+        rotation: of `kronecker_factors`; empty if the weight was not rotated.
+
+    Returns:
+        [..., rows] in the dtype of the tokens.
+    """
+    rows, columns = weight.shape
+    flat = tokens.reshape(-1, columns)
+    out = flat.new_empty(len(flat), rows)
+    at_once = max(FEWEST_TOKENS, SUMS // rows)
+    for start in range(0, len(flat), at_once):
+        codes, scale = quantise_tokens(flat[start : start + at_once], rotation)
+        sums = _multiply(codes, weight)
+        # The first product makes them fp32; they are below 2^28.
+        result = (sums * weight_scale.view(1, -1)).mul_(scale)
+        if bias is not None:
+            result.add_(bias)
+        out[start : start + at_once].copy_(result)
+    return out.view(*tokens.shape[:-1], rows)
+
+
+def quantise_tokens(tokens: torch.Tensor, rotation: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 codes [tokens, columns] and their fp32 scales [tokens, 1]."""
+    values = tokens.to(torch.float32, copy=True)
+    if rotation:
+        group = 1
+        for matrix in rotation:
+            group *= len(matrix)
+        values = rotated_sums(values, tuple(rotation)) * rotation_factor(group)
+    return quantise_int8(values)
+
+
+def _multiply(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the exact int32 products of the rows of both."""
+    missing = FEWEST_TOKENS - len(codes)
+    if missing <= 0 or codes.device.type == "cpu":
+        return torch._int_mm(codes, weight.t())
+    return torch._int_mm(nn.functional.pad(codes, (0, 0, 0, missing)), weight.t())[: len(codes)]
+
+
+@functools.cache
+def _register() -> None:
+    """Register `int8_linear` with torch, which then compiles blocks around it into one graph."""
+    schema = "(Tensor tokens, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor[] rotation) -> Tensor"
+    operation = torch.library.custom_op("wanstream::int8_linear", int8_linear, mutates_args=(), schema=schema)
+
+    @operation.register_fake
+    def _(
+        tokens: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: object, rotation: object
+    ) -> torch.Tensor:
+        return tokens.new_empty(*tokens.shape[:-1], weight.shape[0])
