@@ -13,7 +13,6 @@ import torch
 
 from ..plan import BlockKey
 from .formats.layout import BlockFormat, FlatLayout, FlatTensor, flat_layout, tensor_views
-from .formats.packing import Int8
 from .host_memory.pages import LockedBlocks, PageLock, in_pages, map_memory
 
 
@@ -52,11 +51,15 @@ class StagedPatch:
     names: tuple[str, ...]
     layout: FlatLayout
     memory: torch.Tensor
+    tail: int | None = None
+    """First byte in a buffer of the factors of matrices in int8, which are not added to them; None without such."""
 
     def add_to(self, block: torch.Tensor, computed: FlatLayout, factors: torch.Tensor | None = None) -> None:
         """Add to a decoded block in place, one `addmm` per matrix, which sums in fp32 and rounds once.
 
-        A `full` is added before, and rounded separately.
+        A `full` is added before, and rounded separately. Rounding the sum of a matrix in int8 to codes again would lose
+        changes that are smaller than half a code: all of a LoRA with 0.3 % of the norm of the weight. Factors of these
+        are copied behind the block instead, and its layers add `(x @ down.T) @ up.T` to their result.
 
         Args:
             block: 1-D uint8 with the block in the layout `computed`; ordered by the current stream of its device.
@@ -64,13 +67,30 @@ class StagedPatch:
             factors: a copy of `memory` on the device of `block`; None if that device is the CPU.
         """
         matrices = tensor_views(block, computed)
-        parts = tensor_views(self.memory if factors is None else factors, self.layout)
+        given = self.memory if factors is None else factors
+        parts = tensor_views(given, self.layout)
+        if self.tail is not None:
+            block[self.tail : self.tail + self.layout.nbytes].copy_(given[: self.layout.nbytes])
+        in_int8 = {tensor.name for tensor in computed.tensors if tensor.packing is not None}
         for name in self.names:
+            if name in in_int8:
+                continue
             matrix = matrices[name]
             if (full := parts.get(_part(name, "full"))) is not None:
                 matrix.add_(full)
             if (up := parts.get(_part(name, "up"))) is not None:
                 matrix.addmm_(up, parts[_part(name, "down")])
+
+    def factors_in(self, buffer: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return views of `up` and `down` in a buffer by the name of the matrix; empty without matrices in int8."""
+        if self.tail is None:
+            return {}
+        parts = tensor_views(buffer[self.tail :], self.layout)
+        return {
+            name: (parts[_part(name, "up")], parts[_part(name, "down")])
+            for name in self.names
+            if _part(name, "up") in parts
+        }
 
 
 class StagedPatches:
@@ -85,6 +105,13 @@ class StagedPatches:
         self._formats = formats
         self._locked = LockedBlocks(lock) if lock is not None else None
         self._staged: Mapping[BlockKey, StagedPatch] = {}
+        self.tail = max((fmt.computed.nbytes for fmt in formats.values()), default=0)
+        """First byte of factors in a buffer, behind the largest block; to be set before patches are prepared."""
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of a buffer for factors: those of the largest patch of a block with matrices in int8."""
+        return max((staged.layout.nbytes for staged in self._staged.values() if staged.tail is not None), default=0)
 
     @property
     def locked_bytes(self) -> int:
@@ -122,7 +149,7 @@ class StagedPatches:
             if staged is not None and staged.identity == patch.identity:
                 prepared[key] = staged
             elif patch.weights:
-                prepared[key] = _stage(key, patch, self._formats)
+                prepared[key] = _stage(key, patch, self._formats, tail=self.tail)
         return prepared
 
     def changed(self, prepared: Mapping[BlockKey, StagedPatch]) -> frozenset[BlockKey]:
@@ -141,7 +168,7 @@ class StagedPatches:
         self._staged = prepared
 
 
-def _stage(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockFormat]) -> StagedPatch:
+def _stage(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockFormat], *, tail: int) -> StagedPatch:
     """Copy the factors of one block into one flat tensor."""
     label = f"the patch of block {key.block} of {key.expert!r}"
     if key not in formats:
@@ -152,7 +179,8 @@ def _stage(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockFor
         if name not in matrices:
             raise ValueError(f"{label}: {name} is not streamed; only {', '.join(matrices)} can be patched")
         _check(f"{label}, {name}", weight, matrices[name])
-        factors += ((_part(name, part), factor, matrices[name].dtype) for part, factor in _parts_of(weight))
+        dtype = formats[key].patch_dtype(matrices[name])
+        factors += ((_part(name, part), factor, dtype) for part, factor in _parts_of(weight))
     layout = flat_layout((part, tuple(factor.shape), dtype) for part, factor, dtype in factors)
     try:
         memory = map_memory(layout.nbytes)[: layout.nbytes]
@@ -163,7 +191,14 @@ def _stage(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockFor
     views = tensor_views(memory, layout)
     for part, factor, _ in factors:
         views[part].copy_(factor.detach())
-    return StagedPatch(identity=patch.identity, names=tuple(patch.weights), layout=layout, memory=memory)
+    beside = any(matrices[name].packing is not None for name in patch.weights)
+    return StagedPatch(
+        identity=patch.identity,
+        names=tuple(patch.weights),
+        layout=layout,
+        memory=memory,
+        tail=tail if beside else None,
+    )
 
 
 def _parts_of(weight: WeightPatch) -> Iterator[tuple[str, torch.Tensor]]:
@@ -175,10 +210,11 @@ def _parts_of(weight: WeightPatch) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _check(label: str, weight: WeightPatch, matrix: FlatTensor) -> None:
     """Raise ValueError unless `weight` can be added to `matrix`."""
-    if isinstance(matrix.packing, Int8):
-        # Rounding the sum to the codes again would lose changes that are smaller than half a code: all of a LoRA with
-        # 0.3 % of the norm of the weight, and an eighth of one with 1 %.
-        raise ValueError(f'{label}: it is computed in int8, which takes no LoRA yet: open it with arithmetic "decoded"')
+    if matrix.packing is not None and weight.full is not None:
+        raise ValueError(
+            f"{label}: it is computed in int8, which takes LoRAs of two factors only: open the model with arithmetic "
+            '"decoded", or leave this LoRA out'
+        )
     parts = dict(_parts_of(weight))
     if not parts or ("up" in parts) != ("down" in parts):
         raise ValueError(f"{label}: has {', '.join(parts) or 'nothing'}; give up and down, or full, or all three")

@@ -11,6 +11,7 @@ from torch import nn
 from ...plan import BlockKey
 from ..formats.layout import FlatLayout, FlatTensor, streamed_names, tensor_views
 from ..formats.packing import Int8
+from ..patches import StagedPatch
 from .buffers import BlockBuffer
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
@@ -34,18 +35,19 @@ class BlockBinding:
                 f"block {key.block} of {key.expert!r}: the source and the module differ in {', '.join(difference)}"
             )
         self._unbound = {name: each for tensor in layout.tensors for name, each in _empty(tensor).items()}
-        self._places = {name: _place(block, name) for name in self._unbound}
+        factors = (_factor(each.name, part) for each in layout.tensors if each.packing for part in ("up", "down"))
+        self._places = {name: _place(block, name) for name in (*self._unbound, *factors)}
         self._originals = {name: store[leaf] for name, (store, leaf) in self._places.items()}
         self._bound: int | None = None
 
-    def bind(self, buffer: BlockBuffer) -> None:
-        """Point the parameters of the block to the contents of `buffer`."""
+    def bind(self, buffer: BlockBuffer, patch: StagedPatch | None = None) -> None:
+        """Point the parameters of the block, and the factors of its patch, to the contents of `buffer`."""
         if self._bound == buffer.index:
             return
-        parameters = buffer.views.get(self.key)
-        if parameters is None:
-            parameters = buffer.views[self.key] = self._views(buffer)
-        self._put(parameters)
+        tensors = buffer.views.get(self.key)
+        if tensors is None:
+            tensors = buffer.views[self.key] = self._views(buffer, patch)
+        self._put(tensors)
         self._bound = buffer.index
 
     def unbind(self) -> None:
@@ -63,18 +65,21 @@ class BlockBinding:
         for name, (store, leaf) in self._places.items():
             # `_parameters` rather than `setattr` or `.data`: no `nn.Module.__setattr__` per visit, and a meta parameter
             # cannot get the data of another device. The module sees ordinary parameters of the buffer's memory.
-            store[leaf] = tensors[name]
+            store[leaf] = tensors.get(name)  # none for the factors of a block without a patch
 
-    def _views(self, buffer: BlockBuffer) -> Tensors:
+    def _views(self, buffer: BlockBuffer, patch: StagedPatch | None) -> Tensors:
         # Created once per pair of block and buffer, and cached by the buffer. Outside inference mode, because buffers
         # outlive the run that binds them first, and the next run may be in another mode.
         with torch.inference_mode(False):
             views = tensor_views(buffer.memory, self._layout)
-            return {
+            bound = {
                 name: each
                 for tensor in self._layout.tensors
                 for name, each in _bound(tensor, views[tensor.name]).items()
             }
+            for name, (up, down) in ({} if patch is None else patch.factors_in(buffer.memory)).items():
+                bound |= {_factor(name, "up"): up, _factor(name, "down"): down}
+            return bound
 
 
 def _bound(tensor: FlatTensor, view: torch.Tensor) -> Tensors:
@@ -84,6 +89,11 @@ def _bound(tensor: FlatTensor, view: torch.Tensor) -> Tensors:
     assert isinstance(tensor.packing, Int8), f"{tensor.name}: no module computes with {tensor.packing.name}"
     codes, scale = tensor.packing.split(view, tensor.shape)
     return {tensor.name: nn.Parameter(codes, requires_grad=False), f"{tensor.name}_scale": scale}
+
+
+def _factor(name: str, part: str) -> str:
+    """Return the name of the buffer of a layer in int8 for a factor of the patch of its weight."""
+    return f"{name.removesuffix('weight')}patch_{part}"
 
 
 def _empty(tensor: FlatTensor) -> Tensors:

@@ -66,6 +66,7 @@ class BlockPool:
         lock = runtime_for(device)  # a GPU copies from page-locked memory without blocking the host
         self._patches = StagedPatches(self.formats, lock=lock)
         self._route = Route(source, self.formats, self._patches, device=device, sharded=sharded)
+        self._patches.tail = self._route.buffer_bytes
         self.ram = self._route.ram_slots(lock, shared)
         self.ram.check_available(self._ram_residency, self.staging)
         self.ram.resize(self._ram_residency, self.staging)
@@ -115,6 +116,10 @@ class BlockPool:
         return self.ram.nbytes + self._patches.host_bytes
 
     @property
+    def _buffer_bytes(self) -> int:
+        return self._patches.tail + self._patches.tail_bytes
+
+    @property
     def running(self) -> bool:
         """True during a run; memory cannot be released then."""
         return self._running.locked()
@@ -158,6 +163,11 @@ class BlockPool:
                     if key in changed:
                         self.buffers[index].invalidate()
                 self._patches.replace(prepared)
+                for buffer in self.buffers:
+                    for key in changed:
+                        buffer.views.pop(key, None)
+                    if 0 < buffer.nbytes < self._buffer_bytes:
+                        _free_buffer(buffer)
         finally:
             self.release()
 
@@ -222,7 +232,7 @@ class BlockPool:
         # inference tensors cannot be written outside that mode.
         for index in sorted({fetch.buffer for fetch in program.fetches}):
             if self.buffers[index].state is BufferState.ABSENT:
-                self.buffers[index].restore(allocate_flat(self._route.buffer_bytes, self.device))
+                self.buffers[index].restore(allocate_flat(self._buffer_bytes, self.device))
 
     def allocate_buffers(self) -> None:
         """Allocate all buffers now, for callers that count their memory before a run.
@@ -235,7 +245,7 @@ class BlockPool:
         try:
             for buffer in self.buffers:
                 if buffer.state is BufferState.ABSENT:
-                    buffer.restore(allocate_flat(self._route.buffer_bytes, self.device))
+                    buffer.restore(allocate_flat(self._buffer_bytes, self.device))
             # Earlier work on this stream may still use the memory, and the next run may be on another stream.
             self.backend.begin_run()
         finally:
@@ -310,7 +320,7 @@ class BlockPool:
 
     def bind(self, key: BlockKey, buffer: BlockBuffer) -> None:
         """Point the modules of a block to its weights in `buffer`, at the start of a visit."""
-        self._bindings[key].bind(buffer)
+        self._bindings[key].bind(buffer, self._patches.get(key))
 
     def unbind(self, key: BlockKey) -> None:
         """Remove the weights of a block from its modules, because another block gets its buffer."""

@@ -66,7 +66,8 @@ class SynchronousBackend(CpuBackend):
             assert copy.stored is not None, f"{copy.key} cannot be read directly into device memory"
             fmt, block = self._formats[copy.key], copy.stored
             if not fmt.is_raw or self._patches.get(copy.key) is not None:
-                block = allocate_flat(fmt.computed.nbytes, "cpu")
+                # As large as the buffer: factors of a patch may be behind the block.
+                block = allocate_flat(copy.into.numel(), "cpu")
                 pending = CpuBackend.copy_in(self, copy._replace(into=block, release_source=_keep))
                 assert pending.decode is not None
                 pending.decode()

@@ -48,7 +48,8 @@ def open_experts(
             scale per row, which halves RAM and transfers for a bf16 or fp16 file. They are quantised while they are
             read and decoded on arrival. Matrices that are quantised in the file are unchanged.
         arithmetic: "decoded": decode all matrices to `compute_dtype`; "int8": multiply in int8 by matrices that are
-            stored in it, which halves the buffers. Slow on a CPU; not run on a GPU yet.
+            stored in it, which halves the buffers; LoRAs are then not added to these but computed beside them. Slow on
+            a CPU; not run on a GPU yet.
         direct: read blocks past the page cache (O_DIRECT); None: where this is faster.
         shared: other processes of this machine open the same experts. Blocks in RAM are then shared by all of them, and
             files are read through the page cache unless `direct` is True.

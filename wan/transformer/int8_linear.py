@@ -30,11 +30,15 @@ class Int8Linear(nn.Linear):
     """
 
     weight_scale: torch.Tensor
+    patch_up: torch.Tensor | None
+    patch_down: torch.Tensor | None
 
     def __init__(self, plain: nn.Linear, *, group: int) -> None:
         super().__init__(plain.in_features, plain.out_features, bias=False, device="meta", dtype=plain.weight.dtype)
         self.bias = plain.bias
         self.register_buffer("weight_scale", torch.empty(plain.out_features, 1, device="meta"), persistent=False)
+        self.register_buffer("patch_up", None, persistent=False)
+        self.register_buffer("patch_down", None, persistent=False)
         self.group = group
         self.rotation: list[torch.Tensor] = []
         """The matrices of the rotation on the device of the input; all layers share them."""
@@ -42,7 +46,8 @@ class Int8Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         assert len(self.rotation) > 0 or not self.group, "the rotation was not set"
-        arguments = input, self.weight, self.weight_scale, self.bias, self.rotation
+        patch = self.patch_up, self.patch_down
+        arguments = input, self.weight, self.weight_scale, self.bias, self.rotation, *patch
         if not torch.compiler.is_compiling():
             return int8_linear(*arguments)
         result: torch.Tensor = torch.ops.wanstream.int8_linear(*arguments)
@@ -81,6 +86,8 @@ def int8_linear(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     rotation: list[torch.Tensor],
+    up: torch.Tensor | None = None,
+    down: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply tokens by an int8 matrix.
 
@@ -93,6 +100,8 @@ def int8_linear(
         weight_scale: fp32 [rows, 1].
         bias: [rows], or None.
         rotation: of `kronecker_factors`; empty if the weight was not rotated.
+        up: [rows, rank] in the dtype of the tokens, a factor of a LoRA: adds (tokens @ down.T) @ up.T.
+        down: [rank, columns], the other one.
 
     Returns:
         [..., rows] in the dtype of the tokens.
@@ -102,12 +111,16 @@ def int8_linear(
     out = flat.new_empty(len(flat), rows)
     at_once = max(FEWEST_TOKENS, SUMS // rows)
     for start in range(0, len(flat), at_once):
-        codes, scale = quantise_tokens(flat[start : start + at_once], rotation)
+        part = flat[start : start + at_once]
+        codes, scale = quantise_tokens(part, rotation)
         sums = _multiply(codes, weight)
         # The first product makes them fp32; they are below 2^28.
         result = (sums * weight_scale.view(1, -1)).mul_(scale)
         if bias is not None:
             result.add_(bias)
+        if up is not None:
+            assert down is not None, "up without down"
+            result.add_(nn.functional.linear(nn.functional.linear(part, down), up))
         out[start : start + at_once].copy_(result)
     return out.view(*tokens.shape[:-1], rows)
 
@@ -134,11 +147,14 @@ def _multiply(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _register() -> None:
     """Register `int8_linear` with torch, which then compiles blocks around it into one graph."""
-    schema = "(Tensor tokens, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor[] rotation) -> Tensor"
+    schema = (
+        "(Tensor tokens, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor[] rotation, Tensor? up, "
+        "Tensor? down) -> Tensor"
+    )
     operation = torch.library.custom_op("wanstream::int8_linear", int8_linear, mutates_args=(), schema=schema)
 
     @operation.register_fake
     def _(
-        tokens: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: object, rotation: object
+        tokens: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: object, rotation: object, *patch: object
     ) -> torch.Tensor:
         return tokens.new_empty(*tokens.shape[:-1], weight.shape[0])

@@ -55,7 +55,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "fp8": {},
         "fp8 in RAM": {"storage": "fp8"},
         "GGUF": {},
-        "mixed": {},
+        "int8": {"arithmetic": "int8"},
+        "mixed in int8": {"arithmetic": "int8"},
     },
     "LoRA": {"none": None, "LoRA": (0.7, -0.4)},
     "solver": {name: name for name in SOLVERS},
@@ -119,7 +120,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def latents(run: Run, files: Path, request: DenoiseRequest, device: torch.device) -> torch.Tensor:
     """Return the latents of one run."""
     value = {name: OPTIONS[name][chosen] for name, chosen in run.items()}
-    ending = {"fp8 in RAM": "raw", "GGUF": "GGUF.gguf"}.get(run["weights"], run["weights"])
+    ending = {"fp8 in RAM": "raw", "GGUF": "GGUF.gguf", "mixed in int8": "mixed"}.get(run["weights"], run["weights"])
     request = replace(
         request, solver=value["solver"], cache=value["cache"], windows=value["windows"], **value["guidance"]
     )
@@ -139,24 +140,14 @@ def check(run: Run, files: Path, request: DenoiseRequest, seeds: Iterator[int] |
             assert torch.equal(latents(run, files, request, gpu.device), expected), f"seed {seed}"
 
 
-@pytest.mark.parametrize("weights", ["int8", "mixed"])
-def test_runs_in_int8_have_the_bits_of_a_cpu(
-    weights: str, files: Path, small: DenoiseRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The CPU rotates by two matrices, which sums in another order.
-    monkeypatch.setattr(
-        int8_linear, "kronecker_factors", lambda group, device: (signs(group).to(device, non_blocking=True).float(),)
-    )
-    paths = [files / f"{place} {weights}" for place in ("high", "low")]
+@pytest.fixture(autouse=True)
+def _one_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotate tokens by one matrix, as a device does: the two of a CPU sum in another order."""
 
-    def run(policy: OffloadPolicy, device: torch.device) -> torch.Tensor:
-        with open_experts(*paths, compute_dtype=torch.float32, arithmetic="int8") as pair:
-            return denoise(pair, small, policy=policy, device=device).latents
+    def one_matrix(group: int, device: torch.device) -> tuple[torch.Tensor]:
+        return (signs(group).to(device, non_blocking=True).float(),)
 
-    expected = run(OffloadPolicy.resident(), torch.device("cpu"))
-    for seed, policy in enumerate(OPTIONS["policy"].values()):
-        with checked_accelerator(seed) as gpu:
-            assert torch.equal(run(policy, gpu.device), expected), policy
+    monkeypatch.setattr(int8_linear, "kronecker_factors", one_matrix)
 
 
 def test_torch_finds_no_race_in_a_whole_run(files: Path, small: DenoiseRequest) -> None:

@@ -17,6 +17,7 @@ from wanstream.schema import OffloadPolicy, Storage
 from wanstream.testing.experts import dequantised, make_lora, native_layer, save_expert_file, save_lora
 from wanstream.testing.number_formats import ENCODERS, MixedLayout, mixture
 from wanstream.testing.quantised import TypeOf, matrices, q4_k_m, save_expert_gguf
+from wanstream.wan import ExpertPair
 from wanstream.wan.checkpoint.open import open_expert
 from wanstream.wan.experts.open import ARITHMETIC_CHOICES, open_experts
 from wanstream.wan.experts.storage import int8_layers
@@ -157,12 +158,48 @@ def test_int8_halves_the_buffers(make_tiny_expert: Callable[..., Any], tmp_path:
     assert decoded.identity != int8.identity
 
 
-def test_a_lora_on_int8_is_refused_in_words(make_tiny_expert: Callable[..., Any], tmp_path: Path) -> None:
-    files, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["int8 ConvRot"])
+@pytest.mark.parametrize("layout", ["int8 ConvRot", "mixed"])
+def test_a_lora_beside_int8_layers(
+    layout: str, make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
+) -> None:
+    files, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS[layout])
     save_lora(make_lora(make_tiny_expert(layers=2), seed=3), tmp_path / "lora.safetensors", dtype=torch.float32)
+    lora, request = open_lora(tmp_path / "lora.safetensors"), make_request()
+
+    def runs(pair: ExpertPair, policy: OffloadPolicy) -> list[torch.Tensor]:
+        every = []
+        for strength in (0.0, 1.0, 0.3, 1.0, 0.0):
+            pair.set_loras([(lora, strength)], [(lora, -strength)])
+            every.append(denoise(pair, request, policy=policy, device="cpu").latents)
+        return every
+
+    with open_experts(*files.values(), compute_dtype=torch.float32) as pair:
+        decoded = runs(pair, LAYERWISE)
+    found = []
+    for policy in POLICIES.values():
+        with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="int8") as pair:
+            found.append(runs(pair, policy))
+    for every in found:
+        for one, first in zip(every, found[0], strict=True):
+            assert torch.equal(one, first)
+    plain, full, weak, again, without = found[0]
+    assert torch.equal(full, again)
+    assert torch.equal(plain, without)
+    error = (full - decoded[1]).norm()
+    assert error < 0.2 * (decoded[1] - decoded[0]).norm(), "the LoRA is another one"
+    assert (weak - plain).norm() < 0.6 * (full - plain).norm()
+
+
+def test_a_change_of_all_values_of_an_int8_matrix_is_refused_in_words(
+    make_tiny_expert: Callable[..., Any], tmp_path: Path
+) -> None:
+    files, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["int8 ConvRot"])
+    matrix = make_tiny_expert(layers=2).blocks[0].attn1.to_q.weight
+    change = {"diffusion_model.blocks.0.self_attn.q.diff": torch.full_like(matrix, 0.1)}
+    save_lora(change, tmp_path / "lora.safetensors", dtype=torch.float32)
     with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="int8") as pair:
         pair.set_loras([(open_lora(tmp_path / "lora.safetensors"), 1.0)], [])
-        with pytest.raises(ValueError, match=r'computed in int8, which takes no LoRA yet: .* arithmetic "decoded"'):
+        with pytest.raises(ValueError, match=r'computed in int8, .* two factors only: .* arithmetic "decoded"'):
             pair.engine(LAYERWISE, "cpu")
 
 

@@ -49,6 +49,15 @@ def test_the_result_is_that_of_the_definition(dtype: torch.dtype, group: int, to
     assert error < (0.02 if group else 0.06)
 
 
+def test_a_patch_is_added_exactly() -> None:
+    encoded, x = int8(random(ROWS, COLUMNS)), random(2, 40, COLUMNS, seed=1)
+    up, down = 0.001 * random(ROWS, 4, seed=2), random(4, COLUMNS, seed=3)
+    arguments = x, encoded.tensors["weight"], encoded.tensors["weight_scale"], None, []
+    change = int8_linear(*arguments, up, down).double() - int8_linear(*arguments).double()
+    expected = x.double() @ (up.double() @ down.double()).T
+    assert torch.allclose(change, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
 def test_codes_and_scales_are_those_of_float64() -> None:
     x = random(40, COLUMNS)
     x[7] = 0
