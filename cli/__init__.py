@@ -15,6 +15,7 @@ from .options import (
     ModelOptions,
     PlanOptions,
     ProbeOptions,
+    QuantiseOptions,
     RunOptions,
     SelftestOptions,
     add_options,
@@ -81,6 +82,14 @@ _COMMANDS: dict[str, tuple[str, type[Any], str, str]] = {
         "Writes a models folder with tiny random weights under the names of the real files, so that the workflows of "
         "this pack run on it, except native_mixed: ComfyUI's CLIPLoader does not read a text encoder as small as this "
         "one. Its videos show noise.",
+    ),
+    "quantise": (
+        ".quantise:quantise",
+        QuantiseOptions,
+        "write experts in int8 ConvRot",
+        "Writes each expert as a file of half the size of bf16, in the layout of ComfyUI: the matrices of the blocks "
+        "in int8 ConvRot with a scale for each row, everything else as it is. Needs 1 GB of RAM. "
+        "Exit code 0: done; 1: a file could not be read or written; 2: an output file exists.",
     ),
     "probe": (
         ".probe:probe",

@@ -145,6 +145,17 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantiseOptions:
+    """Options of `wanstream quantise`."""
+
+    experts: tuple[Path, ...] = option(
+        "experts", nargs="+", metavar="EXPERT", help="files or diffusers transformer folders, such as HIGH and LOW"
+    )
+    to: str = option("--to", default="int8_convrot", choices=["int8_convrot"], help="format (default: int8_convrot)")
+    out: Path | None = option("--out", default=None, metavar="DIR", help="folder for the files (default: that of each)")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
     """Options of `wanstream probe`."""
 

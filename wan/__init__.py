@@ -9,6 +9,8 @@ from __future__ import annotations
 from .checkpoint.key_names import native_transformer_name
 from .checkpoint.meta_model import NoInitialValues
 from .checkpoint.mismatches import expert_mismatches, lora_mismatches
+from .checkpoint.open import open_expert
+from .checkpoint.quantise_file import write_int8
 from .experts.engine import ExpertEngine
 from .experts.open import ExpertsRegistry, open_experts, open_pair
 from .experts.pair import ExpertPair
@@ -77,6 +79,7 @@ __all__ = [
     "lora_mismatches",
     "native_transformer_name",
     "normalise",
+    "open_expert",
     "open_experts",
     "open_image_encoder",
     "open_pair",
@@ -87,4 +90,5 @@ __all__ = [
     "retry_with_smaller_tiles",
     "shared_tiling",
     "space_of",
+    "write_int8",
 ]
