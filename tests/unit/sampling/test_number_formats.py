@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from safetensors.torch import load_file
 from torch import nn
 from torch._dynamo.utils import counters
 
+from wanstream.offload import Sharded
 from wanstream.sampling import denoise
 from wanstream.schema import OffloadPolicy, Storage
 from wanstream.testing.experts import dequantised, make_lora, native_layer, save_expert_file, save_lora
 from wanstream.testing.number_formats import ENCODERS, MixedLayout, mixture
 from wanstream.testing.quantised import TypeOf, matrices, q4_k_m, save_expert_gguf
+from wanstream.tests.support.offload_fixtures import ThreadGroup
 from wanstream.wan import ExpertPair
 from wanstream.wan.checkpoint.open import open_expert
 from wanstream.wan.experts.open import ARITHMETIC_CHOICES, open_experts
@@ -206,3 +209,25 @@ def test_a_change_of_all_values_of_an_int8_matrix_is_refused_in_words(
 def test_the_arithmetic_has_two_choices(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="arithmetic is 'int4'; choose 'decoded' or 'int8'"):
         open_experts(tmp_path, tmp_path, arithmetic="int4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"storage": "fp8"}, {"arithmetic": "int8"}], ids=["decoded", "fp8 storage", "in int8"]
+)
+def test_two_ranks_gather_shards_of_mixed_blocks(
+    how: dict[str, Any], make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
+) -> None:
+    files, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["mixed"])
+    save_lora(make_lora(make_tiny_expert(layers=2), seed=3), tmp_path / "lora.safetensors", dtype=torch.float32)
+    lora, request = open_lora(tmp_path / "lora.safetensors"), make_request()
+
+    def run(sharded: Sharded | None) -> torch.Tensor:
+        with open_experts(*files.values(), compute_dtype=torch.float32, **how) as pair:
+            pair.set_loras([(lora, 1.0)], [(lora, 0.5)])
+            pair.shard(sharded)
+            return denoise(pair, request, policy=LAYERWISE, device="cpu").latents
+
+    expected = run(None)
+    with ThreadPoolExecutor(2) as pool:
+        for latents in pool.map(run, ThreadGroup(2).ranks()):
+            assert torch.equal(latents, expected)
