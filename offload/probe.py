@@ -22,7 +22,7 @@ from ..devices import PageLockError, clock_for, runtime_for
 from .engine.threads import torch_thread_pool
 from .formats.decode import FP8_DTYPES, QUANTISED_DTYPE, decode_tensor, quantise_rows, work_memory
 from .formats.layout import host_bytes
-from .formats.packing import QUANT_FORMATS, QuantFormat
+from .formats.packing import MXFP8, NVFP4, QUANT_FORMATS, Int8, Packing
 from .host_memory.pages import map_memory
 from .sources.quantised import MAX_THREADS
 from .sources.read_plan import ALIGNMENT, O_DIRECT, ReadPiece
@@ -165,18 +165,24 @@ def wrong_decodings(device: torch.device, computed: torch.dtype) -> tuple[str, .
     random = torch.Generator().manual_seed(0)
     codes = torch.arange(256, dtype=torch.uint8).repeat(64, 1)
     scales = {"one scale": torch.tensor(0.0123), "a scale per row": torch.rand(64, 1, generator=random) + 0.01}
-    cases: dict[str, tuple[torch.Tensor, QuantFormat | None, torch.Tensor | None]] = {
-        f"{str(dtype).removeprefix('torch.')} with {words}": (codes.view(dtype), None, scale)
+    cases: dict[str, tuple[torch.Tensor, Packing | None, torch.Tensor | None, tuple[int, ...]]] = {
+        f"{str(dtype).removeprefix('torch.')} with {words}": (codes.view(dtype), None, scale, tuple(codes.shape))
         for dtype in FP8_DTYPES
         for words, scale in scales.items()
     }
     for name, packing in QUANT_FORMATS.items():
         groups = torch.randint(0, 256, (256, packing.nbytes), dtype=torch.uint8, generator=random)
-        cases[name] = groups, packing, None
+        cases[name] = groups, packing, None, (256, packing.values)
+    rows = scales["a scale per row"].view(-1).view(torch.uint8)
+    for int8 in (Int8(), Int8(group=256)):
+        cases[int8.name] = torch.cat((codes.view(-1), rows)), int8, None, tuple(codes.shape)
+    for micro in (MXFP8, NVFP4):
+        matrix = torch.randint(0, 256, (micro.code_bytes((64, 256)),), dtype=torch.uint8, generator=random)
+        groups = torch.randint(100, 120, micro.scale_shape((64, 256)), dtype=torch.uint8, generator=random)
+        cases[micro.name] = torch.cat((matrix, groups.view(-1))), micro, None, (64, 256)
 
     def decoded(place: torch.device, case: str) -> torch.Tensor:
-        stored, packing, scale = cases[case]
-        shape = stored.shape if packing is None else (len(stored), packing.values)
+        stored, packing, scale, shape = cases[case]
         into = torch.empty(shape, dtype=computed, device=place)
         decode_tensor(stored.to(place), into, packing=packing, scale=None if scale is None else scale.to(place))
         return into.cpu().nan_to_num(7.0)

@@ -39,6 +39,7 @@ class ExpertsRef:
     compute_dtype: str = "auto"
     """torch's name of a dtype. "auto" chooses a fast one for the device, the same for all workers of a run."""
     storage: Storage = "as stored"
+    arithmetic: Arithmetic = "decoded"
     loras: tuple[LoraRef, ...] = ()
     """LoRAs added to the experts' weights, all of them."""
     single: bool = False

@@ -24,6 +24,7 @@ from ...testing import (
     save_expert_gguf,
     save_lora,
 )
+from ...testing.number_formats import MixedLayout
 from ...wan import ExpertsRegistry
 from .device_checks import IN_RAM, Subject
 from .findings import Finding
@@ -32,6 +33,7 @@ VIDEO = VideoShape(width=128, height=128, frames=9)
 STEPS = 4
 MOST_DIFFERENCE = 0.2
 """Relative difference from fp32 on a CPU: bf16 makes some percent, wrong weights make 1 and more."""
+IN_INT8 = "int8 ConvRot in int8, with a LoRA"
 RESIDENT, SMALLEST = OffloadPolicy.resident(), OffloadPolicy.layerwise(1)
 
 
@@ -79,21 +81,24 @@ def check_policies(runs: Runs, name: str) -> Finding:
 
 
 def check_result(runs: Runs) -> Finding:
-    """Compare the latents with those of fp32 on a CPU."""
-    found = runs.latents(runs.plain, RESIDENT).cpu()
-    exact = ExpertsRegistry()
+    """Compare the latents in bf16 and in int8 with those of decoded weights in fp32 on a CPU."""
+    differences = {"in bf16": _difference(runs, runs.plain), "in int8": _difference(runs, runs.formats[IN_INT8])}
+    words = " and ".join(f"{100 * difference:.1f} % {name}" for name, difference in differences.items())
+    return Finding(
+        outcome="passed" if max(differences.values()) <= MOST_DIFFERENCE else "failed",
+        words=f"{words} from fp32 on a CPU, up to {100 * MOST_DIFFERENCE:.0f} % is rounding",
+        figures={"relative_difference": differences["in bf16"], "relative_difference_int8": differences["in int8"]},
+    )
+
+
+def _difference(runs: Runs, ref: ExpertsRef) -> float:
+    found, exact = runs.latents(ref, RESIDENT).cpu(), ExpertsRegistry()
     try:
-        pair = exact.get(replace(runs.plain, compute_dtype="float32"))
+        pair = exact.get(replace(ref, compute_dtype="float32", arithmetic="decoded"))
         expected = denoise(pair, runs.request, policy=SMALLEST, device="cpu").latents
     finally:
         exact.free()
-    difference = float((found - expected).norm() / expected.norm())
-    words = f"{100 * difference:.1f} % from fp32 on a CPU, up to {100 * MOST_DIFFERENCE:.0f} % is rounding"
-    return Finding(
-        outcome="passed" if difference <= MOST_DIFFERENCE else "failed",
-        words=words,
-        figures={"relative_difference": difference},
-    )
+    return float((found - expected).norm() / expected.norm())
 
 
 def check_short_memory(runs: Runs) -> Finding:
@@ -170,6 +175,8 @@ def _write_experts(shape: TinyShape, folder: Path) -> dict[str, ExpertsRef]:
     for name, model in models.items():
         save_expert_file(model, folder / f"{name}.safetensors", dtype=torch.bfloat16)
         save_expert_file(model, folder / f"{name}_fp8.safetensors", dtype=torch.bfloat16, fp8=Fp8Layout())
+        layout = MixedLayout(format_of=lambda _: "int8 ConvRot")
+        save_expert_file(model, folder / f"{name}_int8.safetensors", dtype=torch.bfloat16, fp8=layout)
         save_lora(make_lora(model, seed=3), folder / f"{name}_lora.safetensors", dtype=torch.bfloat16)
 
     def ref(ending: str) -> ExpertsRef:
@@ -183,6 +190,8 @@ def _write_experts(shape: TinyShape, folder: Path) -> dict[str, ExpertsRef]:
         "fp8 file": ref("_fp8.safetensors"),
         "fp8 with a LoRA": replace(ref("_fp8.safetensors"), loras=(lora,)),
         "fp8 in RAM": replace(plain, storage="fp8"),
+        "int8 ConvRot": ref("_int8.safetensors"),
+        IN_INT8: replace(ref("_int8.safetensors"), arithmetic="int8", loras=(lora,)),
     }
     if importlib.util.find_spec("gguf") is not None:  # writes the file; reading one needs no package
         for name, model in models.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -192,9 +193,10 @@ def _check_pair(high: Expert, low: Expert) -> None:
 def open_pair(ref: ExpertsRef, *, shared: bool = False) -> ExpertPair:
     """Open the experts of `ref` without its LoRAs; only headers are read. `shared` is that of `open_experts`."""
     dtype: ComputeDtype = AUTO if ref.compute_dtype == AUTO else getattr(torch, ref.compute_dtype)
+    form: dict[str, Any] = {"compute_dtype": dtype, "storage": ref.storage, "arithmetic": ref.arithmetic}
     if ref.single:
-        return open_single_model(ref.high_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)
-    return open_experts(ref.high_noise, ref.low_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)
+        return open_single_model(ref.high_noise, **form, shared=shared)
+    return open_experts(ref.high_noise, ref.low_noise, **form, shared=shared)
 
 
 def set_loras(pair: ExpertPair, refs: Sequence[LoraRef]) -> None:

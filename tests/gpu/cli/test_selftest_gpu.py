@@ -28,7 +28,7 @@ from wanstream.tests.support.mutations import Mutation, Mutations
 from wanstream.wan.experts.models import ExpertModels
 
 WAIT_OF_VISIT = Mutation("CudaStreams._wait_for: self._runtime.current_stream().wait_event(event)", "CudaBackend")
-FORMATS = ("bf16", "fp8 with a LoRA", "GGUF Q4_K_M")
+FORMATS = ("bf16", "fp8 with a LoRA", "GGUF Q4_K_M", run_checks.IN_INT8)
 """Formats on the checked device; the others are those of other tests."""
 
 
