@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from wanstream.offload.formats.decode import decode_tensor
-from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
+from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.quantised import q4_k_m, random_groups, save_expert_gguf

@@ -11,8 +11,7 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.offload.formats import decode
 from wanstream.offload.formats.decode import CHUNK_VALUES, FP8_DTYPES, decode_tensor, decode_work_bytes
-from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
-from wanstream.offload.formats.packing import MXFP8, NVFP4, Int8, Packing
+from wanstream.offload.formats.packing import MXFP8, NVFP4, QUANT_FORMATS, Int8, Packing
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy, Storage
 from wanstream.testing import (

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
-from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
 from wanstream.offload.formats.layout import allocate_flat, block_format
+from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.offload.formats.safetensors_header import FileTensor, read_header
 from wanstream.offload.patches import StagedPatches
 from wanstream.offload.sources.base import BlockSource

@@ -16,8 +16,8 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
 from wanstream.offload.formats.gguf_header import READABLE_TYPES, TYPES, read_gguf_header
+from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.offload.formats.safetensors_header import DTYPES, CheckpointFileError, read_header
 from wanstream.offload.sources.file import read_tensors
 from wanstream.testing.quantised import random_groups

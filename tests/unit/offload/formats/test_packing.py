@@ -12,9 +12,9 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from wanstream.offload.formats import decode
 from wanstream.offload.formats.decode import decode_block, decode_tensor
-from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
 from wanstream.offload.formats.gguf_header import read_gguf_header
 from wanstream.offload.formats.layout import allocate_flat, block_format, tensor_views
+from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.file import FileSource, read_tensors
 from wanstream.plan import BlockKey

@@ -8,7 +8,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS, dequantise
+from wanstream.offload.formats.gguf_dequant import dequantise
+from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.testing.quantised import random_groups
 
 REFERENCE_HAS_QUANTISERS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from wanstream.offload.formats.decode import work_memory
-from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
 from wanstream.offload.formats.layout import allocate_flat, block_format, tensor_views
+from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.offload.formats.safetensors_header import FileTensor, read_header
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.file import FileSource

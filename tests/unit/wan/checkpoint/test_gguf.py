@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from wanstream.offload.formats.decode import decode_tensor
-from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
+from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.file import read_tensors
 from wanstream.plan import step_visits
