@@ -16,6 +16,7 @@ from ...schema import ExpertsRef, LoraRef, OffloadPolicy, VideoShape, format_siz
 from ...testing import (
     TEXT_DIM,
     Fp8Layout,
+    MixedLayout,
     TinyShape,
     make_expert,
     make_lora,
@@ -24,7 +25,6 @@ from ...testing import (
     save_expert_gguf,
     save_lora,
 )
-from ...testing.number_formats import MixedLayout
 from ...wan import ExpertsRegistry
 from .device_checks import IN_RAM, Subject
 from .findings import Finding
