@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .available_ram import available_bytes, cgroup_limits, insufficient_ram
 from .clock import Clock, DeviceError, DeviceEvent, MemoryMeter, clock_for, compute_device, free_bytes, total_bytes
-from .compute_dtype import AUTO, ComputeDtype, auto_dtype, common_dtype, dtype_name, resolve_dtype, with_resolved_dtype
+from .compute_dtype import AUTO, ComputeDtype, auto_dtype, common_dtype, dtype_name, resolve_dtype
 from .cuda import NvtxRanges
 from .oom import forget, is_out_of_memory
 from .registry import forked_random_state, gpu_count, register_runtime, runtime_for
@@ -41,5 +41,4 @@ __all__ = [
     "resolve_dtype",
     "runtime_for",
     "total_bytes",
-    "with_resolved_dtype",
 ]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import torch
 
-from ..schema import ExpertsRef
 from .clock import compute_device
 from .registry import runtime_for
 
@@ -45,15 +43,6 @@ def auto_dtype(device: torch.device | str | None = None) -> torch.dtype:
 def resolve_dtype(compute_dtype: ComputeDtype, device: torch.device | str | None = None) -> torch.dtype:
     """Return `compute_dtype` itself, or `auto_dtype(device)` for "auto"."""
     return auto_dtype(device) if isinstance(compute_dtype, str) and compute_dtype == AUTO else compute_dtype
-
-
-def with_resolved_dtype(ref: ExpertsRef, device: torch.device) -> ExpertsRef:
-    """Return `ref` with "auto" resolved to the `auto_dtype` of `device`, the compute device of this process.
-
-    A resolved "auto" and an explicit choice of the same dtype are then equal references. Workers resolve "auto"
-    themselves.
-    """
-    return replace(ref, compute_dtype=dtype_name(auto_dtype(device))) if ref.compute_dtype == AUTO else ref
 
 
 def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:

@@ -79,16 +79,17 @@ class StrictError(ValueError):
     """A warning that is an error in strict mode (`--strict`, or the setting in ComfyUI)."""
 
 
-def warnings_ui(warnings: Sequence[str]) -> dict[str, Any] | None:
-    """Log the warnings and return the node's UI output with them, or None if there are none.
+def warnings_ui(warnings: Sequence[str], notes: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Log the warnings and return the node's UI output with them and the notes, or None if there are neither.
 
     Raises:
         StrictError: there are warnings and the host is strict.
     """
     if not warnings:
-        return None
+        return {"text": ["\n".join(notes)]} if notes else None
     if current_host().strict():
         raise StrictError(f"{'; '.join(warnings)}. This is an error because the run is strict")
     for warning in warnings:
         logger.warning("%s", warning)
-    return {"text": ["\n".join(f"Warning: {warning}" for warning in warnings)], WARNINGS: list(warnings)}
+    lines = [*(f"Warning: {warning}" for warning in warnings), *notes]
+    return {"text": ["\n".join(lines)], WARNINGS: list(warnings)}

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..devices import AUTO, dtype_name
 from ..host import current_host, io, search_aliases
 from ..schema import ExpertsRef, LoraRef
-from ..wan import ATTENTIONS, STORAGES, ExpertPair, expert_mismatches, lora_mismatches
+from ..wan import (
+    ARITHMETIC_CHOICES,
+    ATTENTIONS,
+    STORAGES,
+    ExpertPair,
+    choose_int8,
+    expert_mismatches,
+    lora_mismatches,
+)
 from . import sockets
 from .inputs import warnings_ui
 
@@ -53,6 +62,16 @@ MODEL_INPUTS: tuple[io.Input, ...] = (
         tooltip="Compile the blocks with torch.compile for faster steps. The first step after a start is slow, and so "
         "is that of a second video size, but not of the other expert, another LoRA or another run. Results differ "
         "in the last digits. Needs Triton on a GPU, a C++ compiler on a CPU.",
+    ),
+    io.Combo.Input(
+        "arithmetic",
+        options=list(ARITHMETIC_CHOICES),
+        default="decoded",
+        optional=True,
+        tooltip="Arithmetic for matrices that the file stores in int8 (`wanstream quantise` writes such files). "
+        "decoded: they become compute_dtype on arrival. int8: they are multiplied as they are: half the memory of "
+        "buffers and resident blocks; tokens are rounded to int8 too, which costs little precision with ConvRot and "
+        "more without. By comfy-kitchen where its CUDA kernels are active, else by torch; slow on a CPU.",
     ),
 )
 """Inputs of every loader of experts."""
@@ -103,7 +122,7 @@ class WanStreamExperts(io.ComfyNode):
             **settings,
         )
         pair = open_here(ref)
-        return io.NodeOutput(ref, ui=warnings_ui(expert_mismatches(pair.high, pair.low)))
+        return io.NodeOutput(ref, ui=_opened_ui(ref, pair, expert_mismatches(pair.high, pair.low)))
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> bool:
@@ -125,6 +144,19 @@ def open_here(ref: ExpertsRef) -> ExpertPair:
         dtype = dtype_name(pair.compute_dtype)
         logger.info("compute_dtype auto: the blocks compute in %s on %s", dtype, host.device())
     return pair
+
+
+def _opened_ui(ref: ExpertsRef, pair: ExpertPair, warnings: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Return the UI output of a loader: the warnings, and what multiplies int8 matrices here."""
+    if ref.arithmetic != "int8":
+        return warnings_ui(warnings)
+    if not pair.stores_int8:
+        unchanged = 'arithmetic "int8" changes nothing, because the file stores no matrix in int8: write one with '
+        return warnings_ui([*warnings, f"{unchanged}`wanstream quantise`"])
+    choice = choose_int8(current_host().device(), pair.compute_dtype)
+    if choice.backend is None:
+        return warnings_ui([*warnings, choice.words])
+    return warnings_ui(warnings, [choice.words])
 
 
 class WanStreamOneExpert(io.ComfyNode):
@@ -156,8 +188,7 @@ class WanStreamOneExpert(io.ComfyNode):
     def execute(cls, file: str, compute_dtype: str, **settings: Any) -> io.NodeOutput:
         path = current_host().model_path(file, *FOLDERS)
         ref = ExpertsRef(high_noise=path, single=True, compute_dtype=DTYPES[compute_dtype], **settings)
-        open_here(ref)
-        return io.NodeOutput(ref)
+        return io.NodeOutput(ref, ui=_opened_ui(ref, open_here(ref)))
 
 
 NONE = "none"

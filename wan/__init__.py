@@ -12,7 +12,7 @@ from .checkpoint.mismatches import expert_mismatches, lora_mismatches
 from .checkpoint.open import open_expert
 from .checkpoint.quantise_file import write_int8
 from .experts.engine import ExpertEngine
-from .experts.open import ExpertsRegistry, open_experts, open_pair
+from .experts.open import ARITHMETIC_CHOICES, ExpertsRegistry, open_experts, open_pair, with_resolved_precision
 from .experts.pair import ExpertPair
 from .experts.storage import STORAGES
 from .image_encoder import HEADS, PREFIX, WIDTH, open_image_encoder
@@ -20,6 +20,7 @@ from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normal
 from .text.embedding_cache import EmbeddingCache
 from .text.encoder import open_text_encoder
 from .transformer.forward import BlockCache, Lane, SkipDecision, forward_lanes
+from .transformer.int8_backends import choose_int8
 from .transformer.kernels import ATTENTIONS
 from .transformer.nag import Nag, attach_nag
 from .transformer.per_frame_timestep import frame_timesteps
@@ -37,6 +38,7 @@ from .vae.vae import (
 from .vae.weights import family_of
 
 __all__ = [
+    "ARITHMETIC_CHOICES",
     "ATTENTIONS",
     "GB",
     "HEADS",
@@ -67,6 +69,7 @@ __all__ = [
     "attach_nag",
     "block_pass",
     "check_latents",
+    "choose_int8",
     "choose_tiling",
     "crop",
     "denormalise",
@@ -90,5 +93,6 @@ __all__ = [
     "retry_with_smaller_tiles",
     "shared_tiling",
     "space_of",
+    "with_resolved_precision",
     "write_int8",
 ]

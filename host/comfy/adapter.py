@@ -18,12 +18,12 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_execution.utils import get_executing_context
 
-from ...devices import auto_dtype, runtime_for, with_resolved_dtype
+from ...devices import auto_dtype, runtime_for
 from ...plan import AutoOffload
 from ...sampling import policy_with_cache
 from ...schema import ExpertsRef, OffloadPolicy
 from ...telemetry import PhaseRegistry, QueueItemPhases
-from ...wan import ExpertPair, ExpertsRegistry, open_pair, open_text_encoder
+from ...wan import ExpertPair, ExpertsRegistry, open_pair, open_text_encoder, with_resolved_precision
 from ..api import HostApi, LoadedExperts, ProgressBar
 from ..auto_policy import AutoPlanner
 from ..folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, CachedFileNames, OutputFile, diffusers_folders, inside
@@ -127,7 +127,7 @@ class ComfyHost(HostApi):
         comfy.model_management.throw_exception_if_processing_interrupted()
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
-        ref = with_resolved_dtype(ref, self.device())
+        ref = with_resolved_precision(ref, self.device())
         try:
             return self._experts.get(ref)
         finally:
@@ -163,7 +163,7 @@ class ComfyHost(HostApi):
         It stays valid when other experts are opened. A `flow_shift` of None is ComfyUI's default for Wan. Raises
         ValueError for a policy that does not fit the experts.
         """
-        ref = with_resolved_dtype(ref, self.device())
+        ref = with_resolved_precision(ref, self.device())
         root = self._patchers.get(ref.opened)
         if root is None:
             root = ExpertsPatcher(ExpertsModel(ref, self.experts), self.device(), torch.device("cpu"))

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ...devices import compute_device, free_bytes, with_resolved_dtype
+from ...devices import compute_device, free_bytes
 from ...plan import VRAM_RESERVE
 from ...sampling import SCHEDULES, schedule_sigmas
 from ...schema import Cancelled, ExpertsRef, OffloadPolicy, StateError
 from ...telemetry import QueueItemPhases
-from ...wan import EmbeddingCache, ExpertPair, ExpertsRegistry
+from ...wan import EmbeddingCache, ExpertPair, ExpertsRegistry, with_resolved_precision
 from ..api import HostApi, LoadedExperts, NeedsComfyUIError, ProgressBar, use_host
 from ..auto_policy import AutoPlanner, usable_bytes
 from ..folders import (
@@ -202,7 +202,7 @@ class EmbeddedHost(HostApi):
             raise Cancelled("the run was stopped")
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
-        return self._experts.get(with_resolved_dtype(ref, self.device()))
+        return self._experts.get(with_resolved_precision(ref, self.device()))
 
     def free_experts(self) -> None:
         self._experts.free()

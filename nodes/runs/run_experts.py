@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 import torch
 
-from ...devices import with_resolved_dtype
 from ...distributed import DistributedResult, part_sizes
 from ...host import RunEvents, SharedRun, current_host, run_settings
 from ...plan import AutoOffload, OffloadJob
@@ -26,7 +25,7 @@ from ...sampling import (
     working_bytes,
 )
 from ...schema import ExpertsRef, OffloadPolicy, Timeline, WorkersRef
-from ...wan import ExpertPair
+from ...wan import ExpertPair, with_resolved_precision
 
 OnStep: TypeAlias = Callable[[StepProgress], None]
 
@@ -151,7 +150,7 @@ def run_experts(
         traces: Folder for a trace of the run; None writes one only if the environment says so. Workers write none.
     """
     if workers is None:
-        ref = with_resolved_dtype(ref, current_host().device())  # before the settings: reports show the dtype
+        ref = with_resolved_precision(ref, current_host().device())  # before the settings: reports show the dtype
     pair = current_host().experts(ref)
     job = request_job(pair, request, current_host().device())
     if workers is None:

@@ -39,7 +39,8 @@ from ..checkpoint.meta_model import (
 from ..checkpoint.open import Expert
 from ..lora.apply import PatchedParameters, write_patched
 from ..transformer.block_kernels import BlockKernels
-from ..transformer.int8_linear import replace_linears, set_rotations
+from ..transformer.int8_backends import kitchen_dtype
+from ..transformer.int8_linear import prepare_layers, replace_linears
 from .storage import int8_layers
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
             name: replace_linears(dict(model.blocks.named_children()), int8_layers(experts[name]) if int8 else {})
             for name, model in self.bare.items()
         }
+        # Chosen before anything is read, because it may raise.
+        self._kitchen_dtype = kitchen_dtype(device, compute_dtype) if any(self._int8_layers.values()) else None
         timed = any(expert.config.family == "ti2v" for expert in experts.values())
         self.kernels = BlockKernels((block for model in self.bare.values() for block in model.blocks), timed=timed)
         self.non_block_bytes = 0
@@ -156,7 +159,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
             # The parameters outlive the run that first needs them, and an inference tensor could not be changed later.
             with torch.inference_mode(False), torch.no_grad():
                 set_parameters(model, self._load((name, None)))
-                set_rotations(self._int8_layers[name], self._device)
+                prepare_layers(self._int8_layers[name], self._device, self._kitchen_dtype)
                 model.rope.to(self._device)
             parameters = PatchedParameters(model)
             parameters.set(self._resident_patches(name))

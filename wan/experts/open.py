@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...devices import AUTO, ComputeDtype, resolve_dtype
+from ...devices import AUTO, ComputeDtype, dtype_name, resolve_dtype
 from ...schema import Arithmetic, ExpertsRef, LoraRef, Storage
 from ..checkpoint.detect import IMAGE_LAYER
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.key_names import both_names
 from ..checkpoint.open import Expert, open_expert
 from ..lora.file import open_lora
+from ..transformer.int8_backends import choose_int8
 from ..transformer.kernels import INDUCTOR, Kernels, check_installed
 from .pair import ExpertPair
 from .storage import STORAGES, log_unquantised
@@ -50,7 +51,7 @@ def open_experts(
             read and decoded on arrival. Matrices that are quantised in the file are unchanged.
         arithmetic: "decoded": decode all matrices to `compute_dtype`; "int8": multiply in int8 by matrices that are
             stored in it, which halves the buffers; LoRAs are then not added to these but computed beside them. Slow on
-            a CPU; not run on a GPU yet.
+            a CPU; not run on a GPU yet. The engine raises KernelsError on a device that cannot.
         direct: read blocks past the page cache (O_DIRECT); None: where this is faster.
         shared: other processes of this machine open the same experts. Blocks in RAM are then shared by all of them, and
             files are read through the page cache unless `direct` is True.
@@ -188,6 +189,20 @@ def _check_pair(high: Expert, low: Expert) -> None:
             high.path,
             "has an image branch, so it is Wan2.1 I2V and not an expert of Wan2.2 A14B: open it as a single model",
         )
+
+
+def with_resolved_precision(ref: ExpertsRef, device: torch.device) -> ExpertsRef:
+    """Return `ref` as it is computed on `device`, the compute device of this process.
+
+    The compute dtype "auto" becomes the `auto_dtype` of the device, and the arithmetic "int8" becomes "decoded" where
+    nothing multiplies int8 matrices. References that mean the same are then equal. Workers resolve "auto" themselves.
+    """
+    if ref.compute_dtype == AUTO:
+        ref = replace(ref, compute_dtype=dtype_name(resolve_dtype(AUTO, device)))
+    if ref.arithmetic != "int8":
+        return ref
+    choice = choose_int8(device, getattr(torch, ref.compute_dtype))
+    return ref if choice.backend is not None else replace(ref, arithmetic="decoded")
 
 
 def open_pair(ref: ExpertsRef, *, shared: bool = False) -> ExpertPair:

@@ -18,7 +18,7 @@ from ..lora.file import LoraFile
 from ..lora.fit import fit_stack
 from ..transformer.kernels import Kernels
 from .engine import ExpertEngine
-from .storage import BlockBytes, Precision, block_bytes, device_bytes, shards_bytes
+from .storage import BlockBytes, Precision, block_bytes, device_bytes, int8_layers, shards_bytes
 
 
 class ExpertPair(AbstractContextManager["ExpertPair"]):
@@ -200,6 +200,11 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
     def computed_bytes(self) -> int:
         """Bytes of the largest block of the pair in its buffer."""
         return self._block_bytes.computed
+
+    @property
+    def stores_int8(self) -> bool:
+        """True if a matrix of the blocks is stored in int8."""
+        return any(map(int8_layers, self.experts.values()))
 
     @property
     def decodes(self) -> bool:

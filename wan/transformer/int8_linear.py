@@ -42,11 +42,16 @@ class Int8Linear(nn.Linear):
         self.group = group
         self.rotation: list[torch.Tensor] = []
         """The matrices of the rotation on the device of the input; all layers share them."""
+        self.kitchen_dtype: int | None = None
+        """comfy-kitchen's number of the dtype of the result; None: torch multiplies."""
         _register()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        assert len(self.rotation) > 0 or not self.group, "the rotation was not set"
         patch = self.patch_up, self.patch_down
+        if self.kitchen_dtype is not None:
+            rest = self.group, self.kitchen_dtype, *patch
+            return kitchen_linear(input, self.weight, self.weight_scale, self.bias, *rest)
+        assert len(self.rotation) > 0 or not self.group, "the rotation was not set"
         arguments = input, self.weight, self.weight_scale, self.bias, self.rotation, *patch
         if not torch.compiler.is_compiling():
             return int8_linear(*arguments)
@@ -71,10 +76,15 @@ def replace_linears(blocks: Mapping[str, nn.Module], groups: Mapping[str, Mappin
     return replaced
 
 
-def set_rotations(layers: Iterable[Int8Linear], device: torch.device) -> None:
-    """Give the layers the matrices of their rotations on `device`."""
+def prepare_layers(layers: Iterable[Int8Linear], device: torch.device, kitchen_dtype: int | None) -> None:
+    """Choose the code that multiplies, and give the layers the matrices of their rotations on `device`.
+
+    Args:
+        kitchen_dtype: see `Int8Linear.kitchen_dtype`.
+    """
     shared: dict[int, list[torch.Tensor]] = {0: []}
     for layer in layers:
+        layer.kitchen_dtype = kitchen_dtype
         if layer.group not in shared:
             shared[layer.group] = list(kronecker_factors(layer.group, device))
         layer.rotation = shared[layer.group]
@@ -123,6 +133,33 @@ def int8_linear(
             result.add_(nn.functional.linear(nn.functional.linear(part, down), up))
         out[start : start + at_once].copy_(result)
     return out.view(*tokens.shape[:-1], rows)
+
+
+def kitchen_linear(
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: int,
+    kitchen_dtype: int,
+    up: torch.Tensor | None = None,
+    down: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply as `int8_linear` does, by the kernels of comfy-kitchen, whose last digits differ.
+
+    comfy-kitchen must be imported, and the CUDA backend of its registry active.
+
+    Args:
+        group: columns that the weight was rotated in; 0: it was not.
+        kitchen_dtype: comfy-kitchen's number of the dtype of the tokens.
+    """
+    result: torch.Tensor = torch.ops.comfy_kitchen.int8_linear(
+        tokens, weight, weight_scale, bias, kitchen_dtype, bool(group), group or 256
+    )
+    if up is None:
+        return result
+    assert down is not None, "up without down"
+    return result + nn.functional.linear(nn.functional.linear(tokens, down), up)
 
 
 def quantise_tokens(tokens: torch.Tensor, rotation: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -78,3 +78,49 @@ def test_values_equal_those_of_comfy_kitchen(quantised: dict[str, torch.Tensor],
         assert torch.equal(decoded, expected)
     weight = quantised["weight"]
     assert (decoded - weight).norm() < 0.2 * weight.norm()
+
+
+MULTIPLY = """
+import importlib.util, torch
+from installed_pack import load_pack
+
+answer = importlib.util.find_spec("comfy_kitchen") is not None
+if answer:
+    load_pack()
+    from wanstream.wan.transformer import int8_backends
+
+    cpu = torch.device("cpu")
+    import comfy.quant_ops, comfy_kitchen
+
+    def product(*each):
+        return int8_backends.kitchen_linear(*each, comfy_kitchen.DTYPE_TO_CODE[each[0].dtype])
+
+    def compiled(*each):
+        return torch.compile(product, backend="eager", fullgraph=True)(*each)
+
+    answer = {
+        "unavailable": int8_backends.registry_refusal(comfy_kitchen),
+        "products": [
+            int8_backends.test_fault(code, cpu, dtype)
+            for code in (product, compiled)
+            for dtype in (torch.float32, torch.bfloat16)
+        ],
+        "backend": int8_backends.test_fault(int8_backends._multiply_by_kitchen, cpu, torch.bfloat16),
+    }
+    registry = comfy_kitchen.registry
+    registry.register("cuda", comfy_kitchen.backends.eager, dict.fromkeys(registry._capabilities["eager"]))
+    answer["active"] = int8_backends.registry_refusal(comfy_kitchen)
+    registry.disable("cuda")  # as core does where torch is older than CUDA 13
+    answer["disabled"] = int8_backends.registry_refusal(comfy_kitchen)
+"""
+
+
+def test_products_of_comfy_kitchen_pass_and_its_registry_is_read(in_comfyui: Callable[..., Any]) -> None:
+    found = in_comfyui(MULTIPLY)
+    if not found:
+        pytest.skip("this ComfyUI has no comfy-kitchen")
+    assert found["products"] == [None] * 4
+    assert found["backend"] == "fails (KernelsError: its registry chooses eager)"
+    assert found["unavailable"].startswith("its CUDA backend is not available (CUDA not available")
+    assert found["disabled"] == "its CUDA backend is disabled in this process"
+    assert found["active"] is None

@@ -55,8 +55,9 @@ def test_a_package_that_is_missing_is_said_by_the_loader(loader: type[io.ComfyNo
 
 def test_a_report_names_what_was_chosen() -> None:
     plain = ExpertsRef(high_noise=Path("high"), low_noise=Path("low"))
-    words = _describe_experts(replace(plain, attention="sage", compile=True))
-    assert words == {**_describe_experts(plain), "Attention": "sage", "Blocks": "compiled"}
+    words = _describe_experts(replace(plain, attention="sage", compile=True, arithmetic="int8"))
+    changed = {"Attention": "sage", "Blocks": "compiled", "Computed in": "int8, and auto"}
+    assert words == {**_describe_experts(plain), **changed}
 
 
 @pytest.mark.parametrize(("loader", "files"), LOADERS, ids=["pair", "one"])

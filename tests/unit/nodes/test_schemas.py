@@ -18,8 +18,11 @@ LONGEST_EXECUTE = 15
 
 # Saved workflows refer to ids, inputs and outputs: a change here breaks them.
 SNAPSHOT = {
-    "WanStreamExperts": ("high_noise low_noise compute_dtype storage attention compile", "WANSTREAM_EXPERTS"),
-    "WanStreamOneExpert": ("file compute_dtype storage attention compile", "WANSTREAM_EXPERTS"),
+    "WanStreamExperts": (
+        "high_noise low_noise compute_dtype storage attention compile arithmetic",
+        "WANSTREAM_EXPERTS",
+    ),
+    "WanStreamOneExpert": ("file compute_dtype storage attention compile arithmetic", "WANSTREAM_EXPERTS"),
     "WanStreamLora": ("experts high_noise low_noise strength_high strength_low", "WANSTREAM_EXPERTS"),
     "WanStreamLayerwise": ("prefetch_blocks weights_source ram_blocks chunk_tokens", "WANSTREAM_POLICY"),
     "WanStreamAutoOffload": ("vram_budget_gb ram_budget_gb", "WANSTREAM_POLICY"),

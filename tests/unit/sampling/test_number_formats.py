@@ -25,7 +25,7 @@ from wanstream.wan.checkpoint.open import open_expert
 from wanstream.wan.experts.open import ARITHMETIC_CHOICES, open_experts
 from wanstream.wan.experts.storage import int8_layers
 from wanstream.wan.lora.file import open_lora
-from wanstream.wan.transformer.int8_linear import replace_linears, set_rotations
+from wanstream.wan.transformer.int8_linear import prepare_layers, replace_linears
 from wanstream.wan.transformer.kernels import Kernels
 
 LAYERWISE = OffloadPolicy.layerwise(1)
@@ -116,7 +116,7 @@ def int8_pair(
             native = native_layer(f"blocks.{index}.{own}")
             layer.weight = nn.Parameter(stored[f"{native}.weight"], requires_grad=False)
             layer.weight_scale = stored[f"{native}.weight_scale"].view(-1, 1).expand(layer.out_features, 1)
-        set_rotations(replaced, torch.device("cpu"))
+        prepare_layers(replaced, torch.device("cpu"), None)
     return files, models
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from wanstream.offload import kronecker_factors, quantise_int8
 from wanstream.testing.number_formats import int8, int8_convrot, rotated
 from wanstream.wan.transformer import int8_linear as module
-from wanstream.wan.transformer.int8_linear import Int8Linear, int8_linear, quantise_tokens, set_rotations
+from wanstream.wan.transformer.int8_linear import Int8Linear, int8_linear, prepare_layers, quantise_tokens
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 48, 512
@@ -101,7 +101,7 @@ def test_a_layer_compiles_into_one_graph() -> None:
     layer = Int8Linear(nn.Linear(COLUMNS, ROWS), group=256)
     layer.weight = nn.Parameter(encoded.tensors["weight"], requires_grad=False)
     layer.weight_scale = encoded.tensors["weight_scale"]
-    set_rotations([layer], CPU)
+    prepare_layers([layer], CPU, None)
     x = random(1, 40, COLUMNS)
     with torch.no_grad():
         plain = layer(x)

@@ -1,0 +1,183 @@
+"""Choice of the code that multiplies int8 matrices: its reasons in words, its test products, and what follows."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.host.embedded.adapter import Folders
+from wanstream.nodes import WARNINGS
+from wanstream.nodes.loaders import WanStreamOneExpert
+from wanstream.sampling import denoise
+from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.testing.experts import save_expert_file
+from wanstream.testing.model import T2V_FILE
+from wanstream.testing.number_formats import MixedLayout
+from wanstream.tests.support.embedded import embedded_host
+from wanstream.wan import choose_int8, open_experts, with_resolved_precision
+from wanstream.wan.transformer import int8_backends as module
+from wanstream.wan.transformer.int8_linear import int8_linear
+from wanstream.wan.transformer.kernels import KernelsError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+FP32 = torch.float32
+ACTIVE = {"available": True, "disabled": False, "unavailable_reason": None, "capabilities": ["int8_linear"]}
+INT8_ROWS = MixedLayout(format_of=lambda _: "int8 rows")
+
+
+@pytest.fixture
+def nothing_multiplies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Products of torch are wrong in this process."""
+
+    def wrong(tokens: torch.Tensor, codes: torch.Tensor, _: object, *rest: Any) -> torch.Tensor:
+        return right(tokens, codes, torch.ones(len(codes), 1), *rest)
+
+    right = module._multiply_by_torch
+    choose_int8.cache_clear()
+    monkeypatch.setattr(module, "_multiply_by_torch", wrong)
+    yield
+    choose_int8.cache_clear()
+
+
+def registry(**changes: object) -> Any:
+    return SimpleNamespace(list_backends=lambda: {"cuda": {**ACTIVE, **changes}})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_torch_multiplies_on_a_cpu(dtype: torch.dtype) -> None:
+    choice = choose_int8(CPU, dtype)
+    assert choice.backend == "torch"
+    assert choice.words == (
+        "int8 matrices are multiplied by torch on cpu (comfy-kitchen: its kernels are for NVIDIA GPUs)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kitchen", "reason"),
+    [
+        (SimpleNamespace(list_backends=dict), "has no CUDA backend: update it"),
+        (registry(available=False, unavailable_reason="no driver"), "its CUDA backend is not available (no driver)"),
+        (registry(disabled=True), "its CUDA backend is disabled in this process"),
+        (registry(capabilities=["adaln"]), "its CUDA backend has no int8_linear: update it"),
+        (registry(), "its int8_linear takes no rotated matrices: update it"),
+    ],
+    ids=["absent", "unavailable", "disabled", "old", "old operation"],
+)
+def test_each_state_of_the_registry_has_a_reason(kitchen: Any, reason: str) -> None:
+    if hasattr(torch.ops.comfy_kitchen, "int8_linear"):
+        pytest.skip("comfy-kitchen is imported in this process")
+    assert module.registry_refusal(kitchen) == reason
+
+
+def test_an_active_backend_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.library._scoped_library("comfy_kitchen", "FRAGMENT") as library:
+        library.define("int8_linear(Tensor x, int convrot_groupsize=256) -> Tensor")
+        assert module.registry_refusal(registry()) is None
+
+
+@pytest.mark.parametrize(
+    ("cuda", "installed", "reason"),
+    [
+        ("13.0", False, "not installed"),
+        ("12.8", True, "needs torch for CUDA 13 or later, and this one is for 12.8"),
+        (None, True, "needs torch for CUDA 13 or later, and this one is for no CUDA"),
+    ],
+)
+def test_a_missing_requirement_is_named(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, installed: bool, reason: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert module.kitchen_refusal(GPU) == reason
+
+
+def test_a_package_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "comfy_kitchen.py").write_text("raise ImportError('libcudart.so.13 is missing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert module.kitchen_refusal(GPU) == "cannot be imported (ImportError: libcudart.so.13 is missing)"
+
+
+def test_wrong_products_and_errors_are_found() -> None:
+    def raising(*_: object) -> torch.Tensor:
+        raise NotImplementedError("no kernel image\nmore")
+
+    def unrotated(*arguments: Any) -> torch.Tensor:
+        return int8_linear(*arguments[:4], [])
+
+    assert module.test_fault(module._multiply_by_torch, CPU, FP32) is None
+    assert module.test_fault(raising, CPU, FP32) == "fails (NotImplementedError: no kernel image)"
+    assert str(module.test_fault(unrotated, CPU, FP32)).startswith("multiplies wrongly (error 1")
+    for broken in (float("nan"), float("inf")):
+        fault = module.test_fault(lambda *each, x=broken: module._multiply_by_torch(*each) * x, CPU, FP32)
+        assert str(fault).startswith("multiplies wrongly")
+
+
+def test_lack_of_memory_is_no_fault_of_the_code() -> None:
+    def full(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        module.test_fault(full, CPU, FP32)
+
+
+@pytest.mark.usefixtures("nothing_multiplies")
+def test_without_code_matrices_are_decoded(
+    make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "wanstream.kernels"):
+        choice = choose_int8(CPU, FP32)
+    assert choice.backend is None
+    assert choice.words in caplog.text
+    assert choice.words.startswith(
+        "int8 matrices are decoded, because nothing can multiply them on cpu (comfy-kitchen:"
+    )
+    assert "torch: multiplies wrongly" in choice.words
+    ref = ExpertsRef(high_noise=tmp_path, compute_dtype="float32", arithmetic="int8")
+    assert with_resolved_precision(ref, CPU).arithmetic == "decoded"
+    files = [tmp_path / f"{name}.safetensors" for name in ("high", "low")]
+    for seed, file in enumerate(files):
+        save_expert_file(make_tiny_expert(seed=seed), file, dtype=FP32, fp8=INT8_ROWS)
+    with open_experts(*files, compute_dtype=FP32, arithmetic="int8") as pair:
+        with pytest.raises(KernelsError, match='open the model with arithmetic "decoded"'):
+            denoise(pair, make_request(), policy=OffloadPolicy.layerwise(1), device="cpu")
+
+
+@pytest.fixture
+def int8_file(make_tiny_expert: Callable[..., Any], tmp_path: Path) -> Iterator[str]:
+    """Name of a model in int8, which the embedded host lists."""
+    folder = tmp_path / "diffusion_models"
+    folder.mkdir()
+    save_expert_file(make_tiny_expert(seed=0), folder / "a.safetensors", dtype=FP32, fp8=INT8_ROWS)
+    with embedded_host.opened(Folders(models=tmp_path, output=tmp_path, input=tmp_path), device=CPU):
+        yield "a.safetensors"
+        embedded_host.free_experts()
+
+
+def shown(file: str, arithmetic: str) -> dict[str, Any] | None:
+    ui: dict[str, Any] | None = WanStreamOneExpert.execute(file=file, compute_dtype="fp32", arithmetic=arithmetic).ui
+    return ui
+
+
+def test_the_loader_shows_the_choice(int8_file: str) -> None:
+    assert shown(int8_file, "decoded") is None
+    assert shown(int8_file, "int8") == {"text": [choose_int8(CPU, FP32).words]}
+
+
+@pytest.mark.usefixtures("nothing_multiplies")
+def test_the_loader_warns_of_the_fallback(int8_file: str) -> None:
+    words = choose_int8(CPU, FP32).words
+    assert shown(int8_file, "int8") == {"text": [f"Warning: {words}"], WARNINGS: [words]}
+
+
+def test_the_loader_warns_of_a_file_without_int8(opened_test_model: None) -> None:
+    ui = shown(Path(T2V_FILE).name, "int8")
+    assert ui is not None
+    assert 'arithmetic "int8" changes nothing' in ui[WARNINGS][0]
