@@ -5,7 +5,7 @@ from __future__ import annotations
 from .cache.base import StepLanes
 from .cache.calibrate import calibrate
 from .cache.mag_table import NEAR_SIGMA, MagTable
-from .cache.settings import PRESETS, CacheSettings, FirstBlockCache, MagCache, policy_with_cache
+from .cache.settings import PRESETS, CacheSettings, EasyCache, FirstBlockCache, MagCache, policy_with_cache
 from .context_windows import StepWindows, computed_shape
 from .denoise import DenoiseResult, check_fits, denoise
 from .errors import InsufficientMemoryError, NonFiniteLatentError, RequestError, SamplingCancelled, SmallerPolicyError
@@ -36,6 +36,7 @@ __all__ = [
     "Compute",
     "DenoiseRequest",
     "DenoiseResult",
+    "EasyCache",
     "FirstBlockCache",
     "Guidance",
     "InsufficientMemoryError",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -51,14 +50,21 @@ class CachedPass(BlockCache):
         raise AssertionError(f"{type(self).__name__} skips all blocks or none")
 
 
-class StepCache(ABC):
+class StepCache:
     """Cache of one run; it keeps tensors of one expert at a time."""
 
     skipped: frozenset[int] = frozenset()
     """Steps that are known to need no block."""
 
-    @abstractmethod
+    def predict(self, step: int, expert: str, lanes: Sequence[Lane]) -> Mapping[int, torch.Tensor]:
+        """Return the velocities of lanes that need no forward pass, by their place; the others are computed."""
+        return {}
+
     def begin(
         self, step: int, expert: str, lanes: Sequence[LaneName], own: Sequence[LaneName], model: torch.nn.Module
-    ) -> CachedPass:
-        """Begin a forward pass of a step with these `lanes`, of which this worker computes `own`."""
+    ) -> CachedPass | None:
+        """Begin a forward pass of a step with these `lanes`, of which this worker computes `own`; None: a whole one."""
+        return None
+
+    def record(self, lanes: Sequence[Lane], velocities: Sequence[torch.Tensor]) -> None:
+        """Record the velocities of the lanes that were computed in a step."""

@@ -11,6 +11,7 @@ from ...schema import OffloadPolicy
 from ..errors import RequestError
 from ..loop.parallel import LOCAL_FORWARD, ParallelForward
 from .base import StepCache, StepLanes
+from .easycache import EasySteps, computed_steps
 from .first_block import FirstBlockSteps
 from .mag_table import MagTable
 from .magcache import Calibration, MagSteps, known_skips
@@ -68,7 +69,38 @@ class MagCache:
         return MagSteps(self.table, known_skips(self.table, self.rule, steps), split)
 
 
-CacheSettings: TypeAlias = FirstBlockCache | MagCache | Calibration
+@dataclass(frozen=True, kw_only=True)
+class EasyCache:
+    """EasyCache: a step is skipped, with all its lanes, while the predicted change of the output is small.
+
+    The prediction needs two computed steps of the same expert, and no calibration. The last step is never skipped.
+    """
+
+    cached_states: ClassVar[int] = 0
+    """See `FirstBlockCache.cached_states`: it keeps latents, and no hidden states."""
+
+    threshold: float = 0.05
+    """Relative change of the output since the last computed step; 0 skips nothing. A negative one raises
+    RequestError."""
+    retention: float = 0.2
+    """Share of each expert's steps, from its first one, that are never skipped; outside 0 to 1 raises RequestError."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.threshold) and self.threshold >= 0):
+            raise RequestError(f"the cache's threshold is {self.threshold}: give 0 (skips nothing) or more")
+        if not 0 <= self.retention <= 1:
+            raise RequestError(f"the cache's retention is {self.retention}: give 0 to 1 (skips nothing)")
+
+    @property
+    def words(self) -> str:
+        return f"easycache, threshold {self.threshold:g}, retention {self.retention:g}"
+
+    def start(self, steps: StepLanes, split: ParallelForward = LOCAL_FORWARD) -> StepCache:
+        """See `FirstBlockCache.start`."""
+        return EasySteps(self.threshold, computed_steps(steps, self.retention), split)
+
+
+CacheSettings: TypeAlias = FirstBlockCache | MagCache | EasyCache | Calibration
 
 
 def policy_with_cache(policy: OffloadPolicy, cache: CacheSettings | None) -> OffloadPolicy:

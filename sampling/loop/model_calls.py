@@ -184,22 +184,38 @@ class ModelCalls:
         compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit, local_tokens=own)
         if cache is None:
             return split.forward(lanes, compute)
-        passes: list[CachedPass] = []
+        blocks = engine.block_counts[expert]
+        predicted = cache.predict(step, expert, lanes)
+        computed = [lane for at, lane in enumerate(lanes) if at not in predicted]
+        saved = -(-len(predicted) // split.share.cfg)
+        if not computed:
+            self._leave_visits(run)
+            self._recorder.cached(lanes=saved, visits=blocks)
+            return [predicted[at] for at in range(len(lanes))]
+        passes: list[CachedPass | None] = []
 
         def compute_cached(own: Sequence[Lane]) -> list[torch.Tensor]:
-            passes.append(cache.begin(step, expert, names_of(lanes), names_of(own), engine.models[expert]))
+            passes.append(cache.begin(step, expert, names_of(computed), names_of(own), engine.models[expert]))
             return compute(own, shortcut=passes[0])
 
-        velocities = split.forward(lanes, compute_cached)
-        if passes[0].skips_rest:
-            # The remaining visits are skipped. `leave` keeps the blocks fetched for them in their buffers, where the
-            # next call finds them; ending the run without it would discard them.
-            run.leave()
-            self._end_run()
-        blocks = engine.block_counts[expert]
-        skipped = blocks if passes[0].whole else blocks - 1 if passes[0].skips_rest else 0
-        self._recorder.cached(lanes=passes[0].skipped_lanes, visits=skipped)
-        return velocities
+        velocities = split.forward(computed, compute_cached)
+        cache.record(computed, velocities)
+        skipped = 0
+        if passes[0] is not None:
+            if passes[0].skips_rest:
+                self._leave_visits(run)
+            saved += passes[0].skipped_lanes
+            skipped = blocks if passes[0].whole else blocks - 1 if passes[0].skips_rest else 0
+        self._recorder.cached(lanes=saved, visits=skipped)
+        rest = iter(velocities)
+        return [predicted[at] if at in predicted else next(rest) for at in range(len(lanes))]
+
+    def _leave_visits(self, run: EngineRun) -> None:
+        """Skip the visits that are left of a step."""
+        # `leave` keeps the blocks fetched for them in their buffers, where the next call finds them; ending the run
+        # without it would discard them.
+        run.leave()
+        self._end_run()
 
     def _revise_once(self) -> None:
         """Before the second call, replace the policy if the record of the first call suggests a better one."""

@@ -18,6 +18,7 @@ from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.experts import make_lora, save_lora
+from wanstream.tests.support.short_memory import ShortOnce
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.lora.file import open_lora
@@ -37,31 +38,6 @@ SOME = FirstBlockCache(threshold=0.55)
 Request = Callable[..., DenoiseRequest]
 OpenPair = Callable[..., ExpertPair]
 Models = Mapping[str, WanTransformer3DModel]
-
-
-class ShortOnce:
-    """Wrapper of a pair that raises an out-of-memory error at one use of a block, or after the blocks."""
-
-    def __init__(self, pair: ExpertPair, use: int, *, behind: bool = False) -> None:
-        self._pair, self._left, self._behind = pair, use, behind
-        self._hooked = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pair, name)
-
-    def engine(self, policy: OffloadPolicy, device: torch.device) -> Any:
-        engine = self._pair.engine(policy, device)
-        if not self._hooked:
-            self._hooked = True
-            for model in engine.models.bare.values():
-                for module in [model.proj_out] if self._behind else model.blocks:
-                    module.register_forward_pre_hook(self._use)
-        return engine
-
-    def _use(self, *given: object) -> None:
-        self._left -= 1
-        if self._left == -1:
-            raise torch.OutOfMemoryError("out of memory")
 
 
 def run(pair: Any, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **options: Any) -> Any:
