@@ -6,24 +6,25 @@ from typing import Any
 
 from ..host import io, search_aliases
 from ..plan import SkipRule
-from ..sampling import PRESETS, CacheSettings, FirstBlockCache, MagCache
+from ..sampling import PRESETS, CacheSettings, EasyCache, FirstBlockCache, MagCache
 from . import sockets
 from .decode import check_name
 from .runs.calibration import calibrate_run, read_table, write_table
 from .runs.run_experts import SamplerRun
 
-FIRST_BLOCK, MAGNITUDES = "first_block_cache", "magcache"
+FIRST_BLOCK, MAGNITUDES, EASY = "first_block_cache", "magcache", "easycache"
 OWN_THRESHOLD = "own threshold"
 
 CACHE_INPUTS: tuple[io.Input, ...] = (
     io.Combo.Input(
         "kind",
-        options=[FIRST_BLOCK, MAGNITUDES],
+        options=[FIRST_BLOCK, MAGNITUDES, EASY],
         default=FIRST_BLOCK,
         tooltip="first_block_cache: every step computes its first block, which is resident on the device (0.70 GB "
         "in bf16), and decides by its change; each prompt keeps two hidden states (1.5 GB at 1280x720x81 in "
         "bf16, 0.67 GB at 832x480x81). magcache: a calibration decides before the run; a skipped step moves "
-        "no bytes, and each prompt keeps one hidden state.",
+        "no bytes, and each prompt keeps one hidden state. easycache: the change of the input predicts that of the "
+        "output, without a calibration; a skipped step moves no bytes, and only latents are kept.",
     ),
     io.Combo.Input(
         "preset",
@@ -39,8 +40,8 @@ CACHE_INPUTS: tuple[io.Input, ...] = (
         min=0.0,
         max=2.0,
         step=0.01,
-        tooltip="For own threshold and magcache. Steps with a smaller change are skipped; 0 skips none, and the "
-        "result is bit-equal. Higher saves more time and costs quality.",
+        tooltip="For own threshold, magcache and easycache. Steps with a smaller change are skipped; 0 skips none, and "
+        "the result is bit-equal. Higher saves more time and costs quality.",
     ),
     io.String.Input(
         "calibration",
@@ -64,8 +65,8 @@ CACHE_INPUTS: tuple[io.Input, ...] = (
         max=1.0,
         step=0.01,
         optional=True,
-        tooltip="For magcache: share of each expert's steps, from its first one, that are never skipped. Less "
-        "saves time, but early steps decide on the whole video.",
+        tooltip="For magcache and easycache: share of each expert's steps, from its first one, that are never skipped. "
+        "Less saves time, but early steps decide on the whole video.",
     ),
 )
 
@@ -79,7 +80,7 @@ class WanStreamCache(io.ComfyNode):
             node_id="WanStreamCache",
             display_name="Wan Cache",
             category="WanStream/sampling",
-            **search_aliases("teacache", "magcache", "first block cache", "skip steps"),
+            **search_aliases("teacache", "magcache", "easycache", "first block cache", "skip steps"),
             description="Skips steps that are similar to the one before: their blocks are neither computed nor "
             "fetched, and the earlier change is added again. A higher threshold costs quality, first in motion "
             "and in the last frames: check the result.",
@@ -93,6 +94,9 @@ class WanStreamCache(io.ComfyNode):
         if kind == MAGNITUDES:
             rule = SkipRule(threshold=threshold, **skipping)
             settings = MagCache(table=read_table(calibration), rule=rule)
+        elif kind == EASY:
+            retention = skipping.get("retention", EasyCache.retention)
+            settings = EasyCache(threshold=threshold, retention=retention)
         return io.NodeOutput(settings)
 
 

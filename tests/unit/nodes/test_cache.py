@@ -15,7 +15,7 @@ from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.cache import WanStreamCache
-from wanstream.sampling.cache.settings import PRESETS, FirstBlockCache, MagCache
+from wanstream.sampling.cache.settings import PRESETS, EasyCache, FirstBlockCache, MagCache
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"
@@ -133,3 +133,10 @@ def test_presets_are_thresholds(preset: str, threshold: float) -> None:
     (cache,) = WanStreamCache.execute(kind="first_block_cache", preset=preset, threshold=0.7).args
     assert cache == FirstBlockCache(threshold=threshold)
     assert not isinstance(cache, MagCache)
+
+
+def test_easycache_has_a_threshold_and_a_retention() -> None:
+    (cache,) = WanStreamCache.execute(kind="easycache", preset="usual", threshold=0.1, retention=0.3).args
+    assert cache == EasyCache(threshold=0.1, retention=0.3)
+    (cache,) = WanStreamCache.execute(kind="easycache", preset="usual", threshold=0.1).args
+    assert cache == EasyCache(threshold=0.1)
