@@ -33,6 +33,7 @@ HOST_WAITS = {
     "offload/probe.py decoded": _HELPER,
     "offload/probe.py typical_s": _HELPER,
     "cli/selftest/device_checks.py check_copies": _HELPER,
+    "sampling/cache/easycache.py _changes": "the decision depends on values",
     "sampling/cache/first_block.py choose": "the decision depends on values",
     "sampling/context_windows.py _merged": _STEP_ENDS,
     "sampling/context_windows.py cut": _STEP_ENDS,
@@ -52,6 +53,7 @@ HOST_WAITS = {
     "wan/lora/apply.py write_patched": _LOOKED_UP,
     "wan/text/encoder.py encode": _ONCE,
     "wan/transformer/forward.py forward_lanes": "timesteps that a caller keeps on the device",
+    "wan/transformer/int8_backends.py test_fault": "test products, once per process",
     "wan/vae/vae.py _decode_video": "frames that leave the device",
     "wan/vae/vae.py _load": _LOOKED_UP,
 }

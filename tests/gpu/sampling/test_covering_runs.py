@@ -17,7 +17,7 @@ import torch
 
 from wanstream.offload.formats.rotation import signs
 from wanstream.sampling import DenoiseRequest, denoise
-from wanstream.sampling.cache.settings import FirstBlockCache
+from wanstream.sampling.cache.settings import EasyCache, FirstBlockCache
 from wanstream.sampling.solvers import SOLVERS
 from wanstream.schema import ContextWindows, OffloadPolicy
 from wanstream.testing import (
@@ -148,6 +148,23 @@ def _one_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
         return (signs(group).to(device, non_blocking=True).float(),)
 
     monkeypatch.setattr(int8_linear, "kronecker_factors", one_matrix)
+
+
+@pytest.mark.parametrize("policy", OPTIONS["policy"])
+def test_steps_are_skipped_before_their_first_block(
+    policy: str, files: Path, make_request: Callable[..., DenoiseRequest]
+) -> None:
+    """A run is left while the first blocks of its step are fetched, and the next one finds them."""
+    with open_experts(files / "high fp8", files / "low fp8", compute_dtype=torch.float32) as pair:
+        request = make_request(steps=8, switch_step=4, cache=EasyCache(threshold=1e9))
+        chosen = OPTIONS["policy"][policy]
+        expected = denoise(pair, request, policy=chosen, device=torch.device("cpu"))
+        assert [step.index for step in expected.timeline.steps if step.skipped_visits] == [2, 3, 6]
+        for seed in range(ORDERS):
+            with checked_accelerator(seed) as gpu:
+                found = denoise(pair, request, policy=chosen, device=gpu.device)
+                pair.close()
+            assert torch.equal(found.latents, expected.latents), f"seed {seed}"
 
 
 def test_torch_finds_no_race_in_a_whole_run(files: Path, small: DenoiseRequest) -> None:

@@ -15,7 +15,7 @@ import torch
 from wanstream.distributed.messages import RendezvousSpec, RunTask
 from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling import DenoiseRequest
-from wanstream.sampling.cache.settings import FirstBlockCache
+from wanstream.sampling.cache.settings import EasyCache, FirstBlockCache
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.mesh import Mesh
@@ -34,6 +34,8 @@ EVERY = 5
 
 Decisions = list[tuple[int, int]]
 """Per step: lanes that skipped blocks here, and skipped visits."""
+
+Kind = type[FirstBlockCache] | type[EasyCache]
 
 
 def job_join(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> None:
@@ -80,9 +82,9 @@ def cached_task(make_task: Callable[..., RunTask], tiny_expert_folder: Callable[
     high, low = (tiny_expert_folder(seed=seed, heads=2) for seed in (1, 2))
     experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
 
-    def make(threshold: float, *, batch: int = 1, end_step: int = STEPS) -> RunTask:
+    def make(threshold: float, *, batch: int = 1, end_step: int = STEPS, kind: Kind = FirstBlockCache) -> RunTask:
         noise = torch.randn(batch, 16, 2, 4, 6, generator=torch.Generator().manual_seed(10))
-        cache = FirstBlockCache(threshold=threshold)
+        cache = kind(threshold=threshold)
         request = {"noise": noise, "steps": STEPS, "switch_step": 4, "end_step": end_step, "cache": cache}
         return make_task(experts=experts, request=request, policy=OffloadPolicy.layerwise(1))
 
@@ -121,6 +123,19 @@ def test_two_workers_decide_as_one_does(
             both = [mine + theirs for (mine, _), (theirs, _) in zip(first, second, strict=True)]
             assert both == [lanes for lanes, _ in expected]
     assert 1 in [lanes for decided, _ in alone for lanes, _ in decided], "one lane alone never leaves anything out"
+
+
+@pytest.mark.parametrize(("mesh", "home"), [(ULYSSES, "sharded"), (CFG, "full"), (CFG, "sharded in VRAM")], ids=str)
+def test_two_workers_skip_the_steps_that_one_skips_by_easycache(
+    mesh: Mesh, home: WeightPlacement, group: Callable[..., list[Any]], cached_task: Callable[..., RunTask]
+) -> None:
+    tasks = [cached_task(threshold, kind=EasyCache, batch=2) for threshold in (0.67, 0.8, 1e9)]
+    [alone] = group(None, tasks)
+    one, other = group(mesh, tasks, home)
+    assert visits_of(one) == visits_of(other) == visits_of(alone)
+    assert [sum(map(bool, visits)) for visits in visits_of(alone)][-1] == 3
+    for (_, whole), (_, latents) in zip(alone, one, strict=True):
+        assert difference(latents, whole) <= ROUNDING
 
 
 @pytest.mark.parametrize("home", ["sharded", "sharded in VRAM"])
