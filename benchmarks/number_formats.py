@@ -79,7 +79,7 @@ def made_files(folder: Path) -> tuple[Case, dict[str, Case]]:
         save_expert_file(model, folder / f"{place} bf16", dtype=torch.bfloat16)
         for name, layout in FORMATS.items():
             save_expert_file(model, folder / f"{place} {name}", dtype=torch.bfloat16, fp8=layout)
-    computed: Mapping[str, Arithmetic] = {f"{name}, in int8": "int8" for name in ("int8 rows", "int8 ConvRot")}
+    computed: Mapping[str, Arithmetic] = {f"{name}, in int8": "as stored" for name in ("int8 rows", "int8 ConvRot")}
     cases = {"bf16": case("bf16")} | {name: case(name) for name in FORMATS}
     cases |= {name: case(name.partition(",")[0], arithmetic) for name, arithmetic in computed.items()}
     return case("fp32", dtype=torch.float32), cases
@@ -92,7 +92,7 @@ def given_files(arguments: list[str]) -> tuple[Case, dict[str, Case]]:
         name, _, files = argument.partition("=")
         one, _, other = files.partition(",")
         cases[name] = Case(high=Path(one), low=Path(other))
-        cases[f"{name}, in int8"] = Case(high=Path(one), low=Path(other), arithmetic="int8")
+        cases[f"{name}, in int8"] = Case(high=Path(one), low=Path(other), arithmetic="as stored")
     return Case(high=high, low=low, dtype=torch.float32), cases
 
 

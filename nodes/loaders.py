@@ -69,7 +69,7 @@ MODEL_INPUTS: tuple[io.Input, ...] = (
         default="decoded",
         optional=True,
         tooltip="Arithmetic for matrices that the file stores in int8 (`wanstream quantise` writes such files). "
-        "decoded: they become compute_dtype on arrival. int8: they are multiplied as they are: half the memory of "
+        "decoded: they become compute_dtype on arrival. as stored: they are multiplied as they are: half the memory of "
         "buffers and resident blocks; tokens are rounded to int8 too, which costs little precision with ConvRot and "
         "more without. By comfy-kitchen where its CUDA kernels are active, else by torch; slow on a CPU.",
     ),
@@ -148,10 +148,10 @@ def open_here(ref: ExpertsRef) -> ExpertPair:
 
 def _opened_ui(ref: ExpertsRef, pair: ExpertPair, warnings: Sequence[str] = ()) -> dict[str, Any] | None:
     """Return the UI output of a loader: the warnings, and what multiplies int8 matrices here."""
-    if ref.arithmetic != "int8":
+    if ref.arithmetic != "as stored":
         return warnings_ui(warnings)
     if not pair.stores_int8:
-        unchanged = 'arithmetic "int8" changes nothing, because the file stores no matrix in int8: write one with '
+        unchanged = 'arithmetic "as stored" changes nothing, because the file stores no matrix in int8: write one with '
         return warnings_ui([*warnings, f"{unchanged}`wanstream quantise`"])
     choice = choose_int8(current_host().device(), pair.compute_dtype)
     if choice.backend is None:

@@ -11,7 +11,7 @@ from .mesh import Mesh
 Storage = Literal["as stored", "fp8"]
 """Form of the blocks in RAM and on the bus."""
 
-Arithmetic = Literal["decoded", "int8"]
+Arithmetic = Literal["decoded", "as stored"]
 """Multiplication by matrices that are stored in int8: decoded to the compute dtype, or as they are."""
 
 Attention = Literal["default", "sdpa", "cudnn", "flash", "flash 3", "sage", "xformers"]

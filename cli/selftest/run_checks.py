@@ -191,7 +191,7 @@ def _write_experts(shape: TinyShape, folder: Path) -> dict[str, ExpertsRef]:
         "fp8 with a LoRA": replace(ref("_fp8.safetensors"), loras=(lora,)),
         "fp8 in RAM": replace(plain, storage="fp8"),
         "int8 ConvRot": ref("_int8.safetensors"),
-        IN_INT8: replace(ref("_int8.safetensors"), arithmetic="int8", loras=(lora,)),
+        IN_INT8: replace(ref("_int8.safetensors"), arithmetic="as stored", loras=(lora,)),
     }
     if importlib.util.find_spec("gguf") is not None:  # writes the file; reading one needs no package
         for name, model in models.items():

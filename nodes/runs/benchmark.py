@@ -382,7 +382,7 @@ def _describe_experts(ref: ExpertsRef) -> dict[str, str]:
         if path is not None
     ]
     settings = {"Experts": " and ".join(files), "Computed in": ref.compute_dtype, "Kept in RAM": ref.storage}
-    if ref.arithmetic == "int8":
+    if ref.arithmetic == "as stored":
         settings["Computed in"] = f"int8, and {ref.compute_dtype}"
     if ref.attention != "default":
         settings["Attention"] = ref.attention

@@ -23,7 +23,7 @@ from ..transformer.kernels import INDUCTOR, Kernels, check_installed
 from .pair import ExpertPair
 from .storage import STORAGES, log_unquantised
 
-ARITHMETIC_CHOICES: tuple[Arithmetic, ...] = ("decoded", "int8")
+ARITHMETIC_CHOICES: tuple[Arithmetic, ...] = ("decoded", "as stored")
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -49,8 +49,8 @@ def open_experts(
         storage: "as stored", or "fp8": the matrices of the blocks are stored in RAM and copied in fp8 (e4m3fn) with one
             scale per row, which halves RAM and transfers for a bf16 or fp16 file. They are quantised while they are
             read and decoded on arrival. Matrices that are quantised in the file are unchanged.
-        arithmetic: "decoded": decode all matrices to `compute_dtype`; "int8": multiply in int8 by matrices that are
-            stored in it, which halves the buffers; LoRAs are then not added to these but computed beside them. Slow on
+        arithmetic: "decoded": decode all matrices to `compute_dtype`; "as stored": multiply in int8 by matrices that
+            are stored in it, which halves the buffers; LoRAs are then not added to these but computed beside them. Slow on
             a CPU; not run on a GPU yet. The engine raises KernelsError on a device that cannot.
         direct: read blocks past the page cache (O_DIRECT); None: where this is faster.
         shared: other processes of this machine open the same experts. Blocks in RAM are then shared by all of them, and
@@ -119,7 +119,7 @@ def _require_image_branch(expert: Expert) -> None:
 def _is_int8(arithmetic: Arithmetic) -> bool:
     if arithmetic not in ARITHMETIC_CHOICES:
         raise ValueError(f"arithmetic is {arithmetic!r}; choose {' or '.join(map(repr, ARITHMETIC_CHOICES))}")
-    return arithmetic == "int8"
+    return arithmetic == "as stored"
 
 
 def _checked(compute_dtype: ComputeDtype, storage: Storage) -> torch.dtype:
@@ -194,12 +194,12 @@ def _check_pair(high: Expert, low: Expert) -> None:
 def with_resolved_precision(ref: ExpertsRef, device: torch.device) -> ExpertsRef:
     """Return `ref` as it is computed on `device`, the compute device of this process.
 
-    The compute dtype "auto" becomes the `auto_dtype` of the device, and the arithmetic "int8" becomes "decoded" where
-    nothing multiplies int8 matrices. References that mean the same are then equal. Workers resolve "auto" themselves.
+    The compute dtype "auto" becomes the `auto_dtype` of the device, and the arithmetic "as stored" becomes "decoded"
+    where nothing multiplies int8 matrices. References that mean the same are then equal. Workers resolve "auto" themselves.
     """
     if ref.compute_dtype == AUTO:
         ref = replace(ref, compute_dtype=dtype_name(resolve_dtype(AUTO, device)))
-    if ref.arithmetic != "int8":
+    if ref.arithmetic != "as stored":
         return ref
     choice = choose_int8(device, getattr(torch, ref.compute_dtype))
     return ref if choice.backend is not None else replace(ref, arithmetic="decoded")

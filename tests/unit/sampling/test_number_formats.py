@@ -128,7 +128,7 @@ def test_a_run_in_int8_is_the_textbook_loop_with_int8_layers_to_the_bit(
     request = make_request()
     expected = plain_denoise(models, request)
     for name, policy in POLICIES.items():
-        with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="int8") as pair:
+        with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="as stored") as pair:
             latents = denoise(pair, request, policy=policy, device="cpu").latents
         assert torch.equal(latents, expected), name
 
@@ -138,7 +138,7 @@ def test_blocks_in_int8_have_one_graph(make_tiny_expert: Callable[..., Any], mak
     request = make_request()
     torch._dynamo.reset()
     counters.clear()
-    with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="int8") as pair:
+    with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="as stored") as pair:
         plain = denoise(pair, request, policy=LAYERWISE, device="cpu").latents
         pair.kernels = Kernels(compiler="aot_eager")
         assert torch.equal(denoise(pair, request, policy=LAYERWISE, device="cpu").latents, plain)
@@ -180,7 +180,7 @@ def test_a_lora_beside_int8_layers(
         decoded = runs(pair, LAYERWISE)
     found = []
     for policy in POLICIES.values():
-        with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="int8") as pair:
+        with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="as stored") as pair:
             found.append(runs(pair, policy))
     for every in found:
         for one, first in zip(every, found[0], strict=True):
@@ -200,19 +200,19 @@ def test_a_change_of_all_values_of_an_int8_matrix_is_refused_in_words(
     matrix = make_tiny_expert(layers=2).blocks[0].attn1.to_q.weight
     change = {"diffusion_model.blocks.0.self_attn.q.diff": torch.full_like(matrix, 0.1)}
     save_lora(change, tmp_path / "lora.safetensors", dtype=torch.float32)
-    with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="int8") as pair:
+    with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="as stored") as pair:
         pair.set_loras([(open_lora(tmp_path / "lora.safetensors"), 1.0)], [])
         with pytest.raises(ValueError, match=r'computed in int8, .* two factors only: .* arithmetic "decoded"'):
             pair.engine(LAYERWISE, "cpu")
 
 
 def test_the_arithmetic_has_two_choices(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="arithmetic is 'int4'; choose 'decoded' or 'int8'"):
+    with pytest.raises(ValueError, match="arithmetic is 'int4'; choose 'decoded' or 'as stored'"):
         open_experts(tmp_path, tmp_path, arithmetic="int4")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"storage": "fp8"}, {"arithmetic": "int8"}], ids=["decoded", "fp8 storage", "in int8"]
+    "how", [{}, {"storage": "fp8"}, {"arithmetic": "as stored"}], ids=["decoded", "fp8 storage", "in int8"]
 )
 def test_two_ranks_gather_shards_of_mixed_blocks(
     how: dict[str, Any], make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path

@@ -140,12 +140,12 @@ def test_without_code_matrices_are_decoded(
         "int8 matrices are decoded, because nothing can multiply them on cpu (comfy-kitchen:"
     )
     assert "torch: multiplies wrongly" in choice.words
-    ref = ExpertsRef(high_noise=tmp_path, compute_dtype="float32", arithmetic="int8")
+    ref = ExpertsRef(high_noise=tmp_path, compute_dtype="float32", arithmetic="as stored")
     assert with_resolved_precision(ref, CPU).arithmetic == "decoded"
     files = [tmp_path / f"{name}.safetensors" for name in ("high", "low")]
     for seed, file in enumerate(files):
         save_expert_file(make_tiny_expert(seed=seed), file, dtype=FP32, fp8=INT8_ROWS)
-    with open_experts(*files, compute_dtype=FP32, arithmetic="int8") as pair:
+    with open_experts(*files, compute_dtype=FP32, arithmetic="as stored") as pair:
         with pytest.raises(KernelsError, match='open the model with arithmetic "decoded"'):
             denoise(pair, make_request(), policy=OffloadPolicy.layerwise(1), device="cpu")
 
@@ -180,4 +180,4 @@ def test_the_loader_warns_of_the_fallback(int8_file: str) -> None:
 def test_the_loader_warns_of_a_file_without_int8(opened_test_model: None) -> None:
     ui = shown(Path(T2V_FILE).name, "int8")
     assert ui is not None
-    assert 'arithmetic "int8" changes nothing' in ui[WARNINGS][0]
+    assert 'arithmetic "as stored" changes nothing' in ui[WARNINGS][0]
