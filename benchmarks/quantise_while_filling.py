@@ -1,4 +1,4 @@
-"""Cost of fp8 storage: time to quantise while a RAM slot is filled, and precision.
+"""Cost of fp8 and int8 storage: time to quantise while a RAM slot is filled, and precision.
 
 Speed: `quantise_rows` on one core, and one A14B block (0.70 GB in bf16) read from a warm page cache into a RAM slot, as
 stored and quantised. Precision: relative error of weights with one scale per row and with one scale per matrix, and of
@@ -9,6 +9,7 @@ python benchmarks/quantise_while_filling.py [folder for a file of 0.7 GB]
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import tempfile
@@ -21,8 +22,8 @@ import torch
 from record import record
 from safetensors.torch import save_file
 
-from wanstream.offload.formats.decode import LARGEST, QUANTISABLE_DTYPES, QUANTISED_DTYPE, quantise_rows, work_memory
 from wanstream.offload.formats.layout import allocate_flat
+from wanstream.offload.formats.quantise import FP8, LARGEST_FP8, QUANTISABLE_DTYPES, quantise_rows, work_memory
 from wanstream.offload.formats.safetensors_header import read_header
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.quantised import PIECE_BYTES, QuantisedSource
@@ -52,7 +53,7 @@ def per_core() -> dict[str, float]:
     for dtype in QUANTISABLE_DTYPES:
         for columns in (WIDTH, FFN):
             values = torch.randn(PIECE_BYTES // (columns * dtype.itemsize), columns).to(dtype)
-            into, scales = torch.empty(values.shape, dtype=QUANTISED_DTYPE), torch.empty(len(values), 1)
+            into, scales = torch.empty(values.shape, dtype=FP8), torch.empty(len(values), 1)
             work, taken = work_memory(columns), []
             for _ in range(10 * REPEATS):
                 began = time.thread_time()
@@ -69,9 +70,9 @@ def filling(folder: Path) -> dict[str, dict[str, float]]:
     save_file({name: torch.randn(shape).bfloat16() for name, shape in BLOCK.items()}, path)
     blocks = {KEY: read_header(path).tensors}
     sources: dict[str, Any] = {"as stored": FileSource(blocks, computed_dtypes=torch.bfloat16, direct=False)}
-    for threads in THREADS:
+    for storage, threads in itertools.product(("fp8", "int8 ConvRot"), THREADS):
         files = FileSource(blocks, computed_dtypes=torch.bfloat16, direct=False)
-        sources[f"fp8, {threads} threads"] = QuantisedSource(files, threads=threads)
+        sources[f"{storage}, {threads} threads"] = QuantisedSource(files, storage, threads=threads)
     slots = {name: allocate_flat(source.formats[KEY].stored.nbytes, "cpu") for name, source in sources.items()}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sources}
     for _ in range(REPEATS + 1):
@@ -109,10 +110,10 @@ def weight_errors() -> dict[str, dict[str, float]]:
 
 def errors_of(values: torch.Tensor) -> dict[str, float]:
     exact = values.float()
-    into, scales = torch.empty(values.shape, dtype=QUANTISED_DTYPE), torch.empty(len(values), 1)
+    into, scales = torch.empty(values.shape, dtype=FP8), torch.empty(len(values), 1)
     quantise_rows(values, into, scales, work_memory(values.shape[1]))
-    one = exact.abs().max() / LARGEST
-    found = {"row": into.float() * scales, "matrix": (exact / one).to(QUANTISED_DTYPE).float() * one}
+    one = exact.abs().max() / LARGEST_FP8
+    found = {"row": into.float() * scales, "matrix": (exact / one).to(FP8).float() * one}
     figures = {}
     for name, decoded in found.items():
         error = decoded - exact

@@ -15,7 +15,7 @@ from ..wan import (
     ATTENTIONS,
     STORAGES,
     ExpertPair,
-    choose_int8,
+    choose_multiplication,
     expert_mismatches,
     lora_mismatches,
 )
@@ -41,9 +41,10 @@ MODEL_INPUTS: tuple[io.Input, ...] = (
         options=list(STORAGES),
         default="as stored",
         optional=True,
-        tooltip="Format of blocks in RAM and on the bus. fp8 quantises a bf16, fp16 or fp32 file while it is read: "
-        "half the RAM and bus bytes of bf16, as many bytes from disk, 0.33 s of one core per block, and an error "
-        "of 2.7 % per weight. Matrices that are quantised in the file are not changed.",
+        tooltip="Format of blocks in RAM and on the bus. fp8 and int8 ConvRot quantise a bf16, fp16 or fp32 file while "
+        "it is read: half the RAM and bus bytes of bf16, as many bytes from disk, and an error per weight of 2.7 % "
+        "(fp8, 0.3 s of one core per block) or 0.85 % (int8 ConvRot, 0.6 s). int8 ConvRot also takes fp8 files; "
+        "other quantised matrices are not changed.",
     ),
     io.Combo.Input(
         "attention",
@@ -68,10 +69,11 @@ MODEL_INPUTS: tuple[io.Input, ...] = (
         options=list(ARITHMETIC_CHOICES),
         default="decoded",
         optional=True,
-        tooltip="Arithmetic for matrices that the file stores in int8 (`wanstream quantise` writes such files). "
-        "decoded: they become compute_dtype on arrival. as stored: they are multiplied as they are: half the memory of "
-        "buffers and resident blocks; tokens are rounded to int8 too, which costs little precision with ConvRot and "
-        "more without. By comfy-kitchen where its CUDA kernels are active, else by torch; slow on a CPU.",
+        tooltip="Arithmetic for matrices in int8 and fp8, stored so in the file or by `storage`. decoded: they become "
+        "compute_dtype on arrival. as stored: they are multiplied as they are: half the memory of buffers and "
+        "resident blocks; tokens are rounded to the same format, which costs little precision in int8 ConvRot and more "
+        "in int8 and fp8. int8 by comfy-kitchen where its CUDA kernels are active, else by torch, slow on a CPU; fp8 "
+        "by torch, on NVIDIA from the RTX 40 series on. The node shows what is used, and why.",
     ),
 )
 """Inputs of every loader of experts."""
@@ -147,16 +149,18 @@ def open_here(ref: ExpertsRef) -> ExpertPair:
 
 
 def _opened_ui(ref: ExpertsRef, pair: ExpertPair, warnings: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Return the UI output of a loader: the warnings, and what multiplies int8 matrices here."""
-    if ref.arithmetic != "as stored":
+    """Return the UI output of a loader: the warnings, and what multiplies matrices as they are stored here."""
+    if ref.arithmetic == "decoded":
         return warnings_ui(warnings)
-    if not pair.stores_int8:
-        unchanged = 'arithmetic "as stored" changes nothing, because the file stores no matrix in int8: write one with '
-        return warnings_ui([*warnings, f"{unchanged}`wanstream quantise`"])
-    choice = choose_int8(current_host().device(), pair.compute_dtype)
-    if choice.backend is None:
-        return warnings_ui([*warnings, choice.words])
-    return warnings_ui(warnings, [choice.words])
+    if not pair.code_formats:
+        unchanged = (
+            'arithmetic "as stored" changes nothing, because no matrix is stored in int8 or fp8: choose storage '
+        )
+        return warnings_ui([*warnings, f'{unchanged}"int8 ConvRot", or write files with `wanstream quantise`'])
+    device = current_host().device()
+    choices = [choose_multiplication(fmt, device, pair.compute_dtype) for fmt in pair.code_formats]
+    refused = [choice.words for choice in choices if choice.code is None]
+    return warnings_ui([*warnings, *refused], [choice.words for choice in choices if choice.code is not None])
 
 
 class WanStreamOneExpert(io.ComfyNode):

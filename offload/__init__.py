@@ -6,10 +6,10 @@ from .engine.engine import OffloadEngine, attach_offload
 from .engine.run import EngineRun
 from .formats.decode import CHUNK_VALUES, decode_tensor, decode_work_bytes
 from .formats.gguf_header import read_gguf_header
-from .formats.int8 import quantise_int8
-from .formats.layout import copy_together, flat_layout, host_bytes, streamed_names
-from .formats.packing import MXFP8, NVFP4, Int8, Microscaled, Packing
-from .formats.rotation import is_rotation, kronecker_factors, rotated_sums, rotation_factor
+from .formats.layout import BlockFormat, copy_together, flat_layout, host_bytes, streamed_names
+from .formats.packing import MXFP8, NVFP4, EightBit, Microscaled, Packing
+from .formats.quantise import FP8, NotFiniteError, quantise_int8, quantise_rotated
+from .formats.rotation import is_rotation, kronecker_factors, rotated_sums, rotation_factor, rotation_group
 from .formats.safetensors_header import (
     CheckpointFileError,
     FileHeader,
@@ -25,15 +25,18 @@ from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, pr
 from .sharding.group import GatherBrokenError, Sharded, StoppedTogether, shard_bytes
 from .sources.base import InsufficientRamError
 from .sources.file import FileSource, read_scales, read_tensors
-from .sources.quantised import QuantisedSource, quantised_format, scale_bytes
+from .sources.quantised import QuantisedSource, quantised_format, quantised_packings
 
 __all__ = [
     "CHUNK_VALUES",
+    "FP8",
     "MXFP8",
     "NVFP4",
+    "BlockFormat",
     "BlockPatch",
     "BusRates",
     "CheckpointFileError",
+    "EightBit",
     "EngineRun",
     "FileHeader",
     "FileSource",
@@ -41,9 +44,9 @@ __all__ = [
     "FileVersion",
     "GatherBrokenError",
     "InsufficientRamError",
-    "Int8",
     "LockedBlocks",
     "Microscaled",
+    "NotFiniteError",
     "OffloadEngine",
     "Packing",
     "QuantisedSource",
@@ -68,14 +71,16 @@ __all__ = [
     "probe_disk",
     "probe_quantise",
     "quantise_int8",
+    "quantise_rotated",
     "quantised_format",
+    "quantised_packings",
     "read_gguf_header",
     "read_header",
     "read_scales",
     "read_tensors",
     "rotated_sums",
     "rotation_factor",
-    "scale_bytes",
+    "rotation_group",
     "shard_bytes",
     "streamed_names",
     "sweep",

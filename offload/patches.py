@@ -52,14 +52,14 @@ class StagedPatch:
     layout: FlatLayout
     memory: torch.Tensor
     tail: int | None = None
-    """First byte in a buffer of the factors of matrices in int8, which are not added to them; None without such."""
+    """First byte in a buffer of the factors of matrices that stay codes and get no addition; None without such."""
 
     def add_to(self, block: torch.Tensor, computed: FlatLayout, factors: torch.Tensor | None = None) -> None:
         """Add to a decoded block in place, one `addmm` per matrix, which sums in fp32 and rounds once.
 
-        A `full` is added before, and rounded separately. Rounding the sum of a matrix in int8 to codes again would lose
-        changes that are smaller than half a code: all of a LoRA with 0.3 % of the norm of the weight. Factors of these
-        are copied behind the block instead, and its layers add `(x @ down.T) @ up.T` to their result.
+        A `full` is added before, and rounded separately. Some matrices stay codes: rounding the sum to codes again
+        would lose changes that are smaller than half a code, all of a LoRA with 0.3 % of the norm of the weight.
+        Factors of these are copied behind the block instead, and its layers add `(x @ down.T) @ up.T` to their result.
 
         Args:
             block: 1-D uint8 with the block in the layout `computed`; ordered by the current stream of its device.
@@ -71,9 +71,9 @@ class StagedPatch:
         parts = tensor_views(given, self.layout)
         if self.tail is not None:
             block[self.tail : self.tail + self.layout.nbytes].copy_(given[: self.layout.nbytes])
-        in_int8 = {tensor.name for tensor in computed.tensors if tensor.packing is not None}
+        codes = {tensor.name for tensor in computed.tensors if tensor.packing is not None}
         for name in self.names:
-            if name in in_int8:
+            if name in codes:
                 continue
             matrix = matrices[name]
             if (full := parts.get(_part(name, "full"))) is not None:
@@ -82,7 +82,7 @@ class StagedPatch:
                 matrix.addmm_(up, parts[_part(name, "down")])
 
     def factors_in(self, buffer: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return views of `up` and `down` in a buffer by the name of the matrix; empty without matrices in int8."""
+        """Return views of `up` and `down` in a buffer by the name of the matrix; empty if no matrix stays codes."""
         if self.tail is None:
             return {}
         parts = tensor_views(buffer[self.tail :], self.layout)
@@ -110,7 +110,7 @@ class StagedPatches:
 
     @property
     def tail_bytes(self) -> int:
-        """Bytes of a buffer for factors: those of the largest patch of a block with matrices in int8."""
+        """Bytes of a buffer for factors: those of the largest patch of a block with matrices that stay codes."""
         return max((staged.layout.nbytes for staged in self._staged.values() if staged.tail is not None), default=0)
 
     @property
@@ -212,8 +212,8 @@ def _check(label: str, weight: WeightPatch, matrix: FlatTensor) -> None:
     """Raise ValueError unless `weight` can be added to `matrix`."""
     if matrix.packing is not None and weight.full is not None:
         raise ValueError(
-            f"{label}: it is computed in int8, which takes LoRAs of two factors only: open the model with arithmetic "
-            '"decoded", or leave this LoRA out'
+            f"{label}: it is multiplied as it is stored, which takes LoRAs of two factors only: open the model with "
+            'arithmetic "decoded", or leave this LoRA out'
         )
     parts = dict(_parts_of(weight))
     if not parts or ("up" in parts) != ("down" in parts):

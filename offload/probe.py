@@ -20,9 +20,10 @@ import torch
 
 from ..devices import PageLockError, clock_for, runtime_for
 from .engine.threads import torch_thread_pool
-from .formats.decode import FP8_DTYPES, QUANTISED_DTYPE, decode_tensor, quantise_rows, work_memory
+from .formats.decode import FP8_DTYPES, decode_tensor
 from .formats.layout import host_bytes
-from .formats.packing import MXFP8, NVFP4, QUANT_FORMATS, Int8, Packing
+from .formats.packing import MXFP8, NVFP4, QUANT_FORMATS, EightBit, Packing
+from .formats.quantise import FP8, quantise_rows, work_memory
 from .host_memory.pages import map_memory
 from .sources.quantised import MAX_THREADS
 from .sources.read_plan import ALIGNMENT, O_DIRECT, ReadPiece
@@ -154,7 +155,7 @@ def probe_copy() -> float:
 
 def probe_decode(device: torch.device) -> float:
     """Return the bf16 bytes per second of decoding fp8 with one scale per row on `device`."""
-    stored = torch.zeros(SIDE, SIDE, device=device).to(QUANTISED_DTYPE)
+    stored = torch.zeros(SIDE, SIDE, device=device).to(FP8)
     into = torch.empty(SIDE, SIDE, dtype=torch.bfloat16, device=device)
     scale = torch.ones(SIDE, 1, device=device)
     return into.nbytes / typical_s(lambda: decode_tensor(stored, into, scale=scale), device)
@@ -174,7 +175,7 @@ def wrong_decodings(device: torch.device, computed: torch.dtype) -> tuple[str, .
         groups = torch.randint(0, 256, (256, packing.nbytes), dtype=torch.uint8, generator=random)
         cases[name] = groups, packing, None, (256, packing.values)
     rows = scales["a scale per row"].view(-1).view(torch.uint8)
-    for int8 in (Int8(), Int8(group=256)):
+    for int8 in (EightBit(), EightBit(group=256)):
         cases[int8.name] = torch.cat((codes.view(-1), rows)), int8, None, tuple(codes.shape)
     for micro in (MXFP8, NVFP4):
         matrix = torch.randint(0, 256, (micro.code_bytes((64, 256)),), dtype=torch.uint8, generator=random)
@@ -195,7 +196,7 @@ def probe_quantise() -> float:
     """Return the bf16 bytes per second that all threads of a quantised source together convert to fp8."""
     threads = min(MAX_THREADS, os.cpu_count() or 1)
     values = torch.zeros(SIDE, SIDE, dtype=torch.bfloat16)
-    into, scales = torch.empty(SIDE, SIDE, dtype=QUANTISED_DTYPE), torch.empty(SIDE, 1)
+    into, scales = torch.empty(SIDE, SIDE, dtype=FP8), torch.empty(SIDE, 1)
     rows = [range(part * SIDE // threads, (part + 1) * SIDE // threads) for part in range(threads)]
     work = [work_memory(SIDE) for _ in rows]
 

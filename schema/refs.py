@@ -8,11 +8,12 @@ from typing import Literal
 
 from .mesh import Mesh
 
-Storage = Literal["as stored", "fp8"]
+Storage = Literal["as stored", "fp8", "int8 ConvRot"]
 """Form of the blocks in RAM and on the bus."""
 
-Arithmetic = Literal["decoded", "as stored"]
-"""Multiplication by matrices that are stored in int8: decoded to the compute dtype, or as they are."""
+Arithmetic = Literal["decoded", "as stored", "int8", "fp8"]
+"""Multiplication by matrices that are stored in int8 and fp8: decoded to the compute dtype, or those of both formats or
+of one of them as they are."""
 
 Attention = Literal["default", "sdpa", "cudnn", "flash", "flash 3", "sage", "xformers"]
 """Attention backend; "default" is the choice of diffusers."""

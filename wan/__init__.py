@@ -20,8 +20,8 @@ from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normal
 from .text.embedding_cache import EmbeddingCache
 from .text.encoder import open_text_encoder
 from .transformer.forward import BlockCache, Lane, SkipDecision, forward_lanes
-from .transformer.int8_backends import choose_int8
 from .transformer.kernels import ATTENTIONS
+from .transformer.multiplication import choose_multiplication
 from .transformer.nag import Nag, attach_nag
 from .transformer.per_frame_timestep import frame_timesteps
 from .transformer.probe import block_pass, probe_block, random_block
@@ -69,7 +69,7 @@ __all__ = [
     "attach_nag",
     "block_pass",
     "check_latents",
-    "choose_int8",
+    "choose_multiplication",
     "choose_tiling",
     "crop",
     "denormalise",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ...devices import clock_for
+from ...devices import auto_dtype, clock_for
 from ...sampling import DenoiseRequest, denoise, seeded_noise
 from ...schema import ExpertsRef, LoraRef, OffloadPolicy, VideoShape, format_size
 from ...testing import (
@@ -25,7 +25,7 @@ from ...testing import (
     save_expert_gguf,
     save_lora,
 )
-from ...wan import ExpertsRegistry
+from ...wan import ExpertsRegistry, choose_multiplication
 from .device_checks import IN_RAM, Subject
 from .findings import Finding
 
@@ -64,8 +64,9 @@ def prepared_runs(subject: Subject, folder: Path) -> Iterator[Runs]:
     positive, negative = (torch.randn(1, tokens, TEXT_DIM, generator=draw) for tokens in (20, 11))
     noise = seeded_noise((1, subject.tiny.in_channels, *VIDEO.latent), 0)
     request = DenoiseRequest(noise, positive, negative=negative, steps=STEPS, guidance=(4.0, 3.0))
+    formats = _write_experts(subject.tiny, folder, subject.device)
     try:
-        yield Runs(subject=subject, request=request, formats=_write_experts(subject.tiny, folder), registry=registry)
+        yield Runs(subject=subject, request=request, formats=formats, registry=registry)
     finally:
         registry.free()
 
@@ -170,7 +171,7 @@ def _policies(blocks: int) -> dict[str, OffloadPolicy]:
     }
 
 
-def _write_experts(shape: TinyShape, folder: Path) -> dict[str, ExpertsRef]:
+def _write_experts(shape: TinyShape, folder: Path, device: torch.device) -> dict[str, ExpertsRef]:
     models = {"high": make_expert(shape, seed=1), "low": make_expert(shape, seed=2)}
     for name, model in models.items():
         save_expert_file(model, folder / f"{name}.safetensors", dtype=torch.bfloat16)
@@ -191,8 +192,12 @@ def _write_experts(shape: TinyShape, folder: Path) -> dict[str, ExpertsRef]:
         "fp8 with a LoRA": replace(ref("_fp8.safetensors"), loras=(lora,)),
         "fp8 in RAM": replace(plain, storage="fp8"),
         "int8 ConvRot": ref("_int8.safetensors"),
-        IN_INT8: replace(ref("_int8.safetensors"), arithmetic="as stored", loras=(lora,)),
+        IN_INT8: replace(ref("_int8.safetensors"), arithmetic="int8", loras=(lora,)),
+        "int8 ConvRot in RAM, in int8": replace(plain, storage="int8 ConvRot", arithmetic="int8"),
     }
+    # GPUs before the RTX 40 series have no fp8 units; their loader says so.
+    if choose_multiplication("fp8", device, auto_dtype(device)).code is not None:
+        formats["fp8 file in fp8, with a LoRA"] = replace(formats["fp8 with a LoRA"], arithmetic="fp8")
     if importlib.util.find_spec("gguf") is not None:  # writes the file; reading one needs no package
         for name, model in models.items():
             save_expert_gguf(model, folder / f"{name}.gguf", types=q4_k_m)

@@ -382,8 +382,8 @@ def _describe_experts(ref: ExpertsRef) -> dict[str, str]:
         if path is not None
     ]
     settings = {"Experts": " and ".join(files), "Computed in": ref.compute_dtype, "Kept in RAM": ref.storage}
-    if ref.arithmetic == "as stored":
-        settings["Computed in"] = f"int8, and {ref.compute_dtype}"
+    if ref.arithmetic != "decoded":
+        settings["Multiplied in"] = ref.arithmetic
     if ref.attention != "default":
         settings["Attention"] = ref.attention
     if ref.compile:

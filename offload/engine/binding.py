@@ -10,7 +10,7 @@ from torch import nn
 
 from ...plan import BlockKey
 from ..formats.layout import FlatLayout, FlatTensor, streamed_names, tensor_views
-from ..formats.packing import Int8
+from ..formats.packing import EightBit
 from ..patches import StagedPatch
 from .buffers import BlockBuffer
 
@@ -83,21 +83,21 @@ class BlockBinding:
 
 
 def _bound(tensor: FlatTensor, view: torch.Tensor) -> Tensors:
-    """Return what the module of a streamed matrix gets: its weight, and in int8 also the scales of its rows."""
+    """Return what the module of a streamed matrix gets: its weight, and with codes also their scales."""
     if tensor.packing is None:
         return {tensor.name: nn.Parameter(view, requires_grad=False)}
-    assert isinstance(tensor.packing, Int8), f"{tensor.name}: no module computes with {tensor.packing.name}"
+    assert isinstance(tensor.packing, EightBit), f"{tensor.name}: no module computes with {tensor.packing.name}"
     codes, scale = tensor.packing.split(view, tensor.shape)
     return {tensor.name: nn.Parameter(codes, requires_grad=False), f"{tensor.name}_scale": scale}
 
 
 def _factor(name: str, part: str) -> str:
-    """Return the name of the buffer of a layer in int8 for a factor of the patch of its weight."""
+    """Return the name of the buffer of a layer with codes for a factor of the patch of its weight."""
     return f"{name.removesuffix('weight')}patch_{part}"
 
 
 def _empty(tensor: FlatTensor) -> Tensors:
-    dtype = tensor.dtype if tensor.packing is None else torch.int8
+    dtype = tensor.packing.dtype if isinstance(tensor.packing, EightBit) else tensor.dtype
     weight = {tensor.name: nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)}
     return weight if tensor.packing is None else {**weight, f"{tensor.name}_scale": torch.empty(0)}
 
@@ -108,7 +108,7 @@ def _place(block: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None],
     if leaf in module._parameters:
         return cast("dict[str, torch.Tensor | None]", module._parameters), leaf
     if leaf not in module._buffers:
-        raise ValueError(f"{name} is computed in int8, and {path} is no module for that")
+        raise ValueError(f"{name} is multiplied as it is stored, and {path} is not a module for that")
     return module._buffers, leaf
 
 

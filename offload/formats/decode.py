@@ -1,7 +1,4 @@
-"""Decoding of stored bytes to the compute dtype, on arrival of a block.
-
-fp8 is converted to fp32 exactly; matrices are quantised to it with one scale per row.
-"""
+"""Decoding of stored bytes to the compute dtype, on arrival of a block; fp8 is converted to fp32 exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from ...devices import runtime_for
 from .gguf_dequant import dequantise
 from .layout import BlockFormat
 from .microscaling import group_scales, pair_table
-from .packing import Int8, Microscaled, Packing, QuantFormat
+from .packing import EightBit, Microscaled, Packing, QuantFormat
 from .rotation import kronecker_factors, rotated_sums, rotation_factor
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -47,87 +44,6 @@ def widen(stored: torch.Tensor, into: torch.Tensor, bits: torch.Tensor) -> None:
 def _has_nan(codes: torch.Tensor) -> bool:
     """Return True if an e4m3fn value is NaN: 0x7F, the largest signed code, or 0xFF, the largest unsigned code."""
     return int(codes.amax()) == 0x7F or int(codes.view(torch.uint8).amax()) == 0xFF
-
-
-QUANTISED_DTYPE = torch.float8_e4m3fn
-LARGEST = torch.finfo(QUANTISED_DTYPE).max
-
-# A smaller scale would be subnormal, or 0 for a row of zeros, and the quotients would be infinite or NaN.
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-
-# Integers of the same width, and the mask that clears the sign bit. As integers, the remaining bits order values by
-# magnitude, with infinity and NaN last. This takes a quarter of the time of `abs` and `amax` on floats.
-_BITS = {
-    torch.bfloat16: (torch.int16, 0x7FFF),
-    torch.float16: (torch.int16, 0x7FFF),
-    torch.float32: (torch.int32, 0x7FFFFFFF),
-}
-QUANTISABLE_DTYPES = tuple(_BITS)
-
-# Values in the work tensor at once, 2 MB in fp32. Per core, 64 Ki take 20 % and 16 Ki 150 % more time because of the
-# fixed cost of each torch call; 4 Mi take 15 % more because they do not fit into the cache.
-WORK_VALUES = 512 * 1024
-
-
-class NotFiniteError(ValueError):
-    """A row contains NaN or infinity. `row` counts from the first row of the argument."""
-
-    def __init__(self, row: int) -> None:
-        super().__init__(row)
-        self.row = row
-
-    def __str__(self) -> str:
-        return f"row {self.row} contains NaN or infinity"
-
-
-def work_memory(columns: int) -> torch.Tensor:
-    """Return a 1-D fp32 work tensor for quantising matrices of up to `columns` columns."""
-    return torch.empty(max(WORK_VALUES, columns), dtype=torch.float32)
-
-
-def quantise_rows(values: torch.Tensor, into: torch.Tensor, scales: torch.Tensor, work: torch.Tensor) -> None:
-    """Quantise exactly as `(values.float() / scales).to(QUANTISED_DTYPE)`, with the scales of `row_scales`.
-
-    Args:
-        values: [rows, columns], contiguous, of one of `QUANTISABLE_DTYPES`.
-        into: tensor of the same shape in `QUANTISED_DTYPE`.
-        scales: fp32 [rows, 1]; overwritten. The model computes with `into.float() * scales`.
-        work: a tensor of `work_memory`; overwritten.
-
-    Raises:
-        NotFiniteError: a row contains NaN or infinity; the contents of `into` and `scales` are then undefined.
-    """
-    row_scales(values, scales, work)
-    rows, columns = values.shape
-    at_once = work.numel() // columns
-    for start in range(0, rows, at_once):
-        part = slice(start, start + at_once)
-        quotient = work[: values[part].numel()].view(-1, columns)
-        torch.div(values[part], scales[part], out=quotient)
-        into[part].copy_(quotient)
-
-
-def row_scales(values: torch.Tensor, scales: torch.Tensor, work: torch.Tensor) -> None:
-    """Write the largest magnitude of each row / `LARGEST`, at least `SMALLEST_SCALE`; arguments as in `quantise_rows`.
-
-    Raises:
-        NotFiniteError: a row contains NaN or infinity.
-    """
-    rows, columns = values.shape
-    integers, without_sign = _BITS[values.dtype]
-    magnitudes = work.view(integers)
-    at_once = magnitudes.numel() // columns
-    for start in range(0, rows, at_once):
-        part = slice(start, start + at_once)
-        bits = values[part].view(integers)
-        magnitude = magnitudes[: bits.numel()].view(-1, columns)
-        torch.bitwise_and(bits, without_sign, out=magnitude)
-        scales[part] = magnitude.amax(1, keepdim=True).view(values.dtype)
-    scales.div_(LARGEST)
-    finite = torch.isfinite(scales)
-    if not finite.all():
-        raise NotFiniteError(int(finite.logical_not().nonzero()[0, 0]))
-    scales.clamp_(min=SMALLEST_SCALE)
 
 
 # Scaled and quantised values are converted through fp32 in chunks of about this many values. That bounds the extra
@@ -171,9 +87,8 @@ def decode_block(
     for stored, computed in block_format.parts:
         values = into[computed.offset : computed.offset + computed.nbytes]
         part = raw[stored.offset : stored.offset + stored.nbytes].view(stored.dtype).view(stored.view_shape)
-        if isinstance(computed.packing, Int8):
-            assert isinstance(stored.packing, Int8), f"{stored.name} is computed in int8 and stored otherwise"
-            _copy_int8(part, stored.packing, values, computed.packing, computed.shape)
+        if isinstance(computed.packing, EightBit):
+            _copy_codes(part, stored.packing, values, computed.packing, computed.shape)
             continue
         values = values.view(computed.dtype).view(computed.shape)
         decode_tensor(part, values, packing=stored.packing, scale=scales.get(stored.name), constants=constants)
@@ -202,8 +117,8 @@ def decode_tensor(
         _write_rows(into.view(-1, packing.values), stored.device, _of_groups(stored, packing))
     elif isinstance(packing, Microscaled):
         _write_rows(into, stored.device, _of_microscaled(stored, packing, scale, into, constants))
-    elif isinstance(packing, Int8):
-        _decode_int8(stored, packing, into, constants)
+    elif isinstance(packing, EightBit):
+        _decode_codes(stored, packing, into, constants)
     elif scale is not None and stored.dtype in FP8_DTYPES and into.device.type != "cpu":
         _scale_in_place(stored, scale.to(into.device), into)
     elif scale is not None or _is_slow_to_convert(stored, into.dtype):
@@ -277,13 +192,21 @@ def _of_microscaled(
     return write_scaled
 
 
-def _copy_int8(stored: torch.Tensor, packing: Int8, into: torch.Tensor, kept: Int8, shape: tuple[int, ...]) -> None:
-    """Copy codes, and their scales or the only scale for every row."""
-    for part, target in zip(packing.split(stored, shape), kept.split(into, shape), strict=True):
+def _copy_codes(
+    stored: torch.Tensor, packing: Packing | None, into: torch.Tensor, kept: EightBit, shape: tuple[int, ...]
+) -> None:
+    """Copy codes, and their scales or the only scale for every row; that of a plain cast is 1."""
+    codes, scales = kept.split(into, shape)
+    if packing is None:
+        codes.copy_(stored, non_blocking=True)
+        scales.fill_(1)
+        return
+    assert isinstance(packing, EightBit), f"{packing.name} is stored, and {kept.name} is computed with"
+    for part, target in zip(packing.split(stored, shape), (codes, scales), strict=True):
         target.copy_(part.expand(target.shape), non_blocking=True)
 
 
-def _decode_int8(stored: torch.Tensor, packing: Int8, into: torch.Tensor, constants: Constants) -> None:
+def _decode_codes(stored: torch.Tensor, packing: EightBit, into: torch.Tensor, constants: Constants) -> None:
     codes, scale = packing.split(stored, tuple(into.shape))
     if packing.group:
         _write_rows(into, stored.device, _of_rotated(codes, packing, scale, constants))
@@ -300,7 +223,7 @@ def _scale_in_place(stored: torch.Tensor, scale: torch.Tensor, into: torch.Tenso
     into.mul_(scale if scale.dim() else scale.view((1,) * into.dim()))
 
 
-def _of_rotated(codes: torch.Tensor, packing: Int8, scale: torch.Tensor, constants: Constants) -> WriteRows:
+def _of_rotated(codes: torch.Tensor, packing: EightBit, scale: torch.Tensor, constants: Constants) -> WriteRows:
     scale = scale * rotation_factor(packing.group)  # exact: a power of two
     key = packing, torch.float32
     if key not in constants:

@@ -7,7 +7,7 @@ copy over the bus instead of ten.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from .packing import Int8, Packing, QuantFormat, stored_bytes
+from .packing import EightBit, Packing, QuantFormat, stored_bytes
 
 # Every tensor starts at a multiple of this number of bytes. CPU and CUDA kernels choose their code path by alignment,
 # and the paths sum in different orders: only with the alignment of an ordinary tensor are streamed results bit-equal to
@@ -80,7 +80,7 @@ class BlockFormat:
     computed: FlatLayout
     scaled: frozenset[str] = frozenset()
     dtype: torch.dtype | None = None
-    """Dtype of the activations that are multiplied by matrices in int8, and of patches of these."""
+    """Dtype of the activations that are multiplied by codes, and of patches of matrices that stay codes."""
 
     def __post_init__(self) -> None:
         stored = [(tensor.name, tensor.shape) for tensor in self.stored.tensors]
@@ -96,15 +96,17 @@ class BlockFormat:
 
     @property
     def quantised_values(self) -> int:
-        """Values of the largest part that is dequantised; 0 for none."""
+        """Values of the largest part that is dequantised with work memory; 0 for none."""
         parts = (stored for stored, computed in self.parts if stored.packing is not None and computed.packing is None)
-        return max((math.prod(stored.shape) for stored in parts), default=0)
+        # Codes that are not rotated are converted and scaled in place.
+        worked = (each for each in parts if not isinstance(each.packing, EightBit) or each.packing.group)
+        return max((math.prod(stored.shape) for stored in worked), default=0)
 
     def patch_dtype(self, tensor: FlatTensor) -> torch.dtype:
         """Return the dtype of the factors of a patch of one of the computed tensors."""
         if tensor.packing is None:
             return tensor.dtype
-        assert self.dtype is not None, f"{tensor.name} is computed in int8"
+        assert self.dtype is not None, f"{tensor.name} stays codes"
         return self.dtype
 
     @cached_property
@@ -141,10 +143,10 @@ def flat_layout(
 def block_format(
     stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
-    scaled: Iterable[str] = (),
+    scaled: Collection[str] = (),
     packings: Mapping[str, Packing] = NO_PACKINGS,
     *,
-    int8: bool = False,
+    multiplied: Collection[torch.dtype] = (),
 ) -> BlockFormat:
     """Return the format of a block.
 
@@ -153,14 +155,21 @@ def block_format(
         computed_dtypes: one compute dtype for all, or one for each name.
         scaled: names of the tensors that have a scale.
         packings: packings by name.
-        int8: matrices that are stored in int8 are computed in it, with a scale for each row.
+        multiplied: dtypes of codes that are multiplied as they are stored, with their scales.
     """
 
     def computed_dtype(name: str) -> torch.dtype:
         return computed_dtypes if isinstance(computed_dtypes, torch.dtype) else computed_dtypes[name]
 
-    kept = {name: replace(each, by_row=True) for name, each in packings.items() if int8 and isinstance(each, Int8)}
-    dtypes = {name: stored[name][1] if name in kept else computed_dtype(name) for name in stored}
+    kept = {}
+    for name, (shape, dtype) in stored.items():
+        packing = packings.get(name)
+        if packing is None and dtype in multiplied and name not in scaled and math.prod(shape) % 4 == 0:
+            kept[name] = EightBit(dtype=dtype, by_row=False)  # a plain cast, whose scale is 1
+        elif isinstance(packing, EightBit) and packing.dtype in multiplied:
+            # comfy-kitchen takes int8 codes with a scale for each row.
+            kept[name] = replace(packing, by_row=packing.by_row or packing.dtype == torch.int8)
+    dtypes = {name: torch.uint8 if name in kept else computed_dtype(name) for name in stored}
     return BlockFormat(
         stored=flat_layout(((name, shape, dtype) for name, (shape, dtype) in stored.items()), packings),
         computed=flat_layout(((name, shape, dtypes[name]) for name, (shape, _) in stored.items()), kept),

@@ -77,19 +77,23 @@ NVFP4 = Microscaled(name="nvfp4", values=16, bits=4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Int8:
-    """Matrix of int8 codes, row by row, and its fp32 scales behind them: value = code x scale.
+class EightBit:
+    """Matrix of codes of one byte, row by row, and its fp32 scales behind them: value = code x scale.
 
     If `group` is not 0, the codes are those of the rotated matrix: each group of that many columns was multiplied by
     the matrix of `rotation` (ConvRot).
     """
 
+    dtype: torch.dtype = torch.int8
+    """int8 or a dtype of fp8."""
     group: int = 0
     by_row: bool = True
     """There is one scale for each row, not one for the matrix."""
 
     @property
     def name(self) -> str:
+        if self.dtype != torch.int8:
+            return "fp8"
         return f"int8 ConvRot {self.group}" if self.group else "int8"
 
     def scale_count(self, shape: tuple[int, ...]) -> int:
@@ -105,13 +109,13 @@ class Int8:
         return (self.bytes_of(shape),)
 
     def split(self, stored: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of a stored matrix: its codes, int8 of `shape`, and its scales, fp32 [rows or 1, 1]."""
+        """Return views of a stored matrix: its codes, of `shape`, and its scales, fp32 [rows or 1, 1]."""
         count = math.prod(shape)
-        codes = stored[:count].view(torch.int8).view(shape)
+        codes = stored[:count].view(self.dtype).view(shape)
         return codes, stored[count : self.bytes_of(shape)].view(torch.float32).view(-1, 1)
 
 
-Packing: TypeAlias = QuantFormat | Microscaled | Int8
+Packing: TypeAlias = QuantFormat | Microscaled | EightBit
 
 
 def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype, packing: Packing | None) -> int:

@@ -26,6 +26,11 @@ def is_rotation(size: int) -> bool:
     return size in (4, 16, 64, 256, LARGEST_GROUP)
 
 
+def rotation_group(columns: int, largest: int = 256) -> int:
+    """Return the largest group, of at most `largest`, that divides `columns`; 0 if none does."""
+    return next((group for group in (1024, 256, 64, 16, 4) if group <= largest and columns % group == 0), 0)
+
+
 @functools.cache
 def signs(group: int) -> torch.Tensor:
     """Return the signs of the matrix, int8 [group, group] on the CPU; do not write into it."""

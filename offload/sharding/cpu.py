@@ -15,7 +15,7 @@ from ..sources.base import BlockSource
 from ..transfers.base import BlockCopy, PendingBlock
 from ..transfers.cpu import CpuBackend
 from .group import GATHERS_AHEAD, Gathering
-from .shards import GatheredScales, ShardSource
+from .shards import ShardSource
 
 
 class GatherCpuBackend(CpuBackend):
@@ -32,7 +32,6 @@ class GatherCpuBackend(CpuBackend):
         super().__init__(source, formats, patches)
         self._shards = shards
         self._gathering = gathering
-        self._scales = GatheredScales(gathering, shards, torch.device("cpu"))
         self._size = gathering.sharded.gather.size
         self._raw_slots: list[torch.Tensor] = []
         self._turn = 0
@@ -48,7 +47,6 @@ class GatherCpuBackend(CpuBackend):
         assert stored is not None, f"the shard of {key} has no slot"
         raw = self._formats[key].is_raw
         target = copy.into if raw else self._next_raw_slot()
-        self._scales.complete(key)
         start = time.perf_counter()
         self._gathering.all_gather(target[: self._size * stored.numel()], stored)
         copied = (start, time.perf_counter())

@@ -21,7 +21,7 @@ from ..sources.base import BlockSource
 from ..transfers.base import BlockCopy, PendingBlock, ReleaseSource
 from ..transfers.cuda import CudaStreams, RawSlot
 from .group import Gathering
-from .shards import GatheredScales, ShardSource
+from .shards import ShardSource
 
 
 class GatherCudaBackend(CudaStreams):
@@ -51,7 +51,6 @@ class GatherCudaBackend(CudaStreams):
             raw_bytes=max((self._size * sizes[key] for key, fmt in formats.items() if not fmt.is_raw), default=0),
             shard_bytes=0 if gathering.sharded.on_device else max(sizes.values()),
         )
-        self._host_scales = GatheredScales(gathering, shards, runtime.device)
         self._gathers = runtime.borrow_stream()
         self._streams.append(self._gathers)
 
@@ -67,7 +66,6 @@ class GatherCudaBackend(CudaStreams):
         with self._runtime.on_stream(self._gathers):
             if copied is not None:
                 self._gathers.wait_event(copied[1])
-            self._host_scales.complete(key)
             scales = self._scales.get(key, copies=self._gathers)
             if fmt.is_raw:
                 self._gathers.wait_event(free)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ...devices import available_bytes
 from ...plan import BlockKey
 from ..formats.layout import BlockFormat, block_format, flat_layout, host_bytes
-from ..formats.packing import Int8, Packing
+from ..formats.packing import EightBit, Packing
 from ..formats.safetensors_header import CheckpointFileError, FileTensor
 from .base import RangeSource, SourceError
 from .read_plan import Read, ReadPiece, read_pieces, reads_directly, whole_piece, within
@@ -29,7 +29,7 @@ class FileSource(RangeSource):
         blocks: tensors of each block by parameter name; the layout keeps their order.
         computed_dtypes: dtype to compute with: one for all parameters, or one for each parameter name.
         scales: scales of stored tensors by parameter name, with one value per tensor or one per row.
-        int8: compute in int8 with matrices that are stored in it.
+        multiplied: dtypes of codes that are multiplied as they are stored.
         readers: threads that read one block together.
         portable: use seek and read instead of `preadv`.
         direct: read past the page cache (O_DIRECT); if the file system refuses, log it and read through the cache.
@@ -48,7 +48,7 @@ class FileSource(RangeSource):
         *,
         computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
         scales: Mapping[BlockKey, TensorsOfBlock] | None = None,
-        int8: bool = False,
+        multiplied: Collection[torch.dtype] = (),
         readers: int = 4,
         portable: bool = not HAS_PREADV,
         direct: bool | None = None,
@@ -57,7 +57,7 @@ class FileSource(RangeSource):
         self._stored_scales = scales or {}
         self._scales: dict[BlockKey, Mapping[str, torch.Tensor]] = {}
         self.formats = {
-            key: _format(tensors, computed_dtypes, self._stored_scales.get(key, {}), int8=int8)
+            key: _format(tensors, computed_dtypes, self._stored_scales.get(key, {}), multiplied)
             for key, tensors in blocks.items()
         }
         if direct is None:
@@ -77,9 +77,9 @@ class FileSource(RangeSource):
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         if key not in self._scales:
             self._scales[key] = _read_scales(self._stored_scales.get(key, {}), self.reader)
-            # Those behind int8 codes are read again with their block; here only to refuse a damaged file in words.
-            int8 = {name: tensor for name, tensor in self._blocks[key].items() if isinstance(tensor.packing, Int8)}
-            _read_scales({name: tensor.behind for name, tensor in int8.items() if tensor.behind}, self.reader)
+            # Those behind codes are read again with their block; here only to refuse a damaged file in words.
+            codes = {name: each for name, each in self._blocks[key].items() if isinstance(each.packing, EightBit)}
+            _read_scales({name: each.behind for name, each in codes.items() if each.behind}, self.reader)
         return self._scales[key]
 
     def file_bytes(self, key: BlockKey) -> int:
@@ -166,8 +166,7 @@ def _format(
     tensors: TensorsOfBlock,
     computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
     scales: TensorsOfBlock,
-    *,
-    int8: bool,
+    multiplied: Collection[torch.dtype],
 ) -> BlockFormat:
     for name, scale in scales.items():
         rows = tensors[name].shape[0]
@@ -177,7 +176,7 @@ def _format(
                 f"the scale of {name} has shape {list(scale.shape)}; it must have one value or {rows}, one per row",
             )
     stored = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    return block_format(stored, computed_dtypes, scaled=scales, packings=_packings(tensors), int8=int8)
+    return block_format(stored, computed_dtypes, scaled=scales, packings=_packings(tensors), multiplied=multiplied)
 
 
 def _packings(tensors: TensorsOfBlock) -> dict[str, Packing]:

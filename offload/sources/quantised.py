@@ -1,10 +1,11 @@
-"""Block source that quantises blocks to fp8, with one scale per row, while it reads them."""
+"""Block source that quantises blocks to fp8 or int8 ConvRot, with one scale per row, while it reads them."""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,9 +13,21 @@ import numpy as np
 import torch
 
 from ...plan import BlockKey
+from ...schema import Storage
 from ..engine.threads import torch_thread_pool
-from ..formats.decode import QUANTISABLE_DTYPES, QUANTISED_DTYPE, NotFiniteError, quantise_rows, row_scales, work_memory
+from ..formats.decode import FP8_DTYPES, decode_tensor
 from ..formats.layout import BlockFormat, FlatLayout, FlatTensor, allocate_flat, block_format, host_bytes, tensor_views
+from ..formats.packing import EightBit
+from ..formats.quantise import (
+    FP8,
+    QUANTISABLE_DTYPES,
+    WORK_VALUES,
+    NotFiniteError,
+    quantise_rotated,
+    quantise_rows,
+    work_memory,
+)
+from ..formats.rotation import rotation_group
 from .base import ReadThreads, SourceError
 from .file import FileSource
 from .read_plan import ALIGNMENT, EXTENT_BYTES
@@ -30,7 +43,8 @@ class RowPiece:
 
     tensor: FlatTensor
     rows: range
-    quantised: bool
+    packing: EightBit | None
+    """Form to quantise to; None: the rows are copied."""
 
     @property
     def bytes_of_tensor(self) -> slice:
@@ -39,79 +53,109 @@ class RowPiece:
         return slice(self.rows.start * row_bytes, self.rows.stop * row_bytes)
 
 
-def quantised_names(stored: BlockFormat) -> frozenset[str]:
-    """Return the names of matrices that are quantised: all except those that are fp8 or packed already."""
-    return frozenset(
-        tensor.name
-        for tensor in stored.stored.tensors
-        if tensor.dtype in QUANTISABLE_DTYPES and tensor.name not in stored.scaled
-    )
+def quantised_packings(stored: BlockFormat, storage: Storage) -> dict[str, EightBit]:
+    """Return the packings that quantisation gives to matrices, by name; those that it leaves out are not changed.
+
+    fp8 leaves out fp8 and packed matrices; int8 ConvRot leaves out packed ones, and those whose columns 4 does not
+    divide.
+    """
+    packings: dict[str, EightBit] = {}
+    for tensor in stored.stored.tensors:
+        if tensor.packing is not None or math.prod(tensor.shape) % 4:
+            continue
+        if storage == "fp8" and tensor.dtype in QUANTISABLE_DTYPES and tensor.name not in stored.scaled:
+            packings[tensor.name] = EightBit(dtype=FP8)
+        elif storage == "int8 ConvRot" and tensor.dtype in (*QUANTISABLE_DTYPES, *FP8_DTYPES):
+            group = rotation_group(tensor.shape[-1])
+            packings |= {tensor.name: EightBit(group=group)} if group else {}
+    return packings
 
 
-def quantised_format(stored: BlockFormat) -> BlockFormat:
-    """Return the format of a block after quantisation; `stored` itself if nothing is quantised."""
-    changed = quantised_names(stored)
+def quantised_format(stored: BlockFormat, storage: Storage, multiplied: Collection[torch.dtype] = ()) -> BlockFormat:
+    """Return the format of a block after quantisation; `stored` itself if nothing is quantised.
+
+    Args:
+        stored: format of the block in its file.
+        storage: form of the quantised block.
+        multiplied: as in `block_format`.
+    """
+    changed = quantised_packings(stored, storage)
     if not changed:
         return stored
     tensors = stored.stored.tensors
     return block_format(
-        {t.name: (t.shape, QUANTISED_DTYPE if t.name in changed else t.dtype) for t in tensors},
+        {t.name: (t.shape, torch.uint8 if t.name in changed else t.dtype) for t in tensors},
         {tensor.name: stored.patch_dtype(tensor) for tensor in stored.computed.tensors},
-        scaled=stored.scaled | changed,
-        packings={tensor.name: tensor.packing for tensor in tensors if tensor.packing is not None},
-        int8=stored.dtype is not None,
+        scaled=stored.scaled - changed.keys(),
+        packings={t.name: t.packing for t in tensors if t.packing is not None} | changed,
+        multiplied=multiplied,
     )
 
 
-def scale_bytes(stored: BlockFormat) -> int:
-    """Return the bytes of scales that quantisation adds to a block: one fp32 value per row."""
-    changed = quantised_names(stored)
-    return sum(4 * tensor.shape[0] for tensor in stored.stored.tensors if tensor.name in changed)
-
-
 def pieces_within(pieces: Iterable[RowPiece], kept: FlatLayout, wanted: range) -> Iterator[RowPiece]:
-    """Yield the rows of `pieces` that contain a byte of `wanted`.
+    """Yield the rows of `pieces` of which a code, a scale or another byte lies in `wanted`.
 
     Args:
+        pieces: rows of the stored block.
         kept: layout of the block after quantisation, to which `wanted` refers.
+        wanted: bytes of that layout.
     """
     places = {tensor.name: tensor for tensor in kept.tensors}
     for piece in pieces:
-        place = places[piece.tensor.name]
-        row_bytes = place.nbytes // place.view_shape[0]
-        start = max(piece.rows.start, (wanted.start - place.offset) // row_bytes)
-        stop = min(piece.rows.stop, -((place.offset - wanted.stop) // row_bytes))
-        if start < stop:
-            yield replace(piece, rows=range(start, stop))
+        for rows in _rows_within(places[piece.tensor.name], piece, wanted):
+            part = range(max(rows.start, piece.rows.start), min(rows.stop, piece.rows.stop))
+            if part:
+                yield replace(piece, rows=part)
 
 
-def row_pieces(stored: BlockFormat, *, piece_bytes: int = PIECE_BYTES) -> Iterator[RowPiece]:
+def _rows_within(place: FlatTensor, piece: RowPiece, wanted: range) -> tuple[range, ...]:
+    """Return the rows of a tensor that `wanted` needs: one range, or two if its scales are of other rows."""
+    if piece.packing is None:
+        return (_overlap(place.offset, place.nbytes // place.view_shape[0], wanted),)
+    rows, columns = place.shape
+    codes = _overlap(place.offset, columns, wanted)
+    scales = _overlap(place.offset + rows * columns, 4, wanted)
+    codes, scales = (range(max(0, each.start), min(rows, each.stop)) for each in (codes, scales))
+    if codes and scales and max(codes.start, scales.start) <= min(codes.stop, scales.stop):
+        return (range(min(codes.start, scales.start), max(codes.stop, scales.stop)),)
+    return codes, scales
+
+
+def _overlap(offset: int, row_bytes: int, wanted: range) -> range:
+    """Return the rows, of `row_bytes` from `offset` on, that `wanted` has a byte of; not limited to their number."""
+    return range((wanted.start - offset) // row_bytes, -((offset - wanted.stop) // row_bytes))
+
+
+def row_pieces(
+    stored: BlockFormat, packings: Mapping[str, EightBit], *, piece_bytes: int = PIECE_BYTES
+) -> Iterator[RowPiece]:
     """Cut a block into pieces of whole rows, of at most `piece_bytes` unless a single row is larger."""
-    changed = quantised_names(stored)
     for tensor in stored.stored.tensors:
         count = tensor.view_shape[0]
         at_once = max(1, piece_bytes * count // tensor.nbytes)
         for start in range(0, count, at_once):
             rows = range(start, min(count, start + at_once))
-            yield RowPiece(tensor=tensor, rows=rows, quantised=tensor.name in changed)
+            yield RowPiece(tensor=tensor, rows=rows, packing=packings.get(tensor.name))
 
 
-# One thread quantises 2.2 GB of bf16 per second (2 cores), and few disks are faster than four threads.
+# One thread quantises 2.2 GB of bf16 per second to fp8 (2 cores), and few disks are faster than four threads.
 MAX_THREADS = 4
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class QuantisedSource:
-    """Source of the blocks of another source in fp8 (e4m3fn), with one fp32 scale per row.
+    """Source of the blocks of another source in fp8 (e4m3fn) or int8 ConvRot, with one fp32 scale per row behind them.
 
-    Halves the bytes of a bf16 or fp16 block in RAM and on the bus, and quarters those of an fp32 block. Matrices that
-    are fp8 or packed already are not changed. Several threads read and quantise a few rows at a time, with 6 MB of
-    memory each, so that no block is ever in RAM in the precision of its file. The result depends on the file alone: it
-    is the same for every read, on every rank.
+    Halves the bytes of a bf16 or fp16 block in RAM and on the bus, and quarters those of an fp32 block. Other matrices
+    are not changed (`quantised_packings`). Several threads read and quantise a few rows at a time, with 6 MB of memory
+    each (12 MB for int8), so that no block is ever in RAM in the precision of its file. The result depends on the file
+    alone: it is the same for every read, on every rank.
 
     Args:
         inner: source to read from; `close` closes it too.
+        storage: "fp8" or "int8 ConvRot".
+        multiplied: dtypes of codes that are multiplied as they are stored.
         threads: threads that read and quantise; default one per core, at most 4.
         piece_bytes: stored bytes that a thread reads at once.
 
@@ -119,112 +163,91 @@ class QuantisedSource:
         ValueError: `threads` is less than 1.
     """
 
-    def __init__(self, inner: FileSource, *, threads: int | None = None, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self,
+        inner: FileSource,
+        storage: Storage = "fp8",
+        *,
+        multiplied: Collection[torch.dtype] = (),
+        threads: int | None = None,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
         count = min(MAX_THREADS, os.cpu_count() or 1) if threads is None else threads
         # torch computes with one thread in each: its own pool of threads would compete with the compute thread.
         self._threads = ReadThreads(count, partial(torch_thread_pool, name="wanstream-quantise"))
         self._inner = inner
+        self._storage = storage
         self._piece_bytes = piece_bytes
+        self._packings = {key: quantised_packings(stored, storage) for key, stored in inner.formats.items()}
         self.formats: Mapping[BlockKey, BlockFormat] = {
-            key: quantised_format(stored) for key, stored in inner.formats.items()
+            key: quantised_format(stored, storage, multiplied) for key, stored in inner.formats.items()
         }
-        self._scales: dict[BlockKey, Tensors] = {}
-        self._range_scales: dict[BlockKey, Tensors] = {}
         self._memory = threading.local()
 
     @property
     def identity(self) -> str:
         """Digest of the stored tensors and their precision."""
-        return f"{self._inner.identity} in fp8, a scale for each row"
+        return f"{self._inner.identity} in {self._storage}, a scale for each row"
 
     def scales(self, key: BlockKey) -> Tensors:
-        """Return the scales by parameter name and keep them: 0.24 MB for an A14B block.
-
-        The first `read_block` of a block computes them. Before that, this method reads the block to compute them.
-        """
-        if key not in self._scales:
-            self._keep(key, self._read(key, None))
-        return self._scales[key]
+        """Return the scales of matrices that have theirs apart, and are not quantised."""
+        scales, kept = self._inner.scales(key), self.formats[key].scaled
+        return {name: scale for name, scale in scales.items() if name in kept}
 
     def file_bytes(self, key: BlockKey) -> int:
         return self._inner.file_bytes(key)
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-        self._keep(key, self._read(key, tensor_views(into, self.formats[key].stored)))
+        self._read(key, into, self._pieces(key))
 
     def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
-        return self.file_bytes(key) * len(wanted) // self.formats[key].stored.nbytes
+        pieces = pieces_within(self._pieces(key), self.formats[key].stored, wanted)
+        return sum(part.stop - part.start for part in (piece.bytes_of_tensor for piece in pieces))
 
     def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
-        """See `RangeSource.read_range`. Reads whole rows at both ends; `local_scales` has the scales of all of them."""
-        whole = allocate_flat(self.formats[key].stored.nbytes, "cpu")  # pages that are never touched use no RAM
-        scales = self._read(key, tensor_views(whole, self.formats[key].stored), wanted)
-        first = self._range_scales.setdefault(key, scales)
-        if not all(torch.equal(scale, first[name]) for name, scale in scales.items()):
-            raise self._changed(key)
+        """See `RangeSource.read_range`. Reads whole rows, and all those whose scales lie in `wanted`."""
+        layout = self.formats[key].stored
+        whole = allocate_flat(layout.nbytes, "cpu")  # pages that are never touched use no RAM
+        self._read(key, whole, pieces_within(self._pieces(key), layout, wanted))
         np.copyto(host_bytes(into[: len(wanted)]), host_bytes(whole[wanted.start : wanted.stop]))
-
-    def local_scales(self, key: BlockKey) -> Tensors:
-        """Return the scales that `read_range` computed, [rows, 1] by parameter name; 0 for all other rows."""
-        return self._range_scales[key]
-
-    def set_scales(self, key: BlockKey, scales: Tensors) -> None:
-        """Set all scales of a block, gathered from the ranks that have read its rows."""
-        self._scales[key] = {**self._inner.scales(key), **scales}
 
     def close(self) -> None:
         """Wait for reads in progress, then stop the threads and close the inner source."""
         self._threads.close()
         self._inner.close()
 
-    def _read(self, key: BlockKey, into: Tensors | None, wanted: range | None = None) -> Tensors:
-        """Read a block and return its scales.
+    def _pieces(self, key: BlockKey) -> Iterator[RowPiece]:
+        return row_pieces(self._inner.formats[key], self._packings[key], piece_bytes=self._piece_bytes)
 
-        Args:
-            into: memory of the block by parameter name; None: compute the scales only.
-            wanted: bytes of the quantised block to read, widened to whole rows; None: all of them.
-        """
-        stored = self._inner.formats[key]
-        scales = _allocate_scales(stored)
-        rows = row_pieces(stored, piece_bytes=self._piece_bytes)
-        if wanted is not None:
-            rows = pieces_within(rows, self.formats[key].stored, wanted)
+    def _read(self, key: BlockKey, into: torch.Tensor, pieces: Iterable[RowPiece]) -> None:
+        views = tensor_views(into, self.formats[key].stored)
+        # Read here, and not by the threads that share the result.
+        scales = self._inner.scales(key)
         self._threads.run(
-            partial(self._quantise if piece.quantised else self._copy, key, piece, into, scales)
-            for piece in rows
-            if into is not None or piece.quantised
-        )
-        return scales
-
-    def _keep(self, key: BlockKey, scales: Tensors) -> None:
-        # The first scales of a block are kept and never replaced: copies of them may be on a device.
-        first = self._scales.get(key)
-        if first is None:
-            self._scales[key] = {**self._inner.scales(key), **scales}
-        elif not all(torch.equal(scale, first[name]) for name, scale in scales.items()):
-            raise self._changed(key)
-
-    def _changed(self, key: BlockKey) -> SourceError:
-        return SourceError(
-            f"block {key.block} of {key.expert!r} has changed since it was first read: open its file again"
+            partial(self._copy, key, piece, views[piece.tensor.name])
+            if piece.packing is None
+            else partial(self._quantise, key, piece, piece.packing, views[piece.tensor.name], scales)
+            for piece in pieces
         )
 
-    def _copy(self, key: BlockKey, piece: RowPiece, into: Tensors | None, scales: Tensors) -> None:
-        assert into is not None, "only scales are computed"
-        flat, part = into[piece.tensor.name].view(-1).view(torch.uint8), piece.bytes_of_tensor
+    def _copy(self, key: BlockKey, piece: RowPiece, into: torch.Tensor) -> None:
+        flat, part = into.view(-1).view(torch.uint8), piece.bytes_of_tensor
         wanted = range(piece.tensor.offset + part.start, piece.tensor.offset + part.stop)
         self._inner.read_range(key, wanted, flat[part])
 
-    def _quantise(self, key: BlockKey, piece: RowPiece, into: Tensors | None, scales: Tensors) -> None:
+    def _quantise(self, key: BlockKey, piece: RowPiece, packing: EightBit, into: torch.Tensor, scales: Tensors) -> None:
         name, part = piece.tensor.name, slice(piece.rows.start, piece.rows.stop)
         stored, work = self._thread_memory(piece)
         self._inner.read_rows(key, name, piece.rows, stored)
         values = stored.view(piece.tensor.dtype).view(len(piece.rows), -1)
+        codes, row_scales = (each[part] for each in packing.split(into, piece.tensor.shape))
         try:
-            if into is None:
-                row_scales(values, scales[name][part], work)
+            if packing.group:
+                scale = scales.get(name)
+                scale = scale[part] if scale is not None and scale.dim() else scale
+                _quantise_rotated(values, scale, packing.group, codes, row_scales)
             else:
-                quantise_rows(values, into[name][part], scales[name][part], work)
+                quantise_rows(values, codes, row_scales, work)
         except NotFiniteError as err:
             raise SourceError(
                 f"{self._inner.path(key, name)}: {name} of block {key.block} holds NaN or an infinity in row "
@@ -241,9 +264,21 @@ class QuantisedSource:
         return memory[0][:nbytes], memory[1]
 
 
-def _allocate_scales(stored: BlockFormat) -> dict[str, torch.Tensor]:
-    changed = quantised_names(stored)
-    with torch.inference_mode(False):  # the scales outlive the run that first reads the block
-        return {
-            t.name: torch.zeros(t.shape[0], 1, dtype=torch.float32) for t in stored.stored.tensors if t.name in changed
-        }
+def _quantise_rotated(
+    stored: torch.Tensor, scale: torch.Tensor | None, group: int, codes: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Quantise rows to int8 ConvRot, a few at a time so that they stay in the CPU cache.
+
+    Raises:
+        NotFiniteError: a row contains NaN or infinity.
+    """
+    rows, columns = stored.shape
+    at_once = max(1, WORK_VALUES // columns)
+    for start in range(0, rows, at_once):
+        part = slice(start, min(rows, start + at_once))
+        values = torch.empty(part.stop - start, columns, dtype=torch.float32)
+        decode_tensor(stored[part], values, scale=scale[part] if scale is not None and scale.dim() else scale)
+        try:
+            codes[part], scales[part] = quantise_rotated(values, group)
+        except NotFiniteError as err:
+            raise NotFiniteError(start + err.row) from err

@@ -85,6 +85,8 @@ class Expert:
     """Every parameter of the model in the model's shape, with the dtype and packing of the file."""
     scales: Mapping[str, FileTensor]
     """Scale of each scaled weight, one float32 number or one per row, under the name of the weight."""
+    full_precision: frozenset[str]
+    """Weights that the file demands to be multiplied in the compute dtype; observed for fp8."""
 
     def is_current(self) -> bool:
         """Return True if the files on disk have not changed since they were opened."""
@@ -129,6 +131,7 @@ def open_expert(path: Path) -> Expert:
         config=config,
         weights=weights,
         scales={names[key]: scale for key, scale in resolved.scales.items()},
+        full_precision=frozenset(names[key] for key in resolved.full_precision),
     )
 
 

@@ -13,16 +13,14 @@ from typing import BinaryIO
 import torch
 
 from ...offload import (
+    EightBit,
     FileTensor,
-    Int8,
+    NotFiniteError,
     decode_tensor,
     host_bytes,
-    kronecker_factors,
-    quantise_int8,
+    quantise_rotated,
     read_scales,
     read_tensors,
-    rotated_sums,
-    rotation_factor,
 )
 from .files import CheckpointError
 from .key_names import native_transformer_name
@@ -71,7 +69,7 @@ def write_int8(expert: Expert, path: Path, *, on_matrix: Callable[[int, int], No
     matrices = streamed_parameters(expert.config)
     for name in sorted(matrices):
         tensor = expert.weights[name]
-        if isinstance(tensor.packing, Int8):
+        if isinstance(tensor.packing, EightBit):
             raise CheckpointError(expert.path, f"{name} is in int8 already: another rounding would only lose precision")
         if tensor.shape[1] % GROUP:
             raise CheckpointError(
@@ -122,15 +120,15 @@ def _tensors(expert: Expert, name: str, tensor: FileTensor, quantised: bool) -> 
     if not quantised:
         yield values
         return
-    factors, found = kronecker_factors(GROUP, torch.device("cpu")), []
+    found = []
     for rows in values.split(max(1, ROW_BYTES // (4 * tensor.shape[1]))):
-        codes, scale = quantise_int8(rotated_sums(rows, factors) * rotation_factor(GROUP))
+        try:
+            codes, scale = quantise_rotated(rows, GROUP)
+        except NotFiniteError as err:
+            raise CheckpointError(expert.path, f"{name} holds NaN or an infinity, so it cannot be quantised") from err
         found.append(scale)
         yield codes
-    every = torch.cat(found)
-    if not every.isfinite().all():
-        raise CheckpointError(expert.path, f"{name} holds NaN or an infinity, so it cannot be quantised")
-    yield every
+    yield torch.cat(found)
     yield _marker()
 
 

@@ -17,10 +17,11 @@
 | nvfp4                          | uint8 [rows, columns / 2] | `weight_scale` e4m3fn in tiles, and `weight_scale_2` |
 
 `offload/formats/packing.py` describes rotation and tiles. A `scaled_fp8` tensor that is not fp8, as in some files,
-means e4m3fn. LightX2V has the first of two nvfp4 values in the low bits, and `alpha` x `input_global_scale` in place of
-`weight_scale_2`. The scales of the inputs (`scale_input`, `input_scale`) are for arithmetic in the stored format and
-are not used: weights are decoded to the compute dtype. A plain cast rounds the weights to fp8 without a scale, which
-costs precision; it is loaded with a warning in the log.
+means e4m3fn; one with two values demands products in the compute dtype for the whole file, as
+"full_precision_matrix_mult" does for a layer. LightX2V has the first of two nvfp4 values in the low bits, and `alpha` x
+`input_global_scale` in place of `weight_scale_2`. The scales of the inputs (`scale_input`, `input_scale`) are not used:
+each token gets its own. A plain cast rounds the weights to fp8 without a scale, which costs precision; it is loaded
+with a warning in the log.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pathlib import Path
 
 import torch
 
-from ...offload import MXFP8, NVFP4, FileTensor, Int8, Microscaled, Packing, is_rotation
+from ...offload import MXFP8, NVFP4, EightBit, FileTensor, Microscaled, Packing, is_rotation
 from .files import PREFIX, CheckpointError, json_object
 
 FP8_FORMATS = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
@@ -53,6 +54,9 @@ ALPHA, INPUT_GLOBAL_SCALE = ".alpha", ".input_global_scale"
 INPUT_FACTORS = ".pre_quant_scale"
 NOT_WEIGHTS = (LAYER_MARKER, FILE_SCALE, LAYER_SCALE, GLOBAL_SCALE, INPUT_GLOBAL_SCALE, ".scale_input", ".input_scale")
 
+FULL_PRECISION_VALUES = 2
+"""Values of a `scaled_fp8` tensor by which a file demands products in the compute dtype."""
+
 MAX_MARKER_BYTES = 4096  # a larger tensor of that name is not a marker and is not read
 
 logger = logging.getLogger("wanstream.checkpoint")
@@ -68,12 +72,14 @@ class LayerFormat:
     dtype: torch.dtype
     """Dtype of the stored numbers, or of the bytes that contain two of them."""
     packing: Packing | None = None
+    full_precision: bool = False
+    """The file demands products in the compute dtype."""
 
 
 LIGHTX2V_NVFP4 = LayerFormat(name="nvfp4", dtype=torch.uint8, packing=replace(NVFP4, high_first=False))
 FORMATS = {
     **{name: LayerFormat(name=name, dtype=dtype) for name, dtype in FP8_FORMATS.items()},
-    INT8: LayerFormat(name=INT8, dtype=torch.int8, packing=Int8()),
+    INT8: LayerFormat(name=INT8, dtype=torch.int8, packing=EightBit()),
     "mxfp8": LayerFormat(name="mxfp8", dtype=torch.float8_e4m3fn, packing=MXFP8),
     "nvfp4": LayerFormat(name="nvfp4", dtype=torch.uint8, packing=NVFP4),
 }
@@ -86,6 +92,8 @@ class QuantisedWeights:
 
     weights: Mapping[str, FileTensor]
     scales: Mapping[str, FileTensor]
+    full_precision: frozenset[str] = frozenset()
+    """Keys of weights for which the file demands products in the compute dtype."""
 
 
 def resolve_quantisation(
@@ -122,7 +130,8 @@ def resolve_quantisation(
             len(casts),
             str(weights[casts[0]].dtype).removeprefix("torch."),
         )
-    return QuantisedWeights(weights=weights, scales=scales)
+    full_precision = frozenset(f"{name}.weight" for name, each in marked.items() if each.full_precision)
+    return QuantisedWeights(weights=weights, scales=scales, full_precision=full_precision)
 
 
 def _is_beside(key: str, marked: Mapping[str, LayerFormat]) -> bool:
@@ -137,6 +146,7 @@ def _read_markers(
     if FILE_MARKER in tensors:
         declared = tensors[FILE_MARKER].dtype
         fmt = FORMATS[next((name for name, dtype in FP8_FORMATS.items() if dtype == declared), "float8_e4m3fn")]
+        fmt = replace(fmt, full_precision=math.prod(tensors[FILE_MARKER].shape) == FULL_PRECISION_VALUES)
         fp8 = [key.removesuffix(".weight") for key, tensor in tensors.items() if tensor.dtype in FP8_DTYPES]
         return FILE_SCALE, {layer: fmt for layer in fp8 if layer != FILE_MARKER}
     marked = {
@@ -167,12 +177,13 @@ def _format(path: Path, layer: str, settings: object) -> LayerFormat:
         )
     nested = stated.get("params")
     stated = {**(nested if isinstance(nested, dict) else {}), **stated}
+    fmt = replace(FORMATS[name], full_precision=bool(stated.get("full_precision_matrix_mult", False)))
     if name != INT8 or not stated.get("convrot", False):
-        return FORMATS[name]
+        return fmt
     group = stated.get("convrot_groupsize", DEFAULT_GROUP)
     if not isinstance(group, int) or not is_rotation(group):
         raise CheckpointError(path, f"{layer} is rotated in groups of {group!r}; 4, 16, 64, 256 and 1024 are known")
-    return replace(FORMATS[INT8], packing=Int8(group=group))
+    return replace(fmt, packing=EightBit(group=group))
 
 
 def _resolve_layer(
@@ -195,7 +206,7 @@ def _resolve_layer(
     if isinstance(fmt.packing, Microscaled):
         return _resolve_microscaled(path, tensors, layer, fmt.packing, weight, scale)
     _check_scale(path, layer + ending, scale, weight.shape[0] if len(weight.shape) == 2 else 1)
-    if not isinstance(fmt.packing, Int8):
+    if not isinstance(fmt.packing, EightBit):
         return weight, scale
     columns, group = weight.shape[1], fmt.packing.group or 4
     if columns % group:

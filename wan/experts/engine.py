@@ -13,7 +13,7 @@ from ..checkpoint.open import Expert
 from ..lora.apply import LoraFactors, LoraStack, block_patches, resident_patches, stack_identity
 from ..transformer.kernels import Kernels, check_usable
 from .models import ExpertModels
-from .storage import Precision, block_source
+from .storage import Precision, block_source, multiplied_layers
 
 NO_LORAS: Hashable = ()
 
@@ -36,13 +36,18 @@ class ExpertEngine(OffloadEngine):
         shared: bool = False,
         sharded: Sharded | None = None,
     ) -> None:
-        self.models = ExpertModels(experts, compute_dtype=precision.compute_dtype, device=device, int8=precision.int8)
+        source = block_source(experts, precision, direct=direct)
+        self.models = ExpertModels(
+            experts,
+            compute_dtype=precision.compute_dtype,
+            device=device,
+            multiplied=multiplied_layers(source.formats),
+        )
         self._compute_dtype = precision.compute_dtype
         self.policy, self._kernels = policy, Kernels()
         # Chunked forwards replace `block.forward`, so they have to be installed before any hook wraps the block.
         self.models.kernels.set(self._kernels, policy.chunk_tokens)
         self._configs = {name: expert.config for name, expert in experts.items()}
-        source = block_source(experts, precision, direct=direct)
         self._segment = None
         if shared and sharded is None:
             sizes = {key: fmt.stored.nbytes for key, fmt in source.formats.items()}

@@ -19,6 +19,7 @@ from torch import nn
 
 from ...devices import insufficient_ram
 from ...offload import (
+    EightBit,
     FileTensor,
     InsufficientRamError,
     WeightPatch,
@@ -39,9 +40,7 @@ from ..checkpoint.meta_model import (
 from ..checkpoint.open import Expert
 from ..lora.apply import PatchedParameters, write_patched
 from ..transformer.block_kernels import BlockKernels
-from ..transformer.int8_backends import kitchen_dtype
-from ..transformer.int8_linear import prepare_layers, replace_linears
-from .storage import int8_layers
+from ..transformer.multiplication import CODE_FORMATS, multiplications, replace_linears
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -59,6 +58,12 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
 
     A reader thread reads raw bytes, and the thread that needs them decodes them. All calls must come from one thread.
 
+    Args:
+        experts: experts by name.
+        compute_dtype: dtype of the blocks' activations.
+        device: device of the parameters.
+        multiplied: packing of the layers whose codes are multiplied as stored, by expert, block and layer.
+
     Attributes:
         bare: models by expert name, for installing hooks; a look-up here does not wait for parameters.
         kernels: compute kernels of the blocks of all models.
@@ -66,15 +71,22 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
     """
 
     def __init__(
-        self, experts: Mapping[str, Expert], *, compute_dtype: torch.dtype, device: torch.device, int8: bool = False
+        self,
+        experts: Mapping[str, Expert],
+        *,
+        compute_dtype: torch.dtype,
+        device: torch.device,
+        multiplied: Mapping[str, Mapping[str, Mapping[str, EightBit]]],
     ) -> None:
         self.bare = {name: build_model(expert.config, compute_dtype) for name, expert in experts.items()}
-        self._int8_layers = {
-            name: replace_linears(dict(model.blocks.named_children()), int8_layers(experts[name]) if int8 else {})
+        self._scaled_layers = {
+            name: replace_linears(dict(model.blocks.named_children()), multiplied.get(name, {}))
             for name, model in self.bare.items()
         }
+        packings = (each for blocks in multiplied.values() for layers in blocks.values() for each in layers.values())
         # Chosen before anything is read, because it may raise.
-        self._kitchen_dtype = kitchen_dtype(device, compute_dtype) if any(self._int8_layers.values()) else None
+        formats = dict.fromkeys(CODE_FORMATS[packing.dtype] for packing in packings)
+        self._multiplications = multiplications(formats, device, compute_dtype)
         timed = any(expert.config.family == "ti2v" for expert in experts.values())
         self.kernels = BlockKernels((block for model in self.bare.values() for block in model.blocks), timed=timed)
         self.non_block_bytes = 0
@@ -151,7 +163,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         self.bare.clear()
         self._embedders.clear()
         self._loaded.clear()
-        self._int8_layers.clear()
+        self._scaled_layers.clear()
 
     def __getitem__(self, name: str) -> WanTransformer3DModel:
         model = self.bare[name]
@@ -159,7 +171,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
             # The parameters outlive the run that first needs them, and an inference tensor could not be changed later.
             with torch.inference_mode(False), torch.no_grad():
                 set_parameters(model, self._load((name, None)))
-                prepare_layers(self._int8_layers[name], self._device, self._kitchen_dtype)
+                self._multiplications.prepare(self._scaled_layers[name])
                 model.rope.to(self._device)
             parameters = PatchedParameters(model)
             parameters.set(self._resident_patches(name))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -18,10 +18,10 @@ from ..checkpoint.files import CheckpointError
 from ..checkpoint.key_names import both_names
 from ..checkpoint.open import Expert, open_expert
 from ..lora.file import open_lora
-from ..transformer.int8_backends import choose_int8
 from ..transformer.kernels import INDUCTOR, Kernels, check_installed
+from ..transformer.multiplication import CODE_FORMATS, choose_multiplication
 from .pair import ExpertPair
-from .storage import STORAGES, log_unquantised
+from .storage import MULTIPLIED, STORAGES, log_unquantised
 
 ARITHMETIC_CHOICES: tuple[Arithmetic, ...] = ("decoded", "as stored")
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -46,12 +46,14 @@ def open_experts(
         low_noise: expert of the late steps, likewise; None with a pipeline folder.
         compute_dtype: bf16, fp16, fp32 or "auto": `auto_dtype` of the GPU if there is one, otherwise of the CPU. Pass
             `auto_dtype(device)` for another device. Parameters that diffusers keeps in fp32 are always in fp32.
-        storage: "as stored", or "fp8": the matrices of the blocks are stored in RAM and copied in fp8 (e4m3fn) with one
-            scale per row, which halves RAM and transfers for a bf16 or fp16 file. They are quantised while they are
-            read and decoded on arrival. Matrices that are quantised in the file are unchanged.
-        arithmetic: "decoded": decode all matrices to `compute_dtype`; "as stored": multiply in int8 by matrices that
-            are stored in it, which halves the buffers; LoRAs are then not added to these but computed beside them. Slow on
-            a CPU; not run on a GPU yet. The engine raises KernelsError on a device that cannot.
+        storage: form of the blocks' matrices in RAM and on the bus. "as stored"; "fp8" (e4m3fn) and "int8 ConvRot",
+            with one scale per row, halve RAM and transfers for a bf16 or fp16 file. Matrices are quantised while they
+            are read. "int8 ConvRot" also quantises fp8 matrices; otherwise those that are quantised in the file are
+            unchanged.
+        arithmetic: "decoded": decode all matrices to `compute_dtype`; "as stored": multiply by int8 and fp8 (e4m3fn)
+            matrices as they are stored, those of `storage` included, which halves the buffers; "int8", "fp8": do so for
+            matrices of one format. LoRAs are then not added to these matrices but computed beside them. int8 is slow on
+            a CPU; neither was run on a GPU yet. The engine raises KernelsError on a device that cannot.
         direct: read blocks past the page cache (O_DIRECT); None: where this is faster.
         shared: other processes of this machine open the same experts. Blocks in RAM are then shared by all of them, and
             files are read through the page cache unless `direct` is True.
@@ -61,13 +63,13 @@ def open_experts(
         CheckpointError: the tensors are not those of an A14B expert, or the two experts do not belong together.
         ValueError: the compute dtype, the storage or the arithmetic is not one of the above.
     """
-    dtype = _checked(compute_dtype, storage)
-    int8 = _is_int8(arithmetic)
+    dtype = _checked(compute_dtype, storage, arithmetic)
     high_path, low_path = _expert_paths(Path(high_noise), None if low_noise is None else Path(low_noise))
     high, low = open_expert(high_path), open_expert(low_path)
     _check_pair(high, low)
     log_unquantised((high, low), storage)
-    return ExpertPair(high=high, low=low, compute_dtype=dtype, storage=storage, int8=int8, direct=direct, shared=shared)
+    form: _Form = {"compute_dtype": dtype, "storage": storage, "arithmetic": arithmetic}
+    return ExpertPair(high=high, low=low, **form, direct=direct, shared=shared)
 
 
 def open_single_model(
@@ -97,14 +99,12 @@ def open_single_model(
             image-to-video model has no image branch.
         ValueError: as `open_experts`.
     """
-    dtype = _checked(compute_dtype, storage)
-    int8 = _is_int8(arithmetic)
+    dtype = _checked(compute_dtype, storage, arithmetic)
     expert = open_expert(_one_path(Path(path)))
     _require_image_branch(expert)
     log_unquantised([expert], storage)
-    return ExpertPair(
-        high=expert, low=expert, compute_dtype=dtype, storage=storage, int8=int8, direct=direct, shared=shared
-    )
+    form: _Form = {"compute_dtype": dtype, "storage": storage, "arithmetic": arithmetic}
+    return ExpertPair(high=expert, low=expert, **form, direct=direct, shared=shared)
 
 
 def _require_image_branch(expert: Expert) -> None:
@@ -116,14 +116,16 @@ def _require_image_branch(expert: Expert) -> None:
         )
 
 
-def _is_int8(arithmetic: Arithmetic) -> bool:
-    if arithmetic not in ARITHMETIC_CHOICES:
-        raise ValueError(f"arithmetic is {arithmetic!r}; choose {' or '.join(map(repr, ARITHMETIC_CHOICES))}")
-    return arithmetic == "as stored"
+class _Form(TypedDict):
+    """Form of the weights in RAM and in the computation."""
+
+    compute_dtype: torch.dtype
+    storage: Storage
+    arithmetic: Arithmetic
 
 
-def _checked(compute_dtype: ComputeDtype, storage: Storage) -> torch.dtype:
-    """Return the compute dtype. Raises ValueError for an unsupported dtype or storage."""
+def _checked(compute_dtype: ComputeDtype, storage: Storage, arithmetic: Arithmetic) -> torch.dtype:
+    """Return the compute dtype. Raises ValueError for an unsupported dtype, storage or arithmetic."""
     dtype = resolve_dtype(compute_dtype)
     if dtype not in COMPUTE_DTYPES:
         raise ValueError(
@@ -131,6 +133,8 @@ def _checked(compute_dtype: ComputeDtype, storage: Storage) -> torch.dtype:
         )
     if storage not in STORAGES:
         raise ValueError(f"storage is {storage!r}; blocks can be kept {' or '.join(map(repr, STORAGES))}")
+    if arithmetic not in MULTIPLIED:
+        raise ValueError(f"arithmetic is {arithmetic!r}; choose {' or '.join(map(repr, MULTIPLIED))}")
     return dtype
 
 
@@ -194,15 +198,17 @@ def _check_pair(high: Expert, low: Expert) -> None:
 def with_resolved_precision(ref: ExpertsRef, device: torch.device) -> ExpertsRef:
     """Return `ref` as it is computed on `device`, the compute device of this process.
 
-    The compute dtype "auto" becomes the `auto_dtype` of the device, and the arithmetic "as stored" becomes "decoded"
-    where nothing multiplies int8 matrices. References that mean the same are then equal. Workers resolve "auto" themselves.
+    The compute dtype "auto" becomes the `auto_dtype` of the device, and the arithmetic "as stored" becomes "int8",
+    "fp8" or "decoded" where nothing multiplies matrices in the other formats. References that mean the same are then
+    equal. Workers resolve "auto" themselves.
     """
     if ref.compute_dtype == AUTO:
         ref = replace(ref, compute_dtype=dtype_name(resolve_dtype(AUTO, device)))
     if ref.arithmetic != "as stored":
         return ref
-    choice = choose_int8(device, getattr(torch, ref.compute_dtype))
-    return ref if choice.backend is not None else replace(ref, arithmetic="decoded")
+    dtype = getattr(torch, ref.compute_dtype)
+    formats = [fmt for fmt in CODE_FORMATS.values() if choose_multiplication(fmt, device, dtype).code is not None]
+    return ref if len(formats) == len(CODE_FORMATS) else replace(ref, arithmetic=formats[0] if formats else "decoded")
 
 
 def open_pair(ref: ExpertsRef, *, shared: bool = False) -> ExpertPair:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 
 from ...devices import compute_device, runtime_for
 from ...offload import Sharded, decode_work_bytes
-from ...schema import OffloadPolicy, Storage
+from ...schema import Arithmetic, OffloadPolicy, Storage
 from ..checkpoint.meta_model import embedder_part
 from ..checkpoint.open import Expert
 from ..lora.apply import LoraFactors, LoraStack, lora_host_bytes, stack_identity
 from ..lora.file import LoraFile
 from ..lora.fit import fit_stack
 from ..transformer.kernels import Kernels
+from ..transformer.multiplication import CODE_FORMATS, CodeFormat
 from .engine import ExpertEngine
-from .storage import BlockBytes, Precision, block_bytes, device_bytes, int8_layers, shards_bytes
+from .storage import BlockBytes, Precision, block_bytes, device_bytes, shards_bytes
 
 
 class ExpertPair(AbstractContextManager["ExpertPair"]):
@@ -37,7 +39,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         low: Expert,
         compute_dtype: torch.dtype,
         storage: Storage = "as stored",
-        int8: bool = False,
+        arithmetic: Arithmetic = "decoded",
         direct: bool | None = None,
         shared: bool = False,
     ) -> None:
@@ -45,8 +47,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         self.low = low
         self.compute_dtype = compute_dtype
         self.storage = storage
-        self.int8 = int8
-        """Blocks compute in int8 with the matrices that are stored in it."""
+        self.arithmetic = arithmetic
         # Ranks of one machine share the page cache; with direct reads every rank would read the whole files.
         self._direct = False if direct is None and shared else direct
         self._shared = shared
@@ -83,7 +84,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         """Hashable that is equal for the same files, dtype, storage, kernels, LoRAs and strengths."""
         loras = tuple(stack_identity(stack) for stack in self._active_loras().values())
         paths = (self.high.path.resolve(), self.low.path.resolve())
-        return (*paths, self.compute_dtype, self.storage, self.int8, self.kernels, loras)
+        return (*paths, self.compute_dtype, self.storage, self.arithmetic, self.kernels, loras)
 
     def is_current(self) -> bool:
         """Return True if the experts' files have not changed since they were opened; else open the pair again."""
@@ -172,7 +173,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         device = torch.device(device)
         on_gpu, block = runtime_for(device) is not None, self._block_bytes
         work = decode_work_bytes(block.quantised_values, device)
-        decoding = block.decoded + block.row_scales + work if on_gpu else 0
+        decoding = block.decoded + work if on_gpu else 0
         blocks = sum(self.block_counts.values())
         return (
             decoding
@@ -202,9 +203,15 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         return self._block_bytes.computed
 
     @property
-    def stores_int8(self) -> bool:
-        """True if a matrix of the blocks is stored in int8."""
-        return any(map(int8_layers, self.experts.values()))
+    def code_formats(self) -> tuple[CodeFormat, ...]:
+        """Formats of the blocks' matrices in RAM that could be multiplied as they are: "int8", "fp8", both or none."""
+        every = replace(self._precision, arithmetic="as stored")
+        return _formats(block_bytes(self.experts, every).multiplied)
+
+    @property
+    def multiplied(self) -> tuple[CodeFormat, ...]:
+        """Formats of the blocks' matrices that are multiplied as they are: "int8", "fp8", both or none."""
+        return _formats(self._block_bytes.multiplied)
 
     @property
     def decodes(self) -> bool:
@@ -217,7 +224,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     @property
     def _precision(self) -> Precision:
-        return Precision(compute_dtype=self.compute_dtype, storage=self.storage, int8=self.int8)
+        return Precision(compute_dtype=self.compute_dtype, storage=self.storage, arithmetic=self.arithmetic)
 
     @property
     def running(self) -> bool:
@@ -291,3 +298,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _formats(dtypes: frozenset[torch.dtype]) -> tuple[CodeFormat, ...]:
+    return tuple(fmt for dtype, fmt in CODE_FORMATS.items() if dtype in dtypes)

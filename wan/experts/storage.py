@@ -1,27 +1,30 @@
-"""Storage of blocks (as in the file, or fp8) and memory that weights need."""
+"""Storage of blocks (as in the file, or quantised), matrices that are multiplied as stored, and memory of weights."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 
 from ...offload import (
+    FP8,
+    BlockFormat,
+    EightBit,
     FileSource,
     FileTensor,
-    Int8,
     QuantisedSource,
     Sharded,
     flat_layout,
     quantised_format,
-    scale_bytes,
+    quantised_packings,
     shard_bytes,
 )
 from ...plan import RAW_SLOTS, BlockKey
-from ...schema import OffloadPolicy, Storage, plan_residency
+from ...schema import Arithmetic, OffloadPolicy, Storage, plan_residency
 from ..checkpoint.detect import WanConfig
 from ..checkpoint.meta_model import (
     FIRST_BLOCK,
@@ -34,7 +37,15 @@ from ..checkpoint.meta_model import (
 )
 from ..checkpoint.open import Expert
 
-STORAGES: tuple[Storage, ...] = ("as stored", "fp8")
+STORAGES: tuple[Storage, ...] = get_args(Storage)
+
+MULTIPLIED: Mapping[Arithmetic, frozenset[torch.dtype]] = {
+    "decoded": frozenset(),
+    "as stored": frozenset({torch.int8, FP8}),
+    "int8": frozenset({torch.int8}),
+    "fp8": frozenset({FP8}),
+}
+"""Dtypes of codes that are multiplied as they are stored."""
 
 logger = logging.getLogger("wanstream.checkpoint")
 
@@ -51,10 +62,10 @@ class BlockBytes:
     """Bytes of a buffer."""
     decoded: int
     """Bytes of GPU memory, in addition to the buffers, for the stored form of arriving blocks; 0 without decoding."""
-    row_scales: int
-    """Bytes of the scales that fp8 storage adds, of all blocks."""
     quantised_values: int
     """Values of the largest part of a block that is GGUF-quantised; 0 for other formats."""
+    multiplied: frozenset[torch.dtype]
+    """Dtypes of the codes that are multiplied as they are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,22 +74,30 @@ class Precision:
 
     compute_dtype: torch.dtype
     storage: Storage = "as stored"
-    int8: bool = False
-    """Matrices that are stored in int8 are computed in it; others in `compute_dtype`."""
+    arithmetic: Arithmetic = "decoded"
+    """Codes that are multiplied as they are stored; all other matrices are decoded to `compute_dtype`."""
+
+    @property
+    def multiplied(self) -> frozenset[torch.dtype]:
+        return MULTIPLIED[self.arithmetic]
 
 
 def block_bytes(experts: Mapping[str, Expert], precision: Precision) -> BlockBytes:
     """Return the bytes of the largest block of these experts. Reads nothing."""
-    files, storage = _file_source(experts, precision, direct=False), precision.storage
-    in_file = [*files.formats.values()]
-    kept = [quantised_format(fmt) for fmt in in_file] if storage == "fp8" else in_file
+    in_file = [*_file_source(experts, precision, direct=False).formats.values()]
+    kept = [quantised_format(fmt, precision.storage, precision.multiplied) for fmt in in_file]
     return BlockBytes(
         file=max(fmt.stored.nbytes for fmt in in_file),
         stored=max(fmt.stored.nbytes for fmt in kept),
         computed=max(fmt.computed.nbytes for fmt in kept),
         decoded=RAW_SLOTS * max((fmt.stored.nbytes for fmt in kept if not fmt.is_raw), default=0),
-        row_scales=sum(map(scale_bytes, in_file)) if storage == "fp8" else 0,
         quantised_values=max(fmt.quantised_values for fmt in kept),
+        multiplied=frozenset(
+            tensor.packing.dtype
+            for fmt in kept
+            for tensor in fmt.computed.tensors
+            if isinstance(tensor.packing, EightBit)
+        ),
     )
 
 
@@ -87,20 +106,23 @@ def block_source(
 ) -> FileSource | QuantisedSource:
     """Return the source of every block's streamed weights, which reads the experts' files."""
     files = _file_source(experts, precision, direct=direct)
-    quantises = precision.storage == "fp8" and any(map(scale_bytes, files.formats.values()))
-    return QuantisedSource(files) if quantises else files
+    if not any(quantised_packings(fmt, precision.storage) for fmt in files.formats.values()):
+        return files
+    return QuantisedSource(files, precision.storage, multiplied=precision.multiplied)
 
 
 def log_unquantised(experts: Iterable[Expert], storage: Storage) -> None:
-    """Log the experts whose blocks fp8 storage does not change."""
+    """Log the experts whose blocks a quantising storage does not change."""
     for path, expert in {expert.path: expert for expert in experts}.items():
-        precision = Precision(compute_dtype=torch.bfloat16, storage=storage)
-        if storage == "fp8" and not block_bytes({"high": expert}, precision).row_scales:
-            logger.info("%s: storage fp8 changes nothing here, the blocks are quantised already", path)
+        files = _file_source({"high": expert}, Precision(compute_dtype=torch.bfloat16), direct=False)
+        if storage != "as stored" and not any(quantised_packings(fmt, storage) for fmt in files.formats.values()):
+            logger.info("%s: storage %s changes nothing here, the blocks are quantised already", path, storage)
 
 
 def _file_source(experts: Mapping[str, Expert], precision: Precision, *, direct: bool | None) -> FileSource:
     """Return the source of every block's streamed weights as they are in the files, by name within the block."""
+    # What is to be quantised keeps its scales apart.
+    multiplied = precision.multiplied - ({FP8} if precision.storage == "int8 ConvRot" else set())
     blocks: dict[BlockKey, dict[str, FileTensor]] = {}
     scales: dict[BlockKey, dict[str, FileTensor]] = {}
     for expert_name, expert in experts.items():
@@ -109,9 +131,25 @@ def _file_source(experts: Mapping[str, Expert], precision: Precision, *, direct:
             names = {name: f"blocks.{index}.{name}" for name in block_streams(expert.config)}
             blocks[key] = {name: expert.weights[full] for name, full in names.items()}
             scales[key] = {name: expert.scales[full] for name, full in names.items() if full in expert.scales}
+            if FP8 in multiplied:
+                decoded = {name for name, full in names.items() if full in expert.full_precision}
+                _put_scales_behind(blocks[key], scales[key], decoded)
     return FileSource(
-        blocks, computed_dtypes=precision.compute_dtype, scales=scales, int8=precision.int8, direct=direct
+        blocks, computed_dtypes=precision.compute_dtype, scales=scales, multiplied=multiplied, direct=direct
     )
+
+
+def _put_scales_behind(block: dict[str, FileTensor], scales: dict[str, FileTensor], decoded: Container[str]) -> None:
+    """Move the scales of fp8 matrices behind them, into the bytes that the layers compute with.
+
+    The scales of `decoded` matrices stay apart, and so these are decoded.
+    """
+    for name, scale in list(scales.items()):
+        matrix = block[name]
+        if name not in decoded and matrix.dtype == FP8 and matrix.packing is None and math.prod(matrix.shape) % 4 == 0:
+            packing = EightBit(dtype=FP8, by_row=math.prod(scale.shape) > 1 or matrix.shape[0] == 1)
+            block[name] = replace(matrix, dtype=torch.uint8, packing=packing, behind=scale)
+            del scales[name]
 
 
 EXPERTS = ("high", "low")
@@ -159,12 +197,12 @@ def shards_bytes(sharded: Sharded | None, *, blocks: int, stored_bytes: int, on_
     return RAW_SLOTS * shard if on_gpu else 0
 
 
-def int8_layers(expert: Expert) -> dict[str, dict[str, int]]:
-    """Return the layers of each block whose matrix is stored in int8, and the columns that it was rotated in."""
-    layers: dict[str, dict[str, int]] = {}
-    for index in range(expert.config.num_layers):
-        for name in block_streams(expert.config):
-            packing = expert.weights[f"blocks.{index}.{name}"].packing
-            if isinstance(packing, Int8):
-                layers.setdefault(str(index), {})[name.removesuffix(".weight")] = packing.group
-    return layers
+def multiplied_layers(formats: Mapping[BlockKey, BlockFormat]) -> dict[str, dict[str, dict[str, EightBit]]]:
+    """Return the packing of the layers whose codes are multiplied as they are stored, by expert, block and layer."""
+    found: dict[str, dict[str, dict[str, EightBit]]] = {}
+    for key, fmt in formats.items():
+        for tensor in fmt.computed.tensors:
+            if isinstance(tensor.packing, EightBit):
+                layers = found.setdefault(key.expert, {}).setdefault(str(key.block), {})
+                layers[tensor.name.removesuffix(".weight")] = tensor.packing
+    return found

@@ -7,38 +7,24 @@ With a weight W' = W H that was rotated (ConvRot, `offload/formats/rotation.py`)
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
-from ...offload import kronecker_factors, quantise_int8, rotated_sums, rotation_factor
-
-SUMS = 2**26
-"""Sums of one piece of tokens: 268 MB in int32, and as much in fp32."""
-
-FEWEST_TOKENS = 32
-"""Tokens of a piece at least: CUDA multiplies int8 matrices of more than 16 rows only."""
+from ...offload import quantise_int8, rotated_sums, rotation_factor
+from .scaled_linear import FEWEST_TOKENS, ScaledLinear, finish_product, tokens_at_once
 
 
-class Int8Linear(nn.Linear):
-    """Linear layer with an int8 weight [rows, columns] and an fp32 `weight_scale` [rows, 1], which are bound to it.
+class Int8Linear(ScaledLinear):
+    """Linear layer with an int8 weight [rows, columns] and an fp32 `weight_scale` [rows, 1].
 
     Args:
         plain: layer to replace; its bias is taken over.
         group: columns that the weight was rotated in; 0: it was not.
     """
 
-    weight_scale: torch.Tensor
-    patch_up: torch.Tensor | None
-    patch_down: torch.Tensor | None
-
     def __init__(self, plain: nn.Linear, *, group: int) -> None:
-        super().__init__(plain.in_features, plain.out_features, bias=False, device="meta", dtype=plain.weight.dtype)
-        self.bias = plain.bias
-        self.register_buffer("weight_scale", torch.empty(plain.out_features, 1, device="meta"), persistent=False)
-        self.register_buffer("patch_up", None, persistent=False)
-        self.register_buffer("patch_down", None, persistent=False)
+        super().__init__(plain)
         self.group = group
         self.rotation: list[torch.Tensor] = []
         """The matrices of the rotation on the device of the input; all layers share them."""
@@ -57,37 +43,6 @@ class Int8Linear(nn.Linear):
             return int8_linear(*arguments)
         result: torch.Tensor = torch.ops.wanstream.int8_linear(*arguments)
         return result
-
-
-def replace_linears(blocks: Mapping[str, nn.Module], groups: Mapping[str, Mapping[str, int]]) -> list[Int8Linear]:
-    """Replace layers of blocks by `Int8Linear`.
-
-    Args:
-        blocks: blocks by name.
-        groups: rotated columns by the name of a layer within the block, by name of the block.
-    """
-    replaced = []
-    for name, layers in groups.items():
-        for layer, group in layers.items():
-            plain = blocks[name].get_submodule(layer)
-            assert isinstance(plain, nn.Linear), f"{layer} is {type(plain).__name__}"
-            replaced.append(Int8Linear(plain, group=group))
-            blocks[name].set_submodule(layer, replaced[-1])
-    return replaced
-
-
-def prepare_layers(layers: Iterable[Int8Linear], device: torch.device, kitchen_dtype: int | None) -> None:
-    """Choose the code that multiplies, and give the layers the matrices of their rotations on `device`.
-
-    Args:
-        kitchen_dtype: see `Int8Linear.kitchen_dtype`.
-    """
-    shared: dict[int, list[torch.Tensor]] = {0: []}
-    for layer in layers:
-        layer.kitchen_dtype = kitchen_dtype
-        if layer.group not in shared:
-            shared[layer.group] = list(kronecker_factors(layer.group, device))
-        layer.rotation = shared[layer.group]
 
 
 def int8_linear(
@@ -119,19 +74,14 @@ def int8_linear(
     rows, columns = weight.shape
     flat = tokens.reshape(-1, columns)
     out = flat.new_empty(len(flat), rows)
-    at_once = max(FEWEST_TOKENS, SUMS // rows)
+    at_once = tokens_at_once(rows)
     for start in range(0, len(flat), at_once):
         part = flat[start : start + at_once]
         codes, scale = quantise_tokens(part, rotation)
         sums = _multiply(codes, weight)
         # The first product makes them fp32; they are below 2^28.
         result = (sums * weight_scale.view(1, -1)).mul_(scale)
-        if bias is not None:
-            result.add_(bias)
-        if up is not None:
-            assert down is not None, "up without down"
-            result.add_(nn.functional.linear(nn.functional.linear(part, down), up))
-        out[start : start + at_once].copy_(result)
+        out[start : start + at_once].copy_(finish_product(result, part, bias, up, down))
     return out.view(*tokens.shape[:-1], rows)
 
 

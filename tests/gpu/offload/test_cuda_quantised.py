@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.offload.formats.decode import QUANTISED_DTYPE, decode_tensor, quantise_rows, work_memory
+from wanstream.offload.formats.decode import decode_tensor
+from wanstream.offload.formats.quantise import FP8, quantise_rows, work_memory
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.accelerator import Accelerator
@@ -20,7 +21,7 @@ from wanstream.wan.experts.open import open_experts
 @pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_rows_are_decoded_to_the_bits_of_the_cpu(gpu: Accelerator, computed: torch.dtype) -> None:
     values = torch.randn(700, 5120).bfloat16()
-    stored, scales = torch.empty(values.shape, dtype=QUANTISED_DTYPE), torch.empty(700, 1)
+    stored, scales = torch.empty(values.shape, dtype=FP8), torch.empty(700, 1)
     quantise_rows(values, stored, scales, work_memory(5120))
     on_cpu, on_gpu = (torch.empty(values.shape, dtype=computed, device=device) for device in ("cpu", gpu.device))
     decode_tensor(stored, on_cpu, scale=scales)
@@ -42,7 +43,7 @@ def test_a_streamed_pair_is_the_model_whose_rows_were_quantised(
         for module in block.modules():
             if isinstance(module, nn.Linear):
                 scale = module.weight.abs().amax(1, keepdim=True) / 448.0
-                module.weight.data = (module.weight / scale).to(QUANTISED_DTYPE).float() * scale
+                module.weight.data = (module.weight / scale).to(FP8).float() * scale
     model.to(gpu.device)  # after quantising on the CPU: a GPU divides by a number by multiplying with its reciprocal
     policy = OffloadPolicy.layerwise(1, source=source)
     with torch.inference_mode(), open_experts(path, path, compute_dtype=torch.float32, storage="fp8") as pair:

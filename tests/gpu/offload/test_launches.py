@@ -11,7 +11,7 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.offload.formats import decode
 from wanstream.offload.formats.decode import CHUNK_VALUES, FP8_DTYPES, decode_tensor, decode_work_bytes
-from wanstream.offload.formats.packing import MXFP8, NVFP4, QUANT_FORMATS, Int8, Packing
+from wanstream.offload.formats.packing import MXFP8, NVFP4, QUANT_FORMATS, EightBit, Packing
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy, Storage
 from wanstream.testing import (
@@ -107,7 +107,7 @@ MATRIX = {"int8": 2, "int8 rows": 2, "int8 ConvRot": 5, "mxfp8": 5, "nvfp4": 6}
 @pytest.mark.parametrize("name", MATRIX)
 def test_a_marked_matrix_has_the_values_of_its_definition(gpu: Accelerator, name: str, computed: torch.dtype) -> None:
     encoded = ENCODERS[name](torch.randn(64, 512, generator=torch.Generator().manual_seed(1)))
-    int8 = {"int8": Int8(by_row=False), "int8 rows": Int8(), "int8 ConvRot": Int8(group=256)}
+    int8 = {"int8": EightBit(by_row=False), "int8 rows": EightBit(), "int8 ConvRot": EightBit(group=256)}
     packing: Packing = {**int8, "mxfp8": MXFP8, "nvfp4": NVFP4}[name]
     stored, scale = encoded.in_memory
     on_device = stored.to(gpu.device), None if scale is None else scale.to(gpu.device)

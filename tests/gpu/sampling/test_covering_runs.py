@@ -35,7 +35,7 @@ from wanstream.tests.support.accelerator import checked_accelerator
 from wanstream.tests.support.checked_device import TraceEntry, races
 from wanstream.wan import Nag, open_experts
 from wanstream.wan.lora.file import open_lora
-from wanstream.wan.transformer import int8_linear
+from wanstream.wan.transformer import multiplication
 
 pytestmark = pytest.mark.checked
 
@@ -57,6 +57,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "GGUF": {},
         "int8": {"arithmetic": "as stored"},
         "mixed in int8": {"arithmetic": "as stored"},
+        "fp8 in fp8": {"arithmetic": "as stored"},
+        "int8 in RAM": {"storage": "int8 ConvRot", "arithmetic": "as stored"},
     },
     "LoRA": {"none": None, "LoRA": (0.7, -0.4)},
     "solver": {name: name for name in SOLVERS},
@@ -120,7 +122,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def latents(run: Run, files: Path, request: DenoiseRequest, device: torch.device) -> torch.Tensor:
     """Return the latents of one run."""
     value = {name: OPTIONS[name][chosen] for name, chosen in run.items()}
-    ending = {"fp8 in RAM": "raw", "GGUF": "GGUF.gguf", "mixed in int8": "mixed"}.get(run["weights"], run["weights"])
+    endings = {"fp8 in RAM": "raw", "int8 in RAM": "raw", "GGUF": "GGUF.gguf", "mixed in int8": "mixed"}
+    ending = {**endings, "fp8 in fp8": "fp8"}.get(run["weights"], run["weights"])
     request = replace(
         request, solver=value["solver"], cache=value["cache"], windows=value["windows"], **value["guidance"]
     )
@@ -147,7 +150,7 @@ def _one_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     def one_matrix(group: int, device: torch.device) -> tuple[torch.Tensor]:
         return (signs(group).to(device, non_blocking=True).float(),)
 
-    monkeypatch.setattr(int8_linear, "kronecker_factors", one_matrix)
+    monkeypatch.setattr(multiplication, "kronecker_factors", one_matrix)
 
 
 @pytest.mark.parametrize("policy", OPTIONS["policy"])

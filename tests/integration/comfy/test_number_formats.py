@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanstream.offload import MXFP8, NVFP4, Int8, Packing, decode_tensor
+from wanstream.offload import MXFP8, NVFP4, EightBit, Packing, decode_tensor
 from wanstream.testing.number_formats import Encoded
 
 pytestmark = pytest.mark.comfy
@@ -47,9 +47,9 @@ if answer:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, arguments[0])
 """
 PACKINGS: dict[str, Packing] = {
-    "int8 rows": Int8(),
-    "int8": Int8(by_row=False),
-    "int8 ConvRot": Int8(group=256),
+    "int8 rows": EightBit(),
+    "int8": EightBit(by_row=False),
+    "int8 ConvRot": EightBit(group=256),
     "mxfp8": MXFP8,
     "nvfp4": NVFP4,
 }

@@ -10,7 +10,7 @@ import pytest
 from wanstream.distributed.ray.environment import RaySetupError
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
-from wanstream.offload.formats.decode import NotFiniteError
+from wanstream.offload.formats.quantise import NotFiniteError
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.sampling import InsufficientMemoryError, RequestError, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import OffloadPolicy

@@ -56,7 +56,7 @@ def test_a_package_that_is_missing_is_said_by_the_loader(loader: type[io.ComfyNo
 def test_a_report_names_what_was_chosen() -> None:
     plain = ExpertsRef(high_noise=Path("high"), low_noise=Path("low"))
     words = _describe_experts(replace(plain, attention="sage", compile=True, arithmetic="as stored"))
-    changed = {"Attention": "sage", "Blocks": "compiled", "Computed in": "int8, and auto"}
+    changed = {"Attention": "sage", "Blocks": "compiled", "Multiplied in": "as stored"}
     assert words == {**_describe_experts(plain), **changed}
 
 

@@ -111,7 +111,7 @@ def test_a_workflow_from_before_there_was_storage_runs_and_fp8_moves_half_the_by
     assert torch.equal(samples[0], samples[1])
     assert not torch.equal(samples[1], samples[2])
     for before, after in zip(timeline(plain).steps, timeline(kept).steps, strict=True):
-        assert after.bytes_moved * 2 == before.bytes_moved
+        assert 1 <= after.bytes_moved * 2 / before.bytes_moved < 1.02  # the scales of rows
         assert after.decode_s > 0
 
 

@@ -8,16 +8,16 @@ import torch
 from wanstream.offload.formats import decode, rotation
 from wanstream.offload.formats.decode import decode_tensor
 from wanstream.offload.formats.microscaling import group_scales
-from wanstream.offload.formats.packing import MXFP8, NVFP4, Int8, Microscaled, Packing
+from wanstream.offload.formats.packing import MXFP8, NVFP4, EightBit, Microscaled, Packing
 from wanstream.testing.number_formats import ENCODERS, Encoded, int8_convrot, rotated, tiled
 from wanstream.testing.number_formats import rotation as rotation_matrix
 
 LOW_FIRST = Microscaled(name="nvfp4", values=16, bits=4, high_first=False)
 PACKINGS: dict[str, Packing] = {
-    "int8": Int8(by_row=False),
-    "int8 rows": Int8(),
-    "int8 ConvRot": Int8(group=256),
-    "int8 ConvRot 64": Int8(group=64),
+    "int8": EightBit(by_row=False),
+    "int8 rows": EightBit(),
+    "int8 ConvRot": EightBit(group=256),
+    "int8 ConvRot 64": EightBit(group=64),
     "mxfp8": MXFP8,
     "nvfp4": NVFP4,
     "nvfp4 LightX2V": LOW_FIRST,

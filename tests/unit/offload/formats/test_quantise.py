@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from wanstream.offload.formats import decode as quantise
-from wanstream.offload.formats.decode import NotFiniteError, quantise_rows, row_scales
+from wanstream.offload.formats import quantise
+from wanstream.offload.formats.quantise import NotFiniteError, quantise_rows, row_scales
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

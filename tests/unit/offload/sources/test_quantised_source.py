@@ -9,20 +9,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from wanstream.offload.formats.decode import work_memory
 from wanstream.offload.formats.layout import allocate_flat, block_format, tensor_views
-from wanstream.offload.formats.packing import QUANT_FORMATS
+from wanstream.offload.formats.packing import QUANT_FORMATS, EightBit
+from wanstream.offload.formats.quantise import quantise_rotated, work_memory
 from wanstream.offload.formats.safetensors_header import FileTensor, read_header
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.file import FileSource
-from wanstream.offload.sources.module import ModuleSource
 from wanstream.offload.sources.quantised import (
     PIECE_BYTES,
     QuantisedSource,
     quantised_format,
-    quantised_names,
+    quantised_packings,
     row_pieces,
-    scale_bytes,
 )
 from wanstream.plan import BlockKey
 
@@ -89,15 +87,19 @@ def formula(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_block(source: QuantisedSource, key: BlockKey, flat: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-    scales = source.scales(key)
-    assert set(scales) == {*SHAPES, "scaled.weight"}
-    for name, view in tensor_views(flat, source.formats[key].stored).items():
-        original = tensors[f"{key.expert}.{key.block}.{name}"]
-        expected, scale = (original, None) if name not in SHAPES else formula(original)
-        assert torch.equal(view.view(torch.uint8), expected.view(torch.uint8)), name
-        if scale is not None:
-            assert torch.equal(scales[name], scale)
-    assert scales["scaled.weight"].item() == tensors[f"{key.expert}.{key.block}.scale"].item()
+    scales, stored = source.scales(key), source.formats[key].stored
+    assert {name: scale.item() for name, scale in scales.items()} == {
+        "scaled.weight": tensors[f"{key.expert}.{key.block}.scale"].item()
+    }
+    for tensor, view in zip(stored.tensors, tensor_views(flat, stored).values(), strict=True):
+        original = tensors[f"{key.expert}.{key.block}.{tensor.name}"]
+        if tensor.name not in SHAPES:
+            assert torch.equal(view.view(torch.uint8), original.view(torch.uint8)), tensor.name
+            continue
+        expected = formula(original)
+        assert isinstance(tensor.packing, EightBit)
+        for found, wanted in zip(tensor.packing.split(view, tensor.shape), expected, strict=True):
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), tensor.name
 
 
 def test_blocks_are_quantised_as_they_arrive(source, tensors):
@@ -111,13 +113,13 @@ def test_the_format_tells_the_bytes_before_anything_is_read(path):
     path.unlink()
     before, after = plain.formats[KEYS[0]], source.formats[KEYS[0]]
     stored = {tensor.name: (tensor.dtype, tensor.nbytes) for tensor in after.stored.tensors}
-    assert stored["up.weight"] == (FP8, 300 * 64)
-    assert {dtype for dtype, _ in stored.values()} == {FP8}
+    assert stored["up.weight"] == (torch.uint8, 300 * 64 + 4 * 300)
+    assert stored["cast.weight"] == (FP8, 20)
     assert after.computed == before.computed
-    assert after.scaled == {*SHAPES, "scaled.weight"}
-    assert quantised_names(before) == set(SHAPES)
-    assert scale_bytes(before) == 4 * (300 + 64 + 8 + 9)
-    assert quantised_format(after) is after
+    assert after.scaled == {"scaled.weight"}
+    assert set(quantised_packings(before, "fp8")) == set(SHAPES)
+    assert quantised_format(after, "fp8") is after
+    assert quantised_format(before, "as stored") is before
 
 
 def test_packed_and_fp8_tensors_leave_the_format_as_it_is():
@@ -127,22 +129,27 @@ def test_packed_and_fp8_tensors_leave_the_format_as_it_is():
         packings={"a": QUANT_FORMATS["Q4_K"]},
     )
     scaled = block_format({"c": ((4, 4), torch.bfloat16)}, torch.bfloat16, scaled=["c"])
-    assert quantised_format(scaled) is scaled
-    assert quantised_format(packed) is packed
-    assert scale_bytes(packed) == 0
-    assert not any(piece.quantised for piece in row_pieces(packed))
+    assert quantised_format(scaled, "fp8") is scaled
+    assert quantised_format(packed, "fp8") is packed
+    assert not any(piece.packing for piece in row_pieces(packed, {}))
+    # int8 ConvRot takes fp8 and scaled matrices too, and leaves out what it cannot rotate.
+    assert quantised_packings(packed, "int8 ConvRot") == {"b": EightBit(group=4)}
+    assert quantised_packings(scaled, "int8 ConvRot") == {"c": EightBit(group=4)}
+    odd = block_format({"d": ((4, 6), torch.bfloat16)}, torch.bfloat16)
+    assert quantised_format(odd, "int8 ConvRot") is odd
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 999, 128 * 7, 10**9])
 def test_pieces_are_whole_rows_and_cover_every_byte_once(path, piece_bytes):
     source = file_source(path)
+    stored = source.formats[KEYS[0]]
     seen: dict[str, list[range]] = {}
-    for piece in row_pieces(source.formats[KEYS[0]], piece_bytes=piece_bytes):
+    for piece in row_pieces(stored, quantised_packings(stored, "fp8"), piece_bytes=piece_bytes):
         row_bytes = piece.tensor.nbytes // piece.tensor.shape[0]
         assert piece.rows
         assert len(piece.rows) * row_bytes <= max(piece_bytes, row_bytes)
         assert piece.bytes_of_tensor == slice(piece.rows.start * row_bytes, piece.rows.stop * row_bytes)
-        assert piece.quantised == (piece.tensor.name in SHAPES)
+        assert (piece.packing is not None) == (piece.tensor.name in SHAPES)
         seen.setdefault(piece.tensor.name, []).append(piece.rows)
     for tensor in source.formats[KEYS[0]].stored.tensors:
         assert [row for rows in seen[tensor.name] for row in rows] == list(range(tensor.shape[0]))
@@ -156,19 +163,52 @@ def test_a_matrix_of_many_pieces_is_the_same_as_in_one(tmp_path):
     save_file({"w": weight}, tmp_path / "x.safetensors")
     header = read_header(tmp_path / "x.safetensors").tensors
     source = QuantisedSource(FileSource({KEYS[0]: {"w": header["w"]}}, computed_dtypes=torch.bfloat16))
-    expected, scales = formula(weight)
-    assert torch.equal(read(source, KEYS[0])[: expected.numel()], expected.view(-1).view(torch.uint8))
-    assert torch.equal(source.scales(KEYS[0])["w"], scales)
+    codes, scales = EightBit(dtype=FP8).split(read(source, KEYS[0]), (2000, 5120))
+    expected, expected_scales = formula(weight)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
     source.close()
 
 
-def test_scales_stay_the_same_objects_and_can_be_asked_for_first(source, tensors):
-    first = source.scales(KEYS[1])
-    flat = read(source, KEYS[1])
-    assert source.scales(KEYS[1]) is first
-    assert_block(source, KEYS[1], flat, tensors)
-    read(source, KEYS[1])
-    assert source.scales(KEYS[1]) is first
+@pytest.mark.parametrize("piece_bytes", [1, 999, 70_000, PIECE_BYTES])
+def test_int8_is_the_same_in_any_pieces_and_takes_scaled_fp8(path, tensors, piece_bytes):
+    source = QuantisedSource(file_source(path), "int8 ConvRot", threads=2, piece_bytes=piece_bytes)
+    key = KEYS[0]
+    stored = source.formats[key].stored
+    assert source.scales(key) == {}
+    groups = {"up.weight": 64, "down.weight": 4, "half.weight": 16, "full.weight": 16}
+    groups |= {"cast.weight": 4, "scaled.weight": 4}
+    for tensor, view in zip(stored.tensors, tensor_views(read(source, key), stored).values(), strict=True):
+        assert tensor.packing == EightBit(group=groups[tensor.name])
+        values = tensors[f"high.0.{tensor.name}"].float()
+        if tensor.name == "scaled.weight":
+            values *= tensors["high.0.scale"]
+        for found, wanted in zip(
+            tensor.packing.split(view, tensor.shape), quantise_rotated(values, tensor.packing.group), strict=True
+        ):
+            assert torch.equal(found, wanted), tensor.name
+    source.close()
+
+
+@pytest.mark.parametrize("storage", ["fp8", "int8 ConvRot"])
+@pytest.mark.parametrize("parts", [2, 3, 7])
+def test_ranges_together_are_the_block(path, storage, parts):
+    """Rows are read for a range that has their scales only, too."""
+    source = QuantisedSource(file_source(path), storage, threads=1, piece_bytes=999)
+    layout = source.formats[KEYS[0]].stored
+    whole, size = read(source, KEYS[0]), -(-layout.nbytes // parts)
+    for start in range(0, layout.nbytes, size):
+        wanted = range(start, min(layout.nbytes, start + size))
+        part = torch.empty(size, dtype=torch.uint8)
+        source.read_range(KEYS[0], wanted, part)
+        for tensor in layout.tensors:
+            own = range(max(tensor.offset, wanted.start), min(tensor.offset + tensor.nbytes, wanted.stop))
+            if own:
+                found = part[own.start - start : own.stop - start]
+                assert torch.equal(found, whole[own.start : own.stop]), tensor.name
+        assert 0 < source.range_file_bytes(KEYS[0], wanted) <= source.file_bytes(KEYS[0])
+    assert source.range_file_bytes(KEYS[0], range(layout.nbytes)) == source.file_bytes(KEYS[0])
+    source.close()
 
 
 def test_only_the_tensors_of_the_block_are_written(source):
@@ -182,40 +222,19 @@ def test_only_the_tensors_of_the_block_are_written(source):
 
 
 @pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 1000])
+@pytest.mark.parametrize("storage", ["fp8", "int8 ConvRot"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_value_that_is_not_finite_is_refused_by_file_tensor_and_row(path, tensors, bad, piece_bytes):
+def test_a_value_that_is_not_finite_is_refused_by_file_tensor_and_row(path, tensors, bad, storage, piece_bytes):
     spoilt = tensors["high.1.up.weight"].clone()
     spoilt[217, 3] = bad
     save_file({**tensors, "high.1.up.weight": spoilt}, path)
     files = file_source(path)
-    source = QuantisedSource(files, threads=1, piece_bytes=piece_bytes)
+    source = QuantisedSource(files, storage, threads=1, piece_bytes=piece_bytes)
     words = r"model\.safetensors: up\.weight of block 1 holds NaN or an infinity in row 217.*as stored"
     with pytest.raises(SourceError, match=words):
         read(source, KEYS[1])
-    with pytest.raises(SourceError, match=words):
-        source.scales(KEYS[1])
     for key in (KEYS[0], KEYS[2]):  # the source stays usable
-        assert_block(source, key, read(source, key), tensors)
-    source.close()
-
-
-def test_a_block_that_changed_is_an_error_and_not_noise(make_stack):
-    class Rows(ModuleSource):
-        """A module's weights, row by row."""
-
-        def read_rows(self, key: BlockKey, name: str, rows: range, into: torch.Tensor) -> None:
-            weight = self._weights[key][name][rows.start : rows.stop].contiguous()
-            into.copy_(weight.view(-1).view(torch.uint8))
-
-        def path(self, key: BlockKey, name: str) -> Path:
-            return Path("memory")
-
-    stack = make_stack(1)
-    source = QuantisedSource(Rows({"high": stack}))
-    read(source, KEYS[0])
-    stack[0].up.weight.data[0] *= 3
-    with pytest.raises(SourceError, match="block 0 of 'high' has changed since it was first read"):
-        read(source, KEYS[0])
+        read(source, key)
     source.close()
 
 

@@ -1,4 +1,4 @@
-"""Pair with fp8 storage: its byte counts, unchanged tensors and refusals."""
+"""Pair with quantising storage: its byte counts, unchanged tensors and refusals."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from wanstream.offload import decode_work_bytes
 from wanstream.offload.sources.base import SourceError
 from wanstream.plan import step_visits
 from wanstream.plan.memory import RAW_SLOTS
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.experts.open import open_experts
-from wanstream.wan.experts.storage import Precision, block_source
 
 POLICY = OffloadPolicy.layerwise(1)
 VALUES = 8 * 256 * 256 + 2 * 256 * 512
 """Values in the matrices of a tiny block."""
 ROWS = 8 * 256 + 512 + 256
-LAYERS = 4
+QUANTISED = VALUES + 4 * ROWS
+"""Bytes of a block in fp8 or int8 with the scales of the rows."""
 
 
 def velocity(pair: ExpertPair, lane: Lane, expert: str = "high") -> torch.Tensor:
@@ -37,21 +38,23 @@ def velocity(pair: ExpertPair, lane: Lane, expert: str = "high") -> torch.Tensor
 @pytest.mark.parametrize(
     ("stored", "fp8", "storage", "file", "kept"),
     [
-        (torch.bfloat16, None, "as stored", 2, 2),
-        (torch.bfloat16, None, "fp8", 2, 1),
-        (torch.float16, None, "fp8", 2, 1),
-        (torch.float32, None, "fp8", 4, 1),
-        (torch.bfloat16, "scaled_fp8", "fp8", 1, 1),
+        (torch.bfloat16, None, "as stored", 2 * VALUES, 2 * VALUES),
+        (torch.bfloat16, None, "fp8", 2 * VALUES, QUANTISED),
+        (torch.float16, None, "fp8", 2 * VALUES, QUANTISED),
+        (torch.float32, None, "fp8", 4 * VALUES, QUANTISED),
+        (torch.bfloat16, "scaled_fp8", "fp8", VALUES, VALUES),
+        (torch.bfloat16, None, "int8 ConvRot", 2 * VALUES, QUANTISED),
+        (torch.bfloat16, "scaled_fp8", "int8 ConvRot", VALUES, QUANTISED),
     ],
 )
 def test_bytes_are_told_before_anything_is_read(tiny_expert_file, stored, fp8, storage, file, kept):
     path = tiny_expert_file(dtype=stored, fp8=fp8)
     with open_experts(path, path, compute_dtype=torch.bfloat16, storage=storage) as pair:
-        assert (pair.file_bytes, pair.stored_bytes, pair.computed_bytes) == (file * VALUES, kept * VALUES, 2 * VALUES)
+        assert (pair.file_bytes, pair.stored_bytes, pair.computed_bytes) == (file, kept, 2 * VALUES)
         assert pair.loaded_bytes == 0
         beside = pair.device_bytes(POLICY) - pair.device_bytes(POLICY, device="cpu")
-        scales = 2 * LAYERS * ROWS * 4 if file > kept else 0
-        assert beside == (RAW_SLOTS * kept * VALUES + scales if storage == "fp8" else 0)
+        work = decode_work_bytes(256 * 512, torch.device("cuda")) if storage == "int8 ConvRot" else 0
+        assert beside == (RAW_SLOTS * kept + work if storage != "as stored" else 0)
 
 
 def test_opening_reads_headers_only(tiny_expert_file):
@@ -118,36 +121,24 @@ def test_a_pair_of_a_bf16_and_an_fp8_file_quantises_only_the_bf16_file(tiny_expe
             assert not torch.equal(velocity(kept, lane), velocity(plain, lane))
             assert torch.equal(velocity(kept, lane, "low"), velocity(plain, lane, "low"))
         assert kept.file_bytes == 2 * VALUES
-        assert kept.stored_bytes == VALUES
+        assert kept.stored_bytes == QUANTISED
 
 
+@pytest.mark.parametrize("storage", ["fp8", "int8 ConvRot"])
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_a_broken_weight_is_refused_by_file_tensor_and_row(tiny_expert_file, tmp_path, lane, bad):
+def test_a_broken_weight_is_refused_by_file_tensor_and_row(tiny_expert_file, tmp_path, lane, bad, storage):
     tensors = load_file(tiny_expert_file())
     whole, path = tiny_expert_file(), tmp_path / "broken.safetensors"
     tensors["blocks.2.ffn.0.weight"][77, 5] = bad
     save_file(tensors, path)
-    with open_experts(path, whole, storage="fp8") as pair:
+    with open_experts(path, whole, storage=storage) as pair:
         with pytest.raises(SourceError, match=r"broken\.safetensors: ffn\.\S+ of block 2 .* row 77"):
             velocity(pair, lane)
         velocity(pair, lane, "low")  # the pair is still usable
 
 
 def test_another_storage_is_refused_with_those_there_are(tiny_expert_file):
-    with pytest.raises(ValueError, match="storage is 'int8'; blocks can be kept 'as stored' or 'fp8'"):
+    with pytest.raises(
+        ValueError, match="storage is 'int8'; blocks can be kept 'as stored' or 'fp8' or 'int8 ConvRot'"
+    ):
         open_experts(tiny_expert_file(), tiny_expert_file(), storage="int8")
-
-
-def test_every_block_has_its_scales(tiny_expert_file):
-    path = tiny_expert_file()
-    with open_experts(path, path, storage="fp8") as pair:
-        precision = Precision(compute_dtype=torch.bfloat16, storage="fp8")
-        source = block_source({"high": pair.high, "low": pair.low}, precision, direct=None)
-        keys = list(source.formats)
-        assert len(keys) == 2 * LAYERS
-        for key in keys:
-            scales = source.scales(key)
-            assert scales.keys() == source.formats[key].scaled
-            assert sum(scale.numel() for scale in scales.values()) == ROWS
-            assert all((scale > 0).all() for scale in scales.values())
-        source.close()

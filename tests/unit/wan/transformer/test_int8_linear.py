@@ -9,7 +9,9 @@ from torch import nn
 from wanstream.offload import kronecker_factors, quantise_int8
 from wanstream.testing.number_formats import int8, int8_convrot, rotated
 from wanstream.wan.transformer import int8_linear as module
-from wanstream.wan.transformer.int8_linear import Int8Linear, int8_linear, prepare_layers, quantise_tokens
+from wanstream.wan.transformer import scaled_linear
+from wanstream.wan.transformer.int8_linear import Int8Linear, int8_linear, quantise_tokens
+from wanstream.wan.transformer.multiplication import Multiplications
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 48, 512
@@ -82,7 +84,7 @@ def test_pieces_of_tokens_have_the_same_bits(group: int, monkeypatch: pytest.Mon
     rotation = list(kronecker_factors(group, CPU)) if group else []
     x = random(200, COLUMNS, seed=1).bfloat16()
     whole = int8_linear(x, *arguments, rotation)
-    monkeypatch.setattr(module, "SUMS", ROWS * 37)
+    monkeypatch.setattr(scaled_linear, "SUMS", ROWS * 37)
     assert torch.equal(int8_linear(x, *arguments, rotation), whole)
 
 
@@ -101,7 +103,7 @@ def test_a_layer_compiles_into_one_graph() -> None:
     layer = Int8Linear(nn.Linear(COLUMNS, ROWS), group=256)
     layer.weight = nn.Parameter(encoded.tensors["weight"], requires_grad=False)
     layer.weight_scale = encoded.tensors["weight_scale"]
-    prepare_layers([layer], CPU, None)
+    Multiplications(device=CPU).prepare([layer])
     x = random(1, 40, COLUMNS)
     with torch.no_grad():
         plain = layer(x)

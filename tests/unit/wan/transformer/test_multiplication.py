@@ -1,4 +1,4 @@
-"""Choice of the code that multiplies int8 matrices: its reasons in words, its test products, and what follows."""
+"""Choice of the code that multiplies codes as they are stored: reasons in words, test products, and what follows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from wanstream.testing.experts import save_expert_file
 from wanstream.testing.model import T2V_FILE
 from wanstream.testing.number_formats import MixedLayout
 from wanstream.tests.support.embedded import embedded_host
-from wanstream.wan import choose_int8, open_experts, with_resolved_precision
-from wanstream.wan.transformer import int8_backends as module
+from wanstream.wan import choose_multiplication, open_experts, with_resolved_precision
+from wanstream.wan.transformer import multiplication as module
 from wanstream.wan.transformer.int8_linear import int8_linear
 from wanstream.wan.transformer.kernels import KernelsError
 
@@ -40,10 +40,11 @@ def nothing_multiplies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return right(tokens, codes, torch.ones(len(codes), 1), *rest)
 
     right = module._multiply_by_torch
-    choose_int8.cache_clear()
+    choose_multiplication.cache_clear()
     monkeypatch.setattr(module, "_multiply_by_torch", wrong)
+    monkeypatch.setattr(module, "fp8_fault", lambda *_, **__: "fails (no units)")
     yield
-    choose_int8.cache_clear()
+    choose_multiplication.cache_clear()
 
 
 def registry(**changes: object) -> Any:
@@ -52,8 +53,8 @@ def registry(**changes: object) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_torch_multiplies_on_a_cpu(dtype: torch.dtype) -> None:
-    choice = choose_int8(CPU, dtype)
-    assert choice.backend == "torch"
+    choice = choose_multiplication("int8", CPU, dtype)
+    assert choice.code == "torch"
     assert choice.words == (
         "int8 matrices are multiplied by torch on cpu (comfy-kitchen: its kernels are for NVIDIA GPUs)"
     )
@@ -132,9 +133,9 @@ def test_lack_of_memory_is_no_fault_of_the_code() -> None:
 def test_without_code_matrices_are_decoded(
     make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "wanstream.kernels"):
-        choice = choose_int8(CPU, FP32)
-    assert choice.backend is None
+    with caplog.at_level(logging.INFO, "wanstream.kernels"):
+        choice = choose_multiplication("int8", CPU, FP32)
+    assert choice.code is None
     assert choice.words in caplog.text
     assert choice.words.startswith(
         "int8 matrices are decoded, because nothing can multiply them on cpu (comfy-kitchen:"
@@ -168,16 +169,16 @@ def shown(file: str, arithmetic: str) -> dict[str, Any] | None:
 
 def test_the_loader_shows_the_choice(int8_file: str) -> None:
     assert shown(int8_file, "decoded") is None
-    assert shown(int8_file, "int8") == {"text": [choose_int8(CPU, FP32).words]}
+    assert shown(int8_file, "as stored") == {"text": [choose_multiplication("int8", CPU, FP32).words]}
 
 
 @pytest.mark.usefixtures("nothing_multiplies")
 def test_the_loader_warns_of_the_fallback(int8_file: str) -> None:
-    words = choose_int8(CPU, FP32).words
-    assert shown(int8_file, "int8") == {"text": [f"Warning: {words}"], WARNINGS: [words]}
+    words = choose_multiplication("int8", CPU, FP32).words
+    assert shown(int8_file, "as stored") == {"text": [f"Warning: {words}"], WARNINGS: [words]}
 
 
-def test_the_loader_warns_of_a_file_without_int8(opened_test_model: None) -> None:
-    ui = shown(Path(T2V_FILE).name, "int8")
+def test_the_loader_warns_of_a_file_without_codes(opened_test_model: None) -> None:
+    ui = shown(Path(T2V_FILE).name, "as stored")
     assert ui is not None
     assert 'arithmetic "as stored" changes nothing' in ui[WARNINGS][0]

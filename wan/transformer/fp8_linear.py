@@ -1,0 +1,103 @@
+"""Linear layers whose weight is fp8 (e4m3fn): inputs are quantised for each token, and multiplied in fp8."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from ...offload import FP8
+from .scaled_linear import ScaledLinear, finish_product, tokens_at_once
+
+LARGEST = torch.finfo(FP8).max
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+class Fp8Linear(ScaledLinear):
+    """Linear layer with an fp8 weight [rows, columns] and an fp32 `weight_scale`, [rows, 1] or [1, 1].
+
+    Args:
+        plain: layer to replace; its bias is taken over.
+    """
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__(plain)
+        self.scales_inside = False
+        """torch applies the scales of tokens and rows inside of its product."""
+        _register()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        patch = self.patch_up, self.patch_down
+        arguments = input, self.weight, self.weight_scale, self.bias, self.scales_inside, *patch
+        if not torch.compiler.is_compiling():
+            return fp8_linear(*arguments)
+        result: torch.Tensor = torch.ops.wanstream.fp8_linear(*arguments)
+        return result
+
+
+def fp8_linear(
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    scales_inside: bool = False,
+    up: torch.Tensor | None = None,
+    down: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply tokens by an fp8 matrix.
+
+    s = max(|x|) / 448 for each token; q = x / s in fp8; y = (sums of q and the weight in fp32) * weight_scale * s +
+    bias, rounded to the dtype of the tokens. ComfyUI takes 1 for the scale of a token if a file has none, so that small
+    inputs lose their bits and those above 448 are cut off.
+
+    Args:
+        tokens: [..., columns], of a floating dtype.
+        weight: fp8 (e4m3fn) [rows, columns].
+        weight_scale: fp32 [rows, 1] or [1, 1].
+        bias: [rows], or None.
+        scales_inside: apply the scales inside of the product, which saves two passes over the result. Not all devices
+            and dtypes can (`multiplication.choose`); the result is then rounded once more before a patch is added.
+        up: [rows, rank] in the dtype of the tokens, a factor of a LoRA: adds (tokens @ down.T) @ up.T.
+        down: [rank, columns], the other one.
+
+    Returns:
+        [..., rows] in the dtype of the tokens.
+    """
+    rows, columns = weight.shape
+    flat = tokens.reshape(-1, columns)
+    out = flat.new_empty(len(flat), rows)
+    at_once = tokens_at_once(rows)
+    one = None if scales_inside else torch.ones((), device=flat.device)
+    for start in range(0, len(flat), at_once):
+        part = flat[start : start + at_once]
+        codes, scale = quantise_tokens_fp8(part)
+        if one is None:
+            by_row = weight_scale.view(1, -1).expand(1, rows).contiguous()
+            result = torch._scaled_mm(codes, weight.t(), scale, by_row, bias=bias, out_dtype=flat.dtype)
+            result = finish_product(result, part, None, up, down)
+        else:
+            sums = torch._scaled_mm(codes, weight.t(), one, one, out_dtype=torch.float32)
+            result = finish_product(sums.mul_(weight_scale.view(1, -1)).mul_(scale), part, bias, up, down)
+        out[start : start + at_once].copy_(result)
+    return out.view(*tokens.shape[:-1], rows)
+
+
+def quantise_tokens_fp8(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return fp8 codes [tokens, columns] and their fp32 scales [tokens, 1]."""
+    scales = (tokens.abs().amax(1, keepdim=True).float() / LARGEST).clamp_(min=SMALLEST_SCALE)
+    return (tokens / scales).clamp_(-LARGEST, LARGEST).to(FP8), scales
+
+
+@functools.cache
+def _register() -> None:
+    """Register `fp8_linear` with torch, which then compiles blocks around it into one graph."""
+    schema = (
+        "(Tensor tokens, Tensor weight, Tensor weight_scale, Tensor? bias, bool scales_inside, Tensor? up, "
+        "Tensor? down) -> Tensor"
+    )
+    operation = torch.library.custom_op("wanstream::fp8_linear", fp8_linear, mutates_args=(), schema=schema)
+
+    @operation.register_fake
+    def _(tokens: torch.Tensor, weight: torch.Tensor, *others: object) -> torch.Tensor:
+        return tokens.new_empty(*tokens.shape[:-1], weight.shape[0])
