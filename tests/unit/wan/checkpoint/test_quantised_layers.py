@@ -65,13 +65,42 @@ def test_a_marker_of_a_layer_overrides_the_header(model: WanTransformer3DModel, 
     assert_holds(open_expert(path), dequantised(model, dtype=torch.bfloat16, fp8=layout))
 
 
-def test_scales_may_have_the_dtype_of_their_format(model: WanTransformer3DModel, tmp_path: Path) -> None:
-    path, layout = tmp_path / "a.safetensors", MixedLayout(format_of=lambda _: "mxfp8")
+@pytest.mark.parametrize("markers", ["tensors", "metadata"])
+def test_a_marker_of_the_old_layout_means_nothing_beside_others(
+    markers: str, model: WanTransformer3DModel, tmp_path: Path
+) -> None:
+    path, layout = tmp_path / "a.safetensors", MixedLayout(format_of=mixture, markers=markers)
+    save_expert_file(model, path, dtype=torch.bfloat16, fp8=layout)
+    with safe_open(path, framework="pt") as opened:
+        metadata = opened.metadata()
+    save_file({**load_file(path), "scaled_fp8": torch.zeros(2)}, path, metadata)
+    assert_holds(open_expert(path), dequantised(model, dtype=torch.bfloat16, fp8=layout))
+
+
+@pytest.mark.parametrize("shape", [(256,), (256, 1)], ids=str)
+@pytest.mark.parametrize("name", ["int8 rows", "int8 ConvRot"])
+def test_scales_of_rows_may_be_a_vector(
+    shape: tuple[int, ...], name: str, model: WanTransformer3DModel, tmp_path: Path
+) -> None:
+    path, layout = tmp_path / "a.safetensors", MixedLayout(format_of=lambda layer: name if layer == Q else None)
+    save_expert_file(model, path, dtype=torch.bfloat16, fp8=layout)
+    tensors = load_file(path)
+    tensors[f"{Q}.weight_scale"] = tensors[f"{Q}.weight_scale"].reshape(shape)
+    save_file(tensors, path)
+    assert_holds(open_expert(path), dequantised(model, dtype=torch.bfloat16, fp8=layout))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("mxfp8", torch.float8_e8m0fnu), ("nvfp4", torch.uint8)], ids=str)
+def test_scales_may_be_bytes_or_have_the_dtype_of_their_format(
+    name: str, dtype: torch.dtype, model: WanTransformer3DModel, tmp_path: Path
+) -> None:
+    path, layout = tmp_path / "a.safetensors", MixedLayout(format_of=lambda _: name)
     save_expert_file(model, path, dtype=torch.bfloat16, fp8=layout)
     tensors = load_file(path)
     for key, tensor in tensors.items():
         if key.endswith(".weight_scale"):
-            tensors[key] = tensor.view(torch.float8_e8m0fnu)
+            assert tensor.dtype != dtype
+            tensors[key] = tensor.view(dtype)
     save_file(tensors, path)
     assert_holds(open_expert(path), dequantised(model, dtype=torch.bfloat16, fp8=layout))
 
