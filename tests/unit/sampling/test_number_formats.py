@@ -18,7 +18,7 @@ from wanstream.sampling import denoise
 from wanstream.schema import OffloadPolicy, Storage
 from wanstream.testing.experts import dequantised, make_lora, native_layer, save_expert_file, save_lora
 from wanstream.testing.number_formats import ENCODERS, MixedLayout, mixture
-from wanstream.testing.quantised import TypeOf, matrices, q4_k_m, save_expert_gguf
+from wanstream.testing.quantised import Fp8Layout, TypeOf, matrices, q4_k_m, save_expert_gguf
 from wanstream.tests.support.offload_fixtures import ThreadGroup
 from wanstream.wan import ExpertPair
 from wanstream.wan.checkpoint.open import open_expert
@@ -58,8 +58,12 @@ def test_a_run_of_gguf_is_the_textbook_loop_to_the_bit(
     assert torch.equal(latents, plain_denoise(models, request))
 
 
-LAYOUTS = {name: MixedLayout(format_of=lambda _, name=name: name) for name in ENCODERS}
-LAYOUTS["mixed"] = MixedLayout(format_of=mixture)
+LAYOUTS: dict[str, MixedLayout | Fp8Layout] = {
+    **{name: MixedLayout(format_of=lambda _, name=name: name) for name in ENCODERS},
+    "mixed": MixedLayout(format_of=mixture),
+    "fp8_scaled": Fp8Layout(),
+    "fp8_e5m2": Fp8Layout(kind="comfy_quant", dtype=torch.float8_e5m2),
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -89,7 +93,7 @@ def test_mixed_blocks_have_one_result_whatever_keeps_them(
 
 
 def save_pair(
-    folder: Path, make_tiny_expert: Callable[..., Any], layout: MixedLayout
+    folder: Path, make_tiny_expert: Callable[..., Any], layout: MixedLayout | Fp8Layout
 ) -> tuple[Mapping[str, Path], Mapping[str, Any]]:
     """Write both experts, and return their files and the models with the values in them."""
     files, models = {}, {}
@@ -97,12 +101,13 @@ def save_pair(
         model = make_tiny_expert(seed=seed, layers=2)
         files[name] = folder / f"{name}.safetensors"
         save_expert_file(model, files[name], dtype=torch.float32, fp8=layout)
-        models[name] = dequantised(model, dtype=torch.float32, fp8=layout)
+        fp8 = layout.dtype if isinstance(layout, Fp8Layout) else layout
+        models[name] = dequantised(model, dtype=torch.float32, fp8=fp8)
     return files, models
 
 
 def int8_pair(
-    folder: Path, make_tiny_expert: Callable[..., Any], layout: MixedLayout
+    folder: Path, make_tiny_expert: Callable[..., Any], layout: MixedLayout | Fp8Layout
 ) -> tuple[Mapping[str, Path], Mapping[str, Any]]:
     """Write both experts, and return their files and plain models that compute in int8 with the values in them."""
     files, models = save_pair(folder, make_tiny_expert, layout)
@@ -159,6 +164,22 @@ def test_int8_halves_the_buffers(make_tiny_expert: Callable[..., Any], tmp_path:
     half = decoded.computed_bytes - int8.computed_bytes
     assert decoded.device_bytes(LAYERWISE, device="cpu") - int8.device_bytes(LAYERWISE, device="cpu") == 2 * half
     assert decoded.identity != int8.identity
+
+
+def test_a_step_in_int8_moves_half_the_bytes(
+    make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
+) -> None:
+    int8, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["int8 ConvRot"])
+    bf16 = [tmp_path / f"{name} bf16.safetensors" for name in ("high", "low")]
+    for file in bf16:
+        save_expert_file(make_tiny_expert(layers=2), file, dtype=torch.bfloat16)
+    moved = []
+    for files in (bf16, int8.values()):
+        with open_experts(*files, compute_dtype=torch.bfloat16, arithmetic="as stored") as pair:
+            steps = denoise(pair, make_request(), policy=OffloadPolicy.layerwise(0), device="cpu").timeline.steps
+        moved.append([step.bytes_moved for step in steps])
+        assert moved[-1] == [2 * pair.stored_bytes] * len(steps)
+    assert all(0.5 < after / before < 0.51 for before, after in zip(*moved, strict=True))
 
 
 @pytest.mark.parametrize("layout", ["int8 ConvRot", "mixed"])
