@@ -136,7 +136,7 @@ def match_weights(
             raise CheckpointError(tensor.path, f"{found}; {described_by} requires {list(shape)}")
         if name not in packed if tensor.packing is not None else tensor.dtype not in dtypes:
             wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            found = tensor.dtype if tensor.packing is None else tensor.packing.name
+            found = str(tensor.dtype) if tensor.packing is None else tensor.packing.name
             raise CheckpointError(tensor.path, f"{key_of(name)} is {found}; one of {wanted} is expected")
     for name in stored.keys() - expected.keys():
         raise CheckpointError(stored[name].path, f"{name} does not belong to the model that {described_by} describes")
