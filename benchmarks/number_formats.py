@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 from diffusers import WanTransformer3DModel
-from record import record
 
+from wanstream.benchmarks.record import record
 from wanstream.sampling import DenoiseRequest, denoise, seeded_noise
 from wanstream.schema import Arithmetic, OffloadPolicy, Storage
 from wanstream.testing.experts import save_expert_file

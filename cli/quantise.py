@@ -18,7 +18,12 @@ def quantise(options: QuantiseOptions) -> int:
     """Write a file for each expert, print its path, and return the exit code."""
     outputs = [_output(path, options.out) for path in options.experts]
     for path, output in zip(options.experts, outputs, strict=True):
-        if output.exists() or outputs.count(output) > 1:
+        if outputs.count(output) > 1:
+            print(
+                f"{path}: another expert would be written to {output} too: rename one, or omit --out", file=sys.stderr
+            )
+            return INVALID
+        if output.exists():
             print(f"{path}: {output} exists already: remove it, or choose another folder with --out", file=sys.stderr)
             return INVALID
     for path, output in zip(options.experts, outputs, strict=True):
@@ -34,8 +39,9 @@ def quantise(options: QuantiseOptions) -> int:
 
 def _output(path: Path, folder: Path | None) -> Path:
     # A diffusers folder is named "transformer"; the pipeline that it belongs to says more.
-    name = path.stem if path.suffix else f"{path.resolve().parent.name}_{path.name}"
-    return (path.resolve().parent if folder is None else folder) / f"{name}_{ENDING}.safetensors"
+    whole = path.absolute()  # not resolved: a link into a cache of downloads would give the name of a blob
+    name = f"{whole.parent.name}_{whole.name}" if whole.is_dir() else whole.stem
+    return (whole.parent if folder is None else folder) / f"{name}_{ENDING}.safetensors"
 
 
 def _show_progress(done: int, total: int) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import UMT5EncoderModel
 
 from ..wan import WAN21, WAN22, family_of
+from .number_formats import MixedLayout
 from .quantised import Fp8Layout, save_single_file
 from .tokenizer import save_tokenizer, sentencepiece_model
 
@@ -42,7 +43,7 @@ def save_text_encoder_folders(encoder: UMT5EncoderModel, pipeline: Path, *, dtyp
 
 
 def save_text_encoder_file(
-    encoder: UMT5EncoderModel, path: Path, *, dtype: torch.dtype, fp8: Fp8Layout | None = None
+    encoder: UMT5EncoderModel, path: Path, *, dtype: torch.dtype, fp8: Fp8Layout | MixedLayout | None = None
 ) -> None:
     """Write ComfyUI's single file, which includes the tokenizer; `fp8` quantises the matrices of the blocks."""
     blocks = encoder.encoder.block.named_modules(prefix="encoder.block")

@@ -147,6 +147,7 @@ def block_format(
     packings: Mapping[str, Packing] = NO_PACKINGS,
     *,
     multiplied: Collection[torch.dtype] = (),
+    decoded: Collection[str] = (),
 ) -> BlockFormat:
     """Return the format of a block.
 
@@ -156,6 +157,7 @@ def block_format(
         scaled: names of the tensors that have a scale.
         packings: packings by name.
         multiplied: dtypes of codes that are multiplied as they are stored, with their scales.
+        decoded: names of matrices whose codes are decoded all the same.
     """
 
     def computed_dtype(name: str) -> torch.dtype:
@@ -164,6 +166,8 @@ def block_format(
     kept = {}
     for name, (shape, dtype) in stored.items():
         packing = packings.get(name)
+        if name in decoded:
+            continue
         if packing is None and dtype in multiplied and name not in scaled and math.prod(shape) % 4 == 0:
             kept[name] = EightBit(dtype=dtype, by_row=False)  # a plain cast, whose scale is 1
         elif isinstance(packing, EightBit) and packing.dtype in multiplied:

@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ...devices import available_bytes
 from ...plan import BlockKey
 from ..formats.layout import BlockFormat, block_format, flat_layout, host_bytes
-from ..formats.packing import EightBit, Packing
+from ..formats.packing import EightBit, Microscaled, Packing
 from ..formats.safetensors_header import CheckpointFileError, FileTensor
 from .base import RangeSource, SourceError
 from .read_plan import Read, ReadPiece, read_pieces, reads_directly, whole_piece, within
@@ -30,6 +31,7 @@ class FileSource(RangeSource):
         computed_dtypes: dtype to compute with: one for all parameters, or one for each parameter name.
         scales: scales of stored tensors by parameter name, with one value per tensor or one per row.
         multiplied: dtypes of codes that are multiplied as they are stored.
+        decoded: parameters of a block whose codes are decoded all the same.
         readers: threads that read one block together.
         portable: use seek and read instead of `preadv`.
         direct: read past the page cache (O_DIRECT); if the file system refuses, log it and read through the cache.
@@ -49,6 +51,7 @@ class FileSource(RangeSource):
         computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
         scales: Mapping[BlockKey, TensorsOfBlock] | None = None,
         multiplied: Collection[torch.dtype] = (),
+        decoded: Mapping[BlockKey, Collection[str]] | None = None,
         readers: int = 4,
         portable: bool = not HAS_PREADV,
         direct: bool | None = None,
@@ -57,7 +60,9 @@ class FileSource(RangeSource):
         self._stored_scales = scales or {}
         self._scales: dict[BlockKey, Mapping[str, torch.Tensor]] = {}
         self.formats = {
-            key: _format(tensors, computed_dtypes, self._stored_scales.get(key, {}), multiplied)
+            key: _format(
+                tensors, computed_dtypes, self._stored_scales.get(key, {}), multiplied, (decoded or {}).get(key, ())
+            )
             for key, tensors in blocks.items()
         }
         if direct is None:
@@ -80,6 +85,7 @@ class FileSource(RangeSource):
             # Those behind codes are read again with their block; here only to refuse a damaged file in words.
             codes = {name: each for name, each in self._blocks[key].items() if isinstance(each.packing, EightBit)}
             _read_scales({name: each.behind for name, each in codes.items() if each.behind}, self.reader)
+            _check_group_scales(self._blocks[key], self.reader)
         return self._scales[key]
 
     def file_bytes(self, key: BlockKey) -> int:
@@ -149,6 +155,22 @@ def _read_scales(scales: TensorsOfBlock, reader: FileReader) -> dict[str, torch.
     return factors
 
 
+NOT_FINITE = {8: (0xFF,), 4: (0x7F, 0xFF)}
+"""Bytes of e8m0 and e4m3fn scales that are NaN, by the bits of the values."""
+
+
+def _check_group_scales(tensors: TensorsOfBlock, reader: FileReader) -> None:
+    """Refuse a microscaled matrix with a scale that is NaN, which an attention can hide in a wrong result."""
+    bits: dict[str, int] = {}
+    behind: dict[str, FileTensor] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor.packing, Microscaled) and tensor.behind is not None:
+            bits[name], behind[name] = tensor.packing.bits, tensor.behind
+    for name, stored in _read(behind, reader).items():
+        if np.isin(host_bytes(stored), NOT_FINITE[bits[name]]).any():
+            raise SourceError(f"{tensors[name].path}: a scale of {name} is NaN: download the file again")
+
+
 def _read(tensors: TensorsOfBlock, reader: FileReader) -> dict[str, torch.Tensor]:
     result: dict[str, torch.Tensor] = {}
     reads: list[Read] = []
@@ -167,6 +189,7 @@ def _format(
     computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
     scales: TensorsOfBlock,
     multiplied: Collection[torch.dtype],
+    decoded: Collection[str],
 ) -> BlockFormat:
     for name, scale in scales.items():
         rows = tensors[name].shape[0]
@@ -176,7 +199,14 @@ def _format(
                 f"the scale of {name} has shape {list(scale.shape)}; it must have one value or {rows}, one per row",
             )
     stored = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    return block_format(stored, computed_dtypes, scaled=scales, packings=_packings(tensors), multiplied=multiplied)
+    return block_format(
+        stored,
+        computed_dtypes,
+        scaled=scales,
+        packings=_packings(tensors),
+        multiplied=multiplied,
+        decoded=decoded,
+    )
 
 
 def _packings(tensors: TensorsOfBlock) -> dict[str, Packing]:

@@ -89,6 +89,7 @@ def quantised_format(stored: BlockFormat, storage: Storage, multiplied: Collecti
         scaled=stored.scaled - changed.keys(),
         packings={t.name: t.packing for t in tensors if t.packing is not None} | changed,
         multiplied=multiplied,
+        decoded={tensor.name for tensor in stored.computed.tensors if tensor.packing is None} - changed.keys(),
     )
 
 

@@ -156,9 +156,9 @@ def _like(latents: torch.Tensor, velocity: torch.Tensor) -> torch.Tensor:
 
 
 def _distance(now: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the L1 norm of `now`, or of its difference from `before`, in float64."""
+    """Return the L1 norm of `now`, or of its difference from `before`, in fp32: not every device has float64."""
     difference = now.float() if before is None else now.float() - before.float()
-    return difference.abs().sum(dtype=torch.float64)
+    return difference.abs().sum()
 
 
 def _sum(values: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -53,7 +53,7 @@ HOST_WAITS = {
     "wan/lora/apply.py write_patched": _LOOKED_UP,
     "wan/text/encoder.py encode": _ONCE,
     "wan/transformer/forward.py forward_lanes": "timesteps that a caller keeps on the device",
-    "wan/transformer/int8_backends.py test_fault": "test products, once per process",
+    "wan/transformer/multiplication.py test_fault": "test products, once per process",
     "wan/vae/vae.py _decode_video": "frames that leave the device",
     "wan/vae/vae.py _load": _LOOKED_UP,
 }

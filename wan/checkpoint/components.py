@@ -6,7 +6,7 @@ belong to; no weights are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,6 +108,7 @@ def match_weights(
     dtypes: Iterable[torch.dtype] = STORED_DTYPES,
     described_by: str = CONFIG,
     key_of: Callable[[str], str] = str,
+    packed: Container[str] = (),
 ) -> dict[str, FileTensor]:
     """Return the file tensor of each parameter of `module`, in the order of the module.
 
@@ -116,9 +117,10 @@ def match_weights(
         dtypes: dtypes that the file may use.
         described_by: source of the module's sizes, for messages.
         key_of: function from a parameter name to its key in the files, for messages.
+        packed: names of the parameters that may have a packing.
 
     Raises:
-        CheckpointError: a tensor is missing, superfluous, or has the wrong shape or dtype; names it.
+        CheckpointError: a tensor is missing, superfluous, or has the wrong shape, dtype or packing; names it.
     """
     aliases = aliases or {}
     stored = {aliases.get(name, name): tensor for name, tensor in tensors.items()}
@@ -132,9 +134,10 @@ def match_weights(
         if tensor.shape != shape:
             found = f"{key_of(name)} is {list(tensor.shape)}"
             raise CheckpointError(tensor.path, f"{found}; {described_by} requires {list(shape)}")
-        if tensor.dtype not in dtypes:
+        if name not in packed if tensor.packing is not None else tensor.dtype not in dtypes:
             wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise CheckpointError(tensor.path, f"{key_of(name)} is {tensor.dtype}; one of {wanted} is expected")
+            found = str(tensor.dtype) if tensor.packing is None else tensor.packing.name
+            raise CheckpointError(tensor.path, f"{key_of(name)} is {found}; one of {wanted} is expected")
     for name in stored.keys() - expected.keys():
         raise CheckpointError(stored[name].path, f"{name} does not belong to the model that {described_by} describes")
     return {name: stored[name] for name in expected}

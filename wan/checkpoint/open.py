@@ -86,7 +86,7 @@ class Expert:
     scales: Mapping[str, FileTensor]
     """Scale of each scaled weight, one float32 number or one per row, under the name of the weight."""
     full_precision: frozenset[str]
-    """Weights that the file demands to be multiplied in the compute dtype; observed for fp8."""
+    """Weights that the file demands to be multiplied in the compute dtype."""
 
     def is_current(self) -> bool:
         """Return True if the files on disk have not changed since they were opened."""

@@ -18,10 +18,10 @@
 
 `offload/formats/packing.py` describes rotation and tiles. A `scaled_fp8` tensor that is not fp8, as in some files,
 means e4m3fn; one with two values demands products in the compute dtype for the whole file, as
-"full_precision_matrix_mult" does for a layer. LightX2V has the first of two nvfp4 values in the low bits, and `alpha` x
-`input_global_scale` in place of `weight_scale_2`. The scales of the inputs (`scale_input`, `input_scale`) are not used:
-each token gets its own. A plain cast rounds the weights to fp8 without a scale, which costs precision; it is loaded
-with a warning in the log.
+"full_precision_matrix_mult" does for a layer. Beside another marker it means nothing, as in ComfyUI. LightX2V has the
+first of two nvfp4 values in the low bits, and `alpha` x `input_global_scale` in place of `weight_scale_2`. The scales
+of the inputs (`scale_input`, `input_scale`) are not used: each token gets its own. A plain cast rounds the weights to
+fp8 without a scale, which costs precision; it is loaded with a warning in the log.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def _read_markers(
     path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], read: ReadTensors
 ) -> tuple[str, dict[str, LayerFormat]]:
     """Return the ending of the scales' keys in this layout, and the format of each marked layer."""
-    if FILE_MARKER in tensors:
+    markers = {key: tensor for key, tensor in tensors.items() if key.endswith(LAYER_MARKER)}
+    if FILE_MARKER in tensors and METADATA_MARKER not in metadata and not markers:
         declared = tensors[FILE_MARKER].dtype
         fmt = FORMATS[next((name for name, dtype in FP8_FORMATS.items() if dtype == declared), "float8_e4m3fn")]
         fmt = replace(fmt, full_precision=math.prod(tensors[FILE_MARKER].shape) == FULL_PRECISION_VALUES)
@@ -157,7 +158,6 @@ def _read_markers(
         if not isinstance(layers, dict):
             raise CheckpointError(path, f"{METADATA_MARKER} has no layers")
         marked |= {name.removeprefix(PREFIX): _format(path, name, settings) for name, settings in layers.items()}
-    markers = {key: tensor for key, tensor in tensors.items() if key.endswith(LAYER_MARKER)}
     for key, marker in markers.items():
         if marker.dtype != torch.uint8 or marker.nbytes > MAX_MARKER_BYTES:
             raise CheckpointError(path, f"{key} is {marker.dtype} {list(marker.shape)}; a marker is a short JSON text")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -125,6 +125,7 @@ def _file_source(experts: Mapping[str, Expert], precision: Precision, *, direct:
     multiplied = precision.multiplied - ({FP8} if precision.storage == "int8 ConvRot" else set())
     blocks: dict[BlockKey, dict[str, FileTensor]] = {}
     scales: dict[BlockKey, dict[str, FileTensor]] = {}
+    decoded: dict[BlockKey, frozenset[str]] = {}
     for expert_name, expert in experts.items():
         for index in range(expert.config.num_layers):
             key = BlockKey(expert_name, index)
@@ -132,21 +133,23 @@ def _file_source(experts: Mapping[str, Expert], precision: Precision, *, direct:
             blocks[key] = {name: expert.weights[full] for name, full in names.items()}
             scales[key] = {name: expert.scales[full] for name, full in names.items() if full in expert.scales}
             if FP8 in multiplied:
-                decoded = {name for name, full in names.items() if full in expert.full_precision}
-                _put_scales_behind(blocks[key], scales[key], decoded)
+                _put_scales_behind(blocks[key], scales[key])
+            decoded[key] = frozenset(name for name, full in names.items() if full in expert.full_precision)
     return FileSource(
-        blocks, computed_dtypes=precision.compute_dtype, scales=scales, multiplied=multiplied, direct=direct
+        blocks,
+        computed_dtypes=precision.compute_dtype,
+        scales=scales,
+        multiplied=multiplied,
+        decoded=decoded,
+        direct=direct,
     )
 
 
-def _put_scales_behind(block: dict[str, FileTensor], scales: dict[str, FileTensor], decoded: Container[str]) -> None:
-    """Move the scales of fp8 matrices behind them, into the bytes that the layers compute with.
-
-    The scales of `decoded` matrices stay apart, and so these are decoded.
-    """
+def _put_scales_behind(block: dict[str, FileTensor], scales: dict[str, FileTensor]) -> None:
+    """Move the scales of fp8 matrices behind them, into the bytes that the layers compute with."""
     for name, scale in list(scales.items()):
         matrix = block[name]
-        if name not in decoded and matrix.dtype == FP8 and matrix.packing is None and math.prod(matrix.shape) % 4 == 0:
+        if matrix.dtype == FP8 and matrix.packing is None and math.prod(matrix.shape) % 4 == 0:
             packing = EightBit(dtype=FP8, by_row=math.prod(scale.shape) > 1 or matrix.shape[0] == 1)
             block[name] = replace(matrix, dtype=torch.uint8, packing=packing, behind=scale)
             del scales[name]

@@ -4,7 +4,8 @@
 |---------------------------------------------------|-------------|--------------------------|-----------------------|
 | `text_encoder` folder of a diffusers pipeline     | config.json | fp32, fp16, bf16         | folder next to it     |
 | single file of ComfyUI (`umt5_xxl_fp16` and such) | from shapes | these, fp8 with or       | tensor `spiece_model` |
-|                                                   |             | without scales           |                       |
+|                                                   |             | without scales; blocks   |                       |
+|                                                   |             | in int8, mxfp8 or nvfp4  |                       |
 
 In both, parameters have the names of transformers' UMT5EncoderModel. Only the tokenizer is loaded here.
 
@@ -117,6 +118,7 @@ def open_umt5_file(path: Path) -> Umt5:
         aliases=ALIASES,
         dtypes=(*STORED_DTYPES, *FP8_DTYPES),
         described_by="the rest of the file",
+        packed=_streamed(model.encoder.block),
     )
     scales = {ALIASES.get(name, name): scale for name, scale in resolved.scales.items()}
     tokenizer = open_sentence_tokenizer(path, stored.tensors, rows=weights[TOKEN_TABLE].shape[0])
@@ -271,10 +273,8 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
 
     def _read_small_tensors(self, device: torch.device) -> None:
         """Read the tensors that are not streamed: norms and position tables, half a megabyte in all."""
-        streamed = {
-            f"encoder.block.{i}.{name}" for i, block in enumerate(self._blocks) for name in streamed_names(block)
-        }
-        small = {name: tensor for name, tensor in self._weights.items() if name not in streamed | {TOKEN_TABLE}}
+        large = _streamed(self._blocks) | {TOKEN_TABLE}
+        small = {name: tensor for name, tensor in self._weights.items() if name not in large}
         # Parameters stay in the model after this call, so they must not be inference tensors: a later call outside
         # inference mode could not compute with those.
         with torch.inference_mode(False):
@@ -305,6 +305,11 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _streamed(blocks: Iterable[nn.Module]) -> frozenset[str]:
+    """Return the names of the parameters that are streamed, within the model."""
+    return frozenset(f"encoder.block.{i}.{name}" for i, block in enumerate(blocks) for name in streamed_names(block))
 
 
 def _split_batch(block: nn.Module) -> None:

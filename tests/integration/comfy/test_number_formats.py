@@ -10,8 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanstream.offload import MXFP8, NVFP4, EightBit, Packing, decode_tensor
+from wanstream.offload import MXFP8, NVFP4, EightBit, Packing, decode_tensor, kronecker_factors, read_tensors
+from wanstream.testing import TinyShape, make_expert, save_expert_file
+from wanstream.testing.experts import native_layer
 from wanstream.testing.number_formats import Encoded
+from wanstream.wan import open_expert, write_int8
+from wanstream.wan.transformer.int8_linear import int8_linear
 
 pytestmark = pytest.mark.comfy
 
@@ -87,31 +91,31 @@ from installed_pack import load_pack
 answer = importlib.util.find_spec("comfy_kitchen") is not None
 if answer:
     load_pack()
-    from wanstream.wan.transformer import int8_backends
+    from wanstream.wan.transformer import multiplication
 
     cpu = torch.device("cpu")
     import comfy.quant_ops, comfy_kitchen
 
     def product(*each):
-        return int8_backends.kitchen_linear(*each, comfy_kitchen.DTYPE_TO_CODE[each[0].dtype])
+        return multiplication.kitchen_linear(*each, comfy_kitchen.DTYPE_TO_CODE[each[0].dtype])
 
     def compiled(*each):
         return torch.compile(product, backend="eager", fullgraph=True)(*each)
 
     answer = {
-        "unavailable": int8_backends.registry_refusal(comfy_kitchen),
+        "unavailable": multiplication.registry_refusal(comfy_kitchen),
         "products": [
-            int8_backends.test_fault(code, cpu, dtype)
+            multiplication.test_fault(code, cpu, dtype)
             for code in (product, compiled)
             for dtype in (torch.float32, torch.bfloat16)
         ],
-        "backend": int8_backends.test_fault(int8_backends._multiply_by_kitchen, cpu, torch.bfloat16),
+        "backend": multiplication.test_fault(multiplication._multiply_by_kitchen, cpu, torch.bfloat16),
     }
     registry = comfy_kitchen.registry
     registry.register("cuda", comfy_kitchen.backends.eager, dict.fromkeys(registry._capabilities["eager"]))
-    answer["active"] = int8_backends.registry_refusal(comfy_kitchen)
+    answer["active"] = multiplication.registry_refusal(comfy_kitchen)
     registry.disable("cuda")  # as core does where torch is older than CUDA 13
-    answer["disabled"] = int8_backends.registry_refusal(comfy_kitchen)
+    answer["disabled"] = multiplication.registry_refusal(comfy_kitchen)
 """
 
 
@@ -124,3 +128,54 @@ def test_products_of_comfy_kitchen_pass_and_its_registry_is_read(in_comfyui: Cal
     assert found["unavailable"].startswith("its CUDA backend is not available (CUDA not available")
     assert found["disabled"] == "its CUDA backend is disabled in this process"
     assert found["active"] is None
+
+
+LOAD = """
+import importlib.util, torch
+from safetensors.torch import load_file, save_file
+
+answer = importlib.util.find_spec("comfy_kitchen") is not None
+if answer:
+    from comfy_kitchen.tensor import QuantizedTensor, TensorWiseINT8Layout
+
+    file, results = arguments
+    tensors, found = load_file(file), {}
+    for key in [key for key in tensors if key.endswith(".comfy_quant")]:
+        layer = key.removesuffix(".comfy_quant")
+        settings = json.loads(tensors[key].numpy().tobytes())  # as ComfyUI's mixed-precision layers read it
+        assert settings.pop("format") == "int8_tensorwise"
+        codes, scale = tensors[f"{layer}.weight"], tensors[f"{layer}.weight_scale"]
+        parameters = TensorWiseINT8Layout.Params(
+            scale=scale, orig_dtype=torch.float32, orig_shape=tuple(codes.shape), **settings
+        )
+        weight = QuantizedTensor(codes, "TensorWiseINT8Layout", parameters)
+        assert list(weight.state_dict(f"{layer}.weight")) == [f"{layer}.weight", f"{layer}.weight_scale"]
+        tokens = torch.randn(40, codes.shape[1], generator=torch.Generator().manual_seed(len(found)))
+        found[f"{layer}/values"], found[f"{layer}/tokens"] = weight.dequantize(), tokens
+        found[f"{layer}/result"] = torch.nn.functional.linear(tokens, weight, tensors[f"{layer}.bias"].float())
+    save_file(found, results)
+"""
+
+
+def test_the_layout_of_comfy_kitchen_reads_what_quantise_writes(in_comfyui: Callable[..., Any], tmp_path: Path) -> None:
+    """ComfyUI 0.18.1 has no int8, newer ones read it into this class."""
+    source, file, results = (tmp_path / f"{name}.safetensors" for name in ("source", "int8", "results"))
+    model = make_expert(TinyShape(layers=1), seed=1)
+    save_expert_file(model, source, dtype=torch.float32)
+    write_int8(open_expert(source), file)
+    if not in_comfyui(LOAD, str(file), str(results)):
+        pytest.skip("this ComfyUI has no comfy-kitchen")
+    expert, found, rotation = open_expert(file), load_file(results), list(kronecker_factors(256, torch.device("cpu")))
+    packed = {name: tensor for name, tensor in expert.weights.items() if isinstance(tensor.packing, EightBit)}
+    assert len(packed) == 10
+    assert len(found) == 3 * len(packed)
+    for name, stored in read_tensors(packed).items():
+        layer, values = native_layer(name.removesuffix(".weight")), torch.empty(packed[name].shape)
+        decode_tensor(stored, values, packing=packed[name].packing)
+        assert torch.allclose(values, found[f"{layer}/values"], rtol=1e-5, atol=1e-6), name
+        weight, bias = model.get_parameter(name), model.get_parameter(f"{name.removesuffix('weight')}bias")
+        assert (values - weight).norm() < 0.01 * weight.norm()
+        codes, scale = EightBit(group=256).split(stored, packed[name].shape)
+        result = int8_linear(found[f"{layer}/tokens"], codes, scale, bias, rotation)
+        # Sums of the rotation differ in their last bits, and with them one of many codes of the tokens.
+        assert (result - found[f"{layer}/result"]).norm() < 2e-3 * result.norm(), name

@@ -94,6 +94,27 @@ def test_two_experts_are_written_next_to_them(
     assert "high_int8_convrot.safetensors exists already" in capsys.readouterr().err
 
 
+def test_folders_give_their_whole_names_to_the_files(
+    model: WanTransformer3DModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [tmp_path / "Wan2.2-T2V" / name for name in ("transformer", "high.noise")]
+    for folder in folders:
+        save_expert_folder(model, folder, dtype=torch.bfloat16)
+    out = ["--out", str(tmp_path / "new")]
+    assert main(["quantise", *map(str, folders), *out]) == 0
+    names = [f"Wan2.2-T2V_{folder.name}_int8_convrot.safetensors" for folder in reversed(folders)]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == names
+    assert main(["quantise", str(folders[0]), str(folders[0]), "--out", str(tmp_path / "other")]) == 2
+    assert f"another expert would be written to {tmp_path / 'other'}" in capsys.readouterr().err
+
+
+def test_the_file_of_a_link_is_next_to_the_link(model: WanTransformer3DModel, tmp_path: Path) -> None:
+    save_expert_file(model, tmp_path / "blobs" / "0a1b", dtype=torch.bfloat16)
+    (tmp_path / "high.safetensors").symlink_to(tmp_path / "blobs" / "0a1b")
+    assert main(["quantise", str(tmp_path / "high.safetensors")]) == 0
+    assert (tmp_path / "high_int8_convrot.safetensors").is_file()
+
+
 def test_a_full_disk_is_refused_with_figures(
     model: WanTransformer3DModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,8 +59,12 @@ def test_a_run_of_gguf_is_the_textbook_loop_to_the_bit(
     assert torch.equal(latents, plain_denoise(models, request))
 
 
-LAYOUTS = {name: MixedLayout(format_of=lambda _, name=name: name) for name in ENCODERS}
-LAYOUTS["mixed"] = MixedLayout(format_of=mixture)
+LAYOUTS: dict[str, MixedLayout | Fp8Layout] = {
+    **{name: MixedLayout(format_of=lambda _, name=name: name) for name in ENCODERS},
+    "mixed": MixedLayout(format_of=mixture),
+    "fp8_scaled": Fp8Layout(),
+    "fp8_e5m2": Fp8Layout(kind="comfy_quant", dtype=torch.float8_e5m2),
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -101,7 +105,7 @@ def save_pair(
         model = make_tiny_expert(seed=seed, layers=2)
         files[name] = folder / f"{name}.safetensors"
         save_expert_file(model, files[name], dtype=dtype, fp8=layout)
-        values = torch.float8_e4m3fn if isinstance(layout, Fp8Layout) else layout
+        values = layout.dtype if isinstance(layout, Fp8Layout) else layout
         models[name] = in_dtype(model, dtype).float() if layout is None else dequantised(model, dtype=dtype, fp8=values)
     return files, models
 
@@ -198,6 +202,22 @@ def test_codes_halve_the_buffers(name: str, make_tiny_expert: Callable[..., Any]
     half = decoded.computed_bytes - int8.computed_bytes
     assert decoded.device_bytes(LAYERWISE, device="cpu") - int8.device_bytes(LAYERWISE, device="cpu") == 2 * half
     assert decoded.identity != int8.identity
+
+
+def test_a_step_in_int8_moves_half_the_bytes(
+    make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
+) -> None:
+    int8, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["int8 ConvRot"])
+    bf16 = [tmp_path / f"{name} bf16.safetensors" for name in ("high", "low")]
+    for file in bf16:
+        save_expert_file(make_tiny_expert(layers=2), file, dtype=torch.bfloat16)
+    moved = []
+    for files in (bf16, int8.values()):
+        with open_experts(*files, compute_dtype=torch.bfloat16, arithmetic="as stored") as pair:
+            steps = denoise(pair, make_request(), policy=OffloadPolicy.layerwise(0), device="cpu").timeline.steps
+        moved.append([step.bytes_moved for step in steps])
+        assert moved[-1] == [2 * pair.stored_bytes] * len(steps)
+    assert all(0.5 < after / before < 0.51 for before, after in zip(*moved, strict=True))
 
 
 @pytest.mark.parametrize(

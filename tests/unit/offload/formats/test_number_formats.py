@@ -11,6 +11,7 @@ from wanstream.offload.formats.microscaling import group_scales
 from wanstream.offload.formats.packing import MXFP8, NVFP4, EightBit, Microscaled, Packing
 from wanstream.testing.number_formats import ENCODERS, Encoded, int8_convrot, rotated, tiled
 from wanstream.testing.number_formats import rotation as rotation_matrix
+from wanstream.testing.quantised import quantise
 
 LOW_FIRST = Microscaled(name="nvfp4", values=16, bits=4, high_first=False)
 PACKINGS: dict[str, Packing] = {
@@ -54,6 +55,61 @@ def test_writers_have_the_published_bytes(name: str, first: str, scale: float) -
     assert tensors["weight_scale"].view(-1)[0].float().item() == pytest.approx(scale, rel=1e-8)
     if name == "nvfp4":
         assert tensors["weight_scale_2"].item() == pytest.approx(9.3005954e-05, rel=1e-7)
+
+
+def test_fp8_has_the_published_bytes() -> None:
+    codes, scale = quantise(ramp())
+    assert bytes(codes.view(torch.uint8)[0, :6].tolist()).hex() == "fefdfcfbfafa"
+    assert scale.item() == pytest.approx(0.00055803574, rel=1e-8)
+    values = torch.empty(1, 6)
+    decode_tensor(codes[:, :6].contiguous(), values, scale=scale)
+    assert values[0].tolist() == pytest.approx([-448 / 1792, -416 / 1792, -384 / 1792, -352 / 1792, *[-320 / 1792] * 2])
+
+
+@pytest.mark.parametrize(
+    ("packing", "codes", "scale", "overall", "values"),
+    [
+        (EightBit(), "81899199a1a90000", 0.00196850393, None, [-127, -119, -111, -103, -95, -87]),
+        (MXFP8, "f8f7f6f5f4f3", 117, None, [-256, -240, -224, -208, -192, -176]),
+        (NVFP4, "fffeeeedddcc", 0x7E, 9.3005954e-05, [-6, -6, -6, -4, -4, -4, -4, -3, -3, -3, -2, -2]),
+    ],
+    ids=["int8 rows", "mxfp8", "nvfp4"],
+)
+def test_the_published_bytes_are_read(
+    packing: Packing, codes: str, scale: float, overall: float | None, values: list[float]
+) -> None:
+    """The codes by hand: int8 by the scale of the row, e4m3fn by 2**(117 - 127), e2m1 by 448 (0x7e) and `overall`."""
+    stored = bytes.fromhex(codes)
+    if isinstance(packing, EightBit):
+        shape, behind = (1, len(stored)), torch.tensor([scale]).view(torch.uint8)
+        factor = scale
+    else:
+        shape = (1, packing.values)
+        stored += bytes(packing.code_bytes(shape) - len(stored))
+        behind = tiled(torch.tensor([[scale]]).byte()).view(-1)
+        factor = 2.0**-10 if overall is None else 448 * overall
+    read = torch.empty(shape)
+    whole = torch.cat((torch.frombuffer(bytearray(stored), dtype=torch.uint8), behind))
+    decode_tensor(whole, read, packing=packing, scale=None if overall is None else torch.tensor(overall))
+    assert read[0, : len(values)].tolist() == pytest.approx([factor * value for value in values], rel=1e-6)
+    assert not read[0, len(values) :].any()
+
+
+@pytest.mark.parametrize(
+    ("packing", "first", "second"),
+    [
+        (MXFP8, 72_990_720, 72_990_720),
+        (NVFP4, 39_813_120, 39_813_120),
+        (EightBit(by_row=False), 70_778_884, 70_778_884),
+        (EightBit(), 70_834_176, 70_799_360),
+        (EightBit(group=256), 70_834_176, 70_799_360),
+    ],
+    ids=str,
+)
+def test_bytes_of_the_feed_forward_of_a14b(packing: Packing, first: int, second: int) -> None:
+    """The sums of the published table, without the 4 bytes of the scale of a whole nvfp4 matrix."""
+    assert packing.bytes_of((13824, 5120)) == first
+    assert packing.bytes_of((5120, 13824)) == second
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -14,6 +14,7 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.sampling import DenoiseRequest, EasyCache, RequestError, RunSlice, denoise
 from wanstream.sampling.cache.base import LaneName
+from wanstream.sampling.cache.easycache import _distance as distance
 from wanstream.sampling.cache.easycache import computed_steps
 from wanstream.sampling.solvers import Solver
 from wanstream.schema import OffloadPolicy
@@ -157,6 +158,13 @@ def test_a_run_that_goes_on_measures_again(open_pair: OpenPair, make_eight_steps
     run(pair, request, on_step=lambda step: states.append(step.state()))
     rest = denoise(pair, request, RunSlice(resume=states[0]), policy=LAYERWISE, device="cpu")
     assert [step.index for step in rest.timeline.steps if not step.skipped_visits] == [1, 2, SWITCH, SWITCH + 1, 7]
+
+
+def test_a_device_needs_no_float64() -> None:
+    now = torch.randn(1, 16, 21, 60, 104, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = distance(now, torch.zeros_like(now))
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(now.double().abs().sum().item(), rel=1e-5)
 
 
 def test_another_number_of_lanes_begins_anew(open_pair: OpenPair, make_eight_steps: Request) -> None:

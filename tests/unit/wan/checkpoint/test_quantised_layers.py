@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from wanstream.offload.sources.base import SourceError
 from wanstream.plan import BlockKey
+from wanstream.schema import Storage
 from wanstream.testing import TinyShape, make_expert, save_expert_file
 from wanstream.testing.experts import dequantised
 from wanstream.testing.number_formats import ENCODERS, MixedLayout, mixture
+from wanstream.testing.quantised import Fp8Layout
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.checkpoint.open import open_expert
-from wanstream.wan.experts.storage import Precision, block_source
+from wanstream.wan.experts.storage import Precision, block_bytes, block_source
 
 from .test_checkpoint import assert_holds
 
@@ -65,13 +68,42 @@ def test_a_marker_of_a_layer_overrides_the_header(model: WanTransformer3DModel, 
     assert_holds(open_expert(path), dequantised(model, dtype=torch.bfloat16, fp8=layout))
 
 
-def test_scales_may_have_the_dtype_of_their_format(model: WanTransformer3DModel, tmp_path: Path) -> None:
-    path, layout = tmp_path / "a.safetensors", MixedLayout(format_of=lambda _: "mxfp8")
+@pytest.mark.parametrize("markers", ["tensors", "metadata"])
+def test_a_marker_of_the_old_layout_means_nothing_beside_others(
+    markers: str, model: WanTransformer3DModel, tmp_path: Path
+) -> None:
+    path, layout = tmp_path / "a.safetensors", MixedLayout(format_of=mixture, markers=markers)
+    save_expert_file(model, path, dtype=torch.bfloat16, fp8=layout)
+    with safe_open(path, framework="pt") as opened:
+        metadata = opened.metadata()
+    save_file({**load_file(path), "scaled_fp8": torch.zeros(2)}, path, metadata)
+    assert_holds(open_expert(path), dequantised(model, dtype=torch.bfloat16, fp8=layout))
+
+
+@pytest.mark.parametrize("shape", [(256,), (256, 1)], ids=str)
+@pytest.mark.parametrize("name", ["int8 rows", "int8 ConvRot"])
+def test_scales_of_rows_may_be_a_vector(
+    shape: tuple[int, ...], name: str, model: WanTransformer3DModel, tmp_path: Path
+) -> None:
+    path, layout = tmp_path / "a.safetensors", MixedLayout(format_of=lambda layer: name if layer == Q else None)
+    save_expert_file(model, path, dtype=torch.bfloat16, fp8=layout)
+    tensors = load_file(path)
+    tensors[f"{Q}.weight_scale"] = tensors[f"{Q}.weight_scale"].reshape(shape)
+    save_file(tensors, path)
+    assert_holds(open_expert(path), dequantised(model, dtype=torch.bfloat16, fp8=layout))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("mxfp8", torch.float8_e8m0fnu), ("nvfp4", torch.uint8)], ids=str)
+def test_scales_may_be_bytes_or_have_the_dtype_of_their_format(
+    name: str, dtype: torch.dtype, model: WanTransformer3DModel, tmp_path: Path
+) -> None:
+    path, layout = tmp_path / "a.safetensors", MixedLayout(format_of=lambda _: name)
     save_expert_file(model, path, dtype=torch.bfloat16, fp8=layout)
     tensors = load_file(path)
     for key, tensor in tensors.items():
         if key.endswith(".weight_scale"):
-            tensors[key] = tensor.view(torch.float8_e8m0fnu)
+            assert tensor.dtype != dtype
+            tensors[key] = tensor.view(dtype)
     save_file(tensors, path)
     assert_holds(open_expert(path), dequantised(model, dtype=torch.bfloat16, fp8=layout))
 
@@ -144,3 +176,50 @@ def test_a_scale_that_is_no_number_is_refused(bad: float, model: WanTransformer3
     with pytest.raises(SourceError, match=r"a.safetensors: the scale of attn1.to_q.weight is NaN or infinite"):
         source.scales(BlockKey("high", 0))
     source.close()
+
+
+@pytest.mark.parametrize(("name", "bad"), [("mxfp8", 0xFF), ("nvfp4", 0x7F), ("nvfp4 LightX2V", 0xFF)])
+def test_a_scale_of_a_group_that_is_no_number_is_refused(
+    name: str, bad: int, model: WanTransformer3DModel, tmp_path: Path
+) -> None:
+    """Queries and keys that are NaN in a few channels may give finite latents."""
+    path = tmp_path / "a.safetensors"
+    save_expert_file(model, path, dtype=torch.bfloat16, fp8=MixedLayout(format_of=lambda _: name))
+    tensors = load_file(path)
+    tensors[f"{Q}.weight_scale"].view(torch.uint8).view(-1)[0] = bad
+    save_file(tensors, path)
+    source = block_source({"high": open_expert(path)}, Precision(compute_dtype=torch.bfloat16), direct=False)
+    with pytest.raises(SourceError, match=r"a.safetensors: a scale of attn1.to_q.weight is NaN: download the file"):
+        source.scales(BlockKey("high", 0))
+    source.close()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Fp8Layout(full_precision=True),
+        Fp8Layout(kind="comfy_quant", full_precision=True),
+        Fp8Layout(kind="metadata", full_precision=True),
+        "int8 rows",
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("storage", ["as stored", "fp8"])
+def test_layers_that_demand_full_precision_are_decoded(
+    layout: Fp8Layout | str, storage: Storage, model: WanTransformer3DModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.safetensors"
+    if isinstance(layout, Fp8Layout):
+        save_expert_file(model, path, dtype=torch.bfloat16, fp8=layout)
+    else:
+        save_expert_file(model, path, dtype=torch.bfloat16, fp8=MixedLayout(format_of=lambda _: layout))
+        tensors = load_file(path)
+        marker = {"format": "int8_tensorwise", "full_precision_matrix_mult": True}
+        text = torch.tensor(list(json.dumps(marker).encode()), dtype=torch.uint8)
+        save_file({key: text.clone() if key.endswith(".comfy_quant") else each for key, each in tensors.items()}, path)
+    precision = Precision(compute_dtype=torch.bfloat16, storage=storage, arithmetic="as stored")
+    experts = {"high": open_expert(path)}
+    assert not block_bytes(experts, precision).multiplied
+    assert block_bytes(experts, replace(precision, storage="int8 ConvRot")).multiplied == (
+        {torch.int8} if isinstance(layout, Fp8Layout) else set()
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.offload.sources.file import FileSource
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.components import save_text_encoder_file, save_text_encoder_folders
+from wanstream.testing.number_formats import ENCODERS, MixedLayout
 from wanstream.testing.quantised import FP8_LAYOUTS, quantise
 from wanstream.testing.tokenizer import VOCABULARY
 from wanstream.testing.weights import make_text_encoder
@@ -173,6 +175,17 @@ class TestAgainstTheFolder:
 
         assert_equal(embeddings(path, torch.float32), embeddings(folder_of(path), torch.float32))
 
+    @pytest.mark.parametrize("name", ["int8", "int8 rows", "int8 ConvRot 64", "mxfp8", "nvfp4"])
+    def test_packed_matrices_are_equal_to_their_values(self, name: str, tmp_path: Path) -> None:
+        encoder = make_text_encoder(seed=0, vocabulary=len(VOCABULARY))
+        file, layout = tmp_path / "umt5.safetensors", MixedLayout(format_of=lambda _: name)
+        save_text_encoder_file(encoder, file, dtype=torch.float32, fp8=layout)
+        for module in encoder.encoder.block.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.copy_(ENCODERS[name](module.weight).values)
+        save_text_encoder_folders(encoder, tmp_path, dtype=torch.float32)
+        assert_equal(embeddings(file, torch.float32), embeddings(tmp_path, torch.float32))
+
     def test_the_policy_changes_nothing(self, encoder_file: Callable[..., Path]) -> None:
         path = encoder_file(fp8="scaled_fp8")
         for policy in (OffloadPolicy.layerwise(1, source="pinned"), OffloadPolicy.resident()):
@@ -262,6 +275,16 @@ class TestBadFiles:
         path = changed(lambda t: t.update({TABLE: t[TABLE].to(FP8)}), fp8="scaled_fp8")
         with pytest.raises(CheckpointFileError, match=r"its scale shared\.scale_weight is missing"):
             open_text_encoder(path)
+
+    def test_a_packed_token_table(self, changed: Callable[..., Path]) -> None:
+        def edit(tensors: Tensors) -> None:
+            encoded = ENCODERS["int8 rows"](tensors[TABLE].float())
+            marker = torch.tensor(list(json.dumps(encoded.settings).encode()), dtype=torch.uint8)
+            tensors |= {f"shared.{ending}": tensor for ending, tensor in encoded.tensors.items()}
+            tensors["shared.comfy_quant"] = marker
+
+        with pytest.raises(CheckpointFileError, match=r"shared\.weight is int8; one of float32"):
+            open_text_encoder(changed(edit))
 
     @pytest.mark.parametrize(
         ("edit", "message"),

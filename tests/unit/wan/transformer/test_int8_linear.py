@@ -51,6 +51,16 @@ def test_the_result_is_that_of_the_definition(dtype: torch.dtype, group: int, to
     assert error < (0.02 if group else 0.06)
 
 
+def test_the_result_in_bf16_is_within_one_unit_of_its_last_place() -> None:
+    weight, bias, x = random(ROWS, COLUMNS), random(ROWS, seed=2).bfloat16(), random(200, COLUMNS, seed=1).bfloat16()
+    codes, scale = (int8(weight).tensors[ending] for ending in ("weight", "weight_scale"))
+    result, expected = int8_linear(x, codes, scale, bias, []), defined(x.float(), codes, scale, bias).bfloat16()
+    units = (result.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
+    assert torch.equal(result.signbit(), expected.signbit())
+    assert units.max() <= 1
+    assert (units > 0).float().mean() < 1e-3
+
+
 def test_a_patch_is_added_exactly() -> None:
     encoded, x = int8(random(ROWS, COLUMNS)), random(2, 40, COLUMNS, seed=1)
     up, down = 0.001 * random(ROWS, 4, seed=2), random(4, COLUMNS, seed=3)
