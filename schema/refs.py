@@ -14,7 +14,7 @@ Storage = Literal["as stored", "fp8"]
 Arithmetic = Literal["decoded", "as stored"]
 """Multiplication by matrices that are stored in int8: decoded to the compute dtype, or as they are."""
 
-Attention = Literal["default", "sdpa", "cudnn", "flash", "flash 3", "sage", "xformers"]
+Attention = Literal["default", "sdpa", "cudnn", "flash", "flash 3", "sage", "int8", "xformers"]
 """Attention backend; "default" is the choice of diffusers."""
 
 

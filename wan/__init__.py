@@ -21,7 +21,7 @@ from .text.embedding_cache import EmbeddingCache
 from .text.encoder import open_text_encoder
 from .transformer.forward import BlockCache, Lane, SkipDecision, forward_lanes
 from .transformer.int8_backends import choose_int8
-from .transformer.kernels import ATTENTIONS
+from .transformer.kernels import ATTENTIONS, INT8_ATTENTION
 from .transformer.nag import Nag, attach_nag
 from .transformer.per_frame_timestep import frame_timesteps
 from .transformer.probe import block_pass, probe_block, random_block
@@ -43,6 +43,7 @@ __all__ = [
     "GB",
     "HEADS",
     "HEAP_BYTES",
+    "INT8_ATTENTION",
     "PREFIX",
     "SPACES",
     "STORAGES",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -60,7 +60,7 @@ def choose_int8(device: torch.device, dtype: torch.dtype) -> Int8Choice:
     and logged once per process.
     """
     tests: dict[Int8Backend, Callable[[], str | None]] = {
-        KITCHEN: lambda: kitchen_refusal(device) or test_fault(_multiply_by_kitchen, device, dtype),
+        KITCHEN: lambda: kitchen_refusal(device, registry_refusal) or test_fault(_multiply_by_kitchen, device, dtype),
         TORCH: lambda: test_fault(_multiply_by_torch, device, dtype),
     }
     refusals: dict[str, str] = {}
@@ -92,8 +92,12 @@ def kitchen_dtype(device: torch.device, dtype: torch.dtype) -> int | None:
     return int(comfy_kitchen.DTYPE_TO_CODE[dtype])
 
 
-def kitchen_refusal(device: torch.device) -> str | None:
-    """Return why comfy-kitchen's CUDA kernels cannot multiply int8 matrices on `device`; None if they can."""
+def kitchen_refusal(device: torch.device, refusal: Callable[[ModuleType], str | None]) -> str | None:
+    """Return why comfy-kitchen's CUDA kernels cannot be used on `device`; None if they can.
+
+    Args:
+        refusal: returns why the imported package lacks a kernel; None: it has it.
+    """
     if device.type != "cuda":
         return "its kernels are for NVIDIA GPUs"
     if importlib.util.find_spec("comfy_kitchen") is None:
@@ -104,11 +108,11 @@ def kitchen_refusal(device: torch.device) -> str | None:
         import comfy_kitchen
     except (ImportError, OSError) as err:
         return f"cannot be imported ({_line(err)})"
-    return registry_refusal(comfy_kitchen)
+    return refusal(comfy_kitchen)
 
 
-def registry_refusal(kitchen: ModuleType) -> str | None:
-    """Return why the registry of comfy-kitchen would not use CUDA kernels for int8 matrices; None if it would."""
+def backend_refusal(kitchen: ModuleType) -> str | None:
+    """Return why the registry of comfy-kitchen would use no CUDA kernel; None if it would."""
     backend = kitchen.list_backends().get("cuda")
     if backend is None:
         return "has no CUDA backend: update it"
@@ -116,7 +120,15 @@ def registry_refusal(kitchen: ModuleType) -> str | None:
         return f"its CUDA backend is not available ({backend['unavailable_reason'] or 'no reason given'})"
     if backend["disabled"]:
         return "its CUDA backend is disabled in this process"
-    if "int8_linear" not in backend["capabilities"]:
+    return None
+
+
+def registry_refusal(kitchen: ModuleType) -> str | None:
+    """Return why the registry of comfy-kitchen would not use CUDA kernels for int8 matrices; None if it would."""
+    reason = backend_refusal(kitchen)
+    if reason is not None:
+        return reason
+    if "int8_linear" not in kitchen.list_backends()["cuda"]["capabilities"]:
         return "its CUDA backend has no int8_linear: update it"
     operation = getattr(torch.ops.comfy_kitchen, "int8_linear", None)
     known = () if operation is None else [argument.name for argument in operation.default._schema.arguments]
@@ -141,15 +153,35 @@ def test_fault(multiply: Product, device: torch.device, dtype: torch.dtype) -> s
             values = rotated_sums(values, kronecker_factors(group, values.device)) * rotation_factor(group)
         codes, scales = quantise_int8(values)
         arguments = tokens.to(dtype), codes, scales, bias.to(dtype)
-        try:
-            found = multiply(*(each.to(device) for each in arguments), group).to("cpu", torch.float64)
-        except (RuntimeError, ValueError, TypeError) as err:
-            if isinstance(err, RuntimeError) and is_out_of_memory(err):
-                raise
-            return f"fails ({_line(err)})"
-        error = float((found - expected).norm() / expected.norm())
-        if not error <= LARGEST_ERROR:
-            return f"multiplies wrongly (error {error:.2g} of {LARGEST_ERROR:g} allowed)"
+        fault = result_fault(multiply, arguments, group, expected=expected, device=device, largest=LARGEST_ERROR)
+        if fault is not None:
+            return fault
+    return None
+
+
+def result_fault(
+    compute: Callable[..., torch.Tensor],
+    tensors: Iterable[torch.Tensor],
+    *others: object,
+    expected: torch.Tensor,
+    device: torch.device,
+    largest: float,
+) -> str | None:
+    """Return what is wrong with `compute` of `tensors` on `device`; None if its relative error is at most `largest`.
+
+    Args:
+        others: further arguments of `compute`.
+        expected: float64 tensor on the CPU.
+    """
+    try:
+        found = compute(*(each.to(device) for each in tensors), *others).to("cpu", torch.float64)
+    except (RuntimeError, ValueError, TypeError) as err:
+        if isinstance(err, RuntimeError) and is_out_of_memory(err):
+            raise
+        return f"fails ({_line(err)})"
+    error = float((found - expected).norm() / expected.norm())
+    if not error <= largest:
+        return f"computes wrongly (error {error:.2g} of {largest:g} allowed)"
     return None
 
 
