@@ -58,6 +58,11 @@ class BlockKernels:
         if self._int8 is not None:
             self._int8.detach()
             self._int8 = None
+        self._attach_forwards(kernels, chunk_tokens)
+        self._set_attention(kernels)
+        self._kernels, self._chunk_tokens = kernels, chunk_tokens
+
+    def _attach_forwards(self, kernels: Kernels, chunk_tokens: int | None) -> None:
         # Chunks save memory, which compiling them would undo: the graph of all chunks needs 59 MB in a block of 2048
         # tokens, the graph of the whole block 42 MB, chunks without a graph 34 MB.
         if kernels.compiler is not None and chunk_tokens is not None:
@@ -69,6 +74,8 @@ class BlockKernels:
             self._attached = CompiledBlocks(self._blocks, get_compiler(kernels.compiler))
         elif self._timed:
             self._attached = PerFrameBlocks(self._blocks)
+
+    def _set_attention(self, kernels: Kernels) -> None:
         for block in self._blocks:
             for processor in (block.attn1.processor, block.attn2.processor):
                 processor._attention_backend = ATTENTIONS[kernels.attention].backend
@@ -77,7 +84,6 @@ class BlockKernels:
                 processor._parallel_config = None
         if kernels.attention == INT8_ATTENTION:
             self._int8 = Int8SelfAttention(self._blocks)
-        self._kernels, self._chunk_tokens = kernels, chunk_tokens
 
 
 class PerFrameBlocks(PatchedForwards):

@@ -94,8 +94,8 @@ def check_int8_attention(device: torch.device, dtype: torch.dtype) -> None:
     reason = int8_attention_refusal(device, dtype)
     if reason is not None:
         raise KernelsError(
-            f"attention {INT8_ATTENTION!r} needs comfy-kitchen's kernel, which cannot be used on {device}: {reason}; or "
-            "choose 'sdpa'"
+            f"attention {INT8_ATTENTION!r} needs comfy-kitchen's kernel, which cannot be used on {device}: {reason}; "
+            "or choose 'sdpa'"
         )
 
 

@@ -1,7 +1,8 @@
 """Compute kernels of the blocks: the attention backend and the compiler.
 
-Attention goes through diffusers' dispatcher, which supports the packages below, except for int8 (see `int8_attention`).
-Kernels that the dispatcher would download from a hub are not offered: they would run code that the user did not install.
+Attention goes through diffusers' dispatcher, which supports the packages below; self-attention in int8 does not (see
+`int8_attention`). Kernels that the dispatcher would download from a hub are not offered: they would run code that the
+user did not install.
 """
 
 from __future__ import annotations
