@@ -43,6 +43,8 @@ class AttentionKernel:
     """True if it supports CUDA devices only."""
     half_only: bool = False
     """True if it supports bf16 and fp16 only."""
+    working_bytes: int = 0
+    """Bytes that it allocates per value of its result, in addition to the result; 0: none that matter."""
     own_module: str = ""
     """Module that computes self-attention in place of the dispatcher, which computes the rest with `backend`."""
 
@@ -60,7 +62,11 @@ ATTENTIONS: Mapping[Attention, AttentionKernel] = {
     ),
     "sage": AttentionKernel(backend="sage", package="sageattention 2.1.1 or later", cuda_only=True, half_only=True),
     INT8_ATTENTION: AttentionKernel(
-        backend="native", package="comfy-kitchen", cuda_only=True, own_module="comfy_kitchen"
+        backend="native",
+        package="comfy-kitchen",
+        cuda_only=True,
+        working_bytes=3,  # q, k and v in int8
+        own_module="comfy_kitchen",
     ),
     "xformers": AttentionKernel(backend="xformers", package="xformers 0.0.29 or later", cuda_only=True),
 }
