@@ -134,8 +134,7 @@ def kernel_fault(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> st
     generator = torch.Generator().manual_seed(0)
     for tokens in TEST_TOKENS:
         qkv = [torch.randn(1, tokens, *TEST_HEADS, generator=generator).to(dtype) for _ in range(3)]
-        exact = (tensor.double().transpose(1, 2) for tensor in qkv)
-        expected = torch.nn.functional.scaled_dot_product_attention(*exact).transpose(1, 2)
+        expected = _attend(torch.nn.functional.scaled_dot_product_attention, *(tensor.double() for tensor in qkv))
         attend = partial(_attend, kernel)
         fault = result_fault(attend, qkv, expected=expected, device=device, largest=LARGEST_ERROR)
         if fault is not None:

@@ -228,3 +228,5 @@ def test_a_pair_says_it_for_latents(open_pair: Any) -> None:
     chunked = working_bytes(pair, shape, guided=True, chunk_tokens=100)
     assert chunked == tiny.working_bytes(TOKENS, lanes=4, value_bytes=4, chunk_tokens=100)
     assert chunked < working_bytes(pair, shape, guided=True)
+    pair.kernels = Kernels(attention="int8")
+    assert working_bytes(pair, shape, guided=True, chunk_tokens=100) > chunked
