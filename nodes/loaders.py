@@ -52,9 +52,9 @@ MODEL_INPUTS: tuple[io.Input, ...] = (
         default="default",
         optional=True,
         tooltip="Kernel for attention, which takes most of the time of a long video. default: the choice of "
-        "diffusers, torch's own sdpa. The others need a GPU and bf16 or fp16 (xformers also fp32), and all but "
-        "cudnn a package of that name. Results differ in rounding; sage also computes in 8 bits, which costs some "
-        "precision.",
+        "diffusers, torch's own sdpa. The others need a GPU and bf16 or fp16 (xformers and int8 also fp32), and all "
+        "but cudnn a package of that name: int8 is that of comfy-kitchen, which ComfyUI installs. Results differ in "
+        "rounding; sage and int8 also compute in 8 bits, which costs some precision.",
     ),
     io.Boolean.Input(
         "compile",

@@ -10,7 +10,7 @@ import torch
 from ..devices import available_bytes, free_bytes
 from ..plan import CHUNKS, shrink_to_budget
 from ..schema import HEAD_DIM, PATCH, ExpertShape, OffloadPolicy
-from ..wan import ExpertPair
+from ..wan import ATTENTIONS, ExpertPair
 from .cache.settings import CacheSettings
 from .errors import InsufficientMemoryError
 from .inputs.request import DenoiseRequest
@@ -44,6 +44,7 @@ def working_bytes(
         ring=share.ring,
         ulysses=share.ulysses,
         cached_states=0 if cache is None else cache.cached_states,
+        attention_bytes=ATTENTIONS[pair.kernels.attention].working_bytes,
     )
 
 

@@ -15,7 +15,7 @@ Arithmetic = Literal["decoded", "as stored", "int8", "fp8"]
 """Multiplication by matrices that are stored in int8 and fp8: decoded to the compute dtype, or those of both formats or
 of one of them as they are."""
 
-Attention = Literal["default", "sdpa", "cudnn", "flash", "flash 3", "sage", "xformers"]
+Attention = Literal["default", "sdpa", "cudnn", "flash", "flash 3", "sage", "int8", "xformers"]
 """Attention backend; "default" is the choice of diffusers."""
 
 

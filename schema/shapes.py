@@ -156,13 +156,14 @@ class ExpertShape:
         ring: int = 1,
         ulysses: int = 1,
         cached_states: int = 0,
+        attention_bytes: int = 0,
     ) -> int:
         """Return the peak device memory of a step's activations, in addition to the weights.
 
         It is the sum of the hidden states of all lanes (D values of `value_bytes` per token each), the rotary tables
         (2 x 128 fp32 values per token, shared by the lanes), the embedded texts of both experts, and the activations of
         one block for one lane. It is at least the size of the time embedder, which is loaded before the blocks begin.
-        The latents (a 100th of a hidden state) and the workspace of the attention kernel are not counted.
+        The latents (a 100th of a hidden state) are not counted.
 
         Args:
             tokens: sequence length of one lane, of all workers together.
@@ -173,6 +174,8 @@ class ExpertShape:
                 part, but all tokens of one lane enter the first block, and the rotary tables are not divided.
             ulysses: workers along the Ulysses axis.
             cached_states: tensors of the size of a hidden state that a cache keeps for each lane.
+            attention_bytes: bytes that the kernel of self-attention allocates per value of its result, which it returns
+                in a layout that has to be copied; 0: it allocates the result alone.
         """
         width, value = self.width, value_bytes
         local_tokens = tokens // (ring * ulysses)
@@ -181,6 +184,9 @@ class ExpertShape:
         else:
             chunk = min(local_tokens, chunk_tokens + SHORT_CHUNK)
             in_block = self._chunked_block_bytes(local_tokens, chunk, value)
+            if attention_bytes:
+                # q, k, v, their input and the result, next to what the kernel allocates or the copy of the result.
+                in_block = max(in_block, local_tokens * width * (5 * value + max(attention_bytes, value)))
         if local_tokens < tokens:
             in_block = max(in_block, local_tokens * self._shared_bytes_per_token(value, chunk_tokens, ring, ulysses))
         rotary = tokens * 2 * HEAD_DIM * FP32_BYTES

@@ -20,7 +20,7 @@ from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normal
 from .text.embedding_cache import EmbeddingCache
 from .text.encoder import open_text_encoder
 from .transformer.forward import BlockCache, Lane, SkipDecision, forward_lanes
-from .transformer.kernels import ATTENTIONS
+from .transformer.kernels import ATTENTIONS, INT8_ATTENTION
 from .transformer.multiplication import choose_multiplication
 from .transformer.nag import Nag, attach_nag
 from .transformer.per_frame_timestep import frame_timesteps
@@ -43,6 +43,7 @@ __all__ = [
     "GB",
     "HEADS",
     "HEAP_BYTES",
+    "INT8_ATTENTION",
     "PREFIX",
     "SPACES",
     "STORAGES",

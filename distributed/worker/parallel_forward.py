@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ...devices import dtype_name
 from ...sampling import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, Share, tokens_of
 from ...schema import MeshError
-from ...wan import ExpertEngine, Lane
+from ...wan import INT8_ATTENTION, ExpertEngine, Lane
 from .groups import ProcessGroups
 
 if TYPE_CHECKING:
@@ -40,6 +40,13 @@ def backend_for(
     """
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
+    if set_backend == INT8_ATTENTION:
+        if ring > 1:
+            raise MeshError(
+                f"ring {ring}: attention {INT8_ATTENTION!r} returns no log-sum-exp, which a ring needs; use ulysses "
+                f"{ring * ulysses} instead, or attention 'sdpa'"
+            )
+        return set_backend
     name = _AttentionBackendRegistry.get_active_backend()[0] if set_backend is None else set_backend
     name = str(AttentionBackendName(name).value)
     parallel = _AttentionBackendRegistry._supports_context_parallel

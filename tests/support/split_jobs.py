@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +25,10 @@ from wanstream.sampling import DenoiseRequest, RunSlice, SamplingCancelled, deno
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.mesh import Mesh
 from wanstream.testing.weights import TinyShape, in_dtype, make_expert
+from wanstream.tests.support.int8_attention import exact_attention, kitchen
 from wanstream.tests.support.processes import Processes
 from wanstream.wan import Lane, forward_lanes
+from wanstream.wan.experts import engine
 from wanstream.wan.experts.open import ExpertsRegistry
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
 from wanstream.wan.transformer.compiled_block import get_compiler
@@ -98,6 +102,15 @@ class SplitProcesses:
             yield
         finally:
             self.all(job_use_own_attention)
+
+    @contextmanager
+    def int8_attention(self) -> Iterator[None]:
+        """Offer a kernel for attention "int8" in every rank, which computes exactly on its CPU."""
+        self.all(job_offer_int8_attention, True)
+        try:
+            yield
+        finally:
+            self.all(job_offer_int8_attention, False)
 
 
 def job_join(here: SimpleNamespace, every: list[RendezvousSpec], device: str) -> int:
@@ -258,6 +271,27 @@ def job_use_attention_with_lse(here: SimpleNamespace) -> None:
 
 def job_use_own_attention(here: SimpleNamespace) -> None:
     attention_dispatch._AttentionBackendRegistry.set_active_backend(attention_dispatch.AttentionBackendName.NATIVE)
+
+
+def job_offer_int8_attention(here: SimpleNamespace, offered: bool) -> None:
+    if offered:
+        here.check_usable, engine.check_usable = engine.check_usable, lambda *_: None
+        sys.modules["comfy_kitchen"] = kitchen(partial(attention_of_all_tokens, here))
+    else:
+        engine.check_usable = here.check_usable
+        del sys.modules["comfy_kitchen"]
+
+
+def attention_of_all_tokens(
+    here: SimpleNamespace, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    here.seen = query.shape
+    return exact_attention(query, key, value)
+
+
+def job_seen(here: SimpleNamespace) -> tuple[int, ...]:
+    """Return the shape [B, H, S, D] of the last queries of the kernel for attention "int8"."""
+    return tuple(here.seen)
 
 
 def attention_with_lse(

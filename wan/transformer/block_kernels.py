@@ -12,7 +12,8 @@ import torch
 from .block_patching import PatchedForwards
 from .chunked_block import ChunkedBlocks, Rotary, chunked_forward
 from .compiled_block import CompiledBlocks, get_compiler
-from .kernels import ATTENTIONS, Kernels
+from .int8_attention import Int8SelfAttention
+from .kernels import ATTENTIONS, INT8_ATTENTION, Kernels
 from .per_frame_timestep import FrameModulation
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class BlockKernels:
         self._kernels = Kernels()
         self._chunk_tokens: int | None = None
         self._attached: PatchedForwards | None = PerFrameBlocks(self._blocks) if timed else None
+        self._int8: Int8SelfAttention | None = None
 
     @property
     def graphs(self) -> int:
@@ -53,6 +55,14 @@ class BlockKernels:
         if self._attached is not None:
             self._attached.detach()
             self._attached = None
+        if self._int8 is not None:
+            self._int8.detach()
+            self._int8 = None
+        self._attach_forwards(kernels, chunk_tokens)
+        self._set_attention(kernels)
+        self._kernels, self._chunk_tokens = kernels, chunk_tokens
+
+    def _attach_forwards(self, kernels: Kernels, chunk_tokens: int | None) -> None:
         # Chunks save memory, which compiling them would undo: the graph of all chunks needs 59 MB in a block of 2048
         # tokens, the graph of the whole block 42 MB, chunks without a graph 34 MB.
         if kernels.compiler is not None and chunk_tokens is not None:
@@ -64,13 +74,16 @@ class BlockKernels:
             self._attached = CompiledBlocks(self._blocks, get_compiler(kernels.compiler))
         elif self._timed:
             self._attached = PerFrameBlocks(self._blocks)
+
+    def _set_attention(self, kernels: Kernels) -> None:
         for block in self._blocks:
             for processor in (block.attn1.processor, block.attn2.processor):
                 processor._attention_backend = ATTENTIONS[kernels.attention].backend
                 # Set on the instance even though the class default is None too: chunks leave an instance attribute
                 # behind, and torch.compile recompiles when the attribute moves from class to instance.
                 processor._parallel_config = None
-        self._kernels, self._chunk_tokens = kernels, chunk_tokens
+        if kernels.attention == INT8_ATTENTION:
+            self._int8 = Int8SelfAttention(self._blocks)
 
 
 class PerFrameBlocks(PatchedForwards):

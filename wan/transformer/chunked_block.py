@@ -10,7 +10,7 @@ oneDNN does for bf16 on processors with AMX.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -80,13 +80,19 @@ class AttentionParts:
     Args:
         original: processor that is replaced.
         chunk_tokens: tokens that are projected at once, in place; None: all, in new tensors.
+        dispatch: function with the arguments of diffusers' dispatcher; None: the dispatcher.
     """
 
-    def __init__(self, original: WanAttnProcessor | AttentionParts, chunk_tokens: int | None) -> None:
+    def __init__(
+        self,
+        original: WanAttnProcessor | AttentionParts,
+        chunk_tokens: int | None,
+        dispatch: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
         self.chunk_tokens = chunk_tokens
-        self._dispatch = dispatch_attention_fn
+        self._dispatch = dispatch_attention_fn if dispatch is None else dispatch
         # diffusers sets these two attributes on every processor of a model.
         self._attention_backend: object = None
         self._parallel_config: object = None
@@ -147,10 +153,8 @@ class AttentionParts:
 class ChunkedAttention(AttentionParts):
     """Attention processor of Wan with chunked projections and one attention call for all tokens.
 
-    Overwrites the hidden states of its caller: with v in self-attention, with q in cross-attention.
+    Chunks overwrite the hidden states of the caller: with v in self-attention, with q in cross-attention.
     """
-
-    chunk_tokens: int
 
     def __call__(
         self,
@@ -175,6 +179,11 @@ class ChunkedAttention(AttentionParts):
         self, attn: WanAttention, hidden: torch.Tensor, rotary: Rotary | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         query, key = torch.empty_like(hidden), torch.empty_like(hidden)
+        if self.chunk_tokens is None:
+            every = slice(None)
+            _write_rotated(attn.norm_q(attn.to_q(hidden)), rotary, every, attn.heads, out=query)
+            _write_rotated(attn.norm_k(attn.to_k(hidden)), rotary, every, attn.heads, out=key)
+            return query, key, attn.to_v(hidden)
         for chunk in chunk_slices(hidden, self.chunk_tokens):
             tokens = hidden[:, chunk]
             _write_rotated(attn.norm_q(attn.to_q(tokens)), rotary, chunk, attn.heads, out=query)

@@ -1,7 +1,8 @@
 """Compute kernels of the blocks: the attention backend and the compiler.
 
-Attention goes through diffusers' dispatcher, which supports the packages below. Kernels that it would download from a
-hub are not offered: they would run code that the user did not install.
+Attention goes through diffusers' dispatcher, which supports the packages below; self-attention in int8 does not (see
+`int8_attention`). Kernels that the dispatcher would download from a hub are not offered: they would run code that the
+user did not install.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ INDUCTOR = "inductor"
 CXX = ("c++", "g++", "clang++", "cl")
 """Compilers that inductor may call on a CPU."""
 
+INT8_ATTENTION: Attention = "int8"
+"""Choice of attention that diffusers' dispatcher does not know; also the backend of its processors."""
+
 
 class KernelsError(ValueError):
     """A chosen kernel or compiler is not installed, or does not support this device or dtype."""
@@ -39,6 +43,10 @@ class AttentionKernel:
     """True if it supports CUDA devices only."""
     half_only: bool = False
     """True if it supports bf16 and fp16 only."""
+    working_bytes: int = 0
+    """Bytes that it allocates per value of its result, in addition to the result; 0: none that matter."""
+    own_module: str = ""
+    """Module that computes self-attention in place of the dispatcher, which computes the rest with `backend`."""
 
 
 ATTENTIONS: Mapping[Attention, AttentionKernel] = {
@@ -53,6 +61,13 @@ ATTENTIONS: Mapping[Attention, AttentionKernel] = {
         half_only=True,
     ),
     "sage": AttentionKernel(backend="sage", package="sageattention 2.1.1 or later", cuda_only=True, half_only=True),
+    INT8_ATTENTION: AttentionKernel(
+        backend="native",
+        package="comfy-kitchen",
+        cuda_only=True,
+        working_bytes=3,  # q, k and v in int8
+        own_module="comfy_kitchen",
+    ),
     "xformers": AttentionKernel(backend="xformers", package="xformers 0.0.29 or later", cuda_only=True),
 }
 """Kernels by the name that users choose. Devices and dtypes are those that diffusers and the packages check for."""
@@ -82,7 +97,9 @@ def check_installed(kernels: Kernels) -> None:
 
     try:
         _check_attention_backend_requirements(AttentionBackendName(kernel.backend))
-    except RuntimeError as err:
+        if kernel.own_module and importlib.util.find_spec(kernel.own_module) is None:
+            raise ImportError(kernel.own_module)
+    except (RuntimeError, ImportError) as err:
         raise KernelsError(
             f"attention {kernels.attention!r} needs {kernel.package}, which cannot be imported here: install it for "
             f"the Python that runs this (on every worker too), or choose one of {_builtin_choices()}"
@@ -106,6 +123,11 @@ def check_usable(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> 
             f"attention {kernels.attention!r} computes in bf16 and fp16 only, and the blocks compute in "
             f"{str(dtype).removeprefix('torch.')}: choose another compute dtype, or 'sdpa'"
         )
+    if kernels.attention == INT8_ATTENTION:
+        # Not at the top: it needs the classes of this module.
+        from .int8_attention import check_int8_attention
+
+        check_int8_attention(device, dtype)
     if kernels.compiler == INDUCTOR:
         _check_inductor(device)
 

@@ -81,7 +81,9 @@ def choose_multiplication(fmt: CodeFormat, device: torch.device, dtype: torch.dt
     """
     tests: dict[Code, Callable[[], str | None]] = (
         {
-            KITCHEN: lambda: kitchen_refusal(device) or test_fault(_multiply_by_kitchen, device, dtype),
+            KITCHEN: lambda: (
+                kitchen_refusal(device, registry_refusal) or test_fault(_multiply_by_kitchen, device, dtype)
+            ),
             TORCH: lambda: test_fault(_multiply_by_torch, device, dtype),
         }
         if fmt == "int8"
@@ -167,8 +169,13 @@ def multiplications(formats: Iterable[CodeFormat], device: torch.device, dtype: 
     return Multiplications(device=device, kitchen_dtype=number, scales_inside=codes.get("fp8") == SCALES_INSIDE)
 
 
-def kitchen_refusal(device: torch.device) -> str | None:
-    """Return why comfy-kitchen's CUDA kernels cannot multiply int8 matrices on `device`; None if they can."""
+def kitchen_refusal(device: torch.device, refusal: Callable[[ModuleType], str | None]) -> str | None:
+    """Return why comfy-kitchen's CUDA kernels cannot be used on `device`; None if they can.
+
+    Args:
+        device: device to compute on.
+        refusal: returns why the imported package lacks a kernel; None: it has it.
+    """
     if device.type != "cuda":
         return "its kernels are for NVIDIA GPUs"
     if importlib.util.find_spec("comfy_kitchen") is None:
@@ -179,11 +186,11 @@ def kitchen_refusal(device: torch.device) -> str | None:
         import comfy_kitchen
     except (ImportError, OSError) as err:
         return f"cannot be imported ({_line(err)})"
-    return registry_refusal(comfy_kitchen)
+    return refusal(comfy_kitchen)
 
 
-def registry_refusal(kitchen: ModuleType) -> str | None:
-    """Return why the registry of comfy-kitchen would not use CUDA kernels for int8 matrices; None if it would."""
+def backend_refusal(kitchen: ModuleType) -> str | None:
+    """Return why the registry of comfy-kitchen would use no CUDA kernel; None if it would."""
     backend = kitchen.list_backends().get("cuda")
     if backend is None:
         return "has no CUDA backend: update it"
@@ -191,7 +198,15 @@ def registry_refusal(kitchen: ModuleType) -> str | None:
         return f"its CUDA backend is not available ({backend['unavailable_reason'] or 'no reason given'})"
     if backend["disabled"]:
         return "its CUDA backend is disabled in this process"
-    if "int8_linear" not in backend["capabilities"]:
+    return None
+
+
+def registry_refusal(kitchen: ModuleType) -> str | None:
+    """Return why the registry of comfy-kitchen would not use CUDA kernels for int8 matrices; None if it would."""
+    reason = backend_refusal(kitchen)
+    if reason is not None:
+        return reason
+    if "int8_linear" not in kitchen.list_backends()["cuda"]["capabilities"]:
         return "its CUDA backend has no int8_linear: update it"
     operation = getattr(torch.ops.comfy_kitchen, "int8_linear", None)
     known = () if operation is None else [argument.name for argument in operation.default._schema.arguments]
@@ -213,8 +228,9 @@ def test_fault(multiply: Product, device: torch.device, dtype: torch.dtype) -> s
         if group:
             values = rotated_sums(values, kronecker_factors(group, values.device)) * rotation_factor(group)
         codes, scales = quantise_int8(values)
-        arguments = [each.to(device) for each in (tokens, codes, scales, bias)]
-        fault = _fault(functools.partial(multiply, *arguments, group), expected, LARGEST_ERROR["int8"])
+        arguments = tokens, codes, scales, bias
+        largest = LARGEST_ERROR["int8"]
+        fault = result_fault(multiply, arguments, group, expected=expected, device=device, largest=largest)
         if fault is not None:
             return fault
     return None
@@ -225,9 +241,8 @@ def fp8_fault(device: torch.device, dtype: torch.dtype, *, scales_inside: bool) 
     """Return what is wrong with products of `fp8_linear` on `device`; None if they are right."""
     tokens, matrix, bias, expected = _test_product(dtype)
     codes, scales = quantise_tokens_fp8(matrix)
-    x, weight, weight_scale, bias = (each.to(device) for each in (tokens, codes, scales, bias))
-    multiply = functools.partial(fp8_linear, x, weight, weight_scale, bias, scales_inside)
-    return _fault(multiply, expected, LARGEST_ERROR["fp8"])
+    arguments, largest = (tokens, codes, scales, bias), LARGEST_ERROR["fp8"]
+    return result_fault(fp8_linear, arguments, scales_inside, expected=expected, device=device, largest=largest)
 
 
 def _test_product(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -238,16 +253,33 @@ def _test_product(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch
     return tokens, matrix, bias, tokens.double() @ matrix.double().T + bias.double()
 
 
-def _fault(multiply: Callable[[], torch.Tensor], expected: torch.Tensor, largest: float) -> str | None:
+def result_fault(
+    compute: Callable[..., torch.Tensor],
+    tensors: Iterable[torch.Tensor],
+    *others: object,
+    expected: torch.Tensor,
+    device: torch.device,
+    largest: float,
+) -> str | None:
+    """Return what is wrong with `compute` of `tensors` on `device`; None if its relative error is at most `largest`.
+
+    Args:
+        compute: function to test.
+        tensors: its first arguments, on the CPU.
+        others: further arguments of `compute`.
+        expected: float64 tensor on the CPU.
+        device: device to compute on.
+        largest: largest relative error.
+    """
     try:
-        found = multiply().to("cpu", torch.float64)
+        found = compute(*(each.to(device) for each in tensors), *others).to("cpu", torch.float64)
     except (RuntimeError, ValueError, TypeError, AttributeError) as err:
         if isinstance(err, RuntimeError) and is_out_of_memory(err):
             raise
         return f"fails ({_line(err)})"
     error = float((found - expected).norm() / expected.norm())
     if not error <= largest:
-        return f"multiplies wrongly (error {error:.2g} of {largest:g} allowed)"
+        return f"computes wrongly (error {error:.2g} of {largest:g} allowed)"
     return None
 
 

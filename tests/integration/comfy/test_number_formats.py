@@ -1,4 +1,4 @@
-"""Matrices that comfy-kitchen has quantised, decoded by our readers and by its own functions for a CPU."""
+"""Matrices that comfy-kitchen has quantised, and its operations in our blocks, on a CPU."""
 
 from __future__ import annotations
 
@@ -179,3 +179,63 @@ def test_the_layout_of_comfy_kitchen_reads_what_quantise_writes(in_comfyui: Call
         result = int8_linear(found[f"{layer}/tokens"], codes, scale, bias, rotation)
         # Sums of the rotation differ in their last bits, and with them one of many codes of the tokens.
         assert (result - found[f"{layer}/result"]).norm() < 2e-3 * result.norm(), name
+
+
+ATTEND = """
+import importlib.util, torch
+from dataclasses import replace
+from installed_pack import load_pack
+
+answer = importlib.util.find_spec("comfy_kitchen") is not None
+if answer:
+    load_pack()
+    import comfy.quant_ops, comfy_kitchen
+    from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+    from wanstream.tests.support.int8_attention import quantised_attention
+    from wanstream.wan.transformer import int8_attention
+    from wanstream.wan.transformer.block_kernels import BlockKernels
+    from wanstream.wan.transformer.compiled_block import get_compiler
+    from wanstream.wan.transformer.kernels import Kernels
+
+    cpu, kernel = torch.device("cpu"), comfy_kitchen.int8_attention
+    answer = {
+        "unavailable": int8_attention.kernel_refusal(comfy_kitchen, torch.device("cuda", 0)),
+        "on a CPU": int8_attention.kernel_fault(kernel, cpu, torch.bfloat16),
+    }
+    registry = comfy_kitchen.registry
+    registry.register("cuda", comfy_kitchen.backends.eager, {})
+    answer["incapable"] = int8_attention.kernel_refusal(comfy_kitchen, torch.device("cuda", 0))
+    registry.disable("cuda")
+    answer["disabled"] = int8_attention.kernel_refusal(comfy_kitchen, torch.device("cuda", 0))
+
+    # The operation of comfy-kitchen has no code for a CPU: it gets the definition of its roundings.
+    operation = comfy_kitchen.sage_attention._op_int8_attention
+    operation.register_kernel("cpu")(lambda q, k, v, scale: quantised_attention(q, k, v, scale).contiguous())
+    answer["faults"] = [int8_attention.kernel_fault(kernel, cpu, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    torch.manual_seed(0)
+    block = WanTransformerBlock(256, 256, 2, cross_attn_norm=True).eval().requires_grad_(False)
+    angles = torch.randn(1, 300, 1, 128)
+    given = torch.randn(1, 300, 256), torch.randn(1, 3, 256), torch.randn(1, 6, 256), (angles.cos(), angles.sin())
+    kernels, found = BlockKernels([block]), []
+    int8 = Kernels(attention="int8")
+    with torch.no_grad():
+        for chosen, chunk in ((Kernels(), None), (int8, None), (int8, 64), (replace(int8, compiler="eager"), None)):
+            kernels.set(chosen, chunk)
+            found.append(block(*given))
+    answer["differences"] = [float((each - found[0]).norm() / found[0].norm()) for each in found[1:]]
+    answer["graphs"] = get_compiler("eager").graphs
+"""
+
+
+def test_the_attention_of_comfy_kitchen_fits_into_our_blocks(in_comfyui: Callable[..., Any]) -> None:
+    found = in_comfyui(ATTEND)
+    if not found:
+        pytest.skip("this ComfyUI has no comfy-kitchen")
+    assert found["unavailable"].startswith("its CUDA backend is not available (CUDA not available")
+    assert found["incapable"] == "its int8_attention needs a GPU of compute capability 7.5 or later"
+    assert found["disabled"] == "its CUDA backend is disabled in this process"
+    assert found["on a CPU"] == "fails (ValueError: q, k, and v must be on the same CUDA device)"
+    assert found["faults"] == [None, None]
+    assert all(0 < each < 0.01 for each in found["differences"])
+    assert max(found["differences"]) - min(found["differences"]) < 1e-5
+    assert found["graphs"] == 1

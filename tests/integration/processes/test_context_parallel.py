@@ -26,6 +26,7 @@ from wanstream.tests.support.split_jobs import (
     job_run,
     job_run_compiled,
     job_run_until,
+    job_seen,
 )
 from wanstream.wan import Nag
 
@@ -75,6 +76,27 @@ def test_ulysses_gives_what_one_worker_gives(
         assert worker["gathered"] == worker["crossed"] > 0
     again = split.alone(*given)
     assert torch.equal(again, alone)
+
+
+@pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
+def test_the_kernel_of_int8_attention_gets_all_tokens_of_its_heads(
+    policy: OffloadPolicy,
+    split: SplitProcesses,
+    wide: Callable[..., ExpertsRef],
+    make_request: Callable[..., DenoiseRequest],
+) -> None:
+    split.join(Mesh(ulysses=2))
+    plain = split.alone(wide(), make_request(), policy)
+    with split.int8_attention():
+        given = replace(wide(), attention="int8"), make_request(), policy
+        assert difference(split.alone(*given), plain) <= ROUNDING
+        results = split.run(*given)
+        assert [shape[1:3] for shape in split.all(job_seen)] == [(2, 48)] * 2
+    assert difference(results[0]["latents"], plain) <= ROUNDING
+    for worker in results:
+        assert torch.equal(worker["latents"], results[0]["latents"])
+        assert worker["gathered"] == worker["crossed"] > 0
+    assert torch.equal(split.alone(wide(), make_request(), policy), plain)
 
 
 @pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
@@ -228,6 +250,9 @@ def test_a_backend_is_chosen_for_the_mesh_or_refused() -> None:
         backend_for(None, ring=2, ulysses=2, device=cuda, dtype=torch.float32)
     with pytest.raises(MeshError, match="'xformers' does not support several workers; choose one of"):
         backend_for("xformers", ring=1, ulysses=2, device=cuda, dtype=half)
+    assert backend_for("int8", ring=1, ulysses=2, device=cuda, dtype=half) == "int8"
+    with pytest.raises(MeshError, match="'int8' returns no log-sum-exp, which a ring needs; use ulysses 4 instead, or"):
+        backend_for("int8", ring=2, ulysses=2, device=cuda, dtype=half)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ can be large enough to make the small terms negligible, which the estimate ignor
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -21,9 +22,11 @@ from torch.utils._pytree import tree_leaves
 from wanstream.sampling import offload_job, working_bytes
 from wanstream.schema import ExpertShape
 from wanstream.schema.shapes import IMAGE_TOKENS
+from wanstream.tests.support.int8_attention import kitchen
 from wanstream.wan import Lane, Nag, attach_nag, forward_lanes
-from wanstream.wan.transformer.block_kernels import PerFrameBlocks
+from wanstream.wan.transformer.block_kernels import BlockKernels, PerFrameBlocks
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
+from wanstream.wan.transformer.kernels import Kernels
 
 LATENT = (5, 40, 56)
 TOKENS = 5 * 20 * 28
@@ -113,6 +116,32 @@ def test_attention_to_a_second_text_takes_no_more_than_the_estimate(
     assert alive.peak <= 1.02 * estimate, f"{alive.peak / estimate:.3f}"
 
 
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("chunk", [None, 200])
+def test_attention_in_int8_takes_no_more_than_the_estimate(
+    dtype: torch.dtype, chunk: int | None, make_tiny_expert: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        codes = [torch.empty(each.shape, dtype=torch.int8) for each in (query, key, value)]
+        result = torch.empty(query.shape, dtype=query.dtype)
+        del codes  # they live until the result exists
+        return result
+
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen(attention))
+    model = computed_in(make_tiny_expert(heads=4, layers=2, ffn_dim=1382), dtype)
+    lanes = [Lane(latents=torch.zeros(1, 16, *LATENT), text=torch.zeros(1, 16, 4096, dtype=dtype))]
+    BlockKernels(model.blocks).set(Kernels(attention="int8"), chunk)
+    with torch.no_grad(), Alive([*model.parameters(), *model.buffers(), lanes[0].text]) as alive:
+        forward_lanes(model, lanes, torch.tensor([900.0]), lambda block: nullcontext())
+    shape, texts = ExpertShape(width=512, ffn_width=1382), 4 * TEXT * 512 * dtype.itemsize
+    given = {"lanes": 1, "value_bytes": dtype.itemsize, "chunk_tokens": chunk}
+    estimate = shape.working_bytes(TOKENS, **given, attention_bytes=3) - texts
+    assert 0.9 * estimate <= alive.peak <= 1.02 * estimate, f"{alive.peak / estimate:.3f}"
+    usual = shape.working_bytes(TOKENS, **given) - texts
+    assert (alive.peak > 1.05 * usual) == (chunk is not None)
+
+
 @pytest.mark.parametrize(
     ("dtype", "chunk"), [pytest.param(torch.bfloat16, None, marks=pytest.mark.slow), (torch.float32, 64)], ids=str
 )
@@ -199,3 +228,5 @@ def test_a_pair_says_it_for_latents(open_pair: Any) -> None:
     chunked = working_bytes(pair, shape, guided=True, chunk_tokens=100)
     assert chunked == tiny.working_bytes(TOKENS, lanes=4, value_bytes=4, chunk_tokens=100)
     assert chunked < working_bytes(pair, shape, guided=True)
+    pair.kernels = Kernels(attention="int8")
+    assert working_bytes(pair, shape, guided=True, chunk_tokens=100) > chunked

@@ -23,7 +23,13 @@ from wanstream.wan.transformer.kernels import ATTENTIONS, INDUCTOR, Kernels, Ker
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 LAYERWISE = OffloadPolicy.layerwise(1)
-IMPORTS = {"flash": "flash_attn", "flash 3": "flash_attn_interface", "sage": "sageattention", "xformers": "xformers"}
+IMPORTS = {
+    "flash": "flash_attn",
+    "flash 3": "flash_attn_interface",
+    "sage": "sageattention",
+    "int8": "comfy_kitchen",
+    "xformers": "xformers",
+}
 PACKAGES = {name: kernel.package for name, kernel in ATTENTIONS.items() if kernel.package}
 
 

@@ -96,14 +96,15 @@ def test_a_missing_requirement_is_named(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert module.kitchen_refusal(GPU) == reason
+    assert module.kitchen_refusal(GPU, module.registry_refusal) == reason
 
 
 def test_a_package_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "comfy_kitchen.py").write_text("raise ImportError('libcudart.so.13 is missing')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert module.kitchen_refusal(GPU) == "cannot be imported (ImportError: libcudart.so.13 is missing)"
+    reason = "cannot be imported (ImportError: libcudart.so.13 is missing)"
+    assert module.kitchen_refusal(GPU, module.registry_refusal) == reason
 
 
 def test_wrong_products_and_errors_are_found() -> None:
@@ -115,10 +116,10 @@ def test_wrong_products_and_errors_are_found() -> None:
 
     assert module.test_fault(module._multiply_by_torch, CPU, FP32) is None
     assert module.test_fault(raising, CPU, FP32) == "fails (NotImplementedError: no kernel image)"
-    assert str(module.test_fault(unrotated, CPU, FP32)).startswith("multiplies wrongly (error 1")
+    assert str(module.test_fault(unrotated, CPU, FP32)).startswith("computes wrongly (error 1")
     for broken in (float("nan"), float("inf")):
         fault = module.test_fault(lambda *each, x=broken: module._multiply_by_torch(*each) * x, CPU, FP32)
-        assert str(fault).startswith("multiplies wrongly")
+        assert str(fault).startswith("computes wrongly")
 
 
 def test_lack_of_memory_is_no_fault_of_the_code() -> None:
@@ -140,7 +141,7 @@ def test_without_code_matrices_are_decoded(
     assert choice.words.startswith(
         "int8 matrices are decoded, because nothing can multiply them on cpu (comfy-kitchen:"
     )
-    assert "torch: multiplies wrongly" in choice.words
+    assert "torch: computes wrongly" in choice.words
     ref = ExpertsRef(high_noise=tmp_path, compute_dtype="float32", arithmetic="as stored")
     assert with_resolved_precision(ref, CPU).arithmetic == "decoded"
     files = [tmp_path / f"{name}.safetensors" for name in ("high", "low")]

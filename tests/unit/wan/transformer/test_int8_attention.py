@@ -1,0 +1,179 @@
+"""Self-attention in int8: reasons against it in words, its test, and processors that come and go."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanTransformerBlock
+
+from wanstream.tests.support.int8_attention import exact_attention, kitchen, quantised_attention
+from wanstream.wan.transformer import int8_attention as module
+from wanstream.wan.transformer.block_kernels import BlockKernels
+from wanstream.wan.transformer.compiled_block import get_compiler
+from wanstream.wan.transformer.kernels import Kernels, KernelsError, check_usable
+from wanstream.wan.transformer.nag import Nag, attach_nag
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+INT8 = Kernels(attention="int8")
+D, HEADS, TOKENS = 128, 2, 40
+
+
+@pytest.fixture(autouse=True)
+def _untested() -> Iterator[None]:
+    module.int8_attention_refusal.cache_clear()
+    with torch.no_grad():
+        yield
+    module.int8_attention_refusal.cache_clear()
+
+
+@pytest.fixture
+def blocks() -> list[WanTransformerBlock]:
+    torch.manual_seed(0)
+    made = [WanTransformerBlock(D * HEADS, 256, HEADS, cross_attn_norm=True) for _ in range(2)]
+    return [block.eval().requires_grad_(False) for block in made]
+
+
+def inputs() -> tuple[Any, ...]:
+    draw = torch.Generator().manual_seed(1)
+    angles = torch.randn(1, TOKENS, 1, D, generator=draw)
+    shapes = (1, TOKENS, D * HEADS), (1, 3, D * HEADS), (1, 6, D * HEADS)
+    return (*(torch.randn(shape, generator=draw) for shape in shapes), (angles.cos(), angles.sin()))
+
+
+def without(name: str) -> ModuleType:
+    old = kitchen()
+    delattr(old, name)
+    return old
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (SimpleNamespace(list_backends=dict), "has no CUDA backend: update it"),
+        (kitchen(available=False, unavailable_reason="no driver"), "its CUDA backend is not available (no driver)"),
+        (kitchen(disabled=True), "its CUDA backend is disabled in this process"),
+        (without("int8_attention"), "it has no int8_attention: update it"),
+        (without("int8_attention_is_available"), "it has no int8_attention: update it"),
+        (kitchen(capable=False), "its int8_attention needs a GPU of compute capability 7.5 or later"),
+        (kitchen(), None),
+    ],
+)
+def test_each_state_of_the_package_has_a_reason(found: Any, reason: str | None) -> None:
+    assert module.kernel_refusal(found, GPU) == reason
+
+
+def test_a_kernel_that_cannot_be_used_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen(disabled=True))
+    words = (
+        "attention 'int8' needs comfy-kitchen's kernel, which cannot be used on cuda:0: its CUDA backend is disabled "
+        "in this process; or choose 'sdpa'"
+    )
+    with pytest.raises(KernelsError) as refused:
+        check_usable(INT8, GPU, torch.bfloat16)
+    assert str(refused.value) == words
+    with pytest.raises(KernelsError, match="'int8' computes on CUDA devices only, and this is cpu: choose 'sdpa'"):
+        check_usable(INT8, CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("broken", [None, "values of other heads", "NaN", "error"])
+def test_a_kernel_is_refused_if_its_result_is_wrong(broken: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if broken == "error":
+            raise NotImplementedError("no kernel image\nmore")
+        found = quantised_attention(query, key, value.flip(1) if broken == "values of other heads" else value)
+        return found * torch.nan if broken == "NaN" else found
+
+    monkeypatch.setattr(module, "kitchen_refusal", lambda device, refusal: refusal(kitchen(attention)))
+    if broken is None:
+        module.check_int8_attention(CPU, torch.bfloat16)
+        return
+    with pytest.raises(KernelsError, match=r"no kernel image\)" if broken == "error" else "computes wrongly"):
+        module.check_int8_attention(CPU, torch.bfloat16)
+
+
+def test_lack_of_memory_is_no_fault_of_the_kernel() -> None:
+    def full(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        module.kernel_fault(full, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_it_computes_self_attention_only_and_copies_nothing_for_it(
+    chunk: int | None, blocks: list[WanTransformerBlock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[torch.Tensor] = []
+
+    def attention(*qkv: torch.Tensor) -> torch.Tensor:
+        received.extend(qkv)
+        return exact_attention(*qkv)
+
+    given = inputs()
+    kernels = BlockKernels(blocks)
+    kernels.set(Kernels(attention="sdpa"), chunk)
+    plain = blocks[0](*given)
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen(attention))
+    kernels.set(INT8, chunk)
+    assert torch.equal(blocks[0](*given), plain)
+    assert [each.shape for each in received] == [(1, HEADS, TOKENS, D)] * 3
+    assert all(each.transpose(1, 2).is_contiguous() for each in received)
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen())
+    kernels.set(replace(INT8, compiler="eager"), chunk)
+    found = blocks[0](*given)
+    assert 0 < (found - plain).norm() < 0.02 * plain.norm()
+
+
+def test_everything_is_restored_in_any_order(
+    blocks: list[WanTransformerBlock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen())
+    backends = dict(_AttentionBackendRegistry._backends)
+    own = [block.attn1.processor for block in blocks]
+    kernels, plain = BlockKernels(blocks), blocks[0](*inputs())
+    for chosen, chunk in ((INT8, None), (INT8, 8), (Kernels(), 8), (INT8, 8), (INT8, None)):
+        kernels.set(chosen, chunk)
+        assert torch.equal(blocks[0](*inputs()), plain) == (chosen == Kernels())
+    kernels.set(Kernels(), None)
+    assert [block.attn1.processor for block in blocks] == own
+    assert {type(block.attn2.processor) for block in blocks} == {WanAttnProcessor}
+    assert torch.equal(blocks[0](*inputs()), plain)
+    assert _AttentionBackendRegistry._backends == backends
+
+
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_it_works_with_two_texts(
+    chunk: int | None, blocks: list[WanTransformerBlock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen(exact_attention))
+    hidden, text, *others = inputs()
+    model: Any = SimpleNamespace(blocks=blocks)
+    kernels, found = BlockKernels(blocks), []
+    for chosen in (Kernels(attention="sdpa"), INT8):
+        kernels.set(chosen, chunk)
+        with attach_nag([model], Nag()):
+            found.append(blocks[0](hidden, (text, 2 * text), *others))
+    assert torch.allclose(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+def test_one_graph_serves_all_blocks(blocks: list[WanTransformerBlock], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen())
+    kernels, before = BlockKernels(blocks), get_compiler("eager").graphs
+    found = []
+    for chosen in (INT8, replace(INT8, compiler="eager"), INT8, replace(INT8, compiler="eager")):
+        kernels.set(chosen, None)
+        found.append([block(*inputs()) for block in blocks])
+    assert get_compiler("eager").graphs == before + 1
+    for each in found[1:]:
+        for one, expected in zip(each, found[0], strict=True):
+            assert torch.allclose(one, expected, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()

@@ -1,0 +1,154 @@
+"""Self-attention in int8 by comfy-kitchen's `int8_attention`, which rotates q and k and quantises q, k, v and softmax.
+
+diffusers' dispatcher takes no backend that is not in its enumeration. The processors of self-attention are replaced
+instead, and nothing of diffusers is changed. Cross-attention remains with the dispatcher: its 512 keys cost little.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .chunked_block import ChunkedAttention
+from .kernels import INT8_ATTENTION, KernelsError
+from .multiplication import backend_refusal, kitchen_refusal, result_fault
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, WanTransformerBlock
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of q, k and v [B, H, S, D] with any strides except for the last dimension."""
+
+TEST_TOKENS = (257, 1100)
+"""Sequence lengths of the test: the kernel's tiles and its rotation change between them, and both end in a part."""
+TEST_HEADS = (2, 128)
+LARGEST_ERROR = 0.05
+"""Relative error of a test: quantising its q, k, v and softmax costs 0.02."""
+
+
+class Int8SelfAttention:
+    """Blocks whose self-attention is computed in int8, from construction until `detach`.
+
+    Attach after a chunked forward, whose chunks are kept, and before context parallelism.
+    """
+
+    def __init__(self, blocks: Iterable[WanTransformerBlock]) -> None:
+        # One function for all blocks, so that they share a compiled graph.
+        dispatch = partial(dispatch_int8, importlib.import_module("comfy_kitchen").int8_attention)
+        self._replaced: list[tuple[WanAttention, WanAttnProcessor | ChunkedAttention, ChunkedAttention]] = []
+        for block in blocks:
+            original = block.attn1.processor
+            chunk = original.chunk_tokens if isinstance(original, ChunkedAttention) else None
+            processor = ChunkedAttention(original, chunk, dispatch)
+            processor._attention_backend = INT8_ATTENTION
+            block.attn1.set_processor(processor)
+            self._replaced.append((block.attn1, original, processor))
+
+    def detach(self) -> None:
+        """Restore the processors. Detaching twice is allowed."""
+        for attention, original, processor in self._replaced:
+            # A chunked forward that was detached before has restored diffusers' own.
+            if attention.processor is processor:
+                attention.set_processor(original)
+        self._replaced = []
+
+
+def dispatch_int8(
+    kernel: Kernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor | None,
+    parallel_config: Any,
+    **_: object,
+) -> torch.Tensor:
+    """Return attention [B, S, H, D] by `kernel`, with the arguments of diffusers' dispatcher.
+
+    With a `parallel_config`, Ulysses workers exchange tokens for heads as in diffusers' own backends.
+    """
+    assert attn_mask is None, "self-attention of Wan has no mask"
+    if parallel_config is None:
+        return _attend(kernel, query, key, value)
+    from diffusers.models.attention_dispatch import _templated_context_parallel_attention
+
+    attended: torch.Tensor = _templated_context_parallel_attention(
+        query, key, value, forward_op=partial(_forward_op, kernel), backward_op=None, _parallel_config=parallel_config
+    )
+    return attended
+
+
+def check_int8_attention(device: torch.device, dtype: torch.dtype) -> None:
+    """Check that comfy-kitchen's CUDA kernel computes right results on `device` in `dtype`.
+
+    Raises:
+        KernelsError: it is missing, disabled, too old, not for this device, or wrong.
+    """
+    reason = int8_attention_refusal(device, dtype)
+    if reason is not None:
+        raise KernelsError(
+            f"attention {INT8_ATTENTION!r} needs comfy-kitchen's kernel, which cannot be used on {device}: {reason}; "
+            "or choose 'sdpa'"
+        )
+
+
+@functools.cache
+def int8_attention_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why comfy-kitchen's kernel cannot be used on `device` in `dtype`; None if it can.
+
+    Its registry is read and never changed. The kernel is tested once per process.
+    """
+
+    def refusal(kitchen: ModuleType) -> str | None:
+        return kernel_refusal(kitchen, device) or kernel_fault(kitchen.int8_attention, device, dtype)
+
+    return kitchen_refusal(device, refusal)
+
+
+def kernel_refusal(kitchen: ModuleType, device: torch.device) -> str | None:
+    """Return why comfy-kitchen has no active `int8_attention` for `device`; None if it has.
+
+    `int8_attention` is in none of its backends, but it calls the compiled code of the CUDA backend: where that one is
+    disabled, this must not be called either.
+    """
+    reason = backend_refusal(kitchen)
+    if reason is not None:
+        return reason
+    if not hasattr(kitchen, "int8_attention") or not hasattr(kitchen, "int8_attention_is_available"):
+        return "it has no int8_attention: update it"
+    if not kitchen.int8_attention_is_available(device):
+        return "its int8_attention needs a GPU of compute capability 7.5 or later"
+    return None
+
+
+@torch.inference_mode()
+def kernel_fault(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return what is wrong with attention by `kernel` on `device`, against exact attention; None if it is right."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens in TEST_TOKENS:
+        qkv = [torch.randn(1, tokens, *TEST_HEADS, generator=generator).to(dtype) for _ in range(3)]
+        expected = _attend(torch.nn.functional.scaled_dot_product_attention, *(tensor.double() for tensor in qkv))
+        attend = partial(_attend, kernel)
+        fault = result_fault(attend, qkv, expected=expected, device=device, largest=LARGEST_ERROR)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _attend(kernel: Kernel, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return attention [B, S, H, D]; the kernel reads transposed views, so that nothing is copied."""
+    return kernel(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)).transpose(1, 2)
+
+
+def _forward_op(
+    kernel: Kernel, ctx: object, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
+) -> torch.Tensor:
+    """Compute attention with the arguments of diffusers' forward operations."""
+    return _attend(kernel, query, key, value)
