@@ -30,6 +30,7 @@ from .refs import (
 )
 from .shapes import (
     BF16_BYTES,
+    FEWEST_INT8_TOKENS,
     FP32_BYTES,
     FRAMES_PER_LATENT,
     HEAD_DIM,
@@ -44,6 +45,7 @@ from .shapes import (
     WAN22_PIXELS_PER_LATENT,
     ExpertShape,
     VideoShape,
+    int8_piece_tokens,
 )
 from .text_format import format_need, format_rate, format_seconds, format_share, format_size, second_digits
 from .timeline import (
@@ -64,6 +66,7 @@ __all__ = [
     "BF16_BYTES",
     "BLENDS",
     "BUILTIN_CLUSTERS",
+    "FEWEST_INT8_TOKENS",
     "FP32_BYTES",
     "FRAMES_PER_LATENT",
     "GOALS",
@@ -124,6 +127,7 @@ __all__ = [
     "format_share",
     "format_size",
     "host_and_port",
+    "int8_piece_tokens",
     "is_loopback",
     "largest_known",
     "plan_residency",

@@ -13,12 +13,7 @@ import torch
 from torch import nn
 
 from ...offload import kronecker_factors, quantise_int8, rotated_sums, rotation_factor
-
-SUMS = 2**26
-"""Sums of one piece of tokens: 268 MB in int32, and as much in fp32."""
-
-FEWEST_TOKENS = 32
-"""Tokens of a piece at least: CUDA multiplies int8 matrices of more than 16 rows only."""
+from ...schema import FEWEST_INT8_TOKENS, int8_piece_tokens
 
 
 class Int8Linear(nn.Linear):
@@ -119,7 +114,7 @@ def int8_linear(
     rows, columns = weight.shape
     flat = tokens.reshape(-1, columns)
     out = flat.new_empty(len(flat), rows)
-    at_once = max(FEWEST_TOKENS, SUMS // rows)
+    at_once = int8_piece_tokens(rows, columns)
     for start in range(0, len(flat), at_once):
         part = flat[start : start + at_once]
         codes, scale = quantise_tokens(part, rotation)
@@ -175,7 +170,7 @@ def quantise_tokens(tokens: torch.Tensor, rotation: list[torch.Tensor]) -> tuple
 
 def _multiply(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the exact int32 products of the rows of both."""
-    missing = FEWEST_TOKENS - len(codes)
+    missing = FEWEST_INT8_TOKENS - len(codes)
     if missing <= 0 or codes.device.type == "cpu":
         return torch._int_mm(codes, weight.t())
     return torch._int_mm(nn.functional.pad(codes, (0, 0, 0, missing)), weight.t())[: len(codes)]
