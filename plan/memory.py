@@ -142,6 +142,7 @@ def working_bytes(job: OffloadJob, chunk_tokens: int | None) -> int:
         ring=job.ring,
         ulysses=job.ulysses,
         cached_states=job.cached_states,
+        linear_format=job.linear_format,
     )
 
 

@@ -44,7 +44,13 @@ def working_bytes(
         ring=share.ring,
         ulysses=share.ulysses,
         cached_states=0 if cache is None else cache.cached_states,
+        linear_format=linear_format(pair),
     )
+
+
+def linear_format(pair: ExpertPair) -> str:
+    """Return the format in which the blocks' linear layers are multiplied; "" for the compute dtype."""
+    return "int8" if pair.int8 and pair.stores_int8 else ""
 
 
 def expert_shape(pair: ExpertPair) -> ExpertShape:

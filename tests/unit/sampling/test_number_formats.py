@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from wanstream.offload import Sharded
-from wanstream.sampling import denoise
+from wanstream.sampling import denoise, offload_job, working_bytes
 from wanstream.schema import OffloadPolicy, Storage
 from wanstream.testing.experts import dequantised, make_lora, native_layer, save_expert_file, save_lora
 from wanstream.testing.number_formats import ENCODERS, MixedLayout, mixture
@@ -159,6 +159,14 @@ def test_int8_halves_the_buffers(make_tiny_expert: Callable[..., Any], tmp_path:
     half = decoded.computed_bytes - int8.computed_bytes
     assert decoded.device_bytes(LAYERWISE, device="cpu") - int8.device_bytes(LAYERWISE, device="cpu") == 2 * half
     assert decoded.identity != int8.identity
+    shape = (1, 16, 5, 40, 56)
+    job, usual = (
+        offload_job(pair, shape, torch.device("cpu"), experts_of_steps=["high"], guided={"high": False, "low": False})
+        for pair in (int8, decoded)
+    )
+    assert (job.linear_format, usual.linear_format, job.compute_dtype) == ("int8", "", "bfloat16")
+    # Three fp32 copies of the inner state of a feed-forward layer are more than a norm takes.
+    assert working_bytes(int8, shape, guided=False) > working_bytes(decoded, shape, guided=False)
 
 
 @pytest.mark.parametrize("layout", ["int8 ConvRot", "mixed"])
