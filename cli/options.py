@@ -212,9 +212,10 @@ class PlanOptions:
     )
     storage: str = option(
         "--storage",
-        choices=["bf16", "fp8", "Q8_0", "Q5_K", "Q4_K"],
+        choices=["bf16", "fp8", "int8 ConvRot", "Q8_0", "Q5_K", "Q4_K"],
         default="bf16",
-        help="format of the weights in RAM: fp8 is quantised from a bf16 file, Q are GGUF files (default: bf16)",
+        help="format of the weights in RAM: fp8 and int8 ConvRot are quantised from a bf16 file, int8 is multiplied "
+        "as it is; Q are GGUF files (default: bf16)",
     )
     vram_gb: float | None = option("--vram", default=None, metavar="GB", help="maximum device memory of the run")
     models: Path | None = option("--models", default=None, metavar="DIR", help="with --gpu this: folder of the weights")
@@ -224,7 +225,7 @@ class PlanOptions:
         "--gpus-per-node", default=8, metavar="N", help="with --workers: GPUs per machine (default: 8)"
     )
     videos: int = option("--videos", default=100, metavar="N", help="with --workers: number of videos (default: 100)")
-    compare: bool = switch("--compare", help="also predict weights stored in fp8, and several videos per run")
+    compare: bool = switch("--compare", help="also predict fp8, int8 ConvRot, and several videos per run")
     json: bool = switch("--json", help="print JSON")
 
 

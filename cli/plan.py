@@ -22,6 +22,7 @@ from ..plan import (
     choose_layout,
     describe_layout,
     describe_policy,
+    describe_precision,
     describe_ram,
     expected_machine,
     plan_alternatives,
@@ -45,8 +46,12 @@ from .options import PlanOptions
 
 GB = 1e9
 GIB = 2**30
+INT8 = "int8 ConvRot"
+"""Storage that is quantised from a bf16 file on arrival, and multiplied as it is stored."""
 STORAGES = {"bf16": 2.0, "fp8": 1.0, "Q8_0": 34 / 32, "Q5_K": 176 / 256, "Q4_K": 144 / 256}
-"""Bytes per stored weight; fp8 is quantised from a bf16 file on arrival, the Q formats are GGUF."""
+"""Bytes per weight in the other storages; fp8 is quantised from a bf16 file on arrival, the Q formats are GGUF."""
+BF16 = ("bfloat16", BF16_BYTES)
+"""Name of a compute dtype, and its bytes per value."""
 GUIDED = {"both": (2, 2), "high": (2, 1), "none": (1, 1)}
 
 
@@ -67,13 +72,15 @@ MODELS = {
 }
 
 
-def offload_job(options: PlanOptions, *, value_bytes: int = BF16_BYTES) -> OffloadJob:
-    """Return the job of the command line, computed in values of `value_bytes` bytes. Raises ArgumentError."""
+def offload_job(options: PlanOptions, *, dtype: tuple[str, int] = BF16) -> OffloadJob:
+    """Return the job of the command line, computed in a dtype of this name and size. Raises ArgumentError."""
+    compute_dtype, value_bytes = dtype
     model = MODELS[options.model]
     video = video_shape(options.size, per_latent=model.per_latent)
     expert = model.expert
-    stored = int(expert.streamed_parameters * STORAGES[options.storage])
-    computed = expert.streamed_bytes(bytes_per_weight=value_bytes)
+    int8 = options.storage == INT8
+    stored = expert.int8_bytes() if int8 else int(expert.streamed_parameters * STORAGES[options.storage])
+    computed = stored if int8 else expert.streamed_bytes(bytes_per_weight=value_bytes)
     # A single-expert model has the guidance of its one entry in `places`.
     lanes = dict(zip(("high", "low"), GUIDED[options.cfg], strict=True))
     return OffloadJob(
@@ -82,10 +89,12 @@ def offload_job(options: PlanOptions, *, value_bytes: int = BF16_BYTES) -> Offlo
         lanes={place: lanes[place] for place in model.places},
         experts_of_steps=_steps(options, single="low" not in model.places),
         stored_bytes=stored,
-        file_bytes=expert.streamed_bytes() if options.storage == "fp8" else stored,
+        file_bytes=expert.streamed_bytes() if options.storage in ("fp8", INT8) else stored,
         computed_bytes=computed,
         resident_bytes=len(model.places) * expert.resident_bytes() * value_bytes // BF16_BYTES,
         value_bytes=value_bytes,
+        compute_dtype=compute_dtype,
+        linear_format="int8" if int8 else "",
     )
 
 
@@ -113,13 +122,14 @@ def requested_machine(options: PlanOptions) -> Machine:
     return expected_machine(options.gpu, ram_bytes=int(options.ram_gb * GIB), disk_bytes_per_s=options.ssd_gb_s * GB)
 
 
-def planned_value_bytes(options: PlanOptions) -> int:
-    """Return the bytes per value of `compute_dtype` auto; machines other than this one are assumed to have bf16."""
+def planned_dtype(options: PlanOptions) -> tuple[str, int]:
+    """Return name and bytes of `compute_dtype` auto; machines other than this one are assumed to have bf16."""
     if options.gpu != "this":
-        return BF16_BYTES
-    from ..devices import auto_dtype
+        return BF16
+    from ..devices import auto_dtype, dtype_name
 
-    return auto_dtype(options.device).itemsize
+    dtype = auto_dtype(options.device)
+    return dtype_name(dtype), dtype.itemsize
 
 
 def _measured_machine(options: PlanOptions) -> Machine:
@@ -255,7 +265,7 @@ def plan(options: PlanOptions) -> int:
         machine = requested_machine(options)
         _check_positive("--vram", options.vram_gb)
         budgets = Budgets(vram_bytes=None if options.vram_gb is None else int(options.vram_gb * GB))
-        job = offload_job(options, value_bytes=planned_value_bytes(options))
+        job = offload_job(options, dtype=planned_dtype(options))
         if options.workers is not None:
             print(_plan_workers(options, options.workers, job, machine, budgets))
         else:
@@ -290,7 +300,7 @@ def plan_table(job: OffloadJob, machine: Machine, chosen: OffloadPlan) -> str:
     return "\n".join(
         [
             f"simulated for {machine.name}, {format_size(machine.ram_bytes)} of RAM, files at "
-            f"{format_rate(machine.disk_bytes_per_s)} ({machine.origin})",
+            f"{format_rate(machine.disk_bytes_per_s)} ({machine.origin}); {describe_precision(job, machine)}",
             Table(head=header, rows=rows).text(),
             *(f"does not fit: {words}, because it {why}" for words, why in misfits.items()),
             f"best: {_describe(job, chosen.policy)}: {chosen.reason}",

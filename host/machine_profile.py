@@ -22,7 +22,7 @@ from ..devices import auto_dtype, cgroup_limits, dtype_name, runtime_for
 from ..offload import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
 from ..plan import Machine
 from ..schema import T2V_A14B, ExpertShape, VideoShape
-from ..wan import block_pass, probe_block, random_block
+from ..wan import block_pass, probe_block, probe_int8, random_block
 from .folders import GGUF_FILES, WEIGHT_FILES
 
 logger = logging.getLogger(__name__)
@@ -178,8 +178,10 @@ def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Pa
         disk = probe_disk(file)
     notes.append(f"disk: {disk.how}")
     compute = probe_block(expert, tokens, device)
+    int8 = probe_int8(expert, device)
     if compute.tokens < tokens:
         notes.append(f"compute: measured with {compute.tokens} tokens, extrapolated to {tokens} by operation count")
+    notes.append("int8: not multiplied here" if int8 is None else f"int8: {int8.backend}, {int8.tokens} tokens")
     bus = None if runtime is None else _bus(device, expert)
     if bus is not None:
         notes.append(f"bus: {bus.words()}")
@@ -199,6 +201,7 @@ def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Pa
         decode_bytes_per_s=probe_decode(torch.device("cpu") if runtime is None else device),
         copy_bytes_per_s=probe_copy(),
         quantise_bytes_per_s=probe_quantise(),
+        linear_speedups={} if int8 is None else {"int8": int8.speedup},
     )
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
 ComputesOn = Literal["cuda", "cpu"]
 """Memory to compute in. "cuda", as in stored profiles, is that of any device with memory and streams of its own."""
+
+LINEAR_FORMATS = ("int8", "fp8")
+"""Formats other than the compute dtype in which linear layers can be multiplied."""
 
 _TEXTS = ("name", "origin", "computes_on")
 _BUS_RATES = ("h2d_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_bytes_per_s")
@@ -43,20 +46,34 @@ class Machine:
     """Copy rate from RAM to RAM."""
     quantise_bytes_per_s: float
     """Rate of quantising weights to fp8 after reading, in bf16 bytes read."""
+    linear_speedups: Mapping[str, float] = field(default_factory=dict)
+    """Rate of linear layers that are multiplied in "int8" or "fp8", quantising their inputs included, as a multiple of
+    `flops_per_s`; a format that is missing counts as 1. Attention is computed in the compute dtype whatever this is."""
 
     def __post_init__(self) -> None:
         if self.computes_on not in get_args(ComputesOn):
             raise ValueError(f"computes_on is {self.computes_on!r}, choose one of {get_args(ComputesOn)}")
         may_be_none = _BUS_RATES if self.computes_on == "cpu" else ()
         for name, value in vars(self).items():
-            if name in _TEXTS:
+            if name in _TEXTS or name == "linear_speedups":
                 continue
             if name == "vram_bytes" and self.computes_on == "cpu" and value == 0:
                 continue
             if value is None and name in may_be_none:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"{name} of {self.name} is {value!r}, it must be a number above 0")
+            self._check_rate(name, value)
+        if unknown := [name for name in self.linear_speedups if name not in LINEAR_FORMATS]:
+            raise ValueError(f"linear_speedups of {self.name} has {unknown[0]!r}, choose from {LINEAR_FORMATS}")
+        for name, value in self.linear_speedups.items():
+            self._check_rate(f"the speed-up of {name}", value)
+
+    def _check_rate(self, name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{name} of {self.name} is {value!r}, it must be a number above 0")
+
+    def linear_speedup(self, linear_format: str) -> float:
+        """Return the speed-up of linear layers in a format, 1 for "" and for one without a figure."""
+        return self.linear_speedups.get(linear_format, 1.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain strings and numbers, ready for JSON."""
@@ -68,8 +85,11 @@ class Machine:
 
         Raises ValueError for missing or unknown fields and for figures out of range.
         """
+        speedups = data.get("linear_speedups", {})
+        if not isinstance(speedups, Mapping):
+            raise ValueError(f"not a machine: linear_speedups is {speedups!r}, it must be a table of numbers")
         try:
-            machine = cls(**data)
+            machine = cls(**{**data, "linear_speedups": dict(speedups)})
         except TypeError as err:
             raise ValueError(f"not a machine: {err}") from err
         for name in ("name", "origin"):
@@ -81,6 +101,13 @@ class Machine:
 GIB = 2**30
 FLOPS_SHARE, HOPPER_FLOPS_SHARE = 0.55, 0.40
 """Share of a GPU's peak rate that a Wan block is expected to reach."""
+QUANTISING_SHARE = 1 / 12
+"""Time that linear layers in 8 bits take in addition to that at the ratio of peak rates, as a share of that in bf16.
+
+It is that of quantising the inputs of every layer (0.02 on an RTX 4090, at 1 TB/s), rotating them, the scales after the
+product, and products further below their peak rate. It assumes fused kernels, as comfy-kitchen has: in steps of torch,
+which read and write each value several times, int8 may be no faster than bf16, so `wanstream probe` measures it.
+"""
 LANE_BYTES_PER_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}
 """Rate of one PCIe lane by generation."""
 BUS_SHARE, PAGEABLE_SHARE = 0.79, 0.19
@@ -107,17 +134,23 @@ class Gpu:
     flops_share: float = FLOPS_SHARE
     """Share of `tflops` that a Wan block is expected to reach."""
     lanes: int = 16
+    int8: float = 4.0
+    """Peak rate of int8 as a multiple of `tflops`; higher on GeForce, where fp32 sums halve the rate of bf16."""
+    fp8: float | None = 2.0
+    """The same of fp8 with fp32 sums; None: no fp8 units."""
 
 
-_hopper = partial(Gpu, pcie=5, flops_share=HOPPER_FLOPS_SHARE)
+_hopper = partial(Gpu, pcie=5, flops_share=HOPPER_FLOPS_SHARE, int8=2.0)
+_ampere = partial(Gpu, pcie=4, fp8=None)
+_a100 = partial(_ampere, tflops=312, int8=2.0)
 _AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper"
 _ADA = "NVIDIA Ada GPU Architecture whitepaper"
 _BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture whitepaper"
 _BY_CORES = "NVIDIA product page, TFLOP/s derived: cores x boost clock x 4"
 
 GPUS = {
-    "RTX 3060 12GB": Gpu(vram_gib=12, pcie=4, tflops=25.5, memory_gb_s=360, source=_BY_CORES),
-    "RTX 3090": Gpu(vram_gib=24, pcie=4, tflops=71.0, memory_gb_s=936, source=_AMPERE),
+    "RTX 3060 12GB": _ampere(vram_gib=12, tflops=25.5, memory_gb_s=360, source=_BY_CORES),
+    "RTX 3090": _ampere(vram_gib=24, tflops=71.0, memory_gb_s=936, source=_AMPERE),
     "RTX 4060 Ti 16GB": Gpu(vram_gib=16, pcie=4, lanes=8, tflops=44.1, memory_gb_s=288, source=_BY_CORES),
     "RTX 4070": Gpu(vram_gib=12, pcie=4, tflops=58.3, memory_gb_s=504, source=_BY_CORES),
     "RTX 4080": Gpu(vram_gib=16, pcie=4, tflops=97.5, memory_gb_s=717, source=_ADA),
@@ -126,9 +159,9 @@ GPUS = {
     "RTX 5070 Ti": Gpu(vram_gib=16, pcie=5, tflops=87.9, memory_gb_s=896, source=_BLACKWELL),
     "RTX 5080": Gpu(vram_gib=16, pcie=5, tflops=112.6, memory_gb_s=960, source=_BLACKWELL),
     "RTX 5090": Gpu(vram_gib=32, pcie=5, tflops=209.5, memory_gb_s=1792, source=_BLACKWELL),
-    "A100 40GB": Gpu(vram_gib=40, pcie=4, tflops=312, memory_gb_s=1555, source="NVIDIA A100 datasheet"),
-    "A100 80GB": Gpu(vram_gib=80, pcie=4, tflops=312, memory_gb_s=2039, source="NVIDIA A100 datasheet (SXM)"),
-    "L40S": Gpu(vram_gib=48, pcie=4, tflops=362, memory_gb_s=864, source="NVIDIA L40S datasheet"),
+    "A100 40GB": _a100(vram_gib=40, memory_gb_s=1555, source="NVIDIA A100 datasheet"),
+    "A100 80GB": _a100(vram_gib=80, memory_gb_s=2039, source="NVIDIA A100 datasheet (SXM)"),
+    "L40S": Gpu(vram_gib=48, pcie=4, tflops=362, int8=2.0, memory_gb_s=864, source="NVIDIA L40S datasheet"),
     "H100": _hopper(vram_gib=80, tflops=989, memory_gb_s=3350, source="NVIDIA H100 datasheet (SXM)"),
     "H100 PCIe": _hopper(vram_gib=80, tflops=756, memory_gb_s=2039, source="NVIDIA H100 datasheet (PCIe)"),
     "H200": _hopper(vram_gib=141, tflops=989, memory_gb_s=4800, source="NVIDIA H200 datasheet (SXM)"),
@@ -161,6 +194,11 @@ def expected_machine(name: str, *, ram_bytes: int, disk_bytes_per_s: float) -> M
         decode_bytes_per_s=DECODED_SHARE * gpu.memory_gb_s * 1e9,
         copy_bytes_per_s=COPY_BYTES_PER_S,
         quantise_bytes_per_s=QUANTISE_BYTES_PER_S,
+        linear_speedups={
+            name: 1 / (1 / ratio + QUANTISING_SHARE)
+            for name, ratio in (("int8", gpu.int8), ("fp8", gpu.fp8))
+            if ratio is not None
+        },
     )
 
 

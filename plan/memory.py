@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..schema import OffloadPolicy, format_need, plan_residency
+from ..schema import KernelNeeds, OffloadPolicy, format_need, plan_residency
 from .machine import Machine
 from .offload_job import Budgets, OffloadJob
 from .ram_program import RamResidency, plan_ram
@@ -142,6 +142,7 @@ def working_bytes(job: OffloadJob, chunk_tokens: int | None) -> int:
         ring=job.ring,
         ulysses=job.ulysses,
         cached_states=job.cached_states,
+        kernels=KernelNeeds(attention_bytes=job.attention_bytes, linear_format=job.linear_format),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..schema import ExpertShape
+from .machine import LINEAR_FORMATS
 from .visits import Visit, step_visits
 
 
@@ -33,6 +34,12 @@ class OffloadJob:
     """Bytes of all experts together that do not stream: on the device for the whole run."""
     value_bytes: int = 2
     """Bytes of one activation value."""
+    compute_dtype: str = "bfloat16"
+    """Name of the compute dtype, for a reader."""
+    linear_format: str = ""
+    """Format in which the linear layers of the blocks are multiplied, of `LINEAR_FORMATS`; "": in `compute_dtype`."""
+    attention_bytes: int = 0
+    """See `KernelNeeds`."""
     host_resident_bytes: int = 0
     """RAM for the whole run in addition to the slots: LoRA factors, and an embedder that is not on the device."""
     converts: bool = False
@@ -61,6 +68,8 @@ class OffloadJob:
                 f"lanes_of_steps has {len(self.lanes_of_steps)} values for {len(self.experts_of_steps)} steps: "
                 "give one for each step, or none"
             )
+        if self.linear_format not in ("", *LINEAR_FORMATS):
+            raise ValueError(f"linear_format is {self.linear_format!r}, choose '' or one of {LINEAR_FORMATS}")
         if min(self.lanes.values()) < 1:
             raise ValueError(f"lanes are {dict(self.lanes)}, each must be 1 or more")
 

@@ -1,7 +1,7 @@
 """Planner: chooses the offload policy of a run by compiling and simulating the candidates that fit into memory.
 
-The alternatives to a run, for comparison, change the result or the number of videos: weights stored in fp8, and several
-videos in one pass. `plan_offload` never chooses them.
+The alternatives to a run, for comparison, change the result or the number of videos: weights stored in fp8, or stored
+and multiplied in int8, and several videos in one pass. `plan_offload` never chooses them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from .transfer_program import TransferProgram
 
 
 def plan_reason(job: OffloadJob, machine: Machine, chosen: Prediction) -> str:
-    """Explain the choice: `32 of 40 blocks stream: 13.1 GB/s needed, the bus delivers 24.6; ...; switch +0.0 s`."""
+    """Explain the choice: `32 of 40 blocks stream: 13.1 GB/s needed, the bus delivers 24.6; ...; multiplied in bf16`.
+
+    The last part is that of `describe_precision`.
+    """
     parts = [_streaming(job, machine, chosen.policy), _reading(machine, chosen)]
     if chosen.policy.chunk_tokens is not None:
         parts.append(f"{chosen.policy.chunk_tokens} of {job.tokens} tokens at once, to fit into memory")
@@ -28,7 +31,24 @@ def plan_reason(job: OffloadJob, machine: Machine, chosen: Prediction) -> str:
     parts.append(f"{100 * chosen.timeline.stall_s / wall_s:.1f} % stall predicted")
     if len(set(job.experts_of_steps)) > 1:
         parts.append(f"switch +{chosen.switch_s:.1f} s")
+    parts.append(describe_precision(job, machine))
     return "; ".join(parts)
+
+
+def describe_precision(job: OffloadJob, machine: Machine) -> str:
+    """Describe the assumed arithmetic: `multiplied in int8 at 3.0 x the rate of bf16, linear layers only`."""
+    usual = _short(job.compute_dtype)
+    if not job.linear_format:
+        return f"multiplied in {usual}"
+    if job.linear_format not in machine.linear_speedups:
+        return f"multiplied in {job.linear_format} at the rate of {usual}, because its own is not known"
+    speedup = machine.linear_speedup(job.linear_format)
+    return f"multiplied in {job.linear_format} at {speedup:.1f} x the rate of {usual}, linear layers only"
+
+
+def _short(dtype: str) -> str:
+    """Shorten torch's name of a dtype: bfloat16 becomes bf16, and float32 fp32."""
+    return dtype.replace("bfloat", "bf").replace("float", "fp")
 
 
 def describe_policy(policy: OffloadPolicy, blocks: int) -> str:
@@ -256,6 +276,21 @@ def in_fp8(job: OffloadJob) -> OffloadJob:
     return replace(job, stored_bytes=job.stored_bytes // job.value_bytes)
 
 
+def in_int8(job: OffloadJob) -> OffloadJob:
+    """Return `job` with weights that are quantised to int8 ConvRot after reading, and multiplied as they are.
+
+    RAM, bus and buffers have 1 byte per weight, and a scale for each row.
+    """
+    nbytes = job.expert.int8_bytes()
+    return replace(job, stored_bytes=nbytes, computed_bytes=nbytes, linear_format="int8")
+
+
+def in_compute_dtype(job: OffloadJob) -> OffloadJob:
+    """Return `job` with weights that are decoded on arrival, and multiplied in its compute dtype."""
+    computed = job.expert.streamed_bytes(bytes_per_weight=job.value_bytes)
+    return replace(job, computed_bytes=computed, linear_format="")
+
+
 def videos_at_once(job: OffloadJob, videos: int) -> OffloadJob:
     """Return `job` with the lanes of that many videos in one pass over the weights."""
     return replace(job, lanes={expert: videos * lanes for expert, lanes in job.lanes.items()})
@@ -264,8 +299,11 @@ def videos_at_once(job: OffloadJob, videos: int) -> OffloadJob:
 def _variants(job: OffloadJob) -> Iterator[tuple[str, int, OffloadJob]]:
     """Yield (description, videos, job) of each alternative."""
     kinds = [("as requested", job)]
-    if not job.decodes:
+    if job.linear_format:
+        kinds.append((f"decoded, multiplied in {_short(job.compute_dtype)}", in_compute_dtype(job)))
+    elif not job.decodes:
         kinds.append(('storage "fp8"', in_fp8(job)))
+        kinds.append(('storage "int8 ConvRot", multiplied in int8', in_int8(job)))
     for words, kind in kinds:
         yield words, 1, kind
         for videos in VIDEOS_AT_ONCE:

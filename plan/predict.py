@@ -81,11 +81,20 @@ def hardware_of(job: OffloadJob, machine: Machine, chunk_tokens: int | None) -> 
 
 def visit_seconds(job: OffloadJob, machine: Machine, expert: str, chunk_tokens: int | None) -> float:
     """Return the seconds that all lanes spend in one block."""
-    lane_s = job.expert.block_flops(job.tokens) / machine.flops_per_s
+    lane_s = equivalent_flops(job, machine) / machine.flops_per_s
     if chunk_tokens is not None:
         # Every chunk but the first reads the feed-forward weights from device memory again.
         lane_s += (math.ceil(job.tokens / chunk_tokens) - 1) * CHUNK_S
     return job.lanes[expert] * lane_s
+
+
+def equivalent_flops(job: OffloadJob, machine: Machine) -> float:
+    """Return the operations in the compute dtype that take as long as those of one block for one lane.
+
+    Linear layers in another format count as fewer; attention counts in full.
+    """
+    linear = job.expert.linear_flops(job.tokens) / machine.linear_speedup(job.linear_format)
+    return linear + job.expert.attention_flops(job.tokens)
 
 
 def read_seconds(job: OffloadJob, machine: Machine) -> float:

@@ -9,7 +9,7 @@ from ..schema import StepRecord
 from .machine import Machine
 from .offload_job import OffloadJob
 from .planner import OffloadPlan
-from .predict import predict, read_seconds, visit_seconds
+from .predict import equivalent_flops, predict, read_seconds, visit_seconds
 
 STALL_TOLERANCE = 0.02
 """Difference between measured and simulated stall, as a share of the step, up to which a rate is kept."""
@@ -58,7 +58,7 @@ def _flops_per_s(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured:
     lanes, blocks = job.lanes[measured.expert], job.expert.blocks
     added_s = visit_seconds(job, machine, measured.expert, chunk) - visit_seconds(job, machine, measured.expert, None)
     visit_s = measured.compute_s / blocks
-    flops = lanes * job.expert.block_flops(job.tokens)
+    flops = lanes * equivalent_flops(job, machine)
     # The chunk cost is an estimate: never let it explain more than half of the measured time.
     return flops / max(visit_s - added_s, visit_s / 2)
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from ..devices import compute_device, runtime_for
+from ..devices import compute_device, dtype_name, runtime_for
 from ..plan import RAW_SLOTS, Machine, OffloadJob, predict
 from ..schema import OffloadPolicy, StepRecord, Timeline
 from ..wan import ExpertPair
 from .cache.settings import CacheSettings, FirstBlockCache, policy_with_cache
 from .inputs.request import DenoiseRequest
 from .loop.lanes import names_at
-from .memory import expert_shape, tokens_of
+from .memory import expert_shape, kernel_needs, tokens_of
 
 
 def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
@@ -74,6 +74,9 @@ def offload_job(
         computed_bytes=pair.computed_bytes,
         resident_bytes=_resident_bytes(pair, device) + first,
         value_bytes=pair.compute_dtype.itemsize,
+        compute_dtype=dtype_name(pair.compute_dtype),
+        linear_format=kernel_needs(pair).linear_format,
+        attention_bytes=kernel_needs(pair).attention_bytes,
         host_resident_bytes=pair.host_resident_bytes,
         converts=pair.decodes,
         cached_states=0 if cache is None else cache.cached_states,

@@ -9,7 +9,7 @@ import torch
 
 from ..devices import available_bytes, free_bytes
 from ..plan import CHUNKS, shrink_to_budget
-from ..schema import HEAD_DIM, PATCH, ExpertShape, OffloadPolicy
+from ..schema import HEAD_DIM, PATCH, ExpertShape, KernelNeeds, OffloadPolicy
 from ..wan import ATTENTIONS, ExpertPair
 from .cache.settings import CacheSettings
 from .errors import InsufficientMemoryError
@@ -44,7 +44,14 @@ def working_bytes(
         ring=share.ring,
         ulysses=share.ulysses,
         cached_states=0 if cache is None else cache.cached_states,
-        attention_bytes=ATTENTIONS[pair.kernels.attention].working_bytes,
+        kernels=kernel_needs(pair),
+    )
+
+
+def kernel_needs(pair: ExpertPair) -> KernelNeeds:
+    """Return what the kernels of the pair's blocks allocate; most layers of a file are in one format."""
+    return KernelNeeds(
+        attention_bytes=ATTENTIONS[pair.kernels.attention].working_bytes, linear_format=next(iter(pair.multiplied), "")
     )
 
 

@@ -30,6 +30,7 @@ from .refs import (
 )
 from .shapes import (
     BF16_BYTES,
+    FEWEST_INT8_TOKENS,
     FP32_BYTES,
     FRAMES_PER_LATENT,
     HEAD_DIM,
@@ -43,7 +44,9 @@ from .shapes import (
     TI2V_5B,
     WAN22_PIXELS_PER_LATENT,
     ExpertShape,
+    KernelNeeds,
     VideoShape,
+    piece_tokens,
 )
 from .text_format import format_need, format_rate, format_seconds, format_share, format_size, second_digits
 from .timeline import (
@@ -64,6 +67,7 @@ __all__ = [
     "BF16_BYTES",
     "BLENDS",
     "BUILTIN_CLUSTERS",
+    "FEWEST_INT8_TOKENS",
     "FP32_BYTES",
     "FRAMES_PER_LATENT",
     "GOALS",
@@ -93,6 +97,7 @@ __all__ = [
     "ContextWindows",
     "ExpertShape",
     "ExpertsRef",
+    "KernelNeeds",
     "LoraRef",
     "MemorySample",
     "Mesh",
@@ -126,6 +131,7 @@ __all__ = [
     "host_and_port",
     "is_loopback",
     "largest_known",
+    "piece_tokens",
     "plan_residency",
     "read_clusters",
     "run_phases",

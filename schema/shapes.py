@@ -29,6 +29,16 @@ SHORT_CHUNK = 15
 OUTPUT_TOKENS = 1024
 """Tokens per chunk of the norm after the last block."""
 
+INT8_VALUES = 2**26
+"""Largest number of inputs, and of results, that torch multiplies at once in int8: 268 MB in fp32."""
+FEWEST_INT8_TOKENS = 32
+"""Tokens that are multiplied at once at least: CUDA multiplies int8 matrices of more than 16 rows only."""
+
+
+def piece_tokens(rows: int, columns: int) -> int:
+    """Return the most tokens that torch multiplies at once by an int8 matrix [rows, columns]."""
+    return max(FEWEST_INT8_TOKENS, INT8_VALUES // max(rows, columns))
+
 
 @dataclass(frozen=True, kw_only=True)
 class VideoShape:
@@ -76,6 +86,21 @@ class VideoShape:
 def _nearest(value: int, step: int, *, first: int) -> int:
     """Return the member of first, first + step, first + 2 step, ... that is nearest to `value`."""
     return first + max(0, (value - first + step // 2) // step) * step
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelNeeds:
+    """Memory that the kernels of the blocks allocate in addition to their results."""
+
+    attention_bytes: int = 0
+    """Bytes that the kernel of self-attention allocates per value of its result, which it returns in a layout that has
+    to be copied; 0: it allocates the result alone."""
+    linear_format: str = ""
+    """Format in which linear layers are multiplied: "int8", "fp8", or "" for the compute dtype. The scratch memory of
+    both is taken as that of torch's int8: fp8 needs no more, and that of comfy-kitchen is not documented."""
+
+
+PLAIN_KERNELS = KernelNeeds()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,17 +159,26 @@ class ExpertShape:
         """Return the bytes that one fetch of a block moves (fp8: 1 byte per weight)."""
         return self.streamed_parameters * bytes_per_weight
 
-    def block_flops(self, tokens: int) -> int:
-        """Return the floating point operations of one block for one lane; a multiply-add counts as two.
+    def int8_bytes(self) -> int:
+        """Return the bytes of a block whose matrices are int8 with an fp32 scale for each row."""
+        rows = (8 if self.image_width is None else 10) * self.width + self.ffn_width + self.width
+        return self.streamed_parameters + rows * FP32_BYTES
 
-        They are the projections and the feed-forward layer, self-attention, and cross-attention over 512 text tokens
-        and, with an image branch, 257 image tokens.
+    def block_flops(self, tokens: int) -> int:
+        """Return the floating point operations of one block for one lane; a multiply-add counts as two."""
+        return self.linear_flops(tokens) + self.attention_flops(tokens)
+
+    def linear_flops(self, tokens: int) -> int:
+        """Return the operations of the linear layers of one block for one lane: projections and feed-forward."""
+        width = self.width
+        return 2 * tokens * (6 * width**2 + 2 * width * self.ffn_width) + 2 * self._attended * 2 * width**2
+
+    def attention_flops(self, tokens: int) -> int:
+        """Return the operations of self-attention and of cross-attention of one block for one lane.
+
+        Cross-attention is over 512 text tokens and, with an image branch, 257 image tokens.
         """
-        width, attended = self.width, TEXT_TOKENS + (0 if self.image_width is None else IMAGE_TOKENS)
-        linear = 2 * tokens * (6 * width**2 + 2 * width * self.ffn_width) + 2 * attended * 2 * width**2
-        self_attention = 4 * tokens**2 * width
-        cross_attention = 4 * tokens * attended * width
-        return linear + self_attention + cross_attention
+        return 4 * tokens**2 * self.width + 4 * tokens * self._attended * self.width
 
     def working_bytes(
         self,
@@ -156,7 +190,7 @@ class ExpertShape:
         ring: int = 1,
         ulysses: int = 1,
         cached_states: int = 0,
-        attention_bytes: int = 0,
+        kernels: KernelNeeds = PLAIN_KERNELS,
     ) -> int:
         """Return the peak device memory of a step's activations, in addition to the weights.
 
@@ -174,19 +208,21 @@ class ExpertShape:
                 part, but all tokens of one lane enter the first block, and the rotary tables are not divided.
             ulysses: workers along the Ulysses axis.
             cached_states: tensors of the size of a hidden state that a cache keeps for each lane.
-            attention_bytes: bytes that the kernel of self-attention allocates per value of its result, which it returns
-                in a layout that has to be copied; 0: it allocates the result alone.
+            kernels: what the kernels of the blocks allocate.
         """
         width, value = self.width, value_bytes
         local_tokens = tokens // (ring * ulysses)
+        chunk = local_tokens
         if chunk_tokens is None:
             in_block = local_tokens * self._block_bytes_per_token(value)
         else:
             chunk = min(local_tokens, chunk_tokens + SHORT_CHUNK)
             in_block = self._chunked_block_bytes(local_tokens, chunk, value)
-            if attention_bytes:
+            if kernels.attention_bytes:
                 # q, k, v, their input and the result, next to what the kernel allocates or the copy of the result.
-                in_block = max(in_block, local_tokens * width * (5 * value + max(attention_bytes, value)))
+                in_block = max(in_block, local_tokens * width * (5 * value + max(kernels.attention_bytes, value)))
+        if kernels.linear_format:
+            in_block = max(in_block, self._int8_block_bytes(local_tokens, chunk, value, whole=chunk_tokens is None))
         if local_tokens < tokens:
             in_block = max(in_block, local_tokens * self._shared_bytes_per_token(value, chunk_tokens, ring, ulysses))
         rotary = tokens * 2 * HEAD_DIM * FP32_BYTES
@@ -250,6 +286,31 @@ class ExpertShape:
             2 * every + min(tokens, OUTPUT_TOKENS) * 3 * FP32_BYTES * width,
         )
 
+    def _int8_block_bytes(self, tokens: int, chunk: int, value: int, *, whole: bool) -> int:
+        """Return the peak bytes in a block while one of its linear layers is multiplied in int8.
+
+        It is the maximum of three layers, of which each has its scratch memory, and in addition
+
+        * output of attention: input, norm, q, k, v, attention output and result, D values each; in chunks four tensors
+          of all tokens and the result of the chunk;
+        * first of the feed-forward layer: input, state, norm, attention output and the inner state; in chunks input and
+          state, and norm and inner state of the chunk;
+        * second one: these, with the inner state after the activation, and the result.
+        """
+        width, inner, every = self.width, self.ffn_width, tokens * self.width * value
+        square, first, second = (
+            _int8_scratch(chunk, rows, columns) for rows, columns in ((width, width), (inner, width), (width, inner))
+        )
+        attention = 7 * every if whole else 4 * every + chunk * width * value
+        beside = 4 * every if whole else 2 * every + chunk * width * value
+        inside = chunk * inner * value
+        return max(attention + square, beside + inside + first, beside + inside + chunk * width * value + second)
+
+    @property
+    def _attended(self) -> int:
+        """Tokens of cross-attention: of the text, and of an image."""
+        return TEXT_TOKENS + (0 if self.image_width is None else IMAGE_TOKENS)
+
     @property
     def _time_embedder(self) -> int:
         return self.width * (self.time_frequencies + 1) + self.width * (self.width + 1)
@@ -276,6 +337,15 @@ class ExpertShape:
     @property
     def _output_modulation(self) -> int:
         return 2 * self.width
+
+
+def _int8_scratch(tokens: int, rows: int, columns: int) -> int:
+    """Return the bytes of torch's multiplication of `tokens` by an int8 matrix, besides input and result.
+
+    It is the maximum of two moments of a piece of the tokens: three fp32 copies of the input while it is rotated, and
+    its codes, the int32 sums and the fp32 results.
+    """
+    return min(tokens, piece_tokens(rows, columns)) * max(3 * FP32_BYTES * columns, columns + 8 * rows)
 
 
 T2V_A14B = ExpertShape()

@@ -24,7 +24,7 @@ from .transformer.kernels import ATTENTIONS, INT8_ATTENTION
 from .transformer.multiplication import choose_multiplication
 from .transformer.nag import Nag, attach_nag
 from .transformer.per_frame_timestep import frame_timesteps
-from .transformer.probe import block_pass, probe_block, random_block
+from .transformer.probe import block_pass, probe_block, probe_int8, random_block
 from .vae.memory import GB, HEAP_BYTES, DecodeNeeds, VaeMemoryError, choose_tiling, shared_tiling
 from .vae.tiles import TileBlender, Tiling, TilingError, crop, empty_frames
 from .vae.vae import (
@@ -90,6 +90,7 @@ __all__ = [
     "open_text_encoder",
     "open_vae",
     "probe_block",
+    "probe_int8",
     "random_block",
     "retry_with_smaller_tiles",
     "shared_tiling",

@@ -142,7 +142,7 @@ class WatchedPair:
         self.pair, self.runs = pair, list[EngineRun]()
         self.in_channels, self.compute_dtype = pair.in_channels, pair.compute_dtype
         self.high, self.is_single = pair.high, pair.is_single
-        self.kernels = pair.kernels
+        self.kernels, self.multiplied = pair.kernels, pair.multiplied
         self.block_counts, self.device_bytes, self.loaded_bytes = pair.block_counts, pair.device_bytes, 0
         self.host_bytes = 0
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ...offload import FP8
-from .scaled_linear import ScaledLinear, finish_product, tokens_at_once
+from ...schema import piece_tokens
+from .scaled_linear import ScaledLinear, finish_product
 
 LARGEST = torch.finfo(FP8).max
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -67,7 +68,7 @@ def fp8_linear(
     rows, columns = weight.shape
     flat = tokens.reshape(-1, columns)
     out = flat.new_empty(len(flat), rows)
-    at_once = tokens_at_once(rows)
+    at_once = piece_tokens(rows, columns)
     one = None if scales_inside else torch.ones((), device=flat.device)
     for start in range(0, len(flat), at_once):
         part = flat[start : start + at_once]

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ...offload import quantise_int8, rotated_sums, rotation_factor
-from .scaled_linear import FEWEST_TOKENS, ScaledLinear, finish_product, tokens_at_once
+from ...schema import FEWEST_INT8_TOKENS, piece_tokens
+from .scaled_linear import ScaledLinear, finish_product
 
 
 class Int8Linear(ScaledLinear):
@@ -74,7 +75,7 @@ def int8_linear(
     rows, columns = weight.shape
     flat = tokens.reshape(-1, columns)
     out = flat.new_empty(len(flat), rows)
-    at_once = tokens_at_once(rows)
+    at_once = piece_tokens(rows, columns)
     for start in range(0, len(flat), at_once):
         part = flat[start : start + at_once]
         codes, scale = quantise_tokens(part, rotation)
@@ -125,7 +126,7 @@ def quantise_tokens(tokens: torch.Tensor, rotation: list[torch.Tensor]) -> tuple
 
 def _multiply(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the exact int32 products of the rows of both."""
-    missing = FEWEST_TOKENS - len(codes)
+    missing = FEWEST_INT8_TOKENS - len(codes)
     if missing <= 0 or codes.device.type == "cpu":
         return torch._int_mm(codes, weight.t())
     return torch._int_mm(nn.functional.pad(codes, (0, 0, 0, missing)), weight.t())[: len(codes)]

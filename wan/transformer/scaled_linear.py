@@ -28,18 +28,6 @@ class ScaledLinear(nn.Linear):
         self.register_buffer("patch_down", None, persistent=False)
 
 
-SUMS = 2**26
-"""Sums of one piece of tokens: 268 MB in fp32, and as much in int32."""
-
-FEWEST_TOKENS = 32
-"""Tokens of a piece at least: CUDA multiplies int8 matrices of more than 16 rows only."""
-
-
-def tokens_at_once(rows: int) -> int:
-    """Return the tokens of one piece of a product with a matrix of `rows` rows."""
-    return max(FEWEST_TOKENS, SUMS // rows)
-
-
 def finish_product(
     sums: torch.Tensor,
     tokens: torch.Tensor,

@@ -14,7 +14,7 @@ from wanstream import devices
 from wanstream.cli import main
 from wanstream.cli.arguments import ArgumentError
 from wanstream.cli.options import PlanOptions
-from wanstream.cli.plan import best_candidates, offload_job, planned_value_bytes, requested_machine
+from wanstream.cli.plan import best_candidates, offload_job, planned_dtype, requested_machine
 from wanstream.plan import Budgets, OffloadPlan, plan_offload
 from wanstream.plan.machine import GPUS, expected_machine
 from wanstream.schema import TI2V_5B
@@ -78,6 +78,22 @@ def test_other_ways_are_told_where_they_are_asked_for(capsys: pytest.CaptureFixt
     assert lines[start + 1 + len(fitting) :] == [f"does not fit: {w['way']}, because {w['because']}" for w in lacking]
 
 
+def test_the_precision_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    small = [*COMMAND[:-1], "832x480x17"]
+    for storage, words in {
+        "bf16": "multiplied in bf16",
+        "int8 ConvRot": "multiplied in int8 at 3.0 x the rate of bf16, linear layers only",
+    }.items():
+        assert main(["plan", *small[1:], "--storage", storage, "--compare"]) == 0
+        told = capsys.readouterr().out
+        lines = told.splitlines()
+        assert lines[0].endswith(f"; {words}")
+        (best,) = (line for line in lines if line.startswith("best: "))
+        assert best.endswith(f"; {words}")
+        other = 'storage "int8 ConvRot", multiplied in int8' if storage == "bf16" else "decoded, multiplied in bf16"
+        assert f"\n{other} " in told
+
+
 def test_arguments_reach_the_job() -> None:
     plain = offload_job(ASKED)
     assert plain.tokens == 75_600
@@ -92,6 +108,10 @@ def test_arguments_reach_the_job() -> None:
     assert offload_job(changed(cfg="none", steps=5, switch_step=1)).experts_of_steps == ("high", *("low",) * 4)
     fp8 = offload_job(changed(storage="fp8"))
     assert (fp8.stored_bytes, fp8.file_bytes) == (702_545_920 // 2, 702_545_920)
+    int8 = offload_job(changed(storage="int8 ConvRot"))
+    assert int8.stored_bytes == int8.computed_bytes == 702_545_920 // 2 + 4 * (9 * 5120 + 13824)
+    assert int8.file_bytes == 702_545_920
+    assert (int8.linear_format, int8.decodes, int8.quantises) == ("int8", False, True)
     gguf = offload_job(changed(storage="Q8_0"))
     assert gguf.stored_bytes == gguf.file_bytes == 702_545_920 * 34 // 64
 
@@ -187,11 +207,12 @@ def test_a_run_on_this_machine_is_planned_in_the_dtype_that_it_would_compute_in(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "auto_dtype", lambda device: dtype)
-    size = planned_value_bytes(replace(ASKED, gpu="this"))
+    name, size = planned_dtype(replace(ASKED, gpu="this"))
     assert size == dtype.itemsize
-    job, usual = offload_job(ASKED, value_bytes=size), offload_job(ASKED)
+    job, usual = offload_job(ASKED, dtype=(name, size)), offload_job(ASKED)
+    assert f"torch.{job.compute_dtype}" == str(dtype)
     assert job.computed_bytes == job.expert.streamed_parameters * size
     assert job.resident_bytes * 2 == usual.resident_bytes * size
     assert (job.stored_bytes, job.file_bytes) == (usual.stored_bytes, usual.file_bytes)
     assert job.decodes == (dtype != torch.bfloat16)
-    assert planned_value_bytes(ASKED) == 2
+    assert planned_dtype(ASKED) == ("bfloat16", 2)

@@ -74,14 +74,33 @@ def test_what_is_measured(measured: Profile, models: Path) -> None:
     assert measured.notes[0] == "read: large.safetensors"
     assert measured.notes[1].startswith("disk: ")
     # All 300 tokens were computed, or fewer on a busy machine, with a note.
-    assert len(measured.notes) == 2 or measured.notes[2].startswith("compute: measured with "), measured.notes
+    assert len(measured.notes) == 3 or measured.notes[2].startswith("compute: measured with "), measured.notes
+    assert measured.notes[-1].startswith("int8: torch, ")
+    assert machine.linear_speedups.keys() == {"int8"}
+    assert machine.linear_speedups["int8"] > 0
+
+
+def test_without_int8_there_is_no_speed_up_of_it(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "probe_int8", lambda expert, device: None)
+    profile = measure_machine(CPU, expert=TINY, tokens=10, models=models, folder=tmp_path)
+    assert profile.machine.linear_speedups == {}
+    assert profile.notes[-1] == "int8: not multiplied here"
+
+
+def test_a_profile_from_before_int8_was_measured_is_used(kept: Path, models: Path) -> None:
+    stored = json.loads(profile_path(CPU, kept).read_text(encoding="utf-8"))["machine"]
+    del stored["linear_speedups"]
+    _change(kept, machine=stored)
+    machine = stored_machine(CPU, expert=TINY, models=models, folder=kept)
+    assert machine is not None
+    assert machine.linear_speedups == {}
 
 
 @pytest.mark.slow
 def test_fewer_tokens_than_wanted_are_told(models: Path, tmp_path: Path) -> None:
     profile = measure_machine(CPU, expert=TINY, tokens=10_000_000, models=models, folder=tmp_path)
-    assert profile.notes[-1].startswith("compute: measured with ")
-    assert profile.notes[-1].endswith(" tokens, extrapolated to 10000000 by operation count")
+    assert profile.notes[-2].startswith("compute: measured with ")
+    assert profile.notes[-2].endswith(" tokens, extrapolated to 10000000 by operation count")
 
 
 def test_what_was_measured_is_kept_whole(measured: Profile) -> None:

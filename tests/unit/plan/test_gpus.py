@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from wanstream.plan import OffloadJob
 from wanstream.plan.machine import GPUS, UnknownGpuError, expected_machine
-from wanstream.schema import T2V_A14B
+from wanstream.plan.predict import visit_seconds
+from wanstream.schema import T2V_A14B, VideoShape
 
 ASKED_FOR = (
     "RTX 3060 12GB",
@@ -49,6 +53,55 @@ def test_published_times_of_wan_come_out(name: str, published_s: float) -> None:
     machine = expected_machine(name, ram_bytes=2**35, disk_bytes_per_s=3.5e9)
     flops = 40 * 2 * T2V_A14B.blocks * T2V_A14B.block_flops(75_600)
     assert flops / machine.flops_per_s == pytest.approx(published_s, rel=0.13)
+
+
+@pytest.mark.parametrize(
+    ("name", "int8", "fp8"),
+    [
+        ("RTX 4090", 4, 2),
+        ("RTX 5090", 4, 2),
+        ("RTX 3090", 4, None),
+        ("RTX 3060 12GB", 4, None),
+        ("A100 80GB", 2, None),
+        ("L40S", 2, 2),
+        ("H100", 2, 2),
+        ("H200", 2, 2),
+    ],
+)
+def test_speed_ups_are_less_than_the_ratios_of_peak_rates(name: str, int8: float, fp8: float | None) -> None:
+    machine = expected_machine(name, ram_bytes=2**35, disk_bytes_per_s=3.5e9)
+    ratios = {"int8": int8} if fp8 is None else {"int8": int8, "fp8": fp8}
+    expected = {4: 3.0, 2: 12 / 7}
+    assert machine.linear_speedups == pytest.approx({name: expected[ratio] for name, ratio in ratios.items()})
+
+
+@pytest.mark.parametrize(
+    ("size", "int8", "fp8"),
+    [((832, 480, 17), 0.41, 0.61), ((832, 480, 81), 0.65, 0.76), ((1280, 720, 81), 0.79, 0.86)],
+)
+def test_a_block_of_a_4090_in_8_bits(size: tuple[int, int, int], int8: float, fp8: float) -> None:
+    """Ratios to bf16 at peak rates alone: a 12th of the linear layers' time is added, at most 0.05 with 81 frames."""
+    width, height, frames = size
+    tokens = VideoShape(width=width, height=height, frames=frames).tokens
+    machine = expected_machine("RTX 4090", ram_bytes=2**36, disk_bytes_per_s=5e9)
+    block = T2V_A14B.streamed_bytes()
+    job = OffloadJob(
+        expert=T2V_A14B,
+        tokens=tokens,
+        lanes={"high": 1},
+        experts_of_steps=("high",),
+        stored_bytes=block,
+        file_bytes=block,
+        computed_bytes=block,
+        resident_bytes=1,
+    )
+    usual_s = visit_seconds(job, machine, "high", None)
+    linear = T2V_A14B.linear_flops(tokens) / T2V_A14B.block_flops(tokens)
+    for linear_format, table in (("int8", int8), ("fp8", fp8)):
+        found = visit_seconds(replace(job, linear_format=linear_format), machine, "high", None) / usual_s
+        assert found == pytest.approx(table + linear / 12, abs=0.011), f"{linear_format}: {found:.3f}"
+        if frames == 81:
+            assert table < found < table + 0.05
 
 
 @pytest.mark.parametrize("name", ["rtx4090", "NVIDIA GeForce RTX 4090", "  RTX 4090 ", "rtx-4090"])

@@ -201,7 +201,24 @@ def test_the_reason_lists_streaming_stall_and_the_switch(rate_machine: Rated, ma
     switch_s = stalls[4] - median(stalls[5:])
     assert chosen.candidates[0].switch_s == pytest.approx(switch_s)
     assert switch_s > 1
-    assert chosen.reason.endswith(f"switch +{switch_s:.1f} s")
+    assert chosen.reason.endswith(f"switch +{switch_s:.1f} s; multiplied in bf16")
+
+
+@pytest.mark.parametrize(
+    ("linear_format", "compute_dtype", "speedups", "words"),
+    [
+        ("", "bfloat16", {"int8": 3.0}, "multiplied in bf16"),
+        ("", "float32", {}, "multiplied in fp32"),
+        ("int8", "float16", {"int8": 2.96}, "multiplied in int8 at 3.0 x the rate of fp16, linear layers only"),
+        ("int8", "bfloat16", {}, "multiplied in int8 at the rate of bf16, because its own is not known"),
+    ],
+)
+def test_the_reason_ends_with_the_assumed_precision(
+    linear_format: str, compute_dtype: str, speedups: dict[str, float], words: str, rate_machine: Rated, make_job: Job
+) -> None:
+    job = make_job(linear_format=linear_format, compute_dtype=compute_dtype)
+    machine = rate_machine(linear_speedups=speedups)
+    assert plan_reason(job, machine, predict(job, machine, OffloadPolicy.layerwise(1))).endswith(f"; {words}")
 
 
 def test_a_gpu_decodes_while_it_computes_and_a_cpu_between(rate_machine: Rated, rate_cpu: Rated, make_job: Job) -> None:

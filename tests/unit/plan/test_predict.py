@@ -24,6 +24,18 @@ def test_a_visit_is_all_lanes_and_the_cost_of_chunks(rate_machine: Rated, make_j
     assert visit_seconds(job, machine, "high", 1000) == pytest.approx(6.0)
 
 
+def test_only_linear_layers_are_faster_in_int8(rate_machine: Rated, make_job: Job) -> None:
+    machine, usual = rate_machine(visit=2.0, linear_speedups={"int8": 4.0}), make_job()
+    linear = usual.expert.linear_flops(usual.tokens) / usual.expert.block_flops(usual.tokens)
+    int8 = make_job(linear_format="int8", lanes={"high": 3, "low": 1})
+    assert visit_seconds(usual, machine, "low", None) == pytest.approx(2.0)
+    assert visit_seconds(int8, machine, "low", None) == pytest.approx(2.0 * (1 - linear + linear / 4))
+    assert visit_seconds(int8, machine, "high", None) == pytest.approx(6.0 * (1 - linear + linear / 4))
+    assert visit_seconds(make_job(linear_format="fp8"), machine, "low", None) == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="linear_format is 'int4', choose '' or one of"):
+        make_job(linear_format="int4")
+
+
 def test_lanes_of_one_expert_are_in_the_steps_of_that_expert(rate_machine: Rated, make_job: Job) -> None:
     job = make_job(1, 1, lanes={"high": 2, "low": 1})
     high, low = predict(job, rate_machine(), LAYERWISE).timeline.steps

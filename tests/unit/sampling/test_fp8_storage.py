@@ -87,11 +87,11 @@ def test_half_the_bytes_move_and_decoding_takes_its_time(pair, make_request, pol
     request = make_request()
     plain, kept = run(pair(), request, policy).timeline, run(pair(storage="fp8"), request, policy).timeline
     for before, after in zip(plain.steps, kept.steps, strict=True):
-        assert after.bytes_moved * 2 == before.bytes_moved
+        assert 1 <= after.bytes_moved * 2 / before.bytes_moved < 1.02  # the scales of rows
         assert before.decode_s == 0
         assert after.decode_s > 0
         assert after.read_bytes == before.read_bytes  # the file is as large as it was
-    assert kept.steps[0].read_bytes == 2 * kept.steps[0].bytes_moved
+    assert kept.steps[0].read_bytes == plain.steps[0].bytes_moved
 
 
 def test_the_thread_that_computes_keeps_its_threads(pair, make_request):

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from wanstream.offload import EightBit, Sharded
 from wanstream.offload.formats.decode import decode_block
 from wanstream.offload.formats.layout import tensor_views
-from wanstream.sampling import denoise
+from wanstream.sampling import denoise, offload_job, working_bytes
 from wanstream.schema import OffloadPolicy, Storage
 from wanstream.testing.experts import dequantised, in_dtype, make_lora, save_expert_file, save_lora
 from wanstream.testing.number_formats import ENCODERS, MixedLayout, mixture
@@ -202,6 +202,18 @@ def test_codes_halve_the_buffers(name: str, make_tiny_expert: Callable[..., Any]
     half = decoded.computed_bytes - int8.computed_bytes
     assert decoded.device_bytes(LAYERWISE, device="cpu") - int8.device_bytes(LAYERWISE, device="cpu") == 2 * half
     assert decoded.identity != int8.identity
+    shape = (1, 16, 5, 40, 56)
+    job, usual = (
+        offload_job(pair, shape, torch.device("cpu"), experts_of_steps=["high"], guided={"high": False, "low": False})
+        for pair in (int8, decoded)
+    )
+    assert (job.linear_format, usual.linear_format, job.compute_dtype) == (
+        "fp8" if "fp8" in name else "int8",
+        "",
+        "bfloat16",
+    )
+    # Three fp32 copies of the inner state of a feed-forward layer are more than a norm takes.
+    assert working_bytes(int8, shape, guided=False) > working_bytes(decoded, shape, guided=False)
 
 
 def test_a_step_in_int8_moves_half_the_bytes(

@@ -19,14 +19,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from wanstream.offload import FP8, EightBit
 from wanstream.sampling import offload_job, working_bytes
-from wanstream.schema import ExpertShape
+from wanstream.schema import T2V_A14B, ExpertShape, KernelNeeds, VideoShape, shapes
 from wanstream.schema.shapes import IMAGE_TOKENS
 from wanstream.tests.support.int8_attention import kitchen
 from wanstream.wan import Lane, Nag, attach_nag, forward_lanes
 from wanstream.wan.transformer.block_kernels import BlockKernels, PerFrameBlocks
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
+from wanstream.wan.transformer.int8_linear import Int8Linear
 from wanstream.wan.transformer.kernels import Kernels
+from wanstream.wan.transformer.multiplication import replace_linears
 
 LATENT = (5, 40, 56)
 TOKENS = 5 * 20 * 28
@@ -136,7 +139,7 @@ def test_attention_in_int8_takes_no_more_than_the_estimate(
         forward_lanes(model, lanes, torch.tensor([900.0]), lambda block: nullcontext())
     shape, texts = ExpertShape(width=512, ffn_width=1382), 4 * TEXT * 512 * dtype.itemsize
     given = {"lanes": 1, "value_bytes": dtype.itemsize, "chunk_tokens": chunk}
-    estimate = shape.working_bytes(TOKENS, **given, attention_bytes=3) - texts
+    estimate = shape.working_bytes(TOKENS, **given, kernels=KernelNeeds(attention_bytes=3)) - texts
     assert 0.9 * estimate <= alive.peak <= 1.02 * estimate, f"{alive.peak / estimate:.3f}"
     usual = shape.working_bytes(TOKENS, **given) - texts
     assert (alive.peak > 1.05 * usual) == (chunk is not None)
@@ -207,6 +210,55 @@ def test_the_estimate_of_chunks_is_what_a_forward_pass_holds_at_once(
     texts = (2 * lanes + 2) * TEXT * width * dtype.itemsize
     patches = TOKENS * lanes * 64 * 4
     assert 0.97 * (estimate - texts) <= alive.peak <= 1.01 * (estimate - texts) + patches
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("chunk", [None, 200, 700])
+@pytest.mark.parametrize("at_once", [2**26, 2**18])
+@pytest.mark.parametrize("ffn_dim", [512, 4096])
+@pytest.mark.parametrize("packing", [EightBit(group=256), EightBit(dtype=FP8)], ids=["int8", "fp8"])
+def test_the_estimate_has_the_scratch_memory_of_codes(
+    packing: EightBit,
+    dtype: torch.dtype,
+    chunk: int | None,
+    at_once: int,
+    ffn_dim: int,
+    make_tiny_expert: Any,
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(shapes, "INT8_VALUES", at_once)
+    model = computed_in(make_tiny_expert(heads=4, layers=1, ffn_dim=ffn_dim), dtype)
+    linears = [name for name, layer in model.blocks[0].named_modules() if isinstance(layer, torch.nn.Linear)]
+    layers = replace_linears(dict(model.blocks.named_children()), {"0": dict.fromkeys(linears, packing)})
+    for layer in layers:
+        layer.weight = torch.nn.Parameter(torch.zeros(layer.weight.shape, dtype=packing.dtype), requires_grad=False)
+        layer.weight_scale = torch.zeros(len(layer.weight), 1)
+        if isinstance(layer, Int8Linear):
+            layer.rotation = [torch.zeros(16, 16)] * 2
+    lanes = [Lane(latents=torch.zeros(1, 16, *LATENT), text=torch.zeros(1, 16, 4096, dtype=dtype))]
+    blocks = None if chunk is None else ChunkedBlocks(model.blocks, chunk)
+    with torch.no_grad(), Alive([*model.parameters(), *model.buffers(), lanes[0].text]) as alive:
+        forward_lanes(model, lanes, torch.tensor([900.0]), lambda block: nullcontext())
+    if blocks is not None:
+        blocks.detach()
+    shape = ExpertShape(width=512, ffn_width=ffn_dim)
+    options = {"lanes": 1, "value_bytes": dtype.itemsize, "chunk_tokens": chunk}
+    estimate = shape.working_bytes(TOKENS, **options, kernels=KernelNeeds(linear_format="int8"))
+    texts = 4 * TEXT * 512 * dtype.itemsize
+    assert alive.peak <= 1.01 * (estimate - texts) + TOKENS * 64 * 4
+    assert alive.peak >= (0.9 if packing.group else 0.5) * (estimate - texts)  # fp8 has no sums in int32
+
+
+def test_short_videos_need_memory_for_int8_and_long_ones_none() -> None:
+    """A block of 81 frames takes more in its norms than a linear layer with its scratch memory."""
+    for size, gigabytes in (((832, 480, 17), 0.5), ((832, 480, 81), 0), ((1280, 720, 81), 0)):
+        width, height, frames = size
+        tokens = VideoShape(width=width, height=height, frames=frames).tokens
+        usual, int8 = (
+            T2V_A14B.working_bytes(tokens, lanes=1, kernels=KernelNeeds(linear_format=each)) for each in ("", "int8")
+        )
+        assert (int8 - usual) / 1e9 == pytest.approx(gigabytes, abs=0.1), size
 
 
 def test_the_planner_hears_of_an_image_branch(open_one: Any) -> None:

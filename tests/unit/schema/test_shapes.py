@@ -72,6 +72,15 @@ def test_work_of_a_video(video: VideoShape, latent: tuple[int, int, int], tokens
 
 
 @pytest.mark.parametrize(
+    ("tokens", "linear", "attention"), [(7_800, 4.7, 1.3), (32_760, 19.6, 22.3), (75_600, 45.2, 117.8)]
+)
+def test_linear_layers_and_attention(tokens: int, linear: float, attention: float) -> None:
+    assert T2V_A14B.linear_flops(tokens) / 1e12 == pytest.approx(linear, rel=0.01)
+    assert T2V_A14B.attention_flops(tokens) / 1e12 == pytest.approx(attention, abs=0.06)
+    assert T2V_A14B.linear_flops(tokens) + T2V_A14B.attention_flops(tokens) == T2V_A14B.block_flops(tokens)
+
+
+@pytest.mark.parametrize(
     ("width", "height", "frames", "message"),
     [
         (840, 480, 81, "width is 840, it must be a multiple of 16: use 848"),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from wanstream.testing.quantised import quantise
-from wanstream.wan.transformer import scaled_linear
+from wanstream.wan.transformer import fp8_linear as module
 from wanstream.wan.transformer.fp8_linear import LARGEST, Fp8Linear, fp8_linear, quantise_tokens_fp8
 from wanstream.wan.transformer.multiplication import Multiplications, choose_multiplication
 
@@ -78,7 +78,7 @@ def test_a_patch_is_added_exactly(inside: bool) -> None:
 def test_pieces_of_tokens_have_the_same_bits(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     (codes, scale), x = matrix(by_row=False), random(200, COLUMNS, seed=1).bfloat16()
     whole = fp8_linear(x, codes, scale, None, inside)
-    monkeypatch.setattr(scaled_linear, "SUMS", ROWS * 64)
+    monkeypatch.setattr(module, "piece_tokens", lambda rows, columns: 64)
     assert torch.equal(fp8_linear(x, codes, scale, None, inside), whole)
 
 

@@ -9,7 +9,6 @@ from torch import nn
 from wanstream.offload import kronecker_factors, quantise_int8
 from wanstream.testing.number_formats import int8, int8_convrot, rotated
 from wanstream.wan.transformer import int8_linear as module
-from wanstream.wan.transformer import scaled_linear
 from wanstream.wan.transformer.int8_linear import Int8Linear, int8_linear, quantise_tokens
 from wanstream.wan.transformer.multiplication import Multiplications
 
@@ -94,7 +93,7 @@ def test_pieces_of_tokens_have_the_same_bits(group: int, monkeypatch: pytest.Mon
     rotation = list(kronecker_factors(group, CPU)) if group else []
     x = random(200, COLUMNS, seed=1).bfloat16()
     whole = int8_linear(x, *arguments, rotation)
-    monkeypatch.setattr(scaled_linear, "SUMS", ROWS * 37)
+    monkeypatch.setattr(module, "piece_tokens", lambda rows, columns: 37)
     assert torch.equal(int8_linear(x, *arguments, rotation), whole)
 
 
