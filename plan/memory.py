@@ -122,7 +122,7 @@ def memory_needs(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> Me
     on_gpu = machine.computes_on == "cuda"
     return MemoryNeeds(
         buffers=buffers,
-        buffer_bytes=job.computed_bytes,
+        buffer_bytes=job.computed_bytes + job.patch_bytes,
         resident_bytes=job.resident_bytes,
         raw_bytes=RAW_SLOTS * job.stored_bytes if on_gpu and job.decodes else 0,
         working_bytes=working_bytes(job, policy.chunk_tokens),

@@ -40,6 +40,8 @@ class OffloadJob:
     """Format in which the linear layers of the blocks are multiplied, of `LINEAR_FORMATS`; "": in `compute_dtype`."""
     attention_bytes: int = 0
     """See `KernelNeeds`."""
+    patch_bytes: int = 0
+    """Bytes of a buffer behind its block: factors of LoRAs that are computed beside matrices."""
     host_resident_bytes: int = 0
     """RAM for the whole run in addition to the slots: LoRA factors, and an embedder that is not on the device."""
     converts: bool = False

@@ -290,7 +290,8 @@ def run_phases(steps: Sequence[StepRecord], computed_from: Sequence[float | None
             return ()
         computes = first.start_s if computes is None else computes
         opening = "switch" if phases else "first block"
-        phases.append(PhaseRecord(name=opening, start_s=reached, wall_s=computes - reached))
+        # Not below 0, where sums of the same seconds in another order differ in their last bits.
+        phases.append(PhaseRecord(name=opening, start_s=reached, wall_s=max(0.0, computes - reached)))
         reached = last.start_s + last.wall_s
         phases.append(
             PhaseRecord(

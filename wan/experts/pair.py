@@ -14,7 +14,7 @@ from ...offload import Sharded, decode_work_bytes
 from ...schema import Arithmetic, OffloadPolicy, Storage
 from ..checkpoint.meta_model import embedder_part
 from ..checkpoint.open import Expert
-from ..lora.apply import LoraFactors, LoraStack, lora_host_bytes, stack_identity
+from ..lora.apply import LoraFactors, LoraStack, block_factor_bytes, lora_host_bytes, stack_identity
 from ..lora.file import LoraFile
 from ..lora.fit import fit_stack
 from ..transformer.kernels import Kernels
@@ -163,9 +163,10 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         return engine if engine is not None and (engine.policy, engine.device) == (policy, device) else None
 
     def device_bytes(self, policy: OffloadPolicy, *, device: torch.device | str = "cuda") -> int:
-        """Return the bytes of device memory of the weights under `policy`, without LoRAs (30 MB for rank 64 in bf16).
+        """Return the bytes of device memory of the weights under `policy`.
 
-        Includes shards that are gathered: those in transit, or all of them if they are resident on the device.
+        LoRAs are included where they are computed beside matrices; else they take 30 MB for rank 64 in bf16. Shards that
+        are gathered are included: those in transit, or all of them if they are resident on the device.
 
         Raises:
             ValueError: the policy does not fit the number of blocks.
@@ -183,7 +184,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
                 compute_dtype=self.compute_dtype,
                 policy=policy,
                 experts=self.experts,
-                buffer_bytes=block.computed,
+                buffer_bytes=block.computed + self.patch_bytes,
             )
         )
 
@@ -201,6 +202,14 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
     def computed_bytes(self) -> int:
         """Bytes of the largest block of the pair in its buffer."""
         return self._block_bytes.computed
+
+    @property
+    def patch_bytes(self) -> int:
+        """Bytes of a buffer behind its block: the factors of LoRAs that are computed beside matrices."""
+        if not self.multiplied:
+            return 0
+        stacks = self._active_loras().values()
+        return max(block_factor_bytes(self.high.config, stack, self.compute_dtype) for stack in stacks)
 
     @property
     def code_formats(self) -> tuple[CodeFormat, ...]:

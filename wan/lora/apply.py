@@ -55,6 +55,23 @@ def lora_host_bytes(loras: Iterable[LoraFile], dtype: torch.dtype) -> int:
     return sum(tensor.nbytes for tensor in factors) + folded
 
 
+def block_factor_bytes(config: WanConfig, stack: LoraStack, dtype: torch.dtype) -> int:
+    """Return the bytes of the folded factors of the block that has most of them."""
+
+    def values(block: int) -> int:
+        names = {f"blocks.{block}.{name}" for name in block_streams(config)}
+        keys = (
+            (lora.tensors, key)
+            for lora, _ in stack
+            for name in names & lora.changes.keys()
+            for change in lora.changes[name]
+            for key in (change.key, change.down)
+        )
+        return sum(math.prod(tensors[key].shape) for tensors, key in keys if key is not None)
+
+    return max(map(values, range(config.num_layers))) * dtype.itemsize
+
+
 def combine_patches(parameter: str, stack: LoraStack, factors: LoraFactors) -> WeightPatch:
     """Combine the changes of all LoRAs of `stack` to `parameter`, of which there is at least one.
 

@@ -260,6 +260,20 @@ def test_a_lora_beside_codes(
     for every in found:
         for one, first in zip(every, found[0], strict=True):
             assert torch.equal(one, first)
+    with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="as stored") as pair:
+        pair.set_loras([(lora, 1.0), (lora, 0.5)], [(lora, 1.0)])
+        predicted = pair.device_bytes(LAYERWISE, device="cpu")
+        denoise(pair, request, policy=LAYERWISE, device="cpu")
+        # Each factor starts at a multiple of 256 bytes.
+        assert 0 <= pair.loaded_bytes - predicted <= 2 * 2 * len(LAYOUTS) * 256
+        job = offload_job(
+            pair,
+            request.computed_shape,
+            torch.device("cpu"),
+            experts_of_steps=["high"],
+            guided=dict.fromkeys(pair.experts, False),
+        )
+        assert job.patch_bytes == pair.patch_bytes > 0
     plain, full, weak, again, without = found[0]
     assert torch.equal(full, again)
     assert torch.equal(plain, without)
