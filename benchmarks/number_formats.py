@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -79,20 +79,24 @@ def made_files(folder: Path) -> tuple[Case, dict[str, Case]]:
         save_expert_file(model, folder / f"{place} bf16", dtype=torch.bfloat16)
         for name, layout in FORMATS.items():
             save_expert_file(model, folder / f"{place} {name}", dtype=torch.bfloat16, fp8=layout)
-    computed: Mapping[str, Arithmetic] = {f"{name}, in int8": "as stored" for name in ("int8 rows", "int8 ConvRot")}
     cases = {"bf16": case("bf16")} | {name: case(name) for name in FORMATS}
-    cases |= {name: case(name.partition(",")[0], arithmetic) for name, arithmetic in computed.items()}
+    for name in ("int8 rows, in int8", "int8 ConvRot, in int8", "fp8_scaled, in fp8"):
+        cases[name] = case(name.partition(",")[0], "as stored")
+    in_ram: dict[str, Storage] = {"fp8 in RAM": "fp8", "int8 ConvRot in RAM": "int8 ConvRot"}
+    cases |= {name: replace(case("bf16"), storage=storage) for name, storage in in_ram.items()}
     return case("fp32", dtype=torch.float32), cases
 
 
 def given_files(arguments: list[str]) -> tuple[Case, dict[str, Case]]:
     high, low = map(Path, arguments[:2])
-    cases = {"bf16": Case(high=high, low=low), "fp8 in RAM": Case(high=high, low=low, storage="fp8")}
+    plain = Case(high=high, low=low)
+    cases = {"bf16": plain, "fp8 in RAM": replace(plain, storage="fp8")}
+    cases["int8 ConvRot in RAM, in int8"] = replace(plain, storage="int8 ConvRot", arithmetic="as stored")
     for argument in arguments[2:]:
         name, _, files = argument.partition("=")
         one, _, other = files.partition(",")
         cases[name] = Case(high=Path(one), low=Path(other))
-        cases[f"{name}, in int8"] = Case(high=Path(one), low=Path(other), arithmetic="as stored")
+        cases[f"{name}, as stored"] = Case(high=Path(one), low=Path(other), arithmetic="as stored")
     return Case(high=high, low=low, dtype=torch.float32), cases
 
 
@@ -146,7 +150,8 @@ def main() -> None:
             print(label, figures[label], flush=True)
     method = (
         f"relative distance to a run in fp32 with the same seed, {STEPS} steps, switch at {SWITCH}: of the final "
-        "latents, and of the estimate of them after each step; computed in bf16, decoded on arrival or in int8; "
+        "latents, and of the estimate of them after each step; computed in bf16, decoded on arrival or multiplied as "
+        "stored; "
         + ("given experts" if sys.argv[1:] else f"random experts {SHAPE} with outlier channels, not a trained model")
     )
     print(record("number-formats", method=method, figures=figures))

@@ -16,6 +16,8 @@ from .ram_program import RunPrograms, compile_ram, plan_ram
 from .simulator import Hardware, simulate
 from .transfer_program import TransferProgram, compile_program
 
+ROTATED_SHARE = 0.4
+"""Rate of quantising to int8 ConvRot as a share of that to fp8 (`benchmarks/quantise_while_filling.py`)."""
 CHUNK_S = 500e-6
 """Seconds that each further chunk adds to a block: kernel launches, and reading 0.28 GB of weights at about 1 TB/s."""
 
@@ -100,7 +102,10 @@ def equivalent_flops(job: OffloadJob, machine: Machine) -> float:
 def read_seconds(job: OffloadJob, machine: Machine) -> float:
     """Return the seconds to read one block from its file into RAM; quantising runs in parallel with reading."""
     read_s = job.file_bytes / machine.disk_bytes_per_s
-    return max(read_s, job.file_bytes / machine.quantise_bytes_per_s) if job.quantises else read_s
+    if not job.quantises:
+        return read_s
+    share = ROTATED_SHARE if job.linear_format == "int8" else 1.0
+    return max(read_s, job.file_bytes / (share * machine.quantise_bytes_per_s))
 
 
 def predict(

@@ -165,8 +165,8 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
     def device_bytes(self, policy: OffloadPolicy, *, device: torch.device | str = "cuda") -> int:
         """Return the bytes of device memory of the weights under `policy`.
 
-        LoRAs are included where they are computed beside matrices; else they take 30 MB for rank 64 in bf16. Shards that
-        are gathered are included: those in transit, or all of them if they are resident on the device.
+        LoRAs are included where they are computed beside matrices; else they take 30 MB for rank 64 in bf16. Shards
+        that are gathered are included: those in transit, or all of them if they are resident on the device.
 
         Raises:
             ValueError: the policy does not fit the number of blocks.

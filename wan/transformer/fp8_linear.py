@@ -9,7 +9,7 @@ from torch import nn
 
 from ...offload import FP8
 from ...schema import piece_tokens
-from .scaled_linear import ScaledLinear, finish_product
+from .scaled_linear import ScaledLinear, finish_product, patch_of
 
 LARGEST = torch.finfo(FP8).max
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -29,11 +29,10 @@ class Fp8Linear(ScaledLinear):
         _register()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        patch = self.patch_up, self.patch_down
-        arguments = input, self.weight, self.weight_scale, self.bias, self.scales_inside, *patch
+        arguments = input, self.weight, self.weight_scale, self.bias, self.scales_inside
         if not torch.compiler.is_compiling():
-            return fp8_linear(*arguments)
-        result: torch.Tensor = torch.ops.wanstream.fp8_linear(*arguments)
+            return fp8_linear(*arguments, *self.patch)
+        result: torch.Tensor = torch.ops.wanstream.fp8_linear(*arguments, self.number)
         return result
 
 
@@ -94,10 +93,20 @@ def quantise_tokens_fp8(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 def _register() -> None:
     """Register `fp8_linear` with torch, which then compiles blocks around it into one graph."""
     schema = (
-        "(Tensor tokens, Tensor weight, Tensor weight_scale, Tensor? bias, bool scales_inside, Tensor? up, "
-        "Tensor? down) -> Tensor"
+        "(Tensor tokens, Tensor weight, Tensor weight_scale, Tensor? bias, bool scales_inside, Tensor number) -> Tensor"
     )
-    operation = torch.library.custom_op("wanstream::fp8_linear", fp8_linear, mutates_args=(), schema=schema)
+
+    def compute(
+        tokens: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        scales_inside: bool,
+        number: torch.Tensor,
+    ) -> torch.Tensor:
+        return fp8_linear(tokens, weight, weight_scale, bias, scales_inside, *patch_of(number))
+
+    operation = torch.library.custom_op("wanstream::fp8_linear", compute, mutates_args=(), schema=schema)
 
     @operation.register_fake
     def _(tokens: torch.Tensor, weight: torch.Tensor, *others: object) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...offload import quantise_int8, rotated_sums, rotation_factor
 from ...schema import FEWEST_INT8_TOKENS, piece_tokens
-from .scaled_linear import ScaledLinear, finish_product
+from .scaled_linear import ScaledLinear, add_patch, finish_product, patch_of
 
 
 class Int8Linear(ScaledLinear):
@@ -34,15 +34,19 @@ class Int8Linear(ScaledLinear):
         _register()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        patch = self.patch_up, self.patch_down
+        matrix = self.weight, self.weight_scale, self.bias
+        result: torch.Tensor
         if self.kitchen_dtype is not None:
-            rest = self.group, self.kitchen_dtype, *patch
-            return kitchen_linear(input, self.weight, self.weight_scale, self.bias, *rest)
+            result = kitchen_linear(input, *matrix, self.group, self.kitchen_dtype)
+            if torch.compiler.is_compiling():
+                torch.ops.wanstream.add_patch(result, input, self.number)
+            else:
+                add_patch(result, input, *self.patch)
+            return result
         assert len(self.rotation) > 0 or not self.group, "the rotation was not set"
-        arguments = input, self.weight, self.weight_scale, self.bias, self.rotation, *patch
         if not torch.compiler.is_compiling():
-            return int8_linear(*arguments)
-        result: torch.Tensor = torch.ops.wanstream.int8_linear(*arguments)
+            return int8_linear(input, *matrix, self.rotation, *self.patch)
+        result = torch.ops.wanstream.int8_linear(input, *matrix, self.rotation, self.number)
         return result
 
 
@@ -93,8 +97,6 @@ def kitchen_linear(
     bias: torch.Tensor | None,
     group: int,
     kitchen_dtype: int,
-    up: torch.Tensor | None = None,
-    down: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply as `int8_linear` does, by the kernels of comfy-kitchen, whose last digits differ.
 
@@ -107,10 +109,7 @@ def kitchen_linear(
     result: torch.Tensor = torch.ops.comfy_kitchen.int8_linear(
         tokens, weight, weight_scale, bias, kitchen_dtype, bool(group), group or 256
     )
-    if up is None:
-        return result
-    assert down is not None, "up without down"
-    return result + nn.functional.linear(nn.functional.linear(tokens, down), up)
+    return result
 
 
 def quantise_tokens(tokens: torch.Tensor, rotation: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,15 +133,29 @@ def _multiply(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _register() -> None:
-    """Register `int8_linear` with torch, which then compiles blocks around it into one graph."""
+    """Register `int8_linear` and `add_patch` with torch, which then compiles blocks around them into one graph."""
     schema = (
-        "(Tensor tokens, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor[] rotation, Tensor? up, "
-        "Tensor? down) -> Tensor"
+        "(Tensor tokens, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor[] rotation, Tensor number) -> Tensor"
     )
-    operation = torch.library.custom_op("wanstream::int8_linear", int8_linear, mutates_args=(), schema=schema)
+
+    def compute(
+        tokens: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        rotation: list[torch.Tensor],
+        number: torch.Tensor,
+    ) -> torch.Tensor:
+        return int8_linear(tokens, weight, weight_scale, bias, rotation, *patch_of(number))
+
+    operation = torch.library.custom_op("wanstream::int8_linear", compute, mutates_args=(), schema=schema)
 
     @operation.register_fake
-    def _(
-        tokens: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: object, rotation: object, *patch: object
-    ) -> torch.Tensor:
+    def _(tokens: torch.Tensor, weight: torch.Tensor, *others: object) -> torch.Tensor:
         return tokens.new_empty(*tokens.shape[:-1], weight.shape[0])
+
+    def add(result: torch.Tensor, tokens: torch.Tensor, number: torch.Tensor) -> None:
+        add_patch(result, tokens, *patch_of(number))
+
+    schema = "(Tensor(a!) result, Tensor tokens, Tensor number) -> ()"
+    torch.library.custom_op("wanstream::add_patch", add, mutates_args=("result",), schema=schema)

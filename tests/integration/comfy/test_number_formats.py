@@ -111,6 +111,24 @@ if answer:
         ],
         "backend": multiplication.test_fault(multiplication._multiply_by_kitchen, cpu, torch.bfloat16),
     }
+    from torch._dynamo.utils import counters
+    from wanstream.wan.transformer.int8_linear import Int8Linear
+
+    torch.manual_seed(0)
+    layer, x = Int8Linear(torch.nn.Linear(512, 48), group=256).requires_grad_(False), torch.randn(1, 40, 512)
+    answer["differences"] = []
+    layer.weight = torch.nn.Parameter(torch.randint(-127, 128, (48, 512), dtype=torch.int8), requires_grad=False)
+    layer.weight_scale, layer.kitchen_dtype = torch.full((48, 1), 1e-3), comfy_kitchen.DTYPE_TO_CODE[torch.float32]
+    whole = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    plain = layer(x)
+    counters.clear()
+    for rank in (0, 2, 5):
+        if rank:
+            layer.patch_up, layer.patch_down = torch.randn(48, rank), torch.randn(rank, 512)
+        expected = plain + (x @ layer.patch_down.T @ layer.patch_up.T if rank else 0)
+        answer["differences"].append([float((each - expected).norm() / plain.norm()) for each in (layer(x), whole(x))])
+    answer["graphs"] = counters["stats"]["unique_graphs"]
+
     registry = comfy_kitchen.registry
     registry.register("cuda", comfy_kitchen.backends.eager, dict.fromkeys(registry._capabilities["eager"]))
     answer["active"] = multiplication.registry_refusal(comfy_kitchen)
@@ -128,6 +146,8 @@ def test_products_of_comfy_kitchen_pass_and_its_registry_is_read(in_comfyui: Cal
     assert found["unavailable"].startswith("its CUDA backend is not available (CUDA not available")
     assert found["disabled"] == "its CUDA backend is disabled in this process"
     assert found["active"] is None
+    assert all(difference < 1e-5 for pair in found["differences"] for difference in pair)
+    assert found["graphs"] == 1, "another patch compiles the layer again"
 
 
 LOAD = """

@@ -11,6 +11,7 @@ import pytest
 from wanstream.plan import Budgets, Machine, OffloadJob, plan_offload
 from wanstream.plan.memory import memory_needs
 from wanstream.plan.planner import VIDEOS_AT_ONCE, Alternative, in_fp8, in_int8, plan_alternatives, videos_at_once
+from wanstream.plan.predict import read_seconds
 from wanstream.schema import OffloadPolicy
 
 Rated, Job = Callable[..., Machine], Callable[..., OffloadJob]
@@ -103,11 +104,17 @@ def test_where_computing_takes_all_the_time_int8_is_faster_by_its_linear_layers(
     rate_machine: Rated, make_job: Job
 ) -> None:
     job = make_job()
-    machine = rate_machine(copy=0.01, read=0.01, linear_speedups={"int8": 3.0})
+    machine = rate_machine(copy=0.01, read=0.01, linear_speedups={"int8": 3.0}, quantise_bytes_per_s=1e15)
     found = _by_words(plan_alternatives(job, machine, Budgets()))
     linear = job.expert.linear_flops(job.tokens) / job.expert.block_flops(job.tokens)
     faster = found[INT8].video_s / found["as requested"].video_s
     assert faster == pytest.approx(1 - linear + linear / 3, rel=0.01)
+
+
+def test_blocks_that_are_rotated_while_they_are_read_take_longer(rate_machine: Rated, make_job: Job) -> None:
+    job, machine = make_job(), rate_machine(read=0.1)
+    assert read_seconds(in_fp8(job), machine) == pytest.approx(0.2)
+    assert read_seconds(in_int8(job), machine) == pytest.approx(0.5)
 
 
 def test_a_run_in_int8_is_compared_with_decoding(rate_machine: Rated, make_job: Job) -> None:

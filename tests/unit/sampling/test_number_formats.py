@@ -172,14 +172,23 @@ def test_a_run_of_codes_is_the_textbook_loop_with_such_layers_to_the_bit(
 def test_blocks_of_codes_have_one_graph(
     layout: Any, make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
 ) -> None:
+    """Two experts, LoRAs of two ranks, and none."""
     files, _ = save_pair(tmp_path, make_tiny_expert, layout)
+    stacks: list[Any] = [[]]
+    for rank in (2, 5):
+        file = tmp_path / f"lora {rank}.safetensors"
+        save_lora(make_lora(make_tiny_expert(layers=2), seed=3, rank=rank), file, dtype=torch.float32)
+        stacks += [[(open_lora(file), strength)] for strength in (1.0, 0.5)]
     request = make_request()
     torch._dynamo.reset()
     counters.clear()
     with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="as stored") as pair:
-        plain = denoise(pair, request, policy=LAYERWISE, device="cpu").latents
-        pair.kernels = Kernels(compiler="aot_eager")
-        assert torch.equal(denoise(pair, request, policy=LAYERWISE, device="cpu").latents, plain)
+        for stack in (*stacks, []):
+            pair.set_loras(stack, stack)
+            pair.kernels = Kernels()
+            plain = denoise(pair, request, policy=LAYERWISE, device="cpu").latents
+            pair.kernels = Kernels(compiler="aot_eager")
+            assert torch.equal(denoise(pair, request, policy=LAYERWISE, device="cpu").latents, plain)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     torch._dynamo.reset()
