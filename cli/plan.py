@@ -38,6 +38,7 @@ from ..schema import (
     ExpertShape,
     Mesh,
     OffloadPolicy,
+    Storage,
     format_rate,
     format_size,
 )
@@ -79,6 +80,7 @@ def offload_job(options: PlanOptions, *, dtype: tuple[str, int] = BF16) -> Offlo
     video = video_shape(options.size, per_latent=model.per_latent)
     expert = model.expert
     int8 = options.storage == INT8
+    quantised_to: Storage = "int8 ConvRot" if int8 else "fp8" if options.storage == "fp8" else "as stored"
     stored = expert.int8_bytes() if int8 else int(expert.streamed_parameters * STORAGES[options.storage])
     computed = stored if int8 else expert.streamed_bytes(bytes_per_weight=value_bytes)
     # A single-expert model has the guidance of its one entry in `places`.
@@ -89,12 +91,13 @@ def offload_job(options: PlanOptions, *, dtype: tuple[str, int] = BF16) -> Offlo
         lanes={place: lanes[place] for place in model.places},
         experts_of_steps=_steps(options, single="low" not in model.places),
         stored_bytes=stored,
-        file_bytes=expert.streamed_bytes() if options.storage in ("fp8", INT8) else stored,
+        file_bytes=stored if quantised_to == "as stored" else expert.streamed_bytes(),
         computed_bytes=computed,
         resident_bytes=len(model.places) * expert.resident_bytes() * value_bytes // BF16_BYTES,
         value_bytes=value_bytes,
         compute_dtype=compute_dtype,
         linear_format="int8" if int8 else "",
+        quantised_to=quantised_to,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ..sampling import DenoiseRequest, RunState
 from ..schema import Cancelled, ExpertsRef, Mesh, OffloadPolicy, PathMap, StepRecord, Timeline, WeightPlacement
+from ..wan import CodeFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,8 @@ class WorkerFacts:
     """Rendezvous of the worker; 0 outside of one."""
     auto_dtype: str = "float32"
     """Dtype on this worker for experts with `compute_dtype` "auto"."""
+    multiplied: tuple[CodeFormat, ...] = ()
+    """Formats of codes that this worker can multiply as they are stored."""
     machine: str = ""
     """Identifier of the machine. Workers with the same one share its RAM and page cache."""
 

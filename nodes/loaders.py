@@ -154,7 +154,7 @@ def _opened_ui(ref: ExpertsRef, pair: ExpertPair, warnings: Sequence[str] = ()) 
         return warnings_ui(warnings)
     if not pair.code_formats:
         unchanged = (
-            'arithmetic "as stored" changes nothing, because no matrix is stored in int8 or fp8: choose storage '
+            'arithmetic "as stored" changes nothing, because no int8 or fp8 matrix may be multiplied: choose storage '
         )
         return warnings_ui([*warnings, f'{unchanged}"int8 ConvRot", or write files with `wanstream quantise`'])
     device = current_host().device()

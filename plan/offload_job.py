@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..schema import ExpertShape
+from ..schema import ExpertShape, Storage
 from .machine import LINEAR_FORMATS
 from .visits import Visit, step_visits
 
@@ -40,6 +40,8 @@ class OffloadJob:
     """Format in which the linear layers of the blocks are multiplied, of `LINEAR_FORMATS`; "": in `compute_dtype`."""
     attention_bytes: int = 0
     """See `KernelNeeds`."""
+    quantised_to: Storage = "as stored"
+    """Format that blocks are quantised to between file and RAM."""
     patch_bytes: int = 0
     """Bytes of a buffer behind its block: factors of LoRAs that are computed beside matrices."""
     host_resident_bytes: int = 0
@@ -91,7 +93,7 @@ class OffloadJob:
     @property
     def quantises(self) -> bool:
         """True if blocks are quantised between file and RAM."""
-        return self.file_bytes > self.stored_bytes
+        return self.quantised_to != "as stored"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -273,7 +273,7 @@ def in_fp8(job: OffloadJob) -> OffloadJob:
 
     The row scales, less than a thousandth of it, are not counted.
     """
-    return replace(job, stored_bytes=job.stored_bytes // job.value_bytes)
+    return replace(job, stored_bytes=job.stored_bytes // job.value_bytes, quantised_to="fp8")
 
 
 def in_int8(job: OffloadJob) -> OffloadJob:
@@ -282,13 +282,14 @@ def in_int8(job: OffloadJob) -> OffloadJob:
     RAM, bus and buffers have 1 byte per weight, and a scale for each row.
     """
     nbytes = job.expert.int8_bytes()
-    return replace(job, stored_bytes=nbytes, computed_bytes=nbytes, linear_format="int8")
+    int8 = replace(job, stored_bytes=nbytes, computed_bytes=nbytes, linear_format="int8")
+    return replace(int8, quantised_to="int8 ConvRot")
 
 
 def in_compute_dtype(job: OffloadJob) -> OffloadJob:
     """Return `job` with weights that are decoded on arrival, and multiplied in its compute dtype."""
     computed = job.expert.streamed_bytes(bytes_per_weight=job.value_bytes)
-    return replace(job, computed_bytes=computed, linear_format="")
+    return replace(job, computed_bytes=computed, linear_format="", patch_bytes=0)
 
 
 def videos_at_once(job: OffloadJob, videos: int) -> OffloadJob:

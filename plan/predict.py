@@ -104,7 +104,7 @@ def read_seconds(job: OffloadJob, machine: Machine) -> float:
     read_s = job.file_bytes / machine.disk_bytes_per_s
     if not job.quantises:
         return read_s
-    share = ROTATED_SHARE if job.linear_format == "int8" else 1.0
+    share = ROTATED_SHARE if job.quantised_to == "int8 ConvRot" else 1.0
     return max(read_s, job.file_bytes / (share * machine.quantise_bytes_per_s))
 
 

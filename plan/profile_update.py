@@ -46,10 +46,28 @@ def calibrate_machine(machine: Machine, job: OffloadJob, plan: OffloadPlan, meas
         )
     if not measured.compute_s > 0:
         raise ValueError(f"the measured step computed for {measured.compute_s} s: nothing can be learned from it")
-    found = replace(machine, flops_per_s=_flops_per_s(machine, job, plan, measured))
+    found = _with_speedup(machine, job, plan, measured)
+    if found is None:
+        found = replace(machine, flops_per_s=_flops_per_s(machine, job, plan, measured))
     for field in _transfer_rates(found, job, measured):
         found = _with_rate(found, field, _rate(found, field, job, plan, measured))
     return replace(found, origin=machine.origin.removesuffix(CORRECTED) + CORRECTED)
+
+
+def _with_speedup(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> Machine | None:
+    """Return `machine` with the speed-up of linear layers that explains the step's compute time.
+
+    None if the speed-up of the job's format is known, or if none explains the time: then the rate of a block has to.
+    """
+    if not job.linear_format or job.linear_format in machine.linear_speedups:
+        return None
+    # Without a speed-up, equivalent flops are all flops: in the measured time, this many pass at the known rate.
+    whole, linear = equivalent_flops(job, machine), job.expert.linear_flops(job.tokens)
+    passed = whole * machine.flops_per_s / _flops_per_s(machine, job, plan, measured)
+    left = passed - (whole - linear)
+    if left <= 0:
+        return None
+    return replace(machine, linear_speedups={**machine.linear_speedups, job.linear_format: linear / left})
 
 
 def _flops_per_s(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> float:

@@ -78,6 +78,7 @@ def offload_job(
         linear_format=kernel_needs(pair).linear_format,
         attention_bytes=kernel_needs(pair).attention_bytes,
         patch_bytes=pair.patch_bytes,
+        quantised_to=pair.quantised_to,
         host_resident_bytes=pair.host_resident_bytes,
         converts=pair.decodes,
         cached_states=0 if cache is None else cache.cached_states,

@@ -12,7 +12,14 @@ from .checkpoint.mismatches import expert_mismatches, lora_mismatches
 from .checkpoint.open import open_expert
 from .checkpoint.quantise_file import write_int8
 from .experts.engine import ExpertEngine
-from .experts.open import ARITHMETIC_CHOICES, ExpertsRegistry, open_experts, open_pair, with_resolved_precision
+from .experts.open import (
+    ARITHMETIC_CHOICES,
+    ExpertsRegistry,
+    arithmetic_of,
+    open_experts,
+    open_pair,
+    with_resolved_precision,
+)
 from .experts.pair import ExpertPair
 from .experts.storage import STORAGES
 from .image_encoder import HEADS, PREFIX, WIDTH, open_image_encoder
@@ -21,7 +28,7 @@ from .text.embedding_cache import EmbeddingCache
 from .text.encoder import open_text_encoder
 from .transformer.forward import BlockCache, Lane, SkipDecision, forward_lanes
 from .transformer.kernels import ATTENTIONS, INT8_ATTENTION
-from .transformer.multiplication import choose_multiplication
+from .transformer.multiplication import CodeFormat, choose_multiplication, multiplied_formats
 from .transformer.nag import Nag, attach_nag
 from .transformer.per_frame_timestep import frame_timesteps
 from .transformer.probe import block_pass, probe_block, probe_int8, random_block
@@ -51,6 +58,7 @@ __all__ = [
     "WAN22",
     "WIDTH",
     "BlockCache",
+    "CodeFormat",
     "DecodeNeeds",
     "DecodeOutOfMemoryError",
     "EmbeddingCache",
@@ -67,6 +75,7 @@ __all__ = [
     "TilingError",
     "VaeMemoryError",
     "WanVae",
+    "arithmetic_of",
     "attach_nag",
     "block_pass",
     "check_latents",
@@ -81,6 +90,7 @@ __all__ = [
     "forward_lanes",
     "frame_timesteps",
     "lora_mismatches",
+    "multiplied_formats",
     "native_transformer_name",
     "normalise",
     "open_expert",

@@ -23,6 +23,7 @@ from ...devices import AUTO, common_dtype, dtype_name
 from ...plan import stage_boundaries
 from ...sampling import DenoiseRequest, RequestError, RunState, SamplingCancelled, StepProgress, split_request
 from ...schema import ExpertsRef, Mesh, OffloadPolicy, StateError, WorkersRef
+from ...wan import arithmetic_of
 from ..messages import RunTask, StepReport, WorkerFacts
 from ..transport.path_map import check_paths, paths_of
 from ..transport.pool import Pool, WorkerLostError
@@ -89,7 +90,7 @@ class Driver:
         with self._exclusive():
             log = TaskLog()
             steps = [stage_steps(part, self.mesh.stage) for part in parts]
-            experts = _in_one_dtype(experts, self._connect(experts, parts[0].start_step, should_stop))
+            experts = _in_one_precision(experts, self._connect(experts, parts[0].start_step, should_stop))
             tasks = [RunTask(experts=experts, request=part, policy=policy, paths=self.ref.paths) for part in parts]
             for group in self._groups.values():
                 group.assign(tasks, log)
@@ -142,13 +143,20 @@ class Driver:
             self._running.release()
 
 
-def _in_one_dtype(experts: ExpertsRef, facts: Sequence[WorkerFacts]) -> ExpertsRef:
-    """Replace the compute dtype "auto" by one dtype for all workers; in different ones, their results would differ."""
-    if experts.compute_dtype != AUTO:
-        return experts
-    dtype = common_dtype([getattr(torch, each.auto_dtype) for each in facts])
-    logger.info("compute_dtype auto: the blocks compute in %s on all workers", dtype_name(dtype))
-    return replace(experts, compute_dtype=dtype_name(dtype))
+def _in_one_precision(experts: ExpertsRef, facts: Sequence[WorkerFacts]) -> ExpertsRef:
+    """Replace the compute dtype "auto" and the arithmetic "as stored" by what all workers can compute in.
+
+    In different ones their results would differ, and with shards their blocks would have different sizes.
+    """
+    if experts.compute_dtype == AUTO:
+        dtype = common_dtype([getattr(torch, each.auto_dtype) for each in facts])
+        logger.info("compute_dtype auto: the blocks compute in %s on all workers", dtype_name(dtype))
+        experts = replace(experts, compute_dtype=dtype_name(dtype))
+    if experts.arithmetic == "as stored":
+        common = [fmt for fmt in facts[0].multiplied if all(fmt in each.multiplied for each in facts)]
+        experts = replace(experts, arithmetic=arithmetic_of(common))
+        logger.info("arithmetic as stored: %s on all workers", experts.arithmetic)
+    return experts
 
 
 def part_sizes(batch: int, mesh: Mesh) -> list[int]:

@@ -19,7 +19,7 @@ from ...devices import auto_dtype, available_bytes, compute_device, dtype_name, 
 from ...plan import VRAM_RESERVE
 from ...sampling import RunSlice, StepProgress, denoise
 from ...schema import VERSION, Mesh, PathMap
-from ...wan import ExpertsRegistry, WanVae, open_pair, open_vae
+from ...wan import ExpertsRegistry, WanVae, multiplied_formats, open_pair, open_vae
 from ..messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.path_map import resolve_experts, resolve_path, weight_bytes
 from .groups import ProcessGroups
@@ -154,6 +154,7 @@ class Worker:
             tile_bytes=decode_budget(self._device, self._experts.loaded_bytes),
             generation=self._groups.rendezvous.generation,
             auto_dtype=dtype_name(auto_dtype(self._device)),
+            multiplied=multiplied_formats(self._device, auto_dtype(self._device)),
             machine=self._machine,
         )
 

@@ -151,7 +151,8 @@ class QuantisedSource:
     Halves the bytes of a bf16 or fp16 block in RAM and on the bus, and quarters those of an fp32 block. Other matrices
     are not changed (`quantised_packings`). Several threads read and quantise a few rows at a time, with 6 MB of memory
     each (12 MB for int8), so that no block is ever in RAM in the precision of its file. The result depends on the file
-    alone: it is the same for every read, on every rank.
+    alone: it is the same for every read, on every rank. A rank that keeps the end of a matrix keeps all of its scales,
+    and reads the whole matrix for them: 5 % more of an A14B block in all for two ranks, and 36 % for eight.
 
     Args:
         inner: source to read from; `close` closes it too.
@@ -238,7 +239,7 @@ class QuantisedSource:
 
     def _quantise(self, key: BlockKey, piece: RowPiece, packing: EightBit, into: torch.Tensor, scales: Tensors) -> None:
         name, part = piece.tensor.name, slice(piece.rows.start, piece.rows.stop)
-        stored, work = self._thread_memory(piece)
+        stored, work = self._thread_memory(piece, work=not packing.group)
         self._inner.read_rows(key, name, piece.rows, stored)
         values = stored.view(piece.tensor.dtype).view(len(piece.rows), -1)
         codes, row_scales = (each[part] for each in packing.split(into, piece.tensor.shape))
@@ -255,13 +256,14 @@ class QuantisedSource:
                 f'{part.start + err.row}, so it cannot be quantised: load it with storage "as stored", or another file'
             ) from err
 
-    def _thread_memory(self, piece: RowPiece) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this thread's memory for the stored bytes of `piece` and for quantising, reused by all pieces."""
+    def _thread_memory(self, piece: RowPiece, *, work: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this thread's memory for the stored bytes of `piece` and for work, reused by all pieces."""
         part = piece.bytes_of_tensor
-        nbytes, columns = part.stop - part.start, piece.tensor.shape[1]
+        nbytes, columns = part.stop - part.start, piece.tensor.shape[1] if work else 0
         memory: tuple[torch.Tensor, torch.Tensor] | None = getattr(self._memory, "reused", None)
         if memory is None or memory[0].numel() < nbytes or memory[1].numel() < columns:
-            memory = self._memory.reused = (allocate_flat(max(nbytes, self._piece_bytes), "cpu"), work_memory(columns))
+            fp32 = work_memory(columns) if work else torch.empty(0)
+            memory = self._memory.reused = (allocate_flat(max(nbytes, self._piece_bytes), "cpu"), fp32)
         return memory[0][:nbytes], memory[1]
 
 

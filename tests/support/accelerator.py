@@ -28,7 +28,6 @@ HOST_WAITS = {
     "offload/host_memory/pages.py copy_to_device": "from memory whose page lock was refused",
     "offload/host_memory/ram_slots.py read": "the read thread waits until a slot was copied",
     "offload/sharding/device_slots.py reserve": "the read thread waits until a slot was gathered",
-    "offload/sharding/shards.py complete": "scales of shards, once",
     "offload/transfers/cuda.py settle": "between runs",
     "offload/probe.py decoded": _HELPER,
     "offload/probe.py typical_s": _HELPER,
@@ -53,7 +52,7 @@ HOST_WAITS = {
     "wan/lora/apply.py write_patched": _LOOKED_UP,
     "wan/text/encoder.py encode": _ONCE,
     "wan/transformer/forward.py forward_lanes": "timesteps that a caller keeps on the device",
-    "wan/transformer/multiplication.py test_fault": "test products, once per process",
+    "wan/transformer/multiplication.py result_fault": "test products, once per process",
     "wan/vae/vae.py _decode_video": "frames that leave the device",
     "wan/vae/vae.py _load": _LOOKED_UP,
 }

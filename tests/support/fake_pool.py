@@ -23,6 +23,7 @@ from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.sampling import RunState, SamplingCancelled
 from wanstream.schema import PathMap, StepRecord, Timeline
+from wanstream.wan import CodeFormat
 
 Failing = Literal["dies", "hangs", "dies after all reports"] | Exception
 
@@ -126,6 +127,7 @@ class FakeWorker:
             sizes=dict.fromkeys(missing),
             generation=generation,
             auto_dtype=self._pool.auto_dtypes.get(self._rank, "float32"),
+            multiplied=self._pool.multiplied.get(self._rank, ("int8", "fp8")),
         )
 
     def _free_port(self) -> int:
@@ -250,6 +252,8 @@ class FakePool:
     rendezvous: dict[tuple[int, int], FakeRendezvous] = field(default_factory=dict)
     auto_dtypes: dict[int, str] = field(default_factory=dict)
     """Dtypes by rank; float32 for the others."""
+    multiplied: dict[int, tuple[CodeFormat, ...]] = field(default_factory=dict)
+    """Formats that a worker multiplies, by rank; int8 and fp8 for the others."""
     facts: WorkerFacts = field(
         default_factory=lambda: WorkerFacts(
             pid=0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..checkpoint.key_names import both_names
 from ..checkpoint.open import Expert, open_expert
 from ..lora.file import open_lora
 from ..transformer.kernels import INDUCTOR, Kernels, check_installed
-from ..transformer.multiplication import CODE_FORMATS, choose_multiplication
+from ..transformer.multiplication import CODE_FORMATS, CodeFormat, multiplied_formats
 from .pair import ExpertPair
 from .storage import MULTIPLIED, STORAGES, log_unquantised
 
@@ -206,9 +206,14 @@ def with_resolved_precision(ref: ExpertsRef, device: torch.device) -> ExpertsRef
         ref = replace(ref, compute_dtype=dtype_name(resolve_dtype(AUTO, device)))
     if ref.arithmetic != "as stored":
         return ref
-    dtype = getattr(torch, ref.compute_dtype)
-    formats = [fmt for fmt in CODE_FORMATS.values() if choose_multiplication(fmt, device, dtype).code is not None]
-    return ref if len(formats) == len(CODE_FORMATS) else replace(ref, arithmetic=formats[0] if formats else "decoded")
+    return replace(ref, arithmetic=arithmetic_of(multiplied_formats(device, getattr(torch, ref.compute_dtype))))
+
+
+def arithmetic_of(formats: Collection[CodeFormat]) -> Arithmetic:
+    """Return what "as stored" means where matrices in these formats can be multiplied."""
+    if len(formats) == len(CODE_FORMATS):
+        return "as stored"
+    return next(iter(formats), "decoded")
 
 
 def open_pair(ref: ExpertsRef, *, shared: bool = False) -> ExpertPair:

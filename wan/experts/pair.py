@@ -212,6 +212,11 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         return max(block_factor_bytes(self.high.config, stack, self.compute_dtype) for stack in stacks)
 
     @property
+    def quantised_to(self) -> Storage:
+        """Format that blocks are quantised to between file and RAM."""
+        return self.storage if self._block_bytes.quantised else "as stored"
+
+    @property
     def code_formats(self) -> tuple[CodeFormat, ...]:
         """Formats of the blocks' matrices in RAM that could be multiplied as they are: "int8", "fp8", both or none."""
         every = replace(self._precision, arithmetic="as stored")

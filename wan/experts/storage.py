@@ -64,6 +64,8 @@ class BlockBytes:
     """Bytes of GPU memory, in addition to the buffers, for the stored form of arriving blocks; 0 without decoding."""
     quantised_values: int
     """Values of the largest part of a block that is GGUF-quantised; 0 for other formats."""
+    quantised: bool
+    """True if a matrix is quantised between file and RAM."""
     multiplied: frozenset[torch.dtype]
     """Dtypes of the codes that are multiplied as they are stored."""
 
@@ -92,6 +94,7 @@ def block_bytes(experts: Mapping[str, Expert], precision: Precision) -> BlockByt
         computed=max(fmt.computed.nbytes for fmt in kept),
         decoded=RAW_SLOTS * max((fmt.stored.nbytes for fmt in kept if not fmt.is_raw), default=0),
         quantised_values=max(fmt.quantised_values for fmt in kept),
+        quantised=any(quantised_packings(fmt, precision.storage) for fmt in in_file),
         multiplied=frozenset(
             tensor.packing.dtype
             for fmt in kept

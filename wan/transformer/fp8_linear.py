@@ -9,7 +9,7 @@ from torch import nn
 
 from ...offload import FP8
 from ...schema import piece_tokens
-from .scaled_linear import ScaledLinear, finish_product, patch_of
+from .scaled_linear import ScaledLinear, add_patch, finish_product, patch_of
 
 LARGEST = torch.finfo(FP8).max
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -65,27 +65,30 @@ def fp8_linear(
         [..., rows] in the dtype of the tokens.
     """
     rows, columns = weight.shape
-    flat = tokens.reshape(-1, columns)
+    flat = tokens.reshape(-1, columns).contiguous()  # CUDA takes codes row by row only
     out = flat.new_empty(len(flat), rows)
     at_once = piece_tokens(rows, columns)
-    one = None if scales_inside else torch.ones((), device=flat.device)
+    by_row = weight_scale.view(1, -1)
+    if scales_inside:
+        by_row = by_row.expand(1, rows).contiguous()
+    one = torch.ones((), device=flat.device)
     for start in range(0, len(flat), at_once):
-        part = flat[start : start + at_once]
+        part, result = flat[start : start + at_once], out[start : start + at_once]
         codes, scale = quantise_tokens_fp8(part)
-        if one is None:
-            by_row = weight_scale.view(1, -1).expand(1, rows).contiguous()
-            result = torch._scaled_mm(codes, weight.t(), scale, by_row, bias=bias, out_dtype=flat.dtype)
-            result = finish_product(result, part, None, up, down)
+        if scales_inside:
+            torch._scaled_mm(codes, weight.t(), scale, by_row, bias=bias, out_dtype=flat.dtype, out=result)
+            add_patch(result, part, up, down)
         else:
-            sums = torch._scaled_mm(codes, weight.t(), one, one, out_dtype=torch.float32)
-            result = finish_product(sums.mul_(weight_scale.view(1, -1)).mul_(scale), part, bias, up, down)
-        out[start : start + at_once].copy_(result)
+            sums = torch._scaled_mm(codes, weight.t(), one, one, out_dtype=torch.float32).mul_(by_row).mul_(scale)
+            result.copy_(finish_product(sums, part, bias, up, down))
     return out.view(*tokens.shape[:-1], rows)
 
 
 def quantise_tokens_fp8(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return fp8 codes [tokens, columns] and their fp32 scales [tokens, 1]."""
-    scales = (tokens.abs().amax(1, keepdim=True).float() / LARGEST).clamp_(min=SMALLEST_SCALE)
+    # The largest magnitude, without a copy of all of them.
+    largest = torch.linalg.vector_norm(tokens, float("inf"), dim=1, keepdim=True)
+    scales = (largest.float() / LARGEST).clamp_(min=SMALLEST_SCALE)
     return (tokens / scales).clamp_(-LARGEST, LARGEST).to(FP8), scales
 
 

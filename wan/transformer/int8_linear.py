@@ -77,7 +77,7 @@ def int8_linear(
         [..., rows] in the dtype of the tokens.
     """
     rows, columns = weight.shape
-    flat = tokens.reshape(-1, columns)
+    flat = tokens.reshape(-1, columns).contiguous()  # CUDA takes codes row by row only
     out = flat.new_empty(len(flat), rows)
     at_once = piece_tokens(rows, columns)
     for start in range(0, len(flat), at_once):

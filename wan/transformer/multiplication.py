@@ -105,6 +105,11 @@ def choose_multiplication(fmt: CodeFormat, device: torch.device, dtype: torch.dt
     return choice
 
 
+def multiplied_formats(device: torch.device, dtype: torch.dtype) -> tuple[CodeFormat, ...]:
+    """Return the formats whose matrices can be multiplied by tokens of `dtype` on `device`."""
+    return tuple(fmt for fmt in CODE_FORMATS.values() if choose_multiplication(fmt, device, dtype).code is not None)
+
+
 def replace_linears(
     blocks: Mapping[str, nn.Module], layers: Mapping[str, Mapping[str, EightBit]]
 ) -> list[ScaledLinear]:

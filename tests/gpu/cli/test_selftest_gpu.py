@@ -48,8 +48,8 @@ def subject(gpu: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(machine_profile, "SCRATCH_FILE_BYTES", 2**24)
     write = run_checks._write_experts
 
-    def write_some(shape: TinyShape, folder: Path) -> dict[str, ExpertsRef]:
-        return {name: ref for name, ref in write(shape, folder).items() if name in FORMATS}
+    def write_some(shape: TinyShape, folder: Path, device: torch.device) -> dict[str, ExpertsRef]:
+        return {name: ref for name, ref in write(shape, folder, device).items() if name in FORMATS}
 
     monkeypatch.setattr(run_checks, "_write_experts", write_some)
     return Subject(

@@ -115,6 +115,8 @@ def test_blocks_that_are_rotated_while_they_are_read_take_longer(rate_machine: R
     job, machine = make_job(), rate_machine(read=0.1)
     assert read_seconds(in_fp8(job), machine) == pytest.approx(0.2)
     assert read_seconds(in_int8(job), machine) == pytest.approx(0.5)
+    decoded = replace(in_int8(job), computed_bytes=job.computed_bytes, linear_format="")
+    assert read_seconds(decoded, machine) == pytest.approx(0.5)
 
 
 def test_a_run_in_int8_is_compared_with_decoding(rate_machine: Rated, make_job: Job) -> None:

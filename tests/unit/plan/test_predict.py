@@ -71,7 +71,7 @@ def test_the_first_block_is_read_then_copied_then_decoded(
 
 def test_quantising_slower_than_the_disk_limits_reading(rate_machine: Rated, make_job: Job) -> None:
     block = make_job().computed_bytes
-    job = make_job(stored_bytes=block // 2, file_bytes=block)
+    job = make_job(stored_bytes=block // 2, file_bytes=block, quantised_to="fp8")
     machine = rate_machine(quantise_bytes_per_s=block / 3.0)
     assert hardware_of(job, machine, None).disk_bytes_per_s == pytest.approx(block / 3.0)
     assert hardware_of(make_job(), machine, None).disk_bytes_per_s == pytest.approx(block / 0.5)

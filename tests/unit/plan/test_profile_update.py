@@ -35,6 +35,22 @@ def test_the_time_of_computing_gives_its_rate(
     )
 
 
+@pytest.mark.parametrize("speedup", [0.5, 1.8])
+def test_an_unknown_speedup_is_learnt_and_the_rate_of_blocks_is_kept(
+    rate_machine: Rated, make_job: Job, speedup: float
+) -> None:
+    job = make_job(linear_format="fp8")
+    believed = rate_machine(read=0.01, copy=0.01, linear_speedups={"int8": 3.0})
+    chosen = plan_offload(job, believed, Budgets())
+    real = replace(believed, linear_speedups={"int8": 3.0, "fp8": speedup})
+    found = calibrate_machine(believed, job, chosen, _first_step(job, real, chosen.policy))
+    assert found.flops_per_s == believed.flops_per_s
+    assert found.linear_speedups == {"int8": 3.0, "fp8": pytest.approx(speedup)}
+    # A step that is faster than its attention alone: the rate of the block is another one.
+    fast = replace(real, flops_per_s=100 * believed.flops_per_s)
+    assert "fp8" not in calibrate_machine(believed, job, chosen, _first_step(job, fast, chosen.policy)).linear_speedups
+
+
 def test_a_first_step_of_fewer_lanes_is_not_taken_for_fast_computing(rate_machine: Rated, make_job: Job) -> None:
     job, believed = make_job(lanes={"high": 2, "low": 1}), rate_machine(read=0.01, copy=0.01)
     chosen = plan_offload(job, believed, Budgets())

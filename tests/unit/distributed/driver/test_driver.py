@@ -114,6 +114,29 @@ def test_all_workers_of_a_run_compute_in_the_same_dtype(
     assert ("compute in float16 on all workers" in caplog.text) == (asked == "auto")
 
 
+@pytest.mark.parametrize(
+    ("workers", "computed"),
+    [
+        ({}, "as stored"),
+        ({1: ("int8",)}, "int8"),
+        ({0: ("fp8",), 2: ("int8", "fp8")}, "fp8"),
+        ({0: ("fp8",), 3: ("int8",)}, "decoded"),
+        ({2: ()}, "decoded"),
+    ],
+    ids=str,
+)
+def test_all_workers_of_a_run_multiply_in_the_same_formats(
+    workers: Any, computed: str, fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
+    """An fp8 file on an RTX 3090 next to an RTX 4090, say."""
+    pool = fakes.FakePool(4, multiplied=workers)
+    for asked in ("as stored", "decoded"):
+        pool.sent.clear()
+        experts = replace(experts_ref(), arithmetic=asked)
+        driver_of(pool, Mesh(data=2, cfg=2)).denoise(experts, request_of(2), LAYERWISE)
+        assert {task.experts.arithmetic for _, task in pool.sent} == {computed if asked == "as stored" else "decoded"}
+
+
 def test_samples_are_shared_out_evenly(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     pool = fakes.FakePool(2)
     driver_of(pool, Mesh(data=2)).denoise(experts_ref(), request_of(5), LAYERWISE)
