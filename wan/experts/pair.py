@@ -150,9 +150,10 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
                     sharded=self._sharded,
                 )
             self._engine_sharded = self._sharded
-        elif self._engine.policy != policy:
-            self._engine.set_policy(policy)
+        # Before the policy, which attaches the kernels again: they may be others since the last run.
         self._engine.set_kernels(self.kernels)
+        if self._engine.policy != policy:
+            self._engine.set_policy(policy)
         self._factors.keep_only([lora for stack in self._loras.values() for lora, _ in stack])
         self._engine.set_loras(self._active_loras(), self._factors)
         return self._engine

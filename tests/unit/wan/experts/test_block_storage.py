@@ -17,6 +17,7 @@ from wanstream.plan.memory import RAW_SLOTS
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.experts.open import open_experts
+from wanstream.wan.transformer.kernels import Kernels
 
 POLICY = OffloadPolicy.layerwise(1)
 VALUES = 8 * 256 * 256 + 2 * 256 * 512
@@ -142,3 +143,14 @@ def test_another_storage_is_refused_with_those_there_are(tiny_expert_file):
         ValueError, match="storage is 'int8'; blocks can be kept 'as stored' or 'fp8' or 'int8 ConvRot'"
     ):
         open_experts(tiny_expert_file(), tiny_expert_file(), storage="int8")
+
+
+def test_another_policy_attaches_the_new_kernels_only(tiny_expert_file, monkeypatch):
+    """The former ones may be those of a package that is gone."""
+    path, attached = tiny_expert_file(), []
+    with open_experts(path, path) as pair:
+        kernels = pair.engine(POLICY, "cpu").models.kernels
+        monkeypatch.setattr(kernels, "set", lambda chosen, chunk_tokens: attached.append(chosen))
+        pair.kernels = Kernels(compiler="eager")
+        pair.engine(OffloadPolicy.layerwise(0), "cpu")
+    assert attached == [pair.kernels] * 2
