@@ -124,7 +124,7 @@ def log_unquantised(experts: Iterable[Expert], storage: Storage) -> None:
 
 def _file_source(experts: Mapping[str, Expert], precision: Precision, *, direct: bool | None) -> FileSource:
     """Return the source of every block's streamed weights as they are in the files, by name within the block."""
-    # What is to be quantised keeps its scales apart.
+    # fp8 that becomes int8 keeps its scales apart, where the quantising source reads them.
     multiplied = precision.multiplied - ({FP8} if precision.storage == "int8 ConvRot" else set())
     blocks: dict[BlockKey, dict[str, FileTensor]] = {}
     scales: dict[BlockKey, dict[str, FileTensor]] = {}
