@@ -68,10 +68,11 @@ def fp8_linear(
     flat = tokens.reshape(-1, columns).contiguous()  # CUDA takes codes row by row only
     out = flat.new_empty(len(flat), rows)
     at_once = piece_tokens(rows, columns)
-    by_row = weight_scale.view(1, -1)
+    by_row, one = weight_scale.view(1, -1), weight_scale
     if scales_inside:
         by_row = by_row.expand(1, rows).contiguous()
-    one = torch.ones((), device=flat.device)
+    else:
+        one = torch.ones((), device=flat.device)
     for start in range(0, len(flat), at_once):
         part, result = flat[start : start + at_once], out[start : start + at_once]
         codes, scale = quantise_tokens_fp8(part)
