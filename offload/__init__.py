@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .engine.engine import OffloadEngine, attach_offload
+from .engine.forward_course import ForwardCourse
 from .engine.run import EngineRun
 from .formats.decode import CHUNK_VALUES, decode_tensor, decode_work_bytes
 from .formats.gguf_header import read_gguf_header
@@ -42,6 +43,7 @@ __all__ = [
     "FileSource",
     "FileTensor",
     "FileVersion",
+    "ForwardCourse",
     "GatherBrokenError",
     "InsufficientRamError",
     "LockedBlocks",

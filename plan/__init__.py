@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..schema import OffloadPolicy
 from .candidates import CHUNKS
+from .forward_passes import PassOrders, predict_visits
 from .machine import Machine, expected_machine
 from .memory import RAM_SHARE, RAW_SLOTS, STAGING_SLOTS, VRAM_RESERVE, DoesNotFitError
 from .offload_job import AutoOffload, Budgets, OffloadJob
@@ -47,6 +48,7 @@ __all__ = [
     "OffloadJob",
     "OffloadPlan",
     "OffloadPolicy",
+    "PassOrders",
     "RamProgram",
     "RamResidency",
     "RunPrograms",
@@ -74,6 +76,7 @@ __all__ = [
     "plan_offload",
     "plan_ram",
     "predict",
+    "predict_visits",
     "shrink_to_budget",
     "skipped_steps",
     "split_at_boundary",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...plan import BlockKey
-from ..formats.layout import FlatLayout, FlatTensor, streamed_names, tensor_views
+from ..formats.layout import FlatLayout, FlatTensor, tensor_views
 from ..formats.packing import EightBit
 from ..patches import StagedPatch
 from .buffers import BlockBuffer
@@ -27,10 +27,10 @@ class BlockBinding:
     def __init__(self, key: BlockKey, block: nn.Module, layout: FlatLayout) -> None:
         self.key = key
         self._layout = layout
-        names = streamed_names(block)
-        expected = tuple(tensor.name for tensor in layout.tensors)
-        if set(names) != set(expected):
-            difference = sorted(set(names) ^ set(expected))
+        streamed = {tensor.name for tensor in layout.tensors}
+        tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+        without_data = {name for name, tensor in tensors.items() if tensor.is_meta}
+        if difference := sorted((streamed - tensors.keys()) | (without_data - streamed)):
             raise ValueError(
                 f"block {key.block} of {key.expert!r}: the source and the module differ in {', '.join(difference)}"
             )
@@ -121,9 +121,9 @@ class ResidentTensors:
     The constructor copies them to the device, which may fail; `put` installs the copies, which cannot fail.
     """
 
-    def __init__(self, block: nn.Module, device: torch.device) -> None:
+    def __init__(self, block: nn.Module, device: torch.device, layout: FlatLayout) -> None:
         self._originals: list[_Entry] = []
-        streamed = streamed_names(block)
+        streamed = {tensor.name for tensor in layout.tensors}
         for path, module in block.named_modules():
             for store in (module._parameters, module._buffers):
                 tensors = cast("dict[str, torch.Tensor | None]", store)

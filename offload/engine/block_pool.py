@@ -78,7 +78,11 @@ class BlockPool:
             for name, stack in stacks.items()
             for key, block in ((BlockKey(name, index), block) for index, block in enumerate(stack))
         }
-        self._resident_tensors = [ResidentTensors(block, device) for stack in stacks.values() for block in stack]
+        self._resident_tensors = [
+            ResidentTensors(block, device, self.formats[BlockKey(name, index)].computed)
+            for name, stack in stacks.items()
+            for index, block in enumerate(stack)
+        ]
         # Nothing below can fail. Blocks are changed only from here on, so that an error above leaves them untouched.
         self.unbind_all()
         for tensors in self._resident_tensors:

@@ -135,11 +135,14 @@ def test_what_moved_in_inference_mode_is_an_ordinary_tensor(
         assert [name for name, tensor in moved.items() if tensor.is_inference()] == []
 
 
+@pytest.mark.parametrize("missing_in", ["source", "module"])
 def test_a_source_that_does_not_fit_the_last_block_leaves_the_others_alone(
-    make_stack: Callable[..., nn.ModuleList],
+    make_stack: Callable[..., nn.ModuleList], missing_in: str
 ) -> None:
     stack, other = make_stack(3), make_stack(3)
-    other[2].up = nn.Identity()
+    (other if missing_in == "source" else stack)[2].up = nn.Identity()
+    if missing_in == "source":  # only a weight without data needs the source
+        stack[2].up.to("meta")
     before = snapshot(stack)
     with pytest.raises(ValueError, match=r"block 2 of 'blocks'.*up\.weight"):
         attach_offload(

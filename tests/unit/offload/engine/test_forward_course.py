@@ -1,0 +1,174 @@
+"""Forward passes in an order that is learnt: every block is there, and after the first pass nothing is fetched twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from wanstream.offload import ForwardCourse, OffloadEngine, attach_offload
+from wanstream.offload.sources.base import SourceError
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.plan import OffloadPolicy
+from wanstream.schema import StateError
+from wanstream.tests.support.offload_fixtures import SlowSource
+
+BLOCKS = 6
+POLICIES = [
+    OffloadPolicy.layerwise(1),
+    OffloadPolicy.layerwise(3),
+    OffloadPolicy.block_swap(4),
+    OffloadPolicy.resident(),
+]
+
+
+@pytest.fixture
+def reference(make_stack: Callable[..., nn.ModuleList]) -> nn.ModuleList:
+    return make_stack(BLOCKS)
+
+
+@pytest.fixture
+def attached(make_stack: Callable[..., nn.ModuleList]) -> Iterator[Callable[..., tuple[nn.ModuleList, OffloadEngine]]]:
+    engines: list[OffloadEngine] = []
+
+    def attach(policy: OffloadPolicy, **source: object) -> tuple[nn.ModuleList, OffloadEngine]:
+        stack = make_stack(BLOCKS)
+        engines.append(attach_offload(stack, policy=policy, device="cpu", follow_forward=False, **source))
+        return stack, engines[-1]
+
+    yield attach
+    for engine in engines:
+        engine.detach()
+
+
+def one_pass(course: ForwardCourse, stack: nn.ModuleList, order: Sequence[int]) -> torch.Tensor:
+    course.begin_pass()
+    hidden = torch.ones(1, 32)
+    for block in order:
+        course.enter(block)
+        hidden = stack[block](hidden)
+        course.exit()
+    course.end_pass()
+    return hidden
+
+
+def expected(stack: nn.ModuleList, order: Sequence[int]) -> torch.Tensor:
+    hidden = torch.ones(1, 32)
+    for block in order:
+        hidden = stack[block](hidden)
+    return hidden
+
+
+WHOLE, INTERLEAVED = (0, 1, 2, 3, 4, 5), (0, 4, 1, 2, 5, 3)
+COURSES = {
+    "in order": [WHOLE] * 4,
+    "interleaved": [INTERLEAVED] * 4,
+    "every second pass skipped": [WHOLE, (), WHOLE, ()],
+    "first block only in every second pass": [WHOLE, (0,), WHOLE, (0,)],
+    "two blocks never": [(0, 1, 4, 5)] * 4,
+    "a block twice": [(0, 1, 1, 2, 3, 4, 5)] * 4,
+    "more passes than predicted": [WHOLE] * 9,
+    "fewer": [WHOLE],
+}
+
+
+@pytest.mark.parametrize("passes", COURSES.values(), ids=COURSES)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_every_block_of_every_pass_has_its_weights(
+    attached: Callable[..., tuple[nn.ModuleList, OffloadEngine]],
+    reference: nn.ModuleList,
+    policy: OffloadPolicy,
+    passes: list[Sequence[int]],
+) -> None:
+    stack, engine = attached(policy)
+    course = ForwardCourse(engine)
+    for _ in range(2):
+        course.begin(4)
+        for order in passes:
+            assert torch.equal(one_pass(course, stack, order), expected(reference, order))
+        course.close()
+        assert not engine.running
+        assert course.visits == sum(map(len, passes))
+
+
+@pytest.mark.parametrize("order", [WHOLE, INTERLEAVED, (0, 1, 4, 5)], ids=str)
+def test_a_course_like_the_one_before_needs_one_program_and_one_fetch_per_visit(
+    attached: Callable[..., tuple[nn.ModuleList, OffloadEngine]], order: Sequence[int]
+) -> None:
+    stack, engine = attached(OffloadPolicy.layerwise(1))
+    course = ForwardCourse(engine)
+    course.begin(3)
+    for _ in range(3):
+        one_pass(course, stack, order)
+    course.close()
+    assert (course.recompiled == 0) == (order == WHOLE)
+    course.begin(3)
+    for _ in range(3):
+        one_pass(course, stack, order)
+    course.close()
+    assert course.recompiled == 0
+    kept = len(engine.buffers)  # blocks that the course before has left in buffers
+    assert len(order) * 3 - kept <= course.fetches <= len(order) * 3
+
+
+def test_passes_beyond_the_prediction_double_it(
+    attached: Callable[..., tuple[nn.ModuleList, OffloadEngine]],
+) -> None:
+    stack, engine = attached(OffloadPolicy.layerwise(1))
+    course = ForwardCourse(engine)
+    course.begin(1)
+    for _ in range(16):
+        one_pass(course, stack, WHOLE)
+    course.close()
+    assert course.recompiled == 3  # at passes 2, 5 and 11
+
+
+def test_an_error_in_a_block_ends_the_course_and_the_next_one_is_right(
+    attached: Callable[..., tuple[nn.ModuleList, OffloadEngine]], reference: nn.ModuleList
+) -> None:
+    stack, engine = attached(OffloadPolicy.layerwise(2))
+    course = ForwardCourse(engine)
+    threads = threading.active_count()
+    course.begin(3)
+    one_pass(course, stack, WHOLE)
+    course.begin_pass()
+    course.enter(0)
+    course.close(RuntimeError("out of memory"))
+    assert threading.active_count() == threads
+    assert not engine.running
+    course.begin(1)
+    assert torch.equal(one_pass(course, stack, WHOLE), expected(reference, WHOLE))
+    course.close()
+
+
+def test_a_block_that_cannot_be_read_raises_in_its_visit(
+    make_stack: Callable[..., nn.ModuleList], attached: Callable[..., tuple[nn.ModuleList, OffloadEngine]]
+) -> None:
+    source = SlowSource(ModuleSource({"blocks": list(make_stack(BLOCKS))}), seed=1)
+    source.fail_at = 3
+    stack, engine = attached(OffloadPolicy.layerwise(1), source=source)
+    course = ForwardCourse(engine)
+    course.begin(1)
+    with pytest.raises(SourceError, match="went away"):
+        one_pass(course, stack, WHOLE)
+    course.close()
+    assert not engine.running
+
+
+def test_calls_in_a_wrong_order_raise(attached: Callable[..., tuple[nn.ModuleList, OffloadEngine]]) -> None:
+    _, engine = attached(OffloadPolicy.layerwise(1))
+    course = ForwardCourse(engine)
+    with pytest.raises(StateError, match="closed"):
+        course.begin_pass()
+    course.begin(1)
+    with pytest.raises(StateError, match="between two passes"):
+        course.enter(0)
+    course.begin_pass()
+    course.enter(0)
+    with pytest.raises(StateError, match="in a block"):
+        course.enter(1)
+    course.close()
+    course.close()

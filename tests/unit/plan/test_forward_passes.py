@@ -1,0 +1,38 @@
+"""Prediction of forward passes from the passes before."""
+
+from __future__ import annotations
+
+from wanstream.plan import PassOrders, Visit, predict_visits
+
+
+def test_unknown_passes_are_expected_in_the_order_of_the_stack() -> None:
+    orders = PassOrders(blocks=4)
+    assert orders.expected == (0, 1, 2, 3)
+    assert orders.rest_of([0, 2]) == (1, 3)
+
+
+def test_an_order_is_learnt_and_recognised_by_its_start() -> None:
+    interleaved, short = (0, 3, 1, 4, 2), (0, 1)
+    orders = PassOrders(blocks=5).learn(interleaved).learn(short)
+    assert orders.expected == interleaved
+    assert orders.rest_of([]) == short  # the latest
+    assert orders.rest_of([0, 3]) == (1, 4, 2)
+    assert orders.rest_of([0, 1]) == ()
+    assert orders.rest_of([4]) == (0, 1, 2, 3)
+
+
+def test_a_skipped_pass_teaches_nothing_and_few_orders_are_kept() -> None:
+    orders = PassOrders(blocks=9)
+    assert orders.learn(()) == orders
+    for last in range(9):
+        orders = orders.learn(tuple(range(last)))
+    assert [len(order) for order in orders.seen] == [8, 7, 6, 5]
+
+
+def test_visits_of_the_pass_and_of_those_after_it() -> None:
+    orders = PassOrders(blocks=2).learn((1, 0))
+    assert predict_visits(orders, "m", [1], passes_after=1, number=3) == (
+        Visit(3, "m", 0),
+        Visit(4, "m", 1),
+        Visit(4, "m", 0),
+    )
