@@ -26,6 +26,7 @@ from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, pr
 from .sharding.group import GatherBrokenError, Sharded, StoppedTogether, shard_bytes
 from .sources.base import InsufficientRamError
 from .sources.file import FileSource, read_scales, read_tensors
+from .sources.mapped_file import MappedFile
 from .sources.quantised import QuantisedSource, quantised_format, quantised_packings
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "GatherBrokenError",
     "InsufficientRamError",
     "LockedBlocks",
+    "MappedFile",
     "Microscaled",
     "NotFiniteError",
     "OffloadEngine",

@@ -258,7 +258,7 @@ class ComfyHost(HostApi):
     def _count_pins(self) -> None:
         # Opening or closing a pair may have closed another one, which unlocks its pages.
         for patcher in list(self._patchers.values()):
-            patcher.model.count_pins()
+            patcher.memory.count_pins(patcher.weights)
 
 
 def _evictable(device: torch.device) -> int:

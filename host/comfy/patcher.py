@@ -1,9 +1,8 @@
-"""Streamed experts, here or in workers, as a model in ComfyUI's memory manager, which measures, loads, evicts it."""
+"""Streamed experts, here or in workers, as a model in ComfyUI's memory manager."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,20 +14,13 @@ import comfy.patcher_extension
 import comfy.supported_models
 import torch
 
-from ...plan import keep_near_policy, shrink_to_budget
 from ...sampling import working_bytes
-from ...schema import ExpertsRef, OffloadPolicy, plan_residency
+from ...schema import ExpertsRef
 from ...wan import WAN22, ExpertPair
 from ..api import LoadedExperts
+from .patcher_memory import PolicyMemory, StreamedPatcher
 
 logger = logging.getLogger("wanstream.memory")
-
-SIZE_WHILE_RUNNING = 10**40
-"""Reported size in bytes during a run.
-
-ComfyUI detaches a model that is smaller than the bytes it wants to free, which may be 1e32, and drops it from its list.
-During a run no memory can be released, and the model must still be on the list afterwards.
-"""
 
 
 class ExpertsModel(comfy.model_base.BaseModel):  # type: ignore[misc]
@@ -52,13 +44,9 @@ class ExpertsModel(comfy.model_base.BaseModel):  # type: ignore[misc]
         self.pair = pair
         self.keeps_frames = keeps_frames
         """True if masked frames stay noise-free with timestep 0, as in TI2V-5B; other models get them with noise."""
-        self.requested = OffloadPolicy.layerwise()
-        """The policy of the last load request."""
-        self.policy: OffloadPolicy | None = None
-        """The loaded policy: the requested one, or a smaller one."""
+        self.memory = PolicyMemory("experts")
         self.activation_bytes: Callable[[ExpertPair, Sequence[int]], int] = partial(working_bytes, guided=True)
         """Estimate for the next run; set here, because ComfyUI queries `memory_required` before it loads the policy."""
-        self._counted_pins = 0
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -70,38 +58,6 @@ class ExpertsModel(comfy.model_base.BaseModel):  # type: ignore[misc]
     def open(self, ref: ExpertsRef) -> None:
         """Open `ref` again: other experts or LoRAs may have been opened since the last run."""
         self.pair = self._experts(ref)
-
-    def load(self, requested: OffloadPolicy, budget: float, device: torch.device) -> None:
-        """Create the engine on `device`, with the largest part of the policy whose weights fit into `budget` bytes."""
-        device_bytes = self.pair.device_bytes
-        fitted = shrink_to_budget(requested, self.pair.block_counts, budget=budget, device_bytes=device_bytes)
-        if self.policy is not None and self.requested == requested and self.pair.loaded_bytes:
-            fitted = keep_near_policy(self.policy, fitted, budget=budget, device_bytes=device_bytes)
-        if fitted != requested:
-            logger.info(
-                "%s are free for the experts: %s instead of %s",
-                _size(max(0.0, budget)),
-                self._describe(fitted),
-                self._describe(requested),
-            )
-        # Allocated now, not at the first fetch: ComfyUI counts these bytes as used from here on.
-        self.pair.engine(fitted, device).allocate_buffers()
-        self.requested, self.policy = requested, fitted
-        self.count_pins()
-
-    def count_pins(self) -> None:
-        """Add the pair's page-locked bytes to ComfyUI's total, in versions that have one."""
-        pinned = self.pair.pinned_bytes
-        management = comfy.model_management
-        if hasattr(management, "TOTAL_PINNED_MEMORY"):
-            management.TOTAL_PINNED_MEMORY = max(0, management.TOTAL_PINNED_MEMORY + pinned - self._counted_pins)
-        self._counted_pins = pinned
-
-    def _describe(self, policy: OffloadPolicy) -> str:
-        residency, _ = plan_residency(policy, self.pair.block_counts)
-        resident = min(len(blocks) for blocks in residency.residents.values())
-        blocks = min(self.pair.block_counts.values())
-        return f"{_size(self.pair.device_bytes(policy))} with {resident} of {blocks} blocks resident"
 
     def get_dtype(self) -> torch.dtype:
         return self.pair.compute_dtype
@@ -132,44 +88,27 @@ class ExpertsModel(comfy.model_base.BaseModel):  # type: ignore[misc]
         )
 
 
-class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
+class ExpertsPatcher(StreamedPatcher):
     """Entry of the experts in ComfyUI's list of loaded models."""
 
     # Of the class, because the base class's __init__ calls `model_size`.
     model: ExpertsModel
     ref: ExpertsRef
     """Names experts and LoRAs."""
-    policy: OffloadPolicy | None = None
-    """The policy to load; None: the last requested one."""
+
+    @property
+    def weights(self) -> ExpertPair:
+        return self.model.pair
 
     def clone(self, *args: Any, **settings: Any) -> ExpertsPatcher:
         cloned: ExpertsPatcher = super().clone(*args, **settings)
-        cloned.ref, cloned.policy = self.ref, self.policy
+        cloned.ref = self.ref
         return cloned
 
     def loaded_experts(self) -> LoadedExperts:
         """Return the loaded pair; ComfyUI must have loaded this patcher."""
-        assert self.model.policy is not None, "ComfyUI has not loaded the experts"
-        return LoadedExperts(pair=self.model.pair, policy=self.model.policy, device=self.load_device)
-
-    def model_size(self) -> int:
-        """Return the device bytes that ComfyUI must provide: those of the policy, or the loaded ones if more."""
-        pair = self.model.pair
-        return max(pair.device_bytes(self.policy or self.model.requested), pair.loaded_bytes)
-
-    def loaded_size(self) -> int:
-        """Return the device bytes in use; `SIZE_WHILE_RUNNING` during a run."""
-        self.model.count_pins()  # here, because ComfyUI calls this before each of its memory decisions
-        pair = self.model.pair
-        return SIZE_WHILE_RUNNING if pair.running else pair.loaded_bytes
-
-    def pinned_memory_size(self) -> int:
-        return self.model.pair.pinned_bytes
-
-    def model_mmap_residency(self, free: bool = False) -> tuple[int, int]:
-        """Return resident and required host bytes: equal, so that ComfyUI frees no other model's RAM for us."""
-        pinned = self.pinned_memory_size()
-        return pinned, pinned
+        assert self.memory.policy is not None, "ComfyUI has not loaded the experts"
+        return LoadedExperts(pair=self.model.pair, policy=self.memory.policy, device=self.load_device)
 
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
@@ -178,60 +117,12 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             self.unpatch_model(self.offload_device, unpatch_weights=False)
             self.patch_model(load_weights=False)
-        before = self.loaded_size()
         try:
             self.model.open(self.ref)
-            self.model.load(self.policy or self.model.requested, before + extra_memory, device_to)
+            return self.load_policy(device_to, extra_memory)
         except BaseException:
             self.detach()  # not on ComfyUI's list yet, so ComfyUI would never detach it
             raise
-        self.model.device = device_to
-        return self.loaded_size() - before
-
-    def partially_unload(
-        self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
-    ) -> int:
-        """Free whole blocks; return the freed bytes, 0 if all blocks together are too few.
-
-        Frees nothing during a run, when a preview may load its VAE, but returns `memory_to_free`: otherwise ComfyUI
-        would drop the experts from its list while they use memory. The other model gets the memory that is free.
-        """
-        pair = self.model.pair
-        before = pair.loaded_bytes
-        if pair.running:
-            logger.info("the experts are running: their %s are not freed", _size(before))
-            return math.ceil(memory_to_free)
-        one, two = (pair.device_bytes(OffloadPolicy.layerwise(ahead)) for ahead in (0, 1))
-        block = two - one
-        outside = one - block  # the weights outside the blocks
-        if memory_to_free > before - outside:
-            return 0  # ComfyUI then detaches the experts
-        freed = pair.release_memory(math.ceil(memory_to_free))
-        self.model.count_pins()
-        logger.info("freed %s of %s for another model: %d blocks", _size(freed), _size(before), round(freed / block))
-        return freed
-
-    def partially_unload_ram(self, ram_to_unload: float) -> None:
-        """Release everything, on the device too, because page-locked blocks cannot be released one by one."""
-        if ram_to_unload > 0 and self.model.requested.source == "pinned" and self.model.pair.pinned_bytes:
-            self.detach()
-
-    def detach(self, unpatch_all: bool = True) -> ExpertsModel:
-        """Release all memory, except during a run.
-
-        With `unpatch_all` False nothing is released: ComfyUI is about to load the experts again.
-        """
-        if unpatch_all:
-            if self.model.pair.running:
-                logger.info("the experts are running: they are not unloaded")
-                return self.model
-            before = self.loaded_size()
-            self.model.pair.close()
-            self.model.count_pins()
-            if before:
-                logger.info("freed %s: the experts are unloaded", _size(before))
-        super().detach(unpatch_all)
-        return self.model
 
 
 def workers_patcher(release_memory: Callable[[], bool], load_device: torch.device) -> comfy.model_patcher.ModelPatcher:
@@ -256,7 +147,3 @@ def workers_patcher(release_memory: Callable[[], bool], load_device: torch.devic
     patcher = comfy.model_patcher.ModelPatcher(model, load_device, torch.device("cpu"))
     patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, on_detach)
     return patcher
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...plan import BlockKey
-from ..formats.layout import FlatLayout, FlatTensor, tensor_views
+from ..formats.layout import FlatLayout, FlatTensor, streamed_names, tensor_views
 from ..formats.packing import EightBit
 from ..patches import StagedPatch
 from .buffers import BlockBuffer
@@ -29,7 +29,7 @@ class BlockBinding:
         self._layout = layout
         streamed = {tensor.name for tensor in layout.tensors}
         tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
-        without_data = {name for name, tensor in tensors.items() if tensor.is_meta}
+        without_data = {name for name in streamed_names(block) if tensors[name].is_meta}
         if difference := sorted((streamed - tensors.keys()) | (without_data - streamed)):
             raise ValueError(
                 f"block {key.block} of {key.expert!r}: the source and the module differ in {', '.join(difference)}"

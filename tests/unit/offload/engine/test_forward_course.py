@@ -1,4 +1,4 @@
-"""Forward passes in an order that is learnt: every block is there, and after the first pass nothing is fetched twice."""
+"""Forward passes in an order that is learnt: every block is there, and later passes fetch nothing twice."""
 
 from __future__ import annotations
 
