@@ -2,7 +2,8 @@
 
 `FAMILIES` has the families whose classes this ComfyUI has. Models come from ComfyUI's own classes and have random
 weights; files have the keys and the metadata with which such models are distributed. `check()` returns what a native
-run of each family shows; `test_native_families.py` checks the values.
+run of each family shows; `test_native_families.py` checks the values. Models load and run in inference mode, in which
+ComfyUI runs its nodes.
 """
 
 from __future__ import annotations
@@ -11,21 +12,18 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import comfy.clip_vision
-import comfy.lora
 import comfy.model_base
 import comfy.model_detection
 import comfy.ops
 import comfy.sample
-import comfy.samplers
 import comfy.sd
 import comfy.utils
 import torch
@@ -43,7 +41,7 @@ WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
 }
 """Options of `load_diffusion_model` for the values of the `weight_dtype` of Load Diffusion Model."""
 
-SCALED_LAYOUTS = ("comfy_quant", "metadata", "scaled_fp8")
+SCALED_LAYOUTS = ("comfy_quant", "metadata", "scaled_fp8")[0 if hasattr(comfy.utils, "convert_old_quants") else 2 :]
 """Ways in which files mark scaled fp8: a tensor per layer, the file's metadata, or one tensor (the oldest way)."""
 
 Conditions = Callable[[bool], dict[str, Any]]
@@ -85,7 +83,8 @@ class Family:
     renames: tuple[tuple[str, str], ...] = ()
     """Replacements that turn keys of the class into keys of distributed files."""
     prefix: str = ""
-    seed: int = 1
+    patches: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    """Replacements in ComfyUI, by full name, of what has a fixed size that is too large for a test."""
 
     @property
     def have(self) -> bool:
@@ -112,13 +111,18 @@ class Family:
         module, _, name = self.network.rpartition(".")
         settings = {**self.settings, **self.transformer}
         operations = comfy.ops.disable_weight_init
-        model = getattr(import_module(module), name)(**settings, dtype=torch.float32, device="cpu", operations=operations)
-        model = model.float()
-        generator = torch.Generator().manual_seed(self.seed)
+        with given_configuration(self):
+            network = getattr(import_module(module), name)
+            model = network(**settings, dtype=torch.float32, device="cpu", operations=operations).float()
+        generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 _fill(name, parameter, generator)
         return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+
+    def is_in_block(self, name: str) -> bool:
+        """Return True for a parameter of one of the blocks."""
+        return name.startswith(tuple(f"{blocks}." for blocks in self.lists))
 
     def write(self, path: Path | str, dtype: str) -> None:
         """Write a checkpoint in a number format of `DTYPES`."""
@@ -203,6 +207,7 @@ def _wan_family(
     conditions: Conditions = _nothing,
     unet_config: Mapping[str, Any] | None = None,
     given_frames: int = 0,
+    patches: Mapping[str, Callable[[], Any]] | None = None,
     **settings: Any,
 ) -> Family:
     sizes = {"in_dim": channels, "dim": dim, "num_heads": dim // 128, "ffn_dim": 4 * dim, "num_layers": layers}
@@ -217,6 +222,7 @@ def _wan_family(
         conditions=conditions,
         given_frames=given_frames,
         unet_config=unet_config or {},
+        patches=patches or {},
     )
 
 
@@ -243,8 +249,19 @@ def _vace(contexts: int) -> Conditions:
     return conditions
 
 
-FACE_PIXELS = 512
-"""Height and width of the face pictures of Wan Animate, for which its motion encoder is built."""
+FACE_PIXELS = 64
+"""Height and width of the face pictures that Wan Animate's motion encoder takes if it has three halvings fewer."""
+
+
+def _short_face_encoder() -> type:
+    from comfy.ldm.wan.model_animate import EncoderApp
+
+    class ShortEncoder(EncoderApp):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            del self.convs[5:8]
+
+    return ShortEncoder
 
 
 def _animate(positive: bool) -> dict[str, Any]:
@@ -362,6 +379,7 @@ WAN_FAMILIES = (
         lists=("face_adapter.fuser_blocks",),
         layers=10,
         conditions=_animate,
+        patches={"comfy.ldm.wan.model_animate.EncoderApp": _short_face_encoder},
     ),
     # The height and the width have to be multiples of 8 for the motion frames.
     _wan_family(
@@ -382,6 +400,8 @@ WAN_FAMILIES = (
     _wan_family("wan_scail", "WAN21_SCAIL", "model.SCAILWanModel", channels=20, conditions=_scail),
 )
 
+# ComfyUI 0.3.64 does not read the width of Flux from the file.
+FLUX = {"hidden_size": 128, "num_heads": 1}
 QWEN = {"num_attention_heads": 1, "joint_attention_dim": 256}
 LTX = {
     "num_attention_heads": 2,
@@ -415,9 +435,7 @@ FAMILIES: dict[str, Family] = {
                 "out_channels": 16,
                 "vec_in_dim": 768,
                 "context_in_dim": 4096,
-                "hidden_size": 128,
                 "mlp_ratio": 4.0,
-                "num_heads": 1,
                 "depth": 3,
                 "depth_single_blocks": 5,
                 "axes_dim": [16, 56, 56],
@@ -425,12 +443,14 @@ FAMILIES: dict[str, Family] = {
                 "patch_size": 2,
                 "qkv_bias": True,
                 "guidance_embed": True,
+                **FLUX,
                 **{name: [] for name in ("txt_ids_dims",) if name in FluxParams.__dataclass_fields__},
             },
             lists=("double_blocks", "single_blocks"),
             sizes=((1, 16, HEIGHT, WIDTH),),
             text=(4096, 12, 12),
             conditions=_flux,
+            unet_config=FLUX,
             renames=(("_norm.weight", "_norm.scale"),),
         ),
         Family(
@@ -498,29 +518,146 @@ FAMILIES: dict[str, Family] = {
 
 @contextmanager
 def given_configuration(family: Family) -> Iterator[None]:
-    """Add what ComfyUI does not read from the family's files to the configurations that it detects."""
+    """Give ComfyUI what it does not read from the family's files, for as long as a file is loaded."""
     detect = comfy.model_detection.detect_unet_config
 
     def detected(*args: Any, **options: Any) -> dict[str, Any] | None:
         found = detect(*args, **options)
         return None if found is None else {**found, **family.unet_config}
 
-    comfy.model_detection.detect_unet_config = detected
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(patch("comfy.model_detection.detect_unet_config", detected))
+        for name, replacement in family.patches.items():
+            stack.enter_context(patch(name, replacement()))
         yield
-    finally:
-        comfy.model_detection.detect_unet_config = detect
 
 
+def write_scaled_fp8(family: Family, path: Path | str, *, layout: str = "comfy_quant") -> None:
+    """Write a checkpoint with fp8 matrices that have a scale each, marked in a way of `SCALED_LAYOUTS`.
+
+    In files of the oldest way that is so for all matrices, in others for those of the blocks.
+    """
+    stored, layers, metadata = {}, {}, dict(family.metadata)
+    largest = torch.finfo(DTYPES["fp8"]).max
+    for name, tensor in family.weights().items():
+        key = family.key(name)
+        scaled = layout == "scaled_fp8" or family.is_in_block(name)
+        if not (scaled and _is_matrix(name, tensor) and tensor.ndim == 2):
+            stored[key] = tensor.to(torch.bfloat16)
+            continue
+        layer, scale = key.removesuffix(".weight"), tensor.abs().max() / largest
+        stored[key] = (tensor / scale).to(DTYPES["fp8"])
+        stored[f"{layer}.{'scale_weight' if layout == 'scaled_fp8' else 'weight_scale'}"] = scale
+        layers[layer] = {"format": "float8_e4m3fn"}
+    if layout == "comfy_quant":
+        for layer, value in layers.items():
+            stored[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    elif layout == "metadata":
+        metadata["_quantization_metadata"] = json.dumps({"format_version": "1.0", "layers": layers})
+    else:
+        # Two values ask for products in full precision.
+        stored["scaled_fp8"] = torch.zeros(2).to(DTYPES["fp8"])
+    save_file(stored, path, metadata=metadata)
+
+
+RANK = 4
+Random = Callable[..., torch.Tensor]
+"""`random(*shape)` returns normals."""
+
+
+def _lora(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
+    rows, columns = shape
+    down, up = random(RANK, columns) * columns**-0.5, random(rows, RANK) * 0.3 * RANK**-0.5
+    return {"lora_A.weight": down, "lora_B.weight": up}
+
+
+def _kohya(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
+    down, up = _lora(shape, random).values()
+    return {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(RANK / 2)}
+
+
+def _dora(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
+    return {**_kohya(shape, random), "dora_scale": 1 + 0.1 * random(shape[0], 1)}
+
+
+def _loha(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
+    rows, columns = shape
+    found = {"alpha": torch.tensor(float(RANK))}
+    for i, size in ((1, 1.0), (2, 0.3 * columns**-0.5)):
+        found[f"hada_w{i}_a"] = random(rows, RANK) * size
+        found[f"hada_w{i}_b"] = random(RANK, columns) * RANK**-0.5
+    return found
+
+
+def _lokr(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
+    rows, columns = shape
+    return {"lokr_w1": random(4, 4) * 0.3, "lokr_w2": random(rows // 4, columns // 4) * columns**-0.5}
+
+
+LORAS: dict[str, Callable[[Sequence[int], Random], dict[str, torch.Tensor]]] = {
+    "lora": _lora,
+    "kohya": _kohya,
+    "dora": _dora,
+    "loha": _loha,
+    "lokr": _lokr,
+    "offset": _lora,
+    "diff": lambda shape, random: {"diff": random(*shape) * 0.3 * shape[-1] ** -0.5},
+}
+"""Tensors of each kind of LoRA for a matrix.
+
+"kohya" is "lora" with other keys and an alpha, "offset" is "lora" for the first rows of a matrix (Flux only), and
+"diff" is for all weights, biases and modulations.
+"""
+
+BESIDE_THE_BLOCKS = ("text_embedding.0.weight", "txt_in.weight")
+"""Matrices outside the blocks that the LoRAs of `write_lora` change as well."""
+
+
+def _lora_key(kind: str, name: str) -> str | None:
+    """Return the key that a LoRA has for a parameter, or None if it does not change it."""
+    bare = name.removesuffix(".weight")
+    if kind == "offset":
+        return f"diffusion_model.{bare}_qkv" if name.endswith(".linear1.weight") else None
+    if kind == "kohya":
+        return "lora_unet_" + bare.replace(".", "_")
+    return f"diffusion_model.{bare}"
+
+
+def write_lora(kind: str, path: Path | str, model_state_shapes: Mapping[str, Sequence[int]]) -> None:
+    """Write a LoRA of a kind of `LORAS` for the blocks, and one matrix outside them, of a Wan or a Flux model.
+
+    The shapes are those of the parameters of the diffusion model, by name.
+    """
+    generator, stored = torch.Generator().manual_seed(5), {}
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    for name, shape in model_state_shapes.items():
+        wanted = "blocks." in name or name in BESIDE_THE_BLOCKS
+        key = _lora_key(kind, name)
+        if not wanted or key is None:
+            continue
+        if kind == "diff" and name.endswith(".bias"):
+            # ComfyUI finds these by the key of the weight.
+            stored[f"{key.removesuffix('.bias')}.diff_b"] = random(*shape) * 0.1
+            continue
+        if kind != "diff" and not (name.endswith(".weight") and len(shape) == 2):
+            continue
+        changed = (3 * shape[1], shape[1]) if kind == "offset" else tuple(shape)
+        stored |= {f"{key}.{suffix}": tensor.contiguous() for suffix, tensor in LORAS[kind](changed, random).items()}
+    save_file(stored, path)
+
+
+@torch.inference_mode()
 def load_lora(model: Any, path: Path | str) -> Any:
     """Return a clone of a MODEL with a LoRA, as Load LoRA makes it."""
     lora = comfy.utils.load_torch_file(str(path), safe_load=True)
     return comfy.sd.load_lora_for_models(model, None, lora, 1.0, 0)[0]
 
 
-def native(
-    path: Path | str, family: Family, *, weight_dtype: str = "default", loras: Iterable[Path | str] = ()
-) -> Any:
+@torch.inference_mode()
+def native(path: Path | str, family: Family, *, weight_dtype: str = "default", loras: Iterable[Path | str] = ()) -> Any:
     """Return the MODEL that Load Diffusion Model and one Load LoRA for each file make."""
     with given_configuration(family):
         model = comfy.sd.load_diffusion_model(str(path), model_options=dict(WEIGHT_DTYPES[weight_dtype]))
@@ -546,9 +683,153 @@ def sample(
     positive, negative = family.conditioning()
     noise = comfy.sample.prepare_noise(latent, seed)
     options = {"denoise": denoise, "noise_mask": mask, "disable_pbar": True, "seed": seed}
-    samples = comfy.sample.sample(
-        model, noise, steps, cfg, sampler, scheduler, positive, negative, latent, **options
-    )
-    if getattr(samples, "is_nested", False) and not isinstance(samples, torch.Tensor):
+    samples = comfy.sample.sample(model, noise, steps, cfg, sampler, scheduler, positive, negative, latent, **options)
+    if not isinstance(samples, torch.Tensor):
         samples = torch.cat([part.flatten() for part in samples.unbind()])
     return samples.cpu()
+
+
+class Watch:
+    """Forward passes of a MODEL and the blocks that they call."""
+
+    def __init__(self, model: Any, family: Family) -> None:
+        self.network = model.model.diffusion_model
+        self.blocks = {
+            f"{name}.{i}": block for name in family.lists for i, block in enumerate(self.network.get_submodule(name))
+        }
+        self.passes: list[list[str]] = []
+        """Blocks that each pass called, in their order."""
+        self.outside: list[str] = []
+        """Blocks that were called outside of all passes."""
+        self.running = False
+        self.network.register_forward_pre_hook(self._begin)
+        self.network.register_forward_hook(self._end)
+        for name, block in self.blocks.items():
+            block.register_forward_pre_hook(lambda *_, name=name: self._visit(name))
+
+    def _begin(self, *_: Any) -> None:
+        self.passes.append([])
+        self.running = True
+
+    def _end(self, *_: Any) -> None:
+        self.running = False
+
+    def _visit(self, name: str) -> None:
+        (self.passes[-1] if self.running else self.outside).append(name)
+
+    def clear(self) -> None:
+        self.passes, self.outside = [], []
+
+
+@contextmanager
+def _zeroed(block: torch.nn.Module) -> Iterator[None]:
+    kept = [parameter.detach().clone() for parameter in block.parameters()]
+    for parameter in block.parameters():
+        parameter.zero_()
+    yield
+    for parameter, before in zip(block.parameters(), kept, strict=True):
+        parameter.copy_(before)
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect what ComfyUI logs about keys that are missing, unexpected or left over."""
+    found: list[str] = []
+
+    def look(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if any(mark in text for mark in ("unet missing", "unet unexpected", "left over", "NOT LOADED", "not loaded")):
+            found.append(text[:300])
+        return True
+
+    log = logging.getLogger()
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addFilter(look)
+    try:
+        yield found
+    finally:
+        log.removeFilter(look)
+        log.setLevel(level)
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+def _sizes(blocks: Iterable[torch.nn.Module]) -> list[int]:
+    return sorted({sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks})
+
+
+@torch.inference_mode()
+def check_family(family: Family, folder: Path) -> dict[str, Any]:
+    """Return what native runs of a family show."""
+    path, outputs = folder / f"{family.name}.safetensors", {}
+    with _warnings() as warnings:
+        for dtype in ("fp8", "fp16", "bf16", "fp32"):
+            family.write(path, dtype)
+            outputs[dtype] = sample(native(path, family), family)
+        cast = sample(native(path, family, weight_dtype="fp8_e4m3fn"), family)
+        model = native(path, family)
+    watch = Watch(model, family)
+    start = time.perf_counter()
+    whole = sample(model, family)
+    seconds = time.perf_counter() - start
+    watch.clear()
+    before = sample(model, family, steps=1, cfg=1.0)
+    order, outside = watch.passes[0], [*watch.outside]
+    idle = []
+    for name, block in watch.blocks.items():
+        with _zeroed(block):
+            if torch.equal(sample(model, family, steps=1, cfg=1.0), before):
+                idle.append(name)
+    watch.clear()
+    sample(model, family, steps=1)
+    batched = len(watch.passes)
+    watch.clear()
+    with patch.object(model.model, "memory_required", lambda *_, **__: 1e30):
+        sample(model, family, steps=1)
+    return {
+        "warnings": warnings,
+        "seconds": seconds,
+        "bytes": path.stat().st_size,
+        "repeats": torch.equal(whole, outputs["fp32"]),
+        "differences": {name: _difference(each, whole) for name, each in {**outputs, "cast": cast}.items()},
+        "finite": all(bool(each.isfinite().all()) for each in (*outputs.values(), cast)),
+        "blocks": {name: len(watch.network.get_submodule(name)) for name in family.lists},
+        "block bytes": {name: _sizes(watch.network.get_submodule(name)) for name in family.lists},
+        "order": order,
+        "outside": outside,
+        "idle": idle,
+        "forwards": [batched, len(watch.passes)],
+    }
+
+
+@torch.inference_mode()
+def check_layouts(family: Family, folder: Path) -> dict[str, Any]:
+    """Return the differences of scaled fp8 and of LoRAs to the plain model, and the number of patches of each LoRA."""
+    path, lora = folder / f"{family.name}.safetensors", folder / "lora.safetensors"
+    family.write(path, "fp32")
+    model = native(path, family)
+    plain = sample(model, family)
+    found: dict[str, Any] = {"layouts": {}, "loras": {}}
+    with _warnings() as warnings:
+        for layout in SCALED_LAYOUTS:
+            write_scaled_fp8(family, path, layout=layout)
+            found["layouts"][layout] = _difference(sample(native(path, family), family), plain)
+        shapes = {name: tuple(value.shape) for name, value in model.model.diffusion_model.state_dict().items()}
+        for kind in LORAS:
+            if kind == "offset" and family.name != "flux":
+                continue
+            write_lora(kind, lora, shapes)
+            patched = load_lora(model, lora)
+            found["loras"][kind] = [len(patched.patches), _difference(sample(patched, family), plain)]
+    return {**found, "warnings": warnings, "unpatched": torch.equal(sample(model, family), plain)}
+
+
+def check(folder: str) -> dict[str, Any]:
+    """Return one value per family, and those of the other layouts and of LoRAs for Wan and Flux."""
+    torch.set_num_threads(1)
+    found = {name: check_family(family, Path(folder)) for name, family in FAMILIES.items()}
+    layouts = {name: check_layouts(FAMILIES[name], Path(folder)) for name in ("wan_t2v", "flux")}
+    return {"families": found, "layouts": layouts}
