@@ -1,0 +1,835 @@
+"""Runs in ComfyUI's own Python: tiny checkpoints of ComfyUI's native models, their inputs, and native runs of them.
+
+`FAMILIES` has the families whose classes this ComfyUI has. Models come from ComfyUI's own classes and have random
+weights; files have the keys and the metadata with which such models are distributed. `check()` returns what a native
+run of each family shows; `test_native_families.py` checks the values. Models load and run in inference mode, in which
+ComfyUI runs its nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import comfy.clip_vision
+import comfy.model_base
+import comfy.model_detection
+import comfy.ops
+import comfy.sample
+import comfy.sd
+import comfy.utils
+import torch
+from comfy.ldm.flux.model import FluxParams
+from safetensors.torch import save_file
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
+"""Number formats of files. In "fp8" files the matrices are fp8 and all other tensors bf16."""
+
+WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
+    "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
+    "fp8_e5m2": {"dtype": torch.float8_e5m2},
+}
+"""Options of `load_diffusion_model` for the values of the `weight_dtype` of Load Diffusion Model."""
+
+SCALED_LAYOUTS = ("comfy_quant", "metadata", "scaled_fp8")[0 if hasattr(comfy.utils, "convert_old_quants") else 2 :]
+"""Ways in which files mark scaled fp8: a tensor per layer, the file's metadata, or one tensor (the oldest way)."""
+
+Conditions = Callable[[bool], dict[str, Any]]
+"""Values of a conditioning next to the text, for the positive (True) or the negative one."""
+
+
+def _normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _nothing(_positive: bool) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A native model, its input and the marks of its files."""
+
+    name: str
+    base: str
+    """The class in `comfy.model_base`."""
+    network: str
+    """The module and the class of the diffusion model."""
+    settings: Mapping[str, Any]
+    """Arguments of the diffusion model's class."""
+    lists: tuple[str, ...]
+    """Names of the lists of blocks."""
+    sizes: tuple[tuple[int, ...], ...]
+    """Shapes of the parts of a latent."""
+    text: tuple[int, int, int]
+    """Width of the text embeddings, tokens of the positive and of the negative one."""
+    conditions: Conditions = _nothing
+    given_frames: int = 0
+    """Latent frames that the noise mask keeps."""
+    unet_config: Mapping[str, Any] = field(default_factory=dict)
+    """The part of the configuration that ComfyUI does not read from a file."""
+    transformer: Mapping[str, Any] = field(default_factory=dict)
+    """The part of the configuration that distributed files have in their metadata."""
+    renames: tuple[tuple[str, str], ...] = ()
+    """Replacements that turn keys of the class into keys of distributed files."""
+    prefix: str = ""
+    patches: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    """Replacements in ComfyUI, by full name, of what has a fixed size that is too large for a test."""
+
+    @property
+    def have(self) -> bool:
+        """True if this ComfyUI has the classes."""
+        module, _, name = self.network.rpartition(".")
+        try:
+            found = hasattr(import_module(module), name)
+        except ModuleNotFoundError:
+            return False
+        return found and hasattr(comfy.model_base, self.base)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {"config": json.dumps({"transformer": dict(self.transformer)})} if self.transformer else {}
+
+    def key(self, name: str) -> str:
+        """Return the key that a distributed file has for a parameter of the class."""
+        for old, new in self.renames:
+            name = name.replace(old, new)
+        return self.prefix + name
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return random fp32 weights under the names of the class."""
+        module, _, name = self.network.rpartition(".")
+        settings = {**self.settings, **self.transformer}
+        operations = comfy.ops.disable_weight_init
+        with given_configuration(self):
+            network = getattr(import_module(module), name)
+            model = network(**settings, dtype=torch.float32, device="cpu", operations=operations).float()
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                _fill(name, parameter, generator)
+        return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+
+    def is_in_block(self, name: str) -> bool:
+        """Return True for a parameter of one of the blocks."""
+        return name.startswith(tuple(f"{blocks}." for blocks in self.lists))
+
+    def write(self, path: Path | str, dtype: str) -> None:
+        """Write a checkpoint in a number format of `DTYPES`."""
+        stored = {}
+        for name, tensor in self.weights().items():
+            small = dtype == "fp8" and not _is_matrix(name, tensor)
+            stored[self.key(name)] = tensor.to(torch.bfloat16 if small else DTYPES[dtype])
+        save_file(stored, path, metadata=self.metadata)
+
+    def latent(self) -> Any:
+        """Return the samples of a LATENT, nested if it has several parts."""
+        parts = [_normal(*size, seed=10 + i) for i, size in enumerate(self.sizes)]
+        if len(parts) == 1:
+            return parts[0]
+        from comfy.nested_tensor import NestedTensor
+
+        return NestedTensor(parts)
+
+    def mask(self) -> torch.Tensor | None:
+        """Return the noise mask of a LATENT."""
+        if not self.given_frames:
+            return None
+        mask = torch.ones(1, 1, *self.sizes[0][2:])
+        mask[:, :, : self.given_frames] = 0
+        return mask
+
+    def conditioning(self) -> tuple[list[Any], list[Any]]:
+        """Return the positive and the negative CONDITIONING."""
+        width, *tokens = self.text
+        return tuple(
+            [[_normal(1, count, width, seed=20 + i), {"pooled_output": None, **self.conditions(i == 0)}]]
+            for i, count in enumerate(tokens)
+        )
+
+
+def _is_matrix(name: str, tensor: torch.Tensor) -> bool:
+    return name.endswith(".weight") and tensor.ndim >= 2
+
+
+def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill with normals of a size that keeps activations near one, so that each block matters."""
+    parameter.normal_(generator=generator)
+    if name.startswith("motion_encoder."):
+        # These layers divide by the root of their width themselves.
+        return
+    if parameter.ndim >= 2 and not name.endswith("audio_encoder.weights"):
+        parameter.mul_((parameter.numel() / parameter.shape[0]) ** -0.5)
+        return
+    # Weights of norms, and weights that are divided by their sum.
+    parameter.mul_(0.1).add_(float(not name.endswith("bias")))
+
+
+def _clip(*, tokens: int, width: int, seed: int = 30) -> comfy.clip_vision.Output:
+    """Return the output of a CLIP or SigLIP image encoder."""
+    output = comfy.clip_vision.Output()
+    output.penultimate_hidden_states = output.last_hidden_state = _normal(1, tokens, width, seed=seed)
+    return output
+
+
+TIME, HEIGHT, WIDTH = 2, 8, 6
+WAN_MODEL = "comfy.ldm.wan.model."
+WAN_TEXT = 4096, 12, 12
+CLIP_VISION = {"tokens": 5, "width": 1280}
+
+
+def _wan(channels: int = 16, height: int = HEIGHT, width: int = WIDTH, time: int = TIME) -> tuple[int, ...]:
+    return 1, channels, time, height, width
+
+
+def _wan_family(
+    name: str,
+    base: str,
+    network: str,
+    *,
+    channels: int = 16,
+    latent_channels: int = 16,
+    lists: tuple[str, ...] = (),
+    height: int = HEIGHT,
+    width: int = WIDTH,
+    layers: int = 5,
+    dim: int = 128,
+    conditions: Conditions = _nothing,
+    unet_config: Mapping[str, Any] | None = None,
+    given_frames: int = 0,
+    patches: Mapping[str, Callable[[], Any]] | None = None,
+    **settings: Any,
+) -> Family:
+    sizes = {"in_dim": channels, "dim": dim, "num_heads": dim // 128, "ffn_dim": 4 * dim, "num_layers": layers}
+    return Family(
+        name=name,
+        base=base,
+        network=WAN_MODEL.removesuffix("model.") + network,
+        settings={**sizes, "out_dim": latent_channels, **settings, **(unet_config or {})},
+        lists=("blocks", *lists),
+        sizes=(_wan(latent_channels, height, width),),
+        text=WAN_TEXT,
+        conditions=conditions,
+        given_frames=given_frames,
+        unet_config=unet_config or {},
+        patches=patches or {},
+    )
+
+
+def _first_frame(_positive: bool) -> dict[str, Any]:
+    mask = torch.ones(1, 1, TIME, HEIGHT, WIDTH)
+    mask[:, :, :1] = 0
+    return {"concat_latent_image": _normal(*_wan(), seed=31), "concat_mask": mask}
+
+
+def _image_to_video(positive: bool) -> dict[str, Any]:
+    return {**_first_frame(positive), "clip_vision_output": _clip(**CLIP_VISION)}
+
+
+def _vace(contexts: int) -> Conditions:
+    strengths = [0.8, 0.6][:contexts]
+
+    def conditions(_positive: bool) -> dict[str, Any]:
+        return {
+            "vace_frames": [_normal(*_wan(32), seed=32 + i) for i in range(contexts)],
+            "vace_mask": [_normal(*_wan(64), seed=34 + i).sigmoid() for i in range(contexts)],
+            "vace_strength": strengths,
+        }
+
+    return conditions
+
+
+FACE_PIXELS = 64
+"""Height and width of the face pictures that Wan Animate's motion encoder takes if it has three halvings fewer."""
+
+
+def _short_face_encoder() -> type:
+    from comfy.ldm.wan.model_animate import EncoderApp
+
+    class ShortEncoder(EncoderApp):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            del self.convs[5:8]
+
+    return ShortEncoder
+
+
+def _animate(positive: bool) -> dict[str, Any]:
+    face = _normal(1, 3, 1, FACE_PIXELS, FACE_PIXELS, seed=36).tanh()
+    return {
+        **_image_to_video(positive),
+        "face_video_pixels": face if positive else face * 0.0 - 1.0,
+        "pose_video_latent": _normal(*_wan(time=1), seed=37),
+    }
+
+
+def _sound(positive: bool) -> dict[str, Any]:
+    audio = _normal(1, 25, 1024, 4 * TIME, seed=38)
+    return {
+        "audio_embed": audio if positive else audio * 0.0,
+        "reference_latents": [_normal(*_wan(time=1, height=8, width=8), seed=39)],
+        "reference_motion": _normal(*_wan(time=3, height=8, width=8), seed=40),
+        "control_video": _normal(*_wan(height=8, width=8), seed=41),
+    }
+
+
+def _humo(positive: bool) -> dict[str, Any]:
+    audio = _normal(1, TIME, 8, 5, 1280, seed=42)
+    return {
+        "audio_embed": audio if positive else torch.zeros_like(audio),
+        "reference_latents": [_normal(*_wan(time=1), seed=43)],
+    }
+
+
+def _camera(positive: bool) -> dict[str, Any]:
+    return {**_image_to_video(positive), "camera_conditions": _normal(1, 24, TIME, 8 * HEIGHT, 8 * WIDTH, seed=44)}
+
+
+def _scail(_positive: bool) -> dict[str, Any]:
+    return {
+        "clip_vision_output": _clip(**CLIP_VISION),
+        "reference_latents": [_normal(*_wan(time=1), seed=45)],
+        "pose_video_latent": _normal(*_wan(height=HEIGHT // 2, width=WIDTH), seed=46),
+    }
+
+
+def _flux(positive: bool) -> dict[str, Any]:
+    return {"pooled_output": _normal(1, 768, seed=47 + positive), "guidance": 3.5}
+
+
+def _qwen_edit(_positive: bool) -> dict[str, Any]:
+    return {"reference_latents": [_normal(1, 16, 1, HEIGHT, WIDTH, seed=49)]}
+
+
+def _hunyuan(positive: bool) -> dict[str, Any]:
+    return {
+        "conditioning_byt5small": _normal(1, 5, 1472, seed=50 + positive),
+        "clip_vision_output": _clip(tokens=6, width=1152),
+        "concat_latent_image": _normal(1, 32, TIME, 4, 4, seed=52),
+        "concat_mask": _first_frame(positive)["concat_mask"][..., :4, :4],
+    }
+
+
+def _ltx(_positive: bool) -> dict[str, Any]:
+    return {"frame_rate": 25.0, "unprocessed_ltxav_embeds": True}
+
+
+HUNYUAN_KEYS = (
+    ("txt_in.t_embedder.in_layer.", "txt_in.t_embedder.mlp.0."),
+    ("txt_in.t_embedder.out_layer.", "txt_in.t_embedder.mlp.2."),
+    ("txt_in.c_embedder.in_layer.", "txt_in.c_embedder.linear_1."),
+    ("txt_in.c_embedder.out_layer.", "txt_in.c_embedder.linear_2."),
+    ("_in.in_layer.", "_in.mlp.0."),
+    ("_in.out_layer.", "_in.mlp.2."),
+    ("_mod.lin.", "_mod.linear."),
+    ("mlp.0.", "mlp.fc1."),
+    ("mlp.2.", "mlp.fc2."),
+    ("time_in.mlp.fc1.", "time_in.mlp.0."),
+    ("time_in.mlp.fc2.", "time_in.mlp.2."),
+    ("txt_in.t_embedder.mlp.fc1.", "txt_in.t_embedder.mlp.0."),
+    ("txt_in.t_embedder.mlp.fc2.", "txt_in.t_embedder.mlp.2."),
+    ("_attn.norm.query_norm.weight", "_attn_q_norm.weight"),
+    ("_attn.norm.key_norm.weight", "_attn_k_norm.weight"),
+    ("_attn.qkv.", "_attn_qkv."),
+    ("_attn.proj.", "_attn_proj."),
+)
+
+WAN_FAMILIES = (
+    _wan_family("wan_t2v", "WAN21", "model.WanModel", model_type="t2v", dim=256, layers=4),
+    _wan_family("wan_i2v", "WAN21", "model.WanModel", channels=36, model_type="i2v", conditions=_image_to_video),
+    _wan_family("wan22_i2v", "WAN21", "model.WanModel", channels=36, model_type="t2v", conditions=_first_frame),
+    _wan_family(
+        "wan22_ti2v",
+        "WAN22",
+        "model.WanModel",
+        channels=48,
+        latent_channels=48,
+        model_type="t2v",
+        given_frames=1,
+    ),
+    *(
+        _wan_family(
+            f"wan_vace{'_twice' * (contexts - 1)}",
+            "WAN21_Vace",
+            "model.VaceWanModel",
+            lists=("vace_blocks",),
+            layers=6,
+            vace_layers=3,
+            vace_in_dim=96,
+            conditions=_vace(contexts),
+        )
+        for contexts in (1, 2)
+    ),
+    # One face block for every five blocks.
+    _wan_family(
+        "wan22_animate",
+        "WAN22_Animate",
+        "model_animate.AnimateWanModel",
+        channels=36,
+        lists=("face_adapter.fuser_blocks",),
+        layers=10,
+        conditions=_animate,
+        patches={"comfy.ldm.wan.model_animate.EncoderApp": _short_face_encoder},
+    ),
+    # The height and the width have to be multiples of 8 for the motion frames.
+    _wan_family(
+        "wan22_s2v",
+        "WAN22_S2V",
+        "model.WanModel_S2V",
+        lists=("audio_injector.injector", "audio_injector.injector_adain_layers"),
+        height=8,
+        width=8,
+        layers=6,
+        conditions=_sound,
+        unet_config={"audio_inject_layers": [0, 2, 5]},
+    ),
+    _wan_family("wan_humo", "WAN21_HuMo", "model.HumoWanModel", channels=36, layers=4, conditions=_humo),
+    _wan_family(
+        "wan_camera", "WAN21_Camera", "model.CameraWanModel", channels=32, model_type="camera", conditions=_camera
+    ),
+    _wan_family("wan_scail", "WAN21_SCAIL", "model.SCAILWanModel", channels=20, conditions=_scail),
+)
+
+# ComfyUI 0.3.64 does not read the width of Flux from the file.
+FLUX = {"hidden_size": 128, "num_heads": 1}
+QWEN = {"num_attention_heads": 1, "joint_attention_dim": 256}
+LTX = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 64,
+    "cross_attention_dim": 128,
+    "audio_num_attention_heads": 2,
+    "audio_attention_head_dim": 32,
+    "audio_cross_attention_dim": 64,
+    "caption_channels": 128,
+    "connector_num_attention_heads": 2,
+    "connector_attention_head_dim": 64,
+    "connector_num_layers": 2,
+    "positional_embedding_max_pos": [20, 2048, 2048],
+    "use_middle_indices_grid": True,
+    "causal_temporal_positioning": True,
+    "av_ca_timestep_scale_multiplier": 1000.0,
+    "rope_type": "split",
+    "frequencies_precision": "float64",
+}
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        *WAN_FAMILIES,
+        Family(
+            name="flux",
+            base="Flux",
+            network="comfy.ldm.flux.model.Flux",
+            settings={
+                "in_channels": 16,
+                "out_channels": 16,
+                "vec_in_dim": 768,
+                "context_in_dim": 4096,
+                "mlp_ratio": 4.0,
+                "depth": 3,
+                "depth_single_blocks": 5,
+                "axes_dim": [16, 56, 56],
+                "theta": 10000,
+                "patch_size": 2,
+                "qkv_bias": True,
+                "guidance_embed": True,
+                **FLUX,
+                **{name: [] for name in ("txt_ids_dims",) if name in FluxParams.__dataclass_fields__},
+            },
+            lists=("double_blocks", "single_blocks"),
+            sizes=((1, 16, HEIGHT, WIDTH),),
+            text=(4096, 12, 12),
+            conditions=_flux,
+            unet_config=FLUX,
+            renames=(("_norm.weight", "_norm.scale"),),
+        ),
+        Family(
+            name="qwen_image",
+            base="QwenImage",
+            network="comfy.ldm.qwen_image.model.QwenImageTransformer2DModel",
+            settings={"num_layers": 4, **QWEN},
+            lists=("transformer_blocks",),
+            sizes=((1, 16, 1, HEIGHT, WIDTH),),
+            text=(QWEN["joint_attention_dim"], 12, 9),
+            conditions=_qwen_edit,
+            unet_config=QWEN,
+        ),
+        Family(
+            name="hunyuan_video_15",
+            base="HunyuanVideo15",
+            network="comfy.ldm.hunyuan_video.model.HunyuanVideo",
+            settings={
+                "in_channels": 65,
+                "out_channels": 32,
+                "vec_in_dim": None,
+                "context_in_dim": 3584,
+                "hidden_size": 128,
+                "mlp_ratio": 4.0,
+                "num_heads": 1,
+                "depth": 4,
+                "depth_single_blocks": 0,
+                "axes_dim": [16, 56, 56],
+                "theta": 256,
+                "patch_size": [1, 1, 1],
+                "qkv_bias": True,
+                "guidance_embed": False,
+                "byt5": True,
+                "meanflow": False,
+                "use_cond_type_embedding": True,
+                "vision_in_dim": 1152,
+                "meanflow_sum": True,
+            },
+            lists=("double_blocks", "txt_in.individual_token_refiner.blocks"),
+            sizes=((1, 32, TIME, 4, 4),),
+            text=(3584, 12, 9),
+            conditions=_hunyuan,
+            renames=HUNYUAN_KEYS,
+        ),
+        Family(
+            name="ltx_2",
+            base="LTXAV",
+            network="comfy.ldm.lightricks.av_model.LTXAVModel",
+            settings={"num_layers": 4},
+            lists=(
+                "transformer_blocks",
+                "video_embeddings_connector.transformer_1d_blocks",
+                "audio_embeddings_connector.transformer_1d_blocks",
+            ),
+            sizes=((1, 128, 2, 4, 3), (1, 8, 6, 16)),
+            text=(LTX["caption_channels"], 12, 9),
+            conditions=_ltx,
+            transformer=LTX,
+            prefix="model.diffusion_model.",
+        ),
+    )
+    if family.have
+}
+
+
+@contextmanager
+def given_configuration(family: Family) -> Iterator[None]:
+    """Give ComfyUI what it does not read from the family's files, for as long as a file is loaded."""
+    detect = comfy.model_detection.detect_unet_config
+
+    def detected(*args: Any, **options: Any) -> dict[str, Any] | None:
+        found = detect(*args, **options)
+        return None if found is None else {**found, **family.unet_config}
+
+    with ExitStack() as stack:
+        stack.enter_context(patch("comfy.model_detection.detect_unet_config", detected))
+        for name, replacement in family.patches.items():
+            stack.enter_context(patch(name, replacement()))
+        yield
+
+
+def write_scaled_fp8(family: Family, path: Path | str, *, layout: str = "comfy_quant") -> None:
+    """Write a checkpoint with fp8 matrices that have a scale each, marked in a way of `SCALED_LAYOUTS`.
+
+    In files of the oldest way that is so for all matrices, in others for those of the blocks.
+    """
+    stored, layers, metadata = {}, {}, dict(family.metadata)
+    largest = torch.finfo(DTYPES["fp8"]).max
+    for name, tensor in family.weights().items():
+        key = family.key(name)
+        scaled = layout == "scaled_fp8" or family.is_in_block(name)
+        if not (scaled and _is_matrix(name, tensor) and tensor.ndim == 2):
+            stored[key] = tensor.to(torch.bfloat16)
+            continue
+        layer, scale = key.removesuffix(".weight"), tensor.abs().max() / largest
+        stored[key] = (tensor / scale).to(DTYPES["fp8"])
+        stored[f"{layer}.{'scale_weight' if layout == 'scaled_fp8' else 'weight_scale'}"] = scale
+        layers[layer] = {"format": "float8_e4m3fn"}
+    if layout == "comfy_quant":
+        for layer, value in layers.items():
+            stored[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    elif layout == "metadata":
+        metadata["_quantization_metadata"] = json.dumps({"format_version": "1.0", "layers": layers})
+    else:
+        # Two values ask for products in full precision.
+        stored["scaled_fp8"] = torch.zeros(2).to(DTYPES["fp8"])
+    save_file(stored, path, metadata=metadata)
+
+
+RANK = 4
+Random = Callable[..., torch.Tensor]
+"""`random(*shape)` returns normals."""
+
+
+def _lora(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
+    rows, columns = shape
+    down, up = random(RANK, columns) * columns**-0.5, random(rows, RANK) * 0.3 * RANK**-0.5
+    return {"lora_A.weight": down, "lora_B.weight": up}
+
+
+def _kohya(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
+    down, up = _lora(shape, random).values()
+    return {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(RANK / 2)}
+
+
+def _dora(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
+    return {**_kohya(shape, random), "dora_scale": 1 + 0.1 * random(shape[0], 1)}
+
+
+def _loha(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
+    rows, columns = shape
+    found = {"alpha": torch.tensor(float(RANK))}
+    for i, size in ((1, 1.0), (2, 0.3 * columns**-0.5)):
+        found[f"hada_w{i}_a"] = random(rows, RANK) * size
+        found[f"hada_w{i}_b"] = random(RANK, columns) * RANK**-0.5
+    return found
+
+
+def _lokr(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
+    rows, columns = shape
+    return {"lokr_w1": random(4, 4) * 0.3, "lokr_w2": random(rows // 4, columns // 4) * columns**-0.5}
+
+
+LORAS: dict[str, Callable[[Sequence[int], Random], dict[str, torch.Tensor]]] = {
+    "lora": _lora,
+    "kohya": _kohya,
+    "dora": _dora,
+    "loha": _loha,
+    "lokr": _lokr,
+    "offset": _lora,
+    "diff": lambda shape, random: {"diff": random(*shape) * 0.3 * shape[-1] ** -0.5},
+}
+"""Tensors of each kind of LoRA for a matrix.
+
+"kohya" is "lora" with other keys and an alpha, "offset" is "lora" for the first rows of a matrix (Flux only), and
+"diff" is for all weights, biases and modulations.
+"""
+
+BESIDE_THE_BLOCKS = ("text_embedding.0.weight", "txt_in.weight")
+"""Matrices outside the blocks that the LoRAs of `write_lora` change as well."""
+
+
+def _lora_key(kind: str, name: str) -> str | None:
+    """Return the key that a LoRA has for a parameter, or None if it does not change it."""
+    bare = name.removesuffix(".weight")
+    if kind == "offset":
+        return f"diffusion_model.{bare}_qkv" if name.endswith(".linear1.weight") else None
+    if kind == "kohya":
+        return "lora_unet_" + bare.replace(".", "_")
+    return f"diffusion_model.{bare}"
+
+
+def write_lora(kind: str, path: Path | str, model_state_shapes: Mapping[str, Sequence[int]]) -> None:
+    """Write a LoRA of a kind of `LORAS` for the blocks, and one matrix outside them, of a Wan or a Flux model.
+
+    The shapes are those of the parameters of the diffusion model, by name.
+    """
+    generator, stored = torch.Generator().manual_seed(5), {}
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    for name, shape in model_state_shapes.items():
+        wanted = "blocks." in name or name in BESIDE_THE_BLOCKS
+        key = _lora_key(kind, name)
+        if not wanted or key is None:
+            continue
+        if kind == "diff" and name.endswith(".bias"):
+            # ComfyUI finds these by the key of the weight.
+            stored[f"{key.removesuffix('.bias')}.diff_b"] = random(*shape) * 0.1
+            continue
+        if kind != "diff" and not (name.endswith(".weight") and len(shape) == 2):
+            continue
+        changed = (3 * shape[1], shape[1]) if kind == "offset" else tuple(shape)
+        stored |= {f"{key}.{suffix}": tensor.contiguous() for suffix, tensor in LORAS[kind](changed, random).items()}
+    save_file(stored, path)
+
+
+@torch.inference_mode()
+def load_lora(model: Any, path: Path | str) -> Any:
+    """Return a clone of a MODEL with a LoRA, as Load LoRA makes it."""
+    lora = comfy.utils.load_torch_file(str(path), safe_load=True)
+    return comfy.sd.load_lora_for_models(model, None, lora, 1.0, 0)[0]
+
+
+@torch.inference_mode()
+def native(path: Path | str, family: Family, *, weight_dtype: str = "default", loras: Iterable[Path | str] = ()) -> Any:
+    """Return the MODEL that Load Diffusion Model and one Load LoRA for each file make."""
+    with given_configuration(family):
+        model = comfy.sd.load_diffusion_model(str(path), model_options=dict(WEIGHT_DTYPES[weight_dtype]))
+    for lora in loras:
+        model = load_lora(model, lora)
+    return model
+
+
+@torch.inference_mode()
+def sample(
+    model: Any,
+    family: Family,
+    *,
+    sampler: str = "euler",
+    scheduler: str = "simple",
+    steps: int = 3,
+    cfg: float = 3.0,
+    seed: int = 7,
+    denoise: float = 1.0,
+) -> torch.Tensor:
+    """Return the latent that KSampler makes, on the CPU; the parts of a nested latent as one vector."""
+    latent, mask = family.latent(), family.mask()
+    positive, negative = family.conditioning()
+    noise = comfy.sample.prepare_noise(latent, seed)
+    options = {"denoise": denoise, "noise_mask": mask, "disable_pbar": True, "seed": seed}
+    samples = comfy.sample.sample(model, noise, steps, cfg, sampler, scheduler, positive, negative, latent, **options)
+    if not isinstance(samples, torch.Tensor):
+        samples = torch.cat([part.flatten() for part in samples.unbind()])
+    return samples.cpu()
+
+
+class Watch:
+    """Forward passes of a MODEL and the blocks that they call."""
+
+    def __init__(self, model: Any, family: Family) -> None:
+        self.network = model.model.diffusion_model
+        self.blocks = {
+            f"{name}.{i}": block for name in family.lists for i, block in enumerate(self.network.get_submodule(name))
+        }
+        self.passes: list[list[str]] = []
+        """Blocks that each pass called, in their order."""
+        self.outside: list[str] = []
+        """Blocks that were called outside of all passes."""
+        self.running = False
+        self.network.register_forward_pre_hook(self._begin)
+        self.network.register_forward_hook(self._end)
+        for name, block in self.blocks.items():
+            block.register_forward_pre_hook(lambda *_, name=name: self._visit(name))
+
+    def _begin(self, *_: Any) -> None:
+        self.passes.append([])
+        self.running = True
+
+    def _end(self, *_: Any) -> None:
+        self.running = False
+
+    def _visit(self, name: str) -> None:
+        (self.passes[-1] if self.running else self.outside).append(name)
+
+    def clear(self) -> None:
+        self.passes, self.outside = [], []
+
+
+@contextmanager
+def _zeroed(block: torch.nn.Module) -> Iterator[None]:
+    kept = [parameter.detach().clone() for parameter in block.parameters()]
+    for parameter in block.parameters():
+        parameter.zero_()
+    yield
+    for parameter, before in zip(block.parameters(), kept, strict=True):
+        parameter.copy_(before)
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect what ComfyUI logs about keys that are missing, unexpected or left over."""
+    found: list[str] = []
+
+    def look(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if any(mark in text for mark in ("unet missing", "unet unexpected", "left over", "NOT LOADED", "not loaded")):
+            found.append(text[:300])
+        return True
+
+    log = logging.getLogger()
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addFilter(look)
+    try:
+        yield found
+    finally:
+        log.removeFilter(look)
+        log.setLevel(level)
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+def _sizes(blocks: Iterable[torch.nn.Module]) -> list[int]:
+    return sorted({sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks})
+
+
+@torch.inference_mode()
+def check_family(family: Family, folder: Path) -> dict[str, Any]:
+    """Return what native runs of a family show."""
+    path, outputs = folder / f"{family.name}.safetensors", {}
+    with _warnings() as warnings:
+        for dtype in ("fp8", "fp16", "bf16", "fp32"):
+            family.write(path, dtype)
+            outputs[dtype] = sample(native(path, family), family)
+        cast = sample(native(path, family, weight_dtype="fp8_e4m3fn"), family)
+        model = native(path, family)
+    watch = Watch(model, family)
+    start = time.perf_counter()
+    whole = sample(model, family)
+    seconds = time.perf_counter() - start
+    watch.clear()
+    before = sample(model, family, steps=1, cfg=1.0)
+    order, outside = watch.passes[0], [*watch.outside]
+    idle = []
+    for name, block in watch.blocks.items():
+        with _zeroed(block):
+            if torch.equal(sample(model, family, steps=1, cfg=1.0), before):
+                idle.append(name)
+    watch.clear()
+    sample(model, family, steps=1)
+    batched = len(watch.passes)
+    watch.clear()
+    with patch.object(model.model, "memory_required", lambda *_, **__: 1e30):
+        sample(model, family, steps=1)
+    return {
+        "warnings": warnings,
+        "seconds": seconds,
+        "bytes": path.stat().st_size,
+        "repeats": torch.equal(whole, outputs["fp32"]),
+        "differences": {name: _difference(each, whole) for name, each in {**outputs, "cast": cast}.items()},
+        "finite": all(bool(each.isfinite().all()) for each in (*outputs.values(), cast)),
+        "blocks": {name: len(watch.network.get_submodule(name)) for name in family.lists},
+        "block bytes": {name: _sizes(watch.network.get_submodule(name)) for name in family.lists},
+        "order": order,
+        "outside": outside,
+        "idle": idle,
+        "forwards": [batched, len(watch.passes)],
+    }
+
+
+@torch.inference_mode()
+def check_layouts(family: Family, folder: Path) -> dict[str, Any]:
+    """Return the differences of scaled fp8 and of LoRAs to the plain model, and the number of patches of each LoRA."""
+    path, lora = folder / f"{family.name}.safetensors", folder / "lora.safetensors"
+    family.write(path, "fp32")
+    model = native(path, family)
+    plain = sample(model, family)
+    found: dict[str, Any] = {"layouts": {}, "loras": {}}
+    with _warnings() as warnings:
+        for layout in SCALED_LAYOUTS:
+            write_scaled_fp8(family, path, layout=layout)
+            found["layouts"][layout] = _difference(sample(native(path, family), family), plain)
+        shapes = {name: tuple(value.shape) for name, value in model.model.diffusion_model.state_dict().items()}
+        for kind in LORAS:
+            if kind == "offset" and family.name != "flux":
+                continue
+            write_lora(kind, lora, shapes)
+            patched = load_lora(model, lora)
+            found["loras"][kind] = [len(patched.patches), _difference(sample(patched, family), plain)]
+    return {**found, "warnings": warnings, "unpatched": torch.equal(sample(model, family), plain)}
+
+
+def check(folder: str) -> dict[str, Any]:
+    """Return one value per family, and those of the other layouts and of LoRAs for Wan and Flux."""
+    torch.set_num_threads(1)
+    found = {name: check_family(family, Path(folder)) for name, family in FAMILIES.items()}
+    layouts = {name: check_layouts(FAMILIES[name], Path(folder)) for name in ("wan_t2v", "flux")}
+    return {"families": found, "layouts": layouts}

@@ -1,0 +1,75 @@
+"""Tiny checkpoints of ComfyUI's native models, with which streamed runs are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+CHECK = """
+import native_families
+answer = native_families.check(*arguments)
+"""
+
+INTERLEAVED = {
+    "wan_vace": "b v b b v b b v b",
+    "wan_vace_twice": "b vv b b vv b b vv b",
+    "wan22_animate": "b f b b b b b f b b b b",
+    "wan22_s2v": "b ai b b ai b b b ai",
+    "flux": "d d d s s s s s",
+    "hunyuan_video_15": "t t d d d d",
+}
+"""Orders of the blocks of a pass, by one letter of the name of their lists."""
+
+LETTERS = {
+    "injector": "i",
+    "injector_adain_layers": "a",
+    "fuser_blocks": "f",
+    "vace_blocks": "v",
+    "single_blocks": "s",
+    "double_blocks": "d",
+}
+
+
+@pytest.fixture(scope="module")
+def checked(in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    results: dict[str, Any] = in_comfyui(CHECK, str(tmp_path_factory.mktemp("families")), seconds=900)
+    return results
+
+
+def _letter(block: str) -> str:
+    if block.startswith("txt_in."):
+        return "t"
+    return LETTERS.get(block.split(".")[-2], "b")
+
+
+def test_every_family_is_whole(checked: dict[str, Any]) -> None:
+    """Each block of each family matters, and ComfyUI finds all weights of every number format."""
+    families = checked["families"]
+    assert {"wan_t2v", "wan_vace", "flux"} <= families.keys()
+    for name, found in families.items():
+        assert found["warnings"] == found["idle"] == [], name
+        assert found["finite"], name
+        assert found["repeats"], name
+        assert found["forwards"] in ([1, 2], [2, 2]), name
+        differences = found["differences"]
+        assert differences["fp32"] == 0 < differences["fp16"] < differences["bf16"] < differences["fp8"] < 0.3, name
+        assert all(size < 5e6 for sizes in found["block bytes"].values() for size in sizes), name
+        if name in INTERLEAVED:
+            assert "".join(map(_letter, found["order"])) == INTERLEAVED[name].replace(" ", ""), name
+        # LTX-2 runs the connectors of its text embeddings before the first pass.
+        visited = {block.rpartition(".")[0] for block in (*found["order"], *found["outside"])}
+        assert visited == set(found["blocks"]), name
+        assert bool(found["outside"]) == (name == "ltx_2"), name
+
+
+def test_scaled_fp8_and_loras(checked: dict[str, Any]) -> None:
+    """Every layout of scaled fp8 is close to the whole model, and every kind of LoRA changes it."""
+    for name, found in checked["layouts"].items():
+        assert found["warnings"] == [], name
+        assert found["unpatched"], name
+        assert 0 < min(found["layouts"].values()) <= max(found["layouts"].values()) < 0.2, name
+        assert all(patches >= 5 and change > 0.05 for patches, change in found["loras"].values()), name
+        kinds = {"lora", "kohya", "dora", "loha", "lokr", "diff"} | ({"offset"} if name == "flux" else set())
+        assert found["loras"].keys() == kinds, name
