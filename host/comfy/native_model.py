@@ -178,12 +178,11 @@ def open_native(
     blocks = find_blocks(model.diffusion_model, matrix_bytes, smallest=smallest_block)
     nbytes = sum(map(matrix_bytes, blocks.values()))
     if not blocks or nbytes < smallest_model:
-        raise CheckpointFileError(
-            path,
-            f"{type(model).__name__} has {len(blocks)} blocks of at least {smallest_block / 1e6:g} MB with "
-            f"{nbytes / 1e9:.2f} GB, and streaming is for models with {smallest_model / 1e9:g} GB and more: load it "
-            "with Load Diffusion Model",
+        limits = f"of at least {smallest_block / 1e6:g} MB with {nbytes / 1e9:.2f} GB"
+        reason = (
+            f"{type(model).__name__} has {len(blocks)} blocks {limits}; streaming is for {smallest_model / 1e9:g} GB"
         )
+        raise CheckpointFileError(path, f"{reason} and more: load it with Load Diffusion Model")
     streamed = list(_streamed(blocks, places))
     matrices: dict[BlockKey, dict[str, FileTensor]] = {}
     model.stored = {}
