@@ -54,6 +54,9 @@ WEIGHT_DTYPES: Mapping[str, torch.dtype | None] = {
 LARGE_PARAMETER = 1_000_000
 """Bytes of the smallest parameter of a block that streams without being the matrix of a Linear: stacks of experts."""
 
+QUANTISATION = "_quantization_metadata"
+"""Field of a safetensors file with the format of each quantised layer."""
+
 ARCHITECTURE = "general.architecture"
 """Field of a GGUF file."""
 
@@ -259,29 +262,34 @@ def open_native(
         CheckpointFileError: the file cannot be read, is not a model that ComfyUI detects, or has no blocks to stream.
     """
     file = MappedFile(path)
+    if file.is_packed and weight_dtype != "default":
+        reason = "is a quantised GGUF, whose blocks are decoded to the dtype that computes"
+        raise CheckpointFileError(path, f"{reason}: choose the weight type default instead of {weight_dtype}")
     model, dtypes = _build(path, file, weight_dtype)
     linear: Any = (nn.Linear, model.model_config.custom_operations.Linear)
     located = {
         entry.place: places
         for entry in _parameters(model.diffusion_model)
-        if _is_large(entry, linear, large_parameter) and (places := _locate(entry.tensor, file))
+        if (_is_matrix(entry, linear) or (entry.tensor.dim() > 2 and entry.tensor.nbytes >= large_parameter))
+        and (places := _locate(entry.tensor, file))
     }
 
     def matrix_bytes(module: nn.Module) -> int:
-        found = (located.get(entry.place, {}) for entry in _parameters(module))
-        return sum(place.nbytes for places in found for place in places.values())
+        # Other large parameters stream with the block that they are in, but convolutions alone are not blocks.
+        matrices = (entry.place for entry in _parameters(module) if _is_matrix(entry, linear))
+        return sum(place.nbytes for matrix in matrices for place in located.get(matrix, {}).values())
 
     blocks = find_blocks(model.diffusion_model, matrix_bytes, smallest=smallest_block)
     nbytes = sum(map(matrix_bytes, blocks.values()))
-    if not blocks or nbytes < smallest_model:
-        limits = f"of at least {smallest_block / 1e6:g} MB with {nbytes / 1e9:.2f} GB"
-        reason = (
-            f"{type(model).__name__} has {len(blocks)} blocks {limits}; streaming is for {smallest_model / 1e9:g} GB"
-        )
-        raise CheckpointFileError(path, f"{reason} and more: load it with Load Diffusion Model")
+    if nbytes < max(1, smallest_model):
+        kind = f"{type(model).__name__} has {len(blocks)} blocks of at least {smallest_block / 1e6:g} MB in its lists"
+        limit = f"with {nbytes / 1e9:.2f} GB, too little to stream (from {smallest_model / 1e9:g} GB on)"
+        raise CheckpointFileError(path, f"{kind}, {limit}: load it with Load Diffusion Model")
     streamed = list(_streamed(blocks, located, dtypes))
     model.stored = {each.path: each.entry.tensor for each in streamed}
     for each in streamed:
+        if is_joined(each.entry.tensor):
+            each.entry.module.streamed = (each.entry.tensor,)
         each.entry.replace(torch.empty(each.entry.tensor.shape, dtype=each.dtype, device="meta"))
     absent = {each.entry.place for each in streamed}
     for entry in [entry for entry in _entries(model.diffusion_model) if entry.place not in absent]:
@@ -334,11 +342,8 @@ def _streamed(
                     yield _Streamed(BlockKey(STACK, index), within, path, entry, dtype, located[entry.place])
 
 
-def _is_large(entry: Entry, linear: Any, large_parameter: int) -> bool:
-    dimensions = entry.tensor.dim()
-    return (dimensions == 2 and isinstance(entry.module, linear)) or (
-        dimensions > 2 and entry.tensor.nbytes >= large_parameter
-    )
+def _is_matrix(entry: Entry, linear: Any) -> bool:
+    return entry.tensor.dim() == 2 and isinstance(entry.module, linear)
 
 
 def _locate(tensor: torch.Tensor, file: MappedFile) -> Places:
@@ -397,14 +402,17 @@ def _build(path: Path, file: MappedFile, weight_dtype: str) -> tuple[comfy.model
     """
     management = comfy.model_management
     tensors, metadata = _native_tensors(file)
-    _refuse_unknown_formats(path, tensors)
+    _refuse_unknown_formats(path, tensors, metadata)
     config = _detect(tensors, metadata)
     if config is None:
         converted = comfy.model_detection.convert_diffusers_mmdit(tensors, "")
         config = None if converted is None else _detect(converted, metadata)
         if converted is None or config is None:
-            kind = f" of {metadata[ARCHITECTURE]!r}" if ARCHITECTURE in metadata else ""
-            raise CheckpointFileError(path, f"is not a diffusion model{kind} that this ComfyUI detects: update ComfyUI")
+            kind = f"a GGUF of {metadata[ARCHITECTURE]!r}, and " if ARCHITECTURE in metadata else ""
+            raise CheckpointFileError(
+                path,
+                f"is {kind}not a diffusion model that this ComfyUI detects: choose another file, or update ComfyUI",
+            )
         tensors = converted
     supported = config.supported_inference_dtypes
     quantised = (config.quant_config if _marks_layers(config) else config.scaled_fp8) is not None
@@ -451,16 +459,22 @@ def _referring(network: nn.Module, path: Path, file: MappedFile) -> Iterator[Non
         del network.load_state_dict
 
 
-def _refuse_unknown_formats(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _refuse_unknown_formats(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Refuse quantised layers that this ComfyUI does not know: it has no words for them, or takes them for plain."""
     known = getattr(getattr(comfy, "quant_ops", None), "QUANT_ALGOS", {})
-    for name, marker in tensors.items():
-        if name.endswith(".comfy_quant"):
-            layer, found = name.removesuffix(".comfy_quant"), json.loads(bytes(marker.tolist())).get("format")
-            if found not in known:
-                formats = ", ".join(known) or "none of this kind"
-                reason = f"which this ComfyUI does not have (it has {formats}): update ComfyUI, or use another file"
-                raise CheckpointFileError(path, f"layer {layer} is quantised as {found}, {reason}")
+    formats = {
+        name.removesuffix(".comfy_quant"): json.loads(bytes(marker.tolist())).get("format")
+        for name, marker in tensors.items()
+        if name.endswith(".comfy_quant")
+    }
+    if QUANTISATION in metadata and not known:  # newer versions have turned the text to markers
+        layers = json.loads(metadata[QUANTISATION]).get("layers", {})
+        formats |= {layer: settings.get("format") for layer, settings in layers.items()}
+    for layer, found in formats.items():
+        if found not in known:
+            have = ", ".join(known) or "none of this kind"
+            reason = f"which this ComfyUI does not have (it has {have}): update ComfyUI, or use another file"
+            raise CheckpointFileError(path, f"layer {layer} is quantised as {found}, {reason}")
 
 
 def _native_tensors(file: MappedFile) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -38,6 +38,9 @@ def _plain(base: Any) -> type:
 
 def _mixed(base: Any) -> type:
     class Linear(base):  # type: ignore[misc]
+        streamed: tuple[torch.Tensor, ...] = ()
+        """The quantised weight in the file, of a layer that streams."""
+
         def _load_from_state_dict(
             self,
             state_dict: dict[str, torch.Tensor],
@@ -58,19 +61,18 @@ def _mixed(base: Any) -> type:
             if weight is None:  # not in the file, which ComfyUI has logged
                 return
             self.loaded_dtype = weight.dtype
-            self.loaded = _refer(weight, prefix, matrices, error_msgs)
-            self._parameters["weight"] = self.loaded
+            self._parameters["weight"] = _refer(weight, prefix, matrices, error_msgs)
 
         def state_dict(self, *args: Any, **settings: Any) -> Any:
             """Return what the file has, because the weight is absent while its block is not on the device."""
             bound = self._parameters.get("weight")
-            if bound is None:
-                return super().state_dict(*args, **settings)
-            self._parameters["weight"] = self.loaded
+            for weight in self.streamed:
+                self._parameters["weight"] = weight
             try:
                 return super().state_dict(*args, **settings)
             finally:
-                self._parameters["weight"] = bound
+                if self.streamed:
+                    self._parameters["weight"] = bound
 
     return Linear
 
