@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -286,6 +286,18 @@ def open_native(
         limit = f"with {nbytes / 1e9:.2f} GB, too little to stream (from {smallest_model / 1e9:g} GB on)"
         raise CheckpointFileError(path, f"{kind}, {limit}: load it with Load Diffusion Model")
     streamed = list(_streamed(blocks, located, dtypes))
+    _load_others(model, file, streamed, dtypes)
+    model.weights = _weights(path, blocks, streamed, model)
+    model.memory = PolicyMemory(f"blocks of {path.name}")
+    # ComfyUI drops models from its cache without unloading them first.
+    weakref.finalize(model, model.weights.close).atexit = False
+    return model
+
+
+def _load_others(
+    model: comfy.model_base.BaseModel, file: MappedFile, streamed: Sequence[_Streamed], dtypes: Dtypes
+) -> None:
+    """Take the tensors that stream out of the model, and load all others."""
     model.stored = {each.path: each.entry.tensor for each in streamed}
     for each in streamed:
         if is_joined(each.entry.tensor):
@@ -294,11 +306,6 @@ def open_native(
     absent = {each.entry.place for each in streamed}
     for entry in [entry for entry in _entries(model.diffusion_model) if entry.place not in absent]:
         _load(entry, file, _dtype_of(entry, dtypes))
-    model.weights = _weights(path, blocks, streamed, model)
-    model.memory = PolicyMemory(f"blocks of {path.name}")
-    # ComfyUI drops models from its cache without unloading them first.
-    weakref.finalize(model, model.weights.close).atexit = False
-    return model
 
 
 def _weights(
