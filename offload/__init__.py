@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .engine.engine import OffloadEngine, attach_offload
 from .engine.forward_course import ForwardCourse
+from .engine.lockstep import Lockstep
 from .engine.run import EngineRun
 from .formats.decode import CHUNK_VALUES, decode_tensor, decode_work_bytes
 from .formats.gguf_header import read_gguf_header
@@ -48,6 +49,7 @@ __all__ = [
     "GatherBrokenError",
     "InsufficientRamError",
     "LockedBlocks",
+    "Lockstep",
     "MappedFile",
     "Microscaled",
     "NotFiniteError",

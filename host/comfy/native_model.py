@@ -56,7 +56,8 @@ class NativeWeights:
         device: device to compute on.
 
     Attributes:
-        blocks: as above.
+        blocks, outside_bytes: as above.
+        buffer_bytes: bytes of one buffer.
     """
 
     def __init__(
@@ -70,13 +71,13 @@ class NativeWeights:
     ) -> None:
         self.blocks = blocks
         self._matrices, self._dtypes = matrices, dtypes
-        self._outside_bytes = outside_bytes
+        self.outside_bytes = outside_bytes
         self._engine: OffloadEngine | None = None
         self._policy: OffloadPolicy | None = None
         source = self._source()
         formats = source.formats.values()
         source.close()
-        self._buffer_bytes = max(fmt.computed.nbytes for fmt in formats)
+        self.buffer_bytes = max(fmt.computed.nbytes for fmt in formats)
         # A device keeps the stored bytes of the block that is decoded next to its buffer.
         decoded = max((fmt.stored.nbytes for fmt in formats if not fmt.is_raw), default=0)
         self._decoding_bytes = decoded if runtime_for(device) is not None else 0
@@ -91,7 +92,7 @@ class NativeWeights:
 
     @property
     def loaded_bytes(self) -> int:
-        return 0 if self._engine is None else self._engine.loaded_bytes + self._outside_bytes
+        return 0 if self._engine is None else self._engine.loaded_bytes + self.outside_bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -105,7 +106,7 @@ class NativeWeights:
 
     def device_bytes(self, policy: OffloadPolicy) -> int:
         _, buffers = plan_residency(policy, self.block_counts)
-        return buffers * self._buffer_bytes + self._decoding_bytes + self._outside_bytes
+        return buffers * self.buffer_bytes + self._decoding_bytes + self.outside_bytes
 
     def engine(self, policy: OffloadPolicy, device: torch.device) -> OffloadEngine:
         """Return the engine for `policy` on `device`; an existing one is changed and keeps its blocks.

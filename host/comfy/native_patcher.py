@@ -24,10 +24,18 @@ class NativePatcher(StreamedPatcher):
     are added when a layer computes, as ComfyUI does for weights that it keeps in RAM.
     """
 
+    share_visits = False
+    """True if conditions that do not fit into one forward pass share each visit of a block."""
+
     @property
     def weights(self) -> NativeWeights:
         weights: NativeWeights = self.model.weights
         return weights
+
+    def clone(self, *args: Any, **settings: Any) -> NativePatcher:
+        cloned: NativePatcher = super().clone(*args, **settings)
+        cloned.share_visits = self.share_visits
+        return cloned
 
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False

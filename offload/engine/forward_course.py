@@ -60,6 +60,12 @@ class ForwardCourse:
         """True between `begin` and `close`."""
         return self._state is not CourseState.CLOSED
 
+    @property
+    def due(self) -> int | None:
+        """The block that the program visits next; None at its end."""
+        due = self._due()
+        return None if due is None else due.block
+
     def begin(self, passes: int, recorder: Recorder | None = None) -> None:
         """Start to fetch for a predicted number of passes, at least 1; more or fewer may follow.
 
