@@ -18,8 +18,8 @@ from torch import nn
 
 from ...devices import compute_device, runtime_for
 from ...offload import CheckpointFileError, FileSource, FileTensor, MappedFile, OffloadEngine, attach_offload
-from ...plan import BlockKey
-from ...schema import OffloadPolicy, plan_residency
+from ...plan import BlockKey, MeasuredBlocks
+from ...schema import OffloadPolicy
 from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks
 from .patcher_memory import PolicyMemory
 from .streamed_operations import declared_dtype, streamed_operations
@@ -78,6 +78,9 @@ class NativeWeights:
         formats = source.formats.values()
         source.close()
         self.buffer_bytes = max(fmt.computed.nbytes for fmt in formats)
+        self._stored_bytes = max(fmt.stored.nbytes for fmt in formats)
+        self._decodes = not all(fmt.is_raw for fmt in formats)
+        self._has_bus = runtime_for(device) is not None
         # A device keeps the stored bytes of the block that is decoded next to its buffer.
         decoded = max((fmt.stored.nbytes for fmt in formats if not fmt.is_raw), default=0)
         self._decoding_bytes = decoded if runtime_for(device) is not None else 0
@@ -104,9 +107,22 @@ class NativeWeights:
         assert self._engine is not None, "ComfyUI has not loaded the model"
         return self._engine
 
+    @property
+    def measured_blocks(self) -> MeasuredBlocks:
+        """Sizes of the blocks, for a policy that is chosen by measuring."""
+        return MeasuredBlocks(
+            stack=STACK,
+            blocks=len(self.blocks),
+            stored_bytes=self._stored_bytes,
+            buffer_bytes=self.buffer_bytes,
+            outside_bytes=self.outside_bytes,
+            decodes=self._decodes,
+            decoding_bytes=self._decoding_bytes,
+            has_bus=self._has_bus,
+        )
+
     def device_bytes(self, policy: OffloadPolicy) -> int:
-        _, buffers = plan_residency(policy, self.block_counts)
-        return buffers * self.buffer_bytes + self._decoding_bytes + self.outside_bytes
+        return self.measured_blocks.device_bytes(policy)
 
     def engine(self, policy: OffloadPolicy, device: torch.device) -> OffloadEngine:
         """Return the engine for `policy` on `device`; an existing one is changed and keeps its blocks.

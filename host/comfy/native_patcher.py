@@ -10,6 +10,8 @@ import comfy.model_patcher
 import torch
 from torch import nn
 
+from ...plan import AutoOffload
+from ...schema import OffloadPolicy
 from .native_model import NativeWeights
 from .patcher_memory import StreamedPatcher
 
@@ -26,6 +28,8 @@ class NativePatcher(StreamedPatcher):
 
     share_visits = False
     """True if conditions that do not fit into one forward pass share each visit of a block."""
+    auto: AutoOffload | None = None
+    """Budgets of an automatic policy, which is chosen after the first model call."""
 
     @property
     def weights(self) -> NativeWeights:
@@ -34,8 +38,14 @@ class NativePatcher(StreamedPatcher):
 
     def clone(self, *args: Any, **settings: Any) -> NativePatcher:
         cloned: NativePatcher = super().clone(*args, **settings)
-        cloned.share_visits = self.share_visits
+        cloned.share_visits, cloned.auto = self.share_visits, self.auto
         return cloned
+
+    def request(self, policy: OffloadPolicy | AutoOffload) -> None:
+        """Set the policy of this MODEL. Raises ValueError if it does not fit the number of blocks."""
+        self.auto = policy if isinstance(policy, AutoOffload) else None
+        self.policy = policy if isinstance(policy, OffloadPolicy) else None  # None: the one that was chosen last
+        self.model_size()
 
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
@@ -18,13 +19,24 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...bench import policy_name
-from ...devices import forget, is_out_of_memory, total_bytes
+from ...devices import available_bytes, forget, is_out_of_memory, runtime_for, total_bytes
 from ...offload import ForwardCourse, Lockstep
-from ...plan import PassOrders, Visit, bytes_to_free, next_smaller_policy
+from ...plan import (
+    AutoOffload,
+    Budgets,
+    PassOrders,
+    Visit,
+    bytes_to_free,
+    choose_measured,
+    describe_policy,
+    describe_ram,
+    next_smaller_policy,
+)
 from ...sampling import InsufficientMemoryError
 from ...schema import OffloadPolicy, Timeline
 from ...telemetry import Recorder
 from ..api import HostApi, current_host
+from ..auto_policy import AVAILABLE_SHARE, smaller_limit
 from ..run_events import SHORT_DTYPES, RunEvents, RunSettings
 from .native_lanes import KEY, Conditions, hindrance
 from .native_model import STACK, NativeWeights, open_native
@@ -53,6 +65,8 @@ class NativeRuns:
         """Model calls of the last run of a kind."""
         self.apart: set[Hashable] = set()
         """Kinds of runs whose conditions ComfyUI computes one after the other, because they do not fit together."""
+        self.chosen: set[Hashable] = set()
+        """Kinds of runs for which an automatic policy was chosen."""
         self.current: NativeRun | None = None
         self.last: NativeRun | None = None
         self._hooks: list[RemovableHandle] = []
@@ -141,7 +155,9 @@ class NativeRun:
         self.calls = self.passes = self.recompiled = self.visits = self.fetches = 0
         self._runs, self._weights, self._memory = runs, runs.weights, patcher.memory
         self._share, self._device = patcher.share_visits, patcher.load_device
-        self._kind, self._attempts = kind, 0
+        self._kind, self._attempts, self._auto = kind, 0, patcher.auto
+        self._free_vram = host.free_vram
+        self._activation_bytes = int(patcher.memory_required(list(shape)))
         self._expected = runs.passes.get(kind, steps)
         self.recorder = Recorder(patcher.load_device, observe=host.telemetry_options())
         self.recorder.non_block_bytes = self._weights.outside_bytes
@@ -196,6 +212,9 @@ class NativeRun:
             self._make_smaller(message)
         self.calls += 1
         self.events.step(self.recorder.last)
+        if self._auto is not None and self._kind not in self._runs.chosen and not self._attempts:
+            self._runs.chosen.add(self._kind)
+            self._choose_policy(self._auto)
         return predictions
 
     def _predict(
@@ -225,6 +244,16 @@ class NativeRun:
         self._note("the conditions share each visit" if found is None else f"no shared visits, because of {found}")
         return found is None
 
+    def _free(self, budgets: Budgets) -> Budgets:
+        """Return the budgets, limited to the memory that is free now and what the weights use already."""
+        ram = int(AVAILABLE_SHARE * available_bytes())
+        if runtime_for(self._device) is None:
+            return Budgets(ram_bytes=smaller_limit(budgets.ram_bytes, ram + self._weights.loaded_bytes))
+        vram = max(0, self._free_vram() + self._weights.loaded_bytes - self._activation_bytes)
+        return Budgets(
+            vram_bytes=smaller_limit(budgets.vram_bytes, vram), ram_bytes=smaller_limit(budgets.ram_bytes, ram)
+        )
+
     def _note(self, text: str) -> None:
         if text not in self.notes:
             logger.info("%s", text)
@@ -244,6 +273,28 @@ class NativeRun:
         self._runs.orders = self.course.orders
         for figure in ("passes", "recompiled", "visits", "fetches"):
             setattr(self, figure, getattr(self, figure) + getattr(self.course, figure))
+
+    def _choose_policy(self, auto: AutoOffload) -> None:
+        """Replace the policy after the first model call if another one is predicted to be faster."""
+        weights, memory = self._weights, self._memory
+        assert memory.policy is not None, "the model is loaded"
+        budgets = self._free(auto.budgets)
+        chosen = choose_measured(
+            weights.measured_blocks,
+            self.recorder.last,
+            visits=self.course.visited,
+            present=memory.policy,
+            device_bytes=math.inf if budgets.vram_bytes is None else budgets.vram_bytes,
+            host_bytes=math.inf if budgets.ram_bytes is None else budgets.ram_bytes,
+        )
+        if chosen is None:
+            return
+        self._note(
+            f"after the first call: {describe_policy(chosen.policy, len(weights.blocks))}, "
+            f"{describe_ram(chosen.policy)}, {chosen.call_s:.1f} s per call predicted"
+        )
+        self._continue_with(chosen.policy)
+        memory.requested = chosen.policy
 
     def _make_smaller(self, message: str) -> None:
         """Continue with a smaller policy. Raises InsufficientMemoryError if there is none."""
@@ -265,10 +316,15 @@ class NativeRun:
         self._note(
             f"out of memory in call {self.calls}: {policy_name(smaller)} instead of {policy_name(memory.policy)}"
         )
-        with torch.inference_mode(False):  # buffers outlive the run
-            weights.engine(smaller, self._device)
-        memory.policy = smaller
+        self._continue_with(smaller)
         comfy.model_management.soft_empty_cache()
+
+    def _continue_with(self, policy: OffloadPolicy) -> None:
+        """Change the policy between two model calls."""
+        self._close(None)
+        with torch.inference_mode(False):  # buffers outlive the run
+            self._weights.engine(policy, self._device)
+        self._memory.policy = policy
         self._start(max(1, self._expected - self.course.passes))
         self.course.begin(self._expected, self.recorder)
 
@@ -324,13 +380,18 @@ def calc_cond_batch(
 
 
 def load_native(
-    path: Path, weight_dtype: str, policy: OffloadPolicy, *, share_visits: bool = False, **limits: int
+    path: Path,
+    weight_dtype: str,
+    policy: OffloadPolicy | AutoOffload,
+    *,
+    share_visits: bool = False,
+    **limits: int,
 ) -> NativePatcher:
     """Return a MODEL whose blocks stream from a file.
 
     Args:
         path, weight_dtype, limits: see `open_native`, which raises the errors.
-        policy: the offload policy.
+        policy: the offload policy; an automatic one is chosen after the first model call of a run.
         share_visits: conditions that do not fit into one forward pass share each visit of a block.
     """
     model = open_native(path, weight_dtype, **limits)
@@ -338,7 +399,8 @@ def load_native(
     weakref.finalize(model, runs.detach).atexit = False  # hooks keep the blocks alive
     management = comfy.model_management
     patcher = NativePatcher(model, management.get_torch_device(), management.unet_offload_device())
-    patcher.policy, patcher.share_visits = policy, share_visits
+    patcher.share_visits = share_visits
+    patcher.request(policy)
     patcher.add_wrapper_with_key(WRAPPERS.SAMPLER_SAMPLE, KEY, sampler_sample)
     patcher.add_wrapper_with_key(WRAPPERS.CALC_COND_BATCH, KEY, calc_cond_batch)
     return patcher

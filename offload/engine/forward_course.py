@@ -61,6 +61,11 @@ class ForwardCourse:
         return self._state is not CourseState.CLOSED
 
     @property
+    def visited(self) -> int:
+        """Visits so far."""
+        return self.visits + self._next
+
+    @property
     def due(self) -> int | None:
         """The block that the program visits next; None at its end."""
         due = self._due()
@@ -153,7 +158,7 @@ class ForwardCourse:
     def _end(self, run: EngineRun, error: BaseException | None = None) -> None:
         if error is None and self._next < len(run.program.visits):
             run.leave()  # blocks that were fetched ahead are kept for the next program
-        self.visits += self._next
+        self.visits, self._next = self.visits + self._next, 0
         try:
             run.__exit__(None if error is None else type(error), error, None)
         finally:
