@@ -27,6 +27,7 @@ from ...offload import (
     FileTensor,
     MappedFile,
     OffloadEngine,
+    TensorSource,
     attach_offload,
     copy_together,
     decode_tensor,
@@ -200,7 +201,7 @@ class NativeWeights:
         if engine is not None:
             engine.detach()
 
-    def _source(self) -> FileSource:
+    def _source(self) -> FileSource | TensorSource:
         return FileSource(self._matrices, computed_dtypes=self._dtypes)
 
     def _scales_on(self, device: torch.device) -> Mapping[str, torch.Tensor]:
