@@ -12,7 +12,7 @@ from .guidance import WanStreamGuidance
 from .guider import WanStreamGuider, WanStreamSigmas
 from .inputs import WARNINGS
 from .latents import WanStreamEmptyLatent, WanStreamImageToVideo
-from .loaders import WanStreamExperts, WanStreamLora, WanStreamOneExpert
+from .loaders import WanStreamExperts, WanStreamLoadDiffusionModel, WanStreamLora, WanStreamOneExpert
 from .offload import WanStreamAutoOffload, WanStreamBlockSwap, WanStreamLayerwise
 from .sampler import TIMELINE, WanStreamSampler
 from .text import WanStreamTextEncode
@@ -27,6 +27,7 @@ class WanStreamExtension(ComfyExtension):
             WanStreamExperts,
             WanStreamOneExpert,
             WanStreamLora,
+            WanStreamLoadDiffusionModel,
             WanStreamLayerwise,
             WanStreamBlockSwap,
             WanStreamAutoOffload,
