@@ -27,6 +27,7 @@ from .sharding.group import GatherBrokenError, Sharded, StoppedTogether, shard_b
 from .sources.base import InsufficientRamError
 from .sources.file import FileSource, read_scales, read_tensors
 from .sources.mapped_file import MappedFile
+from .sources.module import TensorSource
 from .sources.quantised import QuantisedSource, quantised_format, quantised_packings
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "Sharded",
     "SharedSegment",
     "StoppedTogether",
+    "TensorSource",
     "WeightPatch",
     "attach_offload",
     "copy_to_device",

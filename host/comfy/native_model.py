@@ -17,7 +17,15 @@ import torch
 from torch import nn
 
 from ...devices import compute_device, runtime_for
-from ...offload import CheckpointFileError, FileSource, FileTensor, MappedFile, OffloadEngine, attach_offload
+from ...offload import (
+    CheckpointFileError,
+    FileSource,
+    FileTensor,
+    MappedFile,
+    OffloadEngine,
+    TensorSource,
+    attach_offload,
+)
 from ...plan import BlockKey
 from ...schema import OffloadPolicy, plan_residency
 from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks
@@ -140,7 +148,7 @@ class NativeWeights:
         if engine is not None:
             engine.detach()
 
-    def _source(self) -> FileSource:
+    def _source(self) -> FileSource | TensorSource:
         return FileSource(self._matrices, computed_dtypes=self._dtypes)
 
 
