@@ -263,6 +263,17 @@ class HostApi(Protocol):
         streamed, and ValueError for a policy that does not fit its blocks.
         """
 
+    def stream_model(self, model: object, policy: OffloadPolicy | AutoOffload | None) -> object:
+        """Return a MODEL like `model`, with all its patches, whose blocks stream from its file or from RAM.
+
+        Args:
+            model: a MODEL that any loader has made.
+            policy: as for `load_model`.
+
+        Raises NeedsComfyUIError if the host has no native models, ValueError for a model that cannot be streamed and
+        for a policy that does not fit its blocks, and OSError if its file cannot be read.
+        """
+
     def schedule_names(self) -> list[str]:
         """Return the valid names for `sigmas`; "simple" and "wan" are among them."""
 

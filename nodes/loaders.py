@@ -328,3 +328,34 @@ class WanStreamLoadDiffusionModel(io.ComfyNode):
     def fingerprint_inputs(cls, unet_name: str | None = None, **inputs: Any) -> FileVersion | None:
         """Load the model again when its file was replaced. A linked name is None here."""
         return None if unet_name is None else file_version(current_host().model_path(unet_name, FOLDERS[0]).stat())
+
+
+class WanStreamStreamModel(io.ComfyNode):
+    """MODEL of another loader whose blocks stream from now on."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamStreamModel",
+            display_name="Stream Model",
+            category="WanStream/loaders",
+            **search_aliases("low vram", "vram", "offload", "block swap", "load checkpoint", "unet", "lora"),
+            description="Streams the blocks of a MODEL of another loader, and keeps its LoRAs and patches. Blocks come "
+            "from its file if that is known, else from the RAM that it occupies.",
+            inputs=[
+                io.Model.Input(
+                    "model",
+                    tooltip="From Load Checkpoint, Load Diffusion Model or another loader, with or without patches. A "
+                    "known file is opened again and costs no RAM for the blocks, but the loader before may keep "
+                    "its own copy: Load Diffusion Model (streamed) has none.",
+                ),
+                MODEL_POLICY_INPUT,
+            ],
+            outputs=[io.Model.Output(display_name="model")],
+        )
+
+    @classmethod
+    def execute(cls, model: object, policy: OffloadPolicy | AutoOffload | None = None) -> io.NodeOutput:
+        host = current_host()
+        with host.ledger().phase("open", host.device()):
+            return io.NodeOutput(host.stream_model(model, policy))

@@ -36,6 +36,7 @@ from .native_run import load_native
 from .patcher import ExpertsModel, ExpertsPatcher, workers_patcher
 from .progress import NodeBar
 from .samplers import FlowSampling, schedule_names, schedule_sigmas
+from .stream_model import stream_model
 from .user_settings import SETTINGS, STRICT, setting_is_on
 
 if TYPE_CHECKING:
@@ -250,6 +251,11 @@ class ComfyHost(HostApi):
         model = load_native(path, weight_dtype, _first_policy(policy))
         model.model_size()  # raises for a wrong policy here, not later while ComfyUI changes its list of models
         return model
+
+    def stream_model(self, model: object, policy: OffloadPolicy | AutoOffload | None) -> NativePatcher:
+        streamed = stream_model(model, _first_policy(policy))
+        streamed.model_size()  # as above
+        return streamed
 
     def schedule_names(self) -> list[str]:
         return schedule_names()

@@ -254,6 +254,9 @@ class EmbeddedHost(HostApi):
     def load_model(self, *_: object, **__: object) -> object:
         raise NeedsComfyUIError(f"Load Diffusion Model (streamed) {NEEDS_COMFYUI['MODEL']}")
 
+    def stream_model(self, *_: object, **__: object) -> object:
+        raise NeedsComfyUIError(f"Stream Model {NEEDS_COMFYUI['MODEL']}")
+
     def schedule_names(self) -> list[str]:
         return list(SCHEDULES)
 

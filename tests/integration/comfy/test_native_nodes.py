@@ -20,10 +20,12 @@ load_pack()
 import comfy.sample, comfy.sd, torch
 from native_families import FAMILIES, given_configuration
 from wanstream.host.comfy import adapter
-from wanstream.nodes.loaders import WanStreamLoadDiffusionModel
+from wanstream.nodes.loaders import WanStreamLoadDiffusionModel, WanStreamStreamModel
 from wanstream.plan import AutoOffload, OffloadPolicy
 
-adapter.load_native = partial(adapter.load_native, smallest_block=0, smallest_model=0)
+limits = {"smallest_block": 0, "smallest_model": 0}
+adapter.load_native = partial(adapter.load_native, **limits)
+adapter.stream_model = partial(adapter.stream_model, **limits)
 family, folder = FAMILIES["flux"], arguments[0]
 folder_paths.folder_names_and_paths["diffusion_models"][0][:] = [folder]
 family.write(f"{folder}/flux1-dev.safetensors", "fp16")
@@ -39,39 +41,51 @@ def loaded(**policy):
     execute = WanStreamLoadDiffusionModel.execute
     return execute(unet_name="flux1-dev.safetensors", weight_dtype="default", **policy).args[0]
 
-def refusal(**policy):
+def streamed(**policy):
+    return WanStreamStreamModel.execute(model=own, **policy).args[0]
+
+def refusal(make):
     try:
-        loaded(**policy)
+        make(policy=OffloadPolicy.block_swap(99))
     except ValueError as err:
         return str(err)
 
 with torch.inference_mode(), given_configuration(family):
-    native = sampled(comfy.sd.load_diffusion_model(f"{folder}/flux1-dev.safetensors", model_options={}))
+    own = comfy.sd.load_diffusion_model(f"{folder}/flux1-dev.safetensors", model_options={})
+    native = sampled(own)
     policies = {
         "none": {},
         "auto": {"policy": AutoOffload()},
         "swap": {"policy": OffloadPolicy.block_swap(5, prefetch_blocks=2)},
     }
-    models = {name: loaded(**policy) for name, policy in policies.items()}
+    models = {
+        f"{make.__name__}, {name}": make(**policy)
+        for make in (loaded, streamed)
+        for name, policy in policies.items()
+    }
     answer = {
+        "bytes": {name: model.model_size() for name, model in models.items()},  # of the policies: none is loaded yet
         "equal": {name: torch.equal(sampled(model), native) for name, model in models.items()},
         "blocks": {name: model.weights.block_counts["model"] for name, model in models.items()},
-        "bytes": {name: model.model_size() for name, model in models.items()},
-        "refusal": refusal(policy=OffloadPolicy.block_swap(99)),
+        "refusals": [refusal(make) for make in (loaded, streamed)],
     }
 """
 
 
-def test_the_node_loads_what_comfyuis_own_loads_and_a_wrong_policy_is_refused_at_once(
+def test_the_nodes_give_the_results_of_comfyuis_own_loader_and_refuse_a_wrong_policy_at_once(
     in_comfyui: Callable[..., Any], tmp_path: Path
 ) -> None:
     found = in_comfyui(LOADED, str(tmp_path))
-    assert found["equal"] == {"none": True, "auto": True, "swap": True}
+    models = [f"{node}, {policy}" for node in ("loaded", "streamed") for policy in ("none", "auto", "swap")]
+    assert found["equal"] == dict.fromkeys(models, True)
     (blocks,) = {*found["blocks"].values()}
     assert blocks > 5
-    assert found["bytes"]["none"] == found["bytes"]["auto"] < found["bytes"]["swap"]
-    assert "blocks_to_swap is 99" in found["refusal"]
-    assert f"only {blocks} blocks" in found["refusal"]
+    for node in ("loaded", "streamed"):
+        none, auto, swap = (found["bytes"][f"{node}, {policy}"] for policy in ("none", "auto", "swap"))
+        assert none == auto < swap
+    for refusal in found["refusals"]:
+        assert "blocks_to_swap is 99" in refusal
+        assert f"only {blocks} blocks" in refusal
 
 
 def test_inputs_choices_and_output_are_those_of_comfyuis_own_loader(server: Server) -> None:

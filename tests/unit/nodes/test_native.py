@@ -14,7 +14,7 @@ from wanstream.host.embedded.adapter import EmbeddedHost, Folders
 from wanstream.host.embedded.run import InvalidWorkflowError
 from wanstream.host.folders import ModelNotFoundError, OutsideFolderError
 from wanstream.nodes import WanStreamExtension
-from wanstream.nodes.loaders import WanStreamLoadDiffusionModel
+from wanstream.nodes.loaders import WanStreamLoadDiffusionModel, WanStreamStreamModel
 from wanstream.plan import AutoOffload, OffloadPolicy
 from wanstream.tests.support.embedded import run_workflow
 
@@ -23,10 +23,12 @@ FILE = "flux1-dev.safetensors"
 
 
 class NativeHost(EmbeddedHost):
-    """A host that returns the arguments of `load_model` as its MODEL."""
+    """A host that returns the arguments of `load_model` or of `stream_model` as its MODEL."""
 
     def load_model(self, *arguments: object, **_: object) -> object:
         return arguments
+
+    stream_model = load_model
 
 
 @pytest.fixture
@@ -51,11 +53,17 @@ def test_a_file_is_chosen_as_in_comfyuis_own_loader_and_only_from_formats_that_a
     assert dtype.as_dict()["options"] == ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"]
 
 
-@pytest.mark.parametrize("policy", [None, AutoOffload(), OffloadPolicy.layerwise(prefetch_blocks=2)])
-def test_the_host_loads_the_file_with_the_policy(host: NativeHost, models: Path, policy: Any) -> None:
+POLICIES = [None, AutoOffload(), OffloadPolicy.layerwise(prefetch_blocks=2)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_host_loads_the_file_and_streams_a_model_with_the_policy(
+    host: NativeHost, models: Path, policy: Any
+) -> None:
     given = {} if policy is None else {"policy": policy}
     output = WanStreamLoadDiffusionModel.execute(unet_name=FILE, weight_dtype="fp8_e4m3fn", **given)
     assert output.args == ((models / "diffusion_models" / FILE, "fp8_e4m3fn", policy),)
+    assert WanStreamStreamModel.execute(model="a model", **given).args == (("a model", policy),)
 
 
 @pytest.mark.parametrize(("name", "error"), [("none.safetensors", ModelNotFoundError), ("../a", OutsideFolderError)])
@@ -73,24 +81,35 @@ def test_a_file_that_was_replaced_is_loaded_again(host: NativeHost, models: Path
     assert WanStreamLoadDiffusionModel.fingerprint_inputs(unet_name=None) is None
 
 
-def test_the_embedded_host_refuses_a_model_before_it_misses_the_nodes_behind_it(models: Path) -> None:
+NODE_INPUTS = {
+    "Load Diffusion Model (streamed)": (
+        "WanStreamLoadDiffusionModel",
+        {"unet_name": FILE, "weight_dtype": "default"},
+    ),
+    "Stream Model": ("WanStreamStreamModel", {"model": ["checkpoint", 0]}),
+}
+
+
+@pytest.mark.parametrize("name", NODE_INPUTS)
+def test_the_embedded_host_refuses_a_model_before_it_misses_the_nodes_around_it(name: str, models: Path) -> None:
+    class_type, inputs = NODE_INPUTS[name]
     prompt = {
+        "checkpoint": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "ltx.safetensors"}},
         "sampler": {"class_type": "KSampler", "inputs": {"model": ["model", 0]}},
-        "model": {
-            "class_type": "WanStreamLoadDiffusionModel",
-            "inputs": {"unet_name": FILE, "weight_dtype": "default"},
-        },
+        "model": {"class_type": class_type, "inputs": inputs},
     }
     with pytest.raises(InvalidWorkflowError) as refused:
         run_workflow(prompt, nodes=NODES, models=models, output=models, input_dir=models)
     (line,) = refused.value.verdict.lines()
-    assert line.startswith("Load Diffusion Model (streamed) needs ComfyUI")
+    assert line.startswith(f"{name} needs ComfyUI")
     assert "Wan Experts (streamed) or Wan Model (single)" in line
     error = refused.value.verdict.error
     assert error is not None
     assert (error["type"], error["extra_info"]["node_id"]) == ("needs_comfyui", "model")
 
 
-def test_an_embedded_host_loads_no_model(models: Path) -> None:
-    with pytest.raises(NeedsComfyUIError, match=r"needs ComfyUI.* use Wan Experts"):
+def test_an_embedded_host_makes_no_model(models: Path) -> None:
+    with pytest.raises(NeedsComfyUIError, match=r"Load Diffusion Model .* needs ComfyUI.* use Wan Experts"):
         EmbeddedHost().load_model(models / "diffusion_models" / FILE, "default", None)
+    with pytest.raises(NeedsComfyUIError, match=r"Stream Model needs ComfyUI.* use Wan Experts"):
+        EmbeddedHost().stream_model("a model", None)
