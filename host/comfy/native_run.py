@@ -394,7 +394,11 @@ def load_native(
         policy: the offload policy; an automatic one is chosen after the first model call of a run.
         share_visits: conditions that do not fit into one forward pass share each visit of a block.
     """
-    model = open_native(path, weight_dtype, **limits)
+    return native_patcher(open_native(path, weight_dtype, **limits), policy, share_visits=share_visits)
+
+
+def native_patcher(model: Any, policy: OffloadPolicy | AutoOffload, *, share_visits: bool = False) -> NativePatcher:
+    """Return the first MODEL of ComfyUI's `model`, whose `weights` stream; the others are its clones."""
     runs = model.runs = NativeRuns(model.weights)
     weakref.finalize(model, runs.detach).atexit = False  # hooks keep the blocks alive
     management = comfy.model_management

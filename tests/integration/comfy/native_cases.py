@@ -6,11 +6,9 @@ file of `native_families`, and run with the same input.
 
 from __future__ import annotations
 
-import copy
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,7 @@ import comfy.model_patcher
 import comfy.patcher_extension
 import comfy.sample
 import native_families
-import nodes
 import torch
-from comfy_extras import nodes_context_windows, nodes_custom_sampler
 from installed_pack import load_pack
 from native_families import FAMILIES, Family, sample
 
@@ -146,7 +142,6 @@ class Files:
             found["bytes"].append([counted.nbytes, sum(sizes[block] for block in counted.fetched)])
         model.detach()
         return {**found, "blocks": len(sizes), "finite": bool(expected.isfinite().all())}
-
 
 
 def family_cases(files: Files) -> dict[str, Callable[[], Any]]:
