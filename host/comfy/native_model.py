@@ -27,14 +27,15 @@ from ...offload import (
     FileTensor,
     MappedFile,
     OffloadEngine,
+    TensorSource,
     attach_offload,
     copy_together,
     decode_tensor,
     piece_name,
     read_tensors,
 )
-from ...plan import BlockKey
-from ...schema import OffloadPolicy, plan_residency
+from ...plan import BlockKey, MeasuredBlocks
+from ...schema import OffloadPolicy
 from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks
 from .patcher_memory import PolicyMemory
 from .streamed_operations import inner_tensors, is_joined, joined, streamed_operations
@@ -100,7 +101,8 @@ class NativeWeights:
         device: device to compute on.
 
     Attributes:
-        blocks: as above.
+        blocks, outside_bytes: as above.
+        buffer_bytes: bytes of one buffer.
     """
 
     def __init__(
@@ -115,13 +117,16 @@ class NativeWeights:
     ) -> None:
         self.blocks = blocks
         self._matrices, self._dtypes, self._quantised = matrices, dtypes, quantised
-        self._outside_bytes = outside_bytes
+        self.outside_bytes = outside_bytes
         self._engine: OffloadEngine | None = None
         self._policy: OffloadPolicy | None = None
         source = self._source()
         formats = source.formats.values()
         source.close()
-        self._buffer_bytes = max(fmt.computed.nbytes for fmt in formats)
+        self.buffer_bytes = max(fmt.computed.nbytes for fmt in formats)
+        self._stored_bytes = max(fmt.stored.nbytes for fmt in formats)
+        self._decodes = not all(fmt.is_raw for fmt in formats)
+        self._has_bus = runtime_for(device) is not None
         # A device keeps the stored bytes of the block that is decoded next to its buffer.
         decoded = max((fmt.stored.nbytes for fmt in formats if not fmt.is_raw), default=0)
         self._decoding_bytes = decoded if runtime_for(device) is not None else 0
@@ -136,7 +141,7 @@ class NativeWeights:
 
     @property
     def loaded_bytes(self) -> int:
-        return 0 if self._engine is None else self._engine.loaded_bytes + self._outside_bytes
+        return 0 if self._engine is None else self._engine.loaded_bytes + self.outside_bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -148,9 +153,22 @@ class NativeWeights:
         assert self._engine is not None, "ComfyUI has not loaded the model"
         return self._engine
 
+    @property
+    def measured_blocks(self) -> MeasuredBlocks:
+        """Sizes of the blocks, for a policy that is chosen by measuring."""
+        return MeasuredBlocks(
+            stack=STACK,
+            blocks=len(self.blocks),
+            stored_bytes=self._stored_bytes,
+            buffer_bytes=self.buffer_bytes,
+            outside_bytes=self.outside_bytes,
+            decodes=self._decodes,
+            decoding_bytes=self._decoding_bytes,
+            has_bus=self._has_bus,
+        )
+
     def device_bytes(self, policy: OffloadPolicy) -> int:
-        _, buffers = plan_residency(policy, self.block_counts)
-        return buffers * self._buffer_bytes + self._decoding_bytes + self._outside_bytes
+        return self.measured_blocks.device_bytes(policy)
 
     def engine(self, policy: OffloadPolicy, device: torch.device) -> OffloadEngine:
         """Return the engine for `policy` on `device`; an existing one is changed and keeps its blocks.
@@ -186,7 +204,7 @@ class NativeWeights:
         if engine is not None:
             engine.detach()
 
-    def _source(self) -> FileSource:
+    def _source(self) -> FileSource | TensorSource:
         return FileSource(self._matrices, computed_dtypes=self._dtypes)
 
     def _scales_on(self, device: torch.device) -> Mapping[str, torch.Tensor]:
