@@ -117,9 +117,11 @@ def sampler_sample(executor: Any, guider: Any, sigmas: torch.Tensor, *more: Any,
     """Wrapper of ComfyUI around the sampler of one run, after the model was loaded."""
     patcher: NativePatcher = guider.model_patcher
     sampler = executor.class_obj
+    # By name: ComfyUI makes a new function for each run of some samplers.
     function = getattr(sampler, "sampler_function", type(sampler))
+    name = getattr(function, "__qualname__", type(function).__qualname__)
     steps = max(0, len(sigmas) - 1)
-    with patcher.model.runs.follow((function, steps), steps):
+    with patcher.model.runs.follow((name, steps), steps):
         samples: torch.Tensor = executor(guider, sigmas, *more, **settings)
     return samples
 
