@@ -10,7 +10,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .api import SAVING_NODE, HostApi, NeedsComfyUIError, current_host
+from .api import SAVING_NODE, WEIGHT_DTYPES, HostApi, NeedsComfyUIError, current_host
 from .comfy.guider_session import GuiderSettings
 from .error_names import name_errors_of
 from .folders import ModelNotFoundError, OutputFile, OutputNameError, OutsideFolderError, inside
@@ -35,6 +35,7 @@ _SCHEMA_FIELDS = {field.name for field in fields(io.Schema)}
 
 __all__ = [
     "SAVING_NODE",
+    "WEIGHT_DTYPES",
     "ComfyExtension",
     "GuiderSettings",
     "HostApi",

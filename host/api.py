@@ -33,6 +33,10 @@ SAVING_NODE = "wanstream_node"
 """Metadata key of the id of the node that saved a file: the `prompt` next to it may contain several saving nodes."""
 
 
+WEIGHT_DTYPES = ("default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2")
+"""Choices of `load_model`, which are those of ComfyUI's own loader."""
+
+
 class NeedsComfyUIError(ValueError):
     """The embedded host does not support an operation of ComfyUI; the message names the alternative."""
 
@@ -243,6 +247,31 @@ class HostApi(Protocol):
         Its runs are shown at the node that executes now.
 
         Raises NeedsComfyUIError if the host has no samplers, and `RequestError` for inputs that the experts refuse.
+        """
+
+    def load_model(self, path: Path, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None) -> object:
+        """Return a native MODEL whose blocks stream from the file `path`, for the host's own samplers.
+
+        Reads the header, and what lies outside the blocks.
+
+        Args:
+            path: a safetensors file that the host's own loader reads too.
+            weight_dtype: one of `WEIGHT_DTYPES`.
+            policy: policy of the blocks; the host chooses one for an AutoOffload and for None.
+
+        Raises NeedsComfyUIError if the host has no native models, `CheckpointFileError` for a file that cannot be
+        streamed, and ValueError for a policy that does not fit its blocks.
+        """
+
+    def stream_model(self, model: object, policy: OffloadPolicy | AutoOffload | None) -> object:
+        """Return a MODEL like `model`, with all its patches, whose blocks stream from its file or from RAM.
+
+        Args:
+            model: a MODEL that any loader has made.
+            policy: as for `load_model`.
+
+        Raises NeedsComfyUIError if the host has no native models, ValueError for a model that cannot be streamed and
+        for a policy that does not fit its blocks, and OSError if its file cannot be read.
         """
 
     def schedule_names(self) -> list[str]:

@@ -12,7 +12,13 @@ from .guidance import WanStreamGuidance
 from .guider import WanStreamGuider, WanStreamSigmas
 from .inputs import WARNINGS
 from .latents import WanStreamEmptyLatent, WanStreamImageToVideo
-from .loaders import WanStreamExperts, WanStreamLora, WanStreamOneExpert
+from .loaders import (
+    WanStreamExperts,
+    WanStreamLoadDiffusionModel,
+    WanStreamLora,
+    WanStreamOneExpert,
+    WanStreamStreamModel,
+)
 from .offload import WanStreamAutoOffload, WanStreamBlockSwap, WanStreamLayerwise
 from .sampler import TIMELINE, WanStreamSampler
 from .text import WanStreamTextEncode
@@ -27,6 +33,8 @@ class WanStreamExtension(ComfyExtension):
             WanStreamExperts,
             WanStreamOneExpert,
             WanStreamLora,
+            WanStreamLoadDiffusionModel,
+            WanStreamStreamModel,
             WanStreamLayerwise,
             WanStreamBlockSwap,
             WanStreamAutoOffload,

@@ -1,4 +1,4 @@
-"""Loader nodes: a pair of experts, a single model, LoRAs."""
+"""Loader nodes: a pair of experts, a single model, LoRAs; native models of any family."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..devices import AUTO, dtype_name
-from ..host import current_host, io, search_aliases
-from ..schema import ExpertsRef, LoraRef
+from ..host import WEIGHT_DTYPES, current_host, io, search_aliases
+from ..offload import FileVersion, file_version
+from ..plan import AutoOffload
+from ..schema import ExpertsRef, LoraRef, OffloadPolicy
 from ..wan import (
     ARITHMETIC_CHOICES,
     ATTENTIONS,
@@ -266,3 +268,94 @@ def _strength(name: str) -> io.Float.Input:
         tooltip="Factor of the LoRA; 0 disables it. Another strength only costs one more fetch of the blocks that are "
         "resident on the device.",
     )
+
+
+MODEL_POLICY_INPUT = sockets.Policy.Input(
+    "policy",
+    optional=True,
+    tooltip="Device memory of the blocks, from Wan Layerwise Prefetch or Wan Block Swap. Without a policy, or with Wan "
+    "Auto Offload: layerwise, which takes two buffers of the size of the largest block. chunk_tokens is not used.",
+)
+
+
+class WanStreamLoadDiffusionModel(io.ComfyNode):
+    """MODEL whose blocks stay in their file; a substitute for ComfyUI's own loader."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        # Names and choices are those of UNETLoader: a saved graph stays valid when its class is exchanged.
+        names = current_host().model_names(FOLDERS[0])
+        return io.Schema(
+            node_id="WanStreamLoadDiffusionModel",
+            display_name="Load Diffusion Model (streamed)",
+            category="WanStream/loaders",
+            **search_aliases(
+                *("unet", "unet loader", "low vram", "block swap", "offload", "vace", "animate", "s2v", "humo"),
+                *("flux", "qwen image", "hunyuan video", "ltx"),
+            ),
+            description="Replaces Load Diffusion Model: blocks stay in their file and are fetched ahead of their use. "
+            "Samplers, LoRAs and patches behind it stay as they are. For models with 2 GB and more in blocks.",
+            inputs=[
+                io.Combo.Input(
+                    "unet_name",
+                    options=[name for name in names if not name.lower().endswith(".gguf")],
+                    tooltip="A .safetensors file of diffusion_models. Opening it reads its header and what is outside "
+                    "the blocks, 0.2 to 4.4 % of the file; streamed blocks are read from disk in every step.",
+                ),
+                io.Combo.Input(
+                    "weight_dtype",
+                    options=list(WEIGHT_DTYPES),
+                    default="default",
+                    tooltip="As in Load Diffusion Model. default: ComfyUI's choice, mostly the format of the file. The "
+                    "others cast blocks to fp8 on arrival: half the buffers of bf16, as many bytes from disk, and less "
+                    "precision than an fp8_scaled file. fp8_e4m3fn_fast also multiplies in fp8 where the GPU can.",
+                ),
+                MODEL_POLICY_INPUT,
+            ],
+            outputs=[io.Model.Output(display_name="model")],
+        )
+
+    @classmethod
+    def execute(
+        cls, unet_name: str, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None = None
+    ) -> io.NodeOutput:
+        host = current_host()
+        path = host.model_path(unet_name, FOLDERS[0])
+        with host.ledger().phase("open", host.device()):
+            return io.NodeOutput(host.load_model(path, weight_dtype, policy))
+
+    @classmethod
+    def fingerprint_inputs(cls, unet_name: str | None = None, **inputs: Any) -> FileVersion | None:
+        """Load the model again when its file was replaced. A linked name is None here."""
+        return None if unet_name is None else file_version(current_host().model_path(unet_name, FOLDERS[0]).stat())
+
+
+class WanStreamStreamModel(io.ComfyNode):
+    """MODEL of another loader whose blocks stream from now on."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamStreamModel",
+            display_name="Stream Model",
+            category="WanStream/loaders",
+            **search_aliases("low vram", "vram", "offload", "block swap", "load checkpoint", "unet", "lora"),
+            description="Streams the blocks of a MODEL of another loader, and keeps its LoRAs and patches. Blocks come "
+            "from its file if that is known, else from the RAM that it occupies.",
+            inputs=[
+                io.Model.Input(
+                    "model",
+                    tooltip="From Load Checkpoint, Load Diffusion Model or another loader, with or without patches. A "
+                    "known file is opened again and costs no RAM for the blocks, but the loader before may keep "
+                    "its own copy: Load Diffusion Model (streamed) has none.",
+                ),
+                MODEL_POLICY_INPUT,
+            ],
+            outputs=[io.Model.Output(display_name="model")],
+        )
+
+    @classmethod
+    def execute(cls, model: object, policy: OffloadPolicy | AutoOffload | None = None) -> io.NodeOutput:
+        host = current_host()
+        with host.ledger().phase("open", host.device()):
+            return io.NodeOutput(host.stream_model(model, policy))

@@ -31,11 +31,11 @@ def test_the_python_example_makes_frames(sample_models: Path, monkeypatch: pytes
 
 
 def test_every_node_and_every_workflow_is_in_its_table() -> None:
-    pages = "\n".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("nodes", "workflows"))
-    first_cells = [line.split("|")[1] for line in pages.splitlines() if line.startswith("|")]
-    nodes = {name.strip() for cell in first_cells if cell.startswith(" Wan ") for name in cell.split(",")}
+    pages = [(ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("nodes", "workflows")]
+    rows = [[line.split("|")[1] for line in page.splitlines() if line.startswith("| ")] for page in pages]
+    nodes = {name.strip() for cell in rows[0][1:] for name in cell.split(",")}
     assert nodes == {node.define_schema().display_name for node in asyncio.run(WanStreamExtension().get_node_list())}
-    workflows = {name for cell in first_cells for name in re.findall(r"\(\.\./workflows/(\w+)\.json\)", cell)}
+    workflows = {name for cell in rows[1] for name in re.findall(r"\(\.\./workflows/(\w+)\.json\)", cell)}
     assert workflows == {path.stem for path in (ROOT / "workflows").glob("*.json")}
 
 

@@ -31,9 +31,12 @@ from ..machine_profile import PROBE_BYTES, load_machine_profile
 from ..workers import WorkerRegistry
 from .guider import ExpertsGuider
 from .guider_session import GuiderSettings
+from .native_patcher import NativePatcher
+from .native_run import load_native
 from .patcher import ExpertsModel, ExpertsPatcher, workers_patcher
 from .progress import NodeBar
 from .samplers import FlowSampling, schedule_names, schedule_sigmas
+from .stream_model import stream_model
 from .user_settings import SETTINGS, STRICT, setting_is_on
 
 if TYPE_CHECKING:
@@ -244,6 +247,16 @@ class ComfyHost(HostApi):
         guider.set_conds(positive, negative)
         return guider
 
+    def load_model(self, path: Path, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None) -> NativePatcher:
+        model = load_native(path, weight_dtype, _first_policy(policy))
+        model.model_size()  # raises for a wrong policy here, not later while ComfyUI changes its list of models
+        return model
+
+    def stream_model(self, model: object, policy: OffloadPolicy | AutoOffload | None) -> NativePatcher:
+        streamed = stream_model(model, _first_policy(policy))
+        streamed.model_size()  # as above
+        return streamed
+
     def schedule_names(self) -> list[str]:
         return schedule_names()
 
@@ -259,6 +272,11 @@ class ComfyHost(HostApi):
         # Opening or closing a pair may have closed another one, which unlocks its pages.
         for patcher in list(self._patchers.values()):
             patcher.memory.count_pins(patcher.weights)
+
+
+def _first_policy(policy: OffloadPolicy | AutoOffload | None) -> OffloadPolicy:
+    """Return the policy with which a native model is opened: the smallest if it may be chosen for its first run."""
+    return policy if isinstance(policy, OffloadPolicy) else OffloadPolicy.layerwise()
 
 
 def _evictable(device: torch.device) -> int:

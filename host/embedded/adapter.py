@@ -30,6 +30,7 @@ from ..folders import (
     weight_files,
 )
 from ..workers import WorkerRegistry
+from .validate import NEEDS_COMFYUI
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +250,12 @@ class EmbeddedHost(HostApi):
             "a GUIDER needs ComfyUI, because it works with ComfyUI's samplers: run this workflow there, or use Wan "
             "Sampler, which takes the same experts, texts and sigmas"
         )
+
+    def load_model(self, *_: object, **__: object) -> object:
+        raise NeedsComfyUIError(f"Load Diffusion Model (streamed) {NEEDS_COMFYUI['MODEL']}")
+
+    def stream_model(self, *_: object, **__: object) -> object:
+        raise NeedsComfyUIError(f"Stream Model {NEEDS_COMFYUI['MODEL']}")
 
     def schedule_names(self) -> list[str]:
         return list(SCHEDULES)

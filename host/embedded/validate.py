@@ -28,6 +28,11 @@ _COMPARED = (*_CONVERTERS, "COMBO")
 _GROWING = ("image_upload", "video_upload", "audio_upload", "file_upload", "remote")
 NESTED = "COMFY_"
 """Prefix of the types of dynamic inputs, whose nested inputs are called input.nested."""
+NEEDS_COMFYUI = {
+    "MODEL": "needs ComfyUI, because it works with ComfyUI's models and samplers: run this workflow there, or use Wan "
+    "Experts (streamed) or Wan Model (single), with Wan Sampler (streamed)",
+}
+"""Types of outputs that only a ComfyUI has, with the reason and the alternative."""
 _MAX_LISTED_CHOICES = 20
 _ANY = "*"
 
@@ -224,6 +229,10 @@ def validate_prompt(prompt: Prompt | None, nodes: Mapping[str, type[ComfyNode]])
     """Validate a workflow of `nodes` (by id). Never raises for a fault of the workflow."""
     if prompt is None:
         return _refused({}, fault("no_prompt", "No prompt provided", "No prompt provided"))
+    # First: a graph with such a node also has nodes of ComfyUI that take its output, and these are only a consequence.
+    for node_id, node in prompt.items():
+        if lacking := _needs_comfyui(node_id, node, nodes):
+            return _refused(prompt, lacking)
     for node_id, node in prompt.items():
         class_type = node.get("class_type")
         if not isinstance(class_type, str) or class_type not in nodes:
@@ -244,10 +253,26 @@ def _refused(prompt: Prompt, error: Fault) -> Verdict:
     return Verdict(prompt=prompt, error=error, node_errors={})
 
 
-def _missing_node(node_id: str, node: Mapping[str, Any]) -> Fault:
+def _needs_comfyui(node_id: str, node: Mapping[str, Any], nodes: Mapping[str, type[ComfyNode]]) -> Fault | None:
+    """Return the fault of a node whose output exists only in a ComfyUI."""
     class_type = node.get("class_type")
+    if not isinstance(class_type, str) or class_type not in nodes:
+        return None
+    schema = nodes[class_type].define_schema()
+    for output in schema.outputs:
+        if reason := NEEDS_COMFYUI.get(output.io_type):
+            about = {"node_id": node_id, "class_type": class_type, "node_title": _title(node_id, node)}
+            return fault("needs_comfyui", f"{schema.display_name} {reason}", f"Node ID '#{node_id}'", about)
+    return None
+
+
+def _title(node_id: str, node: Mapping[str, Any]) -> Any:
     meta = node.get("_meta")
-    title = (meta.get("title") if isinstance(meta, Mapping) else None) or class_type or f"ID #{node_id}"
+    return (meta.get("title") if isinstance(meta, Mapping) else None) or node.get("class_type") or f"ID #{node_id}"
+
+
+def _missing_node(node_id: str, node: Mapping[str, Any]) -> Fault:
+    class_type, title = node.get("class_type"), _title(node_id, node)
     problem = "not found. The embedded host has only the nodes of this pack" if class_type else "has no class_type"
     about = {"node_id": node_id, "class_type": class_type, "node_title": title}
     return fault("missing_node_type", f"Node '{title}' {problem}.", f"Node ID '#{node_id}'", about)

@@ -60,6 +60,17 @@ class ForwardCourse:
         """True between `begin` and `close`."""
         return self._state is not CourseState.CLOSED
 
+    @property
+    def visited(self) -> int:
+        """Visits so far."""
+        return self.visits + self._next
+
+    @property
+    def due(self) -> int | None:
+        """The block that the program visits next; None at its end."""
+        due = self._due()
+        return None if due is None else due.block
+
     def begin(self, passes: int, recorder: Recorder | None = None) -> None:
         """Start to fetch for a predicted number of passes, at least 1; more or fewer may follow.
 
@@ -147,7 +158,7 @@ class ForwardCourse:
     def _end(self, run: EngineRun, error: BaseException | None = None) -> None:
         if error is None and self._next < len(run.program.visits):
             run.leave()  # blocks that were fetched ahead are kept for the next program
-        self.visits += self._next
+        self.visits, self._next = self.visits + self._next, 0
         try:
             run.__exit__(None if error is None else type(error), error, None)
         finally:

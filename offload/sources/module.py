@@ -1,4 +1,4 @@
-"""Block source of modules whose weights are in memory already."""
+"""Block sources of weights that are in memory already."""
 
 from __future__ import annotations
 
@@ -13,26 +13,16 @@ from ..formats.layout import BlockFormat, block_format, host_bytes, streamed_nam
 from .base import RangeSource
 
 
-class ModuleSource(RangeSource):
-    """Source of the Linear weights of modules that were loaded in the usual way.
-
-    Keeps references to the weights from its creation on, so that it still has them when the engine has replaced them in
-    the modules. It therefore saves no RAM.
+class TensorSource(RangeSource):
+    """Source of matrices that are in memory, in the dtype that they are computed with; it saves no RAM.
 
     Args:
-        blocks: blocks of each expert, in the order they run.
-
-    Raises:
-        ValueError: a weight has no data (it is on `meta`).
+        weights: matrices of each block, by name within the block, in the order of the model.
     """
 
-    def __init__(self, blocks: Mapping[str, Sequence[nn.Module]]) -> None:
-        self._weights = {
-            BlockKey(expert, index): _linear_weights(block, f"block {index} of {expert!r}")
-            for expert, stack in blocks.items()
-            for index, block in enumerate(stack)
-        }
-        self.formats = {key: _format_of(weights) for key, weights in self._weights.items()}
+    def __init__(self, weights: Mapping[BlockKey, Mapping[str, torch.Tensor]]) -> None:
+        self._weights = dict(weights)
+        self.formats = {key: _format_of(matrices) for key, matrices in self._weights.items()}
 
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         return {}
@@ -56,6 +46,29 @@ class ModuleSource(RangeSource):
     def close(self) -> None:
         """Release the weights; the formats remain available."""
         self._weights.clear()
+
+
+class ModuleSource(TensorSource):
+    """Source of the Linear weights of modules that were loaded in the usual way.
+
+    Keeps references to the weights from its creation on, so that it still has them when the engine has replaced them in
+    the modules.
+
+    Args:
+        blocks: blocks of each expert, in the order they run.
+
+    Raises:
+        ValueError: a weight has no data (it is on `meta`).
+    """
+
+    def __init__(self, blocks: Mapping[str, Sequence[nn.Module]]) -> None:
+        super().__init__(
+            {
+                BlockKey(expert, index): _linear_weights(block, f"block {index} of {expert!r}")
+                for expert, stack in blocks.items()
+                for index, block in enumerate(stack)
+            }
+        )
 
 
 def _linear_weights(block: nn.Module, label: str) -> dict[str, torch.Tensor]:

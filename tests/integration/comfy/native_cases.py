@@ -83,7 +83,7 @@ def traffic() -> Iterator[Traffic]:
 
 def recompiled(model: Any) -> int:
     """Return the recompilations of the last run of a streamed MODEL."""
-    return int(model.model.runs.course.recompiled)
+    return int(model.model.runs.last.recompiled)
 
 
 def block_bytes(model: Any) -> list[int]:

@@ -24,6 +24,8 @@ SNAPSHOT = {
     ),
     "WanStreamOneExpert": ("file compute_dtype storage attention compile arithmetic", "WANSTREAM_EXPERTS"),
     "WanStreamLora": ("experts high_noise low_noise strength_high strength_low", "WANSTREAM_EXPERTS"),
+    "WanStreamLoadDiffusionModel": ("unet_name weight_dtype policy", "MODEL"),
+    "WanStreamStreamModel": ("model policy", "MODEL"),
     "WanStreamLayerwise": ("prefetch_blocks weights_source ram_blocks chunk_tokens", "WANSTREAM_POLICY"),
     "WanStreamAutoOffload": ("vram_budget_gb ram_budget_gb", "WANSTREAM_POLICY"),
     "WanStreamBlockSwap": (
