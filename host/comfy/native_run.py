@@ -103,6 +103,8 @@ class NativeRuns:
 
     def _enter(self, block: int) -> None:
         if self.current is not None:
+            # Newer versions of ComfyUI look in every layer, 0.3.64 only after a step.
+            comfy.model_management.throw_exception_if_processing_interrupted()
             if not self.current.lockstep.enter(block):
                 self.current.course.enter(block)
             return
@@ -115,7 +117,8 @@ class NativeRuns:
 
     def _exit(self) -> None:
         if self.current is not None:
-            if not self.current.lockstep.has_thread():
+            # Called after a block that could not be entered too.
+            if not self.current.lockstep.has_thread() and self.current.course.in_block:
                 self.current.course.exit()
         elif self._alone is not None:
             alone, self._alone = self._alone, None
