@@ -6,6 +6,7 @@ file of `native_families`, and run with the same input.
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,6 +114,11 @@ class Files:
             loaded = native_families.native(self.path(family, dtype), family, weight_dtype=weight_dtype)
             self._natives[family.name, form] = loaded
         return self._natives[family.name, form]
+
+    def forget(self) -> None:
+        """Drop all native models."""
+        self._natives.clear()
+        gc.collect()
 
     def streamed(self, family: Family, form: str = "fp32", policy: str = "layerwise") -> Any:
         """Return a new MODEL of ours."""
@@ -313,7 +319,7 @@ def patch_cases(files: Files) -> dict[str, Callable[[], Any]]:
     return cases
 
 
-def _told(case: Callable[[], object]) -> object:
+def told(case: Callable[[], object]) -> object:
     """Return the value of a case; a case that fails says where, and the others go on."""
     try:
         return case()
@@ -330,4 +336,4 @@ def answers(folder: str) -> dict[str, object]:
     """Return one value per case. ComfyUI runs nodes in inference mode as well."""
     torch.set_num_threads(1)
     files = Files(Path(folder))
-    return {name: _told(case) for name, case in all_cases(files).items()}
+    return {name: told(case) for name, case in all_cases(files).items()}
