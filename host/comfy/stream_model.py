@@ -31,7 +31,23 @@ from .patcher_memory import PolicyMemory, StreamedPatcher, size
 logger = logging.getLogger("wanstream.memory")
 
 OF_THE_WEIGHTS = frozenset(
-    ["model", "load_device", "offload_device", "size", "parent", "policy", "weight_inplace_update", "is_injected", "pinned", "backup", "backup_buffers", "object_patches_backup", "hook_backup", "cached_hook_patches", "current_hooks"]
+    [
+        "model",
+        "load_device",
+        "offload_device",
+        "size",
+        "parent",
+        "policy",
+        "weight_inplace_update",
+        "is_injected",
+        "pinned",
+        "backup",
+        "backup_buffers",
+        "object_patches_backup",
+        "hook_backup",
+        "cached_hook_patches",
+        "current_hooks",
+    ]
 )
 """Attributes of a patcher that belong to its weights and their state; all others are carried over."""
 
