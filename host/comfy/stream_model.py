@@ -178,7 +178,7 @@ def _from_memory(
 def _in_memory(model: Any) -> Any:
     """Return a MODEL whose weights are in RAM, unpatched."""
     name = type(model.model).__name__
-    if model.is_dynamic():
+    if getattr(model, "is_dynamic", bool)():  # missing in ComfyUI 0.3.64
         if model.cached_patcher_init is None:
             raise ValueError(
                 f"{name} was loaded by a node that does not name its file, into ComfyUI's dynamic VRAM, which moves "

@@ -30,10 +30,14 @@ def answers(in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFac
     return results
 
 
-@pytest.mark.parametrize("dtype", NUMBER_FORMATS)
-@pytest.mark.parametrize(
-    ("family", "kind"), [*(("wan_t2v", kind) for kind in KINDS), *(("flux", kind) for kind in [*KINDS, "offset"])]
-)
+LORAS = [
+    *(("wan_t2v", kind, dtype) for kind in KINDS for dtype in NUMBER_FORMATS),
+    *(("flux", kind, "fp32") for kind in KINDS if kind != "lora"),
+    *(("flux", kind, dtype) for kind in ("lora", "offset") for dtype in NUMBER_FORMATS),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "dtype"), LORAS)
 def test_a_lora_gives_the_bits_of_comfyui(case: Case, family: str, kind: str, dtype: str) -> None:
     found = case(f"{kind} {family} {dtype}")
     assert found["equal"]
@@ -67,14 +71,17 @@ def test_stream_model_carries_everything_over(case: Case, source: str) -> None:
     assert found["equal"]
     theirs, ours = found["calls"]
     assert sorted(ours) == sorted(theirs)
-    assert len(ours) == 9
+    assert len(ours) - ours.count("attn2") == 8  # which Wan has not in ComfyUI 0.3.64
     assert found["attached"] == "attached"
     assert found["again"] == [True, True, True], "another policy for what streams already"
     assert found["other"] == [True, True], "a clone without patches shares the weights"
     assert found["given"] == [True, True], "the given MODEL is still usable"
     assert found["ours after theirs"]
     (line,) = found["log"]
-    assert ("saves VRAM only" in line) == (source == "memory")
+    if source == "memory":
+        assert "is not known: its blocks stream from the 16.8 MB of RAM that they occupy, which saves VRAM only" in line
+    elif "is not known" not in line:  # in ComfyUI 0.3.64
+        assert line.endswith("checkpoint.safetensors" if source == "checkpoint" else ".safetensors")
 
 
 def test_merged_models(case: Case) -> None:
@@ -84,15 +91,26 @@ def test_merged_models(case: Case) -> None:
 
 
 def test_merging_rounds_as_loading_does(case: Case) -> None:
-    assert case("cast_merge") == {"dtypes": ["torch.float8_e4m3fn", "torch.float32"], "equal": True}
+    found = case("cast_merge")
+    assert found["dtypes"] == ["torch.float8_e4m3fn", "torch.float32"]
+    assert found["equal"]
+    assert found["read"] == 0, "weights that stream are views of the file"
 
 
 def test_saved_files_are_equal_to_those_of_comfyui(case: Case) -> None:
-    assert set(map(tuple, case("save").values())) == {(True, True)}
+    found = case("save")
+    if isinstance(found, str):  # ComfyUI 0.3.64 patches all weights in memory to save them
+        assert "a node needs all weights of the model in memory" in found
+    else:
+        assert found.keys() == {"lora fp32", "diff fp32", "lora fp8", "None bf16"}
+        assert all(equal == [True, True] for equal in found.values()), found
 
 
 def test_an_extracted_lora_is_that_of_comfyui(case: Case) -> None:
     found = case("extract")
+    if isinstance(found, str):
+        assert "a node needs all weights of the model in memory" in found
+        return
     assert found["keys"]
     assert found["equal"]
     assert found["count"] > 100
@@ -101,8 +119,9 @@ def test_an_extracted_lora_is_that_of_comfyui(case: Case) -> None:
 
 def test_hooks(case: Case) -> None:
     found = case("hooks")
-    assert found["transformer options"] == [True, False]
-    assert found["weights of another model"] == [True, True]
+    assert found["transformer options"] is True
+    assert found["weights of another model"] is True
+    assert found["weights change"]
     assert found["weights"].startswith("a hook changes 40 weights that stream, diffusion_model.blocks.0.self_attn.q.")
     assert "use Load LoRA for the whole run" in found["weights"]
 
@@ -128,7 +147,7 @@ def test_compiling_the_whole_model_is_refused(case: Case) -> None:
     ("what", "message"),
     [
         ("small", "WAN21 has 0 blocks of at least 8 MB with 0.00 GB; streaming is for 2 GB and more"),
-        ("small file", "streaming is for 2 GB and more: load it with Load Diffusion Model"),
+        ("small file", "streaming is for 2 GB and more"),
         ("no lists", "WAN21 has 0 blocks"),
         (
             "quantised",
