@@ -221,6 +221,7 @@ def stream_model_case(side: Side) -> object:
             "equal": torch.equal(samples, theirs),
             "calls": [their_calls, calls],
             "attached": ours.get_attachment("test"),
+            "bound": ours.object_patches["diffusion_model.unpatchify"].__self__ is ours.model.diffusion_model,
             "again": [torch.equal(side.sample(again), samples), again.policy == SWAP, again.model is ours.model],
             "other": [torch.equal(side.sample(other), plain), other.model is ours.model],
             "given": [torch.equal(side.sample(given), plain), torch.equal(side.sample(dressed), side.sample(dressed))],

@@ -73,6 +73,7 @@ def test_stream_model_carries_everything_over(case: Case, source: str) -> None:
     assert sorted(ours) == sorted(theirs)
     assert len(ours) - ours.count("attn2") == 8  # which Wan has not in ComfyUI 0.3.64
     assert found["attached"] == "attached"
+    assert found["bound"], "object patches that are methods belong to the model that streams"
     assert found["again"] == [True, True, True], "another policy for what streams already"
     assert found["other"] == [True, True], "a clone without patches shares the weights"
     assert found["given"] == [True, True], "the given MODEL is still usable"
