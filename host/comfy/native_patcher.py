@@ -71,13 +71,13 @@ class NativePatcher(StreamedPatcher):
             try:
                 self.patch_model(load_weights=False)
                 # A compiled module changes the paths of the layers in it, by which patches are found.
-                self._replace({name: module._orig_mod for name, module in compiled.items()})
-                if stale:
-                    self._load_outside(device_to)
-                # Those of ComfyUI's wrapper too, which it installs in a run: our hooks must be outside of all of them.
-                self._replace(compiled)
+                with self._replaced({name: module._orig_mod for name, module in compiled.items()}):
+                    if stale:
+                        self._load_outside(device_to)
                 added = self.load_policy(device_to, extra_memory)
-                self.model.runs.attach(self.model.diffusion_model)
+                # Our hooks must be outside of what is compiled, also where ComfyUI puts it in place for each call only.
+                with self._replaced(compiled):
+                    self.model.runs.attach(self.model.diffusion_model)
                 return added
             except BaseException:
                 self.detach()  # not on ComfyUI's list yet, so ComfyUI would never detach it
@@ -161,7 +161,8 @@ class NativePatcher(StreamedPatcher):
         self.load(device, lowvram_model_memory=EVERYTHING)
         self.model.model_lowvram = True  # `unpatch_model` then removes the patches below
         _move(self.model, device)
-        for path, layer in self._streaming().items():
+        for path, streaming in self._streaming().items():
+            layer: Any = streaming
             casts = hasattr(layer, "comfy_cast_weights")
             for name, _ in layer.named_parameters(recurse=False):
                 key = f"{path}.{name}"
@@ -171,8 +172,8 @@ class NativePatcher(StreamedPatcher):
                     setattr(layer, f"{name}_function", functions)
                 elif functions and _is_patched(layer):
                     raise ValueError(
-                        f"a LoRA or another patch changes {key}, which streams, and its {type(layer).__name__} takes no "
-                        "patches: remove that LoRA, or load this model with Load Diffusion Model"
+                        f"a LoRA or another patch changes {key}, which streams, and its {type(layer).__name__} takes "
+                        "no patches: remove that LoRA, or load this model with Load Diffusion Model"
                     )
             layer.comfy_force_cast_weights = self.force_cast_weights
             if casts and self.force_cast_weights and not hasattr(layer, "prev_comfy_cast_weights"):
@@ -183,9 +184,11 @@ class NativePatcher(StreamedPatcher):
         _, set_function, convert = comfy.model_patcher.get_key_weight(self.model, key)
         return comfy.model_patcher.LowVramPatch(key, self.patches, convert, set_function)
 
-    def _compiled(self) -> dict[str, nn.Module]:
+    def _compiled(self) -> dict[str, Any]:
         """Return the compiled modules by their path, those of object patches and of ComfyUI's wrapper."""
-        found = {name: patch for name, patch in self.object_patches.items() if hasattr(patch, "_orig_mod")}
+        found: dict[str, Any] = {
+            name: patch for name, patch in self.object_patches.items() if hasattr(patch, "_orig_mod")
+        }
         for wrapper in self.get_wrappers(APPLY_MODEL, COMPILE_KEY):
             for value in inspect.getclosurevars(wrapper).nonlocals.values():
                 found |= value if isinstance(value, dict) else {}
@@ -196,8 +199,8 @@ class NativePatcher(StreamedPatcher):
         whole = [name for name in compiled if any(block.startswith(f"{name}.") for block in blocks)]
         if whole:
             raise ValueError(
-                f"{whole[0]} is compiled as a whole, but the weights of its {len(blocks)} blocks change places while it "
-                f"runs: compile the blocks instead ({blocks[0]} and so on), with a node that compiles only them"
+                f"{whole[0]} is compiled as a whole, but the weights of its {len(blocks)} blocks change places while "
+                f"it runs: compile the blocks instead ({blocks[0]} and so on), with a node that compiles only them"
             )
         if force_patch_weights:
             raise ValueError(
@@ -206,10 +209,15 @@ class NativePatcher(StreamedPatcher):
                 "weight by weight"
             )
 
-    def _replace(self, modules: Mapping[str, nn.Module]) -> None:
-        """Put modules at their paths until `unpatch_model`."""
-        for name, module in modules.items():
-            self.object_patches_backup.setdefault(name, comfy.utils.set_attr(self.model, name, module))
+    @contextmanager
+    def _replaced(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Put modules at their paths for as long as the `with` body runs."""
+        before = {name: comfy.utils.set_attr(self.model, name, module) for name, module in modules.items()}
+        try:
+            yield
+        finally:
+            for name, module in before.items():
+                comfy.utils.set_attr(self.model, name, module)
 
     @contextmanager
     def _put(self, keys: Iterable[str], made: Callable[[str, torch.dtype], torch.Tensor]) -> Iterator[None]:
