@@ -247,7 +247,7 @@ class NativePatcher(StreamedPatcher):
         """Let ComfyUI take the stored tensors of these weights, as it does for weights that have their patches."""
         layers = [self.model.get_submodule(key.rpartition(".")[0]) for key in quantised]
         for layer in layers:
-            layer.comfy_patched_weights = True
+            vars(layer)["comfy_patched_weights"] = True
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..formats.gguf_header import read_gguf_header
+from ..formats.packing import QuantFormat
 from ..formats.safetensors_header import FileTensor, read_header
 
 GGUF = ".gguf"
@@ -85,7 +86,7 @@ class MappedFile:
     def has(self, view: torch.Tensor) -> bool:
         """Return True for a tensor of this file, contiguous or not."""
         if view.is_meta:
-            return view.untyped_storage()._cdata == self._values.untyped_storage()._cdata
+            return bool(view.untyped_storage()._cdata == self._values.untyped_storage()._cdata)
         return 0 <= view.data_ptr() - self._start < self._memory.size
 
     def _locate_packed(self, view: torch.Tensor) -> FileTensor | None:
@@ -94,7 +95,7 @@ class MappedFile:
         index = bisect_right(self._starts, view.storage_offset()) - 1
         tensor, start = self._packed[index], view.storage_offset() - self._starts[index]
         packing = tensor.packing
-        assert packing is not None, f"{tensor} is not packed"
+        assert isinstance(packing, QuantFormat), f"{tensor} is not packed in a format of GGUF"
         if start % packing.values or view.numel() % packing.values:
             return None
         offset, nbytes = (count // packing.values * packing.nbytes for count in (start, view.numel()))
