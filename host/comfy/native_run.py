@@ -103,6 +103,8 @@ class NativeRuns:
 
     def _enter(self, block: int) -> None:
         if self.current is not None:
+            # Newer versions of ComfyUI look in every layer, 0.3.64 only after a step.
+            comfy.model_management.throw_exception_if_processing_interrupted()
             if not self.current.lockstep.enter(block):
                 self.current.course.enter(block)
             return
@@ -115,7 +117,8 @@ class NativeRuns:
 
     def _exit(self) -> None:
         if self.current is not None:
-            if not self.current.lockstep.has_thread():
+            # Called after a block that could not be entered too.
+            if not self.current.lockstep.has_thread() and self.current.course.in_block:
                 self.current.course.exit()
         elif self._alone is not None:
             alone, self._alone = self._alone, None
@@ -357,10 +360,10 @@ def sampler_sample(executor: Any, guider: Any, sigmas: torch.Tensor, *arguments:
         return compute()
     noise: torch.Tensor = arguments[2] if len(arguments) > 2 else settings["noise"]
     sampler, shape = executor.class_obj, tuple(noise.shape)
+    # By name: ComfyUI makes a new function for each run of some samplers.
     function = getattr(sampler, "sampler_function", type(sampler))
-    run = NativeRun(
-        patcher.model.runs, patcher, current_host(), kind=(function, steps, shape), steps=steps, shape=shape
-    )
+    kind = getattr(function, "__qualname__", type(function).__qualname__), steps, shape
+    run = NativeRun(patcher.model.runs, patcher, current_host(), kind=kind, steps=steps, shape=shape)
     return run.follow(compute)
 
 
