@@ -136,6 +136,24 @@ def saved(folder: Path) -> dict[str, Any]:
     return found
 
 
+def quantised_patches(folder: Path) -> dict[str, Any]:
+    """A LoRA on quantised layers that stream, next to the same LoRA on a file with their values."""
+    path, plain, family = folder / "quantised.safetensors", folder / "plain.safetensors", FAMILIES["wan_t2v"]
+    write_mixed(family, path, lambda number: ("nvfp4", "float8_e4m3fn", "mxfp8")[number % 3])
+    network = native(path, family).model.diffusion_model
+    values = {}
+    for name, tensor in network.named_parameters():
+        if not name.endswith("input_scale"):
+            values[name] = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+    save_file({name: tensor.detach().float().contiguous() for name, tensor in values.items()}, plain)
+    lora = folder / "lora.safetensors"
+    write_lora("lora", lora, {key: tuple(tensor.shape) for key, tensor in family.weights().items()})
+    expected = sample(native(plain, family, loras=[lora]), family)
+    model = streamed(path, family)
+    unpatched, patched = sample(model, family), sample(load_lora(model, lora), family)
+    return {"equal": torch.equal(patched, expected), "differ": not torch.equal(patched, unpatched)}
+
+
 def quantised_keys(stored: Mapping[str, torch.Tensor]) -> list[str]:
     layers = [key.removesuffix(".comfy_quant") for key in stored if key.endswith(".comfy_quant")]
     return [f"{layer}.weight" for layer in layers] + [f"{layer}.weight_scale" for layer in layers]
@@ -421,6 +439,7 @@ def answers(folder: str) -> dict[str, Any]:
         cases |= {f"mixed {name} {kind}": partial(mixed, at, name, (kind,)) for kind in QUANT_ALGOS}
         cases[f"gguf {name}"] = partial(gguf, at, name)
     if QUANT_ALGOS:
+        cases["quantised patches"] = partial(quantised_patches, at)
         cases["saved"] = partial(saved, at)
         cases["mixed wan_t2v all"] = partial(mixed, at, "wan_t2v", (*QUANT_ALGOS, None, "float8_e4m3fn"))
     cases |= {

@@ -89,6 +89,12 @@ def test_quantised_layers_are_saved_as_they_are_in_the_file(case: Case) -> None:
     assert "Load Diffusion Model" in result["with a LoRA"]
 
 
+def test_a_lora_is_added_to_the_values_of_quantised_layers(case: Case) -> None:
+    result = case("quantised patches")
+    assert result["differ"]
+    assert result["equal"]
+
+
 def test_packed_weights_take_a_lora_and_are_neither_saved_nor_merged(case: Case) -> None:
     result = case("gguf patches")
     assert result["differ"]
