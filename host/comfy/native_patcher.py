@@ -17,6 +17,7 @@ from ...plan import AutoOffload
 from ...schema import OffloadPolicy
 from .native_model import NativeWeights
 from .patcher_memory import StreamedPatcher
+from .streamed_operations import is_joined
 
 EVERYTHING = 1e32
 """Bytes, as in ComfyUI's own requests to load a model whole."""
@@ -99,6 +100,7 @@ class NativePatcher(StreamedPatcher):
         """Return weights and their patches; those of streamed matrices are views of the file, which take no RAM."""
         patches: dict[str, Any] = super().get_key_patches(filter_prefix)
         stored: Mapping[str, torch.Tensor] = self.model.stored
+        self._refuse_packed("merged")
         for key in patches.keys() & stored.keys():
             (computed, convert), *added = patches[key]
             if computed.dtype != stored[key].dtype:
@@ -111,7 +113,19 @@ class NativePatcher(StreamedPatcher):
         return {key: self.model.stored.get(key, tensor) for key, tensor in state.items()}
 
     def state_dict_for_saving(self, *args: Any, **settings: Any) -> dict[str, torch.Tensor]:
-        """Return all weights with their patches; those of streamed layers are read when they are written."""
+        """Return all weights with their patches; those of streamed layers are read when they are written.
+
+        Raises:
+            ValueError: the file is a GGUF, or a patch is for a quantised weight.
+        """
+        self._refuse_packed("saved")
+        stored: Mapping[str, torch.Tensor] = self.model.stored
+        quantised = [key for key, tensor in stored.items() if is_joined(tensor)]
+        if patched := [key for key in quantised if key in self.patches]:
+            raise ValueError(
+                f"{len(patched)} quantised weights that stream have patches, {patched[0]} and others, and would have "
+                "to be quantised again to be saved: load this model with Load Diffusion Model"
+            )
 
         def put(key: str, dtype: torch.dtype) -> torch.Tensor:
             # ComfyUI returns the weights of its own layers as parameters that call `patch_weight_to_device` when they
@@ -120,7 +134,7 @@ class NativePatcher(StreamedPatcher):
             stored: torch.Tensor = self.model.stored[key]
             return torch.empty(stored.shape, dtype=dtype, device="meta") if is_lazy else stored.to(dtype)
 
-        with self._put(self.model.stored, put):
+        with self._put([key for key in stored if key not in quantised], put), self._as_they_are(quantised):
             state: dict[str, torch.Tensor] = super().state_dict_for_saving(*args, **settings)
         return state
 
@@ -235,6 +249,26 @@ class NativePatcher(StreamedPatcher):
         finally:
             for store, name, bound in replaced:
                 store[name] = bound
+
+    @contextmanager
+    def _as_they_are(self, quantised: Iterable[str]) -> Iterator[None]:
+        """Let ComfyUI take the stored tensors of these weights, as it does for weights that have their patches."""
+        layers = [self.model.get_submodule(key.rpartition(".")[0]) for key in quantised]
+        for layer in layers:
+            vars(layer)["comfy_patched_weights"] = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.comfy_patched_weights
+
+    def _refuse_packed(self, done: str) -> None:
+        packed = [key for key, tensor in self.model.stored.items() if tensor.is_meta]
+        if packed:
+            raise ValueError(
+                f"{len(packed)} weights of this model are packed (GGUF), {packed[0]} and others, and cannot be {done}: "
+                "use the safetensors version of the model"
+            )
 
 
 def _is_patched(module: nn.Module) -> bool:
