@@ -111,7 +111,7 @@ def _incident_case(files: Files, policy: str, in_pass: int, in_block: int, happe
     with messages() as said:
         try:
             sample(model, FLUX, steps=4)
-        except Exception as err:  # noqa: BLE001 - the test compares the name
+        except BaseException as err:  # noqa: BLE001 - the test compares the name; newer interrupts are no `Exception`
             raised = type(err).__name__
     mm.interrupt_current_processing(False)
     found = {
@@ -133,7 +133,7 @@ def incident_cases(files: Files) -> dict[str, Callable[[], Any]]:
     """Return cases of errors and of interrupts: in the first pass the order of the blocks is not known yet."""
     cases = {}
     for policy in ("layerwise", "block swap"):
-        for number, (in_pass, in_block) in enumerate(((0, 1), (2, 5), (3, 7))):
+        for number, (in_pass, in_block) in enumerate(((0, 1), (2, 5), (3, 6))):
             cases[f"error {number}, {policy}"] = partial(_incident_case, files, policy, in_pass, in_block, _fail)
             interrupt = partial(mm.interrupt_current_processing, True)
             case = partial(_incident_case, files, policy, in_pass, in_block, interrupt)
