@@ -95,15 +95,14 @@ def measure() -> dict[str, dict[str, float]]:
     from wanstream.schema import OffloadPolicy
 
     plain, found = Model(), {}
-    with torch.inference_mode(), hooked(OffloadPolicy.resident()) as resident:
-        with hooked(OffloadPolicy.layerwise(1)) as streamed:
-            # One after the other several times: a change of the machine's speed then shows in all of them.
-            rounds = [
-                ([_timed(plain) for _ in range(PASSES)], resident(PASSES)[1:], streamed(PASSES)[1:]) for _ in range(5)
-            ]
-    for name, seconds in zip(
-        ("plain call", "resident visit", "streamed visit"), zip(*rounds, strict=True), strict=True
-    ):
+    kept, fetched = hooked(OffloadPolicy.resident()), hooked(OffloadPolicy.layerwise(1))
+    with torch.inference_mode(), kept as resident, fetched as streamed:
+        # By turns: a change of the machine's speed then shows in all of them.
+        rounds = [
+            ([_timed(plain) for _ in range(PASSES)], resident(PASSES)[1:], streamed(PASSES)[1:]) for _ in range(ROUNDS)
+        ]
+    names = ("plain call", "resident visit", "streamed visit")
+    for name, seconds in zip(names, zip(*rounds, strict=True), strict=True):
         micro = [value * 1e6 for each in seconds for value in each]
         found[name] = {"median": round(statistics.median(micro), 2), "min": round(min(micro), 2)}
     return found
