@@ -28,12 +28,20 @@ WORKFLOWS = Path(__file__).parent.parent / "workflows"
 NAMES = sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
 NODES = {node.define_schema().node_id: node for node in asyncio.run(WanStreamExtension().get_node_list())}
 EXPERTS = ("WanStreamExperts", "WanStreamOneExpert")
+MODELS = ("WanStreamLoadDiffusionModel", "WanStreamStreamModel")
 WIDGETS = {"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"}
 
 # Of ComfyUI's own nodes, those that workflows use.
 CORE = {
     *("CLIPLoader", "CLIPTextEncode", "CreateVideo", "EmptyHunyuanLatentVideo", "KSamplerSelect", "LoadImage"),
     *("RandomNoise", "SamplerCustomAdvanced", "SaveVideo", "VAEDecode", "VAELoader"),
+    *("KSampler", "KSamplerAdvanced", "LoraLoaderModelOnly", "ModelSamplingSD3", "ModelSamplingAuraFlow", "SaveImage"),
+    *("CLIPVisionEncode", "CLIPVisionLoader", "GetVideoComponents", "LoadVideo", "TrimVideoLatent"),
+    *("WanAnimateToVideo", "WanVaceToVideo"),
+    *("ConditioningZeroOut", "DualCLIPLoader", "EmptySD3LatentImage", "FluxGuidance"),
+    *("CFGGuider", "CheckpointLoaderSimple", "VAEDecodeTiled", "EmptyLTXVLatentVideo", "LTXAVTextEncoderLoader"),
+    *("LTXVAudioVAEDecode", "LTXVAudioVAELoader", "LTXVConcatAVLatent", "LTXVConditioning", "LTXVEmptyLatentAudio"),
+    *("LTXVScheduler", "LTXVSeparateAVLatent"),
 }
 
 Prompt = dict[str, dict[str, Any]]
@@ -54,6 +62,7 @@ def classes(prompt: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 
 OURS = [name for name in NAMES if classes(prompt_of(name)) <= {*NODES, "LoadImage"}]
+NATIVE = [name for name in NAMES if classes(prompt_of(name)) & {*MODELS}]
 EACH = pytest.mark.parametrize("name", NAMES)
 
 
@@ -118,7 +127,8 @@ def test_the_files_are_listed_and_the_canvas_and_its_note_link_them(name: str, s
     named = {value for node in prompt.values() for value in node["inputs"].values() if str(value).endswith("tensors")}
     assert named <= MODEL_FILES.keys()
     for file in (MODEL_FILES[value] for value in named):
-        assert (sample_models / file.directory / file.name).is_file()
+        # The test model has no native models: only their names exist in the servers of the tests.
+        assert (sample_models / file.directory / file.name).is_file() or name in NATIVE
     (note,) = (node for node in canvas["nodes"] if node["type"] == NOTE_TYPE)
     (text,) = note["widgets_values"]
     for file in (MODEL_FILES[value] for value in named):
@@ -158,7 +168,7 @@ def test_a_thumbnail_is_drawn_for_its_workflow(name: str) -> None:
     assert max(ImageStat.Stat(difference).mean) < 5, "run scripts/workflows"
 
 
-@EACH
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NATIVE])
 def test_experts_compute_in_what_the_machine_is_fast_in(name: str) -> None:
     (loader,) = (node for node in prompt_of(name).values() if node["class_type"] in EXPERTS)
     assert loader["inputs"]["compute_dtype"] == "auto"
@@ -202,7 +212,7 @@ def test_the_canvas_says_what_the_api_file_says(name: str) -> None:
 
 def _widgets(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The widgets of one of our nodes; a seed's second widget is how it changes after a run."""
-    values = iter(node["widgets_values"])
+    values = iter(node.get("widgets_values", ()))
     for socket in NODES[node["type"]].define_schema().inputs:
         if socket.io_type in WIDGETS:
             yield socket.id, next(values)
@@ -261,6 +271,15 @@ def test_a_workflow_of_our_nodes_runs_without_comfyui(name: str, sample_models: 
     assert latent["samples"].std() > 0.1
     (saved,) = (file for shown in history.outputs.values() for file in shown.get("images", ()))
     assert (tmp_path / "output" / saved["subfolder"] / saved["filename"]).stat().st_size > 0
+
+
+def test_native_models_have_a_workflow_of_each_kind_and_one_loader_for_each_sampler() -> None:
+    assert {*NATIVE} == {f"native_{name}" for name in ("wan22", "vace", "animate", "flux", "qwen_image", "ltx2")}
+    for name in NATIVE:
+        kinds = Counter(node["class_type"] for node in prompt_of(name).values())
+        samplers = sum(kinds[kind] for kind in ("KSampler", "KSamplerAdvanced", "SamplerCustomAdvanced"))
+        assert sum(kinds[kind] for kind in MODELS) == samplers == (2 if name == "native_wan22" else 1)
+        assert "UNETLoader" not in kinds
 
 
 def test_most_workflows_run_without_comfyui() -> None:

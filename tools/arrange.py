@@ -99,23 +99,40 @@ GROUPS = {
         0,
         470,
         dict.fromkeys(["WanStreamExperts", "WanStreamOneExpert", "WanStreamLora", "CLIPLoader", "VAELoader"], 0)
-        | {"WanStreamLayerwise": 0, "WanStreamBlockSwap": 0},
+        | {"WanStreamLayerwise": 0, "WanStreamBlockSwap": 0, "WanStreamLoadDiffusionModel": 0}
+        | {"CheckpointLoaderSimple": 0, "WanStreamStreamModel": 0, "LoraLoaderModelOnly": 0, "DualCLIPLoader": 0}
+        | {"CLIPVisionLoader": 0, "LTXAVTextEncoderLoader": 0, "LTXVAudioVAELoader": 0},
     ),
-    "Prompts": Place(1, 400, {"WanStreamTextEncode": 260, "CLIPTextEncode": 130}),
-    "Size": Place(1, 400, {"WanStreamEmptyLatent": 0, "EmptyHunyuanLatentVideo": 0}),
-    "Pictures": Place(1, 400, {"LoadImage": 340}),
-    "Start": Place(2, 320, {"WanStreamImageToVideo": 0}),
+    "Prompts": Place(
+        1, 400, {"WanStreamTextEncode": 260, "CLIPTextEncode": 130, "FluxGuidance": 0, "ConditioningZeroOut": 0}
+    ),
+    "Size": Place(
+        1,
+        400,
+        dict.fromkeys(["WanStreamEmptyLatent", "EmptyHunyuanLatentVideo", "EmptySD3LatentImage"], 0)
+        | {"EmptyLTXVLatentVideo": 0, "LTXVEmptyLatentAudio": 0, "LTXVConcatAVLatent": 0},
+    ),
+    "Pictures": Place(1, 400, {"LoadImage": 340, "LoadVideo": 340, "GetVideoComponents": 0}),
+    "Start": Place(
+        2,
+        320,
+        {"WanStreamImageToVideo": 0, "CLIPVisionEncode": 0, "WanVaceToVideo": 0, "WanAnimateToVideo": 0}
+        | {"LTXVConditioning": 0},
+    ),
     "Workers": Place(2, 320, {"WanStreamWorkers": 0}),
     "Sampling": Place(
         3,
         320,
         dict.fromkeys(["RandomNoise", "KSamplerSelect", "WanStreamSigmas", "WanStreamGuider"], 0)
-        | {"SamplerCustomAdvanced": 0, "WanStreamSampler": 0},
+        | {"SamplerCustomAdvanced": 0, "WanStreamSampler": 0, "ModelSamplingSD3": 0, "ModelSamplingAuraFlow": 0}
+        | {"KSampler": 0, "KSamplerAdvanced": 0, "LTXVScheduler": 0, "CFGGuider": 0},
     ),
     "Video": Place(
         4,
         320,
-        {"WanStreamVAEDecode": 0, "VAEDecode": 0, "CreateVideo": 0, "WanStreamSaveVideo": 260, "SaveVideo": 260},
+        {"WanStreamVAEDecode": 0, "VAEDecode": 0, "CreateVideo": 0, "WanStreamSaveVideo": 260, "SaveVideo": 260}
+        | {"TrimVideoLatent": 0, "LTXVSeparateAVLatent": 0, "VAEDecodeTiled": 0, "LTXVAudioVAEDecode": 0}
+        | {"SaveImage": 320},
     ),
     "Measuring": Place(4, 520, {"WanStreamBenchmark": 640}),
 }
@@ -123,7 +140,18 @@ GROUPS = {
 GROUP_OF = {class_type: title for title, place in GROUPS.items() for class_type in place.heights}
 """Group of each class; one that is missing here is a KeyError of the builder."""
 
-CHAINS = {"WanStreamLora", "VAEDecode", "CreateVideo", "WanStreamSaveVideo", "SaveVideo"}
+CHAINS = {
+    *("WanStreamLora", "LoraLoaderModelOnly", "WanStreamLoadDiffusionModel", "WanStreamStreamModel"),
+    *(
+        "GetVideoComponents",
+        "LTXVConcatAVLatent",
+        "FluxGuidance",
+        "ConditioningZeroOut",
+        "TrimVideoLatent",
+        "SaveImage",
+    ),
+    *("VAEDecode", "VAEDecodeTiled", "LTXVAudioVAEDecode", "CreateVideo", "WanStreamSaveVideo", "SaveVideo"),
+}
 """Classes that are placed below their source, instead of to its right, within a group."""
 
 

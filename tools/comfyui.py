@@ -19,7 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from ..nodes.runs import write_mp4
 from ..testing import write_tiny_model
+from .model_files import MODEL_FILES
 from .thumbnails import landscape
 
 ROOT = Path(__file__).parent.parent
@@ -28,12 +32,23 @@ PACK = "WanStream"
 
 
 def populate(base: Path) -> None:
-    """Put this pack, the test model and a picture into a base directory."""
+    """Put this pack, the test model, a picture and a video into a base directory."""
     for folder in ("custom_nodes", "input", "output"):
         (base / folder).mkdir()
     (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
     write_tiny_model(base / "models")
+    name_model_files(base / "models")
     landscape(832, 480).save(base / "input" / "example.png")
+    write_mp4(base / "input" / "example.mp4", [torch.zeros(480, 832, 3)], fps=16, crf=30, metadata={})
+
+
+def name_model_files(models: Path) -> None:
+    """Write empty files with the names of all models of the workflows that are missing, for the lists of loaders."""
+    for file in MODEL_FILES.values():
+        path = models / file.directory / file.name
+        path.parent.mkdir(exist_ok=True)
+        if not path.exists():
+            path.touch()
 
 
 START_SECONDS = 120

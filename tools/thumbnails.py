@@ -19,7 +19,7 @@ PAPER, INK, FAINT = (23, 25, 33), (226, 230, 240), (92, 100, 120)
 HIGH, LOW, GREEN = (217, 115, 26), (47, 134, 214), (96, 190, 132)
 
 Input: TypeAlias = Literal["text", "first", "last", "graph"]
-Output: TypeAlias = Literal["film", "chart"]
+Output: TypeAlias = Literal["film", "chart", "picture"]
 
 TILE = 150
 """Side length of an input symbol."""
@@ -50,6 +50,12 @@ SCENES = {
     "i2v_lightning": Scene(inputs=("text", "first"), label="Wan2.2 A14B", mark="4 steps"),
     "guider": Scene(inputs=("text",), label="Wan2.2 A14B", mark="any sampler", curve=True),
     "native_mixed": Scene(inputs=("graph",), label="Wan2.2 A14B", mark="ComfyUI's nodes"),
+    "native_wan22": Scene(inputs=("graph",), label="Wan2.2 A14B", mark="two KSamplers"),
+    "native_vace": Scene(inputs=("text", "first"), label="Wan2.1 VACE", mark="native nodes", experts=1),
+    "native_animate": Scene(inputs=("first", "last"), label="Wan2.2 Animate", mark="native nodes", experts=1),
+    "native_flux": Scene(inputs=("text",), label="Flux dev", mark="native nodes", experts=1, output="picture"),
+    "native_qwen_image": Scene(inputs=("text",), label="Qwen-Image", mark="native nodes", experts=1, output="picture"),
+    "native_ltx2": Scene(inputs=("text",), label="LTX-2", mark="video and sound", experts=1),
     "workers": Scene(inputs=("text",), label="Wan2.2 A14B", mark="2 GPUs", gpus=2),
     "benchmark": Scene(inputs=("text",), label="Wan2.2 A14B", mark="benchmark", output="chart"),
     "wan21_t2v": Scene(inputs=("text",), label="Wan2.1 1.3B", experts=1),
@@ -73,6 +79,9 @@ def thumbnail(stem: str) -> Image.Image:
     _arrow(pen, 412, 458)
     if scene.output == "film":
         _film(pen, FILM)
+    elif scene.output == "picture":
+        pen.landscape((520, 125, 710, 315), day=0.4)
+        pen.box((520, 125, 710, 315), outline=INK, round_by=2)
     else:
         _chart(pen, FILM)
     pen.words((340, 352), scene.label, 30, INK)

@@ -22,17 +22,16 @@ from ...offload import TensorSource
 from ...plan import BlockKey
 from ...schema import OffloadPolicy
 from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks
+from .native_lanes import KEY
 from .native_model import STACK, WEIGHT_DTYPES, NativeWeights
 from .native_patcher import NativePatcher
-from .native_lanes import KEY
 from .native_run import load_native, native_patcher
 from .patcher_memory import PolicyMemory, StreamedPatcher, size
 
 logger = logging.getLogger("wanstream.memory")
 
 OF_THE_WEIGHTS = frozenset(
-    "model load_device offload_device size parent policy weight_inplace_update is_injected pinned backup "
-    "backup_buffers object_patches_backup hook_backup cached_hook_patches current_hooks".split()
+    ["model", "load_device", "offload_device", "size", "parent", "policy", "weight_inplace_update", "is_injected", "pinned", "backup", "backup_buffers", "object_patches_backup", "hook_backup", "cached_hook_patches", "current_hooks"]
 )
 """Attributes of a patcher that belong to its weights and their state; all others are carried over."""
 

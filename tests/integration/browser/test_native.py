@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         pytest.skip(str(err))
     base = tmp_path_factory.mktemp("native")
     populate(base)
-    for name in ("native_families.py", "native_nodes.py"):
+    for name in ("native_families.py", "native_nodes.py", "clip_node.py"):
         (base / "custom_nodes" / name).write_text((COMFY_TESTS / name).read_text(encoding="utf-8"), encoding="utf-8")
     with running_server(comfyui, base) as server:
         yield server
@@ -113,9 +114,8 @@ def test_the_overlay_appears_at_a_sampler_of_comfyui(
 ) -> None:
     with opened_frontend(browser, server, settings=renderer) as frontend:
         page = frontend.page
-        page.evaluate(
-            "graph => window.app.loadApiJson(graph, 'native.json')", graph("tiny_wan_t2v.safetensors", "wan_t2v")
-        )
+        loaded = graph("tiny_wan_t2v.safetensors", "wan_t2v", next(SEEDS))
+        page.evaluate("graph => window.app.loadApiJson(graph, 'native.json')", loaded)
         page.wait_for_timeout(500)
         assert page.evaluate(SHOWN, sampler) is None, "a sampler without a streamed run has no overlay"
         page.evaluate("() => window.app.queuePrompt(0)")
@@ -128,4 +128,48 @@ def test_the_overlay_appears_at_a_sampler_of_comfyui(
         assert page.evaluate(widgets, sampler) == (7 if sampler == "KSampler" else 0), "the overlay is not saved"
         if folder := os.environ.get("WANSTREAM_IMAGES"):
             name = f"native_{sampler.lower()}_{'classic' if renderer == CLASSIC else 'nodes-2'}.png"
+            page.screenshot(path=str(Path(folder) / name))
+
+
+EXCHANGED = {"UNETLoader": "WanStreamLoadDiffusionModel", "CLIPLoader": "TestClip"}
+"""Our loader for ComfyUI's; the sample text encoder needs a loader of its own, with the same inputs."""
+SIZE = [64, 48, 9, 1]
+
+
+def template(server: Server) -> dict[str, Any]:
+    """Return ComfyUI's own template of Wan2.2 T2V with two experts and LoRAs: loaders exchanged, small, of 4 steps."""
+    workflow: dict[str, Any] = server.get("/templates/video_wan2_2_14B_t2v.json")
+    for node in workflow["nodes"]:
+        node["type"] = EXCHANGED.get(node["type"], node["type"])
+        if node["type"] == "EmptyHunyuanLatentVideo":
+            node["widgets_values"] = SIZE
+        if node["type"] == "KSamplerAdvanced":
+            node["widgets_values"][1] = next(SEEDS)
+        if "Node name for S&R" in node.get("properties", {}):
+            node["properties"]["Node name for S&R"] = node["type"]
+    workflow["id"] = str(uuid.uuid4())
+    return workflow
+
+
+ACTIVE = f"""() => {GRAPH}.nodes.filter(node => node.type === 'KSamplerAdvanced' && node.mode === 0).map(node => {{
+    const root = node.widgets.find(widget => widget.name === 'wanstream_run')?.element
+    return root ? {{ ...root.dataset, bars: root.querySelectorAll('.wanstream-bar[data-wall]').length }} : null
+}})"""
+BOTH_ENDED = f"() => ({ACTIVE})().every(shown => shown?.ended === 'true')"
+
+
+@pytest.mark.parametrize("renderer", [CLASSIC, NODES_2], ids=["classic", "nodes-2"])
+def test_a_template_of_comfyui_runs_with_the_loaders_exchanged(browser: Browser, server: Server, renderer: Any) -> None:
+    with opened_frontend(browser, server, settings=renderer) as frontend:
+        page = frontend.page
+        frontend.load_workflow(template(server))
+        page.wait_for_timeout(500)
+        page.evaluate("() => window.app.queuePrompt(0)")
+        page.wait_for_function(BOTH_ENDED, timeout=240_000)
+        page.wait_for_timeout(700)
+        assert [shown["bars"] for shown in page.evaluate(ACTIVE)] == [2, 2]
+        if folder := os.environ.get("WANSTREAM_IMAGES"):
+            name = f"native_template_{'classic' if renderer == CLASSIC else 'nodes-2'}.png"
+            page.evaluate("() => window.app.canvas.fitViewToSelectionAnimated?.()")
+            page.wait_for_timeout(1000)
             page.screenshot(path=str(Path(folder) / name))

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from wanstream.testing.components import save_vae_file
 from wanstream.testing.model import VAE_FILE, write_tiny_model
 from wanstream.testing.weights import make_vae
-from wanstream.tools.comfyui import ComfyUI
+from wanstream.tools.comfyui import ComfyUI, Server, name_model_files
 
 pytestmark = pytest.mark.comfy
 
@@ -42,6 +42,7 @@ EXPERTS = {
 
 OF_5B = ["wan22_5b_t2v", "wan22_5b_i2v"]
 OURS = ["t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", "wan21_t2v", "wan21_i2v", *OF_5B]
+NATIVE = [f"native_{name}" for name in ("wan22", "vace", "animate", "flux", "qwen_image", "ltx2")]
 OTHER_SEED = "t2v, other seed"
 AS_GUIDER = "our sampler, set as the guider's workflow is"
 
@@ -166,7 +167,27 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def test_no_workflow_is_left_out() -> None:
     shipped = {path.stem for path in (ROOT / "workflows" / "api").glob("*.json")}
-    assert shipped == {*OURS, "native_mixed", "guider", "benchmark", "workers"}
+    assert shipped == {*OURS, *NATIVE, "native_mixed", "guider", "benchmark", "workers"}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_workflow_of_a_native_model_is_valid(comfyui: ComfyUI, server: Server, stocked: Path, name: str) -> None:
+    """Every class and input exists, and every value and link is accepted. It is not run: the model is too large."""
+    prompt: dict[str, Any] = json.loads((ROOT / "workflows" / "api" / f"{name}.json").read_text(encoding="utf-8"))
+    shown = server.get("/object_info")
+    missing = {node["class_type"] for node in prompt.values()} - shown.keys()
+    if missing and comfyui.version() < (0, 4):
+        pytest.skip(f"this ComfyUI has no {', '.join(sorted(missing))}")
+    assert not missing
+    for node in prompt.values():
+        inputs = shown[node["class_type"]]["input"]
+        known = inputs.get("required", {})
+        assert known.keys() <= node["inputs"].keys() <= {*known, *inputs.get("optional", ())}
+    name_model_files(stocked / "models")
+    (stocked / "input" / "example.mp4").touch()
+    with server.held():
+        status, answer = server.post("/prompt", {"prompt": prompt})
+    assert (status, answer.get("node_errors")) == (200, {}), answer
 
 
 @pytest.mark.parametrize("name", OURS)
