@@ -311,6 +311,12 @@ def _resident_bytes() -> int:
     return 1024 * int(status.partition("VmRSS:")[2].split()[0])
 
 
+def write_expert(path: Path | str) -> None:
+    """Write a file of 200 MB with six blocks."""
+    sizes = {"dim": 1024, "ffn_dim": 4096, "num_heads": 8, "num_layers": 6}
+    replace(TEXT_TO_VIDEO, settings={**TEXT_TO_VIDEO.settings, **sizes}).write(path, "fp16")
+
+
 class Room:
     """A device that has much room, until a VAE needs it."""
 
@@ -328,10 +334,8 @@ def queue_items(folder: str, items: int) -> dict[str, Any]:
     Between the items a VAE evicts the experts; the second item is followed by `/free` with its models dropped.
     """
     torch.set_num_threads(1)
-    sizes = {"dim": 1024, "ffn_dim": 4096, "num_heads": 8, "num_layers": 6}
-    family = replace(TEXT_TO_VIDEO, settings={**TEXT_TO_VIDEO.settings, **sizes})
-    path = Path(folder) / "expert.safetensors"
-    family.write(path, "fp16")
+    family, path = TEXT_TO_VIDEO, Path(folder) / "expert.safetensors"
+    write_expert(path)
 
     def experts() -> list[Any]:
         return [load_native(path, "default", OffloadPolicy.block_swap(4), **LIMITS) for _ in range(2)]
