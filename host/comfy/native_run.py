@@ -341,6 +341,7 @@ def _only(conditions: Conditions, place: int) -> Conditions:
 
 def _settings(patcher: NativePatcher, shape: Sequence[int]) -> RunSettings:
     device_total, ram_total = total_bytes(patcher.load_device)
+    # `get_dtype_inference` is missing in 0.3.64.
     dtype = str(patcher.model.manual_cast_dtype or patcher.model.get_dtype()).removeprefix("torch.")
     loaded = patcher.memory.policy
     assert loaded is not None, "ComfyUI has loaded the model"
