@@ -70,10 +70,13 @@ def usable_bytes(device: torch.device, free_vram: int) -> int:
 def limited(requested: Budgets, free: Budgets, machine: Machine) -> Budgets:
     """Return the requested budgets, limited to the free memory; the default for RAM is `RAM_SHARE` of the machine's."""
     ram = requested.ram_bytes if requested.ram_bytes is not None else int(RAM_SHARE * machine.ram_bytes)
-    return Budgets(vram_bytes=_smaller(requested.vram_bytes, free.vram_bytes), ram_bytes=_smaller(ram, free.ram_bytes))
+    return Budgets(
+        vram_bytes=smaller_limit(requested.vram_bytes, free.vram_bytes), ram_bytes=smaller_limit(ram, free.ram_bytes)
+    )
 
 
-def _smaller(*limits: int | None) -> int | None:
+def smaller_limit(*limits: int | None) -> int | None:
+    """Return the smallest limit; None is no limit."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from .engine.engine import OffloadEngine, attach_offload
 from .engine.forward_course import ForwardCourse
+from .engine.lockstep import Lockstep
 from .engine.run import EngineRun
 from .formats.decode import CHUNK_VALUES, decode_tensor, decode_work_bytes
 from .formats.gguf_header import read_gguf_header
-from .formats.layout import BlockFormat, copy_together, flat_layout, host_bytes, streamed_names
+from .formats.layout import BlockFormat, copy_together, flat_layout, host_bytes, piece_name, streamed_names
 from .formats.packing import MXFP8, NVFP4, EightBit, Microscaled, Packing
 from .formats.quantise import FP8, NotFiniteError, quantise_int8, quantise_rotated
 from .formats.rotation import is_rotation, kronecker_factors, rotated_sums, rotation_factor, rotation_group
@@ -49,6 +50,7 @@ __all__ = [
     "GatherBrokenError",
     "InsufficientRamError",
     "LockedBlocks",
+    "Lockstep",
     "MappedFile",
     "Microscaled",
     "NotFiniteError",
@@ -71,6 +73,7 @@ __all__ = [
     "is_rotation",
     "kronecker_factors",
     "map_memory",
+    "piece_name",
     "probe_bus",
     "probe_copy",
     "probe_decode",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..schema import OffloadPolicy
 from .candidates import CHUNKS
-from .forward_passes import PassOrders, predict_visits
 from .machine import Machine, expected_machine
+from .measured_policy import MeasuredBlocks, MeasuredPolicy, choose_measured
 from .memory import RAM_SHARE, RAW_SLOTS, STAGING_SLOTS, VRAM_RESERVE, DoesNotFitError
 from .offload_job import AutoOffload, Budgets, OffloadJob
 from .parallel_layout import check_layout, choose_layout, describe_layout, stage_boundaries, worker_share
@@ -25,7 +25,18 @@ from .ram_program import DIRECT, RamProgram, RamResidency, RunPrograms, compile_
 from .shrink import bytes_to_free, eviction_order, keep_near_policy, next_smaller_policy, shrink_to_budget
 from .transfer_program import IMMEDIATE, KEPT, Fetch, TransferProgram, compile_program
 from .verify import check_program, check_ram
-from .visits import TRAIN_TIMESTEPS, BlockKey, SkipRule, Visit, expert_at, skipped_steps, split_at_boundary, step_visits
+from .visits import (
+    TRAIN_TIMESTEPS,
+    BlockKey,
+    PassOrders,
+    SkipRule,
+    Visit,
+    expert_at,
+    predict_visits,
+    skipped_steps,
+    split_at_boundary,
+    step_visits,
+)
 
 __all__ = [
     "CHUNKS",
@@ -45,6 +56,8 @@ __all__ = [
     "DoesNotFitError",
     "Fetch",
     "Machine",
+    "MeasuredBlocks",
+    "MeasuredPolicy",
     "OffloadJob",
     "OffloadPlan",
     "OffloadPolicy",
@@ -61,6 +74,7 @@ __all__ = [
     "check_program",
     "check_ram",
     "choose_layout",
+    "choose_measured",
     "compile_program",
     "compile_ram",
     "describe_layout",

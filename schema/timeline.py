@@ -55,7 +55,7 @@ def _sum(one: RateRange, other: RateRange) -> RateRange:
 
 TimelineKind = Literal["measured", "simulated"]
 
-PHASES = ("open", "text", "first block", "high", "switch", "low", "decode", "save")
+PHASES = ("open", "text", "first block", "high", "switch", "low", "model", "decode", "save")
 """Names of the phases of a queue item."""
 
 

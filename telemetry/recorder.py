@@ -59,7 +59,7 @@ class TelemetryOptions:
 PHASES_BEFORE_RUN = ("open", "text")
 """Phases of a queue item that appear in the timeline of the first run after them."""
 
-RUN_PHASES = ("first block", "high", "switch", "low")
+RUN_PHASES = ("first block", "high", "switch", "low", "model")
 """Phases of a run itself."""
 
 logger = logging.getLogger("wanstream.metrics")

@@ -23,7 +23,12 @@ def find_blocks(
         nbytes: returns the bytes of the matrices in a module.
         smallest: bytes of the smallest block.
     """
-    return {path: block for path, block in _listed(model, "") if nbytes(block) >= smallest}
+    return {path: block for path, block in _listed(model, "") if _is_called(block) and nbytes(block) >= smallest}
+
+
+def _is_called(block: nn.Module) -> bool:
+    """Return False for the blocks of a UNet: ComfyUI calls the layers in them, and never the blocks themselves."""
+    return not isinstance(block, nn.Sequential)
 
 
 def _listed(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

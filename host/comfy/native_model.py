@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import comfy.model_base
 import comfy.model_detection
@@ -25,12 +29,16 @@ from ...offload import (
     OffloadEngine,
     TensorSource,
     attach_offload,
+    copy_together,
+    decode_tensor,
+    piece_name,
+    read_tensors,
 )
-from ...plan import BlockKey
-from ...schema import OffloadPolicy, plan_residency
+from ...plan import BlockKey, MeasuredBlocks
+from ...schema import OffloadPolicy
 from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks
 from .patcher_memory import PolicyMemory
-from .streamed_operations import declared_dtype, streamed_operations
+from .streamed_operations import inner_tensors, is_joined, joined, streamed_operations
 
 STACK = "model"
 """Name of the one stack of all blocks: lists of a model may run interleaved."""
@@ -44,13 +52,41 @@ WEIGHT_DTYPES: Mapping[str, torch.dtype | None] = {
 """Choices of ComfyUI's own loader: None keeps the dtype of the file where the device computes with it."""
 
 
+LARGE_PARAMETER = 1_000_000
+"""Bytes of the smallest parameter of a block that streams without being the matrix of a Linear: stacks of experts."""
+
+QUANTISATION = "_quantization_metadata"
+"""Field of a safetensors file with the format of each quantised layer."""
+
+ARCHITECTURE = "general.architecture"
+"""Field of a GGUF file."""
+
+Dtypes: TypeAlias = Mapping[tuple[int, str], torch.dtype]
+"""Dtype in which ComfyUI keeps each tensor of a model, by `Entry.place`."""
+
+Places: TypeAlias = Mapping[str, FileTensor]
+"""Places of a parameter in its file by piece: the only one has no name."""
+
+
 class Entry(NamedTuple):
-    """One parameter of a model."""
+    """One parameter or buffer of a model."""
 
     module: nn.Module
     name: str
     """Name within the module."""
     tensor: torch.Tensor
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """The `id` of the module and the name."""
+        return id(self.module), self.name
+
+    def replace(self, tensor: torch.Tensor) -> None:
+        if self.name in self.module._buffers:
+            self.module._buffers[self.name] = tensor
+        else:
+            whole = is_joined(tensor)
+            self.module._parameters[self.name] = tensor if whole else nn.Parameter(tensor, requires_grad=False)
 
 
 class NativeWeights:
@@ -60,11 +96,13 @@ class NativeWeights:
         blocks: modules of the blocks by path in the diffusion model; their streamed tensors are on `meta`.
         matrices: place of each streamed tensor in its file, by name within its block.
         dtypes: dtype of each of them to compute with.
+        quantised: quantised weights by name within their block, which are joined from pieces in `matrices`.
         outside_bytes: bytes of all tensors that do not stream.
         device: device to compute on.
 
     Attributes:
-        blocks: as above.
+        blocks, outside_bytes: as above.
+        buffer_bytes: bytes of one buffer.
     """
 
     def __init__(
@@ -72,19 +110,23 @@ class NativeWeights:
         blocks: Mapping[str, nn.Module],
         matrices: Mapping[BlockKey, Mapping[str, FileTensor]],
         dtypes: Mapping[str, torch.dtype],
+        quantised: Mapping[BlockKey, Mapping[str, torch.Tensor]],
         *,
         outside_bytes: int,
         device: torch.device,
     ) -> None:
         self.blocks = blocks
-        self._matrices, self._dtypes = matrices, dtypes
-        self._outside_bytes = outside_bytes
+        self._matrices, self._dtypes, self._quantised = matrices, dtypes, quantised
+        self.outside_bytes = outside_bytes
         self._engine: OffloadEngine | None = None
         self._policy: OffloadPolicy | None = None
         source = self._source()
         formats = source.formats.values()
         source.close()
-        self._buffer_bytes = max(fmt.computed.nbytes for fmt in formats)
+        self.buffer_bytes = max(fmt.computed.nbytes for fmt in formats)
+        self._stored_bytes = max(fmt.stored.nbytes for fmt in formats)
+        self._decodes = not all(fmt.is_raw for fmt in formats)
+        self._has_bus = runtime_for(device) is not None
         # A device keeps the stored bytes of the block that is decoded next to its buffer.
         decoded = max((fmt.stored.nbytes for fmt in formats if not fmt.is_raw), default=0)
         self._decoding_bytes = decoded if runtime_for(device) is not None else 0
@@ -99,7 +141,7 @@ class NativeWeights:
 
     @property
     def loaded_bytes(self) -> int:
-        return 0 if self._engine is None else self._engine.loaded_bytes + self._outside_bytes
+        return 0 if self._engine is None else self._engine.loaded_bytes + self.outside_bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -111,9 +153,22 @@ class NativeWeights:
         assert self._engine is not None, "ComfyUI has not loaded the model"
         return self._engine
 
+    @property
+    def measured_blocks(self) -> MeasuredBlocks:
+        """Sizes of the blocks, for a policy that is chosen by measuring."""
+        return MeasuredBlocks(
+            stack=STACK,
+            blocks=len(self.blocks),
+            stored_bytes=self._stored_bytes,
+            buffer_bytes=self.buffer_bytes,
+            outside_bytes=self.outside_bytes,
+            decodes=self._decodes,
+            decoding_bytes=self._decoding_bytes,
+            has_bus=self._has_bus,
+        )
+
     def device_bytes(self, policy: OffloadPolicy) -> int:
-        _, buffers = plan_residency(policy, self.block_counts)
-        return buffers * self._buffer_bytes + self._decoding_bytes + self._outside_bytes
+        return self.measured_blocks.device_bytes(policy)
 
     def engine(self, policy: OffloadPolicy, device: torch.device) -> OffloadEngine:
         """Return the engine for `policy` on `device`; an existing one is changed and keeps its blocks.
@@ -134,6 +189,7 @@ class NativeWeights:
                     device=device,
                     source=self._source(),
                     follow_forward=False,
+                    join=partial(_join, self._quantised, self._scales_on(device)),
                 )
         elif self._policy != policy:
             self._engine.set_policy(policy)
@@ -151,6 +207,54 @@ class NativeWeights:
     def _source(self) -> FileSource | TensorSource:
         return FileSource(self._matrices, computed_dtypes=self._dtypes)
 
+    def _scales_on(self, device: torch.device) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of quantised weights that do not stream: scales of whole matrices."""
+        return copy_together(
+            {
+                _resident_name(key, name, inner): tensor
+                for key, weights in self._quantised.items()
+                for name, weight in weights.items()
+                for inner, tensor in inner_tensors(weight).items()
+                if piece_name(name, inner) not in self._matrices[key]
+            },
+            device,
+        )
+
+
+def _resident_name(key: BlockKey, name: str, inner: str) -> str:
+    return piece_name(f"{key.block}.{name}", inner)
+
+
+def _join(
+    quantised: Mapping[BlockKey, Mapping[str, torch.Tensor]],
+    scales: Mapping[str, torch.Tensor],
+    key: BlockKey,
+    name: str,
+    pieces: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Return the quantised weight `name` of a block over its pieces, which are bytes, and its scales on the device."""
+    weight, inner = quantised[key][name], {}
+    for each, tensor in inner_tensors(weight).items():
+        piece = pieces.get(each)
+        inner[each] = (
+            scales[_resident_name(key, name, each)] if piece is None else piece.view(tensor.dtype).view(tensor.shape)
+        )
+    return joined(weight, inner)
+
+
+class _Streamed(NamedTuple):
+    """One streamed parameter of a block."""
+
+    key: BlockKey
+    name: str
+    """Name within the block."""
+    path: str
+    """Key in the state dict of ComfyUI's model."""
+    entry: Entry
+    dtype: torch.dtype
+    """Dtype to compute with."""
+    places: Places
+
 
 def open_native(
     path: Path,
@@ -158,128 +262,182 @@ def open_native(
     *,
     smallest_block: int = SMALLEST_BLOCK,
     smallest_model: int = SMALLEST_MODEL,
+    large_parameter: int = LARGE_PARAMETER,
 ) -> comfy.model_base.BaseModel:
     """Return ComfyUI's model of a file; its `weights` are a `NativeWeights`, its `memory` a `PolicyMemory`.
 
-    Its `stored` are the streamed tensors by their key in the model's state dict, as views of the mapped file.
+    Its `stored` are the streamed tensors by their key in the model's state dict, as views of the mapped file; those
+    that are packed in GGUF have no values.
 
     Args:
-        path: a safetensors file.
+        path: a safetensors or GGUF file.
         weight_dtype: one of `WEIGHT_DTYPES`.
         smallest_block: bytes of the smallest block that streams.
         smallest_model: bytes in blocks of the smallest model that is streamed.
+        large_parameter: see `LARGE_PARAMETER`.
 
     Raises:
         CheckpointFileError: the file cannot be read, is not a model that ComfyUI detects, or has no blocks to stream.
     """
     file = MappedFile(path)
-    model = _build(path, file, weight_dtype)
-    places = {
-        id(entry.tensor): place
-        for entry in _entries(model.diffusion_model)
-        if entry.tensor.dim() > 1 and (place := file.locate(entry.tensor)) is not None
+    if file.is_packed and weight_dtype != "default":
+        reason = "is a quantised GGUF, whose blocks are decoded to the dtype that computes"
+        raise CheckpointFileError(path, f"{reason}: choose the weight type default instead of {weight_dtype}")
+    model, dtypes = _build(path, file, weight_dtype)
+    linear: Any = (nn.Linear, model.model_config.custom_operations.Linear)
+    located = {
+        entry.place: places
+        for entry in _parameters(model.diffusion_model)
+        if (_is_matrix(entry, linear) or (entry.tensor.dim() > 2 and entry.tensor.nbytes >= large_parameter))
+        and (places := _locate(entry.tensor, file))
     }
 
     def matrix_bytes(module: nn.Module) -> int:
-        return sum(entry.tensor.nbytes for entry in _entries(module) if id(entry.tensor) in places)
+        # Other large parameters stream with the block that they are in, but convolutions alone are not blocks.
+        matrices = (entry.place for entry in _parameters(module) if _is_matrix(entry, linear))
+        return sum(place.nbytes for matrix in matrices for place in located.get(matrix, {}).values())
 
     blocks = find_blocks(model.diffusion_model, matrix_bytes, smallest=smallest_block)
     nbytes = sum(map(matrix_bytes, blocks.values()))
-    if not blocks or nbytes < smallest_model:
-        limits = f"of at least {smallest_block / 1e6:g} MB with {nbytes / 1e9:.2f} GB"
-        reason = (
-            f"{type(model).__name__} has {len(blocks)} blocks {limits}; streaming is for {smallest_model / 1e9:g} GB"
-        )
-        raise CheckpointFileError(path, f"{reason} and more: load it with Load Diffusion Model")
-    streamed = list(_streamed(blocks, places))
-    matrices: dict[BlockKey, dict[str, FileTensor]] = {}
-    model.stored = {}
-    for each in streamed:
-        matrices.setdefault(each.key, {})[each.name] = places[id(each.entry.tensor)]
-        model.stored[each.path] = each.entry.tensor
-        _replace(each.entry, torch.empty(each.entry.tensor.shape, dtype=each.dtype, device="meta"))
-    absent = {id(each.entry.module._parameters[each.entry.name]) for each in streamed}
-    for entry in [entry for entry in _entries(model.diffusion_model) if id(entry.tensor) not in absent]:
-        _load(entry, file)
-    model.weights = NativeWeights(
-        blocks,
-        matrices,
-        _common_dtypes(path, streamed),
-        outside_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta),
-        device=comfy.model_management.get_torch_device(),
-    )
+    if nbytes < max(1, smallest_model):
+        kind = f"{type(model).__name__} has {len(blocks)} blocks of at least {smallest_block / 1e6:g} MB in its lists"
+        limit = f"with {nbytes / 1e9:.2f} GB, too little to stream (from {smallest_model / 1e9:g} GB on)"
+        raise CheckpointFileError(path, f"{kind}, {limit}: load it with Load Diffusion Model")
+    streamed = list(_streamed(blocks, located, dtypes))
+    _load_others(model, file, streamed, dtypes)
+    model.weights = _weights(path, blocks, streamed, model)
     model.memory = PolicyMemory(f"blocks of {path.name}")
     # ComfyUI drops models from its cache without unloading them first.
     weakref.finalize(model, model.weights.close).atexit = False
     return model
 
 
-def _common_dtypes(path: Path, streamed: Iterable[_Streamed]) -> dict[str, torch.dtype]:
-    """Return the compute dtype of each name within a block."""
+def _load_others(
+    model: comfy.model_base.BaseModel, file: MappedFile, streamed: Sequence[_Streamed], dtypes: Dtypes
+) -> None:
+    """Take the tensors that stream out of the model, and load all others."""
+    model.stored = {each.path: each.entry.tensor for each in streamed}
+    for each in streamed:
+        if is_joined(each.entry.tensor):
+            each.entry.module.streamed = (each.entry.tensor,)
+        each.entry.replace(torch.empty(each.entry.tensor.shape, dtype=each.dtype, device="meta"))
+    absent = {each.entry.place for each in streamed}
+    for entry in [entry for entry in _entries(model.diffusion_model) if entry.place not in absent]:
+        _load(entry, file, _dtype_of(entry, dtypes))
+
+
+def _weights(
+    path: Path, blocks: Mapping[str, nn.Module], streamed: Iterable[_Streamed], model: nn.Module
+) -> NativeWeights:
+    matrices: dict[BlockKey, dict[str, FileTensor]] = {}
+    quantised: dict[BlockKey, dict[str, torch.Tensor]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for each in streamed:
-        if dtypes.setdefault(each.name, each.dtype) != each.dtype:
-            found = f"{each.name} computes in {dtypes[each.name]} in one block, and in {each.dtype} in another"
-            raise CheckpointFileError(path, found)
-    return dtypes
+        for piece, place in each.places.items():
+            name = piece_name(each.name, piece) if piece else each.name
+            matrices.setdefault(each.key, {})[name] = place
+            # Bytes of a piece are joined to a weight as they are.
+            dtype = place.dtype if piece else each.dtype
+            if dtypes.setdefault(name, dtype) != dtype:
+                found = f"{name} computes in {dtypes[name]} in one block, and in {dtype} in another"
+                raise CheckpointFileError(path, found)
+        if is_joined(each.entry.tensor):
+            quantised.setdefault(each.key, {})[each.name] = each.entry.tensor
+    return NativeWeights(
+        blocks,
+        matrices,
+        dtypes,
+        quantised,
+        outside_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta),
+        device=comfy.model_management.get_torch_device(),
+    )
 
 
-class _Streamed(NamedTuple):
-    """One streamed tensor of a block."""
-
-    key: BlockKey
-    name: str
-    """Name within the block."""
-    path: str
-    """Key in the state dict of ComfyUI's model."""
-    dtype: torch.dtype
-    """Dtype to compute with."""
-    entry: Entry
-
-
-def _streamed(blocks: Mapping[str, nn.Module], places: Mapping[int, FileTensor]) -> Iterator[_Streamed]:
+def _streamed(
+    blocks: Mapping[str, nn.Module], located: Mapping[tuple[int, str], Places], dtypes: Dtypes
+) -> Iterator[_Streamed]:
     for index, (block_path, block) in enumerate(blocks.items()):
         for module_path, module in block.named_modules():
-            for entry in _own_entries(module):
-                if id(entry.tensor) in places:
-                    name = f"{module_path}.{entry.name}".lstrip(".")
-                    path = f"diffusion_model.{block_path}.{name}"
-                    dtype = declared_dtype(module, entry.name, entry.tensor)
-                    yield _Streamed(BlockKey(STACK, index), name, path, dtype, entry)
+            for name, tensor in module.named_parameters(recurse=False):
+                entry = Entry(module, name, tensor)
+                if entry.place in located:
+                    within = f"{module_path}.{name}".lstrip(".")
+                    path = f"diffusion_model.{block_path}.{within}"
+                    dtype = _dtype_of(entry, dtypes)
+                    yield _Streamed(BlockKey(STACK, index), within, path, entry, dtype, located[entry.place])
 
 
-def _own_entries(module: nn.Module) -> Iterator[Entry]:
-    yield from (Entry(module, name, tensor) for name, tensor in module.named_parameters(recurse=False))
+def _is_matrix(entry: Entry, linear: Any) -> bool:
+    return entry.tensor.dim() == 2 and isinstance(entry.module, linear)
+
+
+def _locate(tensor: torch.Tensor, file: MappedFile) -> Places:
+    """Return the places of a tensor in the file: its only one, or as bytes those of a quantised weight's large ones."""
+    if not is_joined(tensor):
+        place = file.locate(tensor)
+        return {} if place is None else {"": place}
+    places = {name: file.locate(inner) for name, inner in inner_tensors(tensor).items() if inner.numel() > 1}
+    return {
+        name: replace(place, dtype=torch.uint8, shape=(place.nbytes,))
+        for name, place in places.items()
+        if place is not None
+    }
+
+
+def _parameters(root: nn.Module) -> Iterator[Entry]:
+    for module in root.modules():
+        yield from (Entry(module, name, tensor) for name, tensor in module.named_parameters(recurse=False))
 
 
 def _entries(root: nn.Module) -> Iterator[Entry]:
+    yield from _parameters(root)
     for module in root.modules():
-        yield from _own_entries(module)
+        yield from (Entry(module, name, tensor) for name, tensor in module.named_buffers(recurse=False))
 
 
-def _replace(entry: Entry, tensor: torch.Tensor) -> None:
-    entry.module._parameters[entry.name] = nn.Parameter(tensor, requires_grad=False)
+def _dtype_of(entry: Entry, dtypes: Dtypes) -> torch.dtype:
+    """Return the dtype in which ComfyUI keeps a tensor; layers of mixed precision choose it when they are loaded."""
+    loaded: torch.dtype = getattr(entry.module, "loaded_dtype", entry.tensor.dtype)
+    return dtypes.get(entry.place, loaded)
 
 
-def _load(entry: Entry, file: MappedFile) -> None:
+def _load(entry: Entry, file: MappedFile, dtype: torch.dtype) -> None:
     """Bring a tensor that does not stream into memory, in the dtype that ComfyUI keeps it in."""
-    dtype = declared_dtype(entry.module, entry.name, entry.tensor)
-    if entry.tensor.is_meta:  # not in the file, which ComfyUI has logged as missing
-        _replace(entry, torch.zeros(entry.tensor.shape, dtype=dtype))
-    elif file.locate(entry.tensor) is not None:
-        _replace(entry, entry.tensor.to(dtype, copy=True))
+    tensor = entry.tensor
+    if is_joined(tensor):
+        entry.replace(joined(tensor, {name: inner.clone() for name, inner in inner_tensors(tensor).items()}))
+    elif not file.has(tensor):
+        if tensor.is_meta:  # not in the file, which ComfyUI has logged as missing
+            entry.replace(torch.zeros(tensor.shape, dtype=dtype))
+    elif tensor.is_meta:
+        place = file.locate(tensor)
+        assert place is not None, f"{entry.name} is not a number of whole groups"  # refused when it was loaded
+        decoded = torch.empty(tensor.shape, dtype=dtype)
+        decode_tensor(read_tensors({"": place})[""], decoded, packing=place.packing)
+        entry.replace(decoded)
+    else:
+        entry.replace(tensor.to(dtype, copy=True))
 
 
-def _build(path: Path, file: MappedFile, weight_dtype: str) -> comfy.model_base.BaseModel:
-    """Return ComfyUI's model of the file, whose Linear layers refer to the mapped file."""
+def _build(path: Path, file: MappedFile, weight_dtype: str) -> tuple[comfy.model_base.BaseModel, Dtypes]:
+    """Return ComfyUI's model of the file, whose tensors refer to the mapped file, and the dtypes that they should have.
+
+    Raises:
+        CheckpointFileError: the file is not a model that ComfyUI detects, or does not fit it.
+    """
     management = comfy.model_management
     tensors, metadata = _native_tensors(file)
+    _refuse_unknown_formats(path, tensors, metadata)
     config = _detect(tensors, metadata)
     if config is None:
         converted = comfy.model_detection.convert_diffusers_mmdit(tensors, "")
         config = None if converted is None else _detect(converted, metadata)
         if converted is None or config is None:
-            raise CheckpointFileError(path, "is not a diffusion model that this ComfyUI detects: update ComfyUI")
+            kind = f"a GGUF of {metadata[ARCHITECTURE]!r}, and " if ARCHITECTURE in metadata else ""
+            raise CheckpointFileError(
+                path,
+                f"is {kind}not a diffusion model that this ComfyUI detects: choose another file, or update ComfyUI",
+            )
         tensors = converted
     supported = config.supported_inference_dtypes
     quantised = (config.quant_config if _marks_layers(config) else config.scaled_fp8) is not None
@@ -289,16 +447,59 @@ def _build(path: Path, file: MappedFile, weight_dtype: str) -> comfy.model_base.
         weight_dtype=None if quantised else comfy.utils.weight_dtype(tensors),
     )
     cast = management.unet_manual_cast(None if quantised else dtype, management.get_torch_device(), supported)
+    if file.is_packed:  # decoded on arrival, so to the dtype that computes
+        dtype, cast = cast or dtype, None
     config.set_inference_dtype(dtype, cast)
     if weight_dtype == "fp8_e4m3fn_fast":
         config.optimizations["fp8"] = True
     config.custom_operations = streamed_operations(config.custom_operations or _operations(config, dtype, cast))
     model = config.get_model(tensors, "")
+    dtypes = {entry.place: entry.tensor.dtype for entry in _entries(model.diffusion_model)}
+    with _referring(model.diffusion_model, path, file):
+        try:
+            model.load_model_weights(tensors, "")
+        except RuntimeError as err:  # torch's error for shapes that differ
+            _, *findings = str(err).splitlines()
+            first, more = (findings or [str(err)])[0].strip(), f" ({len(findings)} such findings)" * (len(findings) > 1)
+            raise CheckpointFileError(path, f"does not fit {type(model).__name__}: {first}{more}") from err
+    return model, dtypes
+
+
+@contextmanager
+def _referring(network: nn.Module, path: Path, file: MappedFile) -> Iterator[None]:
+    """Let loading refer to the tensors that it gets, which torch would copy to memory, and ComfyUI in some versions."""
+    load = network.load_state_dict
+
+    def assign(tensors: Mapping[str, torch.Tensor], strict: bool = True, **_: object) -> Any:
+        for name, tensor in tensors.items():
+            if tensor.is_meta and tensor.numel() and file.locate(tensor) is None:
+                reason = "changes when it loads the model, and its values are packed: use the safetensors version"
+                raise CheckpointFileError(path, f"{name} {list(tensor.shape)} is a tensor that ComfyUI {reason}")
+        return load(tensors, strict=strict, assign=True)
+
+    network.load_state_dict = assign  # type: ignore[method-assign]
     try:
-        model.load_model_weights(tensors, "")
-    except RuntimeError as err:  # torch's error for shapes that differ
-        raise CheckpointFileError(path, f"does not fit {type(model).__name__}: {err}") from err
-    return model
+        yield
+    finally:
+        del network.load_state_dict
+
+
+def _refuse_unknown_formats(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Refuse quantised layers that this ComfyUI does not know: it has no words for them, or takes them for plain."""
+    known = getattr(getattr(comfy, "quant_ops", None), "QUANT_ALGOS", {})
+    formats = {
+        name.removesuffix(".comfy_quant"): json.loads(bytes(marker.tolist())).get("format")
+        for name, marker in tensors.items()
+        if name.endswith(".comfy_quant")
+    }
+    if QUANTISATION in metadata and not known:  # newer versions have turned the text to markers
+        layers = json.loads(metadata[QUANTISATION]).get("layers", {})
+        formats |= {layer: settings.get("format") for layer, settings in layers.items()}
+    for layer, found in formats.items():
+        if found not in known:
+            have = ", ".join(known) or "none of this kind"
+            reason = f"which this ComfyUI does not have (it has {have}): update ComfyUI, or use another file"
+            raise CheckpointFileError(path, f"layer {layer} is quantised as {found}, {reason}")
 
 
 def _native_tensors(file: MappedFile) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

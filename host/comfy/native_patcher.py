@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
-import comfy.lora
 import comfy.model_patcher
+import comfy.patcher_extension
+import comfy.utils
 import torch
 from torch import nn
 
+from ...plan import AutoOffload
+from ...schema import OffloadPolicy
 from .native_model import NativeWeights
 from .patcher_memory import StreamedPatcher
 
 EVERYTHING = 1e32
 """Bytes, as in ComfyUI's own requests to load a model whole."""
+
+APPLY_MODEL = comfy.patcher_extension.WrappersMP.APPLY_MODEL
+
+COMPILE_KEY = "torch.compile"
+"""Key of ComfyUI's wrappers that put compiled modules in the place of a model's own."""
 
 
 class NativePatcher(StreamedPatcher):
@@ -24,22 +34,48 @@ class NativePatcher(StreamedPatcher):
     are added when a layer computes, as ComfyUI does for weights that it keeps in RAM.
     """
 
+    share_visits = False
+    """True if conditions that do not fit into one forward pass share each visit of a block."""
+    auto: AutoOffload | None = None
+    """Budgets of an automatic policy, which is chosen after the first model call."""
+
     @property
     def weights(self) -> NativeWeights:
         weights: NativeWeights = self.model.weights
         return weights
 
+    def clone(self, *args: Any, **settings: Any) -> NativePatcher:
+        cloned: NativePatcher = super().clone(*args, **settings)
+        cloned.share_visits, cloned.auto = self.share_visits, self.auto
+        return cloned
+
+    def request(self, policy: OffloadPolicy | AutoOffload) -> None:
+        """Set the policy of this MODEL. Raises ValueError if it does not fit the number of blocks."""
+        self.auto = policy if isinstance(policy, AutoOffload) else None
+        self.policy = policy if isinstance(policy, OffloadPolicy) else None  # None: the one that was chosen last
+        self.model_size()
+
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
     ) -> int:
-        """Load as much of the policy as up to `extra_memory` more device bytes allow; return the added bytes."""
+        """Load as much of the policy as up to `extra_memory` more device bytes allow; return the added bytes.
+
+        Raises:
+            ValueError: a node asks for what needs all weights at once: a compiled model, or patches in the weights.
+        """
+        compiled = self._compiled()
+        self._refuse(compiled, force_patch_weights)
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             stale = self.model.current_weight_patches_uuid != self.patches_uuid or not self.weights.loaded_bytes
             self.unpatch_model(self.offload_device, unpatch_weights=stale)
             try:
                 self.patch_model(load_weights=False)
+                # A compiled module changes the paths of the layers in it, by which patches are found.
+                self._replace({name: module._orig_mod for name, module in compiled.items()})
                 if stale:
                     self._load_outside(device_to)
+                # Those of ComfyUI's wrapper too, which it installs in a run: our hooks must be outside of all of them.
+                self._replace(compiled)
                 added = self.load_policy(device_to, extra_memory)
                 self.model.runs.attach(self.model.diffusion_model)
                 return added
@@ -63,14 +99,52 @@ class NativePatcher(StreamedPatcher):
         """Return weights and their patches; those of streamed matrices are views of the file, which take no RAM."""
         patches: dict[str, Any] = super().get_key_patches(filter_prefix)
         stored: Mapping[str, torch.Tensor] = self.model.stored
-        for key, view in stored.items():
-            if key in patches:
-                patches[key] = [(view, patches[key][0][1]), *patches[key][1:]]
+        for key in patches.keys() & stored.keys():
+            (computed, convert), *added = patches[key]
+            if computed.dtype != stored[key].dtype:
+                convert = _rounded_to(computed.dtype, convert)
+            patches[key] = [(stored[key], convert), *added]
         return patches
 
     def model_state_dict(self, filter_prefix: str | None = None) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = super().model_state_dict(filter_prefix)
         return {key: self.model.stored.get(key, tensor) for key, tensor in state.items()}
+
+    def state_dict_for_saving(self, *args: Any, **settings: Any) -> dict[str, torch.Tensor]:
+        """Return all weights with their patches; those of streamed layers are read when they are written."""
+
+        def put(key: str, dtype: torch.dtype) -> torch.Tensor:
+            # ComfyUI returns the weights of its own layers as parameters that call `patch_weight_to_device` when they
+            # are written, for which it needs their shape only.
+            is_lazy = hasattr(self.model.get_submodule(key.rpartition(".")[0]), "comfy_cast_weights")
+            stored: torch.Tensor = self.model.stored[key]
+            return torch.empty(stored.shape, dtype=dtype, device="meta") if is_lazy else stored.to(dtype)
+
+        with self._put(self.model.stored, put):
+            state: dict[str, torch.Tensor] = super().state_dict_for_saving(*args, **settings)
+        return state
+
+    def patch_weight_to_device(self, key: str, *args: Any, **settings: Any) -> Any:
+        """Return or install a weight with its patches; one that streams is read from the file and only returned."""
+        keys = [key] if key in self.model.stored else []
+        with self._put(keys, lambda key, dtype: self.model.stored[key].to(dtype)):
+            return super().patch_weight_to_device(key, *args, **settings)
+
+    def add_hook_patches(self, hook: Any, patches: Mapping[Any, Any], *args: Any, **settings: Any) -> Any:
+        """Add the patches of a hook, which ComfyUI adds to the weights whenever a condition needs them.
+
+        Raises:
+            ValueError: one of them is for a matrix that streams.
+        """
+        keys = [key if isinstance(key, str) else key[0] for key in patches]
+        streamed = [key for key in keys if key in self.model.stored]
+        if streamed:
+            raise ValueError(
+                f"a hook changes {len(streamed)} weights that stream, {streamed[0]} and others, for some of the "
+                "conditions only, which needs them in memory: use Load LoRA for the whole run, or two samplers with a "
+                "MODEL each, or load this model with Load Diffusion Model"
+            )
+        return super().add_hook_patches(hook, patches, *args, **settings)
 
     def _load_list(self, *args: Any, **settings: Any) -> list[Any]:
         """Return ComfyUI's list of modules to load, without those that have a streamed matrix."""
@@ -88,16 +162,85 @@ class NativePatcher(StreamedPatcher):
         self.model.model_lowvram = True  # `unpatch_model` then removes the patches below
         _move(self.model, device)
         for path, layer in self._streaming().items():
-            for name in ("weight", "bias"):
+            casts = hasattr(layer, "comfy_cast_weights")
+            for name, _ in layer.named_parameters(recurse=False):
                 key = f"{path}.{name}"
                 functions = [] if key not in self.patches else [self._patch_of(key)]
                 functions += self.weight_wrapper_patches.get(key, [])
-                setattr(layer, f"{name}_function", functions)
+                if casts and name in ("weight", "bias"):
+                    setattr(layer, f"{name}_function", functions)
+                elif functions and _is_patched(layer):
+                    raise ValueError(
+                        f"a LoRA or another patch changes {key}, which streams, and its {type(layer).__name__} takes no "
+                        "patches: remove that LoRA, or load this model with Load Diffusion Model"
+                    )
+            layer.comfy_force_cast_weights = self.force_cast_weights
+            if casts and self.force_cast_weights and not hasattr(layer, "prev_comfy_cast_weights"):
+                layer.prev_comfy_cast_weights, layer.comfy_cast_weights = layer.comfy_cast_weights, True
             comfy.model_patcher.move_weight_functions(layer, device)
 
     def _patch_of(self, key: str) -> Any:
         _, set_function, convert = comfy.model_patcher.get_key_weight(self.model, key)
         return comfy.model_patcher.LowVramPatch(key, self.patches, convert, set_function)
+
+    def _compiled(self) -> dict[str, nn.Module]:
+        """Return the compiled modules by their path, those of object patches and of ComfyUI's wrapper."""
+        found = {name: patch for name, patch in self.object_patches.items() if hasattr(patch, "_orig_mod")}
+        for wrapper in self.get_wrappers(APPLY_MODEL, COMPILE_KEY):
+            for value in inspect.getclosurevars(wrapper).nonlocals.values():
+                found |= value if isinstance(value, dict) else {}
+        return found
+
+    def _refuse(self, compiled: Iterable[str], force_patch_weights: bool) -> None:
+        blocks = [f"diffusion_model.{path}" for path in self.weights.blocks]
+        whole = [name for name in compiled if any(block.startswith(f"{name}.") for block in blocks)]
+        if whole:
+            raise ValueError(
+                f"{whole[0]} is compiled as a whole, but the weights of its {len(blocks)} blocks change places while it "
+                f"runs: compile the blocks instead ({blocks[0]} and so on), with a node that compiles only them"
+            )
+        if force_patch_weights:
+            raise ValueError(
+                "a node needs all weights of the model in memory, with their patches in them, but the blocks stream: "
+                "load the model with Load Diffusion Model for that node, or update ComfyUI, which then saves models "
+                "weight by weight"
+            )
+
+    def _replace(self, modules: Mapping[str, nn.Module]) -> None:
+        """Put modules at their paths until `unpatch_model`."""
+        for name, module in modules.items():
+            self.object_patches_backup.setdefault(name, comfy.utils.set_attr(self.model, name, module))
+
+    @contextmanager
+    def _put(self, keys: Iterable[str], made: Callable[[str, torch.dtype], torch.Tensor]) -> Iterator[None]:
+        """Replace streamed tensors by `made(key, dtype of the model)`, for as long as the `with` body runs."""
+        replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
+        try:
+            for key in keys:
+                path, _, name = key.rpartition(".")
+                store = self.model.get_submodule(path)._parameters
+                bound = store[name]
+                assert bound is not None
+                replaced.append((store, name, bound))
+                store[name] = nn.Parameter(made(key, bound.dtype), requires_grad=False)
+            yield
+        finally:
+            for store, name, bound in replaced:
+                store[name] = bound
+
+
+def _is_patched(module: nn.Module) -> bool:
+    """Return True if ComfyUI patches the parameters of a module: those next to modules with parameters it does not."""
+    return not any(True for child in module.children() for _ in child.parameters())
+
+
+def _rounded_to(dtype: torch.dtype, convert: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return `convert` for a weight in another dtype than the one that the model computes with."""
+
+    def rounded(weight: torch.Tensor, **settings: Any) -> torch.Tensor:
+        return convert(weight.to(dtype).to(weight.dtype), **settings)
+
+    return rounded
 
 
 def _move(model: nn.Module, device: torch.device) -> None:

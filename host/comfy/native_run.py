@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+import logging
+import math
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import comfy.model_management
 import comfy.patcher_extension
@@ -13,33 +18,59 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...offload import ForwardCourse
-from ...plan import PassOrders, Visit
-from ...schema import OffloadPolicy
+from ...bench import policy_name
+from ...devices import available_bytes, forget, is_out_of_memory, runtime_for, total_bytes
+from ...offload import ForwardCourse, Lockstep
+from ...plan import (
+    AutoOffload,
+    Budgets,
+    PassOrders,
+    Visit,
+    bytes_to_free,
+    choose_measured,
+    describe_policy,
+    describe_ram,
+    next_smaller_policy,
+)
+from ...sampling import InsufficientMemoryError
+from ...schema import OffloadPolicy, Timeline
+from ...telemetry import Recorder
+from ..api import HostApi, current_host
+from ..auto_policy import AVAILABLE_SHARE, smaller_limit
+from ..run_events import SHORT_DTYPES, RunEvents, RunSettings
+from .native_lanes import KEY, Conditions, hindrance
 from .native_model import STACK, NativeWeights, open_native
 from .native_patcher import NativePatcher
 
-SAMPLER_SAMPLE = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
+WRAPPERS = comfy.patcher_extension.WrappersMP
 
-KEY = "wanstream"
-"""Key of our wrappers in ComfyUI's lists of wrappers."""
+Result = TypeVar("Result")
+
+logger = logging.getLogger("wanstream.host")
 
 
 class NativeRuns:
-    """Runs of one model, which learn the order of its blocks and the number of its forward passes.
+    """Hooks of one model, and what its runs have learnt: the order of blocks, and the number of passes and calls.
 
     Args:
         weights: weights of the model.
     """
 
     def __init__(self, weights: NativeWeights) -> None:
-        self._weights = weights
-        self._orders = PassOrders(blocks=len(weights.blocks))
-        self._passes: dict[Hashable, int] = {}  # of earlier runs, by sampler and number of steps
+        self.weights = weights
+        self.orders = PassOrders(blocks=len(weights.blocks))
+        self.passes: dict[Hashable, int] = {}
+        """Forward passes of the last run of a kind."""
+        self.calls: dict[Hashable, int] = {}
+        """Model calls of the last run of a kind."""
+        self.apart: set[Hashable] = set()
+        """Kinds of runs whose conditions ComfyUI computes one after the other, because they do not fit together."""
+        self.chosen: set[Hashable] = set()
+        """Kinds of runs for which an automatic policy was chosen."""
+        self.current: NativeRun | None = None
+        self.last: NativeRun | None = None
         self._hooks: list[RemovableHandle] = []
         self._alone: ExitStack | None = None  # the visit of a block that is called outside a run
-        self.course: ForwardCourse | None = None
-        """The course of the current run, or of the last one."""
 
     def attach(self, diffusion_model: nn.Module) -> None:
         """Install hooks on the model and its blocks, in the place of those of the last call."""
@@ -48,7 +79,7 @@ class NativeRuns:
             diffusion_model.register_forward_pre_hook(lambda *_: self._begin_pass(), prepend=True),
             diffusion_model.register_forward_hook(lambda *_: self._end_pass()),
         ]
-        for index, path in enumerate(self._weights.blocks):
+        for index, path in enumerate(self.weights.blocks):
             # By path, because another node may have put a wrapper in the place of a block.
             block = diffusion_model.get_submodule(path)
             self._hooks += [
@@ -62,74 +93,321 @@ class NativeRuns:
             hook.remove()
         self._hooks.clear()
 
-    @contextmanager
-    def follow(self, kind: Hashable, steps: int) -> Iterator[ForwardCourse]:
-        """Follow the forward passes of the `with` body; runs of one `kind` make the same number of them.
-
-        Raises:
-            RuntimeError: another run is active.
-        """
-        course = ForwardCourse(self._weights.loaded_engine, self._orders)
-        course.begin(self._passes.get(kind, steps))
-        self.course = course
-        error: BaseException | None = None
-        try:
-            yield course
-            self._passes[kind] = course.passes
-        except BaseException as err:
-            error = err
-            raise
-        finally:
-            course.close(error)
-            self._orders = course.orders
-
-    def _running(self) -> ForwardCourse | None:
-        return self.course if self.course is not None and self.course.is_open else None
-
     def _begin_pass(self) -> None:
-        if course := self._running():
-            course.begin_pass()
+        if self.current is not None and not self.current.lockstep.has_thread():
+            self.current.course.begin_pass()
 
     def _end_pass(self) -> None:
-        if course := self._running():
-            course.end_pass()
+        if self.current is not None and not self.current.lockstep.has_thread():
+            self.current.course.end_pass()
 
     def _enter(self, block: int) -> None:
-        if course := self._running():
-            course.enter(block)
-        else:
-            # Some models compute a part of the conditioning with blocks, before the sampler starts.
-            visit = Visit(0, STACK, block)
-            with ExitStack() as entered:
-                run = entered.enter_context(self._weights.loaded_engine.run((visit,)))
-                entered.enter_context(run.visit(*visit))
-                self._alone = entered.pop_all()
+        if self.current is not None:
+            # Newer versions of ComfyUI look in every layer, 0.3.64 only after a step.
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            if not self.current.lockstep.enter(block):
+                self.current.course.enter(block)
+            return
+        # Some models compute a part of the conditioning with blocks, before the sampler starts.
+        visit = Visit(0, STACK, block)
+        with ExitStack() as entered:
+            run = entered.enter_context(self.weights.loaded_engine.run((visit,)))
+            entered.enter_context(run.visit(*visit))
+            self._alone = entered.pop_all()
 
     def _exit(self) -> None:
-        if course := self._running():
-            course.exit()
+        if self.current is not None:
+            # Called after a block that could not be entered too.
+            if not self.current.lockstep.has_thread() and self.current.course.in_block:
+                self.current.course.exit()
         elif self._alone is not None:
             alone, self._alone = self._alone, None
             alone.close()
 
 
-def sampler_sample(executor: Any, guider: Any, sigmas: torch.Tensor, *more: Any, **settings: Any) -> torch.Tensor:
+class NativeRun:
+    """One run of a sampler: the course of its forward passes, its record, its events.
+
+    Args:
+        runs: runs of the model.
+        patcher: the MODEL, which ComfyUI has loaded.
+        host: announces the run.
+        kind: runs of one kind are expected to make the same number of passes.
+        steps: steps of the sampler.
+        shape: shape of the latents.
+
+    Attributes:
+        course: the course so far.
+        lockstep: conditions that share visits.
+        notes: sentences about the run, for its timeline.
+        timeline: timeline of the run, after its end.
+    """
+
+    def __init__(
+        self,
+        runs: NativeRuns,
+        patcher: NativePatcher,
+        host: HostApi,
+        *,
+        kind: Hashable,
+        steps: int,
+        shape: Sequence[int],
+    ) -> None:
+        self.notes: list[str] = []
+        self.timeline: Timeline | None = None
+        self.calls = self.passes = self.recompiled = self.visits = self.fetches = 0
+        self._runs, self._weights, self._memory = runs, runs.weights, patcher.memory
+        self._share, self._device = patcher.share_visits, patcher.load_device
+        self._kind, self._attempts, self._auto = kind, 0, patcher.auto
+        self._free_vram = host.free_vram
+        self._activation_bytes = int(patcher.memory_required(list(shape)))
+        self._expected = runs.passes.get(kind, steps)
+        self.recorder = Recorder(patcher.load_device, observe=host.telemetry_options())
+        self.recorder.non_block_bytes = self._weights.outside_bytes
+        self.events = RunEvents(
+            host.announce,
+            prompt_id=host.run_id(),
+            node_id=host.executing_node(),
+            experts=[STACK] * runs.calls.get(kind, steps),
+            settings=_settings(patcher, shape),
+        )
+        self._start(self._expected)
+
+    def follow(self, compute: Callable[[], Result]) -> Result:
+        """Return the result of `compute`, the whole sampler; the run ends with it, after an error too."""
+        runs = self._runs
+        error: BaseException | None = None
+        with self.events, self.recorder.watching():
+            self.course.begin(self._expected, self.recorder)
+            runs.current = runs.last = self
+            try:
+                result = compute()
+            except BaseException as err:
+                error = err
+                raise
+            finally:
+                runs.current = None
+                self._close(error)
+            runs.passes[self._kind], runs.calls[self._kind] = self.passes, self.calls
+            self.timeline = replace(self.recorder.timeline(), changes=tuple(self.notes))
+            self.events.ended(self.timeline)
+        return result
+
+    def call(
+        self,
+        compute: Callable[[Conditions], list[torch.Tensor]],
+        conditions: Conditions,
+        sigma: float,
+        options: dict[str, Any],
+    ) -> list[torch.Tensor]:
+        """Return the predictions of one model call; with a smaller policy after an out-of-memory error."""
+        while True:
+            try:
+                with self.recorder.step(self.calls, STACK, sigma):
+                    predictions = self._predict(compute, conditions, options)
+                break
+            except RuntimeError as err:
+                self._close(err)
+                if not is_out_of_memory(err):
+                    raise
+                # The traceback keeps the activations of the pass alive, and the retry needs their memory.
+                message = forget(err)
+            self._make_smaller(message)
+        self.calls += 1
+        self.events.step(self.recorder.last)
+        if self._auto is not None and self._kind not in self._runs.chosen and not self._attempts:
+            self._runs.chosen.add(self._kind)
+            self._choose_policy(self._auto)
+        return predictions
+
+    def _predict(
+        self,
+        compute: Callable[[Conditions], list[torch.Tensor]],
+        conditions: Conditions,
+        options: dict[str, Any],
+    ) -> list[torch.Tensor]:
+        computed = [place for place, condition in enumerate(conditions) if condition is not None]
+        if not self._shares(computed, conditions, options):
+            before = self.course.passes
+            predictions = compute(conditions)
+            # Conditions that ComfyUI computes in one forward pass share its visits anyway.
+            if len(computed) > 1 and self.course.passes - before == len(computed):
+                self._runs.apart.add(self._kind)
+            return predictions
+        parts = self.lockstep.run([partial(compute, _only(conditions, place)) for place in computed])
+        predictions = list(parts[0])  # with zeros for conditions that are not computed
+        for place, part in zip(computed, parts, strict=True):
+            predictions[place] = part[place]
+        return predictions
+
+    def _shares(self, computed: Sequence[int], conditions: Conditions, options: dict[str, Any]) -> bool:
+        if not self._share or len(computed) < 2 or self._kind not in self._runs.apart:
+            return False
+        found = hindrance(conditions, options)
+        self._note("the conditions share each visit" if found is None else f"no shared visits, because of {found}")
+        return found is None
+
+    def _free(self, budgets: Budgets) -> Budgets:
+        """Return the budgets, limited to the memory that is free now and what the weights use already."""
+        ram = int(AVAILABLE_SHARE * available_bytes())
+        if runtime_for(self._device) is None:
+            return Budgets(ram_bytes=smaller_limit(budgets.ram_bytes, ram + self._weights.loaded_bytes))
+        vram = max(0, self._free_vram() + self._weights.loaded_bytes - self._activation_bytes)
+        return Budgets(
+            vram_bytes=smaller_limit(budgets.vram_bytes, vram), ram_bytes=smaller_limit(budgets.ram_bytes, ram)
+        )
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            logger.info("%s", text)
+            self.notes.append(text)
+
+    def _start(self, passes: int) -> None:
+        engine = self._weights.loaded_engine
+        self.course = ForwardCourse(engine, self._runs.orders)
+        self.lockstep = Lockstep(self.course, engine.device)
+        self._expected = passes
+
+    def _close(self, error: BaseException | None) -> None:
+        """End the course and keep its figures; closing twice counts them once."""
+        if not self.course.is_open:
+            return
+        self.course.close(error)
+        self._runs.orders = self.course.orders
+        for figure in ("passes", "recompiled", "visits", "fetches"):
+            setattr(self, figure, getattr(self, figure) + getattr(self.course, figure))
+
+    def _choose_policy(self, auto: AutoOffload) -> None:
+        """Replace the policy after the first model call if another one is predicted to be faster."""
+        weights, memory = self._weights, self._memory
+        assert memory.policy is not None, "the model is loaded"
+        budgets = self._free(auto.budgets)
+        chosen = choose_measured(
+            weights.measured_blocks,
+            self.recorder.last,
+            visits=self.course.visited,
+            present=memory.policy,
+            device_bytes=math.inf if budgets.vram_bytes is None else budgets.vram_bytes,
+            host_bytes=math.inf if budgets.ram_bytes is None else budgets.ram_bytes,
+        )
+        if chosen is None:
+            return
+        self._note(
+            f"after the first call: {describe_policy(chosen.policy, len(weights.blocks))}, "
+            f"{describe_ram(chosen.policy)}, {chosen.call_s:.1f} s per call predicted"
+        )
+        self._continue_with(chosen.policy)
+        memory.requested = chosen.policy
+
+    def _make_smaller(self, message: str) -> None:
+        """Continue with a smaller policy. Raises InsufficientMemoryError if there is none."""
+        weights, memory = self._weights, self._memory
+        assert memory.policy is not None, "the model is loaded"
+        smaller = next_smaller_policy(
+            memory.policy,
+            weights.block_counts,
+            missing=bytes_to_free(self._attempts, block=weights.buffer_bytes, working_bytes=0, free_bytes=None),
+            tokens=1,
+            device_bytes=weights.device_bytes,
+        )
+        if smaller is None:
+            raise InsufficientMemoryError(
+                f"{message}. No block is resident, so the policy cannot get smaller: make the "
+                "video or image smaller, or its batch"
+            )
+        self._attempts += 1
+        self._note(
+            f"out of memory in call {self.calls}: {policy_name(smaller)} instead of {policy_name(memory.policy)}"
+        )
+        self._continue_with(smaller)
+        comfy.model_management.soft_empty_cache()
+
+    def _continue_with(self, policy: OffloadPolicy) -> None:
+        """Change the policy between two model calls."""
+        self._close(None)
+        with torch.inference_mode(False):  # buffers outlive the run
+            self._weights.engine(policy, self._device)
+        self._memory.policy = policy
+        self._start(max(1, self._expected - self.course.passes))
+        self.course.begin(self._expected, self.recorder)
+
+
+def _only(conditions: Conditions, place: int) -> Conditions:
+    return [condition if index == place else None for index, condition in enumerate(conditions)]
+
+
+def _settings(patcher: NativePatcher, shape: Sequence[int]) -> RunSettings:
+    device_total, ram_total = total_bytes(patcher.load_device)
+    dtype = str(patcher.model.get_dtype_inference()).removeprefix("torch.")
+    loaded = patcher.memory.policy
+    assert loaded is not None, "ComfyUI has loaded the model"
+    return RunSettings(
+        size="latent " + "x".join(map(str, shape)),
+        dtype=SHORT_DTYPES.get(dtype, dtype),
+        policy=policy_name(loaded) + (", RAM" if loaded.source == "pinned" else ""),
+        lora=f"{len(patcher.patches)} patched tensors" if patcher.patches else "",
+        device_total=device_total,
+        ram_total=ram_total,
+    )
+
+
+def sampler_sample(executor: Any, guider: Any, sigmas: torch.Tensor, *arguments: Any, **settings: Any) -> torch.Tensor:
     """Wrapper of ComfyUI around the sampler of one run, after the model was loaded."""
     patcher: NativePatcher = guider.model_patcher
-    sampler = executor.class_obj
+    compute: Callable[[], torch.Tensor] = partial(executor, guider, sigmas, *arguments, **settings)
+    steps = len(sigmas) - 1
+    if steps < 1:
+        return compute()
+    noise: torch.Tensor = arguments[2] if len(arguments) > 2 else settings["noise"]
+    sampler, shape = executor.class_obj, tuple(noise.shape)
+    # By name: ComfyUI makes a new function for each run of some samplers.
     function = getattr(sampler, "sampler_function", type(sampler))
-    steps = max(0, len(sigmas) - 1)
-    with patcher.model.runs.follow((function, steps), steps):
-        samples: torch.Tensor = executor(guider, sigmas, *more, **settings)
-    return samples
+    kind = getattr(function, "__qualname__", type(function).__qualname__), steps, shape
+    run = NativeRun(patcher.model.runs, patcher, current_host(), kind=kind, steps=steps, shape=shape)
+    return run.follow(compute)
 
 
-def load_native(path: Path, weight_dtype: str, policy: OffloadPolicy, **limits: int) -> NativePatcher:
-    """Return a MODEL whose blocks stream from `path` under `policy`; for the arguments and errors see `open_native`."""
-    model = open_native(path, weight_dtype, **limits)
-    model.runs = NativeRuns(model.weights)
+def calc_cond_batch(
+    executor: Any, model: Any, conditions: Conditions, x: torch.Tensor, timestep: torch.Tensor, options: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Wrapper of ComfyUI around one model call."""
+    run: NativeRun | None = model.runs.current
+
+    def compute(conditions: Conditions) -> list[torch.Tensor]:
+        predictions: list[torch.Tensor] = executor(model, conditions, x, timestep, options)
+        return predictions
+
+    if run is None:
+        return compute(conditions)
+    return run.call(compute, conditions, float(timestep.flatten()[0]), options)
+
+
+def load_native(
+    path: Path,
+    weight_dtype: str,
+    policy: OffloadPolicy | AutoOffload,
+    *,
+    share_visits: bool = False,
+    **limits: int,
+) -> NativePatcher:
+    """Return a MODEL whose blocks stream from a file.
+
+    Args:
+        path, weight_dtype, limits: see `open_native`, which raises the errors.
+        policy: the offload policy; an automatic one is chosen after the first model call of a run.
+        share_visits: conditions that do not fit into one forward pass share each visit of a block.
+    """
+    return native_patcher(open_native(path, weight_dtype, **limits), policy, share_visits=share_visits)
+
+
+def native_patcher(model: Any, policy: OffloadPolicy | AutoOffload, *, share_visits: bool = False) -> NativePatcher:
+    """Return the first MODEL of ComfyUI's `model`, whose `weights` stream; the others are its clones."""
+    runs = model.runs = NativeRuns(model.weights)
+    weakref.finalize(model, runs.detach).atexit = False  # hooks keep the blocks alive
     management = comfy.model_management
     patcher = NativePatcher(model, management.get_torch_device(), management.unet_offload_device())
-    patcher.policy = policy
-    patcher.add_wrapper_with_key(SAMPLER_SAMPLE, KEY, sampler_sample)
+    patcher.share_visits = share_visits
+    patcher.request(policy)
+    patcher.add_wrapper_with_key(WRAPPERS.SAMPLER_SAMPLE, KEY, sampler_sample)
+    patcher.add_wrapper_with_key(WRAPPERS.CALC_COND_BATCH, KEY, calc_cond_batch)
     return patcher

@@ -22,16 +22,16 @@ from ...offload import TensorSource
 from ...plan import BlockKey
 from ...schema import OffloadPolicy
 from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks
+from .native_lanes import KEY
 from .native_model import STACK, WEIGHT_DTYPES, NativeWeights
 from .native_patcher import NativePatcher
-from .native_run import KEY, SAMPLER_SAMPLE, NativeRuns, load_native, sampler_sample
+from .native_run import load_native, native_patcher
 from .patcher_memory import PolicyMemory, StreamedPatcher, size
 
 logger = logging.getLogger("wanstream.memory")
 
 OF_THE_WEIGHTS = frozenset(
-    "model load_device offload_device size parent policy weight_inplace_update is_injected pinned backup "
-    "backup_buffers object_patches_backup hook_backup cached_hook_patches current_hooks".split()
+    ["model", "load_device", "offload_device", "size", "parent", "policy", "weight_inplace_update", "is_injected", "pinned", "backup", "backup_buffers", "object_patches_backup", "hook_backup", "cached_hook_patches", "current_hooks"]
 )
 """Attributes of a patcher that belong to its weights and their state; all others are carried over."""
 
@@ -135,7 +135,7 @@ class _MemoryWeights(NativeWeights):
         device: torch.device,
     ) -> None:
         self._tensors = tensors
-        super().__init__(blocks, {}, {}, outside_bytes=outside_bytes, device=device)
+        super().__init__(blocks, {}, {}, {}, outside_bytes=outside_bytes, device=device)
 
     def _source(self) -> TensorSource:
         return TensorSource(self._tensors)
@@ -166,13 +166,9 @@ def _from_memory(
         device=comfy.model_management.get_torch_device(),
     )
     twin.memory = PolicyMemory(f"blocks of {name}")
-    twin.runs = NativeRuns(twin.weights)
     # ComfyUI drops models from its cache without unloading them first.
     weakref.finalize(twin, twin.weights.close).atexit = False
-    patcher = NativePatcher(twin, model.load_device, model.offload_device)
-    patcher.policy = policy
-    patcher.add_wrapper_with_key(SAMPLER_SAMPLE, KEY, sampler_sample)
-    return patcher
+    return native_patcher(twin, policy)
 
 
 def _in_memory(model: Any) -> Any:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias, cast
 
 import torch
 from torch import nn
 
 from ...plan import BlockKey
-from ..formats.layout import FlatLayout, FlatTensor, streamed_names, tensor_views
+from ..formats.layout import FlatLayout, FlatTensor, pieces_by_parameter, streamed_names, tensor_views
 from ..formats.packing import EightBit
 from ..patches import StagedPatch
 from .buffers import BlockBuffer
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
+
+JoinPieces: TypeAlias = Callable[[BlockKey, str, Tensors], torch.Tensor]
+"""Returns a parameter of a block, given by its name, that consists of pieces: views of a buffer by piece.
+
+Called once per pair of block and buffer; the result refers to the views, because their contents change later.
+"""
 
 
 class BlockBinding:
@@ -22,19 +28,32 @@ class BlockBinding:
 
     From the first `unbind` on, they are empty tensors while the block is not in a buffer, so that computing with the
     block raises a shape error. Meta tensors would not: CPU kernels accept one as a weight and return another one.
+
+    Args:
+        key: the block in programs.
+        block: the module.
+        layout: layout of a buffer with the block.
+        join: makes the parameters that are stored in pieces; None for blocks without such parameters.
+
+    Raises:
+        ValueError: the layout does not fit the module.
     """
 
-    def __init__(self, key: BlockKey, block: nn.Module, layout: FlatLayout) -> None:
+    def __init__(self, key: BlockKey, block: nn.Module, layout: FlatLayout, join: JoinPieces | None = None) -> None:
         self.key = key
-        self._layout = layout
-        streamed = {tensor.name for tensor in layout.tensors}
+        self._layout, self._join = layout, join
+        parameters = pieces_by_parameter(tensor.name for tensor in layout.tensors)
+        self._pieces = {name: pieces for name, pieces in parameters.items() if pieces}
+        streamed = parameters.keys()
         tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
         without_data = {name for name in streamed_names(block) if tensors[name].is_meta}
         if difference := sorted((streamed - tensors.keys()) | (without_data - streamed)):
             raise ValueError(
                 f"block {key.block} of {key.expert!r}: the source and the module differ in {', '.join(difference)}"
             )
-        self._unbound = {name: each for tensor in layout.tensors for name, each in _empty(tensor).items()}
+        self._whole = [tensor for tensor in layout.tensors if tensor.name in parameters]
+        self._unbound = {name: each for tensor in self._whole for name, each in _empty(tensor).items()}
+        self._unbound |= {name: nn.Parameter(torch.empty(0), requires_grad=False) for name in self._pieces}
         factors = (_factor(each.name, part) for each in layout.tensors if each.packing for part in ("up", "down"))
         self._places = {name: _place(block, name) for name in (*self._unbound, *factors)}
         self._originals = {name: store[leaf] for name, (store, leaf) in self._places.items()}
@@ -72,11 +91,10 @@ class BlockBinding:
         # outlive the run that binds them first, and the next run may be in another mode.
         with torch.inference_mode(False):
             views = tensor_views(buffer.memory, self._layout)
-            bound = {
-                name: each
-                for tensor in self._layout.tensors
-                for name, each in _bound(tensor, views[tensor.name]).items()
-            }
+            bound = {name: each for tensor in self._whole for name, each in _bound(tensor, views[tensor.name]).items()}
+            for name, pieces in self._pieces.items():
+                assert self._join is not None, f"{name} is stored in pieces, which nobody joins"
+                bound[name] = self._join(self.key, name, {piece: views[at] for piece, at in pieces.items()})
             for name, (up, down) in ({} if patch is None else patch.factors_in(buffer.memory)).items():
                 bound |= {_factor(name, "up"): up, _factor(name, "down"): down}
             return bound
@@ -123,7 +141,7 @@ class ResidentTensors:
 
     def __init__(self, block: nn.Module, device: torch.device, layout: FlatLayout) -> None:
         self._originals: list[_Entry] = []
-        streamed = {tensor.name for tensor in layout.tensors}
+        streamed = pieces_by_parameter(tensor.name for tensor in layout.tensors)
         for path, module in block.named_modules():
             for store in (module._parameters, module._buffers):
                 tensors = cast("dict[str, torch.Tensor | None]", store)

@@ -22,7 +22,7 @@ from ..patches import BlockPatch, StagedPatches
 from ..sharding.group import Gathering, Sharded
 from ..sources.base import BlockSource
 from ..transfers.base import TransferBackend
-from .binding import BlockBinding, ResidentTensors
+from .binding import BlockBinding, JoinPieces, ResidentTensors
 from .buffers import BlockBuffer, BufferState
 from .route import Route
 
@@ -42,6 +42,7 @@ class BlockPool:
         source: source of the stored bytes of every block; `detach` closes it.
         shared: RAM that the ranks of one machine share.
         sharded: ranks that keep one shard of every block each; the source must then be a `RangeSource`.
+        join: makes the parameters that the source stores in pieces.
 
     Raises:
         ValueError: the policy does not fit the number of blocks, or the source does not fit a block.
@@ -57,6 +58,7 @@ class BlockPool:
         source: BlockSource,
         shared: SharedSegment | None = None,
         sharded: Sharded | None = None,
+        join: JoinPieces | None = None,
     ) -> None:
         self.device = device
         self.block_counts = {name: len(stack) for name, stack in stacks.items()}
@@ -74,7 +76,7 @@ class BlockPool:
         self._start_backend()
         self._running = threading.Lock()
         self._bindings = {
-            key: BlockBinding(key, block, self.formats[key].computed)
+            key: BlockBinding(key, block, self.formats[key].computed, join)
             for name, stack in stacks.items()
             for key, block in ((BlockKey(name, index), block) for index, block in enumerate(stack))
         }

@@ -34,6 +34,7 @@ from ..host_memory.shared_segment import SharedSegment
 from ..sharding.group import Sharded
 from ..sources.base import BlockSource
 from ..sources.module import ModuleSource
+from .binding import JoinPieces
 from .block_pool import BUSY, BlockPool, Stacks
 from .forward_hooks import ForwardHooks
 from .run import EngineRun
@@ -45,7 +46,7 @@ class OffloadEngine(BlockPool, AbstractContextManager["OffloadEngine"]):
     Args:
         stacks: blocks by the name of their stack.
         follow_forward: stream blocks during the model's own forward, by module hooks.
-        policy, device, source, shared, sharded: see `BlockPool`, which raises the errors of the constructor.
+        policy, device, source, shared, sharded, join: see `BlockPool`, which raises the errors of the constructor.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class OffloadEngine(BlockPool, AbstractContextManager["OffloadEngine"]):
         follow_forward: bool = False,
         shared: SharedSegment | None = None,
         sharded: Sharded | None = None,
+        join: JoinPieces | None = None,
     ) -> None:
-        super().__init__(stacks, policy=policy, device=device, source=source, shared=shared, sharded=sharded)
+        super().__init__(stacks, policy=policy, device=device, source=source, shared=shared, sharded=sharded, join=join)
         self._forward_hooks = None
         if follow_forward:
             self._forward_hooks = ForwardHooks(stacks, lambda stack, count: self.run(self.pass_visits(count, stack)))
@@ -147,6 +149,7 @@ def attach_offload(
     follow_forward: bool = True,
     shared: SharedSegment | None = None,
     sharded: Sharded | None = None,
+    join: JoinPieces | None = None,
 ) -> OffloadEngine:
     """Stream the Linear weights of `blocks` to `device`; all other tensors of the blocks are moved there once.
 
@@ -159,6 +162,8 @@ def attach_offload(
         shared: RAM that the ranks of one machine share, for blocks that are RAM-resident across runs.
         sharded: ranks that keep one shard of every block each and gather a block before its visit. All ranks run the
             same visits under the same policy. The source must be a `RangeSource`; file and module sources are.
+        join: makes the parameters that the source stores in pieces (`piece_name`), such as quantised matrices with
+            their scales, of views of a buffer.
 
     Returns:
         The engine; `detach()` or exiting its `with` restores every block exactly.
@@ -178,4 +183,5 @@ def attach_offload(
         follow_forward=follow_forward,
         shared=shared,
         sharded=sharded,
+        join=join,
     )

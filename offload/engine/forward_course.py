@@ -1,6 +1,7 @@
 """Course of the forward passes of a model whose sampler and block order are not ours.
 
     CLOSED --begin--> BETWEEN --begin_pass--> IN_PASS --enter--> IN_BLOCK --exit--> IN_PASS --end_pass--> BETWEEN
+    IN_PASS --begin_pass--> IN_PASS: the caller has caught an error in the pass, and computes it again
     every state --close--> CLOSED
 
 The program covers the predicted passes. A block that is not the next one of the program ends the program; the rest is
@@ -60,6 +61,22 @@ class ForwardCourse:
         """True between `begin` and `close`."""
         return self._state is not CourseState.CLOSED
 
+    @property
+    def in_block(self) -> bool:
+        """True between `enter` and `exit`."""
+        return self._state is CourseState.IN_BLOCK
+
+    @property
+    def visited(self) -> int:
+        """Visits so far."""
+        return self.visits + self._next
+
+    @property
+    def due(self) -> int | None:
+        """The block that the program visits next; None at its end."""
+        due = self._due()
+        return None if due is None else due.block
+
     def begin(self, passes: int, recorder: Recorder | None = None) -> None:
         """Start to fetch for a predicted number of passes, at least 1; more or fewer may follow.
 
@@ -73,8 +90,8 @@ class ForwardCourse:
         self._state = CourseState.BETWEEN
 
     def begin_pass(self) -> None:
-        """Start a forward pass."""
-        self._expect("begin_pass", CourseState.BETWEEN)
+        """Start a forward pass; one that has not ended is given up, and its order is not learnt."""
+        self._expect("begin_pass", CourseState.BETWEEN, CourseState.IN_PASS)
         self.passes += 1
         self._visited = []
         self._state = CourseState.IN_PASS
@@ -147,12 +164,13 @@ class ForwardCourse:
     def _end(self, run: EngineRun, error: BaseException | None = None) -> None:
         if error is None and self._next < len(run.program.visits):
             run.leave()  # blocks that were fetched ahead are kept for the next program
-        self.visits += self._next
+        self.visits, self._next = self.visits + self._next, 0
         try:
             run.__exit__(None if error is None else type(error), error, None)
         finally:
             self.fetches += len(run.fetched)
 
-    def _expect(self, call: str, state: CourseState) -> None:
-        if self._state is not state:
-            raise StateError(f"the course is {self._state.value}: {call} needs it to be {state.value}")
+    def _expect(self, call: str, *states: CourseState) -> None:
+        if self._state not in states:
+            needed = " or ".join(state.value for state in states)
+            raise StateError(f"the course is {self._state.value}: {call} needs it to be {needed}")

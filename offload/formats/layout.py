@@ -24,6 +24,9 @@ from .packing import EightBit, Packing, QuantFormat, stored_bytes
 # those of an ordinary model.
 ALIGNMENT = 256
 
+PIECE = "/"
+"""Separates a parameter and its piece in the name of a tensor; no parameter of a module has it in its name."""
+
 NO_PACKINGS: Mapping[str, Packing] = MappingProxyType({})
 
 
@@ -228,6 +231,20 @@ def allocate_flat(nbytes: int, device: torch.device | str) -> torch.Tensor:
         memory = torch.empty(nbytes + ALIGNMENT - 1, dtype=torch.uint8, device=device)  # aligned to 64 bytes only
         start = -memory.data_ptr() % ALIGNMENT
         return memory[start : start + nbytes]
+
+
+def piece_name(parameter: str, piece: str) -> str:
+    """Return the name of one of the tensors that a parameter is joined from, when its block is bound."""
+    return f"{parameter}{PIECE}{piece}"
+
+
+def pieces_by_parameter(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the names of the pieces of each parameter by piece; a parameter that is stored whole has no pieces."""
+    parameters: dict[str, dict[str, str]] = {}
+    for name in names:
+        parameter, separator, piece = name.partition(PIECE)
+        parameters.setdefault(parameter, {}).update({piece: name} if separator else {})
+    return parameters
 
 
 def streamed_names(block: nn.Module) -> tuple[str, ...]:

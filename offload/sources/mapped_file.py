@@ -1,48 +1,77 @@
-"""Tensors of a safetensors file as views of its mapped memory, and the place of a view in the file."""
+"""Tensors of a file that are renamed, sliced and reshaped without reading them, and their places in the file."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from ..formats.gguf_header import read_gguf_header
 from ..formats.safetensors_header import FileTensor, read_header
+
+GGUF = ".gguf"
 
 
 class MappedFile:
-    """A safetensors file whose tensors can be renamed, sliced along rows and reshaped without reading them.
+    """A safetensors or GGUF file whose tensors can be renamed, sliced along rows and reshaped without reading them.
 
-    Pages are read when a tensor is used, and cost no RAM of the process: the system can drop them. A write into a
-    tensor copies its pages, and never reaches the file.
+    Plain tensors are views of the mapped file. Pages are read when a tensor is used, and cost no RAM of the process:
+    the system can drop them. A write into a tensor copies its pages, and never reaches the file.
+
+    Packed tensors of GGUF have the shape of their values, have no values (they are on `meta`), and share one storage,
+    in which a view has its place like in the mapped file.
 
     Args:
         path: the file.
+        packed_dtype: dtype that packed tensors have here.
 
     Attributes:
         tensors: views by their names in the file; valid as long as one of them exists.
         metadata: free-form metadata of the file.
+        is_packed: True if a tensor is packed.
 
     Raises:
-        CheckpointFileError: as `read_header`.
+        CheckpointFileError: as `read_header` or `read_gguf_header`.
     """
 
-    def __init__(self, path: Path) -> None:
-        header = read_header(path)
+    def __init__(self, path: Path, packed_dtype: torch.dtype = torch.bfloat16) -> None:
+        header = read_gguf_header(path) if path.suffix.lower() == GGUF else read_header(path)
         self.metadata: Mapping[str, str] = header.metadata
         self._memory = np.memmap(path, dtype=np.uint8, mode="c")
         self._start: int = self._memory.ctypes.data
-        self.tensors = {name: self._view(tensor) for name, tensor in header.tensors.items()}
+        packed = [tensor for tensor in header.tensors.values() if tensor.packing is not None]
+        self.is_packed = bool(packed)
+        *starts, values = accumulate((math.prod(tensor.shape) for tensor in packed), initial=0)
+        self._packed, self._starts = packed, starts
+        self._values = torch.empty(values, dtype=packed_dtype, device="meta")
+        virtual = {id(tensor): self._values[start:] for tensor, start in zip(packed, starts, strict=True)}
+        self.tensors = {
+            name: virtual[id(tensor)][: math.prod(tensor.shape)].view(tensor.shape)
+            if tensor.packing is not None
+            else self._view(tensor)
+            for name, tensor in header.tensors.items()
+        }
         # Every tensor of a file has the same path and version.
         self._version = next((tensor.version for tensor in header.tensors.values()), None)
         self._path = header.path
 
     def locate(self, view: torch.Tensor) -> FileTensor | None:
-        """Return the place in the file of a contiguous view; None for a tensor that is not in this mapping."""
+        """Return the place in the file of a contiguous view; None for a tensor that is not in this file.
+
+        A part of a packed tensor that is not a number of whole groups has no place either.
+        """
+        if not view.numel() or not view.is_contiguous():
+            return None
+        if view.is_meta:
+            return self._locate_packed(view)
         offset = view.data_ptr() - self._start
-        if not view.numel() or not 0 <= offset < self._memory.size or not view.is_contiguous():
+        if not 0 <= offset < self._memory.size:
             return None
         return FileTensor(
             path=self._path,
@@ -52,6 +81,24 @@ class MappedFile:
             shape=tuple(view.shape),
             version=self._version,
         )
+
+    def has(self, view: torch.Tensor) -> bool:
+        """Return True for a tensor of this file, contiguous or not."""
+        if view.is_meta:
+            return view.untyped_storage()._cdata == self._values.untyped_storage()._cdata
+        return 0 <= view.data_ptr() - self._start < self._memory.size
+
+    def _locate_packed(self, view: torch.Tensor) -> FileTensor | None:
+        if not self.has(view):
+            return None
+        index = bisect_right(self._starts, view.storage_offset()) - 1
+        tensor, start = self._packed[index], view.storage_offset() - self._starts[index]
+        packing = tensor.packing
+        assert packing is not None, f"{tensor} is not packed"
+        if start % packing.values or view.numel() % packing.values:
+            return None
+        offset, nbytes = (count // packing.values * packing.nbytes for count in (start, view.numel()))
+        return replace(tensor, offset=tensor.offset + offset, nbytes=nbytes, shape=tuple(view.shape))
 
     def _view(self, tensor: FileTensor) -> torch.Tensor:
         values = math.prod(tensor.shape)

@@ -9,7 +9,7 @@ import { mostMemory } from "./figures.mjs"
 import { executionIds, figuresAt } from "./graph_ids.mjs"
 import { RunWidget, isFar } from "./run_widget.mjs"
 import { RunsTable } from "./runs_table.mjs"
-import { EVENTS, Store, lastItem, lastRun, leavesGap, recordsAt } from "./store.mjs"
+import { EVENTS, Store, isOf, lastItem, lastRun, leavesGap, recordsAt } from "./store.mjs"
 import { translate, setLanguage } from "./i18n.mjs"
 
 const SHOWN_ON = ["WanStreamSampler", "WanStreamGuider", "WanStreamBenchmark", "WanStreamLaneSampler"]
@@ -30,6 +30,7 @@ export function start(app, api) {
   const refresh = () => {
     const other = setLanguage(app.extensionManager?.setting?.get("Comfy.Locale"))
     if (other) table.relabel()
+    for (const node of page.othersShown()) if (!widgets.has(node)) attach(new RunWidget(node, page), widgets)
     for (const widget of widgets.values()) widget.refresh(other)
     badges.refresh()
     table.refresh(store.state)
@@ -85,6 +86,13 @@ function pageOf(app, store) {
     },
     zoom: () => app.canvas?.ds.scale ?? 1,
     isHere: (node) => idsOf(node).length > 0,
+    /** Nodes of others at which a run is shown: any sampler can run a streamed model. */
+    othersShown() {
+      const runs = store.state.runs.filter((run) => isOf(run, root().id))
+      if (!runs.length) return []
+      const isShown = ([node, ids]) => !SHOWN_ON.includes(node.comfyClass) && runs.some((run) => ids.includes(run.shown_at))
+      return [...executionIds(root())].filter(isShown).map(([node]) => node)
+    },
     runOf(node) {
       const last = (shown) => lastRun(store.state, root().id, idsOf(shown))
       const runs = [node, measuredBy(node)].filter(Boolean).map(last).filter(Boolean)

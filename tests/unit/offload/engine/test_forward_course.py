@@ -144,6 +144,22 @@ def test_an_error_in_a_block_ends_the_course_and_the_next_one_is_right(
     course.close()
 
 
+def test_a_pass_that_was_given_up_is_computed_again(
+    attached: Callable[..., tuple[nn.ModuleList, OffloadEngine]], reference: nn.ModuleList
+) -> None:
+    stack, engine = attached(OffloadPolicy.layerwise(1))
+    course = ForwardCourse(engine)
+    course.begin(3)
+    one_pass(course, stack, WHOLE)
+    course.begin_pass()
+    course.enter(0)
+    course.exit()
+    for _ in range(2):
+        assert torch.equal(one_pass(course, stack, WHOLE), expected(reference, WHOLE))
+    assert course.orders.seen == (WHOLE,), "the pass that was given up is not learnt"
+    course.close()
+
+
 def test_a_block_that_cannot_be_read_raises_in_its_visit(
     make_stack: Callable[..., nn.ModuleList], attached: Callable[..., tuple[nn.ModuleList, OffloadEngine]]
 ) -> None:

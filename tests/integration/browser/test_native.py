@@ -1,0 +1,175 @@
+"""ComfyUI's own samplers with a streamed native model, in its page: the overlay appears at the sampler.
+
+`WANSTREAM_IMAGES` names a folder that the pictures of the documentation are written to; without it none are kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from wanstream.tools.comfyui import NoComfyUIError, Server, find_comfyui, populate, running_server
+from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, opened_frontend
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
+
+COMFY_TESTS = Path(__file__).parents[1] / "comfy"
+STEPS = 6
+SEEDS = itertools.count(7)
+"""Unused seeds: the server would not run the sampler again with the same one."""
+SHOWN = f"""type => {{
+    const node = {GRAPH}.nodes.find(node => node.type === type)
+    const root = node?.widgets?.find(widget => widget.name === 'wanstream_run')?.element
+    if (!root) return null
+    return {{
+        ...root.dataset,
+        bars: root.querySelectorAll('.wanstream-bar[data-wall]').length,
+        line: root.querySelector('.wanstream-line-text').textContent,
+        width: root.getBoundingClientRect().width,
+    }}
+}}"""
+ENDED = f"type => ({SHOWN})(type)?.ended === 'true'"
+
+
+def k_sampler(model: str, family: str, seed: int) -> dict[str, Any]:
+    """Return the API graph of a model and ComfyUI's sampler node."""
+    return {
+        "1": {
+            "class_type": "WanStreamLoadDiffusionModel",
+            "inputs": {"unet_name": model, "weight_dtype": "default"},
+        },
+        "2": {"class_type": "TestFamily", "inputs": {"family": family}},
+        "3": {
+            "class_type": "KSampler",
+            "inputs": {
+                "model": ["1", 0],
+                "positive": ["2", 0],
+                "negative": ["2", 1],
+                "latent_image": ["2", 2],
+                "seed": seed,
+                "steps": STEPS,
+                "cfg": 3.0,
+                "sampler_name": "euler",
+                "scheduler": "simple",
+                "denoise": 1.0,
+            },
+        },
+        "4": {"class_type": "TestDigest", "inputs": {"latent": ["3", 0]}},
+    }
+
+
+def custom_sampler(model: str, family: str, seed: int) -> dict[str, Any]:
+    """Return the same with the parts of a sampler as nodes."""
+    graph = k_sampler(model, family, seed)
+    graph["3"] = {
+        "class_type": "SamplerCustomAdvanced",
+        "inputs": {
+            "noise": ["5", 0],
+            "guider": ["6", 0],
+            "sampler": ["7", 0],
+            "sigmas": ["8", 0],
+            "latent_image": ["2", 2],
+        },
+    }
+    guided = {"model": ["1", 0], "positive": ["2", 0], "negative": ["2", 1], "cfg": 3.0}
+    scheduled = {"model": ["1", 0], "scheduler": "simple", "steps": STEPS, "denoise": 1.0}
+    return {
+        **graph,
+        "5": {"class_type": "RandomNoise", "inputs": {"noise_seed": seed}},
+        "6": {"class_type": "CFGGuider", "inputs": guided},
+        "7": {"class_type": "KSamplerSelect", "inputs": {"sampler_name": "euler"}},
+        "8": {"class_type": "BasicScheduler", "inputs": scheduled},
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    try:
+        comfyui = find_comfyui()
+    except NoComfyUIError as err:
+        pytest.skip(str(err))
+    base = tmp_path_factory.mktemp("native")
+    populate(base)
+    for name in ("native_families.py", "native_nodes.py", "clip_node.py"):
+        (base / "custom_nodes" / name).write_text((COMFY_TESTS / name).read_text(encoding="utf-8"), encoding="utf-8")
+    with running_server(comfyui, base) as server:
+        yield server
+
+
+@pytest.mark.parametrize("renderer", [CLASSIC, NODES_2], ids=["classic", "nodes-2"])
+@pytest.mark.parametrize(
+    ("sampler", "graph"), [("KSampler", k_sampler), ("SamplerCustomAdvanced", custom_sampler)], ids=["k", "custom"]
+)
+def test_the_overlay_appears_at_a_sampler_of_comfyui(
+    browser: Browser, server: Server, renderer: Any, sampler: str, graph: Any
+) -> None:
+    with opened_frontend(browser, server, settings=renderer) as frontend:
+        page = frontend.page
+        loaded = graph("tiny_wan_t2v.safetensors", "wan_t2v", next(SEEDS))
+        page.evaluate("graph => window.app.loadApiJson(graph, 'native.json')", loaded)
+        page.wait_for_timeout(500)
+        assert page.evaluate(SHOWN, sampler) is None, "a sampler without a streamed run has no overlay"
+        page.evaluate("() => window.app.queuePrompt(0)")
+        page.wait_for_function(ENDED, arg=sampler, timeout=120_000)
+        page.wait_for_timeout(700)
+        shown = page.evaluate(SHOWN, sampler)
+        assert shown["bars"] == STEPS
+        assert shown["width"] > 100
+        widgets = f"type => {GRAPH}.nodes.find(node => node.type === type).serialize().widgets_values?.length ?? 0"
+        assert page.evaluate(widgets, sampler) == (7 if sampler == "KSampler" else 0), "the overlay is not saved"
+        if folder := os.environ.get("WANSTREAM_IMAGES"):
+            name = f"native_{sampler.lower()}_{'classic' if renderer == CLASSIC else 'nodes-2'}.png"
+            page.screenshot(path=str(Path(folder) / name))
+
+
+EXCHANGED = {"UNETLoader": "WanStreamLoadDiffusionModel", "CLIPLoader": "TestClip"}
+"""Our loader for ComfyUI's; the sample text encoder needs a loader of its own, with the same inputs."""
+SIZE = [64, 48, 9, 1]
+
+
+def template(server: Server) -> dict[str, Any]:
+    """Return ComfyUI's own template of Wan2.2 T2V with two experts and LoRAs: loaders exchanged, small, of 4 steps."""
+    workflow: dict[str, Any] = server.get("/templates/video_wan2_2_14B_t2v.json")
+    for node in workflow["nodes"]:
+        node["type"] = EXCHANGED.get(node["type"], node["type"])
+        if node["type"] == "EmptyHunyuanLatentVideo":
+            node["widgets_values"] = SIZE
+        if node["type"] == "KSamplerAdvanced":
+            node["widgets_values"][1] = next(SEEDS)
+        if "Node name for S&R" in node.get("properties", {}):
+            node["properties"]["Node name for S&R"] = node["type"]
+    workflow["id"] = str(uuid.uuid4())
+    return workflow
+
+
+ACTIVE = f"""() => {GRAPH}.nodes.filter(node => node.type === 'KSamplerAdvanced' && node.mode === 0).map(node => {{
+    const root = node.widgets.find(widget => widget.name === 'wanstream_run')?.element
+    return root ? {{ ...root.dataset, bars: root.querySelectorAll('.wanstream-bar[data-wall]').length }} : null
+}})"""
+BOTH_ENDED = f"() => ({ACTIVE})().every(shown => shown?.ended === 'true')"
+
+
+@pytest.mark.parametrize("renderer", [CLASSIC, NODES_2], ids=["classic", "nodes-2"])
+def test_a_template_of_comfyui_runs_with_the_loaders_exchanged(browser: Browser, server: Server, renderer: Any) -> None:
+    with opened_frontend(browser, server, settings=renderer) as frontend:
+        page = frontend.page
+        frontend.load_workflow(template(server))
+        page.wait_for_timeout(500)
+        page.evaluate("() => window.app.queuePrompt(0)")
+        page.wait_for_function(BOTH_ENDED, timeout=240_000)
+        page.wait_for_timeout(700)
+        assert [shown["bars"] for shown in page.evaluate(ACTIVE)] == [2, 2]
+        if folder := os.environ.get("WANSTREAM_IMAGES"):
+            name = f"native_template_{'classic' if renderer == CLASSIC else 'nodes-2'}.png"
+            page.evaluate("() => window.app.canvas.fitViewToSelectionAnimated?.()")
+            page.wait_for_timeout(1000)
+            page.screenshot(path=str(Path(folder) / name))

@@ -1,0 +1,383 @@
+"""Runs in ComfyUI's own Python: files of native models in every number format, streamed and loaded by ComfyUI.
+
+`answers(folder)` returns one JSON value per case; `test_native_formats.py` checks the values.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.ops
+import numpy as np
+import torch
+from installed_pack import load_pack
+from native_families import FAMILIES, SCALED_LAYOUTS, Family, given_configuration, native, sample, write_scaled_fp8
+from safetensors.torch import save_file
+
+load_pack()
+from wanstream.host.comfy.native_run import load_native  # noqa: E402
+from wanstream.offload import CheckpointFileError, decode_tensor, read_gguf_header, read_tensors  # noqa: E402
+from wanstream.schema import OffloadPolicy  # noqa: E402
+
+try:
+    from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+except ImportError:  # ComfyUI 0.3.64
+    QUANT_ALGOS = {}
+
+LIMITS = {"smallest_block": 50_000, "smallest_model": 1000}
+LAYERWISE = OffloadPolicy.layerwise(1)
+
+
+@torch.inference_mode()
+def streamed(
+    path: Path, family: Family, weight_dtype: str = "default", policy: OffloadPolicy = LAYERWISE, **limits: int
+) -> Any:
+    with given_configuration(family):
+        return load_native(path, weight_dtype, policy, **{**LIMITS, **limits})
+
+
+def buffer_bytes(model: Any) -> int:
+    return model.weights.device_bytes(LAYERWISE) - model.weights.device_bytes(OffloadPolicy.layerwise(0))
+
+
+def compare(path: Path, family: Family, reference: Path | None = None, **options: Any) -> dict[str, Any]:
+    """Return what two streamed runs of a file show next to a native run of it, or of `reference`."""
+    expected = sample(native(reference or path, family), family)
+    found: dict[str, Any] = {"finite": bool(expected.isfinite().all()), "equal": []}
+    for policy in (LAYERWISE, OffloadPolicy.block_swap(2)):
+        model = streamed(path, family, policy=policy, **options)
+        for _ in range(2):
+            found["equal"].append(torch.equal(sample(model, family), expected))
+        found["buffer"] = buffer_bytes(model)
+        comfy.model_management.unload_all_models()
+    return found
+
+
+def scaled(folder: Path, name: str, layout: str) -> dict[str, Any]:
+    path = folder / "scaled.safetensors"
+    write_scaled_fp8(FAMILIES[name], path, layout=layout)
+    return compare(path, FAMILIES[name])
+
+
+def write_mixed(family: Family, path: Path, format_of: Callable[[int], str | None]) -> None:
+    """Write a file whose matrices in blocks have the quantisation that `format_of` gives to their number."""
+    stored, number = {}, 0
+    for name, tensor in family.weights().items():
+        key, layer = family.key(name), family.key(name).removesuffix(".weight")
+        chosen = None
+        if family.is_in_block(name) and name.endswith(".weight") and tensor.ndim == 2:
+            chosen, number = format_of(number), number + 1
+        if chosen is None:
+            stored[key] = tensor.to(torch.bfloat16)
+            continue
+        options = {} if chosen == "mxfp8" else {"scale": "recalculate"}
+        weight = QuantizedTensor.from_float(tensor, QUANT_ALGOS[chosen]["comfy_tensor_layout"], **options)
+        for ending, inner in weight.state_dict("weight").items():
+            stored[f"{layer}.{ending}"] = (
+                inner.view(torch.uint8) if inner.element_size() == 1 and not inner.is_floating_point() else inner
+            )
+        stored[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps({"format": chosen}).encode()), dtype=torch.uint8)
+    save_file(stored, path, metadata=family.metadata)
+
+
+def mixed(folder: Path, name: str, formats: tuple[str | None, ...]) -> dict[str, Any]:
+    path = folder / "mixed.safetensors"
+    try:
+        write_mixed(FAMILIES[name], path, lambda number: formats[number % len(formats)])
+    except NotImplementedError as err:  # no kernel of this format for a CPU
+        return {"skipped": str(err)}
+    return compare(path, FAMILIES[name])
+
+
+def unknown_format(folder: Path) -> str:
+    path, family = folder / "unknown.safetensors", FAMILIES["wan_t2v"]
+    stored = {family.key(name): tensor for name, tensor in family.weights().items()}
+    marker = json.dumps({"format": "int2_mystery"}).encode()
+    stored["blocks.1.self_attn.q.comfy_quant"] = torch.tensor(list(marker), dtype=torch.uint8)
+    save_file(stored, path)
+    return refusal(path, family)
+
+
+def refusal(path: Path, family: Family, **options: Any) -> str:
+    try:
+        streamed(path, family, **options)
+    except CheckpointFileError as err:
+        return str(err)
+    return "opened"
+
+
+GGUF_TYPES = {"F32": 0, "Q8_0": 8, "Q4_K": 12, "IQ1_S": 19}
+
+
+def _q8(tensor: torch.Tensor) -> bytes:
+    groups = tensor.reshape(-1, 32).numpy()
+    scales = (np.abs(groups).max(axis=1, keepdims=True) / 127).astype(np.float16)
+    codes = np.rint(groups / np.maximum(scales.astype(np.float32), 1e-8)).astype(np.int8)
+    return np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=1).tobytes()
+
+
+def _q4k(tensor: torch.Tensor) -> bytes:
+    """Return random groups with values of a useful size."""
+    groups = np.random.default_rng(tensor.numel()).integers(0, 256, (tensor.numel() // 256, 144), dtype=np.uint8)
+    groups[:, :4] = np.array([2e-4, 1.5e-3], dtype=np.float16).view(np.uint8)
+    return groups.tobytes()
+
+
+def write_gguf(
+    path: Path, tensors: Mapping[str, torch.Tensor], type_of: Callable[[str, torch.Tensor], str], architecture: str
+) -> None:
+    """Write a GGUF file of version 3."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    field = text("general.architecture") + struct.pack("<I", 8) + text(architecture)
+    entries, data = b"", b""
+    for name, tensor in tensors.items():
+        kind = type_of(name, tensor)
+        shape = list(reversed(tensor.shape))
+        entries += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, GGUF_TYPES[kind], len(data))
+        encoded = {"Q8_0": _q8, "Q4_K": _q4k}.get(kind, lambda each: each.numpy().tobytes())(tensor)
+        data += encoded + bytes(-len(encoded) % 32)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 1) + field + entries
+    path.write_bytes(head + bytes(-len(head) % 32) + data)
+
+
+def packed_type(name: str, tensor: torch.Tensor) -> str:
+    if tensor.ndim != 2 or not name.endswith(".weight") or tensor.shape[1] % 32:
+        return "F32"
+    return "Q4_K" if tensor.shape[1] % 256 == 0 else "Q8_0"
+
+
+def gguf(folder: Path, name: str, prefix: str = "") -> dict[str, Any]:
+    family, path, decoded = FAMILIES[name], folder / "model.gguf", folder / "decoded.safetensors"
+    tensors = {prefix + family.key(key): tensor for key, tensor in family.weights().items()}
+    write_gguf(path, tensors, packed_type, "wan")
+    plain = {}
+    for key, place in read_gguf_header(path).tensors.items():
+        plain[key] = torch.empty(place.shape, dtype=torch.float32)
+        decode_tensor(read_tensors({key: place})[key], plain[key], packing=place.packing)
+    save_file(plain, decoded, metadata=family.metadata)
+    return compare(path, family, decoded)
+
+
+def gguf_refusals(folder: Path) -> dict[str, str]:
+    family, path = FAMILIES["wan_t2v"], folder / "other.gguf"
+    weights = family.weights()
+    write_gguf(path, {"enc.blk.0.attn_q.weight": torch.ones(32, 64)}, packed_type, "t5encoder")
+    found = {"text encoder": refusal(path, family)}
+    write_gguf(path, weights, lambda *_: "IQ1_S", "wan")
+    found["unknown"] = refusal(path, family)
+    write_gguf(path, weights, packed_type, "wan")
+    found["weight type"] = refusal(path, family, weight_dtype="fp8_e4m3fn")
+    return found
+
+
+def large_parameters(folder: Path) -> dict[str, Any]:
+    """Modulations of [1, 6, dim], which are bare parameters of Wan's blocks, as large ones."""
+    path, family = folder / "large.safetensors", FAMILIES["wan_t2v"]
+    family.write(path, "bf16")
+    usual = buffer_bytes(streamed(path, family).model)
+    return {**compare(path, family, large_parameter=1000), "usual": usual}
+
+
+WIDE = {"dim": 1536, "num_heads": 12, "ffn_dim": 8960, "num_layers": 4}
+
+
+def write_sparse(path: Path, kind: str) -> int:
+    """Write a file of a wide Wan model that takes no space on the disk; return the bytes of its blocks."""
+    family = FAMILIES["wan_t2v"]
+    module, _, name = family.network.rpartition(".")
+    settings = {**family.settings, **WIDE}
+    operations = comfy.ops.disable_weight_init
+    network = getattr(import_module(module), name)(
+        **settings, dtype=torch.float16, device="meta", operations=operations
+    )
+    tensors: dict[str, tuple[str, list[int], int]] = {}
+    layers: dict[str, Any] = {}
+    for key, tensor in network.state_dict().items():
+        layer = key.removesuffix(".weight")
+        if kind == "fp16" or not (family.is_in_block(key) and key.endswith(".weight") and tensor.ndim == 2):
+            tensors[key] = "F16", list(tensor.shape), 2
+            continue
+        rows, columns = tensor.shape
+        layers[layer] = {"format": "nvfp4"}
+        tensors[key] = "U8", [rows, columns // 2], 1
+        tensors[f"{layer}.weight_scale"] = "F8_E4M3", [rows, columns // 16], 1
+        tensors[f"{layer}.weight_scale_2"] = "F32", [], 4
+    header, end, in_blocks = {}, 0, 0
+    for key, (dtype, shape, itemsize) in tensors.items():
+        nbytes = math.prod(shape) * itemsize
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+        in_blocks += nbytes * family.is_in_block(key)
+    if layers:
+        header["__metadata__"] = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    return in_blocks
+
+
+def anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def opening(folder: Path, kind: str) -> dict[str, int]:
+    path = folder / "wide.safetensors"
+    in_blocks = write_sparse(path, kind)
+    before = anonymous_bytes()
+    model = streamed(path, FAMILIES["wan_t2v"]).model
+    grown = anonymous_bytes() - before
+    outside = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
+    return {"in blocks": in_blocks, "outside": outside, "grown": grown, "blocks": len(model.weights.blocks)}
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    family, path = FAMILIES["wan_t2v"], folder / "refused.safetensors"
+    family.write(path, "fp16")
+    found = {
+        "threshold": refusal(path, family, smallest_model=2_000_000_000),
+        "blocks": refusal(path, family, smallest_block=8_000_000),
+    }
+    weights = {key: tensor.half() for key, tensor in family.weights().items()}
+    weights["blocks.1.ffn.0.weight"] = weights["blocks.1.ffn.0.weight"][:-1].contiguous()
+    weights["blocks.1.norm3.weight"] = weights["blocks.1.norm3.weight"][:-1].contiguous()
+    save_file(weights, path)
+    found["shape"] = refusal(path, family)
+    family.write(path, "fp16")
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1000)
+    found["truncated"] = refusal(path, family)
+    for name in ("model.pt", "model.ckpt", "model.bin"):
+        torch.save({"blocks.0.weight": torch.ones(2)}, folder / name)
+        found[name] = refusal(folder / name, family)
+    save_file({"something.weight": torch.ones(4, 4)}, path)
+    found["no model"] = refusal(path, family)
+    found["missing"] = refusal(folder / "missing.safetensors", family)
+    return found
+
+
+def without_lists(folder: Path) -> str:
+    """Refuse a UNet with the topology of SDXL, whose blocks have very different sizes."""
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+    settings = {
+        "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320, "num_res_blocks": [2, 2, 2],
+        "channel_mult": [1, 2, 4], "num_head_channels": 64, "use_spatial_transformer": True, "context_dim": 2048,
+        "transformer_depth": [0, 0, 2, 2, 10, 10], "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+        "transformer_depth_middle": 10, "use_linear_in_transformer": True, "adm_in_channels": 2816,
+        "num_classes": "sequential", "legacy": False,
+    }  # fmt: skip
+    network = UNetModel(**settings, dtype=torch.float16, device="meta", operations=comfy.ops.disable_weight_init)
+    header, end = {}, 0
+    for key, tensor in network.state_dict().items():
+        header[key] = {"dtype": "F16", "shape": list(tensor.shape), "data_offsets": [end, end + tensor.numel() * 2]}
+        end += tensor.numel() * 2
+    text, path = json.dumps(header).encode(), folder / "unet.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    try:
+        load_native(path, "default", LAYERWISE)
+    except CheckpointFileError as err:
+        return str(err)
+    return "opened"
+
+
+def two_types(folder: Path) -> dict[str, Any]:
+    """Two streamed models of one file with different weight types, in turns."""
+    path, family = folder / "two.safetensors", FAMILIES["wan_t2v"]
+    family.write(path, "bf16")
+    kinds = ("default", "fp8_e4m3fn")
+    expected = {kind: sample(native(path, family, weight_dtype=kind), family) for kind in kinds}
+    models = {kind: streamed(path, family, kind) for kind in kinds}
+    equal = [torch.equal(sample(models[kind], family), expected[kind]) for kind in (*kinds, *kinds)]
+    engines = {id(model.model.weights.loaded_engine) for model in models.values()}
+    differ = not torch.equal(*expected.values())
+    return {
+        "equal": equal,
+        "engines": len(engines),
+        "differ": differ,
+        "buffers": [buffer_bytes(m.model) for m in models.values()],
+    }
+
+
+def changed_file(folder: Path) -> dict[str, Any]:
+    """A file that is changed, removed and put back between and during runs."""
+    path, family = folder / "changed.safetensors", FAMILIES["wan_t2v"]
+    family.write(path, "fp16")
+    expected = sample(native(path, family), family)
+    model = streamed(path, family)
+    status = path.stat()
+    found: dict[str, Any] = {"first": torch.equal(sample(model, family), expected)}
+
+    def error() -> str:
+        try:
+            sample(model, family)
+        except OSError as err:
+            return str(err)
+        return "no error"
+
+    calls = []
+
+    def touch(*_: Any) -> None:
+        calls.append(0)
+        if len(calls) == 2:
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+
+    hook = model.model.diffusion_model.register_forward_pre_hook(touch)
+    found["changed"] = error()
+    hook.remove()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    found["as before"] = torch.equal(sample(model, family), expected)
+    comfy.model_management.unload_all_models()
+    away = path.rename(folder / "away.safetensors")
+    found["removed"] = error()
+    away.rename(path)
+    found["back"] = torch.equal(sample(model, family), expected)
+    return found
+
+
+def answers(folder: str) -> dict[str, Any]:
+    """Return the result of each case, or its traceback."""
+    torch.set_num_threads(1)
+    at = Path(folder)
+    kinds = ("fp16", "nvfp4") if QUANT_ALGOS else ("fp16",)
+    cases: dict[str, Callable[[], Any]] = {f"opening {kind}": partial(opening, at, kind) for kind in kinds}
+    for name in ("wan_t2v", "flux"):
+        cases |= {f"scaled {name} {layout}": partial(scaled, at, name, layout) for layout in SCALED_LAYOUTS}
+        cases |= {f"mixed {name} {kind}": partial(mixed, at, name, (kind,)) for kind in QUANT_ALGOS}
+        cases[f"gguf {name}"] = partial(gguf, at, name)
+    if QUANT_ALGOS:
+        cases["mixed wan_t2v all"] = partial(mixed, at, "wan_t2v", (*QUANT_ALGOS, None, "float8_e4m3fn"))
+    cases |= {
+        "gguf prefix": partial(gguf, at, "wan_vace", "model.diffusion_model."),
+        "gguf refusals": partial(gguf_refusals, at),
+        "unknown format": partial(unknown_format, at),
+        "large parameters": partial(large_parameters, at),
+        "refusals": partial(refusals, at),
+        "without lists": partial(without_lists, at),
+        "two types": partial(two_types, at),
+        "changed file": partial(changed_file, at),
+    }
+    found: dict[str, Any] = {"formats": list(QUANT_ALGOS), "layouts": list(SCALED_LAYOUTS)}
+    for name, case in cases.items():
+        try:
+            found[name] = case()
+        except Exception:  # noqa: BLE001 - a case that fails must not hide the others
+            found[name] = {"error": traceback.format_exc()}
+        comfy.model_management.unload_all_models()
+    return found

@@ -1,0 +1,468 @@
+"""Runs in ComfyUI's own Python: patches of native models that stream, compared with ComfyUI's own models.
+
+`answers(folder)` returns one JSON value per case; `test_native_patches.py` checks the values.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+from unittest.mock import patch
+
+import comfy.hooks
+import comfy.model_management
+import comfy.patcher_extension
+import comfy.sd
+import comfy.utils
+import native_families as families
+import torch
+import torch._dynamo
+from comfy_api.torch_helpers import set_torch_compile_wrapper
+from comfy_extras import nodes_lora_extract, nodes_model_merging, nodes_torch_compile
+from guider_cases import _told
+from installed_pack import load_pack
+from safetensors.torch import load_file, save_file
+
+load_pack()
+from wanstream.host.comfy.native_model import WEIGHT_DTYPES  # noqa: E402
+from wanstream.host.comfy.native_run import load_native  # noqa: E402
+from wanstream.host.comfy.stream_model import stream_model  # noqa: E402
+from wanstream.schema import OffloadPolicy  # noqa: E402
+
+POLICY = OffloadPolicy.layerwise(1)
+SWAP = OffloadPolicy.block_swap(2, prefetch_blocks=1)
+LIMITS = {"smallest_block": 200_000, "smallest_model": 1000}
+NUMBER_FORMATS = {"fp32": "default", "bf16": "bf16", "fp8": "fp8_e4m3fn"}
+"""Loader's weight type by number format of the file; "bf16" keeps bf16 weights, which the CPU casts to compute."""
+
+
+class Side:
+    """One model: its file in every number format, loaded by ComfyUI and by us, and LoRAs for it."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.family = folder, families.FAMILIES[name]
+        with torch.inference_mode(False):
+            for dtype in NUMBER_FORMATS:
+                self.family.write(self.file(dtype), dtype)
+        state = self.native("fp32").model.diffusion_model.state_dict()
+        self.shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+
+    def file(self, dtype: str) -> Path:
+        return self.folder / f"{self.family.name}_{dtype}.safetensors"
+
+    def native(self, dtype: str) -> Any:
+        return families.native(self.file(dtype), self.family, weight_dtype=NUMBER_FORMATS[dtype])
+
+    def streamed(self, dtype: str, policy: OffloadPolicy = POLICY) -> Any:
+        return load_native(self.file(dtype), NUMBER_FORMATS[dtype], policy, **LIMITS)
+
+    def lora(self, kind: str, *, streamed: bool = False) -> Path:
+        """Return a LoRA, of everything or of layers that stream only."""
+        path = self.folder / f"{self.family.name}_{kind}_{streamed}.safetensors"
+        shapes = self.shapes
+        if streamed:
+            layers = {key.removesuffix(".weight") for key, shape in shapes.items() if len(shape) == 2}
+            layers = {layer for layer in layers if "blocks." in layer}
+            shapes = {key: shape for key, shape in shapes.items() if key.rpartition(".")[0] in layers}
+        if not path.exists():
+            families.write_lora(kind, path, shapes)
+        return path
+
+    def sample(self, model: Any, **settings: Any) -> torch.Tensor:
+        return families.sample(model, self.family, **{"steps": 2, **settings})
+
+
+def _with_lora(model: Any, path: Path, strength: float = 1.0) -> Any:
+    return comfy.sd.load_lora_for_models(model, None, load_file(path), strength, 0)[0]
+
+
+def _low_vram(model: Any) -> Any:
+    """Return the MODEL, which keeps all weights in RAM and patches each when it is used."""
+    model.detach()  # what is loaded already would stay on the device
+    load = model.partially_load
+    model.partially_load = lambda device, extra_memory=0, **settings: load(device, extra_memory=1, **settings)
+    return model
+
+
+def kind_case(side: Side, kind: str, dtype: str) -> object:
+    """LoRAs of one kind in one number format; natively baked into fp32, else added to the weights when they are used."""
+    whole = dtype == "fp32"
+    # What does not stream is always patched once, when it is loaded, which rounds it differently.
+    lora = side.lora(kind, streamed=not whole)
+    native = _with_lora(side.native(dtype), lora)
+    theirs = side.sample(native if whole else _low_vram(native))
+    streamed = side.streamed(dtype)
+    ours = side.sample(_with_lora(streamed, lora))
+    return {"equal": torch.equal(ours, theirs), "effect": float((ours - side.sample(streamed)).abs().max())}
+
+
+def clones_case(side: Side) -> object:
+    """One streamed model with a LoRA, without, with another strength, and again."""
+    lora, native, ours = side.lora("kohya"), side.native("fp32"), side.streamed("fp32", SWAP)
+    strengths = (1.0, None, 0.5, None, 1.0)
+    pairs = [
+        [model if strength is None else _with_lora(model, lora, strength) for model in (native, ours)]
+        for strength in strengths
+    ]
+    results = [[side.sample(model) for model in pair] for pair in pairs]
+    (first, plain, *_), again = [pair[1] for pair in pairs], _with_lora(ours, lora)
+    return {
+        "equal": [torch.equal(*pair) for pair in results],
+        "different": len({float(pair[0].sum()) for pair in results}),
+        "is_clone": [plain.is_clone(first), first.is_clone(again), first.is_clone(native)],
+        "same weights": [
+            bool(one.clone_has_same_weights(other))
+            for one, other in ((plain, plain.clone()), (first, first.clone()), (first, plain), (first, again))
+        ],
+        "one engine": len({id(pair[1].model.weights.loaded_engine) for pair in pairs}),
+    }
+
+
+def compute_dtype_case(side: Side) -> object:
+    """Another dtype to compute with, as nodes set it."""
+    results = []
+    for model in (side.native("bf16"), side.streamed("bf16")):
+        changed = model.clone()
+        changed.set_model_compute_dtype(torch.bfloat16)
+        results.append([side.sample(changed), side.sample(model)])
+    (theirs, their_plain), (ours, plain) = results
+    return {"equal": [torch.equal(ours, theirs), torch.equal(plain, their_plain)], "same": torch.equal(ours, plain)}
+
+
+def wrapper_case(side: Side) -> object:
+    """Functions of other nodes on weights that stream, and on one that does not."""
+    results = []
+    for model in (side.native("fp32"), side.streamed("fp32")):
+        changed = model.clone()
+        for key in ("blocks.1.ffn.0.weight", "blocks.1.ffn.0.bias", "text_embedding.0.weight"):
+            changed.add_weight_wrapper(f"diffusion_model.{key}", lambda weight: weight * 1.5)
+        results.append(side.sample(_with_lora(changed, side.lora("lora"))))
+    return {"equal": torch.equal(*results)}
+
+
+def foreign_lora_case(side: Side, other: Side) -> object:
+    """A LoRA for another architecture, of which ComfyUI loads nothing."""
+    lora = other.lora("lora")
+    native, ours = (_with_lora(model, lora) for model in (side.native("fp32"), side.streamed("fp32")))
+    return {"patches": [len(native.patches), len(ours.patches)], "equal": torch.equal(*map(side.sample, (native, ours)))}
+
+
+def _decorated(model: Any) -> tuple[Any, list[str]]:
+    """Return a clone with one of everything that nodes add to a MODEL, and the list of what was called."""
+    changed, calls = model.clone(), []
+    extension = comfy.patcher_extension
+
+    def called(name: str, result: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
+        def call(*args: Any, **settings: Any) -> Any:
+            if name not in calls:
+                calls.append(name)
+            return result(*args, **settings)
+
+        return call
+
+    changed.set_model_attn2_patch(called("attn2", lambda given: given["x"] * 1.1))
+    changed.set_model_unet_function_wrapper(
+        called("function", lambda apply, given: apply(given["input"], given["timestep"], **given["c"]) * 0.9)
+    )
+    changed.set_model_sampler_post_cfg_function(called("post cfg", lambda given: given["denoised"] * 1.05))
+    network = model.model.diffusion_model
+    changed.add_object_patch("diffusion_model.unpatchify", MethodType(_halved(type(network).unpatchify), network))
+    for kind in (extension.WrappersMP.DIFFUSION_MODEL, extension.WrappersMP.SAMPLER_SAMPLE):
+        changed.add_wrapper_with_key(
+            kind, "test", called(kind, lambda executor, *args, **settings: executor(*args, **settings))
+        )
+    changed.add_callback_with_key(extension.CallbacksMP.ON_PRE_RUN, "test", called("pre run"))
+    changed.set_injections("test", [extension.PatcherInjection(inject=called("inject"), eject=called("eject"))])
+    changed.set_attachments("test", "attached")
+    changed.add_weight_wrapper("diffusion_model.blocks.0.ffn.0.weight", called("weight", lambda weight: weight * 1.5))
+    return changed, calls
+
+
+def _halved(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: function(self, *args) * 0.5
+
+
+def stream_model_case(side: Side) -> object:
+    """Stream Model behind a loader and other nodes: from the file, a whole checkpoint, and RAM."""
+    found: dict[str, Any] = {}
+    checkpoint = side.folder / "checkpoint.safetensors"
+    save_file({f"model.diffusion_model.{key}": each for key, each in load_file(side.file("fp32")).items()}, checkpoint)
+    loaders = {
+        "file": lambda: side.native("fp32"),
+        "fp8 file": lambda: side.native("fp8"),
+        "checkpoint": lambda: comfy.sd.load_checkpoint_guess_config(str(checkpoint), output_vae=False, output_clip=False)[0],
+        "memory": lambda: _of_unknown_file(side.native("fp32")),
+    }
+    for name, load in loaders.items():
+        given = load()
+        plain = side.sample(given)
+        dressed, calls = _decorated(_with_lora(given, side.lora("lora", streamed=name == "fp8 file")))
+        theirs = side.sample(dressed if name != "fp8 file" else _low_vram(dressed))
+        their_calls = [*calls]
+        calls.clear()
+        with Logged("wanstream.memory") as log:
+            ours = stream_model(dressed, POLICY, **LIMITS)
+        samples = side.sample(ours)
+        again = stream_model(ours, SWAP, **LIMITS)
+        other = stream_model(given, POLICY, **LIMITS)
+        found[name] = {
+            "equal": torch.equal(samples, theirs),
+            "calls": [their_calls, calls],
+            "attached": ours.get_attachment("test"),
+            "again": [torch.equal(side.sample(again), samples), again.policy == SWAP, again.model is ours.model],
+            "other": [torch.equal(side.sample(other), plain), other.model is ours.model],
+            "given": [torch.equal(side.sample(given), plain), torch.equal(side.sample(dressed), side.sample(dressed))],
+            "ours after theirs": torch.equal(side.sample(ours), samples),
+            "log": log.lines,
+        }
+    return found
+
+
+def _of_unknown_file(model: Any) -> Any:
+    model.cached_patcher_init = None
+    return model
+
+
+class Logged:
+    """Lines that a logger writes in the body of a `with`."""
+
+    def __init__(self, name: str) -> None:
+        self.lines: list[str] = []
+        self._log, self._handler = logging.getLogger(name), logging.Handler()
+        self._handler.emit = lambda record: self.lines.append(record.getMessage())
+
+    def __enter__(self) -> Logged:
+        self._level = self._log.level
+        self._log.setLevel(logging.INFO)
+        self._log.addHandler(self._handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._log.removeHandler(self._handler)
+        self._log.setLevel(self._level)
+
+
+def merge_case(side: Side) -> object:
+    """Nodes that merge models, with pairs of a native and a streamed MODEL, the second one with a LoRA."""
+    nodes = nodes_model_merging
+    merging = {
+        "simple": lambda one, two: nodes.ModelMergeSimple().merge(one, two, 0.3),
+        "blocks": lambda one, two: nodes.ModelMergeBlocks().merge(one, two, **{"": 0.7, "blocks.1": 0.2}),
+        "subtract": lambda one, two: nodes.ModelSubtract().merge(one, two, 0.5),
+        "add": lambda one, two: nodes.ModelAdd().merge(one, two),
+    }
+
+    def matrices(one: Any, two: Any) -> tuple[Any]:
+        """Merge as the nodes do, but nothing that does not stream, which ComfyUI rounds to fp8 only if it is loaded."""
+        merged = one.clone()
+        for key, weight in two.get_key_patches("diffusion_model.blocks.1.ffn").items():
+            merged.add_patches({key: weight}, 0.7, 0.3)
+        return (merged,)
+
+    found: dict[str, Any] = {}
+    for dtype, merges in {"fp32": merging, "fp8": {"matrices": matrices}}.items():
+        lora = side.lora("lora", streamed=dtype == "fp8")
+        models = [(load(dtype), _with_lora(load(dtype), lora)) for load in (side.native, side.streamed)]
+        for name, merge in merges.items():
+            results = []
+            for one, two in ((0, 0), (1, 0), (0, 1), (1, 1)):
+                if name in ("simple", "matrices") or one == two:
+                    (merged,) = merge(models[one][0], models[two][1])
+                    results.append(side.sample(_low_vram(merged) if dtype == "fp8" and not one else merged))
+            found[f"{name} {dtype}"] = [torch.equal(result, results[0]) for result in results[1:]]
+    return found
+
+
+def cast_merge_case(side: Side) -> object:
+    """The weights of a file that ComfyUI rounds when it loads them are rounded for merging as well."""
+    path = side.file("fp32")
+    models = [
+        families.native(path, side.family, weight_dtype="fp8_e4m3fn"),
+        load_native(path, "fp8_e4m3fn", POLICY, **LIMITS),
+    ]
+    key, network = "diffusion_model.blocks.0.ffn.0.weight", side.native("fp32")
+    return {
+        "dtypes": [str(model.get_key_patches()[key][0][0].dtype) for model in models],
+        "equal": torch.equal(*(side.sample(nodes_model_merging.ModelAdd().merge(network, each)[0]) for each in models)),
+    }
+
+
+def save_case(side: Side) -> object:
+    """Save Model of models with a LoRA: tensors and bytes of the file, and the anonymous RAM for a plain model."""
+    found: dict[str, Any] = {}
+    for kind, dtype in (("lora", "fp32"), ("diff", "fp32"), ("lora", "fp8"), (None, "bf16")):
+        files = []
+        for load in (side.native, side.streamed):
+            model = load(dtype)
+            if kind is not None:
+                model = _with_lora(model, side.lora(kind, streamed=dtype != "fp32"))
+            side.sample(model, steps=1)
+            path = side.folder / f"saved_{load.__name__}.safetensors"
+            comfy.sd.save_checkpoint(str(path), model, metadata={"of": "test"})
+            side.sample(model, steps=1)
+            files.append(path.read_bytes())
+        found[f"{kind} {dtype}"] = [len(files[0]) > 1e6, files[0] == files[1]]
+    return found
+
+
+def extract_case(side: Side) -> object:
+    """Extract and Save Lora of the difference of a model with a LoRA and without."""
+    results = []
+    for load in (side.native, side.streamed):
+        model = load("fp32")
+        (difference,) = nodes_model_merging.ModelSubtract().merge(_with_lora(model, side.lora("lora")), model, 1.0)
+        output: dict[str, torch.Tensor] = {}
+        kind = nodes_lora_extract.LORAType.FULL_DIFF
+        prefix = "diffusion_model."
+        nodes_lora_extract.calc_lora_model(difference, 4, prefix, prefix, output, kind, bias_diff=True)
+        results.append(output)
+    theirs, ours = results
+    return {
+        "keys": theirs.keys() == ours.keys(),
+        "count": len(ours),
+        "equal": all(torch.equal(theirs[key], ours[key]) for key in theirs),
+        "largest": max(float(each.abs().max()) for each in ours.values()),
+    }
+
+
+def hooks_case(side: Side) -> object:
+    """Hooks of conditions: those without weights work, and a LoRA as a hook is refused."""
+    found: dict[str, Any] = {}
+    lora = load_file(side.lora("lora"))
+    hooks = {
+        "transformer options": comfy.hooks.TransformerOptionsHook(
+            {"patches": {"attn2_patch": [lambda given: given["x"] * 1.2]}}
+        ),
+        "weights": comfy.hooks.create_hook_lora(lora, 1.0, 0.0).hooks[0],
+        "weights of another model": comfy.hooks.create_hook_lora({"unknown": lora.popitem()[1]}, 1.0, 0.0).hooks[0],
+    }
+    for name, hook in hooks.items():
+        group = comfy.hooks.HookGroup()
+        group.add(hook)
+        keyframes = comfy.hooks.HookKeyframeGroup()
+        keyframes.add(comfy.hooks.HookKeyframe(strength=0.5, start_percent=0.3))
+        group.set_keyframes_on_hooks(keyframes)
+        conditions = side.family.conditioning
+        changed = [[(text, {**values, "hooks": group}) for text, values in each] for each in conditions()]
+        with patch.object(families.Family, "conditioning", lambda *_, changed=changed: changed):
+            results = []
+            for model in (side.native("fp32"), side.streamed("fp32")):
+                try:
+                    results.append(side.sample(model))
+                except ValueError as err:
+                    results.append(str(err))
+        theirs, ours = results
+        plain = side.sample(side.streamed("fp32"))
+        found[name] = ours if isinstance(ours, str) else [torch.equal(ours, theirs), torch.equal(ours, plain)]
+    return found
+
+
+def compile_case(side: Side) -> object:
+    """Compiled blocks, by ComfyUI's wrapper and by object patches, and compiled whole models."""
+    graphs: list[int] = []
+
+    def backend(graph: Any, _: object) -> Callable[..., Any]:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    def by_wrapper(model: Any, *keys: str) -> Any:
+        changed = model.clone()
+        set_torch_compile_wrapper(changed, backend=backend, options={"guard_filter_fn": unguarded}, keys=[*keys])
+        return changed
+
+    def by_patches(model: Any, *keys: str) -> Any:
+        changed = model.clone()
+        for key in keys:
+            layer = changed.get_model_object(key)
+            changed.add_object_patch(key, torch.compile(layer, backend=backend, options={"guard_filter_fn": unguarded}))
+        return changed
+
+    unguarded = nodes_torch_compile.skip_torch_compile_dict
+    native, streamed, lora = side.native("fp32"), side.streamed("fp32"), side.lora("diff")
+    blocks = [f"diffusion_model.blocks.{i}" for i in range(len(streamed.model.weights.blocks))]
+    plain, changed = side.sample(native), side.sample(_with_lora(native, lora))
+    found: dict[str, Any] = {}
+    for name, compiled in {"wrapper": by_wrapper, "object patches": by_patches}.items():
+        torch._dynamo.reset()
+        graphs.clear()
+        ours = compiled(streamed, *blocks)
+        results = [side.sample(ours), side.sample(_with_lora(ours, lora)), side.sample(ours), side.sample(streamed)]
+        course = ours.model.runs.course
+        found[name] = {
+            "equal": [float((result - plain).abs().max()) for result in (results[0], results[2], results[3])],
+            "with a LoRA": float((results[1] - changed).abs().max()),
+            "graphs": len(graphs),
+            "visits": [course.visits, course.fetches, course.passes],
+            "whole": _refused(lambda compiled=compiled: side.sample(compiled(streamed, "diffusion_model"))),
+        }
+    (node,) = nodes_torch_compile.TorchCompileModel.execute(streamed, "inductor").args
+    found["node"] = _refused(lambda: side.sample(node))
+    found["stream model behind"] = [
+        _refused(lambda compiled=compiled: stream_model(compiled(native, *blocks), POLICY, **LIMITS))
+        for compiled in (by_wrapper, by_patches)
+    ]
+    return found
+
+
+def _refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as err:
+        return f"{type(err).__name__}: {err}"
+    return "not refused"
+
+
+def refused_case(side: Side) -> object:
+    """Models that Stream Model refuses, and a node that needs all weights."""
+    small, bare, quantised, dynamic = (_of_unknown_file(side.native("fp32")) for _ in range(4))
+    bare.model.diffusion_model.blocks = torch.nn.Sequential(*bare.model.diffusion_model.blocks)
+    weight = quantised.model.diffusion_model.blocks[0].ffn[0]
+    weight.weight = torch.nn.Parameter(_Quantised(weight.weight.detach()), requires_grad=False)
+    dynamic.is_dynamic = lambda: True
+    return {
+        "small": _refused(lambda: stream_model(small, POLICY)),
+        "small file": _refused(lambda: stream_model(side.native("fp32"), POLICY)),
+        "no lists": _refused(lambda: stream_model(bare, POLICY, **LIMITS)),
+        "quantised": _refused(lambda: stream_model(quantised, POLICY, **LIMITS)),
+        "dynamic": _refused(lambda: stream_model(dynamic, POLICY, **LIMITS)),
+        "force_patch_weights": _refused(
+            lambda: comfy.model_management.load_models_gpu([side.streamed("fp32")], force_patch_weights=True)
+        ),
+    }
+
+
+class _Quantised(torch.Tensor):
+    """Tensor of another pack."""
+
+
+@torch.inference_mode()
+def answers(folder: str) -> dict[str, object]:
+    """Return one value per case. ComfyUI runs nodes in inference mode as well."""
+    torch.set_num_threads(1)
+    options = {**families.WEIGHT_DTYPES, "bf16": {"dtype": torch.bfloat16}}
+    with (
+        patch.dict(WEIGHT_DTYPES, {"bf16": torch.bfloat16}),
+        patch.object(families, "WEIGHT_DTYPES", options),
+    ):
+        wan, flux = Side(Path(folder), "wan_t2v"), Side(Path(folder), "flux")
+        cases: dict[str, Callable[[], object]] = {
+            **{
+                f"{kind} {side.family.name} {dtype}": partial(kind_case, side, kind, dtype)
+                for side in (wan, flux)
+                for kind in families.LORAS
+                for dtype in NUMBER_FORMATS
+                if kind != "offset" or side is flux
+            },
+            **{
+                name.removesuffix("_case"): partial(case, wan)
+                for name, case in globals().items()
+                if name.endswith("_case") and list(inspect.signature(case).parameters) == ["side"]
+            },
+            "foreign lora": partial(foreign_lora_case, wan, flux),
+        }
+        return {name: _told(case) for name, case in cases.items()}

@@ -1,0 +1,296 @@
+"""Runs in ComfyUI's own Python: streamed native models whose conditions share visits, and events, memory, policies.
+
+`answers(folder)` returns one JSON value per case; `test_native_run.py` checks the values.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import comfy.hooks
+import comfy.model_management
+import comfy.patcher_extension
+import comfy.sample
+import comfy.samplers
+import native_families
+import torch
+from comfy_extras import nodes_custom_sampler
+from installed_pack import load_pack
+from native_families import FAMILIES, Family, sample
+
+load_pack()
+from wanstream.host import current_host  # noqa: E402
+from wanstream.host.comfy.native_run import load_native  # noqa: E402
+from wanstream.plan import AutoOffload  # noqa: E402
+from wanstream.schema import OffloadPolicy  # noqa: E402
+
+LIMITS = {"smallest_block": 30_000, "smallest_model": 1_000}
+STEPS = 3
+WrappersMP = comfy.patcher_extension.WrappersMP
+Run = Callable[[Any], torch.Tensor]
+
+
+def too_large(*_: Any, **__: Any) -> float:
+    """Bytes for a batch that is never free, so that ComfyUI computes conditions one after the other."""
+    return 1e30
+
+
+class Models:
+    """Native and streamed models of the same files, neither of which fits two conditions into one pass."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, family: Family) -> Path:
+        path = self.folder / f"{family.name}.safetensors"
+        if not path.exists():
+            family.write(path, "fp32")
+        return path
+
+    def native(self, family: Family) -> Any:
+        model = native_families.native(self.path(family), family)
+        model.model.memory_required = too_large
+        return model
+
+    def streamed(self, family: Family, policy: Any = None, *, share: bool = True) -> Any:
+        with native_families.given_configuration(family):
+            chosen = policy or OffloadPolicy.layerwise(1)
+            model = load_native(self.path(family), "default", chosen, share_visits=share, **LIMITS)
+        model.model.memory_required = too_large
+        return model
+
+
+def figures(model: Any) -> dict[str, Any]:
+    """Return what the last run of a streamed model counted."""
+    run = model.model.runs.last
+    steps = run.timeline.steps
+    return {
+        "bytes": [step.bytes_moved for step in steps],
+        "visits": run.visits,
+        "fetches": run.fetches,
+        "recompiled": run.recompiled,
+        "notes": run.notes,
+        "steps": len(steps),
+    }
+
+
+def threads() -> list[str]:
+    """Return the threads of runs; those that read files belong to the source, which lives longer."""
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("wanstream-")]
+    return sorted(name for name in names if not name.startswith("wanstream-read_"))
+
+
+def shared(models: Models, family: Family) -> dict[str, Any]:
+    """Three runs with shared visits next to two without."""
+    run = partial(sample, family=family, steps=STEPS)
+    expected = run(models.native(family))
+    apart, together = models.streamed(family, share=False), models.streamed(family)
+    equal = [torch.equal(run(apart), expected) for _ in range(2)]
+    equal += [torch.equal(run(together), expected) for _ in range(3)]
+    found = {"equal": equal, "apart": figures(apart), "together": figures(together)}
+    return {**found, "blocks": len(together.model.weights.blocks), "threads": threads()}
+
+
+def three_conditions(models: Models) -> dict[str, Any]:
+    """Guidance with two positive conditions and a negative one."""
+    family = FAMILIES["wan_t2v"]
+
+    @torch.inference_mode()
+    def run(model: Any) -> torch.Tensor:
+        positive, negative = family.conditioning()
+        middle = [[text * 0.5, values] for text, values in positive]
+        guider = nodes_custom_sampler.Guider_DualCFG(model)
+        guider.set_conds(positive, middle, negative)
+        guider.set_cfg(3.0, 1.5, nested=False)
+        latent = family.latent()
+        sampler = comfy.samplers.sampler_object("euler")
+        sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", STEPS)
+        samples: torch.Tensor = guider.sample(
+            comfy.sample.prepare_noise(latent, 7), latent, sampler, sigmas, disable_pbar=True, seed=7
+        )
+        return samples
+
+    expected, model = run(models.native(family)), models.streamed(family)
+    return {"equal": [torch.equal(run(model), expected) for _ in range(3)], **figures(model)}
+
+
+def prevented(models: Models, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A run with a change of another node that may count passes."""
+    family = FAMILIES["wan_t2v"]
+    run = partial(sample, family=family, steps=STEPS)
+    expected, model = run(change(models.native(family))), change(models.streamed(family))
+    return {"equal": [torch.equal(run(model), expected) for _ in range(2)], **figures(model)}
+
+
+class Counting:
+    """A wrapper that expects passes one after the other, as step caches do."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+
+    def __call__(self, executor: Any, *inputs: Any, **settings: Any) -> Any:
+        assert not self.inside, "a pass begins before the last one has ended"
+        self.inside += 1
+        try:
+            return executor(*inputs, **settings)
+        finally:
+            self.inside -= 1
+
+
+def with_wrapper(model: Any, *, kind: str) -> Any:
+    model = model.clone()
+    model.add_wrapper_with_key(kind, "counting", Counting())
+    return model
+
+
+def with_function(model: Any) -> Any:
+    model = model.clone()
+    model.set_model_unet_function_wrapper(lambda apply, call: apply(call["input"], call["timestep"], **call["c"]))
+    return model
+
+
+def with_replacement(model: Any) -> Any:
+    model = model.clone()
+    model.set_model_patch_replace(lambda call, extra: extra["original_block"](call), "dit", "double_block", 1)
+    return model
+
+
+def with_attention_patch(model: Any) -> Any:
+    model = model.clone()
+    model.set_model_attn2_patch(lambda call: call["x"] * 1.01)
+    return model
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "DIFFUSION_MODEL": partial(with_wrapper, kind=WrappersMP.DIFFUSION_MODEL),
+    "APPLY_MODEL": partial(with_wrapper, kind=WrappersMP.APPLY_MODEL),
+    "function": with_function,
+    "replacement": with_replacement,
+    "attention": with_attention_patch,
+}
+
+
+class Failing:
+    """Attention patch that raises `error` in its call number `at`."""
+
+    def __init__(self, error: Callable[[], BaseException], at: int, times: int = 1) -> None:
+        self.error, self.at, self.left, self.calls = error, at, times, 0
+
+    def __call__(self, call: dict[str, Any]) -> torch.Tensor:
+        self.calls += 1
+        if self.calls >= self.at and self.left:
+            self.left -= 1
+            raise self.error()
+        x: torch.Tensor = call["x"]
+        return x
+
+
+def failed(models: Models, error: Callable[[], BaseException], at: int) -> dict[str, Any]:
+    """An error in one of two conditions that share visits, and the run after it."""
+    family = FAMILIES["wan_t2v"]
+    run = partial(sample, family=family, steps=STEPS)
+    expected, model = run(models.native(family)), models.streamed(family)
+    run(model)
+    failing = model.clone()
+    failing.set_model_attn2_patch(Failing(error, at))
+    raised = ""
+    try:
+        run(failing)
+    except BaseException as err:  # noqa: BLE001 - compared by the test
+        raised = type(err).__name__
+    ended = {"running": model.weights.running, "threads": threads()}
+    return {"raised": raised, **ended, "equal": torch.equal(run(model), expected)}
+
+
+def out_of_memory() -> BaseException:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def short_memory(models: Models, policy: OffloadPolicy, *, times: int, share: bool) -> dict[str, Any]:
+    """A run whose second model call runs out of memory `times` times."""
+    family = FAMILIES["wan_t2v"]
+    run = partial(sample, family=family, steps=STEPS)
+    expected, model = run(models.native(family)), models.streamed(family, policy, share=share)
+    run(model)
+    blocks = len(model.model.weights.blocks)
+    failing = model.clone()
+    failing.set_model_attn2_patch(Failing(out_of_memory, at=3 * blocks, times=times))
+    found: dict[str, Any] = {"raised": ""}
+    try:
+        found["equal"] = torch.equal(run(failing), expected)
+    except ValueError as err:
+        found["raised"] = f"{type(err).__name__}: {err}"
+    found |= {"running": model.weights.running, "notes": model.model.runs.last.notes}
+    return {**found, "after": torch.equal(run(model), expected), "threads": threads()}
+
+
+def automatic(models: Models) -> dict[str, Any]:
+    """An automatic policy on a machine whose disk is slow in proportion to its computing."""
+    family = FAMILIES["wan_t2v"]
+    run = partial(sample, family=family, steps=STEPS)
+    expected, model = run(models.native(family)), models.streamed(family, AutoOffload())
+    equal = [torch.equal(run(model), expected) for _ in range(3)]
+    return {"equal": equal, "requested": str(model.memory.requested), **figures(model)}
+
+
+def announced(models: Models) -> dict[str, Any]:
+    """Events of a run."""
+    family, events = FAMILIES["wan_t2v"], list[tuple[str, dict[str, Any]]]()
+    model = models.streamed(family, share=False)
+    host = current_host()
+    with (
+        patch.object(host, "announce", lambda event, payload: events.append((event, dict(payload)))),
+        patch.object(host, "executing_node", lambda: "12:3"),
+        patch.object(host, "run_id", lambda: "item"),
+    ):
+        for _ in range(2):
+            sample(model, family, steps=STEPS, sampler="heun")
+        model.set_model_attn2_patch(Failing(lambda: ValueError("broken"), at=2))
+        with suppress(ValueError):
+            sample(model, family, steps=STEPS)
+    return {
+        "names": [name for name, _ in events],
+        "nodes": sorted({payload["shown_at"] for _, payload in events}),
+        "predicted": [payload["steps"] for name, payload in events if name == "wanstream.begin"],
+        "settings": events[0][1]["settings"],
+        "errors": [payload["error"] for name, payload in events if name == "wanstream.end"],
+        "records": [payload["record"] for name, payload in events if name == "wanstream.step"],
+    }
+
+
+def cases(folder: Path) -> dict[str, Callable[[], Any]]:
+    models = Models(folder)
+    layerwise, swap = OffloadPolicy.layerwise(2), OffloadPolicy.block_swap(1)
+    found: dict[str, Callable[[], Any]] = {
+        f"shared {name}": partial(shared, models, FAMILIES[name]) for name in FAMILIES
+    }
+    found["three conditions"] = partial(three_conditions, models)
+    found |= {f"prevented {name}": partial(prevented, models, change) for name, change in CHANGES.items()}
+    errors = {"error": ValueError, "interrupt": comfy.model_management.InterruptProcessingException}
+    found |= {
+        f"{name} at {at}": partial(failed, models, error, at) for name, error in errors.items() for at in (1, 5, 9)
+    }
+    for share in (False, True):
+        found[f"short of memory, swap, {share}"] = partial(short_memory, models, swap, times=2, share=share)
+        found[f"short of memory, layerwise, {share}"] = partial(short_memory, models, layerwise, times=9, share=share)
+    found["automatic"] = partial(automatic, models)
+    found["announced"] = partial(announced, models)
+    return found
+
+
+def answers(folder: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, case in cases(Path(folder)).items():
+        try:
+            results[name] = case()
+        except Exception:  # noqa: BLE001 - the test of this case fails with the traceback
+            results[name] = {"error": traceback.format_exc()}
+        comfy.model_management.unload_all_models()
+    return results

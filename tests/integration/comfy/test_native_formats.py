@@ -1,0 +1,156 @@
+"""Files of native models in every number format, streamed: bit-equal to ComfyUI's own runs, with little RAM.
+
+One process runs all cases (`native_format_cases.py`); here each has a separate test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+CASES = """
+import native_format_cases
+answer = native_format_cases.answers(*arguments)
+"""
+
+SCALED_LAYOUTS = ["comfy_quant", "metadata", "scaled_fp8"]
+FORMATS = ["float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp8"]
+BYTES_PER_VALUE = {"float8_e4m3fn": 1.0, "float8_e5m2": 1.0, "nvfp4": 0.5625, "mxfp8": 1.03125}
+FLUX_VALUES, WAN_VALUES = 589824, 1048576
+"""Values in the matrices of the largest block."""
+MEGABYTE = 1_000_000
+
+Case = Callable[[str], Any]
+
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def found(in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    results: dict[str, Any] = in_comfyui(CASES, str(tmp_path_factory.mktemp("formats")), seconds=300)
+    return results
+
+
+@pytest.fixture
+def case(found: dict[str, Any]) -> Case:
+    """Return `case(name)`, which returns the result of a case, skips it, or fails with its traceback."""
+
+    def results(name: str) -> Any:
+        if name not in found:
+            pytest.skip("not in this ComfyUI")
+        value = found[name]
+        if isinstance(value, dict):
+            assert "error" not in value, value["error"]
+            if "skipped" in value:
+                pytest.skip(value["skipped"])
+        return value
+
+    return results
+
+
+@pytest.mark.parametrize("layout", SCALED_LAYOUTS)
+@pytest.mark.parametrize("family", ["wan_t2v", "flux"])
+def test_scaled_fp8_is_bit_equal_and_stays_fp8_in_the_buffers(case: Case, family: str, layout: str) -> None:
+    result = case(f"scaled {family} {layout}")
+    assert result["finite"]
+    assert result["equal"] == [True] * 4
+    assert result["buffer"] == {"wan_t2v": WAN_VALUES, "flux": FLUX_VALUES}[family]
+
+
+@pytest.mark.parametrize("quantised", FORMATS)
+@pytest.mark.parametrize("family", ["wan_t2v", "flux"])
+def test_quantised_layers_are_bit_equal_and_stream_with_their_scales(case: Case, family: str, quantised: str) -> None:
+    result = case(f"mixed {family} {quantised}")
+    assert result["finite"]
+    assert result["equal"] == [True] * 4
+    assert result["buffer"] == BYTES_PER_VALUE[quantised] * {"wan_t2v": WAN_VALUES, "flux": FLUX_VALUES}[family]
+
+
+def test_all_formats_and_plain_layers_in_one_file(found: dict[str, Any], case: Case) -> None:
+    result = case("mixed wan_t2v all")
+    assert set(found["formats"]) == set(FORMATS)
+    assert result["equal"] == [True] * 4
+
+
+@pytest.mark.parametrize("name", ["wan_t2v", "flux", "prefix"])
+def test_gguf_is_the_decoded_file_loaded_by_comfyui(case: Case, name: str) -> None:
+    result = case(f"gguf {name}")
+    assert result["finite"]
+    assert result["equal"] == [True] * 4
+
+
+def test_large_parameters_of_a_block_stream_with_its_matrices(case: Case) -> None:
+    result = case("large parameters")
+    assert result["equal"] == [True] * 4
+    assert result["buffer"] > result["usual"]
+
+
+@pytest.mark.parametrize("kind", ["fp16", "nvfp4"])
+def test_opening_takes_no_memory_for_blocks(case: Case, kind: str) -> None:
+    result = case(f"opening {kind}")
+    assert result["blocks"] == 4
+    assert result["in blocks"] > 100 * MEGABYTE
+    assert result["grown"] < result["outside"] + 64 * MEGABYTE
+    # The limit is of use only if blocks in memory would exceed it.
+    assert result["in blocks"] > 64 * MEGABYTE
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("threshold", ["WAN21 has 4 blocks", "0.01 GB", "from 2 GB on", "Load Diffusion Model"]),
+        ("blocks", ["WAN21 has 0 blocks of at least 8 MB", "Load Diffusion Model"]),
+        ("shape", ["does not fit WAN21", "norm3.weight", "255", "256", "2 such findings"]),
+        ("truncated", ["is truncated", "11799368 of 11800368 bytes", "download it again"]),
+        ("model.pt", ["model.pt", "PyTorch pickle", "safetensors"]),
+        ("model.ckpt", ["model.ckpt", "PyTorch pickle"]),
+        ("model.bin", ["model.bin", "PyTorch pickle"]),
+        ("no model", ["not a diffusion model that this ComfyUI detects"]),
+        ("missing", ["missing.safetensors", "No such file"]),
+    ],
+)
+def test_files_that_cannot_stream_are_refused(case: Case, name: str, words: list[str]) -> None:
+    assert [word for word in words if word not in case("refusals")[name]] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("text encoder", ["GGUF of 't5encoder'", "not a diffusion model"]),
+        ("unknown", ["stored as IQ1_S", "Q4_K"]),
+        ("weight type", ["quantised GGUF", "choose the weight type default instead of fp8_e4m3fn"]),
+    ],
+)
+def test_gguf_files_that_cannot_stream_are_refused(case: Case, name: str, words: list[str]) -> None:
+    assert [word for word in words if word not in case("gguf refusals")[name]] == []
+
+
+def test_an_unknown_quantisation_is_refused_by_name(case: Case) -> None:
+    for words in ("blocks.1.self_attn.q", "int2_mystery", "update ComfyUI"):
+        assert words in case("unknown format")
+
+
+def test_a_unet_whose_blocks_are_not_called_is_refused(case: Case) -> None:
+    assert "SDXL has 10 blocks" in case("without lists")
+    assert "Load Diffusion Model" in case("without lists")
+
+
+def test_two_models_of_one_file_have_their_own_types_and_engines(case: Case) -> None:
+    result = case("two types")
+    assert result["differ"]
+    assert result["equal"] == [True] * 4
+    assert result["engines"] == 2
+    assert result["buffers"] == [4 * WAN_VALUES, WAN_VALUES]
+
+
+def test_a_file_that_is_changed_or_removed_is_named_and_works_again_when_it_is_back(case: Case) -> None:
+    result = case("changed file")
+    assert result["first"]
+    assert "changed.safetensors" in result["changed"]
+    assert "was changed after it was opened" in result["changed"]
+    assert result["as before"]
+    assert "changed.safetensors" in result["removed"]
+    assert "No such file" in result["removed"]
+    assert result["back"]

@@ -1,0 +1,121 @@
+"""Streamed native models in ComfyUI's hands: errors, interrupts, eviction, deletion (`native_life_cases.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(600)]
+
+ASK = """
+import native_life_cases
+answer = native_life_cases.answers(*arguments)
+"""
+ITEMS = """
+import native_life_cases
+answer = native_life_cases.queue_items(*arguments)
+"""
+
+Case = Callable[[str], Any]
+
+
+@pytest.fixture(scope="module")
+def found(in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    results: dict[str, Any] = in_comfyui(ASK, str(tmp_path_factory.mktemp("life")), seconds=600)
+    return results
+
+
+@pytest.fixture
+def case(found: dict[str, Any]) -> Case:
+    """`case(name)` returns the result of a case, or fails with its traceback."""
+
+    def result(name: str) -> Any:
+        value = found[name]
+        assert not (isinstance(value, dict) and "error" in value), value["error"]
+        return value
+
+    return result
+
+
+@pytest.mark.parametrize("policy", ["layerwise", "block swap"])
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize(
+    ("kind", "error"), [("error", "ZeroDivisionError"), ("interrupt", "InterruptProcessingException")]
+)
+def test_a_run_ends_before_the_next_block(case: Case, kind: str, error: str, place: int, policy: str) -> None:
+    """In the first pass, whose order is not known, and later; the next run is right."""
+    result = case(f"{kind} {place}, {policy}")
+    assert result["raised"] == error
+    assert result["later"] == []
+    assert not result["running"]
+    assert result["threads"] == result["said"] == []
+    assert result["listed"] == 1
+    assert result["equal"] == [True, True]
+
+
+def test_an_error_that_a_wrapper_catches_does_not_end_the_run(case: Case) -> None:
+    assert case("retried") == {"equal": True, "later": True, "threads": []}
+
+
+def test_free_unloads_and_the_next_run_loads(case: Case) -> None:
+    result = case("/free")
+    assert result["equal"] == [True] * 3
+    assert result["sizes"] == [[1, True], [0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("policy", ["block swap", "resident"])
+def test_other_models_evict_blocks(case: Case, policy: str) -> None:
+    result = case(f"evicted, {policy}")
+    assert result["equal"] == [True] * 4
+    enough, everything = zip(*result["freed"], strict=True)
+    assert enough[:2] == (True, True)
+    assert everything == (False, False, True)
+    assert result["listed"] == [1, 1, 0]
+
+
+def test_a_vae_that_loads_during_a_run_evicts_nothing(case: Case) -> None:
+    assert case("neighbour") == {"equal": [True, True], "listed": [1] * 6, "after": 1, "left": 0}
+
+
+def test_two_types_of_one_file_are_two_models(case: Case) -> None:
+    assert case("two types") == {"equal": [True] * 5, "listed": [1, 1], "differ": True}
+
+
+def test_clones_share_an_engine_and_an_entry(case: Case) -> None:
+    assert case("clones") == {"equal": [True] * 4, "listed": 1, "engines": 1}
+
+
+@pytest.mark.parametrize("when", ["while loaded", "when unloaded"])
+def test_a_model_that_nobody_holds_is_gone(case: Case, when: str) -> None:
+    result = case(f"deleted {when}")
+    assert result["opened"]
+    assert result["openings"][1] == result["openings"][0] == [0, 0], "handles and mappings of the file"
+    assert result["gone"] == [True, True]
+    assert result["said"] == result["threads"] == []
+    assert result["listed"] == 0
+
+
+def test_a_file_that_is_removed(case: Case) -> None:
+    """A loaded model keeps its handle; after it was unloaded, the next run says what it cannot read."""
+    result = case("file removed")
+    assert result["equal"] == [True, True]
+    assert result["later"]
+    assert "wan_t2v_fp16.safetensors" in result["refused"]
+    assert "No such file" in result["refused"]
+    assert result["said"] == result["threads"] == []
+    assert not result["running"]
+
+
+def test_queue_items_leave_no_memory_behind(
+    in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Resident bytes of the process from the second item on are flat within 2 %."""
+    result = in_comfyui(ITEMS, str(tmp_path_factory.mktemp("items")), 5, seconds=300)
+    assert len(set(result["results"])) == 1
+    assert result["left"] == [0] * 5
+    for state in ("loaded", "evicted"):
+        sizes = result[state][1:]
+        assert max(sizes) <= 1.02 * min(sizes), result
+    assert min(result["loaded"]) > 1.05 * max(result["evicted"]), "the experts show"

@@ -1,0 +1,105 @@
+"""Calls in lockstep: the results of separate passes with half the fetches, and clean ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from wanstream.offload import ForwardCourse, Lockstep, OffloadEngine, attach_offload
+from wanstream.plan import OffloadPolicy
+
+BLOCKS = 5
+WHOLE = tuple(range(BLOCKS))
+ROOM: ContextVar[str] = ContextVar("room", default="none")
+
+
+class Model:
+    """A stack of blocks whose calls enter a lockstep, as hooks of a model do."""
+
+    def __init__(self, stack: nn.ModuleList, engine: OffloadEngine) -> None:
+        self.stack, self.engine = stack, engine
+        self.course = ForwardCourse(engine)
+        self.lockstep = Lockstep(self.course, engine.device)
+        self.modes: list[tuple[bool, str]] = []
+
+    def call(self, seed: int, order: Sequence[int] = WHOLE, *, fail_at: int | None = None) -> torch.Tensor:
+        hidden = torch.full((1, 32), float(seed))
+        self.modes.append((torch.is_inference_mode_enabled(), ROOM.get()))
+        for block in order:
+            assert self.lockstep.enter(block)
+            if block == fail_at:
+                raise ValueError(f"block {block} failed")
+            hidden = self.stack[block](hidden)
+        return hidden
+
+
+@pytest.fixture
+def model(make_stack: Callable[..., nn.ModuleList]) -> Iterator[Model]:
+    stack = make_stack(BLOCKS)
+    with attach_offload(stack, policy=OffloadPolicy.layerwise(1), device="cpu", follow_forward=False) as engine:
+        yield Model(stack, engine)
+
+
+def alone(stack: nn.ModuleList, seed: int, order: Sequence[int] = WHOLE) -> torch.Tensor:
+    hidden = torch.full((1, 32), float(seed))
+    for block in order:
+        hidden = stack[block](hidden)
+    return hidden
+
+
+def lanes() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "wanstream-lane"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_calls_share_each_visit(model: Model, make_stack: Callable[..., nn.ModuleList], count: int) -> None:
+    reference = make_stack(BLOCKS)
+    model.course.begin(2)
+    for _ in range(2):
+        results = model.lockstep.run([partial(model.call, seed) for seed in range(count)])
+        for seed, result in enumerate(results):
+            assert torch.equal(result, alone(reference, seed))
+    model.course.close()
+    assert (model.course.visits, model.course.fetches, model.course.recompiled) == (10, 10, 0)
+    assert not lanes()
+
+
+def test_calls_that_skip_blocks_wait_for_those_that_do_not(
+    model: Model, make_stack: Callable[..., nn.ModuleList]
+) -> None:
+    reference, few = make_stack(BLOCKS), (0, 4)
+    model.course.begin(1)
+    whole, skipping = model.lockstep.run([partial(model.call, 1), partial(model.call, 2, few)])
+    model.course.close()
+    assert torch.equal(whole, alone(reference, 1))
+    assert torch.equal(skipping, alone(reference, 2, few))
+    assert (model.course.visits, model.course.recompiled) == (5, 0)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("block", [0, 2, 4])
+def test_an_error_of_one_call_ends_all(model: Model, failing: int, block: int) -> None:
+    calls = [partial(model.call, seed, fail_at=block if seed == failing else None) for seed in range(3)]
+    model.course.begin(1)
+    with pytest.raises(ValueError, match=f"block {block} failed") as raised:
+        model.lockstep.run(calls)
+    model.course.close(raised.value)
+    assert not lanes()
+    assert not model.engine.running
+    assert not model.lockstep.has_thread()
+
+
+def test_threads_have_the_modes_and_context_variables_of_the_caller(model: Model) -> None:
+    ROOM.set("ours")
+    model.course.begin(1)
+    with torch.inference_mode():
+        model.lockstep.run([partial(model.call, 0), partial(model.call, 1)])
+    model.course.close()
+    assert model.modes == [(True, "ours")] * 2
+    assert not model.lockstep.enter(0), "outside a call nothing waits"

@@ -1,0 +1,85 @@
+"""Policies chosen from a measured model call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from wanstream.plan import MeasuredBlocks, choose_measured
+from wanstream.schema import OffloadPolicy, StepRecord
+
+MB = 10**6
+BLOCKS = MeasuredBlocks(
+    stack="model",
+    blocks=20,
+    stored_bytes=100 * MB,
+    buffer_bytes=100 * MB,
+    outside_bytes=50 * MB,
+    decodes=False,
+    has_bus=True,
+)
+LAYERWISE = OffloadPolicy.layerwise(1)
+
+
+def call(*, visit_s: float, copy_gb_per_s: float = 20, disk_gb_per_s: float = 2) -> StepRecord:
+    """Return the record of a call of 20 visits that has read and copied every block."""
+    nbytes = BLOCKS.blocks * BLOCKS.stored_bytes
+    return StepRecord(
+        index=0,
+        expert="model",
+        sigma=1.0,
+        wall_s=20 * visit_s,
+        compute_s=20 * visit_s,
+        stall_s=0.0,
+        bytes_moved=nbytes,
+        read_bytes=nbytes,
+        copied_bytes=nbytes,
+        copy_s=nbytes / copy_gb_per_s / 1e9,
+        read_s=nbytes / disk_gb_per_s / 1e9,
+    )
+
+
+def choose(record: StepRecord, *, vram: float, ram: float, blocks: MeasuredBlocks = BLOCKS) -> OffloadPolicy | None:
+    chosen = choose_measured(blocks, record, visits=20, present=LAYERWISE, device_bytes=vram, host_bytes=ram)
+    assert chosen is None or blocks.device_bytes(chosen.policy) <= vram
+    return None if chosen is None else chosen.policy
+
+
+def test_the_smallest_policy_stays_where_transfers_are_hidden() -> None:
+    assert choose(call(visit_s=0.2), vram=1e12, ram=1e12) is None
+
+
+def test_blocks_go_to_ram_where_the_disk_is_slow_and_to_the_device_where_the_bus_is() -> None:
+    slow_disk = choose(call(visit_s=0.02), vram=500 * MB, ram=1e12)
+    assert slow_disk is not None
+    assert (slow_disk.source, slow_disk.ram_blocks) == ("pinned", 20)
+    slow_bus = choose(call(visit_s=0.02, copy_gb_per_s=2.5), vram=1e12, ram=0)
+    assert slow_bus is not None
+    assert slow_bus.source == "file"
+    assert BLOCKS.device_bytes(slow_bus) > 12 * BLOCKS.buffer_bytes
+
+
+@pytest.mark.parametrize("vram", [350 * MB, 900 * MB, 2000 * MB])
+@pytest.mark.parametrize("ram", [0, 700 * MB])
+def test_policies_stay_within_both_budgets(vram: int, ram: int) -> None:
+    policy = choose(call(visit_s=0.02), vram=vram, ram=ram)
+    assert policy is None or BLOCKS.host_bytes(policy) <= max(ram, 2 * BLOCKS.stored_bytes)
+
+
+def test_on_a_cpu_both_share_the_ram() -> None:
+    on_cpu = replace(BLOCKS, has_bus=False)
+    record = replace(call(visit_s=0.02), copied_bytes=0, copy_s=0.0)
+    policy = choose(record, vram=1e12, ram=800 * MB, blocks=on_cpu)
+    assert policy is not None
+    assert policy.source == "file", "the rate out of RAM was not measured"
+    assert on_cpu.device_bytes(policy) <= 800 * MB
+
+
+def test_a_call_that_moved_nothing_says_nothing() -> None:
+    assert choose(replace(call(visit_s=0.02), bytes_moved=0), vram=1e12, ram=1e12) is None
+
+
+def test_blocks_without_a_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="stored_bytes is 0"):
+        replace(BLOCKS, stored_bytes=0)
