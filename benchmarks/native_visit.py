@@ -54,8 +54,8 @@ class Model(nn.Module):
 @contextmanager
 def hooked(policy: Any) -> Iterator[Any]:
     """Yield a function that computes a number of passes in a run, with the hooks of a sampler's run."""
-    from wanstream.host.comfy.native_model import STACK
-    from wanstream.host.comfy.native_run import NativeRuns
+    from wanstream.host.comfy.native.hooks import NativeRuns
+    from wanstream.host.comfy.native.weights import STACK
     from wanstream.offload import ForwardCourse, Lockstep, attach_offload
     from wanstream.telemetry import Recorder
 

@@ -31,12 +31,12 @@ from ..machine_profile import PROBE_BYTES, load_machine_profile
 from ..workers import WorkerRegistry
 from .guider import ExpertsGuider
 from .guider_session import GuiderSettings
-from .native_patcher import NativePatcher
-from .native_run import last_run, load_native
+from .native.load import last_run, load_native
+from .native.patcher import NativePatcher
+from .native.stream_model import stream_model
 from .patcher import ExpertsModel, ExpertsPatcher, workers_patcher
 from .progress import NodeBar
 from .samplers import FlowSampling, schedule_names, schedule_sigmas
-from .stream_model import stream_model
 from .user_settings import SETTINGS, STRICT, setting_is_on
 
 if TYPE_CHECKING:

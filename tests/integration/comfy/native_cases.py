@@ -26,7 +26,7 @@ from native_patches import PATCHES, Patch, TinyControl, context_windows, node_re
 import nodes
 
 load_pack()
-from wanstream.host.comfy.native_run import load_native  # noqa: E402
+from wanstream.host.comfy.native.load import load_native  # noqa: E402
 from wanstream.offload.engine.run import EngineRun  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
 

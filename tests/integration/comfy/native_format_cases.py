@@ -36,7 +36,7 @@ from native_families import (
 from safetensors.torch import load_file, save_file
 
 load_pack()
-from wanstream.host.comfy.native_run import load_native  # noqa: E402
+from wanstream.host.comfy.native.load import load_native  # noqa: E402
 from wanstream.offload import CheckpointFileError, decode_tensor, read_gguf_header, read_tensors  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
 

@@ -24,7 +24,7 @@ import torch
 from native_cases import LIMITS, Files, halves, told
 from native_families import FAMILIES, Family, sample
 
-from wanstream.host.comfy.native_run import load_native
+from wanstream.host.comfy.native.load import load_native
 from wanstream.schema import OffloadPolicy
 
 FLUX, TEXT_TO_VIDEO = FAMILIES["flux"], FAMILIES["wan_t2v"]

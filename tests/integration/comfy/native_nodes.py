@@ -20,7 +20,7 @@ FOLDER = pathlib.Path(folder_paths.get_folder_paths("diffusion_models")[0])
 def allow_small_models():
     """Lower the thresholds of the pack, which this server may load under any name."""
     for name, module in list(sys.modules.items()):
-        if name.endswith(("host.comfy.native_model", "host.comfy.native.model")):
+        if name.endswith("host.comfy.native.model"):
             module.open_native.__kwdefaults__.update(smallest_block=30_000, smallest_model=1_000)
 
 

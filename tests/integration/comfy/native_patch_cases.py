@@ -30,9 +30,9 @@ from installed_pack import load_pack
 from safetensors.torch import load_file, save_file
 
 load_pack()
-from wanstream.host.comfy.native_model import WEIGHT_DTYPES  # noqa: E402
-from wanstream.host.comfy.native_run import load_native  # noqa: E402
-from wanstream.host.comfy.stream_model import stream_model  # noqa: E402
+from wanstream.host.comfy.native.build import WEIGHT_DTYPES  # noqa: E402
+from wanstream.host.comfy.native.load import load_native  # noqa: E402
+from wanstream.host.comfy.native.stream_model import stream_model  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
 
 POLICY = OffloadPolicy.layerwise(1)

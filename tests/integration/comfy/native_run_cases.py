@@ -27,7 +27,7 @@ from native_families import FAMILIES, Family, sample
 
 load_pack()
 from wanstream.host import current_host  # noqa: E402
-from wanstream.host.comfy.native_run import load_native  # noqa: E402
+from wanstream.host.comfy.native.load import load_native  # noqa: E402
 from wanstream.plan import AutoOffload  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
 

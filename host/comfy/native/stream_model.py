@@ -18,15 +18,17 @@ import comfy.sd
 import torch
 from torch import nn
 
-from ...offload import TensorSource
-from ...plan import BlockKey
-from ...schema import OffloadPolicy
+from ....offload import TensorSource
+from ....plan import BlockKey
+from ....schema import OffloadPolicy
+from ..patcher_memory import PolicyMemory, StreamedPatcher, size
 from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks
-from .native_lanes import KEY
-from .native_model import STACK, WEIGHT_DTYPES, NativeWeights, open_native
-from .native_patcher import COMPILE_KEY, NativePatcher
-from .native_run import native_patcher
-from .patcher_memory import PolicyMemory, StreamedPatcher, size
+from .build import WEIGHT_DTYPES
+from .lanes import KEY
+from .load import native_patcher
+from .model import open_native
+from .patcher import COMPILE_KEY, NativePatcher
+from .weights import STACK, NativeWeights
 
 logger = logging.getLogger("wanstream.memory")
 

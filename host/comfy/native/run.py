@@ -4,125 +4,43 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import comfy.model_management
 import comfy.patcher_extension
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from ...bench import policy_name
-from ...devices import available_bytes, forget, is_out_of_memory, runtime_for, total_bytes
-from ...offload import ForwardCourse, Lockstep
-from ...plan import (
+from ....bench import policy_name
+from ....devices import available_bytes, forget, is_out_of_memory, runtime_for, total_bytes
+from ....offload import ForwardCourse, Lockstep
+from ....plan import (
     AutoOffload,
     Budgets,
-    PassOrders,
-    Visit,
     bytes_to_free,
     choose_measured,
     describe_policy,
     describe_ram,
     next_smaller_policy,
 )
-from ...sampling import InsufficientMemoryError
-from ...schema import OffloadPolicy, Timeline
-from ...telemetry import Recorder
-from ..api import HostApi, ModelRun, current_host
-from ..auto_policy import AVAILABLE_SHARE, smaller_limit
-from ..run_events import SHORT_DTYPES, RunEvents, RunSettings
-from .native_lanes import KEY, Conditions, hindrance
-from .native_model import STACK, NativeWeights, open_native
-from .native_patcher import NativePatcher
+from ....sampling import InsufficientMemoryError
+from ....schema import OffloadPolicy, Timeline
+from ....telemetry import Recorder
+from ...api import HostApi, current_host
+from ...auto_policy import AVAILABLE_SHARE, smaller_limit
+from ...run_events import SHORT_DTYPES, RunEvents, RunSettings
+from .hooks import NativeRuns
+from .lanes import Conditions, hindrance
+from .patcher import NativePatcher
+from .weights import STACK
 
 WRAPPERS = comfy.patcher_extension.WrappersMP
 
 Result = TypeVar("Result")
 
 logger = logging.getLogger("wanstream.host")
-
-
-class NativeRuns:
-    """Hooks of one model, and what its runs have learnt: the order of blocks, and the number of passes and calls.
-
-    Args:
-        weights: weights of the model.
-    """
-
-    def __init__(self, weights: NativeWeights) -> None:
-        self.weights = weights
-        self.orders = PassOrders(blocks=len(weights.blocks))
-        self.passes: dict[Hashable, int] = {}
-        """Forward passes of the last run of a kind."""
-        self.calls: dict[Hashable, int] = {}
-        """Model calls of the last run of a kind."""
-        self.apart: set[Hashable] = set()
-        """Kinds of runs whose conditions ComfyUI computes one after the other, because they do not fit together."""
-        self.chosen: set[Hashable] = set()
-        """Kinds of runs for which an automatic policy was chosen."""
-        self.current: NativeRun | None = None
-        self.last: NativeRun | None = None
-        self._hooks: list[RemovableHandle] = []
-        self._alone: ExitStack | None = None  # the visit of a block that is called outside a run
-
-    def attach(self, diffusion_model: nn.Module) -> None:
-        """Install hooks on the model and its blocks, in the place of those of the last call."""
-        self.detach()
-        self._hooks = [
-            diffusion_model.register_forward_pre_hook(lambda *_: self._begin_pass(), prepend=True),
-            diffusion_model.register_forward_hook(lambda *_: self._end_pass()),
-        ]
-        for index, path in enumerate(self.weights.blocks):
-            # By path, because another node may have put a wrapper in the place of a block.
-            block = diffusion_model.get_submodule(path)
-            self._hooks += [
-                block.register_forward_pre_hook(lambda *_, index=index: self._enter(index), prepend=True),
-                block.register_forward_hook(lambda *_: self._exit(), always_call=True),
-            ]
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-    def _begin_pass(self) -> None:
-        if self.current is not None and not self.current.lockstep.has_thread():
-            self.current.course.begin_pass()
-
-    def _end_pass(self) -> None:
-        if self.current is not None and not self.current.lockstep.has_thread():
-            self.current.course.end_pass()
-
-    def _enter(self, block: int) -> None:
-        if self.current is not None:
-            # Newer versions of ComfyUI look in every layer, 0.3.64 only after a step.
-            comfy.model_management.throw_exception_if_processing_interrupted()
-            if not self.current.lockstep.enter(block):
-                self.current.course.enter(block)
-            return
-        # Some models compute a part of the conditioning with blocks, before the sampler starts.
-        visit = Visit(0, STACK, block)
-        with ExitStack() as entered:
-            run = entered.enter_context(self.weights.loaded_engine.run((visit,)))
-            entered.enter_context(run.visit(*visit))
-            self._alone = entered.pop_all()
-
-    def _exit(self) -> None:
-        if self.current is not None:
-            # Called after a block that could not be entered too.
-            if not self.current.lockstep.has_thread() and self.current.course.in_block:
-                self.current.course.exit()
-        elif self._alone is not None:
-            alone, self._alone = self._alone, None
-            alone.close()
 
 
 class NativeRun:
@@ -384,51 +302,3 @@ def calc_cond_batch(
     if run is None:
         return compute(conditions)
     return run.call(compute, conditions, float(timestep.flatten()[0]), options)
-
-
-def load_native(
-    path: Path,
-    weight_dtype: str,
-    policy: OffloadPolicy | AutoOffload,
-    *,
-    share_visits: bool = False,
-    **limits: int,
-) -> NativePatcher:
-    """Return a MODEL whose blocks stream from a file.
-
-    Args:
-        path, weight_dtype, limits: see `open_native`, which raises the errors.
-        policy: the offload policy; an automatic one is chosen after the first model call of a run.
-        share_visits: conditions that do not fit into one forward pass share each visit of a block.
-    """
-    return native_patcher(open_native(path, weight_dtype, **limits), policy, share_visits=share_visits)
-
-
-def native_patcher(model: Any, policy: OffloadPolicy | AutoOffload, *, share_visits: bool = False) -> NativePatcher:
-    """Return the first MODEL of ComfyUI's `model`, whose `weights` stream; the others are its clones."""
-    runs = model.runs = NativeRuns(model.weights)
-    weakref.finalize(model, runs.detach).atexit = False  # hooks keep the blocks alive
-    management = comfy.model_management
-    patcher = NativePatcher(model, management.get_torch_device(), management.unet_offload_device())
-    patcher.share_visits = share_visits
-    patcher.request(policy)
-    patcher.add_wrapper_with_key(WRAPPERS.SAMPLER_SAMPLE, KEY, sampler_sample)
-    patcher.add_wrapper_with_key(WRAPPERS.CALC_COND_BATCH, KEY, calc_cond_batch)
-    return patcher
-
-
-def last_run(model: object) -> ModelRun:
-    """Return the last run of a MODEL. Raises ValueError for one that does not stream or has not run."""
-    if not isinstance(model, NativePatcher):
-        raise ValueError("this MODEL does not stream: connect that of Load Diffusion Model (streamed) or Stream Model")
-    run: NativeRun | None = model.model.runs.last
-    if run is None or run.timeline is None:
-        raise ValueError("this MODEL has no finished run: connect the LATENT of the sampler that runs it, too")
-    settings = run.settings
-    named = {"Size": settings.size, "Computes in": settings.dtype, "Policy": settings.policy, "LoRA": settings.lora}
-    return ModelRun(
-        timeline=run.timeline,
-        settings={"Model": type(model.model).__name__} | {name: text for name, text in named.items() if text},
-        device=model.load_device,
-        node_id=run.node_id,
-    )

@@ -13,11 +13,11 @@ import comfy.utils
 import torch
 from torch import nn
 
-from ...plan import AutoOffload
-from ...schema import OffloadPolicy
-from .native_model import NativeWeights
-from .patcher_memory import StreamedPatcher
-from .streamed_operations import is_joined
+from ....plan import AutoOffload
+from ....schema import OffloadPolicy
+from ..patcher_memory import StreamedPatcher
+from .layers import is_joined
+from .weights import NativeWeights
 
 EVERYTHING = 1e32
 """Bytes, as in ComfyUI's own requests to load a model whole."""

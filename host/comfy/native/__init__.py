@@ -1,0 +1,1 @@
+"""Native ComfyUI models whose blocks stream."""

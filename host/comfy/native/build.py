@@ -1,0 +1,153 @@
+"""ComfyUI's model of a file, detected, built and loaded so that its tensors refer to the mapped file."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import comfy.model_base
+import comfy.model_detection
+import comfy.model_management
+import comfy.ops
+import comfy.utils
+import torch
+from torch import nn
+
+from ....offload import CheckpointFileError, MappedFile
+from .entries import Dtypes, entries
+from .layers import streamed_operations
+
+WEIGHT_DTYPES: Mapping[str, torch.dtype | None] = {
+    "default": None,
+    "fp8_e4m3fn": torch.float8_e4m3fn,
+    "fp8_e4m3fn_fast": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""Choices of ComfyUI's own loader: None keeps the dtype of the file where the device computes with it."""
+
+QUANTISATION = "_quantization_metadata"
+"""Field of a safetensors file with the format of each quantised layer."""
+
+ARCHITECTURE = "general.architecture"
+"""Field of a GGUF file."""
+
+
+def build_model(path: Path, file: MappedFile, weight_dtype: str) -> tuple[comfy.model_base.BaseModel, Dtypes]:
+    """Return ComfyUI's model of the file, whose tensors refer to the mapped file, and the dtypes that they should have.
+
+    Raises:
+        CheckpointFileError: the file is not a model that ComfyUI detects, or does not fit it.
+    """
+    management = comfy.model_management
+    tensors, metadata = _native_tensors(file)
+    _refuse_unknown_formats(path, tensors, metadata)
+    config = _detect(tensors, metadata)
+    if config is None:
+        converted = comfy.model_detection.convert_diffusers_mmdit(tensors, "")
+        config = None if converted is None else _detect(converted, metadata)
+        if converted is None or config is None:
+            kind = f"a GGUF of {metadata[ARCHITECTURE]!r}, and " if ARCHITECTURE in metadata else ""
+            raise CheckpointFileError(
+                path,
+                f"is {kind}not a diffusion model that this ComfyUI detects: choose another file, or update ComfyUI",
+            )
+        tensors = converted
+    supported = config.supported_inference_dtypes
+    quantised = (config.quant_config if _marks_layers(config) else config.scaled_fp8) is not None
+    dtype = WEIGHT_DTYPES[weight_dtype] or management.unet_dtype(
+        model_params=comfy.utils.calculate_parameters(tensors),
+        supported_dtypes=list(supported),
+        weight_dtype=None if quantised else comfy.utils.weight_dtype(tensors),
+    )
+    cast = management.unet_manual_cast(None if quantised else dtype, management.get_torch_device(), supported)
+    if file.is_packed:  # decoded on arrival, so to the dtype that computes
+        dtype, cast = cast or dtype, None
+    config.set_inference_dtype(dtype, cast)
+    if weight_dtype == "fp8_e4m3fn_fast":
+        config.optimizations["fp8"] = True
+    config.custom_operations = streamed_operations(config.custom_operations or _operations(config, dtype, cast))
+    model = config.get_model(tensors, "")
+    dtypes = {entry.place: entry.tensor.dtype for entry in entries(model.diffusion_model)}
+    with _referring(model.diffusion_model, path, file):
+        try:
+            model.load_model_weights(tensors, "")
+        except RuntimeError as err:  # torch's error for shapes that differ
+            _, *findings = str(err).splitlines()
+            first, more = (findings or [str(err)])[0].strip(), f" ({len(findings)} such findings)" * (len(findings) > 1)
+            raise CheckpointFileError(path, f"does not fit {type(model).__name__}: {first}{more}") from err
+    return model, dtypes
+
+
+@contextmanager
+def _referring(network: nn.Module, path: Path, file: MappedFile) -> Iterator[None]:
+    """Let loading refer to the tensors that it gets, which torch would copy to memory, and ComfyUI in some versions."""
+    load = network.load_state_dict
+
+    def assign(tensors: Mapping[str, torch.Tensor], strict: bool = True, **_: object) -> Any:
+        for name, tensor in tensors.items():
+            if tensor.is_meta and tensor.numel() and file.locate(tensor) is None:
+                reason = "changes when it loads the model, and its values are packed: use the safetensors version"
+                raise CheckpointFileError(path, f"{name} {list(tensor.shape)} is a tensor that ComfyUI {reason}")
+        return load(tensors, strict=strict, assign=True)
+
+    network.load_state_dict = assign  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del network.load_state_dict
+
+
+def _refuse_unknown_formats(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Refuse quantised layers that this ComfyUI does not know: it has no words for them, or takes them for plain."""
+    known = getattr(getattr(comfy, "quant_ops", None), "QUANT_ALGOS", {})
+    formats = {
+        name.removesuffix(".comfy_quant"): json.loads(bytes(marker.tolist())).get("format")
+        for name, marker in tensors.items()
+        if name.endswith(".comfy_quant")
+    }
+    if QUANTISATION in metadata and not known:  # newer versions have turned the text to markers
+        layers = json.loads(metadata[QUANTISATION]).get("layers", {})
+        formats |= {layer: settings.get("format") for layer, settings in layers.items()}
+    for layer, found in formats.items():
+        if found not in known:
+            have = ", ".join(known) or "none of this kind"
+            reason = f"which this ComfyUI does not have (it has {have}): update ComfyUI, or use another file"
+            raise CheckpointFileError(path, f"layer {layer} is quantised as {found}, {reason}")
+
+
+def _native_tensors(file: MappedFile) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return tensors and metadata with the prefix of a whole checkpoint removed and older quantised layers marked."""
+    tensors, metadata = dict(file.tensors), dict(file.metadata)
+    convert = getattr(comfy.utils, "convert_old_quants", None)  # missing in 0.3.64, which has no marked layers
+    if convert is not None:
+        tensors, metadata = convert(tensors, "", metadata=metadata)
+    prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
+    below = comfy.utils.state_dict_prefix_replace(tensors, {prefix: ""}, filter_keys=True)
+    if not below:
+        return tensors, metadata
+    return convert(below, "", metadata=metadata) if convert is not None else (below, metadata)
+
+
+def _detect(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Any:
+    """Return ComfyUI's configuration of the model; None if it detects none."""
+    detect = comfy.model_detection.model_config_from_unet
+    takes_metadata = "metadata" in inspect.signature(detect).parameters
+    return detect(tensors, "", **({"metadata": metadata} if takes_metadata else {}))
+
+
+def _operations(config: Any, dtype: torch.dtype, cast: torch.dtype | None) -> Any:
+    """Return the layers that ComfyUI would choose for this configuration."""
+    if _marks_layers(config):
+        fast = config.optimizations.get("fp8", False)
+        return comfy.ops.pick_operations(dtype, cast, fp8_optimizations=fast, model_config=config)
+    fast = config.optimizations.get("fp8", config.scaled_fp8 is not None)
+    return comfy.ops.pick_operations(dtype, cast, fp8_optimizations=fast, scaled_fp8=config.scaled_fp8)
+
+
+def _marks_layers(config: Any) -> bool:
+    """Return True if this ComfyUI has quantised layers that are marked one by one; 0.3.64 has only fp8 with scales."""
+    return hasattr(type(config), "quant_config")  # of the type: a configuration warns of attributes that it lacks

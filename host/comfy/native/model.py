@@ -1,0 +1,189 @@
+"""Native ComfyUI models whose blocks stay in their file: opening reads headers, and what lies outside the blocks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import comfy.model_base
+import comfy.model_management
+import torch
+from torch import nn
+
+from ....offload import CheckpointFileError, FileTensor, MappedFile, decode_tensor, piece_name, read_tensors
+from ....plan import BlockKey
+from ..patcher_memory import PolicyMemory
+from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks
+from .build import build_model
+from .entries import Dtypes, Entry, dtype_of, entries, parameters
+from .layers import inner_tensors, is_joined, joined
+from .weights import STACK, NativeWeights
+
+LARGE_PARAMETER = 1_000_000
+"""Bytes of the smallest parameter of a block that streams without being the matrix of a Linear: stacks of experts."""
+
+Places: TypeAlias = Mapping[str, FileTensor]
+"""Places of a parameter in its file by piece: the only one has no name."""
+
+
+class _Streamed(NamedTuple):
+    """One streamed parameter of a block."""
+
+    key: BlockKey
+    name: str
+    """Name within the block."""
+    path: str
+    """Key in the state dict of ComfyUI's model."""
+    entry: Entry
+    dtype: torch.dtype
+    """Dtype to compute with."""
+    places: Places
+
+
+def open_native(
+    path: Path,
+    weight_dtype: str = "default",
+    *,
+    smallest_block: int = SMALLEST_BLOCK,
+    smallest_model: int = SMALLEST_MODEL,
+    large_parameter: int = LARGE_PARAMETER,
+) -> comfy.model_base.BaseModel:
+    """Return ComfyUI's model of a file; its `weights` are a `NativeWeights`, its `memory` a `PolicyMemory`.
+
+    Its `stored` are the streamed tensors by their key in the model's state dict, as views of the mapped file; those
+    that are packed in GGUF have no values.
+
+    Args:
+        path: a safetensors or GGUF file.
+        weight_dtype: one of `WEIGHT_DTYPES`.
+        smallest_block: bytes of the smallest block that streams.
+        smallest_model: bytes in blocks of the smallest model that is streamed.
+        large_parameter: see `LARGE_PARAMETER`.
+
+    Raises:
+        CheckpointFileError: the file cannot be read, is not a model that ComfyUI detects, or has no blocks to stream.
+    """
+    file = MappedFile(path)
+    if file.is_packed and weight_dtype != "default":
+        reason = "is a quantised GGUF, whose blocks are decoded to the dtype that computes"
+        raise CheckpointFileError(path, f"{reason}: choose the weight type default instead of {weight_dtype}")
+    model, dtypes = build_model(path, file, weight_dtype)
+    linear: Any = (nn.Linear, model.model_config.custom_operations.Linear)
+    located = {
+        entry.place: places
+        for entry in parameters(model.diffusion_model)
+        if (_is_matrix(entry, linear) or (entry.tensor.dim() > 2 and entry.tensor.nbytes >= large_parameter))
+        and (places := _locate(entry.tensor, file))
+    }
+
+    def matrix_bytes(module: nn.Module) -> int:
+        # Other large parameters stream with the block that they are in, but convolutions alone are not blocks.
+        matrices = (entry.place for entry in parameters(module) if _is_matrix(entry, linear))
+        return sum(place.nbytes for matrix in matrices for place in located.get(matrix, {}).values())
+
+    blocks = find_blocks(model.diffusion_model, matrix_bytes, smallest=smallest_block)
+    nbytes = sum(map(matrix_bytes, blocks.values()))
+    if nbytes < max(1, smallest_model):
+        kind = f"{type(model).__name__} has {len(blocks)} blocks of at least {smallest_block / 1e6:g} MB in its lists"
+        limit = f"with {nbytes / 1e9:.2f} GB, too little to stream (from {smallest_model / 1e9:g} GB on)"
+        raise CheckpointFileError(path, f"{kind}, {limit}: load it with Load Diffusion Model")
+    streamed = list(_streamed(blocks, located, dtypes))
+    _load_others(model, file, streamed, dtypes)
+    model.weights = _weights(path, blocks, streamed, model)
+    model.memory = PolicyMemory(f"blocks of {path.name}")
+    # ComfyUI drops models from its cache without unloading them first.
+    weakref.finalize(model, model.weights.close).atexit = False
+    return model
+
+
+def _load_others(
+    model: comfy.model_base.BaseModel, file: MappedFile, streamed: Sequence[_Streamed], dtypes: Dtypes
+) -> None:
+    """Take the tensors that stream out of the model, and load all others."""
+    model.stored = {each.path: each.entry.tensor for each in streamed}
+    for each in streamed:
+        if is_joined(each.entry.tensor):
+            vars(each.entry.module)["streamed"] = (each.entry.tensor,)
+        each.entry.replace(torch.empty(each.entry.tensor.shape, dtype=each.dtype, device="meta"))
+    absent = {each.entry.place for each in streamed}
+    for entry in [entry for entry in entries(model.diffusion_model) if entry.place not in absent]:
+        _load(entry, file, dtype_of(entry, dtypes))
+
+
+def _weights(
+    path: Path, blocks: Mapping[str, nn.Module], streamed: Iterable[_Streamed], model: nn.Module
+) -> NativeWeights:
+    matrices: dict[BlockKey, dict[str, FileTensor]] = {}
+    quantised: dict[BlockKey, dict[str, torch.Tensor]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for each in streamed:
+        for piece, place in each.places.items():
+            name = piece_name(each.name, piece) if piece else each.name
+            matrices.setdefault(each.key, {})[name] = place
+            # Bytes of a piece are joined to a weight as they are.
+            dtype = place.dtype if piece else each.dtype
+            if dtypes.setdefault(name, dtype) != dtype:
+                found = f"{name} computes in {dtypes[name]} in one block, and in {dtype} in another"
+                raise CheckpointFileError(path, found)
+        if is_joined(each.entry.tensor):
+            quantised.setdefault(each.key, {})[each.name] = each.entry.tensor
+    return NativeWeights(
+        blocks,
+        matrices,
+        dtypes,
+        quantised,
+        outside_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta),
+        device=comfy.model_management.get_torch_device(),
+    )
+
+
+def _streamed(
+    blocks: Mapping[str, nn.Module], located: Mapping[tuple[int, str], Places], dtypes: Dtypes
+) -> Iterator[_Streamed]:
+    for index, (block_path, block) in enumerate(blocks.items()):
+        for module_path, module in block.named_modules():
+            for name, tensor in module.named_parameters(recurse=False):
+                entry = Entry(module, name, tensor)
+                if entry.place in located:
+                    within = f"{module_path}.{name}".lstrip(".")
+                    path = f"diffusion_model.{block_path}.{within}"
+                    dtype = dtype_of(entry, dtypes)
+                    yield _Streamed(BlockKey(STACK, index), within, path, entry, dtype, located[entry.place])
+
+
+def _is_matrix(entry: Entry, linear: Any) -> bool:
+    return entry.tensor.dim() == 2 and isinstance(entry.module, linear)
+
+
+def _locate(tensor: torch.Tensor, file: MappedFile) -> Places:
+    """Return the places of a tensor in the file: its only one, or as bytes those of a quantised weight's large ones."""
+    if not is_joined(tensor):
+        place = file.locate(tensor)
+        return {} if place is None else {"": place}
+    places = {name: file.locate(inner) for name, inner in inner_tensors(tensor).items() if inner.numel() > 1}
+    return {
+        name: replace(place, dtype=torch.uint8, shape=(place.nbytes,))
+        for name, place in places.items()
+        if place is not None
+    }
+
+
+def _load(entry: Entry, file: MappedFile, dtype: torch.dtype) -> None:
+    """Bring a tensor that does not stream into memory, in the dtype that ComfyUI keeps it in."""
+    tensor = entry.tensor
+    if is_joined(tensor):
+        entry.replace(joined(tensor, {name: inner.clone() for name, inner in inner_tensors(tensor).items()}))
+    elif not file.has(tensor):
+        if tensor.is_meta:  # not in the file, which ComfyUI has logged as missing
+            entry.replace(torch.zeros(tensor.shape, dtype=dtype))
+    elif tensor.is_meta:
+        place = file.locate(tensor)
+        assert place is not None, f"{entry.name} is not a number of whole groups"  # refused when it was loaded
+        decoded = torch.empty(tensor.shape, dtype=dtype)
+        decode_tensor(read_tensors({"": place})[""], decoded, packing=place.packing)
+        entry.replace(decoded)
+    else:
+        entry.replace(tensor.to(dtype, copy=True))
