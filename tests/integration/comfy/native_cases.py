@@ -82,6 +82,12 @@ def traffic() -> Iterator[Traffic]:
         yield counted
 
 
+def with_little_room(run: Run, model: Any) -> torch.Tensor:
+    """Sample on a device with room for one condition at a time."""
+    with patch.object(model.model, "memory_required", lambda *_, **__: 1e30):
+        return run(model)
+
+
 def recompiled(model: Any) -> int:
     """Return the recompilations of the last run of a streamed MODEL."""
     return int(model.model.runs.last.recompiled)
@@ -129,12 +135,18 @@ class Files:
         return model
 
     def compare(
-        self, name: str, run: Run, *, form: str = "fp32", policy: str = "layerwise", changed: Family | None = None
+        self, name: str, run: Run, *, form: str = "fp32", policy: str = "layerwise", shared: bool = False
     ) -> dict[str, Any]:
-        """Return what two runs of a streamed model show next to a native one."""
-        family = changed or FAMILIES[name]
+        """Return what two runs of a streamed model show next to a native one.
+
+        With `shared`, both have room for one condition at a time, and ours lets conditions share visits.
+        """
+        family = FAMILIES[name]
+        if shared:
+            run = partial(with_little_room, run)
         expected = run(self.native(family, form))
         model = self.streamed(family, form, policy)
+        model.share_visits = shared
         sizes = block_bytes(model)
         found: dict[str, Any] = {"equal": [], "recompiled": [], "fetches": [], "visits": [], "bytes": []}
         for _ in range(2):
@@ -146,7 +158,8 @@ class Files:
             found["visits"].append(counted.visits)
             found["bytes"].append([counted.nbytes, sum(sizes[block] for block in counted.fetched)])
         model.detach()
-        return {**found, "blocks": len(sizes), "finite": bool(expected.isfinite().all())}
+        notes = model.model.runs.last.notes
+        return {**found, "blocks": len(sizes), "finite": bool(expected.isfinite().all()), "notes": notes}
 
 
 def family_cases(files: Files) -> dict[str, Callable[[], Any]]:
@@ -178,12 +191,6 @@ def sampler_cases(files: Files) -> dict[str, Callable[[], Any]]:
 
 STEPS = 4
 TEXT_TO_VIDEO, FLUX = FAMILIES["wan_t2v"], FAMILIES["flux"]
-
-
-def two_passes(model: Any, family: Family, **settings: Any) -> torch.Tensor:
-    """Sample on a device with room for one condition at a time."""
-    with patch.object(model.model, "memory_required", lambda *_, **__: 1e30):
-        return sample(model, family, **settings)
 
 
 def _advanced(model: Any, family: Family, latent: torch.Tensor, **settings: Any) -> torch.Tensor:
@@ -242,17 +249,19 @@ def run_cases(files: Files) -> dict[str, Callable[[], Any]]:
     """Return cases of other nodes that sample, and of other settings."""
     runs: dict[str, tuple[Family, Run]] = {}
     for family in (TEXT_TO_VIDEO, FLUX):
-        one_pass, passes = partial(sample, family=family), partial(two_passes, family=family)
-        runs[f"denoise 0.5, {family.name}"] = family, partial(one_pass, denoise=0.5, steps=STEPS)
-        runs[f"cfg 1, {family.name}"] = family, partial(one_pass, cfg=1.0)
-        runs[f"two passes per step, {family.name}"] = family, passes
-        runs[f"two passes per step with heun, {family.name}"] = family, partial(passes, sampler="heun")
+        run = partial(sample, family=family)
+        runs[f"denoise 0.5, {family.name}"] = family, partial(run, denoise=0.5, steps=STEPS)
+        runs[f"cfg 1, {family.name}"] = family, partial(run, cfg=1.0)
+        runs[f"two passes per step, {family.name}"] = family, partial(with_little_room, run)
+        heun = partial(with_little_room, partial(run, sampler="heun"))
+        runs[f"two passes per step with heun, {family.name}"] = family, heun
         for guider in ("BasicGuider", "CFGGuider", "DualCFGGuider"):
             runs[f"{guider}, {family.name}"] = family, partial(custom, family=family, guider=guider)
     cases = {}
     for number, (name, (family, run)) in enumerate(runs.items()):
         policy = ("layerwise", "block swap")[number % 2]
         cases[f"run {name}"] = partial(files.compare, family.name, run, policy=policy)
+        cases[f"shared run {name}"] = partial(files.compare, family.name, run, policy=policy, shared=True)
     return {**cases, "two models by turns": partial(halves_case, files)}
 
 
@@ -290,11 +299,11 @@ def _as(kind: type[Family], family: Family) -> Family:
 def patch_cases(files: Files) -> dict[str, Callable[[], Any]]:
     """Return cases of patched models, and of other inputs; each reports if it differs from the plain model."""
 
-    def case(family: Family, changed: Patch, given: Family, policy: str) -> dict[str, Any]:
+    def case(family: Family, changed: Patch, given: Family, policy: str, shared: bool) -> dict[str, Any]:
         def run(model: Any) -> torch.Tensor:
             return sample(changed(model), given, steps=STEPS)
 
-        found, native = files.compare(family.name, run, policy=policy), files.native(family)
+        found, native = files.compare(family.name, run, policy=policy, shared=shared), files.native(family)
         plain, other = sample(native, family, steps=STEPS), run(native)
         return {**found, "effect": plain.shape != other.shape or not torch.equal(plain, other)}
 
@@ -315,7 +324,8 @@ def patch_cases(files: Files) -> dict[str, Callable[[], Any]]:
     cases = {}
     for number, (name, changed, family, given) in enumerate(tried):
         policy = ("layerwise", "block swap")[number % 2]
-        cases[f"patch {name}, {family.name}"] = partial(case, family, changed, given, policy)
+        cases[f"patch {name}, {family.name}"] = partial(case, family, changed, given, policy, False)
+        cases[f"shared patch {name}, {family.name}"] = partial(case, family, changed, given, policy, True)
     return cases
 
 

@@ -153,3 +153,52 @@ def test_a_patched_model_gives_the_same_bits(found: dict[str, Any], case: Case, 
 def test_no_patch_is_left_out(found: dict[str, Any]) -> None:
     there = {name.removeprefix("patch ") for name in found if name.startswith("patch ")}
     assert there == {f"{patch}, {family}" for patch, on in PATCHES.items() for family in on}
+
+
+SHARED = "the conditions share each visit"
+ONE_CONDITION = {"cfg 1", "BasicGuider"}
+HINDERED = {
+    "replaced blocks": "a replacement of dit blocks",
+    "skipped layer": "a replacement of dit blocks",
+    "repeated layer": "a replacement of dit blocks",
+    "first-block cache": "a replacement of dit blocks",
+    "TeaCache": "the diffusion_model wrapper test",
+    "cache of apply_model": None,
+    "cache in a function wrapper": None,
+    "function wrapper": "the model function wrapper",
+    "wrappers": "wrapper test",
+    "regions": None,
+    "control net": "a ControlNet",
+}
+"""Patches with which conditions do not share visits, and the reason. None: they are no passes of their own anyway."""
+
+
+@pytest.mark.parametrize("family", ["wan_t2v", "flux"])
+@pytest.mark.parametrize("run", RUNS + GUIDERS)
+def test_conditions_that_share_visits_give_the_same_bits(case: Case, family: str, run: str) -> None:
+    result = case(f"shared run {run}, {family}")
+    assert result["finite"]
+    assert result["equal"] == [True, True]
+    assert result["recompiled"][1] == 0
+    assert result["notes"] == ([] if run in ONE_CONDITION else [SHARED])
+    once = case(f"run {run}, {family}")["visits"][1]
+    # The first of the runs computes its first call in separate passes, and learns from it.
+    assert result["visits"][1] == (once // 2 if "two passes" in run else once)
+
+
+@pytest.mark.parametrize(("patch", "family"), [(patch, family) for patch, on in PATCHES.items() for family in on])
+def test_a_patched_model_with_shared_visits_gives_the_same_bits(case: Case, patch: str, family: str) -> None:
+    result = case(f"shared patch {patch}, {family}")
+    assert result["finite"]
+    assert result["equal"] == [True, True]
+    if patch not in HINDERED:
+        assert result["notes"] == [SHARED]
+        once = case(f"patch {patch}, {family}")["visits"][1]
+        # ComfyUI never computes the texts of different lengths of Qwen-Image in one pass.
+        assert result["visits"][1] == (once // 2 if family == "qwen_image" else once)
+    elif reason := HINDERED[patch]:
+        (note,) = result["notes"]
+        assert note.startswith("no shared visits, because of ")
+        assert reason in note
+    else:
+        assert result["notes"] == []
