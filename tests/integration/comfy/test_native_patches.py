@@ -148,7 +148,7 @@ def test_compiling_the_whole_model_is_refused(case: Case) -> None:
     ("what", "message"),
     [
         ("small", "WAN21 has 0 blocks of at least 8 MB with 0.00 GB; streaming is for 2 GB and more"),
-        ("small file", "streaming is for 2 GB and more"),
+        ("small file", "too little to stream (from 2 GB on)"),
         ("no lists", "WAN21 has 0 blocks"),
         (
             "quantised",
