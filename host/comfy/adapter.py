@@ -33,7 +33,7 @@ from .guider import ExpertsGuider
 from .guider_session import GuiderSettings
 from .native.load import last_run, load_native
 from .native.patcher import NativePatcher
-from .native.stream_model import stream_model
+from .native.stream_model import ModelStreamer
 from .patcher import ExpertsModel, ExpertsPatcher, workers_patcher
 from .progress import NodeBar
 from .samplers import FlowSampling, schedule_names, schedule_sigmas
@@ -60,6 +60,7 @@ class ComfyHost(HostApi):
         self._ledgers = PhaseRegistry()
         self._events: ServerEvents | None = None
         self.worker_registry = WorkerRegistry()
+        self._streamer = ModelStreamer()
         # Strong references, because ComfyUI's list of loaded models keeps only weak ones.
         self._workers_patcher: ModelPatcher | None = None
         self._patcher: ExpertsPatcher | None = None  # of the open pair
@@ -255,7 +256,7 @@ class ComfyHost(HostApi):
     def stream_model(
         self, model: object, policy: OffloadPolicy | AutoOffload | None, *, share_visits: bool
     ) -> NativePatcher:
-        streamed = stream_model(model, OffloadPolicy.layerwise())
+        streamed = self._streamer.stream(model, OffloadPolicy.layerwise())
         streamed.share_visits = share_visits
         streamed.request(policy or AutoOffload())
         return streamed

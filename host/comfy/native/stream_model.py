@@ -41,35 +41,38 @@ OF_THE_WEIGHTS = frozenset({
 # fmt: on
 """Attributes of a patcher that belong to its weights and their state; all others are carried over."""
 
-_streamed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[NativePatcher]] = weakref.WeakKeyDictionary()
-"""The streamed model of each model: clones of one model share one set of buffers, as they share their weights."""
 
+class ModelStreamer:
+    """Streams MODELs of other loaders. Clones of one MODEL share one set of buffers, as they share their weights."""
 
-def stream_model(model: Any, policy: OffloadPolicy, **limits: int) -> NativePatcher:
-    """Return a MODEL like `model`, with all its patches, whose blocks stream under `policy`.
+    def __init__(self) -> None:
+        self._streamed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[NativePatcher]] = weakref.WeakKeyDictionary()
 
-    Args:
-        model: a MODEL of any loader; it can still be used, and has weights of its own.
-        policy: resident blocks, prefetch depth, and RAM-resident blocks.
-        limits: `smallest_block` and `smallest_model`, as for `open_native`.
+    def stream(self, model: Any, policy: OffloadPolicy, **limits: int) -> NativePatcher:
+        """Return a MODEL like `model`, with all its patches, whose blocks stream under `policy`.
 
-    Raises:
-        ValueError: the model is too small or has no lists of blocks, is quantised in a way that is not known, or has
-            patches that refer to its own modules.
-        OSError: the file of the model cannot be read.
-    """
-    if isinstance(model, NativePatcher):
-        changed: NativePatcher = model.clone()
-        changed.policy = policy
-        return changed
-    if isinstance(model, StreamedPatcher):
-        raise ValueError("this MODEL streams its experts already: set the policy where they are loaded")
-    known = _streamed.get(model.model)
-    source = None if known is None else known()
-    if source is None:
-        source = _open(model, policy, limits)
-        _streamed[model.model] = weakref.ref(source)
-    return _carry_over(model, source, policy)
+        Args:
+            model: a MODEL of any loader; it can still be used, and has weights of its own.
+            policy: resident blocks, prefetch depth, and RAM-resident blocks.
+            limits: `smallest_block` and `smallest_model`, as for `open_native`.
+
+        Raises:
+            ValueError: the model is too small or has no lists of blocks, is quantised in a way that is not known, or
+                has patches that refer to its own modules.
+            OSError: the file of the model cannot be read.
+        """
+        if isinstance(model, NativePatcher):
+            changed: NativePatcher = model.clone()
+            changed.policy = policy
+            return changed
+        if isinstance(model, StreamedPatcher):
+            raise ValueError("this MODEL streams its experts already: set the policy where they are loaded")
+        known = self._streamed.get(model.model)
+        source = None if known is None else known()
+        if source is None:
+            source = _open(model, policy, limits)
+            self._streamed[model.model] = weakref.ref(source)
+        return _carry_over(model, source, policy)
 
 
 class _File(NamedTuple):

@@ -32,9 +32,10 @@ from safetensors.torch import load_file, save_file
 load_pack()
 from wanstream.host.comfy.native.build import WEIGHT_DTYPES  # noqa: E402
 from wanstream.host.comfy.native.load import load_native  # noqa: E402
-from wanstream.host.comfy.native.stream_model import stream_model  # noqa: E402
+from wanstream.host.comfy.native.stream_model import ModelStreamer  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
 
+stream_model = ModelStreamer().stream
 POLICY = OffloadPolicy.layerwise(1)
 SWAP = OffloadPolicy.block_swap(2, prefetch_blocks=1)
 LIMITS = {"smallest_block": 200_000, "smallest_model": 1000}

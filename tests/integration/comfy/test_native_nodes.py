@@ -17,7 +17,7 @@ from wanstream.tools.comfyui import Server
 pytestmark = pytest.mark.comfy
 
 LOADED = """
-from functools import partial
+from functools import partial, partialmethod
 from installed_pack import load_pack
 
 load_pack()
@@ -29,7 +29,7 @@ from wanstream.plan import AutoOffload, OffloadPolicy
 
 limits = {"smallest_block": 0, "smallest_model": 0}
 adapter.load_native = partial(adapter.load_native, **limits)
-adapter.stream_model = partial(adapter.stream_model, **limits)
+adapter.ModelStreamer.stream = partialmethod(adapter.ModelStreamer.stream, **limits)
 family, folder = FAMILIES["flux"], arguments[0]
 folder_paths.folder_names_and_paths["diffusion_models"][0][:] = [folder]
 family.write(f"{folder}/flux1-dev.safetensors", "fp16")
