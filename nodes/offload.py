@@ -13,6 +13,9 @@ from . import sockets
 ALL_BLOCKS = 80
 """Blocks of both experts of A14B."""
 
+MOST_BLOCKS = 200
+"""More blocks than any native model has."""
+
 _SOURCES: dict[str, SourceKind] = {"disk": "file", "RAM": "pinned"}
 
 STREAM_INPUTS: tuple[io.Input, ...] = (
@@ -103,10 +106,10 @@ class WanStreamBlockSwap(io.ComfyNode):
                     "blocks_to_swap",
                     default=20,
                     min=0,
-                    max=40,
+                    max=MOST_BLOCKS,
                     tooltip="Blocks of each expert (of 40) that are fetched in every step. Each block fewer costs "
                     "0.70 GB of device memory in bf16 and saves its copy per step. 40 keeps none, 0 keeps a whole "
-                    "expert: 28 GB.",
+                    "expert: 28 GB. Native models have other numbers of blocks: Flux 57, Qwen-Image 60.",
                 ),
                 *STREAM_INPUTS,
             ],

@@ -152,8 +152,9 @@ def _resident_count(policy: OffloadPolicy, expert: str, blocks: int) -> int:
     if policy.kind == "layerwise":
         return 0
     if policy.blocks_to_swap > blocks:
+        stack = f"{expert} expert" if expert in ("high", "low") else expert
         raise ValueError(
-            f"blocks_to_swap is {policy.blocks_to_swap}, but the {expert} expert has only {blocks} blocks: "
+            f"blocks_to_swap is {policy.blocks_to_swap}, but the {stack} has only {blocks} blocks: "
             f"use {blocks} or less"
         )
     return blocks - policy.blocks_to_swap
