@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 
 from ..distributed import Driver, Pool
 from ..plan import AutoOffload, Machine, OffloadJob
-from ..schema import ExpertShape, ExpertsRef, Mesh, OffloadPolicy, WorkersRef
+from ..schema import ExpertShape, ExpertsRef, Mesh, OffloadPolicy, Timeline, WorkersRef
 from ..telemetry import QueueItemPhases, TelemetryOptions
 from ..wan import ExpertPair
 from .auto_policy import AutoPlanner, PolicyChoice, free_memory, usable_bytes
@@ -47,6 +47,18 @@ class LoadedExperts(NamedTuple):
     pair: ExpertPair
     policy: OffloadPolicy
     device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRun:
+    """Finished run of a native model that streams, by a sampler of the host."""
+
+    timeline: Timeline
+    settings: Mapping[str, str]
+    """Settings as text, by name."""
+    device: torch.device
+    node_id: str | None
+    """Id of the sampler node."""
 
 
 class ProgressBar(Protocol):
@@ -249,7 +261,9 @@ class HostApi(Protocol):
         Raises NeedsComfyUIError if the host has no samplers, and `RequestError` for inputs that the experts refuse.
         """
 
-    def load_model(self, path: Path, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None) -> object:
+    def load_model(
+        self, path: Path, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None, *, share_visits: bool
+    ) -> object:
         """Return a native MODEL whose blocks stream from the file `path`, for the host's own samplers.
 
         Reads the header, and what lies outside the blocks.
@@ -257,21 +271,29 @@ class HostApi(Protocol):
         Args:
             path: a safetensors file that the host's own loader reads too.
             weight_dtype: one of `WEIGHT_DTYPES`.
-            policy: policy of the blocks; the host chooses one for an AutoOffload and for None.
+            policy: policy of the blocks; for an AutoOffload, and for None, it is chosen after the first model call.
+            share_visits: conditions that are computed one after the other share each visit of a block.
 
         Raises NeedsComfyUIError if the host has no native models, `CheckpointFileError` for a file that cannot be
         streamed, and ValueError for a policy that does not fit its blocks.
         """
 
-    def stream_model(self, model: object, policy: OffloadPolicy | AutoOffload | None) -> object:
+    def stream_model(self, model: object, policy: OffloadPolicy | AutoOffload | None, *, share_visits: bool) -> object:
         """Return a MODEL like `model`, with all its patches, whose blocks stream from its file or from RAM.
 
         Args:
             model: a MODEL that any loader has made.
-            policy: as for `load_model`.
+            policy, share_visits: as for `load_model`.
 
         Raises NeedsComfyUIError if the host has no native models, ValueError for a model that cannot be streamed and
         for a policy that does not fit its blocks, and OSError if its file cannot be read.
+        """
+
+    def model_run(self, model: object) -> ModelRun:
+        """Return the last run of a MODEL of `load_model` or `stream_model`.
+
+        Raises NeedsComfyUIError if the host has no native models, and ValueError for a MODEL that does not stream or
+        has not run.
         """
 
     def schedule_names(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..host import ComfyExtension, io
 from .batch_sampler import WanStreamLane, WanStreamLaneLatent, WanStreamLaneSampler
-from .benchmark import REPORT, WanStreamBenchmark
+from .benchmark import REPORT, WanStreamBenchmark, WanStreamModelRun
 from .cache import WanStreamCache, WanStreamCacheCalibration
 from .context_windows import WanStreamContextWindows
 from .decode import WanStreamDecodeVideo, WanStreamSaveVideo, WanStreamVAEDecode
@@ -54,6 +54,7 @@ class WanStreamExtension(ComfyExtension):
             WanStreamVAEDecode,
             WanStreamSaveVideo,
             WanStreamDecodeVideo,
+            WanStreamModelRun,
             WanStreamBenchmark,
             WanStreamCacheCalibration,
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,16 @@ from ..bench import MAX_PREFETCH, MAX_STEPS, Report, TrialMatrix, summary
 from ..host import current_host, io, search_aliases
 from . import sockets
 from .decode import check_name
-from .runs.benchmark import MAX_PAUSE_S, MAX_RUNS, Benchmark, ReportFiles, TrialTimes, measure, named_runs
+from .runs.benchmark import (
+    MAX_PAUSE_S,
+    MAX_RUNS,
+    Benchmark,
+    MeasuredModel,
+    ReportFiles,
+    TrialTimes,
+    measure,
+    named_runs,
+)
 from .runs.run_experts import SamplerRun
 from .sampler import TIMELINE
 
@@ -65,12 +75,12 @@ class WanStreamBenchmark(io.ComfyNode):
     @classmethod
     def execute(
         cls,
-        run: SamplerRun,
+        run: SamplerRun | MeasuredModel,
         filename_prefix: str,
         trace: bool = False,
-        run_b: SamplerRun | None = None,
-        run_c: SamplerRun | None = None,
-        run_d: SamplerRun | None = None,
+        run_b: SamplerRun | MeasuredModel | None = None,
+        run_c: SamplerRun | MeasuredModel | None = None,
+        run_d: SamplerRun | MeasuredModel | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
         matrix = TrialMatrix.parse(*(settings.pop(name) for name in ("policies", "prefetch", "steps")))
@@ -84,6 +94,32 @@ class WanStreamBenchmark(io.ComfyNode):
         chart, text = files.finish(report), summary(report)
         outputs = {TIMELINE: _median_runs(report), REPORT: [text], "text": [text], "images": [files.chart_preview()]}
         return io.NodeOutput(_image(chart), text, ui=outputs)
+
+
+class WanStreamModelRun(io.ComfyNode):
+    """Run of a native model, for the benchmark."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamModelRun",
+            display_name="Run of Streamed Model",
+            category="WanStream/benchmark",
+            **search_aliases("benchmark", "ksampler", "measure", "timing"),
+            description="The last run of a MODEL that streams, by KSampler or another sampler of ComfyUI, for Wan "
+            "Benchmark. It can be reported and compared there, but not repeated.",
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="The MODEL of the sampler, from Load Diffusion Model (streamed) or Stream Model."
+                ),
+                io.Latent.Input("latent", tooltip="The LATENT of the sampler: this node then runs after it."),
+            ],
+            outputs=[sockets.Run.Output(display_name="run")],
+        )
+
+    @classmethod
+    def execute(cls, model: object, latent: Mapping[str, Any]) -> io.NodeOutput:
+        return io.NodeOutput(MeasuredModel(run=current_host().model_run(model), latents=latent["samples"]))
 
 
 def _titles(prompt: Any) -> dict[str, str]:
@@ -112,7 +148,9 @@ def _image(chart: Image.Image) -> torch.Tensor:
 
 
 def _run_input() -> io.Input:
-    return sockets.Run.Input("run", tooltip="From Wan Sampler: the run to measure, and the reference for other runs.")
+    return sockets.Run.Input(
+        "run", tooltip="From Wan Sampler or Run of Streamed Model: the run to measure, and the reference for others."
+    )
 
 
 def _time_inputs() -> list[io.Input]:
@@ -187,7 +225,8 @@ def _other_runs() -> list[io.Input]:
         sockets.Run.Input(
             f"run_{letter}",
             optional=True,
-            tooltip="From another Wan Sampler, to compare. It is repeated and varied like the first run.",
+            tooltip="From another Wan Sampler, or Run of Streamed Model, to compare. A run of Wan Sampler is repeated "
+            "and varied like the first one.",
         )
         for letter in "bcd"
     ]

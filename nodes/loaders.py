@@ -273,8 +273,19 @@ def _strength(name: str) -> io.Float.Input:
 MODEL_POLICY_INPUT = sockets.Policy.Input(
     "policy",
     optional=True,
-    tooltip="Device memory of the blocks, from Wan Layerwise Prefetch or Wan Block Swap. Without a policy, or with Wan "
-    "Auto Offload: layerwise, which takes two buffers of the size of the largest block. chunk_tokens is not used.",
+    tooltip="Device memory of the blocks, from Wan Layerwise Prefetch, Wan Block Swap or Wan Auto Offload. Without it, "
+    "and with Wan Auto Offload: two buffers of the size of the largest block in the first step of the first run, then "
+    "the policy predicted to be the fastest in the free memory. chunk_tokens is not used.",
+)
+
+SHARE_INPUT = io.Boolean.Input(
+    "share_visits",
+    default=False,
+    optional=True,
+    tooltip="On: where ComfyUI computes positive and negative one after the other, because both do not fit into memory "
+    "or have prompts of different lengths, both pass through each block while it is loaded: half the bytes per step, "
+    "the same result. Takes the memory of one more hidden state. Stays off for a run with another node that may count "
+    "passes, such as a step cache, a block replacement or a ControlNet; the sampler then shows the reason.",
 )
 
 
@@ -311,18 +322,23 @@ class WanStreamLoadDiffusionModel(io.ComfyNode):
                     "precision than an fp8_scaled file. fp8_e4m3fn_fast also multiplies in fp8 where the GPU can.",
                 ),
                 MODEL_POLICY_INPUT,
+                SHARE_INPUT,
             ],
             outputs=[io.Model.Output(display_name="model")],
         )
 
     @classmethod
     def execute(
-        cls, unet_name: str, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None = None
+        cls,
+        unet_name: str,
+        weight_dtype: str,
+        policy: OffloadPolicy | AutoOffload | None = None,
+        share_visits: bool = False,
     ) -> io.NodeOutput:
         host = current_host()
         path = host.model_path(unet_name, FOLDERS[0])
         with host.ledger().phase("open", host.device()):
-            return io.NodeOutput(host.load_model(path, weight_dtype, policy))
+            return io.NodeOutput(host.load_model(path, weight_dtype, policy, share_visits=share_visits))
 
     @classmethod
     def fingerprint_inputs(cls, unet_name: str | None = None, **inputs: Any) -> FileVersion | None:
@@ -350,12 +366,15 @@ class WanStreamStreamModel(io.ComfyNode):
                     "its own copy: Load Diffusion Model (streamed) has none.",
                 ),
                 MODEL_POLICY_INPUT,
+                SHARE_INPUT,
             ],
             outputs=[io.Model.Output(display_name="model")],
         )
 
     @classmethod
-    def execute(cls, model: object, policy: OffloadPolicy | AutoOffload | None = None) -> io.NodeOutput:
+    def execute(
+        cls, model: object, policy: OffloadPolicy | AutoOffload | None = None, share_visits: bool = False
+    ) -> io.NodeOutput:
         host = current_host()
         with host.ledger().phase("open", host.device()):
-            return io.NodeOutput(host.stream_model(model, policy))
+            return io.NodeOutput(host.stream_model(model, policy, share_visits=share_visits))

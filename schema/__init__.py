@@ -6,7 +6,7 @@ from .clusters import BUILTIN_CLUSTERS, Cluster, check_address, cluster_named, h
 from .context_windows import BLENDS, ContextWindows, Windows
 from .errors import Cancelled, StateError
 from .mesh import Mesh, MeshError
-from .policy import OffloadPolicy, PolicyKind, Residency, SourceKind, plan_residency, spread_evenly
+from .policy import OffloadPolicy, PolicyKind, Residency, SourceKind, plan_residency, spread_evenly, spread_over_largest
 from .refs import (
     GOALS,
     IN_PROCESS,
@@ -137,5 +137,6 @@ __all__ = [
     "run_phases",
     "second_digits",
     "spread_evenly",
+    "spread_over_largest",
     "together",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -92,10 +92,32 @@ def spread_evenly(residents: int, blocks: int) -> frozenset[int]:
     return frozenset(j * blocks // residents for j in range(residents))
 
 
-def plan_residency(policy: OffloadPolicy, block_counts: Mapping[str, int]) -> tuple[Residency, int]:
+ALIKE = 0.75
+"""Blocks of this share of the largest one's bytes count as equally large."""
+
+
+def spread_over_largest(residents: int, block_bytes: Sequence[int]) -> frozenset[int]:
+    """Return `residents` block numbers: evenly spread ones of the largest blocks, and of smaller ones if all those are.
+
+    A buffer holds one block, so a small resident would waste a part of it, and leave a large block on the bus. Of Flux
+    (19 blocks of 680 MB, 38 of 283 MB) 12 residents save 8.2 of 23.7 GB per step; spread over all blocks, 5.0 GB.
+    """
+    chosen: set[int] = set()
+    while len(chosen) < residents:
+        rest = [block for block in range(len(block_bytes)) if block not in chosen]
+        largest = max(block_bytes[block] for block in rest)
+        alike = [block for block in rest if block_bytes[block] >= ALIKE * largest]
+        chosen |= {alike[place] for place in spread_evenly(min(residents - len(chosen), len(alike)), len(alike))}
+    return frozenset(chosen)
+
+
+def plan_residency(
+    policy: OffloadPolicy, block_counts: Mapping[str, int], block_bytes: Mapping[str, Sequence[int]] | None = None
+) -> tuple[Residency, int]:
     """Return the residents and the number of buffers for stacks of `block_counts[expert]` blocks.
 
-    The number of buffers never exceeds the number of blocks.
+    The number of buffers never exceeds the number of blocks. `block_bytes` has the bytes of each block of an expert;
+    None: all blocks of an expert are equally large.
 
     Raises:
         ValueError: if a stack has no blocks, or fewer than `blocks_to_swap`.
@@ -111,8 +133,10 @@ def plan_residency(policy: OffloadPolicy, block_counts: Mapping[str, int]) -> tu
 
     # `spread_evenly` starts at block 0, so one resident is enough to pin the first block.
     least = 1 if policy.pin_first_block else 0
+    counts = {expert: max(least, _resident_count(policy, expert, blocks)) for expert, blocks in block_counts.items()}
+    sizes = {} if block_bytes is None or policy.pin_first_block else block_bytes
     residents = {
-        expert: spread_evenly(max(least, _resident_count(policy, expert, blocks)), blocks)
+        expert: spread_over_largest(counts[expert], sizes.get(expert, (1,) * blocks))
         for expert, blocks in block_counts.items()
     }
     # Experts take turns, so they share one pool: residents, the block that computes, and those that are prefetched.

@@ -24,7 +24,7 @@ from ...sampling import policy_with_cache
 from ...schema import ExpertsRef, OffloadPolicy
 from ...telemetry import PhaseRegistry, QueueItemPhases
 from ...wan import ExpertPair, ExpertsRegistry, open_pair, open_text_encoder, with_resolved_precision
-from ..api import HostApi, LoadedExperts, ProgressBar
+from ..api import HostApi, LoadedExperts, ModelRun, ProgressBar
 from ..auto_policy import AutoPlanner
 from ..folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, CachedFileNames, OutputFile, diffusers_folders, inside
 from ..machine_profile import PROBE_BYTES, load_machine_profile
@@ -32,7 +32,7 @@ from ..workers import WorkerRegistry
 from .guider import ExpertsGuider
 from .guider_session import GuiderSettings
 from .native_patcher import NativePatcher
-from .native_run import load_native
+from .native_run import last_run, load_native
 from .patcher import ExpertsModel, ExpertsPatcher, workers_patcher
 from .progress import NodeBar
 from .samplers import FlowSampling, schedule_names, schedule_sigmas
@@ -247,15 +247,21 @@ class ComfyHost(HostApi):
         guider.set_conds(positive, negative)
         return guider
 
-    def load_model(self, path: Path, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None) -> NativePatcher:
-        model = load_native(path, weight_dtype, _first_policy(policy))
-        model.model_size()  # raises for a wrong policy here, not later while ComfyUI changes its list of models
-        return model
+    def load_model(
+        self, path: Path, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None, *, share_visits: bool
+    ) -> NativePatcher:
+        return load_native(path, weight_dtype, policy or AutoOffload(), share_visits=share_visits)
 
-    def stream_model(self, model: object, policy: OffloadPolicy | AutoOffload | None) -> NativePatcher:
-        streamed = stream_model(model, _first_policy(policy))
-        streamed.model_size()  # as above
+    def stream_model(
+        self, model: object, policy: OffloadPolicy | AutoOffload | None, *, share_visits: bool
+    ) -> NativePatcher:
+        streamed = stream_model(model, OffloadPolicy.layerwise())
+        streamed.share_visits = share_visits
+        streamed.request(policy or AutoOffload())
         return streamed
+
+    def model_run(self, model: object) -> ModelRun:
+        return last_run(model)
 
     def schedule_names(self) -> list[str]:
         return schedule_names()
@@ -272,11 +278,6 @@ class ComfyHost(HostApi):
         # Opening or closing a pair may have closed another one, which unlocks its pages.
         for patcher in list(self._patchers.values()):
             patcher.memory.count_pins(patcher.weights)
-
-
-def _first_policy(policy: OffloadPolicy | AutoOffload | None) -> OffloadPolicy:
-    """Return the policy with which a native model is opened: the smallest if it may be chosen for its first run."""
-    return policy if isinstance(policy, OffloadPolicy) else OffloadPolicy.layerwise()
 
 
 def _evictable(device: torch.device) -> int:

@@ -85,8 +85,8 @@ class Entry(NamedTuple):
         if self.name in self.module._buffers:
             self.module._buffers[self.name] = tensor
         else:
-            whole = is_joined(tensor)
-            self.module._parameters[self.name] = tensor if whole else nn.Parameter(tensor, requires_grad=False)
+            store: dict[str, Any] = self.module._parameters
+            store[self.name] = tensor if is_joined(tensor) else nn.Parameter(tensor, requires_grad=False)
 
 
 class NativeWeights:
@@ -319,7 +319,7 @@ def _load_others(
     model.stored = {each.path: each.entry.tensor for each in streamed}
     for each in streamed:
         if is_joined(each.entry.tensor):
-            each.entry.module.streamed = (each.entry.tensor,)
+            vars(each.entry.module)["streamed"] = (each.entry.tensor,)
         each.entry.replace(torch.empty(each.entry.tensor.shape, dtype=each.dtype, device="meta"))
     absent = {each.entry.place for each in streamed}
     for entry in [entry for entry in _entries(model.diffusion_model) if entry.place not in absent]:
@@ -477,7 +477,7 @@ def _referring(network: nn.Module, path: Path, file: MappedFile) -> Iterator[Non
                 raise CheckpointFileError(path, f"{name} {list(tensor.shape)} is a tensor that ComfyUI {reason}")
         return load(tensors, strict=strict, assign=True)
 
-    network.load_state_dict = assign  # type: ignore[method-assign]
+    network.load_state_dict = assign  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ from ...plan import AutoOffload
 from ...schema import OffloadPolicy
 from .native_model import NativeWeights
 from .patcher_memory import StreamedPatcher
+from .streamed_operations import is_joined
 
 EVERYTHING = 1e32
 """Bytes, as in ComfyUI's own requests to load a model whole."""
@@ -71,13 +72,13 @@ class NativePatcher(StreamedPatcher):
             try:
                 self.patch_model(load_weights=False)
                 # A compiled module changes the paths of the layers in it, by which patches are found.
-                self._replace({name: module._orig_mod for name, module in compiled.items()})
-                if stale:
-                    self._load_outside(device_to)
-                # Those of ComfyUI's wrapper too, which it installs in a run: our hooks must be outside of all of them.
-                self._replace(compiled)
+                with self._replaced({name: module._orig_mod for name, module in compiled.items()}):
+                    if stale:
+                        self._load_outside(device_to)
                 added = self.load_policy(device_to, extra_memory)
-                self.model.runs.attach(self.model.diffusion_model)
+                # Our hooks must be outside of what is compiled, also where ComfyUI puts it in place for each call only.
+                with self._replaced(compiled):
+                    self.model.runs.attach(self.model.diffusion_model)
                 return added
             except BaseException:
                 self.detach()  # not on ComfyUI's list yet, so ComfyUI would never detach it
@@ -99,6 +100,7 @@ class NativePatcher(StreamedPatcher):
         """Return weights and their patches; those of streamed matrices are views of the file, which take no RAM."""
         patches: dict[str, Any] = super().get_key_patches(filter_prefix)
         stored: Mapping[str, torch.Tensor] = self.model.stored
+        self._refuse_packed("merged")
         for key in patches.keys() & stored.keys():
             (computed, convert), *added = patches[key]
             if computed.dtype != stored[key].dtype:
@@ -111,7 +113,19 @@ class NativePatcher(StreamedPatcher):
         return {key: self.model.stored.get(key, tensor) for key, tensor in state.items()}
 
     def state_dict_for_saving(self, *args: Any, **settings: Any) -> dict[str, torch.Tensor]:
-        """Return all weights with their patches; those of streamed layers are read when they are written."""
+        """Return all weights with their patches; those of streamed layers are read when they are written.
+
+        Raises:
+            ValueError: the file is a GGUF, or a patch is for a quantised weight.
+        """
+        self._refuse_packed("saved")
+        stored: Mapping[str, torch.Tensor] = self.model.stored
+        quantised = [key for key, tensor in stored.items() if is_joined(tensor)]
+        if patched := [key for key in quantised if key in self.patches]:
+            raise ValueError(
+                f"{len(patched)} quantised weights that stream have patches, {patched[0]} and others, and would have "
+                "to be quantised again to be saved: load this model with Load Diffusion Model"
+            )
 
         def put(key: str, dtype: torch.dtype) -> torch.Tensor:
             # ComfyUI returns the weights of its own layers as parameters that call `patch_weight_to_device` when they
@@ -120,7 +134,7 @@ class NativePatcher(StreamedPatcher):
             stored: torch.Tensor = self.model.stored[key]
             return torch.empty(stored.shape, dtype=dtype, device="meta") if is_lazy else stored.to(dtype)
 
-        with self._put(self.model.stored, put):
+        with self._put([key for key in stored if key not in quantised], put), self._as_they_are(quantised):
             state: dict[str, torch.Tensor] = super().state_dict_for_saving(*args, **settings)
         return state
 
@@ -161,7 +175,8 @@ class NativePatcher(StreamedPatcher):
         self.load(device, lowvram_model_memory=EVERYTHING)
         self.model.model_lowvram = True  # `unpatch_model` then removes the patches below
         _move(self.model, device)
-        for path, layer in self._streaming().items():
+        for path, streaming in self._streaming().items():
+            layer: Any = streaming
             casts = hasattr(layer, "comfy_cast_weights")
             for name, _ in layer.named_parameters(recurse=False):
                 key = f"{path}.{name}"
@@ -171,8 +186,8 @@ class NativePatcher(StreamedPatcher):
                     setattr(layer, f"{name}_function", functions)
                 elif functions and _is_patched(layer):
                     raise ValueError(
-                        f"a LoRA or another patch changes {key}, which streams, and its {type(layer).__name__} takes no "
-                        "patches: remove that LoRA, or load this model with Load Diffusion Model"
+                        f"a LoRA or another patch changes {key}, which streams, and its {type(layer).__name__} takes "
+                        "no patches: remove that LoRA, or load this model with Load Diffusion Model"
                     )
             layer.comfy_force_cast_weights = self.force_cast_weights
             if casts and self.force_cast_weights and not hasattr(layer, "prev_comfy_cast_weights"):
@@ -183,9 +198,11 @@ class NativePatcher(StreamedPatcher):
         _, set_function, convert = comfy.model_patcher.get_key_weight(self.model, key)
         return comfy.model_patcher.LowVramPatch(key, self.patches, convert, set_function)
 
-    def _compiled(self) -> dict[str, nn.Module]:
+    def _compiled(self) -> dict[str, Any]:
         """Return the compiled modules by their path, those of object patches and of ComfyUI's wrapper."""
-        found = {name: patch for name, patch in self.object_patches.items() if hasattr(patch, "_orig_mod")}
+        found: dict[str, Any] = {
+            name: patch for name, patch in self.object_patches.items() if hasattr(patch, "_orig_mod")
+        }
         for wrapper in self.get_wrappers(APPLY_MODEL, COMPILE_KEY):
             for value in inspect.getclosurevars(wrapper).nonlocals.values():
                 found |= value if isinstance(value, dict) else {}
@@ -196,8 +213,8 @@ class NativePatcher(StreamedPatcher):
         whole = [name for name in compiled if any(block.startswith(f"{name}.") for block in blocks)]
         if whole:
             raise ValueError(
-                f"{whole[0]} is compiled as a whole, but the weights of its {len(blocks)} blocks change places while it "
-                f"runs: compile the blocks instead ({blocks[0]} and so on), with a node that compiles only them"
+                f"{whole[0]} is compiled as a whole, but the weights of its {len(blocks)} blocks change places while "
+                f"it runs: compile the blocks instead ({blocks[0]} and so on), with a node that compiles only them"
             )
         if force_patch_weights:
             raise ValueError(
@@ -206,10 +223,15 @@ class NativePatcher(StreamedPatcher):
                 "weight by weight"
             )
 
-    def _replace(self, modules: Mapping[str, nn.Module]) -> None:
-        """Put modules at their paths until `unpatch_model`."""
-        for name, module in modules.items():
-            self.object_patches_backup.setdefault(name, comfy.utils.set_attr(self.model, name, module))
+    @contextmanager
+    def _replaced(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Put modules at their paths for as long as the `with` body runs."""
+        before = {name: comfy.utils.set_attr(self.model, name, module) for name, module in modules.items()}
+        try:
+            yield
+        finally:
+            for name, module in before.items():
+                comfy.utils.set_attr(self.model, name, module)
 
     @contextmanager
     def _put(self, keys: Iterable[str], made: Callable[[str, torch.dtype], torch.Tensor]) -> Iterator[None]:
@@ -227,6 +249,26 @@ class NativePatcher(StreamedPatcher):
         finally:
             for store, name, bound in replaced:
                 store[name] = bound
+
+    @contextmanager
+    def _as_they_are(self, quantised: Iterable[str]) -> Iterator[None]:
+        """Let ComfyUI take the stored tensors of these weights, as it does for weights that have their patches."""
+        layers = [self.model.get_submodule(key.rpartition(".")[0]) for key in quantised]
+        for layer in layers:
+            vars(layer)["comfy_patched_weights"] = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.comfy_patched_weights
+
+    def _refuse_packed(self, done: str) -> None:
+        packed = [key for key, tensor in self.model.stored.items() if tensor.is_meta]
+        if packed:
+            raise ValueError(
+                f"{len(packed)} weights of this model are packed (GGUF), {packed[0]} and others, and cannot be {done}: "
+                "use the safetensors version of the model"
+            )
 
 
 def _is_patched(module: nn.Module) -> bool:

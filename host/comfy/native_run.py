@@ -35,7 +35,7 @@ from ...plan import (
 from ...sampling import InsufficientMemoryError
 from ...schema import OffloadPolicy, Timeline
 from ...telemetry import Recorder
-from ..api import HostApi, current_host
+from ..api import HostApi, ModelRun, current_host
 from ..auto_policy import AVAILABLE_SHARE, smaller_limit
 from ..run_events import SHORT_DTYPES, RunEvents, RunSettings
 from .native_lanes import KEY, Conditions, hindrance
@@ -140,6 +140,8 @@ class NativeRun:
         course: the course so far.
         lockstep: conditions that share visits.
         notes: sentences about the run, for its timeline.
+        node_id: id of the sampler node.
+        settings: settings of the run.
         timeline: timeline of the run, after its end.
     """
 
@@ -164,12 +166,13 @@ class NativeRun:
         self._expected = runs.passes.get(kind, steps)
         self.recorder = Recorder(patcher.load_device, observe=host.telemetry_options())
         self.recorder.non_block_bytes = self._weights.outside_bytes
+        self.node_id, self.settings = host.executing_node(), _settings(patcher, shape)
         self.events = RunEvents(
             host.announce,
             prompt_id=host.run_id(),
-            node_id=host.executing_node(),
+            node_id=self.node_id,
             experts=[STACK] * runs.calls.get(kind, steps),
-            settings=_settings(patcher, shape),
+            settings=self.settings,
         )
         self._start(self._expected)
 
@@ -412,3 +415,20 @@ def native_patcher(model: Any, policy: OffloadPolicy | AutoOffload, *, share_vis
     patcher.add_wrapper_with_key(WRAPPERS.SAMPLER_SAMPLE, KEY, sampler_sample)
     patcher.add_wrapper_with_key(WRAPPERS.CALC_COND_BATCH, KEY, calc_cond_batch)
     return patcher
+
+
+def last_run(model: object) -> ModelRun:
+    """Return the last run of a MODEL. Raises ValueError for one that does not stream or has not run."""
+    if not isinstance(model, NativePatcher):
+        raise ValueError("this MODEL does not stream: connect that of Load Diffusion Model (streamed) or Stream Model")
+    run: NativeRun | None = model.model.runs.last
+    if run is None or run.timeline is None:
+        raise ValueError("this MODEL has no finished run: connect the LATENT of the sampler that runs it, too")
+    settings = run.settings
+    named = {"Size": settings.size, "Computes in": settings.dtype, "Policy": settings.policy, "LoRA": settings.lora}
+    return ModelRun(
+        timeline=run.timeline,
+        settings={"Model": type(model.model).__name__} | {name: text for name, text in named.items() if text},
+        device=model.load_device,
+        node_id=run.node_id,
+    )

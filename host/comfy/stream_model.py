@@ -24,19 +24,20 @@ from ...schema import OffloadPolicy
 from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks
 from .native_lanes import KEY
 from .native_model import STACK, WEIGHT_DTYPES, NativeWeights
-from .native_patcher import NativePatcher
+from .native_patcher import COMPILE_KEY, NativePatcher
 from .native_run import load_native, native_patcher
 from .patcher_memory import PolicyMemory, StreamedPatcher, size
 
 logger = logging.getLogger("wanstream.memory")
 
-OF_THE_WEIGHTS = frozenset(
-    ["model", "load_device", "offload_device", "size", "parent", "policy", "weight_inplace_update", "is_injected", "pinned", "backup", "backup_buffers", "object_patches_backup", "hook_backup", "cached_hook_patches", "current_hooks"]
-)
+# fmt: off
+OF_THE_WEIGHTS = frozenset({
+    "model", "load_device", "offload_device", "size", "parent", "policy", "weight_inplace_update", "is_injected",
+    "pinned", "backup", "backup_buffers", "object_patches_backup", "hook_backup", "cached_hook_patches",
+    "current_hooks",
+})
+# fmt: on
 """Attributes of a patcher that belong to its weights and their state; all others are carried over."""
-
-COMPILE_KEY = "torch.compile"
-"""Key of ComfyUI's wrappers that put compiled modules in the place of a model's own."""
 
 _streamed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[NativePatcher]] = weakref.WeakKeyDictionary()
 """The streamed model of each model: clones of one model share one set of buffers, as they share their weights."""
@@ -174,11 +175,11 @@ def _from_memory(
 def _in_memory(model: Any) -> Any:
     """Return a MODEL whose weights are in RAM, unpatched."""
     name = type(model.model).__name__
-    if hasattr(model, "is_dynamic") and model.is_dynamic():  # missing in ComfyUI 0.3.64
+    if getattr(model, "is_dynamic", bool)():  # missing in ComfyUI 0.3.64
         if model.cached_patcher_init is None:
             raise ValueError(
-                f"{name} was loaded by a node that does not name its file, into ComfyUI's dynamic VRAM, which moves the "
-                "weights itself: use Load Diffusion Model (streamed), or start ComfyUI with --disable-dynamic-vram"
+                f"{name} was loaded by a node that does not name its file, into ComfyUI's dynamic VRAM, which moves "
+                "the weights itself: use Load Diffusion Model (streamed), or start ComfyUI with --disable-dynamic-vram"
             )
         model = model.clone(disable_dynamic=True)
     management = comfy.model_management
@@ -188,8 +189,8 @@ def _in_memory(model: Any) -> Any:
         # A Parameter of a subclass has the type of the subclass.
         if type(tensor) is not nn.Parameter or type(tensor.data) is not torch.Tensor:
             raise ValueError(
-                f"{name} is quantised by its loader: {path} is a {type(tensor.data).__name__}, which only that loader's "
-                "layers can read: load the file with Load Diffusion Model (streamed)"
+                f"{name} is quantised by its loader: {path} is a {type(tensor.data).__name__}, which only that "
+                "loader's layers can read: load the file with Load Diffusion Model (streamed)"
             )
         if tensor.device.type != "cpu":
             raise ValueError(
@@ -234,7 +235,8 @@ def _carry_over(model: Any, source: NativePatcher, policy: OffloadPolicy) -> Nat
     """Return a clone of `source` with everything that `model` has beyond its weights."""
     carrier: NativePatcher = source.clone()
     names = vars(carrier).keys() - OF_THE_WEIGHTS
-    vars(carrier).update({name: value for name, value in vars(model).items() if name in names})
+    for name in names & vars(model).keys():
+        setattr(carrier, name, getattr(model, name))
     carrier.policy = policy
     carried: NativePatcher = carrier.clone()
     if any(COMPILE_KEY in wrappers for wrappers in carried.wrappers.values()):

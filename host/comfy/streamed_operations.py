@@ -29,9 +29,10 @@ def _plain(base: Any) -> type:
             if scales:  # a file may lack them, and on `meta` they have no values
                 for name in scales:
                     delattr(self, name)
-                weight, self.weight = self.weight, nn.Parameter(torch.empty(0))
+                weight = self._parameters["weight"]
+                self._parameters["weight"] = nn.Parameter(torch.empty(0))
                 self.reset_parameters()
-                self.weight = weight
+                self._parameters["weight"] = weight
 
     return Linear
 
@@ -77,14 +78,12 @@ def _mixed(base: Any) -> type:
     return Linear
 
 
-def _refer(
-    weight: torch.Tensor, prefix: str, matrices: Mapping[str, torch.Tensor], error_msgs: list[str]
-) -> torch.Tensor:
+def _refer(weight: Any, prefix: str, matrices: Mapping[str, torch.Tensor], error_msgs: list[str]) -> torch.Tensor:
     """Return the weight that was loaded on `meta` with the tensors of the file in its place."""
     key = f"{prefix}weight"
     if not is_joined(weight):
         return nn.Parameter(matrices[key], requires_grad=False)
-    keys = {id(tensor): name for name, tensor in weight.state_dict(key).items()}  # type: ignore[operator]
+    keys = {id(tensor): name for name, tensor in weight.state_dict(key).items()}
     inner = {}
     for name, tensor in inner_tensors(weight).items():
         stored = matrices.get(keys.get(id(tensor), ""))

@@ -19,7 +19,7 @@ from ...sampling import SCHEDULES, schedule_sigmas
 from ...schema import Cancelled, ExpertsRef, OffloadPolicy, StateError
 from ...telemetry import QueueItemPhases
 from ...wan import EmbeddingCache, ExpertPair, ExpertsRegistry, with_resolved_precision
-from ..api import HostApi, LoadedExperts, NeedsComfyUIError, ProgressBar, use_host
+from ..api import HostApi, LoadedExperts, ModelRun, NeedsComfyUIError, ProgressBar, use_host
 from ..auto_policy import AutoPlanner, usable_bytes
 from ..folders import (
     GGUF_FILES,
@@ -256,6 +256,9 @@ class EmbeddedHost(HostApi):
 
     def stream_model(self, *_: object, **__: object) -> object:
         raise NeedsComfyUIError(f"Stream Model {NEEDS_COMFYUI['MODEL']}")
+
+    def model_run(self, *_: object) -> ModelRun:
+        raise NeedsComfyUIError(f"Run of Streamed Model {NEEDS_COMFYUI['MODEL']}")
 
     def schedule_names(self) -> list[str]:
         return list(SCHEDULES)

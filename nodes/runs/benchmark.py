@@ -33,7 +33,7 @@ from ...bench import (
     report_chart,
 )
 from ...distributed import RestartLimitError, WorkerFailedError
-from ...host import OutputFile, current_host, ui
+from ...host import ModelRun, OutputFile, current_host, ui
 from ...host import io as host_io
 from ...offload import InsufficientRamError
 from ...plan import DoesNotFitError, describe_ram
@@ -199,12 +199,36 @@ class BenchmarkRun:
         return Variant(name=self.name, settings=settings, job=job_digest(self.request, self.experts))
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeasuredModel:
+    """Finished run of a native model by a sampler of ComfyUI, which a benchmark can report but not repeat."""
+
+    run: ModelRun
+    latents: torch.Tensor
+    """The sampler's result."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.run.device
+
+    @property
+    def node_id(self) -> str | None:
+        return self.run.node_id
+
+    def variant(self, name: str) -> Variant:
+        """Return the run as a variant with one trial."""
+        latents = self.latents
+        parts = [tensor_digest(part) for part in (latents.unbind() if latents.is_nested else [latents])]
+        trial = Trial(timeline=self.run.timeline, latents=" ".join(parts))
+        return Variant(name=name, settings=self.run.settings, trials=(trial,))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
     """Runs to measure, their matrix of settings and the number of trials."""
 
     title: str
-    runs: Mapping[str, SamplerRun]
+    runs: Mapping[str, SamplerRun | MeasuredModel]
     """Runs by their names in the report."""
     matrix: TrialMatrix
     times: TrialTimes
@@ -224,6 +248,11 @@ class Benchmark:
         """
         candidates = []
         for title, run in self.runs.items():
+            if isinstance(run, MeasuredModel):
+                raise ValueError(
+                    f"{title} is the run of a MODEL by a sampler of ComfyUI, which only that sampler can repeat: set "
+                    "repeats to 1, warmup to 0, trace off, and leave policies, prefetch and steps empty"
+                )
             for setting in self.matrix.settings(run.requested):
                 if isinstance(setting.policy, OffloadPolicy):
                     plan_residency(setting.policy, run.block_counts)
@@ -243,7 +272,9 @@ class Benchmark:
         return candidates
 
 
-def named_runs(runs: Mapping[str, SamplerRun | None], titles: Mapping[str, str]) -> dict[str, SamplerRun]:
+def named_runs(
+    runs: Mapping[str, SamplerRun | MeasuredModel | None], titles: Mapping[str, str]
+) -> dict[str, SamplerRun | MeasuredModel]:
     """Return the connected runs by the titles of their nodes; the name of the input is added to a repeated title."""
     connected = {socket: run for socket, run in runs.items() if run is not None}
     names = {socket: titles.get(run.node_id or "", socket) for socket, run in connected.items()}
@@ -307,8 +338,12 @@ def _empty(benchmark: Benchmark) -> Report:
 
 def _given_variants(benchmark: Benchmark) -> Iterator[Variant]:
     """Yield the given runs as variants with one trial each."""
-    for candidate, run in zip(benchmark.candidates(), benchmark.runs.values(), strict=True):
-        yield _with_trial(candidate.variant(), run)
+    for title, run in benchmark.runs.items():
+        if isinstance(run, MeasuredModel):
+            yield run.variant(title)
+        else:
+            (candidate,) = replace(benchmark, runs={title: run}).candidates()
+            yield _with_trial(candidate.variant(), run)
 
 
 def _run_variant(candidate: BenchmarkRun, benchmark: Benchmark, bar: _TrialBar) -> Iterator[Variant]:

@@ -63,8 +63,8 @@ class BlockPool:
         self.device = device
         self.block_counts = {name: len(stack) for name, stack in stacks.items()}
         self._source, self._sharded = source, sharded
-        self._residency, self._ram_residency, buffers = self._plan_residency(policy)
         self.formats = source.formats
+        self._residency, self._ram_residency, buffers = self._plan_residency(policy)
         lock = runtime_for(device)  # a GPU copies from page-locked memory without blocking the host
         self._patches = StagedPatches(self.formats, lock=lock)
         self._route = Route(source, self.formats, self._patches, device=device, sharded=sharded)
@@ -338,7 +338,11 @@ class BlockPool:
             binding.unbind()
 
     def _plan_residency(self, policy: OffloadPolicy) -> tuple[Residency, RamResidency, int]:
-        residency, buffers = plan_residency(policy, self.block_counts)
+        sizes = {
+            name: [self.formats[BlockKey(name, index)].computed.nbytes for index in range(count)]
+            for name, count in self.block_counts.items()
+        }
+        residency, buffers = plan_residency(policy, self.block_counts, sizes)
         if self._sharded is not None and self._sharded.on_device:  # every shard is resident, whatever the policy says
             policy = OffloadPolicy.layerwise(source="pinned")
         return residency, plan_ram(policy, residency, self.block_counts), buffers

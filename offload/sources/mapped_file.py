@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import mmap
+import os
+import sys
+import warnings
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,16 +17,23 @@ import numpy as np
 import torch
 
 from ..formats.gguf_header import read_gguf_header
+from ..formats.packing import QuantFormat
 from ..formats.safetensors_header import FileTensor, read_header
 
 GGUF = ".gguf"
+
+MAP_NORESERVE = 0x4000
+"""A flag of Linux that Python 3.11 does not name."""
+
+COPIES_WRITES = os.name != "nt"
+"""False on Windows: it reserves the whole size of a mapping whose writes are copied, and files are larger than RAM."""
 
 
 class MappedFile:
     """A safetensors or GGUF file whose tensors can be renamed, sliced along rows and reshaped without reading them.
 
     Plain tensors are views of the mapped file. Pages are read when a tensor is used, and cost no RAM of the process:
-    the system can drop them. A write into a tensor copies its pages, and never reaches the file.
+    the system can drop them. A write into a tensor never reaches the file: it copies the page, or fails on Windows.
 
     Packed tensors of GGUF have the shape of their values, have no values (they are on `meta`), and share one storage,
     in which a view has its place like in the mapped file.
@@ -43,7 +54,7 @@ class MappedFile:
     def __init__(self, path: Path, packed_dtype: torch.dtype = torch.bfloat16) -> None:
         header = read_gguf_header(path) if path.suffix.lower() == GGUF else read_header(path)
         self.metadata: Mapping[str, str] = header.metadata
-        self._memory = np.memmap(path, dtype=np.uint8, mode="c")
+        self._memory = np.frombuffer(_map(path), np.uint8)
         self._start: int = self._memory.ctypes.data
         packed = [tensor for tensor in header.tensors.values() if tensor.packing is not None]
         self.is_packed = bool(packed)
@@ -85,7 +96,7 @@ class MappedFile:
     def has(self, view: torch.Tensor) -> bool:
         """Return True for a tensor of this file, contiguous or not."""
         if view.is_meta:
-            return view.untyped_storage()._cdata == self._values.untyped_storage()._cdata
+            return bool(view.untyped_storage()._cdata == self._values.untyped_storage()._cdata)
         return 0 <= view.data_ptr() - self._start < self._memory.size
 
     def _locate_packed(self, view: torch.Tensor) -> FileTensor | None:
@@ -94,7 +105,7 @@ class MappedFile:
         index = bisect_right(self._starts, view.storage_offset()) - 1
         tensor, start = self._packed[index], view.storage_offset() - self._starts[index]
         packing = tensor.packing
-        assert packing is not None, f"{tensor} is not packed"
+        assert isinstance(packing, QuantFormat), f"{tensor} is not packed in a format of GGUF"
         if start % packing.values or view.numel() % packing.values:
             return None
         offset, nbytes = (count // packing.values * packing.nbytes for count in (start, view.numel()))
@@ -105,5 +116,18 @@ class MappedFile:
         if not values:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         # `frombuffer`, because `view` refuses offsets that are not multiples of the dtype's size, which files may have.
-        flat = torch.frombuffer(self._memory, dtype=tensor.dtype, count=values, offset=tensor.offset)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            flat = torch.frombuffer(self._memory, dtype=tensor.dtype, count=values, offset=tensor.offset)
         return flat.reshape(tensor.shape)
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        if not COPIES_WRITES:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if sys.platform != "linux":
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        # Linux refuses such a mapping of a file that is larger than its RAM, unless nothing is to be reserved for it.
+        flags, access = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+        return mmap.mmap(file.fileno(), 0, flags=flags, prot=access)

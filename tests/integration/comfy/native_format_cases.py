@@ -18,11 +18,22 @@ from typing import Any
 
 import comfy.model_management
 import comfy.ops
+import comfy.sd
 import numpy as np
 import torch
 from installed_pack import load_pack
-from native_families import FAMILIES, SCALED_LAYOUTS, Family, given_configuration, native, sample, write_scaled_fp8
-from safetensors.torch import save_file
+from native_families import (
+    FAMILIES,
+    SCALED_LAYOUTS,
+    Family,
+    given_configuration,
+    load_lora,
+    native,
+    sample,
+    write_lora,
+    write_scaled_fp8,
+)
+from safetensors.torch import load_file, save_file
 
 load_pack()
 from wanstream.host.comfy.native_run import load_native  # noqa: E402
@@ -99,6 +110,55 @@ def mixed(folder: Path, name: str, formats: tuple[str | None, ...]) -> dict[str,
     return compare(path, FAMILIES[name])
 
 
+def saved(folder: Path) -> dict[str, Any]:
+    """Quantised layers that stream, saved, and loaded again by ComfyUI."""
+    path, again, family = folder / "quantised.safetensors", folder / "again.safetensors", FAMILIES["wan_t2v"]
+    write_mixed(family, path, lambda number: ("nvfp4", "float8_e4m3fn", None)[number % 3])
+    expected, model = sample(native(path, family), family), streamed(path, family)
+    with torch.inference_mode():
+        comfy.sd.save_checkpoint(str(again), model)
+    stored, written = load_file(path), load_file(again)
+    found = {
+        "layers": sum(key.endswith(".comfy_quant") for key in stored),
+        "kept": sum(
+            torch.equal(written["model.diffusion_model." + key], stored[key]) for key in quantised_keys(stored)
+        ),
+        "quantised": len(quantised_keys(stored)),
+        "equal": torch.equal(sample(native(again, family), family), expected),
+    }
+    lora = folder / "lora.safetensors"
+    write_lora("lora", lora, {key: tuple(tensor.shape) for key, tensor in family.weights().items()})
+    with torch.inference_mode():
+        try:
+            comfy.sd.save_checkpoint(str(again), load_lora(model, lora))
+        except ValueError as err:
+            found["with a LoRA"] = str(err)
+    return found
+
+
+def quantised_patches(folder: Path) -> dict[str, Any]:
+    """A LoRA on quantised layers that stream, next to the same LoRA on a file with their values."""
+    path, plain, family = folder / "quantised.safetensors", folder / "plain.safetensors", FAMILIES["wan_t2v"]
+    write_mixed(family, path, lambda number: ("nvfp4", "float8_e4m3fn", "mxfp8")[number % 3])
+    network = native(path, family).model.diffusion_model
+    values = {}
+    for name, tensor in network.named_parameters():
+        if not name.endswith("input_scale"):
+            values[name] = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+    save_file({name: tensor.detach().float().contiguous() for name, tensor in values.items()}, plain)
+    lora = folder / "lora.safetensors"
+    write_lora("lora", lora, {key: tuple(tensor.shape) for key, tensor in family.weights().items()})
+    expected = sample(native(plain, family, loras=[lora]), family)
+    model = streamed(path, family)
+    unpatched, patched = sample(model, family), sample(load_lora(model, lora), family)
+    return {"equal": torch.equal(patched, expected), "differ": not torch.equal(patched, unpatched)}
+
+
+def quantised_keys(stored: Mapping[str, torch.Tensor]) -> list[str]:
+    layers = [key.removesuffix(".comfy_quant") for key in stored if key.endswith(".comfy_quant")]
+    return [f"{layer}.weight" for layer in layers] + [f"{layer}.weight_scale" for layer in layers]
+
+
 def unknown_format(folder: Path) -> str:
     path, family = folder / "unknown.safetensors", FAMILIES["wan_t2v"]
     stored = {family.key(name): tensor for name, tensor in family.weights().items()}
@@ -169,6 +229,23 @@ def gguf(folder: Path, name: str, prefix: str = "") -> dict[str, Any]:
         decode_tensor(read_tensors({key: place})[key], plain[key], packing=place.packing)
     save_file(plain, decoded, metadata=family.metadata)
     return compare(path, family, decoded)
+
+
+def gguf_patches(folder: Path) -> dict[str, Any]:
+    """A LoRA on a packed model, and what packed weights cannot do."""
+    family, path, lora = FAMILIES["wan_t2v"], folder / "model.gguf", folder / "lora.safetensors"
+    gguf(folder, "wan_t2v")
+    write_lora("lora", lora, {key: tuple(tensor.shape) for key, tensor in family.weights().items()})
+    expected = sample(native(folder / "decoded.safetensors", family, loras=[lora]), family)
+    model = streamed(path, family)
+    plain, patched = sample(model, family), sample(load_lora(model, lora), family)
+    found: dict[str, Any] = {"equal": torch.equal(patched, expected), "differ": not torch.equal(patched, plain)}
+    for name, method in (("saved", model.state_dict_for_saving), ("merged", model.get_key_patches)):
+        try:
+            method()
+        except ValueError as err:
+            found[name] = str(err)
+    return found
 
 
 def gguf_refusals(folder: Path) -> dict[str, str]:
@@ -362,9 +439,12 @@ def answers(folder: str) -> dict[str, Any]:
         cases |= {f"mixed {name} {kind}": partial(mixed, at, name, (kind,)) for kind in QUANT_ALGOS}
         cases[f"gguf {name}"] = partial(gguf, at, name)
     if QUANT_ALGOS:
+        cases["quantised patches"] = partial(quantised_patches, at)
+        cases["saved"] = partial(saved, at)
         cases["mixed wan_t2v all"] = partial(mixed, at, "wan_t2v", (*QUANT_ALGOS, None, "float8_e4m3fn"))
     cases |= {
         "gguf prefix": partial(gguf, at, "wan_vace", "model.diffusion_model."),
+        "gguf patches": partial(gguf_patches, at),
         "gguf refusals": partial(gguf_refusals, at),
         "unknown format": partial(unknown_format, at),
         "large parameters": partial(large_parameters, at),

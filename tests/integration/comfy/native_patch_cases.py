@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import comfy.hooks
 import comfy.model_management
+import comfy.model_patcher
 import comfy.patcher_extension
 import comfy.sd
 import comfy.utils
@@ -59,7 +60,8 @@ class Side:
         return families.native(self.file(dtype), self.family, weight_dtype=NUMBER_FORMATS[dtype])
 
     def streamed(self, dtype: str, policy: OffloadPolicy = POLICY) -> Any:
-        return load_native(self.file(dtype), NUMBER_FORMATS[dtype], policy, **LIMITS)
+        with families.given_configuration(self.family):
+            return load_native(self.file(dtype), NUMBER_FORMATS[dtype], policy, **LIMITS)
 
     def lora(self, kind: str, *, streamed: bool = False) -> Path:
         """Return a LoRA, of everything or of layers that stream only."""
@@ -90,7 +92,7 @@ def _low_vram(model: Any) -> Any:
 
 
 def kind_case(side: Side, kind: str, dtype: str) -> object:
-    """LoRAs of one kind in one number format; natively baked into fp32, else added to the weights when they are used."""
+    """LoRAs of one kind in one number format; natively baked into fp32, else added when a weight is used."""
     whole = dtype == "fp32"
     # What does not stream is always patched once, when it is loaded, which rounds it differently.
     lora = side.lora(kind, streamed=not whole)
@@ -149,7 +151,10 @@ def foreign_lora_case(side: Side, other: Side) -> object:
     """A LoRA for another architecture, of which ComfyUI loads nothing."""
     lora = other.lora("lora")
     native, ours = (_with_lora(model, lora) for model in (side.native("fp32"), side.streamed("fp32")))
-    return {"patches": [len(native.patches), len(ours.patches)], "equal": torch.equal(*map(side.sample, (native, ours)))}
+    return {
+        "patches": [len(native.patches), len(ours.patches)],
+        "equal": torch.equal(*map(side.sample, (native, ours))),
+    }
 
 
 def _decorated(model: Any) -> tuple[Any, list[str]]:
@@ -195,7 +200,9 @@ def stream_model_case(side: Side) -> object:
     loaders = {
         "file": lambda: side.native("fp32"),
         "fp8 file": lambda: side.native("fp8"),
-        "checkpoint": lambda: comfy.sd.load_checkpoint_guess_config(str(checkpoint), output_vae=False, output_clip=False)[0],
+        "checkpoint": lambda: comfy.sd.load_checkpoint_guess_config(
+            str(checkpoint), output_vae=False, output_clip=False
+        )[0],
         "memory": lambda: _of_unknown_file(side.native("fp32")),
     }
     for name, load in loaders.items():
@@ -214,6 +221,7 @@ def stream_model_case(side: Side) -> object:
             "equal": torch.equal(samples, theirs),
             "calls": [their_calls, calls],
             "attached": ours.get_attachment("test"),
+            "bound": ours.object_patches["diffusion_model.unpatchify"].__self__ is ours.model.diffusion_model,
             "again": [torch.equal(side.sample(again), samples), again.policy == SWAP, again.model is ours.model],
             "other": [torch.equal(side.sample(other), plain), other.model is ours.model],
             "given": [torch.equal(side.sample(given), plain), torch.equal(side.sample(dressed), side.sample(dressed))],
@@ -288,12 +296,14 @@ def cast_merge_case(side: Side) -> object:
     key, network = "diffusion_model.blocks.0.ffn.0.weight", side.native("fp32")
     return {
         "dtypes": [str(model.get_key_patches()[key][0][0].dtype) for model in models],
+        "read": sum(models[1].get_key_patches()[key][0][0] is not view for key, view in models[1].model.stored.items()),
         "equal": torch.equal(*(side.sample(nodes_model_merging.ModelAdd().merge(network, each)[0]) for each in models)),
     }
 
 
 def save_case(side: Side) -> object:
-    """Save Model of models with a LoRA: tensors and bytes of the file, and the anonymous RAM for a plain model."""
+    """Save Model of models without and with a LoRA, byte by byte; the reason where ComfyUI is too old for it."""
+    saves_lazily = hasattr(comfy.model_patcher.ModelPatcher, "state_dict_for_saving")
     found: dict[str, Any] = {}
     for kind, dtype in (("lora", "fp32"), ("diff", "fp32"), ("lora", "fp8"), (None, "bf16")):
         files = []
@@ -303,6 +313,8 @@ def save_case(side: Side) -> object:
                 model = _with_lora(model, side.lora(kind, streamed=dtype != "fp32"))
             side.sample(model, steps=1)
             path = side.folder / f"saved_{load.__name__}.safetensors"
+            if not saves_lazily and load == side.streamed:
+                return _refused(partial(comfy.sd.save_checkpoint, str(path), model))
             comfy.sd.save_checkpoint(str(path), model, metadata={"of": "test"})
             side.sample(model, steps=1)
             files.append(path.read_bytes())
@@ -311,7 +323,10 @@ def save_case(side: Side) -> object:
 
 
 def extract_case(side: Side) -> object:
-    """Extract and Save Lora of the difference of a model with a LoRA and without."""
+    """Extract and Save Lora of the difference of a model with a LoRA and without; the reason where it is refused."""
+    if not hasattr(comfy.model_patcher.ModelPatcher, "state_dict_for_saving"):
+        calc = nodes_lora_extract.calc_lora_model
+        return _refused(lambda: calc(side.streamed("fp32"), 4, "", "", {}, nodes_lora_extract.LORAType.FULL_DIFF))
     results = []
     for load in (side.native, side.streamed):
         model = load("fp32")
@@ -357,8 +372,8 @@ def hooks_case(side: Side) -> object:
                 except ValueError as err:
                     results.append(str(err))
         theirs, ours = results
-        plain = side.sample(side.streamed("fp32"))
-        found[name] = ours if isinstance(ours, str) else [torch.equal(ours, theirs), torch.equal(ours, plain)]
+        found[name] = ours if isinstance(ours, str) else torch.equal(ours, theirs)
+        found[f"{name} change"] = not torch.equal(theirs, side.sample(side.native("fp32")))
     return found
 
 
@@ -382,22 +397,29 @@ def compile_case(side: Side) -> object:
             changed.add_object_patch(key, torch.compile(layer, backend=backend, options={"guard_filter_fn": unguarded}))
         return changed
 
-    unguarded = nodes_torch_compile.skip_torch_compile_dict
+    # ComfyUI 0.3.64 has no filter.
+    unguarded = getattr(nodes_torch_compile, "skip_torch_compile_dict", lambda entries: [True] * len(entries))
     native, streamed, lora = side.native("fp32"), side.streamed("fp32"), side.lora("diff")
     blocks = [f"diffusion_model.blocks.{i}" for i in range(len(streamed.model.weights.blocks))]
     plain, changed = side.sample(native), side.sample(_with_lora(native, lora))
     found: dict[str, Any] = {}
     for name, compiled in {"wrapper": by_wrapper, "object patches": by_patches}.items():
-        torch._dynamo.reset()
-        graphs.clear()
-        ours = compiled(streamed, *blocks)
-        results = [side.sample(ours), side.sample(_with_lora(ours, lora)), side.sample(ours), side.sample(streamed)]
+        counts = []
+        models = [(model, _with_lora(model, lora)) for model in (native, streamed)]
+        pairs = [[compiled(model, *blocks) for model in pair] for pair in models]
+        for one, _ in pairs:
+            torch._dynamo.reset()
+            graphs.clear()
+            first = side.sample(one)
+            counts.append(len(graphs))
+        ours, ours_changed = pairs[1]
+        results = [first, side.sample(ours), side.sample(streamed), side.sample(ours)]
         course = ours.model.runs.course
         found[name] = {
-            "equal": [float((result - plain).abs().max()) for result in (results[0], results[2], results[3])],
-            "with a LoRA": float((results[1] - changed).abs().max()),
-            "graphs": len(graphs),
-            "visits": [course.visits, course.fetches, course.passes],
+            "equal": [torch.equal(result, plain) for result in results],
+            "with a LoRA": torch.equal(side.sample(ours_changed), changed),
+            "graphs": counts,
+            "visits": [course.visits, course.fetches, course.recompiled],
             "whole": _refused(lambda compiled=compiled: side.sample(compiled(streamed, "diffusion_model"))),
         }
     (node,) = nodes_torch_compile.TorchCompileModel.execute(streamed, "inductor").args
@@ -456,7 +478,7 @@ def answers(folder: str) -> dict[str, object]:
                 for side in (wan, flux)
                 for kind in families.LORAS
                 for dtype in NUMBER_FORMATS
-                if kind != "offset" or side is flux
+                if (kind in ("lora", "offset") or dtype == "fp32" if side is flux else kind != "offset")
             },
             **{
                 name.removesuffix("_case"): partial(case, wan)

@@ -81,6 +81,31 @@ def test_gguf_is_the_decoded_file_loaded_by_comfyui(case: Case, name: str) -> No
     assert result["equal"] == [True] * 4
 
 
+def test_quantised_layers_are_saved_as_they_are_in_the_file(case: Case) -> None:
+    result = case("saved")
+    assert result["layers"] > 20
+    assert result["kept"] == result["quantised"] == 2 * result["layers"]
+    assert result["equal"]
+    assert "Load Diffusion Model" in result["with a LoRA"]
+
+
+def test_a_lora_is_added_to_the_values_of_quantised_layers(case: Case) -> None:
+    result = case("quantised patches")
+    assert result["differ"]
+    assert result["equal"]
+
+
+def test_packed_weights_take_a_lora_and_are_neither_saved_nor_merged(case: Case) -> None:
+    result = case("gguf patches")
+    assert result["differ"]
+    assert result["equal"]
+    for done in ("saved", "merged"):
+        assert (
+            f"packed (GGUF), diffusion_model.blocks.0.self_attn.q.weight and others, and cannot be {done}"
+            in result[done]
+        )
+
+
 def test_large_parameters_of_a_block_stream_with_its_matrices(case: Case) -> None:
     result = case("large parameters")
     assert result["equal"] == [True] * 4

@@ -24,8 +24,9 @@ SNAPSHOT = {
     ),
     "WanStreamOneExpert": ("file compute_dtype storage attention compile arithmetic", "WANSTREAM_EXPERTS"),
     "WanStreamLora": ("experts high_noise low_noise strength_high strength_low", "WANSTREAM_EXPERTS"),
-    "WanStreamLoadDiffusionModel": ("unet_name weight_dtype policy", "MODEL"),
-    "WanStreamStreamModel": ("model policy", "MODEL"),
+    "WanStreamLoadDiffusionModel": ("unet_name weight_dtype policy share_visits", "MODEL"),
+    "WanStreamStreamModel": ("model policy share_visits", "MODEL"),
+    "WanStreamModelRun": ("model latent", "WANSTREAM_RUN"),
     "WanStreamLayerwise": ("prefetch_blocks weights_source ram_blocks chunk_tokens", "WANSTREAM_POLICY"),
     "WanStreamAutoOffload": ("vram_budget_gb ram_budget_gb", "WANSTREAM_POLICY"),
     "WanStreamBlockSwap": (

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanstream.plan import step_visits
-from wanstream.schema import OffloadPolicy, plan_residency, spread_evenly
+from wanstream.schema import OffloadPolicy, plan_residency, spread_evenly, spread_over_largest
 from wanstream.tests.support.plan_fixtures import buffers_needed
 
 WAN = {"high": 40, "low": 40}
@@ -57,6 +57,32 @@ def test_gaps_between_residents_differ_by_one_at_most(blocks: int, data: st.Data
     assert len(residents) == count
     assert residents[0] == 0
     assert max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes", "blocks"),
+    [
+        (2, [10, 10, 10, 10], {0, 2}),
+        (2, [10, 10, 10, 10, 4, 4, 4, 4], {0, 2}),
+        (6, [10, 10, 10, 10, 4, 4, 4, 4], {0, 1, 2, 3, 4, 6}),
+        (1, [4, 10, 4], {1}),
+        (2, [8, 10, 8, 10], {0, 2}),  # alike
+        (3, [1, 2, 4], {0, 1, 2}),
+        (0, [1, 2], set()),
+    ],
+)
+def test_residents_are_the_largest_blocks(count: int, sizes: list[int], blocks: set[int]) -> None:
+    assert spread_over_largest(count, sizes) == blocks
+    policy = OffloadPolicy.block_swap(len(sizes) - count)
+    residency, buffers = plan_residency(policy, {"model": len(sizes)}, {"model": sizes})
+    assert residency.residents == {"model": blocks}
+    assert buffers == plan_residency(policy, {"model": len(sizes)})[1]
+
+
+def test_a_pinned_first_block_is_resident_even_if_it_is_small() -> None:
+    policy = replace(OffloadPolicy.block_swap(2), pin_first_block=True)
+    residency, _ = plan_residency(policy, {"model": 4}, {"model": [1, 9, 9, 9]})
+    assert 0 in residency.residents["model"]
 
 
 @settings(deadline=None)

@@ -57,6 +57,19 @@ def plainly(stacks: Stacks, steps: Sequence[str] = STEPS) -> torch.Tensor:
     return value
 
 
+def test_the_largest_blocks_are_resident() -> None:
+    widths = [16, 32, 16, 32, 16]
+    blocks = [nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8)) for width in widths]
+    policy = OffloadPolicy.block_swap(3)
+    with attach_offload({"model": blocks}, policy=policy, device=CPU, follow_forward=False) as engine, torch.no_grad():
+        with engine.run(step_visits(["model"] * 3, engine.block_counts)) as going:
+            for visit in going.program.visits:
+                with going.visit(*visit):
+                    blocks[visit.block](torch.ones(1, 8))
+    fetched = [fetch.block.block for fetch in going.fetched]
+    assert [fetched.count(block) for block in range(5)] == [3, 1, 3, 1, 3]
+
+
 def test_residents_that_both_keep_are_not_fetched_again(stacks, source):
     expected = plainly(stacks)
     with attach(stacks, OffloadPolicy.resident(), source) as handle:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +16,7 @@ from gguf.quants import quantize
 from safetensors.torch import save_file
 
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
+from wanstream.offload.sources import mapped_file
 from wanstream.offload.sources.file import read_tensors
 from wanstream.offload.sources.mapped_file import MappedFile
 
@@ -74,6 +79,28 @@ def test_a_write_into_a_view_does_not_reach_the_file(plain: MappedFile) -> None:
     before = read(plain, plain.tensors["a"])
     plain.tensors["a"].zero_()
     assert torch.equal(read(plain, plain.tensors["a"]), before)
+
+
+def test_a_read_only_mapping_warns_of_nothing(
+    plain: MappedFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(mapped_file, "COPIES_WRITES", False)
+    again = MappedFile(tmp_path / "plain.safetensors")
+    assert torch.equal(again.tensors["a"], plain.tensors["a"])
+    assert not recwarn.list
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the size of the RAM, and needs sparse files")
+def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
+    nbytes = 4 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    header = json.dumps({"a": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+    path = tmp_path / "large.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + nbytes)
+    large = MappedFile(path)
+    assert large.tensors["a"].shape == (nbytes,)
+    assert large.tensors["a"][-1] == 0
 
 
 def test_a_view_of_a_packed_tensor_is_read_from_its_groups(
