@@ -295,13 +295,12 @@ class WanStreamLoadDiffusionModel(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         # Names and choices are those of UNETLoader: a saved graph stays valid when its class is exchanged.
-        names = current_host().model_names(FOLDERS[0])
         return io.Schema(
             node_id="WanStreamLoadDiffusionModel",
             display_name="Load Diffusion Model (streamed)",
             category="WanStream/loaders",
             **search_aliases(
-                *("unet", "unet loader", "low vram", "block swap", "offload", "vace", "animate", "s2v", "humo"),
+                *("unet", "gguf", "unet loader", "low vram", "block swap", "offload", "vace", "animate", "s2v", "humo"),
                 *("flux", "qwen image", "hunyuan video", "ltx"),
             ),
             description="Replaces Load Diffusion Model: blocks stay in their file and are fetched ahead of their use. "
@@ -309,9 +308,9 @@ class WanStreamLoadDiffusionModel(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "unet_name",
-                    options=[name for name in names if not name.lower().endswith(".gguf")],
-                    tooltip="A .safetensors file of diffusion_models. Opening it reads its header and what is outside "
-                    "the blocks, 0.2 to 4.4 % of the file; streamed blocks are read from disk in every step.",
+                    options=current_host().model_names(FOLDERS[0]),
+                    tooltip="A .safetensors or .gguf file of diffusion_models. Opening it reads its header and what is "
+                    "outside the blocks, 0.2 to 4.4 % of the file; streamed blocks are read from disk in every step.",
                 ),
                 io.Combo.Input(
                     "weight_dtype",

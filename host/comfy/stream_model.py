@@ -23,9 +23,9 @@ from ...plan import BlockKey
 from ...schema import OffloadPolicy
 from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks
 from .native_lanes import KEY
-from .native_model import STACK, WEIGHT_DTYPES, NativeWeights
+from .native_model import STACK, WEIGHT_DTYPES, NativeWeights, open_native
 from .native_patcher import COMPILE_KEY, NativePatcher
-from .native_run import load_native, native_patcher
+from .native_run import native_patcher
 from .patcher_memory import PolicyMemory, StreamedPatcher, size
 
 logger = logging.getLogger("wanstream.memory")
@@ -81,7 +81,7 @@ def _open(model: Any, policy: OffloadPolicy, limits: Mapping[str, int]) -> Nativ
     """Return a patcher without patches of the same weights."""
     name, file = type(model.model).__name__, _file_of(model)
     if file is not None:
-        patcher = load_native(file.path, file.weight_dtype, policy, **limits)
+        patcher = native_patcher(open_native(file.path, file.weight_dtype, **limits), policy)
         if _parameter_names(patcher.model) == _parameter_names(model.model):
             logger.info("the blocks of %s stream from %s", name, file.path.name)
             return patcher

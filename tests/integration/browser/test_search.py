@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
 
+from wanstream.nodes import WanStreamExtension
 from wanstream.tools.comfyui import Server
 from wanstream.tools.frontend import opened_frontend
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
+NODES = {node.define_schema().node_id for node in asyncio.run(WanStreamExtension().get_node_list())}
 WORDS = {
     "block swap": "WanStreamBlockSwap",
     "low vram": "WanStreamLayerwise",
@@ -35,6 +38,10 @@ WORDS = {
     "benchmark": "WanStreamBenchmark",
     "load diffusion": "WanStreamExperts",
     "unet": "WanStreamOneExpert",
+    "unet loader": "WanStreamLoadDiffusionModel",
+    "vace": "WanStreamLoadDiffusionModel",
+    "flux": "WanStreamLoadDiffusionModel",
+    "load checkpoint": "WanStreamStreamModel",
 }
 
 # Results of the search in the "Add node" dialog, best first.
@@ -54,7 +61,7 @@ def test_each_word_finds_a_node(browser: Browser, server: Server) -> None:
     missed = {word: found[word][:5] for word, node in WORDS.items() if node not in found[word]}
     assert not missed
     ours = {name for name, node in nodes.items() if node["category"].startswith("WanStream/")}
-    assert len(ours) == 24
+    assert ours == NODES
     assert {nodes[name]["category"].removeprefix("WanStream/") for name in ours} == {
         *("loaders", "offload", "sampling", "video", "benchmark"),
     }

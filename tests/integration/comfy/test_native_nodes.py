@@ -1,13 +1,17 @@
-"""Loader of native models in a real ComfyUI: the schema of its own loader, and its results."""
+"""Loaders of native models in a real ComfyUI: the schema of its own loader, its results, and its templates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from wanstream.host.embedded import sockets_of
+from wanstream.host.embedded.validate import Socket, converted, value_fault
 from wanstream.tools.comfyui import Server
 
 pytestmark = pytest.mark.comfy
@@ -97,10 +101,89 @@ def test_inputs_choices_and_output_are_those_of_comfyuis_own_loader(server: Serv
     assert ours["output"] == own["output"] == ["MODEL"]
     assert _choices(ours, "weight_dtype") == _choices(own, "weight_dtype")
     readable = [name for name in _choices(own, "unet_name") if name.endswith(".safetensors")]
-    assert _choices(ours, "unet_name") == readable != []
+    assert [name for name in _choices(ours, "unet_name") if not name.endswith(".gguf")] == readable != []
 
 
 def _choices(info: dict[str, Any], name: str) -> list[str]:
     """The choices of an input in `/object_info`: nodes of the older kind list them in the place of the type."""
     kind, *options = info["input"]["required"][name]
     return list(kind if isinstance(kind, list) else options[0]["options"])
+
+
+TEMPLATES = """
+from importlib.metadata import distributions
+answer = sorted(
+    str(each.locate_file(file))
+    for each in distributions()
+    if (each.metadata["Name"] or "").startswith("comfyui-workflow-templates")
+    for file in each.files or ()
+    if file.suffix == ".json" and file.parent.name == "templates"
+)
+"""
+
+
+def loaders(workflow: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield ComfyUI's own loaders of a canvas file and of its subgraphs."""
+    for graph in (workflow, *workflow.get("definitions", {}).get("subgraphs", ())):
+        yield from (node for node in graph["nodes"] if node["type"] == "UNETLoader")
+
+
+def _faults(node: Mapping[str, Any], sockets: Mapping[str, Socket], outputs: list[str]) -> Iterator[str]:
+    """Yield what a canvas node of our class has that the server's description of the class has not."""
+    for saved in node.get("inputs", ()):
+        if saved["name"] not in sockets or saved["type"] != sockets[saved["name"]].io_type:
+            yield f"input {saved['name']} of type {saved['type']}"
+    if [saved["type"] for saved in node["outputs"]] != outputs:
+        yield f"outputs {node['outputs']}"
+    widgets = [socket for socket in sockets.values() if socket.io_type == "COMBO"]
+    values = node["widgets_values"]
+    if len(values) != len(widgets):
+        yield f"values {values}"
+    for socket, value in zip(widgets, values, strict=False):
+        if socket.name == "unet_name":
+            # The file is not installed here: only its format is checked.
+            if not str(value).endswith((".safetensors", ".sft")):
+                yield f"the file {value}"
+            continue
+        if fault := converted(socket, value)[1] or value_fault(socket, value):
+            yield str(fault["details"])
+
+
+def test_the_loader_can_be_exchanged_in_every_template_of_comfyui(
+    in_comfyui: Callable[..., Any], server: Server
+) -> None:
+    info = server.get("/object_info/WanStreamLoadDiffusionModel")["WanStreamLoadDiffusionModel"]
+    sockets = sockets_of(info["input"])
+    templates, nodes, faults = 0, 0, []
+    for path in map(Path, in_comfyui(TEMPLATES)):
+        workflow = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(workflow, dict) or "nodes" not in workflow:  # a list of templates
+            continue
+        found = list(loaders(workflow))
+        templates += bool(found)
+        nodes += len(found)
+        for node in found:
+            exchanged = {**node, "type": "WanStreamLoadDiffusionModel"}
+            faults += [f"{path.name}: {fault}" for fault in _faults(exchanged, sockets, info["output"])]
+    assert faults == []
+    assert templates > 20
+    assert nodes > templates
+
+
+def test_a_loader_that_does_not_fit_would_be_seen(server: Server) -> None:
+    info = server.get("/object_info/WanStreamLoadDiffusionModel")["WanStreamLoadDiffusionModel"]
+    sockets = sockets_of(info["input"])
+    output = {"type": "MODEL"}
+    good = {"inputs": [], "outputs": [output], "widgets_values": ["flux1-dev.safetensors", "default"]}
+    assert list(_faults(good, sockets, info["output"])) == []
+    bad = [
+        {"widgets_values": ["flux1-dev.safetensors", "nf4"]},
+        {"widgets_values": ["flux1-dev.safetensors"]},
+        {"widgets_values": ["flux1-dev.gguf", "default"]},
+        {"outputs": [output, output]},
+        {"inputs": [{"name": "unet", "type": "COMBO"}]},
+        {"inputs": [{"name": "unet_name", "type": "STRING"}]},
+    ]
+    assert [len(list(_faults({**good, **change}, sockets, info["output"]))) for change in bad] == [1] * len(bad)
+    renamed = {name: replace(socket, io_type="STRING") for name, socket in sockets.items()}
+    assert list(_faults(good, renamed, info["output"])) != []

@@ -47,9 +47,9 @@ def host(models: Path) -> Iterator[NativeHost]:
         yield host
 
 
-def test_a_file_is_chosen_as_in_comfyuis_own_loader_and_only_from_formats_that_are_read(host: NativeHost) -> None:
-    name, dtype, _ = WanStreamLoadDiffusionModel.define_schema().inputs
-    assert name.as_dict()["options"] == [FILE, "sub/other.safetensors"]
+def test_a_file_is_chosen_as_in_comfyuis_own_loader_and_gguf_files_too(host: NativeHost) -> None:
+    name, dtype, *_ = WanStreamLoadDiffusionModel.define_schema().inputs
+    assert name.as_dict()["options"] == [FILE, "quantised.gguf", "sub/other.safetensors"]
     assert dtype.as_dict()["options"] == ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"]
 
 
