@@ -28,6 +28,7 @@ import comfy.sd
 import comfy.utils
 import torch
 from comfy.ldm.flux.model import FluxParams
+from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
 from safetensors.torch import save_file
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
@@ -295,6 +296,10 @@ def _camera(positive: bool) -> dict[str, Any]:
     return {**_image_to_video(positive), "camera_conditions": _normal(1, 24, TIME, 8 * HEIGHT, 8 * WIDTH, seed=44)}
 
 
+def _camera_of_a_frame(positive: bool) -> dict[str, Any]:
+    return {**_first_frame(positive), "camera_conditions": _camera(positive)["camera_conditions"]}
+
+
 def _scail(_positive: bool) -> dict[str, Any]:
     return {
         "clip_vision_output": _clip(**CLIP_VISION),
@@ -305,6 +310,14 @@ def _scail(_positive: bool) -> dict[str, Any]:
 
 def _flux(positive: bool) -> dict[str, Any]:
     return {"pooled_output": _normal(1, 768, seed=47 + positive), "guidance": 3.5}
+
+
+def _kontext(positive: bool) -> dict[str, Any]:
+    return {**_flux(positive), "reference_latents": [_normal(1, 16, HEIGHT, WIDTH, seed=48)]}
+
+
+def _hunyuan_text(positive: bool) -> dict[str, Any]:
+    return {"pooled_output": _normal(1, 768, seed=50 + positive), "guidance": 6.0}
 
 
 def _qwen_edit(_positive: bool) -> dict[str, Any]:
@@ -397,11 +410,26 @@ WAN_FAMILIES = (
     _wan_family(
         "wan_camera", "WAN21_Camera", "model.CameraWanModel", channels=32, model_type="camera", conditions=_camera
     ),
+    _wan_family(
+        "wan22_camera",
+        "WAN21_Camera",
+        "model.CameraWanModel",
+        channels=36,
+        model_type="camera_2.2",
+        conditions=_camera_of_a_frame,
+    ),
     _wan_family("wan_scail", "WAN21_SCAIL", "model.SCAILWanModel", channels=20, conditions=_scail),
 )
 
 # ComfyUI 0.3.64 does not read the width of Flux from the file.
 FLUX = {"hidden_size": 128, "num_heads": 1}
+HUNYUAN_NEWER = {
+    "byt5": False,
+    "meanflow": False,
+    "use_cond_type_embedding": False,
+    "vision_in_dim": None,
+    "meanflow_sum": False,
+}
 QWEN = {"num_attention_heads": 1, "joint_attention_dim": 256}
 LTX = {
     "num_attention_heads": 2,
@@ -426,32 +454,35 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *WAN_FAMILIES,
-        Family(
-            name="flux",
-            base="Flux",
-            network="comfy.ldm.flux.model.Flux",
-            settings={
-                "in_channels": 16,
-                "out_channels": 16,
-                "vec_in_dim": 768,
-                "context_in_dim": 4096,
-                "mlp_ratio": 4.0,
-                "depth": 3,
-                "depth_single_blocks": 5,
-                "axes_dim": [16, 56, 56],
-                "theta": 10000,
-                "patch_size": 2,
-                "qkv_bias": True,
-                "guidance_embed": True,
-                **FLUX,
-                **{name: [] for name in ("txt_ids_dims",) if name in FluxParams.__dataclass_fields__},
-            },
-            lists=("double_blocks", "single_blocks"),
-            sizes=((1, 16, HEIGHT, WIDTH),),
-            text=(4096, 12, 12),
-            conditions=_flux,
-            unet_config=FLUX,
-            renames=(("_norm.weight", "_norm.scale"),),
+        *(
+            Family(
+                name=name,
+                base="Flux",
+                network="comfy.ldm.flux.model.Flux",
+                settings={
+                    "in_channels": 16,
+                    "out_channels": 16,
+                    "vec_in_dim": 768,
+                    "context_in_dim": 4096,
+                    "mlp_ratio": 4.0,
+                    "depth": 3,
+                    "depth_single_blocks": 5,
+                    "axes_dim": [16, 56, 56],
+                    "theta": 10000,
+                    "patch_size": 2,
+                    "qkv_bias": True,
+                    "guidance_embed": True,
+                    **FLUX,
+                    **{name: [] for name in ("txt_ids_dims",) if name in FluxParams.__dataclass_fields__},
+                },
+                lists=("double_blocks", "single_blocks"),
+                sizes=((1, 16, HEIGHT, WIDTH),),
+                text=(4096, 12, 12),
+                conditions=conditions,
+                unet_config=FLUX,
+                renames=(("_norm.weight", "_norm.scale"),),
+            )
+            for name, conditions in (("flux", _flux), ("flux_kontext", _kontext))
         ),
         Family(
             name="qwen_image",
@@ -463,6 +494,33 @@ FAMILIES: dict[str, Family] = {
             text=(QWEN["joint_attention_dim"], 12, 9),
             conditions=_qwen_edit,
             unet_config=QWEN,
+        ),
+        Family(
+            name="hunyuan_video",
+            base="HunyuanVideo",
+            network="comfy.ldm.hunyuan_video.model.HunyuanVideo",
+            settings={
+                "in_channels": 16,
+                "out_channels": 16,
+                "vec_in_dim": 768,
+                "context_in_dim": 4096,
+                "hidden_size": 128,
+                "mlp_ratio": 4.0,
+                "num_heads": 1,
+                "depth": 2,
+                "depth_single_blocks": 4,
+                "axes_dim": [16, 56, 56],
+                "theta": 256,
+                "patch_size": [1, 2, 2],
+                "qkv_bias": True,
+                "guidance_embed": True,
+                **{name: value for name, value in HUNYUAN_NEWER.items() if name in HunyuanVideoParams.__annotations__},
+            },
+            lists=("double_blocks", "single_blocks", "txt_in.individual_token_refiner.blocks"),
+            sizes=(_wan(),),
+            text=(4096, 12, 12),
+            conditions=_hunyuan_text,
+            renames=HUNYUAN_KEYS,
         ),
         Family(
             name="hunyuan_video_15",

@@ -18,6 +18,7 @@ INTERLEAVED = {
     "wan22_animate": "b f b b b b b f b b b b",
     "wan22_s2v": "b ai b b ai b b b ai",
     "flux": "d d d s s s s s",
+    "hunyuan_video": "t t d d s s s s",
     "hunyuan_video_15": "t t d d d d",
 }
 """Orders of the blocks of a pass, by one letter of the name of their lists."""

@@ -16,7 +16,8 @@ answer = native_cases.answers(*arguments)
 
 FAMILIES = [
     "wan_t2v", "wan_i2v", "wan22_i2v", "wan22_ti2v", "wan_vace", "wan_vace_twice", "wan22_animate", "wan22_s2v",
-    "wan_humo", "wan_camera", "wan_scail", "flux", "qwen_image", "hunyuan_video_15", "ltx_2",
+    "wan_humo", "wan_camera", "wan22_camera", "wan_scail", "flux", "flux_kontext", "qwen_image", "hunyuan_video",
+    "hunyuan_video_15", "ltx_2",
 ]  # fmt: skip
 NEWER = {"wan_scail", "hunyuan_video_15", "ltx_2"}
 """Families that ComfyUI 0.3.64 does not have."""
