@@ -154,7 +154,6 @@ def _resident_count(policy: OffloadPolicy, expert: str, blocks: int) -> int:
     if policy.blocks_to_swap > blocks:
         stack = f"{expert} expert" if expert in ("high", "low") else expert
         raise ValueError(
-            f"blocks_to_swap is {policy.blocks_to_swap}, but the {stack} has only {blocks} blocks: "
-            f"use {blocks} or less"
+            f"blocks_to_swap is {policy.blocks_to_swap}, but the {stack} has only {blocks} blocks: use {blocks} or less"
         )
     return blocks - policy.blocks_to_swap

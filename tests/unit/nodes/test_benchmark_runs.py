@@ -16,9 +16,10 @@ from wanstream.bench import Report
 from wanstream.bench.trial_matrix import MatrixError, TrialMatrix
 from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.driver.worker_group import WorkerFailedError
+from wanstream.host import ModelRun
 from wanstream.host.embedded.adapter import Folders, NodeProgress
 from wanstream.nodes.runs import benchmark as benchmark_runs
-from wanstream.nodes.runs.benchmark import Benchmark, TrialTimes, measure, named_runs
+from wanstream.nodes.runs.benchmark import Benchmark, MeasuredModel, TrialTimes, measure, named_runs
 from wanstream.nodes.runs.run_experts import SamplerRun
 from wanstream.offload import InsufficientRamError
 from wanstream.plan import AutoOffload, DoesNotFitError
@@ -324,3 +325,35 @@ def test_a_run_on_workers_is_measured_on_the_same_ones() -> None:
     assert ran.workers == {workers}
     (variant,) = report.variants
     assert variant.settings["Workers"] == "4 workers, local: data 2 x cfg 2"
+
+
+def native_run() -> MeasuredModel:
+    run = ModelRun(
+        timeline=result(request()).timeline,
+        settings={"Model": "WAN21", "Policy": "layerwise, 1 ahead"},
+        device=torch.device("cpu"),
+        node_id="ksampler",
+    )
+    return MeasuredModel(run=run, latents=LATENTS)
+
+
+@pytest.mark.usefixtures("progress")
+def test_a_run_of_a_native_model_is_reported_next_to_one_of_wan_sampler() -> None:
+    given = named_runs({"run": sampler_run(), "run_b": native_run()}, {"ksampler": "KSampler"})
+    experts = Experts()
+    report = measured(replace(benchmark(), runs=given), experts)
+    assert experts.calls == []
+    ours, native = report.variants
+    assert (ours.name, native.name) == ("run", "KSampler")
+    assert native.settings["Model"] == "WAN21"
+    assert native.measured == (native_run().run.timeline,)
+    assert native.latents == ours.latents
+
+
+@pytest.mark.usefixtures("progress")
+@pytest.mark.parametrize("again", [{"repeats": 2}, {"warmup": 1}], ids=str)
+def test_a_run_of_a_native_model_cannot_be_repeated(again: dict[str, int]) -> None:
+    experts = Experts()
+    with pytest.raises(ValueError, match="which only that sampler can repeat: set repeats to 1"):
+        measured(replace(benchmark(**again), runs={"KSampler": native_run()}), experts)
+    assert experts.calls == []
