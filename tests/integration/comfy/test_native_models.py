@@ -130,6 +130,9 @@ PATCHES = {
 ALTERNATING = {"first-block cache", "skip-layer guidance"}
 """Passes of these differ from one to the next: each change is found when it comes."""
 
+SKIPPING = {"TeaCache", "cache of apply_model", "cache in a function wrapper"}
+"""Patches that skip whole passes."""
+
 WITHOUT_EFFECT_IN_OLDER = {"attn1 patch", "attn2 patch", "attn1 output patch"}
 """Patches that Wan and Flux ignore in ComfyUI 0.3.64."""
 
@@ -148,7 +151,8 @@ def test_a_patched_model_gives_the_same_bits(found: dict[str, Any], case: Case, 
         assert fetches <= visits + 2 * recompiled
     else:
         assert recompiled == 0
-        assert fetches <= visits
+        # A run of fewer passes than calls ends with blocks fetched ahead, one per buffer.
+        assert fetches <= visits + (2 if patch in SKIPPING else 0)
 
 
 def test_no_patch_is_left_out(found: dict[str, Any]) -> None:
