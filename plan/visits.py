@@ -136,6 +136,8 @@ class PassOrders:
     blocks: int
     """Number of blocks of the stack."""
     seen: tuple[tuple[int, ...], ...] = ()
+    course: tuple[tuple[int, ...], ...] = ()
+    """Orders of all passes of an earlier run like this one, from its first on; empty for a first run."""
 
     @property
     def expected(self) -> tuple[int, ...]:
@@ -149,10 +151,18 @@ class PassOrders:
         latest = tuple(order)
         return replace(self, seen=(latest, *(each for each in self.seen if each != latest))[:REMEMBERED])
 
-    def rest_of(self, visited: Sequence[int]) -> tuple[int, ...]:
-        """Return the predicted rest of a pass: that of the latest order with the same start, else all blocks left."""
+    def order_of(self, number: int) -> tuple[int, ...]:
+        """Return the predicted order of pass `number` of a run, which has not started."""
+        return self.course[number] if number < len(self.course) else self.expected
+
+    def rest_of(self, visited: Sequence[int], number: int = 0) -> tuple[int, ...]:
+        """Return the predicted rest of pass `number` of a run.
+
+        It is that of the same pass of the run before, else of the latest pass, with the same start; else all blocks
+        that are left.
+        """
         start = tuple(visited)
-        for order in self.seen:
+        for order in (*self.course[number : number + 1], *self.seen):
             if order[: len(start)] == start:
                 return order[len(start) :]
         if not start:
@@ -165,7 +175,6 @@ def predict_visits(
     orders: PassOrders, stack: str, visited: Sequence[int], *, passes_after: int, number: int
 ) -> tuple[Visit, ...]:
     """Return the predicted visits of pass `number` after its blocks `visited`, and of `passes_after` more passes."""
-    expected = orders.expected
-    rest = tuple(Visit(number, stack, block) for block in orders.rest_of(visited))
-    later = (Visit(number + 1 + each, stack, block) for each in range(passes_after) for block in expected)
-    return (*rest, *later)
+    rest = tuple(Visit(number, stack, block) for block in orders.rest_of(visited, number))
+    passes = range(number + 1, number + 1 + passes_after)
+    return (*rest, *(Visit(each, stack, block) for each in passes for block in orders.order_of(each)))

@@ -37,6 +37,7 @@ class ForwardCourse:
 
     Attributes:
         orders: orders of the passes so far.
+        course: orders of the passes of this course, each one as far as it went.
         passes: passes of this course that have started.
         recompiled: programs of this course after the first one.
         fetches, visits: those of this course so far, of programs that have ended.
@@ -47,6 +48,7 @@ class ForwardCourse:
         assert not others, f"a course follows one stack, not {list(engine.block_counts)}"
         self.orders = orders or PassOrders(blocks=blocks)
         self.passes = self.recompiled = self.fetches = self.visits = 0
+        self.course: list[tuple[int, ...]] = []
         self._engine = engine
         self._state = CourseState.CLOSED
         self._expected = 0  # passes that were predicted
@@ -85,13 +87,15 @@ class ForwardCourse:
         """
         self._expect("begin", CourseState.CLOSED)
         self.passes = self.recompiled = self.fetches = self.visits = 0
-        self._expected, self._recorder, self._visited = max(1, passes), recorder, []
+        self._expected, self._recorder, self._visited, self.course = max(1, passes), recorder, [], []
         self._start(predict_visits(self.orders, self._stack, (), passes_after=self._expected - 1, number=0))
         self._state = CourseState.BETWEEN
 
     def begin_pass(self) -> None:
         """Start a forward pass; one that has not ended is given up, and its order is not learnt."""
         self._expect("begin_pass", CourseState.BETWEEN, CourseState.IN_PASS)
+        if self._state is CourseState.IN_PASS:
+            self.course.append(tuple(self._visited))
         self.passes += 1
         self._visited = []
         self._state = CourseState.IN_PASS
@@ -124,6 +128,7 @@ class ForwardCourse:
         """End a forward pass and learn its order. Visits that were predicted but did not happen stay fetched."""
         self._expect("end_pass", CourseState.IN_PASS)
         self.orders = self.orders.learn(self._visited)
+        self.course.append(tuple(self._visited))
         self._state = CourseState.BETWEEN
 
     def close(self, error: BaseException | None = None) -> None:

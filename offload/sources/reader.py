@@ -169,7 +169,10 @@ class FileReader:
             except OSError as err:
                 if err.errno == errno.EINVAL and files is self._direct_files:
                     raise _RefusedDirectlyError(err.strerror) from err
-                raise SourceError(_message(piece, position, err.strerror or str(err))) from err
+                reason = err.strerror or str(err)
+                if isinstance(err, FileNotFoundError):
+                    reason += ": put the file back, or choose another one where it is loaded"
+                raise SourceError(_message(piece, position, reason)) from err
             with self._lock:
                 self.bytes_read += count
             # A direct read may end early at any byte, but the next one has to start at a multiple of `step` again.

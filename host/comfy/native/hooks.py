@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Protocol
 
 import comfy.model_management
@@ -29,8 +31,26 @@ class FollowedRun(Protocol):
     """Id of the sampler node."""
 
 
+KINDS = 32
+"""Kinds of runs that are remembered."""
+
+
+@dataclass(kw_only=True)
+class Learnt:
+    """Facts from earlier runs of one kind: the same sampler, number of steps and size."""
+
+    course: tuple[tuple[int, ...], ...] = ()
+    """Order of the blocks in each forward pass of the last run."""
+    calls: int = 0
+    """Model calls of the last run."""
+    apart: bool = False
+    """True if ComfyUI computes its conditions one after the other."""
+    chosen: bool = False
+    """True if an automatic policy was chosen."""
+
+
 class NativeRuns:
-    """Hooks of one model, and what its runs have learnt: the order of blocks, and the number of passes and calls.
+    """Hooks of one model, and what its runs have learnt.
 
     Args:
         weights: weights of the model.
@@ -39,18 +59,19 @@ class NativeRuns:
     def __init__(self, weights: NativeWeights) -> None:
         self.weights = weights
         self.orders = PassOrders(blocks=len(weights.blocks))
-        self.passes: dict[Hashable, int] = {}
-        """Forward passes of the last run of a kind."""
-        self.calls: dict[Hashable, int] = {}
-        """Model calls of the last run of a kind."""
-        self.apart: set[Hashable] = set()
-        """Kinds of runs whose conditions ComfyUI computes one after the other, because they do not fit together."""
-        self.chosen: set[Hashable] = set()
-        """Kinds of runs for which an automatic policy was chosen."""
         self.current: FollowedRun | None = None
         self.last: FollowedRun | None = None
+        self._learnt: OrderedDict[Hashable, Learnt] = OrderedDict()
         self._hooks: list[RemovableHandle] = []
         self._alone: ExitStack | None = None  # the visit of a block that is called outside a run
+
+    def learnt(self, kind: Hashable) -> Learnt:
+        """Return the facts of a kind of runs, which the run corrects; those of the kind unused longest are dropped."""
+        found = self._learnt.setdefault(kind, Learnt())
+        self._learnt.move_to_end(kind)
+        while len(self._learnt) > KINDS:
+            self._learnt.popitem(last=False)
+        return found
 
     def attach(self, diffusion_model: nn.Module) -> None:
         """Install hooks on the model and its blocks, in the place of those of the last call."""

@@ -78,10 +78,10 @@ class NativeRun:
         self.calls = self.passes = self.recompiled = self.visits = self.fetches = 0
         self._runs, self._weights, self._memory = runs, runs.weights, patcher.memory
         self._share, self._device = patcher.share_visits, patcher.load_device
-        self._kind, self._attempts, self._auto = kind, 0, patcher.auto
+        self._learnt, self._attempts, self._auto = runs.learnt(kind), 0, patcher.auto
         self._free_vram = host.free_vram
         self._activation_bytes = int(patcher.memory_required(list(shape)))
-        self._expected = runs.passes.get(kind, steps)
+        self._orders: list[tuple[int, ...]] = []  # of the passes so far
         self.recorder = Recorder(patcher.load_device, observe=host.telemetry_options())
         self.recorder.non_block_bytes = self._weights.outside_bytes
         self.node_id, self.settings = host.executing_node(), _settings(patcher, shape)
@@ -89,10 +89,10 @@ class NativeRun:
             host.announce,
             prompt_id=host.run_id(),
             node_id=self.node_id,
-            experts=[STACK] * runs.calls.get(kind, steps),
+            experts=[STACK] * (self._learnt.calls or steps),
             settings=self.settings,
         )
-        self._start(self._expected)
+        self._start(len(self._learnt.course) or steps)
 
     def follow(self, compute: Callable[[], Result]) -> Result:
         """Return the result of `compute`, the whole sampler; the run ends with it, after an error too."""
@@ -109,7 +109,7 @@ class NativeRun:
             finally:
                 runs.current = None
                 self._close(error)
-            runs.passes[self._kind], runs.calls[self._kind] = self.passes, self.calls
+            self._learnt.course, self._learnt.calls = tuple(self._orders), self.calls
             self.timeline = replace(self.recorder.timeline(), changes=tuple(self.notes))
             self.events.ended(self.timeline)
         return result
@@ -136,8 +136,8 @@ class NativeRun:
             self._make_smaller(message)
         self.calls += 1
         self.events.step(self.recorder.last)
-        if self._auto is not None and self._kind not in self._runs.chosen and not self._attempts:
-            self._runs.chosen.add(self._kind)
+        if self._auto is not None and not self._learnt.chosen and not self._attempts:
+            self._learnt.chosen = True
             self._choose_policy(self._auto)
         return predictions
 
@@ -151,9 +151,7 @@ class NativeRun:
         if not self._shares(computed, conditions, options):
             before = self.course.passes
             predictions = compute(conditions)
-            # Conditions that ComfyUI computes in one forward pass share its visits anyway.
-            if len(computed) > 1 and self.course.passes - before == len(computed):
-                self._runs.apart.add(self._kind)
+            self._learn_apart([conditions[place] for place in computed], self.course.passes - before)
             return predictions
         parts = self.lockstep.run([partial(compute, _only(conditions, place)) for place in computed])
         predictions = list(parts[0])  # with zeros for conditions that are not computed
@@ -162,11 +160,20 @@ class NativeRun:
         return predictions
 
     def _shares(self, computed: Sequence[int], conditions: Conditions, options: dict[str, Any]) -> bool:
-        if not self._share or len(computed) < 2 or self._kind not in self._runs.apart:
+        if not self._share or len(computed) < 2 or not self._learnt.apart:
             return False
         found = hindrance(conditions, options)
         self._note("the conditions share each visit" if found is None else f"no shared visits, because of {found}")
         return found is None
+
+    def _learn_apart(self, conditions: Conditions, passes: int) -> None:
+        """Learn from a call without shared visits whether its conditions were computed one after the other."""
+        entries = sum(len(condition or ()) for condition in conditions)
+        # Conditions that ComfyUI computes in one forward pass share its visits anyway.
+        if len(conditions) > 1 and passes == entries:
+            self._learnt.apart = True
+        elif self._share and len(conditions) > 1 and passes > 1:
+            self._note(f"no shared visits, because ComfyUI computes {entries} conditions in {passes} passes")
 
     def _free(self, budgets: Budgets) -> Budgets:
         """Return the budgets, limited to the memory that is free now and what the weights use already."""
@@ -185,7 +192,8 @@ class NativeRun:
 
     def _start(self, passes: int) -> None:
         engine = self._weights.loaded_engine
-        self.course = ForwardCourse(engine, self._runs.orders)
+        # Of an earlier run of this kind, without the passes that this run has behind it.
+        self.course = ForwardCourse(engine, replace(self._runs.orders, course=self._learnt.course[self.passes :]))
         self.lockstep = Lockstep(self.course, engine.device)
         self._expected = passes
 
@@ -194,7 +202,8 @@ class NativeRun:
         if not self.course.is_open:
             return
         self.course.close(error)
-        self._runs.orders = self.course.orders
+        self._runs.orders = replace(self.course.orders, course=())
+        self._orders += self.course.course
         for figure in ("passes", "recompiled", "visits", "fetches"):
             setattr(self, figure, getattr(self, figure) + getattr(self.course, figure))
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,19 +177,27 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Failing:
-    """Attention patch that raises `error` in its call number `at`."""
+@contextmanager
+def failing(model: Any, error: Callable[[], BaseException], at: int, times: int = 1) -> Iterator[None]:
+    """Raise `error` inside a block, from the pass of one condition through block number `at` on, `times` times."""
+    calls, left = 0, times
 
-    def __init__(self, error: Callable[[], BaseException], at: int, times: int = 1) -> None:
-        self.error, self.at, self.left, self.calls = error, at, times, 0
+    def look(*_: Any) -> None:
+        nonlocal calls, left
+        calls += 1
+        if calls >= at and left:
+            left -= 1
+            raise error()
 
-    def __call__(self, call: dict[str, Any]) -> torch.Tensor:
-        self.calls += 1
-        if self.calls >= self.at and self.left:
-            self.left -= 1
-            raise self.error()
-        x: torch.Tensor = call["x"]
-        return x
+    network = model.model.diffusion_model
+    blocks = [network.get_submodule(path) for path in model.model.weights.blocks]
+    layers = [next(each for each in block.modules() if isinstance(each, torch.nn.Linear)) for block in blocks]
+    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def failed(models: Models, error: Callable[[], BaseException], at: int) -> dict[str, Any]:
@@ -198,11 +206,10 @@ def failed(models: Models, error: Callable[[], BaseException], at: int) -> dict[
     run = partial(sample, family=family, steps=STEPS)
     expected, model = run(models.native(family)), models.streamed(family)
     run(model)
-    failing = model.clone()
-    failing.set_model_attn2_patch(Failing(error, at))
     raised = ""
     try:
-        run(failing)
+        with failing(model, error, at):
+            run(model)
     except BaseException as err:  # noqa: BLE001 - compared by the test
         raised = type(err).__name__
     ended = {"running": model.weights.running, "threads": threads()}
@@ -220,11 +227,10 @@ def short_memory(models: Models, policy: OffloadPolicy, *, times: int, share: bo
     expected, model = run(models.native(family)), models.streamed(family, policy, share=share)
     run(model)
     blocks = len(model.model.weights.blocks)
-    failing = model.clone()
-    failing.set_model_attn2_patch(Failing(out_of_memory, at=3 * blocks, times=times))
     found: dict[str, Any] = {"raised": ""}
     try:
-        found["equal"] = torch.equal(run(failing), expected)
+        with failing(model, out_of_memory, at=3 * blocks, times=times):
+            found["equal"] = torch.equal(run(model), expected)
     except ValueError as err:
         found["raised"] = f"{type(err).__name__}: {err}"
     found |= {"running": model.weights.running, "notes": model.model.runs.last.notes}
@@ -252,8 +258,7 @@ def announced(models: Models) -> dict[str, Any]:
     ):
         for _ in range(2):
             sample(model, family, steps=STEPS, sampler="heun")
-        model.set_model_attn2_patch(Failing(lambda: ValueError("broken"), at=2))
-        with suppress(ValueError):
+        with suppress(ValueError), failing(model, lambda: ValueError("broken"), at=2):
             sample(model, family, steps=STEPS)
     return {
         "names": [name for name, _ in events],

@@ -36,3 +36,14 @@ def test_visits_of_the_pass_and_of_those_after_it() -> None:
         Visit(4, "m", 1),
         Visit(4, "m", 0),
     )
+
+
+def test_a_run_is_expected_to_go_like_the_one_before() -> None:
+    alternating = ((0, 1, 2), (0,), (), (0, 1, 2))
+    orders = PassOrders(blocks=3, seen=((0,),), course=alternating)
+    assert [orders.order_of(number) for number in range(5)] == [*alternating, (0,)]
+    assert orders.rest_of([0], 0) == (1, 2)
+    assert orders.rest_of([0], 1) == ()
+    assert orders.rest_of([2], 1) == (0, 1), "another way than the run before"
+    visits = predict_visits(orders, "m", [0], passes_after=3, number=0)
+    assert [(visit.step, visit.block) for visit in visits] == [(0, 1), (0, 2), (1, 0), (3, 0), (3, 1), (3, 2)]

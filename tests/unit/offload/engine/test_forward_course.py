@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +113,25 @@ def test_a_course_like_the_one_before_needs_one_program_and_one_fetch_per_visit(
     assert course.recompiled == 0
     kept = len(engine.buffers)  # blocks that the course before has left in buffers
     assert len(order) * 3 - kept <= course.fetches <= len(order) * 3
+
+
+@pytest.mark.parametrize("passes", COURSES.values(), ids=COURSES)
+def test_a_course_that_is_repeated_needs_one_program(
+    attached: Callable[..., tuple[nn.ModuleList, OffloadEngine]], passes: list[Sequence[int]]
+) -> None:
+    stack, engine = attached(OffloadPolicy.layerwise(1))
+    first = ForwardCourse(engine)
+    first.begin(1)
+    for order in passes:
+        one_pass(first, stack, order)
+    first.close()
+    again = ForwardCourse(engine, replace(first.orders, course=tuple(first.course)))
+    again.begin(len(passes))
+    for order in passes:
+        one_pass(again, stack, order)
+    again.close()
+    assert again.recompiled == 0
+    assert again.fetches <= again.visits == sum(map(len, passes))
 
 
 def test_passes_beyond_the_prediction_double_it(
