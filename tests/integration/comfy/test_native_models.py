@@ -127,12 +127,6 @@ PATCHES = {
 }
 """Patches of other packs and inputs of other graphs, and the families on which they are tried."""
 
-ALTERNATING = {"first-block cache", "skip-layer guidance"}
-"""Passes of these differ from one to the next: each change is found when it comes."""
-
-SKIPPING = {"TeaCache", "cache of apply_model", "cache in a function wrapper"}
-"""Patches that skip whole passes."""
-
 WITHOUT_EFFECT_IN_OLDER = {"attn1 patch", "attn2 patch", "attn1 output patch"}
 """Patches that Wan and Flux ignore in ComfyUI 0.3.64."""
 
@@ -146,13 +140,9 @@ def test_a_patched_model_gives_the_same_bits(found: dict[str, Any], case: Case, 
     assert result["finite"]
     assert result["equal"] == [True, True]
     recompiled, visits, fetches = (result[name][1] for name in ("recompiled", "visits", "fetches"))
-    if patch in ALTERNATING:
-        assert recompiled <= 6
-        assert fetches <= visits + 2 * recompiled
-    else:
-        assert recompiled == 0
-        # A run of fewer passes than calls ends with blocks fetched ahead, one per buffer.
-        assert fetches <= visits + (2 if patch in SKIPPING else 0)
+    # The run before has skipped the same blocks and passes.
+    assert recompiled == 0
+    assert fetches <= visits
 
 
 def test_no_patch_is_left_out(found: dict[str, Any]) -> None:
@@ -172,7 +162,6 @@ HINDERED = {
     "cache in a function wrapper": None,
     "function wrapper": "the model function wrapper",
     "wrappers": "wrapper test",
-    "regions": None,
     "control net": "a ControlNet",
 }
 """Patches with which conditions do not share visits, and the reason. None: they are no passes of their own anyway."""
@@ -199,8 +188,11 @@ def test_a_patched_model_with_shared_visits_gives_the_same_bits(case: Case, patc
     if patch not in HINDERED:
         assert result["notes"] == [SHARED]
         once = case(f"patch {patch}, {family}")["visits"][1]
-        # ComfyUI never computes the texts of different lengths of Qwen-Image in one pass.
-        assert result["visits"][1] == (once // 2 if family == "qwen_image" else once)
+        if family == "qwen_image":  # texts of different lengths, which ComfyUI never computes in one pass
+            once //= 2
+        if patch == "regions":  # one pass for each region of the positive, in place of two for all
+            once = once * 3 // 2
+        assert result["visits"][1] == once
     elif reason := HINDERED[patch]:
         (note,) = result["notes"]
         assert note.startswith("no shared visits, because of ")
