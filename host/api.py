@@ -50,6 +50,18 @@ class LoadedExperts(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelStreaming:
+    """Settings for the blocks of a native model."""
+
+    policy: OffloadPolicy | AutoOffload
+    """For an AutoOffload it is chosen after the first model call of a run."""
+    share_visits: bool = False
+    """True if conditions that are computed one after the other share each visit of a block."""
+    lora_on_arrival: bool = False
+    """True to add plain LoRAs to a block once, when it arrives, not each time a layer computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelRun:
     """Finished run of a native model that streams, by a sampler of the host."""
 
@@ -261,29 +273,26 @@ class HostApi(Protocol):
         Raises NeedsComfyUIError if the host has no samplers, and `RequestError` for inputs that the experts refuse.
         """
 
-    def load_model(
-        self, path: Path, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None, *, share_visits: bool
-    ) -> object:
+    def load_model(self, path: Path, weight_dtype: str, streaming: ModelStreaming) -> object:
         """Return a native MODEL whose blocks stream from the file `path`, for the host's own samplers.
 
         Reads the header, and what lies outside the blocks.
 
         Args:
-            path: a safetensors file that the host's own loader reads too.
+            path: a safetensors or GGUF file that the host's own models are made of.
             weight_dtype: one of `WEIGHT_DTYPES`.
-            policy: policy of the blocks; for an AutoOffload, and for None, it is chosen after the first model call.
-            share_visits: conditions that are computed one after the other share each visit of a block.
+            streaming: settings of the blocks.
 
         Raises NeedsComfyUIError if the host has no native models, `CheckpointFileError` for a file that cannot be
         streamed, and ValueError for a policy that does not fit its blocks.
         """
 
-    def stream_model(self, model: object, policy: OffloadPolicy | AutoOffload | None, *, share_visits: bool) -> object:
+    def stream_model(self, model: object, streaming: ModelStreaming) -> object:
         """Return a MODEL like `model`, with all its patches, whose blocks stream from its file or from RAM.
 
         Args:
             model: a MODEL that any loader has made.
-            policy, share_visits: as for `load_model`.
+            streaming: settings of the blocks.
 
         Raises NeedsComfyUIError if the host has no native models, ValueError for a model that cannot be streamed and
         for a policy that does not fit its blocks, and OSError if its file cannot be read.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..devices import AUTO, dtype_name
-from ..host import WEIGHT_DTYPES, current_host, io, search_aliases
+from ..host import WEIGHT_DTYPES, ModelStreaming, current_host, io, search_aliases
 from ..offload import FileVersion, file_version
 from ..plan import AutoOffload
 from ..schema import ExpertsRef, LoraRef, OffloadPolicy
@@ -278,14 +278,26 @@ MODEL_POLICY_INPUT = sockets.Policy.Input(
     "the policy predicted to be the fastest in the free memory. chunk_tokens is not used.",
 )
 
-SHARE_INPUT = io.Boolean.Input(
-    "share_visits",
-    default=False,
-    optional=True,
-    tooltip="On: where ComfyUI computes positive and negative one after the other, because both do not fit into memory "
-    "or have prompts of different lengths, both pass through each block while it is loaded: half the bytes per step, "
-    "the same result. Takes the memory of one more hidden state. Stays off for a run with another node that may count "
-    "passes, such as a step cache, a block replacement or a ControlNet; the sampler then shows the reason.",
+STREAMING_INPUTS: tuple[io.Input, ...] = (
+    io.Boolean.Input(
+        "share_visits",
+        default=False,
+        optional=True,
+        tooltip="On: where ComfyUI computes positive and negative one after the other, because both do not fit into "
+        "memory or have prompts of different lengths, both pass through each block while it is loaded: half the bytes "
+        "per step, the same result. Takes the memory of one more hidden state. Stays off for a run with another node "
+        "that may count passes, such as a step cache, a block replacement or a ControlNet; the sampler then shows the "
+        "reason.",
+    ),
+    io.Boolean.Input(
+        "lora_on_arrival",
+        default=False,
+        optional=True,
+        tooltip="On: LoRAs are added to a block once, when it arrives, and cost nothing per pass. Off: they are added "
+        "in every layer and pass, as in ComfyUI's low-VRAM mode, whose bits the result has. The sums are rounded once "
+        "in place of three times, so bf16 and fp16 results differ in the last digits. LoHa, LoKr, DoRA and LoRAs on "
+        "fp8 and quantised matrices are added as if it were off.",
+    ),
 )
 
 
@@ -321,23 +333,19 @@ class WanStreamLoadDiffusionModel(io.ComfyNode):
                     "precision than an fp8_scaled file. fp8_e4m3fn_fast also multiplies in fp8 where the GPU can.",
                 ),
                 MODEL_POLICY_INPUT,
-                SHARE_INPUT,
+                *STREAMING_INPUTS,
             ],
             outputs=[io.Model.Output(display_name="model")],
         )
 
     @classmethod
     def execute(
-        cls,
-        unet_name: str,
-        weight_dtype: str,
-        policy: OffloadPolicy | AutoOffload | None = None,
-        share_visits: bool = False,
+        cls, unet_name: str, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None = None, **settings: bool
     ) -> io.NodeOutput:
         host = current_host()
         path = host.model_path(unet_name, FOLDERS[0])
         with host.ledger().phase("open", host.device()):
-            return io.NodeOutput(host.load_model(path, weight_dtype, policy, share_visits=share_visits))
+            return io.NodeOutput(host.load_model(path, weight_dtype, _streaming(policy, settings)))
 
     @classmethod
     def fingerprint_inputs(cls, unet_name: str | None = None, **inputs: Any) -> FileVersion | None:
@@ -365,15 +373,19 @@ class WanStreamStreamModel(io.ComfyNode):
                     "its own copy: Load Diffusion Model (streamed) has none.",
                 ),
                 MODEL_POLICY_INPUT,
-                SHARE_INPUT,
+                *STREAMING_INPUTS,
             ],
             outputs=[io.Model.Output(display_name="model")],
         )
 
     @classmethod
     def execute(
-        cls, model: object, policy: OffloadPolicy | AutoOffload | None = None, share_visits: bool = False
+        cls, model: object, policy: OffloadPolicy | AutoOffload | None = None, **settings: bool
     ) -> io.NodeOutput:
         host = current_host()
         with host.ledger().phase("open", host.device()):
-            return io.NodeOutput(host.stream_model(model, policy, share_visits=share_visits))
+            return io.NodeOutput(host.stream_model(model, _streaming(policy, settings)))
+
+
+def _streaming(policy: OffloadPolicy | AutoOffload | None, settings: Mapping[str, bool]) -> ModelStreaming:
+    return ModelStreaming(policy=policy or AutoOffload(), **settings)

@@ -24,7 +24,7 @@ from ...sampling import policy_with_cache
 from ...schema import ExpertsRef, OffloadPolicy
 from ...telemetry import PhaseRegistry, QueueItemPhases
 from ...wan import ExpertPair, ExpertsRegistry, open_pair, open_text_encoder, with_resolved_precision
-from ..api import HostApi, LoadedExperts, ModelRun, ProgressBar
+from ..api import HostApi, LoadedExperts, ModelRun, ModelStreaming, ProgressBar
 from ..auto_policy import AutoPlanner
 from ..folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, CachedFileNames, OutputFile, diffusers_folders, inside
 from ..machine_profile import PROBE_BYTES, load_machine_profile
@@ -248,18 +248,11 @@ class ComfyHost(HostApi):
         guider.set_conds(positive, negative)
         return guider
 
-    def load_model(
-        self, path: Path, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None, *, share_visits: bool
-    ) -> NativePatcher:
-        return load_native(path, weight_dtype, policy or AutoOffload(), share_visits=share_visits)
+    def load_model(self, path: Path, weight_dtype: str, streaming: ModelStreaming) -> NativePatcher:
+        return load_native(path, weight_dtype, streaming.policy).with_settings(streaming)
 
-    def stream_model(
-        self, model: object, policy: OffloadPolicy | AutoOffload | None, *, share_visits: bool
-    ) -> NativePatcher:
-        streamed = self._streamer.stream(model, OffloadPolicy.layerwise())
-        streamed.share_visits = share_visits
-        streamed.request(policy or AutoOffload())
-        return streamed
+    def stream_model(self, model: object, streaming: ModelStreaming) -> NativePatcher:
+        return self._streamer.stream(model, OffloadPolicy.layerwise()).with_settings(streaming)
 
     def model_run(self, model: object) -> ModelRun:
         return last_run(model)

@@ -11,7 +11,7 @@ import comfy.patcher_extension
 
 from ....plan import AutoOffload
 from ....schema import OffloadPolicy
-from ...api import ModelRun
+from ...api import ModelRun, ModelStreaming
 from .hooks import FollowedRun, NativeRuns
 from .lanes import KEY
 from .model import open_native
@@ -27,29 +27,28 @@ def load_native(
     policy: OffloadPolicy | AutoOffload,
     *,
     share_visits: bool = False,
+    lora_on_arrival: bool = False,
     **limits: int,
 ) -> NativePatcher:
     """Return a MODEL whose blocks stream from a file.
 
     Args:
         path, weight_dtype, limits: see `open_native`, which raises the errors.
-        policy: the offload policy; an automatic one is chosen after the first model call of a run.
-        share_visits: conditions that do not fit into one forward pass share each visit of a block.
+        policy, share_visits, lora_on_arrival: see `ModelStreaming`.
     """
-    return native_patcher(open_native(path, weight_dtype, **limits), policy, share_visits=share_visits)
+    streaming = ModelStreaming(policy=policy, share_visits=share_visits, lora_on_arrival=lora_on_arrival)
+    return native_patcher(open_native(path, weight_dtype, **limits), streaming)
 
 
-def native_patcher(model: Any, policy: OffloadPolicy | AutoOffload, *, share_visits: bool = False) -> NativePatcher:
+def native_patcher(model: Any, streaming: ModelStreaming) -> NativePatcher:
     """Return the first MODEL of ComfyUI's `model`, whose `weights` stream; the others are its clones."""
     runs = model.runs = NativeRuns(model.weights)
     weakref.finalize(model, runs.detach).atexit = False  # hooks keep the blocks alive
     management = comfy.model_management
     patcher = NativePatcher(model, management.get_torch_device(), management.unet_offload_device())
-    patcher.share_visits = share_visits
-    patcher.request(policy)
     patcher.add_wrapper_with_key(WRAPPERS.SAMPLER_SAMPLE, KEY, sampler_sample)
     patcher.add_wrapper_with_key(WRAPPERS.CALC_COND_BATCH, KEY, calc_cond_batch)
-    return patcher
+    return patcher.with_settings(streaming)
 
 
 def last_run(model: object) -> ModelRun:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -15,7 +16,9 @@ from torch import nn
 
 from ....plan import AutoOffload
 from ....schema import OffloadPolicy
+from ...api import ModelStreaming
 from ..patcher_memory import StreamedPatcher
+from .arrival import Arriving, arriving_patches
 from .layers import is_joined
 from .weights import NativeWeights
 
@@ -32,11 +35,14 @@ class NativePatcher(StreamedPatcher):
     """Patcher of a model from `open_native`; clones share its weights and its engine.
 
     Patches of tensors outside the blocks are added when they are loaded, as ComfyUI does. Patches of streamed matrices
-    are added when a layer computes, as ComfyUI does for weights that it keeps in RAM.
+    are added when a layer computes, as ComfyUI does for weights that it keeps in RAM; those of `lora_on_arrival` once,
+    when their block arrives.
     """
 
     share_visits = False
     """True if conditions that do not fit into one forward pass share each visit of a block."""
+    lora_on_arrival = False
+    """True to add plain LoRAs to a block once, when it arrives, not each time a layer computes."""
     auto: AutoOffload | None = None
     """Budgets of an automatic policy, which is chosen after the first model call."""
 
@@ -47,14 +53,24 @@ class NativePatcher(StreamedPatcher):
 
     def clone(self, *args: Any, **settings: Any) -> NativePatcher:
         cloned: NativePatcher = super().clone(*args, **settings)
-        cloned.share_visits, cloned.auto = self.share_visits, self.auto
+        cloned.share_visits, cloned.lora_on_arrival = self.share_visits, self.lora_on_arrival
+        cloned.auto = self.auto
         return cloned
 
-    def request(self, policy: OffloadPolicy | AutoOffload) -> None:
-        """Set the policy of this MODEL. Raises ValueError if it does not fit the number of blocks."""
+    def with_settings(self, streaming: ModelStreaming) -> NativePatcher:
+        """Set how the blocks of this MODEL stream, and return it.
+
+        Raises ValueError if the policy does not fit the number of blocks.
+        """
+        policy = streaming.policy
         self.auto = policy if isinstance(policy, AutoOffload) else None
         self.policy = policy if isinstance(policy, OffloadPolicy) else None  # None: the one that was chosen last
-        self.model_size()
+        self.share_visits = streaming.share_visits
+        if streaming.lora_on_arrival != self.lora_on_arrival:
+            self.lora_on_arrival = streaming.lora_on_arrival
+            self.patches_uuid = uuid.uuid4()  # so that the patches are loaded again
+        self.model_size()  # raises for a wrong policy here, not later while ComfyUI changes its list of models
+        return self
 
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
@@ -76,6 +92,8 @@ class NativePatcher(StreamedPatcher):
                     if stale:
                         self._load_outside(device_to)
                 added = self.load_policy(device_to, extra_memory)
+                if stale:
+                    self.weights.loaded_engine.set_patches(self._arriving().blocks)
                 # Our hooks must be outside of what is compiled, also where ComfyUI puts it in place for each call only.
                 with self._replaced(compiled):
                     self.model.runs.attach(self.model.diffusion_model)
@@ -173,6 +191,7 @@ class NativePatcher(StreamedPatcher):
     def _load_outside(self, device: torch.device) -> None:
         """Load all tensors that do not stream, patched, and set the patches of those that do."""
         self.load(device, lowvram_model_memory=EVERYTHING)
+        arriving = self._arriving().keys
         self.model.model_lowvram = True  # `unpatch_model` then removes the patches below
         _move(self.model, device)
         for path, streaming in self._streaming().items():
@@ -180,7 +199,7 @@ class NativePatcher(StreamedPatcher):
             casts = hasattr(layer, "comfy_cast_weights")
             for name, _ in layer.named_parameters(recurse=False):
                 key = f"{path}.{name}"
-                functions = [] if key not in self.patches else [self._patch_of(key)]
+                functions = [] if key not in self.patches or key in arriving else [self._patch_of(key)]
                 functions += self.weight_wrapper_patches.get(key, [])
                 if casts and name in ("weight", "bias"):
                     setattr(layer, f"{name}_function", functions)
@@ -193,6 +212,9 @@ class NativePatcher(StreamedPatcher):
             if casts and self.force_cast_weights and not hasattr(layer, "prev_comfy_cast_weights"):
                 layer.prev_comfy_cast_weights, layer.comfy_cast_weights = layer.comfy_cast_weights, True
             comfy.model_patcher.move_weight_functions(layer, device)
+
+    def _arriving(self) -> Arriving:
+        return arriving_patches(self.patches if self.lora_on_arrival else {}, self.weights)
 
     def _patch_of(self, key: str) -> Any:
         _, set_function, convert = comfy.model_patcher.get_key_weight(self.model, key)

@@ -21,6 +21,7 @@ from torch import nn
 from ....offload import TensorSource
 from ....plan import BlockKey
 from ....schema import OffloadPolicy
+from ...api import ModelStreaming
 from ..patcher_memory import PolicyMemory, StreamedPatcher, size
 from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks
 from .build import WEIGHT_DTYPES
@@ -86,7 +87,7 @@ def _open(model: Any, policy: OffloadPolicy, limits: Mapping[str, int]) -> Nativ
     """Return a patcher without patches of the same weights."""
     name, file = type(model.model).__name__, _file_of(model)
     if file is not None:
-        patcher = native_patcher(open_native(file.path, file.weight_dtype, **limits), policy)
+        patcher = native_patcher(open_native(file.path, file.weight_dtype, **limits), ModelStreaming(policy=policy))
         if _parameter_names(patcher.model) == _parameter_names(model.model):
             logger.info("the blocks of %s stream from %s", name, file.path.name)
             return patcher
@@ -174,7 +175,7 @@ def _from_memory(
     twin.memory = PolicyMemory(f"blocks of {name}")
     # ComfyUI drops models from its cache without unloading them first.
     weakref.finalize(twin, twin.weights.close).atexit = False
-    return native_patcher(twin, policy)
+    return native_patcher(twin, ModelStreaming(policy=policy))
 
 
 def _in_memory(model: Any) -> Any:

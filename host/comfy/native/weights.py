@@ -32,6 +32,7 @@ class NativeWeights:
     Attributes:
         blocks, outside_bytes: as above.
         buffer_bytes: bytes of one buffer.
+        formats: stored and computed layout of each block.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class NativeWeights:
         self._engine: OffloadEngine | None = None
         self._policy: OffloadPolicy | None = None
         source = self._source()
-        formats = source.formats.values()
+        self.formats = source.formats
         source.close()
+        formats = self.formats.values()
         self.buffer_bytes = max(fmt.computed.nbytes for fmt in formats)
         self._stored_bytes = max(fmt.stored.nbytes for fmt in formats)
         self._decodes = not all(fmt.is_raw for fmt in formats)

@@ -60,9 +60,9 @@ class Side:
     def native(self, dtype: str) -> Any:
         return families.native(self.file(dtype), self.family, weight_dtype=NUMBER_FORMATS[dtype])
 
-    def streamed(self, dtype: str, policy: OffloadPolicy = POLICY) -> Any:
+    def streamed(self, dtype: str, policy: OffloadPolicy = POLICY, **settings: bool) -> Any:
         with families.given_configuration(self.family):
-            return load_native(self.file(dtype), NUMBER_FORMATS[dtype], policy, **LIMITS)
+            return load_native(self.file(dtype), NUMBER_FORMATS[dtype], policy, **LIMITS, **settings)
 
     def lora(self, kind: str, *, streamed: bool = False) -> Path:
         """Return a LoRA, of everything or of layers that stream only."""
@@ -124,6 +124,39 @@ def clones_case(side: Side) -> object:
         ],
         "one engine": len({id(pair[1].model.weights.loaded_engine) for pair in pairs}),
     }
+
+
+def arrival_case(side: Side) -> object:
+    """LoRAs that are added to blocks when they arrive, next to those of ComfyUI; and clones in turns."""
+    found: dict[str, Any] = {}
+    for kind in ("lora", "kohya", "dora", "loha", "diff"):
+        lora, ours = side.lora(kind), side.streamed("fp32", SWAP, lora_on_arrival=True)
+        theirs = side.sample(_with_lora(side.native("fp32"), lora))
+        patched = _with_lora(ours, lora)
+        result = side.sample(patched)
+        functions = [
+            len(layer.weight_function) for layer in ours.model.modules() if getattr(layer, "weight_function", None)
+        ]
+        found[kind] = {
+            "difference": float((result - theirs).norm() / theirs.norm()),
+            "equal": torch.equal(result, theirs),
+            "functions": sum(functions),
+        }
+    lora, native = side.lora("lora"), side.native("fp32")
+    ours = side.streamed("fp32", SWAP, lora_on_arrival=True)
+    models = [
+        [model if strength is None else _with_lora(model, lora, strength) for model in (native, ours)]
+        for strength in (1.0, None, 0.5, None, 1.0)
+    ]
+    twice = [_with_lora(model, lora, -0.25) for model in models[0]]
+    pairs = [[side.sample(model) for model in pair] for pair in (*models, twice)]
+    found["turns"] = [float((one - other).norm() / one.norm()) for one, other in pairs]
+    found["one engine"] = len({id(pair[1].model.weights.loaded_engine) for pair in models})
+    fp8 = side.streamed("fp8", lora_on_arrival=True)
+    lora = side.lora("lora", streamed=True)
+    native = _low_vram(_with_lora(side.native("fp8"), lora))
+    found["fp8"] = torch.equal(side.sample(_with_lora(fp8, lora)), side.sample(native))
+    return found
 
 
 def compute_dtype_case(side: Side) -> object:

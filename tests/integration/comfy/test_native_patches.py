@@ -53,6 +53,19 @@ def test_clones_share_the_weights_and_keep_their_own_patches(case: Case) -> None
     assert found["one engine"] == 1
 
 
+def test_loras_are_added_once_when_a_block_arrives(case: Case) -> None:
+    found = case("arrival")
+    for kind in ("lora", "kohya"):
+        assert found[kind]["functions"] == 0, "no layer adds anything per pass"
+        assert found[kind]["difference"] < 1e-5
+    for kind in ("dora", "loha", "diff"):
+        assert found[kind]["functions"] > 0
+        assert found[kind]["equal"]
+    assert max(found["turns"]) < 1e-5
+    assert found["one engine"] == 1
+    assert found["fp8"], "a sum in fp8 would lose the LoRA, so it is added in the layer"
+
+
 def test_another_dtype_to_compute_with(case: Case) -> None:
     assert case("compute_dtype") == {"equal": [True, True], "same": False}
 
