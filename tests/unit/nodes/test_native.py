@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.api import NeedsComfyUIError
+from wanstream.host.api import ModelStreaming, NeedsComfyUIError
 from wanstream.host.embedded.adapter import EmbeddedHost, Folders
 from wanstream.host.embedded.run import InvalidWorkflowError
 from wanstream.host.folders import ModelNotFoundError, OutsideFolderError
@@ -57,13 +57,16 @@ POLICIES = [None, AutoOffload(), OffloadPolicy.layerwise(prefetch_blocks=2)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_host_loads_the_file_and_streams_a_model_with_the_policy(
+def test_the_host_loads_the_file_and_streams_a_model_with_the_settings(
     host: NativeHost, models: Path, policy: Any
 ) -> None:
     given = {} if policy is None else {"policy": policy}
     output = WanStreamLoadDiffusionModel.execute(unet_name=FILE, weight_dtype="fp8_e4m3fn", **given)
-    assert output.args == ((models / "diffusion_models" / FILE, "fp8_e4m3fn", policy),)
-    assert WanStreamStreamModel.execute(model="a model", **given).args == (("a model", policy),)
+    default = ModelStreaming(policy=policy or AutoOffload())
+    assert output.args == ((models / "diffusion_models" / FILE, "fp8_e4m3fn", default),)
+    settings = {"share_visits": True, "lora_on_arrival": True}
+    changed = ModelStreaming(policy=policy or AutoOffload(), share_visits=True, lora_on_arrival=True)
+    assert WanStreamStreamModel.execute(model="a model", **given, **settings).args == (("a model", changed),)
 
 
 @pytest.mark.parametrize(("name", "error"), [("none.safetensors", ModelNotFoundError), ("../a", OutsideFolderError)])
