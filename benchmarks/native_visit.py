@@ -1,4 +1,4 @@
-"""Cost of one visit of a native model's block by our hooks, compared with a plain call of the block.
+"""Cost of one visit of a native model's block by our hooks, compared with a plain call of the block; and of LoRAs.
 
 python benchmarks/native_visit.py
 
@@ -108,6 +108,58 @@ def measure() -> dict[str, dict[str, float]]:
     return found
 
 
+WIDTH, RANK, TOKENS, LORA_BLOCKS, LORA_PASSES = 1024, 32, 256, 6, 6
+
+
+def measure_loras() -> dict[str, dict[str, float]]:
+    """Return milliseconds per visit of a streamed block of four matrices without and with a LoRA on each, by dtype."""
+    import comfy.lora
+    import comfy.model_patcher
+    import comfy.ops
+    import comfy.weight_adapter
+
+    from wanstream.offload import BlockPatch, WeightPatch, attach_offload
+    from wanstream.plan import BlockKey
+    from wanstream.schema import OffloadPolicy
+
+    def seconds(dtype: torch.dtype, way: str) -> float:
+        linear = comfy.ops.disable_weight_init.Linear
+        blocks = nn.ModuleList(
+            nn.Sequential(*(linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(4)))
+            for _ in range(LORA_BLOCKS)
+        ).requires_grad_(False)
+        up, down = (torch.randn(shape) * 0.01 for shape in ((WIDTH, RANK), (RANK, WIDTH)))
+        adapter = comfy.weight_adapter.LoRAAdapter(set(), (up, down, None, None, None, None))
+        for layer in blocks.modules():
+            if isinstance(layer, linear):
+                layer.weight.normal_()
+                if way == "in each layer":
+                    patches = {"key": [(1.0, adapter, 1.0, None, None)]}
+                    layer.weight_function = [comfy.model_patcher.LowVramPatch("key", patches)]
+        policy, hidden = OffloadPolicy.layerwise(1), torch.ones(1, TOKENS, WIDTH, dtype=dtype)
+        with attach_offload(blocks, policy=policy, device="cpu") as engine:
+            if way == "on arrival":
+                weights = {f"{index}.weight": WeightPatch(up=up, down=down) for index in range(4)}
+                keys = [BlockKey("blocks", index) for index in range(LORA_BLOCKS)]
+                engine.set_patches({key: BlockPatch(identity=key, weights=weights) for key in keys})
+            times = []
+            with engine.passes(LORA_PASSES):
+                for _ in range(LORA_PASSES):
+                    began = time.perf_counter()
+                    for block in blocks:
+                        block(hidden)
+                    times.append((time.perf_counter() - began) / LORA_BLOCKS)
+        return statistics.median(times[1:])
+
+    found: dict[str, dict[str, float]] = {}
+    with torch.inference_mode():
+        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+            ways = ("none", "in each layer", "on arrival")
+            rounds = [{way: seconds(dtype, way) for way in ways} for _ in range(3)]  # by turns, as above
+            found[name] = {way: round(1e3 * statistics.median(each[way] for each in rounds), 2) for way in ways}
+    return found
+
+
 def in_comfyui() -> None:
     """Measure in this process, and print the figures and versions."""
     sys.argv, sys.path[:0] = ["main.py", "--cpu"], ["."]
@@ -124,7 +176,7 @@ def in_comfyui() -> None:
     sys.modules["wanstream"] = pack = module_from_spec(spec)
     spec.loader.exec_module(pack)
     torch.set_num_threads(1)
-    figures = {"microseconds_per_block": measure()}
+    figures = {"microseconds_per_block": measure(), "milliseconds_per_visit_with_loras": measure_loras()}
     versions = {"torch": str(torch.__version__), "comfyui": comfyui_version.__version__}
     print(json.dumps({"figures": figures, "versions": versions}))
 
@@ -144,7 +196,9 @@ def main() -> None:
     method = (
         f"{BLOCKS} blocks that return their input, with 10 matrices of 8 x 8 each, called by the model's forward: "
         "without hooks, with hooks and all blocks resident, with hooks and one block fetched ahead from RAM; recorder "
-        f"on; {ROUNDS} rounds of {PASSES} passes each, by turns in one process, without the first pass of a run"
+        f"on; {ROUNDS} rounds of {PASSES} passes each, by turns in one process, without the first pass of a run. With "
+        f"LoRAs: streamed blocks of 4 matrices of {WIDTH} x {WIDTH}, {TOKENS} tokens, rank {RANK}, added by ComfyUI's "
+        "function in each layer and pass, or by the engine when the block arrives in its buffer"
     )
     found = {**versions(libraries=()), **measured["versions"]}
     path = record("native-visit", method=method, figures=measured["figures"], versions=found)
