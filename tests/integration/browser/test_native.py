@@ -105,12 +105,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("renderer", [CLASSIC, NODES_2], ids=["classic", "nodes-2"])
 @pytest.mark.parametrize(
-    ("sampler", "graph"), [("KSampler", k_sampler), ("SamplerCustomAdvanced", custom_sampler)], ids=["k", "custom"]
+    ("sampler", "graph", "renderer"),
+    [
+        pytest.param("KSampler", k_sampler, CLASSIC, id="k-classic"),
+        pytest.param("KSampler", k_sampler, NODES_2, id="k-nodes-2"),
+        pytest.param("SamplerCustomAdvanced", custom_sampler, NODES_2, id="custom-nodes-2"),
+    ],
 )
 def test_the_overlay_appears_at_a_sampler_of_comfyui(
-    browser: Browser, server: Server, renderer: Any, sampler: str, graph: Any
+    browser: Browser, server: Server, sampler: str, graph: Any, renderer: Any
 ) -> None:
     with opened_frontend(browser, server, settings=renderer) as frontend:
         page = frontend.page
