@@ -57,6 +57,23 @@ answer = guider_cases.answers(*arguments)
 """
 
 
+# A module that fails must not take the results of the others with it.
+NATIVE_CASES = """
+import gc, importlib, pathlib, traceback
+import comfy.model_management
+answer = {}
+for name in arguments[0]:
+    folder = pathlib.Path(arguments[1], name)
+    folder.mkdir()
+    try:
+        answer[name] = importlib.import_module(name).answers(str(folder))
+    except Exception:
+        answer[name] = {"error": traceback.format_exc()}
+    comfy.model_management.unload_all_models()
+    gc.collect()
+"""
+
+
 @pytest.fixture(scope="session")
 def comfyui() -> ComfyUI:
     try:
@@ -117,7 +134,7 @@ def server(comfyui: ComfyUI, base: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def answers(
+def guider_answers(
     in_comfyui: Callable[..., Any], tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """The value of every case of `guider_cases.py`."""
@@ -129,13 +146,44 @@ def answers(
     return results
 
 
+@pytest.fixture(scope="session")
+def native_answers(
+    request: pytest.FixtureRequest, in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """The values of all cases of native models, by the module of the cases.
+
+    One process runs the modules that the selected tests name in `NATIVE_CASES`, because ComfyUI takes seconds to start.
+    """
+    modules = {getattr(item.module, "NATIVE_CASES", None) for item in request.session.items if hasattr(item, "module")}
+    names = sorted(modules - {None})
+    results: dict[str, dict[str, Any]] = in_comfyui(
+        NATIVE_CASES, names, str(tmp_path_factory.mktemp("native")), seconds=900
+    )
+    return results
+
+
+@pytest.fixture(scope="module")
+def answers(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The value of every case of a test module: those of its `NATIVE_CASES`, else those of `guider_cases.py`."""
+    name = getattr(request.module, "NATIVE_CASES", None)
+    if name is None:
+        results: dict[str, Any] = request.getfixturevalue("guider_answers")
+        return results
+    results = request.getfixturevalue("native_answers")[name]
+    assert "error" not in results, results["error"]
+    return results
+
+
 @pytest.fixture
 def case(answers: dict[str, Any]) -> Callable[[str], Any]:
-    """Return `case(name)`, which returns the result of a case or fails with the traceback of the case."""
+    """Return `case(name)`, which returns the result of a case, skips it, or fails with the traceback of the case."""
 
     def results(name: str) -> Any:
         value = answers[name]
-        assert not (isinstance(value, dict) and "error" in value), value["error"]
+        if isinstance(value, dict):
+            assert "error" not in value, value["error"]
+            if "skipped" in value:
+                pytest.skip(value["skipped"])
         return value
 
     return results

@@ -7,7 +7,6 @@ file of `native_families`, and run with the same input.
 from __future__ import annotations
 
 import gc
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -20,7 +19,7 @@ import native_families
 import torch
 from comfy_extras import nodes_custom_sampler
 from installed_pack import load_pack
-from native_families import FAMILIES, Family, sample
+from native_families import FAMILIES, Family, results_of, sample
 from native_patches import PATCHES, Patch, TinyControl, context_windows, node_results
 
 import nodes
@@ -106,6 +105,7 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._natives: dict[tuple[str, str], Any] = {}
+        self._unpatched: dict[str, torch.Tensor] = {}
 
     def path(self, family: Family, dtype: str) -> Path:
         path = self.folder / f"{family.name}_{dtype}.safetensors"
@@ -121,6 +121,12 @@ class Files:
             self._natives[family.name, form] = loaded
         return self._natives[family.name, form]
 
+    def unpatched(self, family: Family) -> torch.Tensor:
+        """Return the result of a native model without patches, the same one for each call."""
+        if family.name not in self._unpatched:
+            self._unpatched[family.name] = sample(self.native(family), family, steps=STEPS)
+        return self._unpatched[family.name]
+
     def forget(self) -> None:
         """Drop all native models."""
         self._natives.clear()
@@ -135,11 +141,19 @@ class Files:
         return model
 
     def compare(
-        self, name: str, run: Run, *, form: str = "fp32", policy: str = "layerwise", shared: bool = False
+        self,
+        name: str,
+        run: Run,
+        *,
+        form: str = "fp32",
+        policy: str = "layerwise",
+        shared: bool = False,
+        plain: torch.Tensor | None = None,
     ) -> dict[str, Any]:
-        """Return what two runs of a streamed model show next to a native one.
+        """Return figures of two runs of a streamed model, compared with a native one.
 
-        With `shared`, both have room for one condition at a time, and ours lets conditions share visits.
+        With `shared`, both have room for one condition at a time, and ours lets conditions share visits. "effect" is
+        True if the native result is not `plain`.
         """
         family = FAMILIES[name]
         if shared:
@@ -159,7 +173,9 @@ class Files:
             found["bytes"].append([counted.nbytes, sum(sizes[block] for block in counted.fetched)])
         model.detach()
         notes = model.model.runs.last.notes
-        return {**found, "blocks": len(sizes), "finite": bool(expected.isfinite().all()), "notes": notes}
+        differs = plain is not None and (plain.shape != expected.shape or not torch.equal(plain, expected))
+        finite = bool(expected.isfinite().all())
+        return {**found, "blocks": len(sizes), "finite": finite, "notes": notes, "effect": differs}
 
 
 def family_cases(files: Files) -> dict[str, Callable[[], Any]]:
@@ -297,15 +313,13 @@ def _as(kind: type[Family], family: Family) -> Family:
 
 
 def patch_cases(files: Files) -> dict[str, Callable[[], Any]]:
-    """Return cases of patched models, and of other inputs; each reports if it differs from the plain model."""
+    """Return cases of patched models, and of other inputs."""
 
     def case(family: Family, changed: Patch, given: Family, policy: str, shared: bool) -> dict[str, Any]:
         def run(model: Any) -> torch.Tensor:
             return sample(changed(model), given, steps=STEPS)
 
-        found, native = files.compare(family.name, run, policy=policy, shared=shared), files.native(family)
-        plain, other = sample(native, family, steps=STEPS), run(native)
-        return {**found, "effect": plain.shape != other.shape or not torch.equal(plain, other)}
+        return files.compare(family.name, run, policy=policy, shared=shared, plain=files.unpatched(family))
 
     tried = [
         (name, patch, FAMILIES[family], FAMILIES[family]) for name, (patch, on) in PATCHES.items() for family in on
@@ -329,14 +343,6 @@ def patch_cases(files: Files) -> dict[str, Callable[[], Any]]:
     return cases
 
 
-def told(case: Callable[[], object]) -> object:
-    """Return the value of a case; a case that fails says where, and the others go on."""
-    try:
-        return case()
-    except Exception:  # noqa: BLE001 - the test of this case fails with the traceback
-        return {"error": traceback.format_exc()}
-
-
 def all_cases(files: Files) -> dict[str, Callable[[], Any]]:
     return {**family_cases(files), **sampler_cases(files), **run_cases(files), **patch_cases(files)}
 
@@ -345,5 +351,4 @@ def all_cases(files: Files) -> dict[str, Callable[[], Any]]:
 def answers(folder: str) -> dict[str, object]:
     """Return one value per case. ComfyUI runs nodes in inference mode as well."""
     torch.set_num_threads(1)
-    files = Files(Path(folder))
-    return {name: told(case) for name, case in all_cases(files).items()}
+    return results_of(all_cases(Files(Path(folder))))

@@ -21,8 +21,8 @@ from unittest.mock import patch
 import comfy.model_management as mm
 import comfy.model_patcher
 import torch
-from native_cases import LIMITS, Files, halves, told
-from native_families import FAMILIES, Family, sample
+from native_cases import LIMITS, Files, halves
+from native_families import FAMILIES, Family, results_of, sample
 
 from wanstream.host.comfy.native.load import load_native
 from wanstream.schema import OffloadPolicy
@@ -366,4 +366,4 @@ def queue_items(folder: str, items: int) -> dict[str, Any]:
 def answers(folder: str) -> dict[str, object]:
     """Return one value per case."""
     torch.set_num_threads(1)
-    return {name: told(case) for name, case in all_cases(Files(Path(folder))).items()}
+    return results_of(all_cases(Files(Path(folder))))

@@ -25,7 +25,6 @@ import torch
 import torch._dynamo
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras import nodes_lora_extract, nodes_model_merging, nodes_torch_compile
-from guider_cases import _told
 from installed_pack import load_pack
 from safetensors.torch import load_file, save_file
 
@@ -434,7 +433,7 @@ def compile_case(side: Side) -> object:
     # ComfyUI 0.3.64 has no filter.
     unguarded = getattr(nodes_torch_compile, "skip_torch_compile_dict", lambda entries: [True] * len(entries))
     native, streamed, lora = side.native("fp32"), side.streamed("fp32"), side.lora("diff")
-    blocks = [f"diffusion_model.blocks.{i}" for i in range(len(streamed.model.weights.blocks))]
+    blocks = [f"diffusion_model.blocks.{i}" for i in (0, 2)]  # enough to share graphs
     plain, changed = side.sample(native), side.sample(_with_lora(native, lora))
     found: dict[str, Any] = {}
     for name, compiled in {"wrapper": by_wrapper, "object patches": by_patches}.items():
@@ -521,4 +520,4 @@ def answers(folder: str) -> dict[str, object]:
             },
             "foreign lora": partial(foreign_lora_case, wan, flux),
         }
-        return {name: _told(case) for name, case in cases.items()}
+        return families.results_of(cases)

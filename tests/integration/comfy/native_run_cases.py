@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -23,7 +22,7 @@ import native_families
 import torch
 from comfy_extras import nodes_custom_sampler
 from installed_pack import load_pack
-from native_families import FAMILIES, Family, sample
+from native_families import FAMILIES, Family, results_of, sample
 
 load_pack()
 from wanstream.host import current_host  # noqa: E402
@@ -290,12 +289,7 @@ def cases(folder: Path) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def answers(folder: str) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for name, case in cases(Path(folder)).items():
-        try:
-            results[name] = case()
-        except Exception:  # noqa: BLE001 - the test of this case fails with the traceback
-            results[name] = {"error": traceback.format_exc()}
-        comfy.model_management.unload_all_models()
-    return results
+def answers(folder: str) -> dict[str, object]:
+    """Return one value per case."""
+    torch.set_num_threads(1)
+    return results_of(cases(Path(folder)), unload=True)

@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-CASES = """
-import native_format_cases
-answer = native_format_cases.answers(*arguments)
-"""
+NATIVE_CASES = "native_format_cases"
 
 SCALED_LAYOUTS = ["comfy_quant", "metadata", "scaled_fp8"]
 FORMATS = ["float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp8"]
@@ -24,30 +21,7 @@ MEGABYTE = 1_000_000
 
 Case = Callable[[str], Any]
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def found(in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    results: dict[str, Any] = in_comfyui(CASES, str(tmp_path_factory.mktemp("formats")), seconds=300)
-    return results
-
-
-@pytest.fixture
-def case(found: dict[str, Any]) -> Case:
-    """Return `case(name)`, which returns the result of a case, skips it, or fails with its traceback."""
-
-    def results(name: str) -> Any:
-        if name not in found:
-            pytest.skip("not in this ComfyUI")
-        value = found[name]
-        if isinstance(value, dict):
-            assert "error" not in value, value["error"]
-            if "skipped" in value:
-                pytest.skip(value["skipped"])
-        return value
-
-    return results
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("layout", SCALED_LAYOUTS)
@@ -68,9 +42,9 @@ def test_quantised_layers_are_bit_equal_and_stream_with_their_scales(case: Case,
     assert result["buffer"] == BYTES_PER_VALUE[quantised] * {"wan_t2v": WAN_VALUES, "flux": FLUX_VALUES}[family]
 
 
-def test_all_formats_and_plain_layers_in_one_file(found: dict[str, Any], case: Case) -> None:
+def test_all_formats_and_plain_layers_in_one_file(answers: dict[str, Any], case: Case) -> None:
     result = case("mixed wan_t2v all")
-    assert set(found["formats"]) == set(FORMATS)
+    assert set(answers["formats"]) == set(FORMATS)
     assert result["equal"] == [True] * 4
 
 

@@ -7,36 +7,15 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
 
-ASK = """
-import native_life_cases
-answer = native_life_cases.answers(*arguments)
-"""
+NATIVE_CASES = "native_life_cases"
 ITEMS = """
 import native_life_cases
 answer = native_life_cases.queue_items(*arguments)
 """
 
 Case = Callable[[str], Any]
-
-
-@pytest.fixture(scope="module")
-def found(in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    results: dict[str, Any] = in_comfyui(ASK, str(tmp_path_factory.mktemp("life")), seconds=600)
-    return results
-
-
-@pytest.fixture
-def case(found: dict[str, Any]) -> Case:
-    """`case(name)` returns the result of a case, or fails with its traceback."""
-
-    def result(name: str) -> Any:
-        value = found[name]
-        assert not (isinstance(value, dict) and "error" in value), value["error"]
-        return value
-
-    return result
 
 
 @pytest.mark.parametrize("policy", ["layerwise", "block swap"])

@@ -9,10 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
 
-ASK = """
-import native_cases
-answer = native_cases.answers(*arguments)
-"""
+NATIVE_CASES = "native_cases"
 
 FAMILIES = [
     "wan_t2v", "wan_i2v", "wan22_i2v", "wan22_ti2v", "wan_vace", "wan_vace_twice", "wan22_animate", "wan22_s2v",
@@ -25,25 +22,7 @@ NEWER = {"wan_scail", "hunyuan_video_15", "ltx_2"}
 SAMPLERS = ["euler", "heun", "dpm_2", "uni_pc", "dpmpp_2m_sde", "dpm_fast", "dpm_adaptive", "lcm"]
 
 
-@pytest.fixture(scope="module")
-def found(in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    results: dict[str, Any] = in_comfyui(ASK, str(tmp_path_factory.mktemp("native")), seconds=900)
-    return results
-
-
 Case = Callable[[str], Any]
-
-
-@pytest.fixture
-def case(found: dict[str, Any]) -> Case:
-    """`case(name)` returns the result of a case, or fails with its traceback."""
-
-    def result(name: str) -> Any:
-        value = found[name]
-        assert not (isinstance(value, dict) and "error" in value), value["error"]
-        return value
-
-    return result
 
 
 def _check_fetches(found: dict[str, Any], *, layerwise: bool) -> None:
@@ -57,8 +36,8 @@ def _check_fetches(found: dict[str, Any], *, layerwise: bool) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_gives_the_same_bits(found: dict[str, Any], case: Case, family: str) -> None:
-    names = [name for name in found if name.startswith(f"family {family},")]
+def test_a_family_gives_the_same_bits(answers: dict[str, Any], case: Case, family: str) -> None:
+    names = [name for name in answers if name.startswith(f"family {family},")]
     if family in NEWER and not names:
         pytest.skip("not in this ComfyUI")
     assert {name.split(", ")[1] for name in names} == {"bf16", "fp16", "fp32", "fp8", "fp8 kept"}
@@ -132,9 +111,9 @@ WITHOUT_EFFECT_IN_OLDER = {"attn1 patch", "attn2 patch", "attn1 output patch"}
 
 
 @pytest.mark.parametrize(("patch", "family"), [(patch, family) for patch, on in PATCHES.items() for family in on])
-def test_a_patched_model_gives_the_same_bits(found: dict[str, Any], case: Case, patch: str, family: str) -> None:
+def test_a_patched_model_gives_the_same_bits(answers: dict[str, Any], case: Case, patch: str, family: str) -> None:
     result = case(f"patch {patch}, {family}")
-    if not result["effect"] and patch in WITHOUT_EFFECT_IN_OLDER and "family ltx_2, bf16, layerwise" not in found:
+    if not result["effect"] and patch in WITHOUT_EFFECT_IN_OLDER and "family ltx_2, bf16, layerwise" not in answers:
         pytest.skip("this ComfyUI ignores it")
     assert result["effect"]
     assert result["finite"]
@@ -145,8 +124,8 @@ def test_a_patched_model_gives_the_same_bits(found: dict[str, Any], case: Case, 
     assert fetches <= visits
 
 
-def test_no_patch_is_left_out(found: dict[str, Any]) -> None:
-    there = {name.removeprefix("patch ") for name in found if name.startswith("patch ")}
+def test_no_patch_is_left_out(answers: dict[str, Any]) -> None:
+    there = {name.removeprefix("patch ") for name in answers if name.startswith("patch ")}
     assert there == {f"{patch}, {family}" for patch, on in PATCHES.items() for family in on}
 
 

@@ -7,38 +7,17 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
 
-CASES = """
-import native_run_cases
-answer = native_run_cases.answers(*arguments)
-"""
+NATIVE_CASES = "native_run_cases"
 STEPS = 3
 SHARED = "the conditions share each visit"
 
 
-@pytest.fixture(scope="module")
-def found(in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    results: dict[str, Any] = in_comfyui(CASES, str(tmp_path_factory.mktemp("native")), seconds=500)
-    return results
-
-
-@pytest.fixture
-def case(found: dict[str, Any]) -> Callable[[str], Any]:
-    """Return `case(name)`, which returns the result of a case or fails with the traceback of the case."""
-
-    def results(name: str) -> Any:
-        value = found[name]
-        assert not (isinstance(value, dict) and "error" in value), value["error"]
-        return value
-
-    return results
-
-
 def test_conditions_that_share_visits_give_the_same_bits_for_half_the_bytes(
-    found: dict[str, Any], case: Callable[[str], Any]
+    answers: dict[str, Any], case: Callable[[str], Any]
 ) -> None:
-    families = [name.removeprefix("shared ") for name in found if name.startswith("shared ")]
+    families = [name.removeprefix("shared ") for name in answers if name.startswith("shared ")]
     assert len(families) >= 12
     for family in families:
         result = case(f"shared {family}")
