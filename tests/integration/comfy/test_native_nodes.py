@@ -97,7 +97,7 @@ def test_inputs_choices_and_output_are_those_of_comfyuis_own_loader(server: Serv
     shown = server.get("/object_info")
     own, ours = shown["UNETLoader"], shown["WanStreamLoadDiffusionModel"]
     assert [*ours["input"]["required"]] == [*own["input"]["required"]]
-    assert [*ours["input"]["optional"]] == ["policy", "share_visits"]
+    assert [*ours["input"]["optional"]] == ["policy", "share_visits", "lora_on_arrival"]
     assert ours["output"] == own["output"] == ["MODEL"]
     assert _choices(ours, "weight_dtype") == _choices(own, "weight_dtype")
     readable = [name for name in _choices(own, "unet_name") if name.endswith(".safetensors")]
