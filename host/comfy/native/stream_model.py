@@ -165,8 +165,8 @@ def _from_memory(
     nbytes = sum(map(_matrix_bytes, blocks.values()))
     if not blocks or nbytes < smallest_model:
         raise ValueError(
-            f"{name} has {len(blocks)} blocks of at least {smallest_block / 1e6:g} MB with {nbytes / 1e9:.2f} GB; "
-            f"streaming is for {smallest_model / 1e9:g} GB and more: use the model as it is"
+            f"{name} has {len(blocks)} blocks of at least {smallest_block / 1e6:g} MB in its lists, with "
+            f"{nbytes / 1e9:.2f} GB, too little to stream (from {smallest_model / 1e9:g} GB on): use the model as it is"
         )
     tensors: dict[BlockKey, dict[str, torch.Tensor]] = {}
     twin.stored = {}
