@@ -6,6 +6,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
@@ -30,6 +31,9 @@ from .load import native_patcher
 from .model import open_native
 from .patcher import COMPILE_KEY, NativePatcher
 from .weights import STACK, NativeWeights
+
+MODEL_OF_CHECKPOINT = "load_checkpoint_guess_config_model_only"
+"""Name of ComfyUI's loader of the MODEL of a checkpoint, which 0.3.64 does not have."""
 
 logger = logging.getLogger("wanstream.memory")
 
@@ -107,15 +111,18 @@ def _file_of(model: Any) -> _File | None:
     loader = getattr(model, "cached_patcher_init", None)  # missing in ComfyUI 0.3.64
     if loader is None:
         return None
-    function, arguments = loader
-    whole_checkpoint = getattr(comfy.sd, "load_checkpoint_guess_config_model_only", None)
+    function, arguments, *place = loader
+    given = signature(function).bind(*arguments).arguments
+    # Newer versions name the loader of all parts of a checkpoint, and the place of the MODEL in its result.
+    whole_checkpoint = (comfy.sd.load_checkpoint_guess_config, [0])
     if function is comfy.sd.load_diffusion_model:
-        path, options = arguments
-    elif function is whole_checkpoint:
-        path, _, options, _ = arguments
-        if options.get("fp8_optimizations"):  # which this loader ignores
-            return None
+        path = given["unet_path"]
+    elif (function, place) == whole_checkpoint or function.__name__ == MODEL_OF_CHECKPOINT:
+        path = given["ckpt_path"]
     else:
+        return None
+    options = given.get("model_options", {})
+    if options.get("fp8_optimizations") and function is not comfy.sd.load_diffusion_model:  # which it ignores
         return None
     if not options.keys() <= {"dtype", "fp8_optimizations"} or not str(path).endswith((".safetensors", ".sft")):
         return None
@@ -158,8 +165,8 @@ def _from_memory(
     nbytes = sum(map(_matrix_bytes, blocks.values()))
     if not blocks or nbytes < smallest_model:
         raise ValueError(
-            f"{name} has {len(blocks)} blocks of at least {smallest_block / 1e6:g} MB with {nbytes / 1e9:.2f} GB; "
-            f"streaming is for {smallest_model / 1e9:g} GB and more: use the model as it is"
+            f"{name} has {len(blocks)} blocks of at least {smallest_block / 1e6:g} MB in its lists, with "
+            f"{nbytes / 1e9:.2f} GB, too little to stream (from {smallest_model / 1e9:g} GB on): use the model as it is"
         )
     tensors: dict[BlockKey, dict[str, torch.Tensor]] = {}
     twin.stored = {}

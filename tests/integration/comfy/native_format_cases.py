@@ -106,9 +106,8 @@ def write_mixed(family: Family, path: Path, format_of: Callable[[int], str | Non
         options = {} if chosen == "mxfp8" else {"scale": "recalculate"}
         weight = QuantizedTensor.from_float(tensor, QUANT_ALGOS[chosen]["comfy_tensor_layout"], **options)
         for ending, inner in weight.state_dict("weight").items():
-            stored[f"{layer}.{ending}"] = (
-                inner.view(torch.uint8) if inner.element_size() == 1 and not inner.is_floating_point() else inner
-            )
+            plain = inner.element_size() > 1 or inner.is_floating_point() or inner.dtype == torch.int8
+            stored[f"{layer}.{ending}"] = inner if plain else inner.view(torch.uint8)
         stored[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps({"format": chosen}).encode()), dtype=torch.uint8)
     save_file(stored, path, metadata=family.metadata)
 

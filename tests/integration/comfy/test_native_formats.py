@@ -44,7 +44,7 @@ def test_quantised_layers_are_bit_equal_and_stream_with_their_scales(case: Case,
 
 def test_all_formats_and_plain_layers_in_one_file(answers: dict[str, Any], case: Case) -> None:
     result = case("mixed wan_t2v all")
-    assert set(answers["formats"]) == set(FORMATS)
+    assert set(answers["formats"]) >= set(FORMATS)  # newer versions have int8 and int4 as well
     assert result["equal"] == [True] * 4
 
 

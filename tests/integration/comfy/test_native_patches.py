@@ -152,8 +152,11 @@ def test_compiling_the_whole_model_is_refused(case: Case) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("small", "WAN21 has 0 blocks of at least 8 MB with 0.00 GB; streaming is for 2 GB and more"),
-        ("small file", "WAN21 has 0 blocks of at least 8 MB"),
+        (
+            "small",
+            "WAN21 has 0 blocks of at least 8 MB in its lists, with 0.00 GB, too little to stream (from 2 GB on)",
+        ),
+        ("small file", "too little to stream (from 2 GB on)"),
         ("no lists", "WAN21 has 0 blocks"),
         (
             "quantised",
