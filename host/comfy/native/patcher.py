@@ -78,7 +78,7 @@ class NativePatcher(StreamedPatcher):
         """Load as much of the policy as up to `extra_memory` more device bytes allow; return the added bytes.
 
         Raises:
-            ValueError: a node asks for what needs all weights at once: a compiled model, or patches in the weights.
+            ValueError: the model is compiled as a whole, or a node requires patches in the weights.
         """
         compiled = self._compiled()
         self._refuse(compiled, force_patch_weights)

@@ -26,7 +26,7 @@ from ....plan import (
     next_smaller_policy,
 )
 from ....sampling import InsufficientMemoryError
-from ....schema import OffloadPolicy, Timeline
+from ....schema import OffloadPolicy, Timeline, format_seconds
 from ....telemetry import Recorder
 from ...api import HostApi, current_host
 from ...auto_policy import AVAILABLE_SHARE, smaller_limit
@@ -224,7 +224,7 @@ class NativeRun:
             return
         self._note(
             f"after the first call: {describe_policy(chosen.policy, len(weights.blocks))}, "
-            f"{describe_ram(chosen.policy)}, {chosen.call_s:.1f} s per call predicted"
+            f"{describe_ram(chosen.policy)}, {format_seconds(chosen.call_s)} s per call predicted"
         )
         self._continue_with(chosen.policy)
         memory.requested = chosen.policy

@@ -207,7 +207,7 @@ def _in_memory(model: Any) -> Any:
             )
         if tensor.device.type != "cpu":
             raise ValueError(
-                f"{name} stays on {tensor.device}, as ComfyUI was told to (--highvram or --gpu-only): start it without"
+                f"{name} stays on {tensor.device} because of --highvram or --gpu-only: start ComfyUI without these"
             )
     return model
 
