@@ -5,20 +5,22 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from PIL import Image
 
 from wanstream.tools.comfyui import NoComfyUIError, Server, find_comfyui, populate, running_server
 from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, opened_frontend
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
 
@@ -91,6 +93,16 @@ def custom_sampler(model: str, family: str, seed: int) -> dict[str, Any]:
     }
 
 
+def keep_picture(page: Page, name: str, renderer: Mapping[str, Any], **size: int) -> None:
+    """Save a screenshot of the upper left part of the canvas, if pictures are enabled."""
+    if folder := os.environ.get("WANSTREAM_IMAGES"):
+        page.wait_for_timeout(1000)  # until the view has moved
+        screenshot = page.screenshot(clip={"x": 80, "y": 78, **size})
+        with Image.open(io.BytesIO(screenshot)) as picture:
+            name = f"{name}_{'classic' if renderer == CLASSIC else 'nodes-2'}.png"
+            picture.convert("RGB").quantize(256).save(Path(folder) / name, optimize=True)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
@@ -130,9 +142,7 @@ def test_the_overlay_appears_at_a_sampler_of_comfyui(
         assert shown["width"] > 100
         widgets = f"type => {GRAPH}.nodes.find(node => node.type === type).serialize().widgets_values?.length ?? 0"
         assert page.evaluate(widgets, sampler) == (7 if sampler == "KSampler" else 0), "the overlay is not saved"
-        if folder := os.environ.get("WANSTREAM_IMAGES"):
-            name = f"native_{sampler.lower()}_{'classic' if renderer == CLASSIC else 'nodes-2'}.png"
-            page.screenshot(path=str(Path(folder) / name))
+        keep_picture(page, f"native_{sampler.lower()}", renderer, width=800, height=640)
 
 
 EXCHANGED = {"UNETLoader": "WanStreamLoadDiffusionModel", "CLIPLoader": "TestClip"}
@@ -159,6 +169,18 @@ ACTIVE = f"""() => {GRAPH}.nodes.filter(node => node.type === 'KSamplerAdvanced'
     const root = node.widgets.find(widget => widget.name === 'wanstream_run')?.element
     return root ? {{ ...root.dataset, bars: root.querySelectorAll('.wanstream-bar[data-wall]').length }} : null
 }})"""
+FROM_LOADERS_TO_SAMPLERS = f"""() => {{
+    const shown = ['WanStreamLoadDiffusionModel', 'LoraLoaderModelOnly', 'KSamplerAdvanced']
+    const nodes = {GRAPH}.nodes.filter(node => node.mode === 0 && shown.includes(node.type))
+    const left = Math.min(...nodes.map(node => node.pos[0]))
+    const top = Math.min(...nodes.map(node => node.pos[1]))
+    const right = Math.max(...nodes.map(node => node.pos[0] + node.size[0]))
+    const {{ ds }} = window.app.canvas
+    ds.scale = 1180 / (right - left)
+    ds.offset = [100 / ds.scale - left, 150 / ds.scale - top]
+    window.app.canvas.setDirty(true, true)
+}}"""
+"""Moves the view of the picture to the loaders, the LoRAs and the samplers."""
 BOTH_ENDED = f"() => ({ACTIVE})().every(shown => shown?.ended === 'true')"
 
 
@@ -172,8 +194,5 @@ def test_a_template_of_comfyui_runs_with_the_loaders_exchanged(browser: Browser,
         page.wait_for_function(BOTH_ENDED, timeout=240_000)
         page.wait_for_timeout(700)
         assert [shown["bars"] for shown in page.evaluate(ACTIVE)] == [2, 2]
-        if folder := os.environ.get("WANSTREAM_IMAGES"):
-            name = f"native_template_{'classic' if renderer == CLASSIC else 'nodes-2'}.png"
-            page.evaluate("() => window.app.canvas.fitViewToSelectionAnimated?.()")
-            page.wait_for_timeout(1000)
-            page.screenshot(path=str(Path(folder) / name))
+        page.evaluate(FROM_LOADERS_TO_SAMPLERS)
+        keep_picture(page, "native_template", renderer, width=1210, height=620)
