@@ -19,6 +19,7 @@ from typing import Any
 import comfy.model_management
 import comfy.ops
 import comfy.sd
+import comfy.utils
 import numpy as np
 import torch
 from installed_pack import load_pack
@@ -360,6 +361,23 @@ def refusals(folder: Path) -> dict[str, str]:
     return found
 
 
+def diffusers(folder: Path) -> dict[str, Any]:
+    """Flux with the keys of diffusers, whose query, key and value are three matrices that ComfyUI joins."""
+    path, family = folder / "diffusers.safetensors", FAMILIES["flux"]
+    settings, weights, stored = family.settings, family.weights(), {}
+    sizes = {name: settings[name] for name in ("depth", "depth_single_blocks", "hidden_size")}
+    for key, target in comfy.utils.flux_to_diffusers(sizes).items():
+        name, part, change = (target, None, None) if isinstance(target, str) else (*target, None)[:3]
+        name = name if name in weights else name.replace("_norm.weight", "_norm.scale")
+        if name in weights:
+            tensor = weights[name] if part is None else weights[name].narrow(*part)
+            stored[key] = (tensor if change is None else change(tensor)).clone()
+    save_file(stored, path)
+    model = streamed(path, family)
+    places = [name for name in model.model.stored if name.endswith("qkv.weight")]
+    return {**compare(path, family), "blocks": len(model.weights.blocks), "joined that stream": places}
+
+
 def without_lists(folder: Path) -> str:
     """Refuse a UNet with the topology of SDXL, whose blocks have very different sizes."""
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
@@ -385,24 +403,6 @@ def without_lists(folder: Path) -> str:
     except CheckpointFileError as err:
         return str(err)
     return "opened"
-
-
-def two_types(folder: Path) -> dict[str, Any]:
-    """Two streamed models of one file with different weight types, in turns."""
-    path, family = folder / "two.safetensors", FAMILIES["wan_t2v"]
-    family.write(path, "bf16")
-    kinds = ("default", "fp8_e4m3fn")
-    expected = {kind: sample(native(path, family, weight_dtype=kind), family) for kind in kinds}
-    models = {kind: streamed(path, family, kind) for kind in kinds}
-    equal = [torch.equal(sample(models[kind], family), expected[kind]) for kind in (*kinds, *kinds)]
-    engines = {id(model.model.weights.loaded_engine) for model in models.values()}
-    differ = not torch.equal(*expected.values())
-    return {
-        "equal": equal,
-        "engines": len(engines),
-        "differ": differ,
-        "buffers": [buffer_bytes(m.model) for m in models.values()],
-    }
 
 
 def changed_file(folder: Path) -> dict[str, Any]:
@@ -462,8 +462,8 @@ def answers(folder: str) -> dict[str, Any]:
         "unknown format": partial(unknown_format, at),
         "large parameters": partial(large_parameters, at),
         "refusals": partial(refusals, at),
+        "diffusers": partial(diffusers, at),
         "without lists": partial(without_lists, at),
-        "two types": partial(two_types, at),
         "changed file": partial(changed_file, at),
     }
     found: dict[str, Any] = {"formats": list(QUANT_ALGOS)}

@@ -204,7 +204,7 @@ def _load_vae() -> Any:
 
 
 def neighbour_case(files: Files) -> dict[str, Any]:
-    """A preview loads its VAE during the run, and asks for more memory than there is."""
+    """A preview loads its VAE during the run, and requires more memory than there is."""
     expected, model = sample(files.native(FLUX), FLUX), files.streamed(FLUX, policy="block swap").clone()
     neighbours, present = [], []
 
@@ -226,10 +226,18 @@ def types_case(files: Files) -> dict[str, Any]:
     models = {form: files.streamed(FLUX, form) for form in expected}
     equal = [torch.equal(sample(models[form], FLUX), expected[form]) for form in ("fp8", "fp8 kept", "fp8", "fp8 kept")]
     both = [listed(each) for each in models.values()]
+    engines = len({id(each.weights.loaded_engine) for each in models.values()})
+    buffers = [each.weights.buffer_bytes for each in models.values()]
     del models["fp8"]
     gc.collect()
     equal.append(torch.equal(sample(models["fp8 kept"], FLUX), expected["fp8 kept"]))
-    return {"equal": equal, "listed": both, "differ": not torch.equal(*expected.values())}
+    return {
+        "equal": equal,
+        "listed": both,
+        "engines": engines,
+        "buffers": buffers,
+        "differ": not torch.equal(*expected.values()),
+    }
 
 
 def clones_case(files: Files) -> dict[str, Any]:

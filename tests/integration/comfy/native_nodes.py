@@ -1,7 +1,7 @@
 """Nodes for servers that run tiny native models: their checkpoints, conditioning and latents.
 
 Loaded by the server as a custom node, with `native_families.py` next to it. It writes the checkpoints before the page
-asks for the names of models, and lets the pack stream models of any size.
+requests the names of models, and lets the pack stream models of any size.
 """
 
 import pathlib

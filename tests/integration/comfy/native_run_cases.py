@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ from native_families import FAMILIES, Family, results_of, sample
 
 load_pack()
 from wanstream.host import current_host  # noqa: E402
+from wanstream.host.comfy.native import run as native_run  # noqa: E402
 from wanstream.host.comfy.native.load import load_native  # noqa: E402
 from wanstream.plan import AutoOffload  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
@@ -237,12 +239,22 @@ def short_memory(models: Models, policy: OffloadPolicy, *, times: int, share: bo
 
 
 def automatic(models: Models) -> dict[str, Any]:
-    """An automatic policy on a machine whose disk is slow in proportion to its computing."""
-    family = FAMILIES["wan_t2v"]
+    """Three runs with an automatic policy, for which one resident block is chosen."""
+    family, chosen = FAMILIES["wan_t2v"], OffloadPolicy.block_swap(3)
     run = partial(sample, family=family, steps=STEPS)
-    expected, model = run(models.native(family)), models.streamed(family, AutoOffload())
-    equal = [torch.equal(run(model), expected) for _ in range(3)]
-    return {"equal": equal, "requested": str(model.memory.requested), **figures(model)}
+    expected, model = run(models.native(family)), models.streamed(family, AutoOffload(), share=False)
+    equal, notes, presents = [], [], []
+
+    def choose(*_: Any, present: OffloadPolicy, **__: Any) -> Any:
+        presents.append(present == OffloadPolicy.layerwise(1))
+        return SimpleNamespace(policy=chosen, call_s=0.5)
+
+    with patch.object(native_run, "choose_measured", choose):
+        for _ in range(3):
+            equal.append(torch.equal(run(model), expected))
+            notes.append(model.model.runs.last.notes)
+    policies = {"requested": model.memory.requested == chosen, "loaded": model.memory.policy == chosen}
+    return {"equal": equal, "notes": notes, "presents": presents, **policies}
 
 
 def announced(models: Models) -> dict[str, Any]:

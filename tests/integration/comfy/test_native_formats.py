@@ -55,6 +55,14 @@ def test_gguf_is_the_decoded_file_loaded_by_comfyui(case: Case, name: str) -> No
     assert result["equal"] == [True] * 4
 
 
+def test_keys_of_diffusers_are_converted_by_comfyui(case: Case) -> None:
+    result = case("diffusers")
+    assert result["finite"]
+    assert result["equal"] == [True] * 4
+    assert result["blocks"] == 8
+    assert result["joined that stream"] == [], "joined matrices are not in the file, and stay in memory"
+
+
 def test_quantised_layers_are_saved_as_they_are_in_the_file(case: Case) -> None:
     result = case("saved")
     assert result["layers"] > 20
@@ -134,14 +142,6 @@ def test_an_unknown_quantisation_is_refused_by_name(case: Case) -> None:
 def test_a_unet_whose_blocks_are_not_called_is_refused(case: Case) -> None:
     assert "SDXL has 10 blocks" in case("without lists")
     assert "Load Diffusion Model" in case("without lists")
-
-
-def test_two_models_of_one_file_have_their_own_types_and_engines(case: Case) -> None:
-    result = case("two types")
-    assert result["differ"]
-    assert result["equal"] == [True] * 4
-    assert result["engines"] == 2
-    assert result["buffers"] == [4 * WAN_VALUES, WAN_VALUES]
 
 
 def test_a_file_that_is_changed_or_removed_is_named_and_works_again_when_it_is_back(case: Case) -> None:

@@ -59,7 +59,13 @@ def test_a_vae_that_loads_during_a_run_evicts_nothing(case: Case) -> None:
 
 
 def test_two_types_of_one_file_are_two_models(case: Case) -> None:
-    assert case("two types") == {"equal": [True] * 5, "listed": [1, 1], "differ": True}
+    result = case("two types")
+    assert result["equal"] == [True] * 5
+    assert result["listed"] == [1, 1]
+    assert result["engines"] == 2
+    decoded, kept = result["buffers"]
+    assert decoded >= 2 * kept
+    assert result["differ"]
 
 
 def test_clones_share_an_engine_and_an_entry(case: Case) -> None:

@@ -92,7 +92,13 @@ def test_a_run_ends_in_words_where_no_policy_is_smaller(case: Callable[[str], An
 def test_an_automatic_policy_is_chosen_once_and_kept(case: Callable[[str], Any]) -> None:
     result = case("automatic")
     assert result["equal"] == [True] * 3
-    assert "OffloadPolicy" in result["requested"]
+    assert result["presents"] == [True], "chosen after the first call of the first run, which is layerwise"
+    (note,), *later = result["notes"]
+    assert note.startswith("after the first call: 3 of 4 stream")
+    assert note.endswith(" 0.500 s per call predicted")
+    assert later == [[], []]
+    assert result["requested"]
+    assert result["loaded"]
 
 
 def test_a_run_is_announced_at_the_node_that_executes(case: Callable[[str], Any]) -> None:

@@ -116,3 +116,5 @@ def test_an_embedded_host_makes_no_model(models: Path) -> None:
         EmbeddedHost().load_model(models / "diffusion_models" / FILE, "default", None)
     with pytest.raises(NeedsComfyUIError, match=r"Stream Model needs ComfyUI.* use Wan Experts"):
         EmbeddedHost().stream_model("a model", None)
+    with pytest.raises(NeedsComfyUIError, match=r"Run of Streamed Model needs ComfyUI.* use Wan Experts"):
+        EmbeddedHost().model_run("a model")
