@@ -365,16 +365,18 @@ def diffusers(folder: Path) -> dict[str, Any]:
     """Flux with the keys of diffusers, whose query, key and value are three matrices that ComfyUI joins."""
     path, family = folder / "diffusers.safetensors", FAMILIES["flux"]
     settings, weights, stored = family.settings, family.weights(), {}
+    written = set()
     sizes = {name: settings[name] for name in ("depth", "depth_single_blocks", "hidden_size")}
     for key, target in comfy.utils.flux_to_diffusers(sizes).items():
         name, part, change = (target, None, None) if isinstance(target, str) else (*target, None)[:3]
         name = name if name in weights else name.replace("_norm.weight", "_norm.scale")
-        if name in weights:
+        if name in weights and (name, part) not in written and not key.endswith("to_qkv_mlp_proj.weight"):
+            written.add((name, part))
             tensor = weights[name] if part is None else weights[name].narrow(*part)
             stored[key] = (tensor if change is None else change(tensor)).clone()
     save_file(stored, path)
     model = streamed(path, family)
-    places = [name for name in model.model.stored if name.endswith("qkv.weight")]
+    places = [name for name in model.model.stored if name.endswith(("qkv.weight", "linear1.weight"))]
     return {**compare(path, family), "blocks": len(model.weights.blocks), "joined that stream": places}
 
 

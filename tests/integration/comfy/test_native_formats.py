@@ -60,7 +60,7 @@ def test_keys_of_diffusers_are_converted_by_comfyui(case: Case) -> None:
     assert result["finite"]
     assert result["equal"] == [True] * 4
     assert result["blocks"] == 8
-    assert result["joined that stream"] == [], "joined matrices are not in the file, and stay in memory"
+    assert result["joined that stream"] == [], "they are not in the file as a whole, and stay in memory"
 
 
 def test_quantised_layers_are_saved_as_they_are_in_the_file(case: Case) -> None:
