@@ -8,15 +8,15 @@ operations as in separate passes, with the weights fetched once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 
-from ...devices import runtime_for
+from ...devices import DeviceRuntime, Stream, runtime_for
 from .forward_course import ForwardCourse
 
 T = TypeVar("T")
@@ -113,13 +113,20 @@ def _torch_states(device: torch.device) -> list[Callable[[], AbstractContextMana
         partial(torch.set_grad_enabled, torch.is_grad_enabled()),
     ]
     if runtime is not None:
-        states.append(partial(runtime.on_stream, runtime.current_stream()))
+        states.append(partial(_on_stream, runtime, runtime.current_stream()))
     if torch.is_autocast_enabled(kind):
         cached = torch.is_autocast_cache_enabled()
         states.append(partial(torch.autocast, kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=cached))
     if default.type != "cpu":
         states.append(lambda: default)
     return states
+
+
+@contextmanager
+def _on_stream(runtime: DeviceRuntime, stream: Stream) -> Iterator[None]:
+    runtime.enter_thread()
+    with runtime.on_stream(stream):
+        yield
 
 
 class Lockstep:
