@@ -42,6 +42,9 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger("wanstream.host")
 
+BATCH_MARGIN = 1.5
+"""Multiple of the estimate for several conditions that must be free for ComfyUI to compute them in one pass."""
+
 
 class NativeRun:
     """One run of a sampler: the course of its forward passes, its record, its events.
@@ -79,6 +82,7 @@ class NativeRun:
         self._runs, self._weights, self._memory = runs, runs.weights, patcher.memory
         self._share, self._device = patcher.share_visits, patcher.load_device
         self._kind, self._attempts, self._auto = kind, 0, patcher.auto
+        self._calling, self._batched = False, 1
         self._free_vram = host.free_vram
         self._activation_bytes = int(patcher.memory_required(list(shape)))
         self._expected = runs.passes.get(kind, steps)
@@ -97,18 +101,17 @@ class NativeRun:
     def follow(self, compute: Callable[[], Result]) -> Result:
         """Return the result of `compute`, the whole sampler; the run ends with it, after an error too."""
         runs = self._runs
-        error: BaseException | None = None
         with self.events, self.recorder.watching():
-            self.course.begin(self._expected, self.recorder)
-            runs.current = runs.last = self
             try:
+                self.course.begin(self._expected, self.recorder)
+                runs.current = runs.last = self
                 result = compute()
-            except BaseException as err:
-                error = err
-                raise
-            finally:
+            except BaseException as err:  # kept in no other variable: with its traceback it would be a cycle
                 runs.current = None
-                self._close(error)
+                self._close(err)
+                raise
+            runs.current = None
+            self._close(None)
             runs.passes[self._kind], runs.calls[self._kind] = self.passes, self.calls
             self.timeline = replace(self.recorder.timeline(), changes=tuple(self.notes))
             self.events.ended(self.timeline)
@@ -121,19 +124,28 @@ class NativeRun:
         sigma: float,
         options: dict[str, Any],
     ) -> list[torch.Tensor]:
-        """Return the predictions of one model call; with a smaller policy after an out-of-memory error."""
-        while True:
-            try:
-                with self.recorder.step(self.calls, STACK, sigma):
-                    predictions = self._predict(compute, conditions, options)
-                break
-            except RuntimeError as err:
-                self._close(err)
-                if not is_out_of_memory(err):
-                    raise
-                # The traceback keeps the activations of the pass alive, and the retry needs their memory.
-                message = forget(err)
-            self._make_smaller(message)
+        """Return the predictions of one model call; with a smaller policy after an out-of-memory error.
+
+        A call inside another one, by code of other packs, is a part of it.
+        """
+        if self._calling:
+            return compute(conditions)
+        self._calling = True
+        try:
+            while True:
+                try:
+                    with self.recorder.step(self.calls, STACK, sigma):
+                        predictions = self._predict(compute, conditions, options)
+                    break
+                except RuntimeError as err:
+                    if not is_out_of_memory(err):
+                        raise
+                    self._close(err)
+                    # The traceback keeps the activations of the pass alive, and the retry needs their memory.
+                    message = forget(err)
+                self._make_smaller(message)
+        finally:
+            self._calling = False
         self.calls += 1
         self.events.step(self.recorder.last)
         if self._auto is not None and self._kind not in self._runs.chosen and not self._attempts:
@@ -154,6 +166,8 @@ class NativeRun:
             # Conditions that ComfyUI computes in one forward pass share its visits anyway.
             if len(computed) > 1 and self.course.passes - before == len(computed):
                 self._runs.apart.add(self._kind)
+            elif len(computed) > 1 and self.course.passes - before == 1:
+                self._batched = len(computed)
             return predictions
         parts = self.lockstep.run([partial(compute, _only(conditions, place)) for place in computed])
         predictions = list(parts[0])  # with zeros for conditions that are not computed
@@ -173,7 +187,10 @@ class NativeRun:
         ram = int(AVAILABLE_SHARE * available_bytes())
         if runtime_for(self._device) is None:
             return Budgets(ram_bytes=smaller_limit(budgets.ram_bytes, ram + self._weights.loaded_bytes))
-        vram = max(0, self._free_vram() + self._weights.loaded_bytes - self._activation_bytes)
+        activations = self._activation_bytes
+        if self._batched > 1:
+            activations = int(BATCH_MARGIN * self._batched * activations)
+        vram = max(0, self._free_vram() + self._weights.loaded_bytes - activations)
         return Budgets(
             vram_bytes=smaller_limit(budgets.vram_bytes, vram), ram_bytes=smaller_limit(budgets.ram_bytes, ram)
         )
@@ -217,8 +234,17 @@ class NativeRun:
             f"after the first call: {describe_policy(chosen.policy, len(weights.blocks))}, "
             f"{describe_ram(chosen.policy)}, {chosen.call_s:.1f} s per call predicted"
         )
-        self._continue_with(chosen.policy)
-        memory.requested = chosen.policy
+        present = memory.policy
+        try:
+            self._continue_with(chosen.policy)
+        except (OSError, RuntimeError) as err:  # other processes have allocated memory since it was measured
+            if isinstance(err, RuntimeError) and not is_out_of_memory(err):
+                raise
+            self._note(f"{policy_name(present)} is kept: {forget(err)}")
+        else:
+            memory.requested = chosen.policy
+            return
+        self._continue_with(present)
 
     def _make_smaller(self, message: str) -> None:
         """Continue with a smaller policy. Raises InsufficientMemoryError if there is none."""
