@@ -64,6 +64,11 @@ class ForwardCourse:
         return self._state is not CourseState.CLOSED
 
     @property
+    def in_pass(self) -> bool:
+        """True between `begin_pass` and `end_pass`."""
+        return self._state in (CourseState.IN_PASS, CourseState.IN_BLOCK)
+
+    @property
     def in_block(self) -> bool:
         """True between `enter` and `exit`."""
         return self._state is CourseState.IN_BLOCK

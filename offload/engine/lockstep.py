@@ -8,14 +8,15 @@ operations as in separate passes, with the weights fetched once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import Context, copy_context
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 
-from ...devices import runtime_for
+from ...devices import DeviceRuntime, Stream, runtime_for
 from .forward_course import ForwardCourse
 
 T = TypeVar("T")
@@ -43,9 +44,7 @@ class Lane(Generic[T]):
         self._resumed, self._waits = threading.Semaphore(0), threading.Semaphore(0)
         # All of these are per thread.
         self._context: Context = copy_context()
-        self._inference, self._gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        self._runtime = runtime_for(device)
-        self._stream = None if self._runtime is None else self._runtime.current_stream()
+        self._states = _torch_states(device)
         self._thread = threading.Thread(target=self._run, name="wanstream-lane", daemon=True)
 
     def resume(self) -> None:
@@ -54,11 +53,17 @@ class Lane(Generic[T]):
             self._thread.start()
         self._resumed.release()
         self._waits.acquire()
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None  # its traceback refers to this lane: a cycle that would keep activations
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
 
     def await_block(self, block: int) -> None:
         """Wait until `block` is visited (the thread of the call)."""
+        if self._stopping:  # code around the last block has caught the exception that ends this call
+            raise LaneStopped
         self.wanted = block
         self._waits.release()
         self._resumed.acquire()
@@ -74,6 +79,7 @@ class Lane(Generic[T]):
         if not self.ended:
             self._resumed.release()
         self._thread.join()
+        self._error = None
 
     def result(self) -> T:
         """Return the result of a call that has ended."""
@@ -87,10 +93,8 @@ class Lane(Generic[T]):
         self._resumed.acquire()
         try:
             with ExitStack() as states:
-                states.enter_context(torch.inference_mode(self._inference))
-                states.enter_context(torch.set_grad_enabled(self._gradients))
-                if self._runtime is not None and self._stream is not None:
-                    states.enter_context(self._runtime.on_stream(self._stream))
+                for state in self._states:
+                    states.enter_context(state())
                 self._result.append(self._context.run(self._call))
         except LaneStopped:
             pass  # the error of the other call is raised
@@ -99,6 +103,30 @@ class Lane(Generic[T]):
         finally:
             self.ended = True
             self._waits.release()
+
+
+def _torch_states(device: torch.device) -> list[Callable[[], AbstractContextManager[object]]]:
+    """Return contexts that give another thread the modes and the stream of this one."""
+    kind, default, runtime = device.type, torch.get_default_device(), runtime_for(device)
+    states: list[Callable[[], AbstractContextManager[object]]] = [
+        partial(torch.inference_mode, torch.is_inference_mode_enabled()),
+        partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+    ]
+    if runtime is not None:
+        states.append(partial(_on_stream, runtime, runtime.current_stream()))
+    if torch.is_autocast_enabled(kind):
+        cached = torch.is_autocast_cache_enabled()
+        states.append(partial(torch.autocast, kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=cached))
+    if default.type != "cpu":
+        states.append(lambda: default)
+    return states
+
+
+@contextmanager
+def _on_stream(runtime: DeviceRuntime, stream: Stream) -> Iterator[None]:
+    runtime.enter_thread()
+    with runtime.on_stream(stream):
+        yield
 
 
 class Lockstep:
@@ -130,6 +158,8 @@ class Lockstep:
             for lane in lanes:
                 lane.stop()
             self._lanes = []
+            if self._course.in_block:  # after an error
+                self._course.exit()
         self._course.end_pass()
         return [lane.result() for lane in lanes]
 

@@ -107,6 +107,8 @@ class NativeRuns:
             # Newer versions of ComfyUI look in every layer, 0.3.64 only after a step.
             comfy.model_management.throw_exception_if_processing_interrupted()
             if not self.current.lockstep.enter(block):
+                if not self.current.course.in_pass:  # used alone, next to the forward of the model
+                    self.current.course.begin_pass()
                 self.current.course.enter(block)
             return
         # Some models compute a part of the conditioning with blocks, before the sampler starts.

@@ -77,21 +77,25 @@ class NativePatcher(StreamedPatcher):
     ) -> int:
         """Load as much of the policy as up to `extra_memory` more device bytes allow; return the added bytes.
 
+        During a run, when a node has loaded a VAE and loads all models again, the weights are as they should be.
+
         Raises:
-            ValueError: the model is compiled as a whole, or a node requires patches in the weights.
+            ValueError: the model is compiled as a whole, a node requires patches in the weights, or the patches are
+                others during a run.
         """
-        compiled = self._compiled()
-        self._refuse(compiled, force_patch_weights)
         with self.use_ejected(skip_and_inject_on_exit_only=True):
-            stale = self.model.current_weight_patches_uuid != self.patches_uuid or not self.weights.loaded_bytes
-            self.unpatch_model(self.offload_device, unpatch_weights=stale)
             try:
+                compiled = self._compiled()
+                stale = self.model.current_weight_patches_uuid != self.patches_uuid or not self.weights.loaded_bytes
+                running = self.weights.running
+                self._refuse(compiled, force_patch_weights, other_patches=running and stale)
+                self.unpatch_model(self.offload_device, unpatch_weights=stale)
                 self.patch_model(load_weights=False)
                 # A compiled module changes the paths of the layers in it, by which patches are found.
                 with self._replaced({name: module._orig_mod for name, module in compiled.items()}):
                     if stale:
                         self._load_outside(device_to)
-                added = self.load_policy(device_to, extra_memory)
+                added = 0 if running else self.load_policy(device_to, extra_memory)
                 if stale:
                     self.weights.loaded_engine.set_patches(self._arriving().blocks)
                 # Our hooks must be outside of what is compiled, also where ComfyUI puts it in place for each call only.
@@ -230,7 +234,7 @@ class NativePatcher(StreamedPatcher):
                 found |= value if isinstance(value, dict) else {}
         return found
 
-    def _refuse(self, compiled: Iterable[str], force_patch_weights: bool) -> None:
+    def _refuse(self, compiled: Iterable[str], force_patch_weights: bool, *, other_patches: bool) -> None:
         blocks = [f"diffusion_model.{path}" for path in self.weights.blocks]
         whole = [name for name in compiled if any(block.startswith(f"{name}.") for block in blocks)]
         if whole:
@@ -243,6 +247,11 @@ class NativePatcher(StreamedPatcher):
                 "a node needs all weights of the model in memory, with their patches in them, but the blocks stream: "
                 "load the model with Load Diffusion Model for that node, or update ComfyUI, which then saves models "
                 "weight by weight"
+            )
+        if other_patches:
+            raise ValueError(
+                "a node loads the model with other LoRAs or patches while it runs: give both samplers the same MODEL, "
+                "or load the file twice, with a Load Diffusion Model (streamed) for each of them"
             )
 
     @contextmanager

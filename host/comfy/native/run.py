@@ -42,6 +42,9 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger("wanstream.host")
 
+BATCH_MARGIN = 1.5
+"""Multiple of the estimate for several conditions that must be free for ComfyUI to compute them in one pass."""
+
 
 class NativeRun:
     """One run of a sampler: the course of its forward passes, its record, its events.
@@ -79,6 +82,7 @@ class NativeRun:
         self._runs, self._weights, self._memory = runs, runs.weights, patcher.memory
         self._share, self._device = patcher.share_visits, patcher.load_device
         self._learnt, self._attempts, self._auto = runs.learnt(kind), 0, patcher.auto
+        self._calling, self._batched = False, 1
         self._free_vram = host.free_vram
         self._activation_bytes = int(patcher.memory_required(list(shape)))
         self._orders: list[tuple[int, ...]] = []  # of the passes so far
@@ -97,18 +101,17 @@ class NativeRun:
     def follow(self, compute: Callable[[], Result]) -> Result:
         """Return the result of `compute`, the whole sampler; the run ends with it, after an error too."""
         runs = self._runs
-        error: BaseException | None = None
         with self.events, self.recorder.watching():
-            self.course.begin(self._expected, self.recorder)
-            runs.current = runs.last = self
             try:
+                self.course.begin(self._expected, self.recorder)
+                runs.current = runs.last = self
                 result = compute()
-            except BaseException as err:
-                error = err
-                raise
-            finally:
+            except BaseException as err:  # kept in no other variable: with its traceback it would be a cycle
                 runs.current = None
-                self._close(error)
+                self._close(err)
+                raise
+            runs.current = None
+            self._close(None)
             self._learnt.course, self._learnt.calls = tuple(self._orders), self.calls
             self.timeline = replace(self.recorder.timeline(), changes=tuple(self.notes))
             self.events.ended(self.timeline)
@@ -121,19 +124,28 @@ class NativeRun:
         sigma: float,
         options: dict[str, Any],
     ) -> list[torch.Tensor]:
-        """Return the predictions of one model call; with a smaller policy after an out-of-memory error."""
-        while True:
-            try:
-                with self.recorder.step(self.calls, STACK, sigma):
-                    predictions = self._predict(compute, conditions, options)
-                break
-            except RuntimeError as err:
-                self._close(err)
-                if not is_out_of_memory(err):
-                    raise
-                # The traceback keeps the activations of the pass alive, and the retry needs their memory.
-                message = forget(err)
-            self._make_smaller(message)
+        """Return the predictions of one model call; with a smaller policy after an out-of-memory error.
+
+        A call inside another one, by code of other packs, is a part of it.
+        """
+        if self._calling:
+            return compute(conditions)
+        self._calling = True
+        try:
+            while True:
+                try:
+                    with self.recorder.step(self.calls, STACK, sigma):
+                        predictions = self._predict(compute, conditions, options)
+                    break
+                except RuntimeError as err:
+                    if not is_out_of_memory(err):
+                        raise
+                    self._close(err)
+                    # The traceback keeps the activations of the pass alive, and the retry needs their memory.
+                    message = forget(err)
+                self._make_smaller(message)
+        finally:
+            self._calling = False
         self.calls += 1
         self.events.step(self.recorder.last)
         if self._auto is not None and not self._learnt.chosen and not self._attempts:
@@ -172,6 +184,8 @@ class NativeRun:
         # Conditions that ComfyUI computes in one forward pass share its visits anyway.
         if len(conditions) > 1 and passes == entries:
             self._learnt.apart = True
+        elif len(conditions) > 1 and passes == 1:
+            self._batched = len(conditions)
         elif self._share and len(conditions) > 1 and passes > 1:
             self._note(f"no shared visits, because ComfyUI computes {entries} conditions in {passes} passes")
 
@@ -180,7 +194,10 @@ class NativeRun:
         ram = int(AVAILABLE_SHARE * available_bytes())
         if runtime_for(self._device) is None:
             return Budgets(ram_bytes=smaller_limit(budgets.ram_bytes, ram + self._weights.loaded_bytes))
-        vram = max(0, self._free_vram() + self._weights.loaded_bytes - self._activation_bytes)
+        activations = self._activation_bytes
+        if self._batched > 1:
+            activations = int(BATCH_MARGIN * self._batched * activations)
+        vram = max(0, self._free_vram() + self._weights.loaded_bytes - activations)
         return Budgets(
             vram_bytes=smaller_limit(budgets.vram_bytes, vram), ram_bytes=smaller_limit(budgets.ram_bytes, ram)
         )
@@ -226,8 +243,17 @@ class NativeRun:
             f"after the first call: {describe_policy(chosen.policy, len(weights.blocks))}, "
             f"{describe_ram(chosen.policy)}, {format_seconds(chosen.call_s)} s per call predicted"
         )
-        self._continue_with(chosen.policy)
-        memory.requested = chosen.policy
+        present = memory.policy
+        try:
+            self._continue_with(chosen.policy)
+        except (OSError, RuntimeError) as err:  # other processes have allocated memory since it was measured
+            if isinstance(err, RuntimeError) and not is_out_of_memory(err):
+                raise
+            self._note(f"{policy_name(present)} is kept: {forget(err)}")
+        else:
+            memory.requested = chosen.policy
+            return
+        self._continue_with(present)
 
     def _make_smaller(self, message: str) -> None:
         """Continue with a smaller policy. Raises InsufficientMemoryError if there is none."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from ....devices import compute_device, runtime_for
 from ....offload import FileSource, FileTensor, OffloadEngine, TensorSource, attach_offload, copy_together, piece_name
-from ....plan import BlockKey, MeasuredBlocks
+from ....plan import RAW_SLOTS, BlockKey, MeasuredBlocks
 from ....schema import OffloadPolicy
 from .layers import inner_tensors, joined
 
@@ -58,9 +58,9 @@ class NativeWeights:
         self._stored_bytes = max(fmt.stored.nbytes for fmt in formats)
         self._decodes = not all(fmt.is_raw for fmt in formats)
         self._has_bus = runtime_for(device) is not None
-        # A device keeps the stored bytes of the block that is decoded next to its buffer.
-        decoded = max((fmt.stored.nbytes for fmt in formats if not fmt.is_raw), default=0)
-        self._decoding_bytes = decoded if runtime_for(device) is not None else 0
+        # A device keeps the stored bytes of the blocks that are decoded next to the buffers.
+        decoded = RAW_SLOTS * max((fmt.stored.nbytes for fmt in formats if not fmt.is_raw), default=0)
+        self._decoding_bytes = decoded if self._has_bus else 0
 
     @property
     def block_counts(self) -> dict[str, int]:

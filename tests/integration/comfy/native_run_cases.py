@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -13,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+from uuid import uuid4
 
 import comfy.hooks
 import comfy.model_management
@@ -29,8 +32,11 @@ load_pack()
 from wanstream.host import current_host  # noqa: E402
 from wanstream.host.comfy.native import run as native_run  # noqa: E402
 from wanstream.host.comfy.native.load import load_native  # noqa: E402
+from wanstream.host.comfy.native.weights import NativeWeights  # noqa: E402
+from wanstream.offload import OffloadEngine  # noqa: E402
 from wanstream.plan import AutoOffload  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
+from wanstream.tests.support.checked_device import checked_machine  # noqa: E402
 
 LIMITS = {"smallest_block": 30_000, "smallest_model": 1_000}
 STEPS = 3
@@ -257,6 +263,225 @@ def automatic(models: Models) -> dict[str, Any]:
     return {"equal": equal, "notes": notes, "presents": presents, **policies}
 
 
+class Doing:
+    """Attention patch that does something in its call number `at`."""
+
+    def __init__(self, does: Callable[[], object], at: int) -> None:
+        self.does, self.left = does, at
+
+    def __call__(self, call: dict[str, Any]) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0:
+            self.does()
+        x: torch.Tensor = call["x"]
+        return x
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def loaded_again(models: Models, *, share: bool) -> dict[str, Any]:
+    """A run in which a patch has used its VAE and loads all models again, as ControlNets do, inside a pass."""
+    family, management = FAMILIES["wan_t2v"], comfy.model_management
+    run = partial(sample, family=family, steps=STEPS)
+    expected, model = run(models.native(family)), models.streamed(family, share=share)
+    run(model)
+    again = model.clone()
+    load = Doing(lambda: management.load_models_gpu(management.loaded_models(only_currently_used=True)), at=6)
+    again.set_model_attn2_patch(load)
+    return {"equal": [torch.equal(run(again), expected) for _ in range(2)], "done": load.left <= 0, **figures(model)}
+
+
+def loaded_with_other_patches(models: Models) -> dict[str, Any]:
+    """A run in which a node loads the same model with another LoRA."""
+    family = FAMILIES["wan_t2v"]
+    run = partial(sample, family=family, steps=STEPS)
+    expected, model = run(models.native(family)), models.streamed(family)
+    other, again, raised = model.clone(), model.clone(), ""
+    other.patches_uuid = uuid4()
+    again.set_model_attn2_patch(Doing(lambda: comfy.model_management.load_models_gpu([other]), at=6))
+    try:
+        run(again)
+    except ValueError as err:
+        raised = str(err)
+    return {"raised": raised, "equal": torch.equal(run(model), expected), "threads": threads()}
+
+
+def refused_load(models: Models) -> dict[str, Any]:
+    """A request for all weights at once, of a model that is loaded."""
+    family = FAMILIES["wan_t2v"]
+    model = models.streamed(family)
+    sample(model, family, steps=STEPS)
+    before = model.weights.loaded_bytes
+    with suppress(ValueError):
+        comfy.model_management.load_models_gpu([model], force_patch_weights=True)
+    listed = [entry.model.model is model.model for entry in comfy.model_management.current_loaded_models]
+    return {"before": before, "listed": any(listed), "loaded": model.weights.loaded_bytes}
+
+
+@contextmanager
+def better_policy(policy: OffloadPolicy) -> Iterator[list[float]]:
+    """Let every measurement find a better policy; yield the bytes that the device had for it."""
+    limits: list[float] = []
+
+    def choose(*_: Any, device_bytes: float, **__: Any) -> Any:
+        limits.append(device_bytes)
+        return SimpleNamespace(policy=policy, call_s=0.0)
+
+    with patch.object(native_run, "choose_measured", choose):
+        yield limits
+
+
+def refused_policy(models: Models, error: Callable[[], BaseException], name: str) -> dict[str, Any]:
+    """A better policy for which the memory is missing when it is to be used."""
+    family = FAMILIES["wan_t2v"]
+    run = partial(sample, family=family, steps=STEPS)
+    expected, model = run(models.native(family)), models.streamed(family, AutoOffload())
+    method, left = getattr(OffloadEngine, name), [1]
+
+    def fails(engine: OffloadEngine, *inputs: Any) -> Any:
+        if len(engine.buffers) > 2 - (name == "set_policy") and left[0]:
+            left[0] -= 1
+            raise error()
+        return method(engine, *inputs)
+
+    with better_policy(OffloadPolicy.layerwise(2)), patch.object(OffloadEngine, name, fails):
+        equal = torch.equal(run(model), expected)
+    buffers = len(model.weights.loaded_engine.buffers)
+    found = {"equal": equal, "failed": not left[0], "notes": model.model.runs.last.notes, "buffers": buffers}
+    return {**found, "requested": str(model.memory.requested), "after": torch.equal(run(model), expected)}
+
+
+def room_for_a_batch(models: Models) -> dict[str, Any]:
+    """Memory of an automatic policy on a device that has had room for two conditions in one pass."""
+    family, free = FAMILIES["wan_t2v"], 10**9
+    model = models.streamed(family, AutoOffload())
+    limits = {}
+
+    def required(input_shape: list[int], *, most: int, **_: Any) -> float:
+        return 1e6 * input_shape[0] if input_shape[0] <= most else 1e30
+
+    for name, most in (("apart", 1), ("together", 2)):
+        model.model.memory_required = partial(required, most=most)
+        model.model.runs._learnt.clear()
+        with (
+            better_policy(OffloadPolicy.layerwise(1)) as found,
+            patch.object(native_run, "runtime_for", lambda _: object()),
+            patch.object(type(current_host()), "free_vram", lambda _: free),
+        ):
+            loaded = sample(model, family, steps=1) is not None and model.weights.loaded_bytes
+        limits[name] = loaded + free - found[0]
+    return limits
+
+
+def called_inside_a_call(models: Models, *, share: bool) -> dict[str, Any]:
+    """A wrapper that computes each model call a second time, inside it."""
+    family = FAMILIES["wan_t2v"]
+    run = partial(sample, family=family, steps=STEPS)
+    expected, model = run(models.native(family)), models.streamed(family, share=share)
+    model, inside = model.clone(), [False]
+
+    def twice(executor: Any, *inputs: Any) -> Any:
+        if not inside[0]:
+            inside[0] = True
+            comfy.samplers.calc_cond_batch(*inputs)
+            inside[0] = False
+        return executor(*inputs)
+
+    model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "twice", twice)
+    return {"equal": [torch.equal(run(model), expected) for _ in range(2)], **figures(model)}
+
+
+def block_alone(models: Models) -> dict[str, Any]:
+    """A function wrapper that computes one block before each pass."""
+    family, shapes = FAMILIES["wan_t2v"], set[tuple[int, ...]]()
+    run = partial(sample, family=family, steps=STEPS)
+    expected, model = run(models.native(family)), models.streamed(family).clone()
+    block = model.model.diffusion_model.blocks[2]
+
+    def compute(apply: Any, call: dict[str, Any]) -> Any:
+        forward = patch.object(block, "forward", lambda: shapes.add(tuple(block.ffn[0].weight.shape)))
+        with forward:
+            block()
+        return apply(call["input"], call["timestep"], **call["c"])
+
+    model.set_model_unet_function_wrapper(compute)
+    return {"equal": [torch.equal(run(model), expected) for _ in range(2)], "shapes": sorted(shapes)}
+
+
+def repeated_call(models: Models, *, share: bool) -> dict[str, Any]:
+    """A node that computes a model call again after an error in it."""
+    family = FAMILIES["wan_t2v"]
+    run = partial(sample, family=family, steps=STEPS)
+    expected, model = run(models.native(family)), models.streamed(family, share=share)
+    run(model)
+    model = model.clone()
+    model.set_model_attn2_patch(Doing(partial(_raise, RuntimeError("made up")), at=6))
+
+    def again(call: dict[str, Any]) -> Any:
+        options = {
+            key: value for key, value in call["model_options"].items() if key != "sampler_calc_cond_batch_function"
+        }
+        compute = partial(
+            comfy.samplers.calc_cond_batch, call["model"], call["conds"], call["input"], call["sigma"], options
+        )
+        try:
+            return compute()
+        except RuntimeError:
+            return compute()
+
+    model.set_model_sampler_calc_cond_batch_function(again)
+    return {"equal": torch.equal(run(model), expected), "steps": figures(model)["steps"]}
+
+
+def kept_by_an_error(models: Models, *, share: bool) -> list[bool]:
+    """Activations that still exist after an error, without garbage collection."""
+    family, activations = FAMILIES["wan_t2v"], list[weakref.ref[torch.Tensor]]()
+    model = models.streamed(family, share=share)
+    sample(model, family, steps=STEPS)
+    failing = model.clone()
+
+    def fail(call: dict[str, Any]) -> torch.Tensor:
+        activation = call["x"] + 1
+        activations.append(weakref.ref(activation))
+        if len(activations) == 9:
+            raise ValueError("made up")
+        x: torch.Tensor = call["x"]
+        return x
+
+    failing.set_model_attn2_patch(fail)
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            sample(failing, family, steps=STEPS)
+        return [each() is not None for each in activations]
+    finally:
+        gc.enable()
+
+
+def decoded_on_a_device(models: Models) -> dict[str, int]:
+    """Predicted and used bytes of a device with streams, on which blocks are decoded."""
+    family, policy = FAMILIES["wan_t2v"], OffloadPolicy.layerwise(1)
+    path = models.folder / "decoded.safetensors"
+    family.write(path, "fp8")
+    opened = load_native(path, "default", policy, **LIMITS).weights
+    with checked_machine() as machine:
+        machine.set_device(0)
+        device = torch.device("checked", 0)
+        weights = NativeWeights(opened.blocks, opened._matrices, opened._dtypes, {}, outside_bytes=0, device=device)
+        engine = weights.engine(policy, device)
+        visits = engine.pass_visits(2, *weights.block_counts)
+        with engine.run(visits) as run:
+            for visit in visits:
+                with run.visit(*visit):
+                    pass
+        found = {"predicted": weights.device_bytes(policy), "used": weights.loaded_bytes}
+        weights.close()
+        del weights, engine, run
+    return found
+
+
 def announced(models: Models) -> dict[str, Any]:
     """Events of a run."""
     family, events = FAMILIES["wan_t2v"], list[tuple[str, dict[str, Any]]]()
@@ -296,6 +521,17 @@ def cases(folder: Path) -> dict[str, Callable[[], Any]]:
     for share in (False, True):
         found[f"short of memory, swap, {share}"] = partial(short_memory, models, swap, times=2, share=share)
         found[f"short of memory, layerwise, {share}"] = partial(short_memory, models, layerwise, times=9, share=share)
+        found[f"loaded again, {share}"] = partial(loaded_again, models, share=share)
+        found[f"called inside a call, {share}"] = partial(called_inside_a_call, models, share=share)
+        found[f"repeated call, {share}"] = partial(repeated_call, models, share=share)
+        found[f"kept by an error, {share}"] = partial(kept_by_an_error, models, share=share)
+    found["loaded with other patches"] = partial(loaded_with_other_patches, models)
+    found["refused load"] = partial(refused_load, models)
+    found["refused policy, RAM"] = partial(refused_policy, models, partial(OSError, "no RAM"), "set_policy")
+    found["refused policy, device"] = partial(refused_policy, models, out_of_memory, "restore_buffers")
+    found["room for a batch"] = partial(room_for_a_batch, models)
+    found["block alone"] = partial(block_alone, models)
+    found["decoded on a device"] = partial(decoded_on_a_device, models)
     found["automatic"] = partial(automatic, models)
     found["announced"] = partial(announced, models)
     return found

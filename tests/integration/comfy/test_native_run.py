@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,71 @@ def test_an_automatic_policy_is_chosen_once_and_kept(case: Callable[[str], Any])
     assert later == [[], []]
     assert result["requested"]
     assert result["loaded"]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_node_may_load_the_model_again_in_the_middle_of_a_pass(case: Callable[[str], Any], share: bool) -> None:
+    result = case(f"loaded again, {share}")
+    assert result["equal"] == [True, True]
+    assert result["done"]
+    assert (result["recompiled"], result["steps"]) == (0, STEPS)
+
+
+def test_other_patches_during_a_run_are_refused_in_words(case: Callable[[str], Any]) -> None:
+    result = case("loaded with other patches")
+    assert "loads the model with other LoRAs or patches while it runs" in result["raised"]
+    assert (result["equal"], result["threads"]) == (True, [])
+
+
+def test_a_refused_load_leaves_no_memory_that_comfyui_does_not_know(case: Callable[[str], Any]) -> None:
+    result = case("refused load")
+    assert result["before"] > 0
+    assert (result["listed"], result["loaded"]) == (False, 0)
+
+
+@pytest.mark.parametrize("memory", ["RAM", "device"])
+def test_a_run_goes_on_under_its_policy_if_there_is_no_memory_for_a_better_one(
+    case: Callable[[str], Any], memory: str
+) -> None:
+    result = case(f"refused policy, {memory}")
+    assert result["failed"]
+    assert (result["equal"], result["after"], result["buffers"]) == (True, True, 2)
+    assert any(note.startswith("layerwise, 1 ahead is kept: ") for note in result["notes"])
+    assert "prefetch_blocks=1" in result["requested"]
+
+
+def test_an_automatic_policy_leaves_room_for_conditions_that_are_computed_together(case: Callable[[str], Any]) -> None:
+    result = case("room for a batch")
+    assert result["apart"] == 1_000_000
+    assert result["together"] == 3_000_000  # 1.5 times the estimate for both, below which ComfyUI computes them apart
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_call_inside_a_call_is_a_part_of_its_step(case: Callable[[str], Any], share: bool) -> None:
+    result = case(f"called inside a call, {share}")
+    assert result["equal"] == [True, True]
+    assert result["steps"] == STEPS
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_call_may_be_repeated_after_an_error(case: Callable[[str], Any], share: bool) -> None:
+    assert case(f"repeated call, {share}") == {"equal": True, "steps": STEPS}
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_an_error_keeps_no_activations(case: Callable[[str], Any], share: bool) -> None:
+    assert case(f"kept by an error, {share}") == [False] * 9
+
+
+def test_a_block_may_be_computed_outside_of_a_pass(case: Callable[[str], Any]) -> None:
+    result = case("block alone")
+    assert result["equal"] == [True, True]
+    assert all(math.prod(shape) for shape in result["shapes"]), "the block has its weights"
+
+
+def test_bytes_on_a_device_are_known_before_blocks_are_decoded(case: Callable[[str], Any]) -> None:
+    result = case("decoded on a device")
+    assert result["used"] == result["predicted"]
 
 
 def test_a_run_is_announced_at_the_node_that_executes(case: Callable[[str], Any]) -> None:

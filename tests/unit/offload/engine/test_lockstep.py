@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -26,11 +28,9 @@ class Model:
         self.stack, self.engine = stack, engine
         self.course = ForwardCourse(engine)
         self.lockstep = Lockstep(self.course, engine.device)
-        self.modes: list[tuple[bool, str]] = []
 
     def call(self, seed: int, order: Sequence[int] = WHOLE, *, fail_at: int | None = None) -> torch.Tensor:
         hidden = torch.full((1, 32), float(seed))
-        self.modes.append((torch.is_inference_mode_enabled(), ROOM.get()))
         for block in order:
             assert self.lockstep.enter(block)
             if block == fail_at:
@@ -95,11 +95,61 @@ def test_an_error_of_one_call_ends_all(model: Model, failing: int, block: int) -
     assert not model.lockstep.has_thread()
 
 
-def test_threads_have_the_modes_and_context_variables_of_the_caller(model: Model) -> None:
-    ROOM.set("ours")
+def test_a_call_that_catches_every_exception_ends_too(model: Model) -> None:
+    def stubborn() -> torch.Tensor:
+        try:
+            return model.call(0)
+        except BaseException:  # noqa: BLE001 - as code of other packs does
+            return model.call(0)
+
     model.course.begin(1)
-    with torch.inference_mode():
-        model.lockstep.run([partial(model.call, 0), partial(model.call, 1)])
+    with pytest.raises(ValueError, match="block 2 failed") as raised:
+        model.lockstep.run([partial(model.call, 1, fail_at=2), stubborn])
+    model.course.close(raised.value)
+    assert not lanes()
+
+
+def test_an_error_keeps_no_memory_without_garbage_collection(model: Model) -> None:
+    activations: list[weakref.ref[torch.Tensor]] = []
+
+    def call(*, fails: bool) -> torch.Tensor:
+        activation = torch.ones(1, 32)
+        activations.append(weakref.ref(activation))
+        result = model.call(0, fail_at=2 if fails else None)
+        return result + activation
+
+    gc.disable()
+    try:
+        model.course.begin(1)
+        with pytest.raises(ValueError, match="block 2 failed"):
+            model.lockstep.run([partial(call, fails=True), partial(call, fails=False)])
+        model.course.close()
+        assert [activation() for activation in activations] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_pass_after_an_error_is_right(model: Model, make_stack: Callable[..., nn.ModuleList]) -> None:
+    reference = make_stack(BLOCKS)
+    model.course.begin(1)
+    with pytest.raises(ValueError, match="block 2 failed"):
+        model.lockstep.run([partial(model.call, 0), partial(model.call, 1, fail_at=2)])
+    results = model.lockstep.run([partial(model.call, 0), partial(model.call, 1)])
     model.course.close()
-    assert model.modes == [(True, "ours")] * 2
+    for seed, result in enumerate(results):
+        assert torch.equal(result, alone(reference, seed))
+
+
+def test_threads_have_the_modes_and_context_variables_of_the_caller(model: Model) -> None:
+    def modes() -> tuple[object, ...]:
+        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        return torch.is_inference_mode_enabled(), ROOM.get(), autocast, torch.get_default_device().type
+
+    ROOM.set("ours")
+    model.course.begin(2)
+    with torch.inference_mode():
+        assert model.lockstep.run([modes, modes]) == [(True, "ours", False, "cpu")] * 2
+    with torch.autocast("cpu", dtype=torch.float16), torch.device("meta"):
+        assert model.lockstep.run([modes]) == [(False, "ours", torch.float16, "meta")]
+    model.course.close()
     assert not model.lockstep.enter(0), "outside a call nothing waits"
