@@ -9,7 +9,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,26 +185,43 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @contextmanager
-def failing(model: Any, error: Callable[[], BaseException], at: int, times: int = 1) -> Iterator[None]:
-    """Raise `error` inside a block, from the pass of one condition through block number `at` on, `times` times."""
-    calls, left = 0, times
-
-    def look(*_: Any) -> None:
-        nonlocal calls, left
-        calls += 1
-        if calls >= at and left:
-            left -= 1
-            raise error()
-
+def in_blocks(model: Any, does: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Call `does` with the input of a layer in each block, for each condition or pass that goes through the block."""
     network = model.model.diffusion_model
     blocks = [network.get_submodule(path) for path in model.model.weights.blocks]
     layers = [next(each for each in block.modules() if isinstance(each, torch.nn.Linear)) for block in blocks]
+
+    def look(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
+        does(inputs[0])
+
     hooks = [layer.register_forward_pre_hook(look) for layer in layers]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class Doing:
+    """Something that is done in its call number `at`, and in those after it if it is to be done more `times`."""
+
+    def __init__(self, does: Callable[[], object], at: int, times: int = 1) -> None:
+        self.does, self.wait, self.left = does, at, times
+
+    def __call__(self, _: torch.Tensor) -> None:
+        self.wait -= 1
+        if self.wait <= 0 and self.left:
+            self.left -= 1
+            self.does()
+
+
+def failing(model: Any, error: Callable[[], BaseException], at: int, times: int = 1) -> AbstractContextManager[None]:
+    """Raise `error` inside a block, from the pass of one condition through block number `at` on, `times` times."""
+    return in_blocks(model, Doing(lambda: _raise(error()), at, times))
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def failed(models: Models, error: Callable[[], BaseException], at: int) -> dict[str, Any]:
@@ -263,34 +280,16 @@ def automatic(models: Models) -> dict[str, Any]:
     return {"equal": equal, "notes": notes, "presents": presents, **policies}
 
 
-class Doing:
-    """Attention patch that does something in its call number `at`."""
-
-    def __init__(self, does: Callable[[], object], at: int) -> None:
-        self.does, self.left = does, at
-
-    def __call__(self, call: dict[str, Any]) -> torch.Tensor:
-        self.left -= 1
-        if self.left == 0:
-            self.does()
-        x: torch.Tensor = call["x"]
-        return x
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
 def loaded_again(models: Models, *, share: bool) -> dict[str, Any]:
     """A run in which a patch has used its VAE and loads all models again, as ControlNets do, inside a pass."""
     family, management = FAMILIES["wan_t2v"], comfy.model_management
     run = partial(sample, family=family, steps=STEPS)
     expected, model = run(models.native(family)), models.streamed(family, share=share)
     run(model)
-    again = model.clone()
     load = Doing(lambda: management.load_models_gpu(management.loaded_models(only_currently_used=True)), at=6)
-    again.set_model_attn2_patch(load)
-    return {"equal": [torch.equal(run(again), expected) for _ in range(2)], "done": load.left <= 0, **figures(model)}
+    with in_blocks(model, load):
+        equal = [torch.equal(run(model), expected) for _ in range(2)]
+    return {"equal": equal, "done": not load.left, **figures(model)}
 
 
 def loaded_with_other_patches(models: Models) -> dict[str, Any]:
@@ -298,11 +297,11 @@ def loaded_with_other_patches(models: Models) -> dict[str, Any]:
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
     expected, model = run(models.native(family)), models.streamed(family)
-    other, again, raised = model.clone(), model.clone(), ""
+    other, raised = model.clone(), ""
     other.patches_uuid = uuid4()
-    again.set_model_attn2_patch(Doing(lambda: comfy.model_management.load_models_gpu([other]), at=6))
     try:
-        run(again)
+        with in_blocks(model, Doing(lambda: comfy.model_management.load_models_gpu([other]), at=6)):
+            run(model)
     except ValueError as err:
         raised = str(err)
     return {"raised": raised, "equal": torch.equal(run(model), expected), "threads": threads()}
@@ -417,7 +416,6 @@ def repeated_call(models: Models, *, share: bool) -> dict[str, Any]:
     expected, model = run(models.native(family)), models.streamed(family, share=share)
     run(model)
     model = model.clone()
-    model.set_model_attn2_patch(Doing(partial(_raise, RuntimeError("made up")), at=6))
 
     def again(call: dict[str, Any]) -> Any:
         options = {
@@ -432,7 +430,9 @@ def repeated_call(models: Models, *, share: bool) -> dict[str, Any]:
             return compute()
 
     model.set_model_sampler_calc_cond_batch_function(again)
-    return {"equal": torch.equal(run(model), expected), "steps": figures(model)["steps"]}
+    with failing(model, lambda: RuntimeError("made up"), at=6):
+        equal = torch.equal(run(model), expected)
+    return {"equal": equal, "steps": figures(model)["steps"]}
 
 
 def kept_by_an_error(models: Models, *, share: bool) -> list[bool]:
@@ -440,21 +440,17 @@ def kept_by_an_error(models: Models, *, share: bool) -> list[bool]:
     family, activations = FAMILIES["wan_t2v"], list[weakref.ref[torch.Tensor]]()
     model = models.streamed(family, share=share)
     sample(model, family, steps=STEPS)
-    failing = model.clone()
 
-    def fail(call: dict[str, Any]) -> torch.Tensor:
-        activation = call["x"] + 1
+    def fail(hidden: torch.Tensor) -> None:
+        activation = hidden + 1
         activations.append(weakref.ref(activation))
         if len(activations) == 9:
             raise ValueError("made up")
-        x: torch.Tensor = call["x"]
-        return x
 
-    failing.set_model_attn2_patch(fail)
     gc.disable()
     try:
-        with suppress(ValueError):
-            sample(failing, family, steps=STEPS)
+        with suppress(ValueError), in_blocks(model, fail):
+            sample(model, family, steps=STEPS)
         return [each() is not None for each in activations]
     finally:
         gc.enable()
