@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -109,9 +110,9 @@ class StreamedPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
     """The policy to load; None: the last requested one."""
 
     @property
+    @abstractmethod
     def weights(self) -> StreamedWeights:
         """The weights, which all clones share."""
-        raise NotImplementedError
 
     @property
     def memory(self) -> PolicyMemory:

@@ -94,7 +94,7 @@ def _low_vram(model: Any) -> Any:
 def kind_case(side: Side, kind: str, dtype: str) -> object:
     """LoRAs of one kind in one number format; natively baked into fp32, else added when a weight is used."""
     whole = dtype == "fp32"
-    # What does not stream is always patched once, when it is loaded, which rounds it differently.
+    # Tensors outside the blocks are always patched once, when they are loaded, which rounds them differently.
     lora = side.lora(kind, streamed=not whole)
     native = _with_lora(side.native(dtype), lora)
     theirs = side.sample(native if whole else _low_vram(native))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wanstream.benchmarks.hardware_page import EXPECTED, PAGE, page, selftests
+from wanstream.benchmarks.pages.hardware import EXPECTED, PAGE, page, selftests
 
 PLACE = "before\n<!-- selftests -->\n<!-- end -->\nafter\n"
 
 
 def test_the_page_in_the_repository_is_that_of_the_results() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert page(text, selftests()) == text, "docs/hardware.md is old: run python benchmarks/hardware_page.py"
+    assert page(text, selftests()) == text, "docs/hardware.md is old: run python benchmarks/pages/hardware.py"
     assert "No GPU has been checked so far" in text or any(
         result.figures["machine"]["computes_on"] != "cpu" for result in selftests()
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from wanstream.bench import Result
 from wanstream.bench.results import newest_results
-from wanstream.benchmarks.performance_page import page
+from wanstream.benchmarks.pages.performance import page
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "performance.md"
@@ -51,7 +51,7 @@ def result(case: str = "offload-cpu", **rows: dict[str, Any]) -> Result:
 
 def test_the_page_in_the_repository_is_that_of_the_results() -> None:
     text, results = PAGE.read_text(encoding="utf-8"), newest_results(ROOT / "benchmarks" / "results")
-    assert page(text, results) == text, "docs/performance.md is old: run python benchmarks/performance_page.py"
+    assert page(text, results) == text, "docs/performance.md is old: run python benchmarks/pages/performance.py"
     assert {*re.findall(r"^<!-- (\S+): ", text, re.MULTILINE)} == {"offload-cpu", "offload-cpu3gb", "offload-gpu"}
 
 

@@ -1,6 +1,6 @@
 """Write the table of docs/hardware.md from the files of `wanstream selftest` in benchmarks/results.
 
-python benchmarks/hardware_page.py
+python benchmarks/pages/hardware.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Write the tables of docs/performance.md from the newest result of each case; the text around them is not changed.
 
-python benchmarks/performance_page.py
+python benchmarks/pages/performance.py
 """
 
 from __future__ import annotations
