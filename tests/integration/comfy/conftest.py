@@ -182,8 +182,8 @@ def case(answers: dict[str, Any]) -> Callable[[str], Any]:
         value = answers[name]
         if isinstance(value, dict):
             assert "error" not in value, value["error"]
-            if "skipped" in value:
-                pytest.skip(value["skipped"])
+            if "skip_reason" in value:
+                pytest.skip(value["skip_reason"])
         return value
 
     return results

@@ -118,7 +118,7 @@ def mixed(folder: Path, name: str, formats: tuple[str | None, ...]) -> dict[str,
     try:
         write_mixed(FAMILIES[name], path, lambda number: formats[number % len(formats)])
     except NotImplementedError as err:  # no kernel of this format for a CPU
-        return {"skipped": str(err)}
+        return {"skip_reason": str(err)}
     return compare(path, FAMILIES[name])
 
 
@@ -470,5 +470,5 @@ def answers(folder: str) -> dict[str, Any]:
     }
     found: dict[str, Any] = {"formats": list(QUANT_ALGOS)}
     if not QUANT_ALGOS:
-        found |= {name: {"skipped": "this ComfyUI has no layers that are marked one by one"} for name in MARKED_LAYERS}
+        found |= {name: {"skip_reason": "this ComfyUI has no layers that are marked one by one"} for name in MARKED_LAYERS}
     return found | results_of(cases, unload=True)

@@ -18,7 +18,7 @@ import pytest
 
 from wanstream.host.embedded.adapter import Folders
 from wanstream.host.embedded.load_image import LoadImage
-from wanstream.host.embedded.validate import Socket, rules_of, sockets_of
+from wanstream.host.embedded.validate import NEEDS_COMFYUI, Socket, rules_of, sockets_of
 from wanstream.nodes import WanStreamExtension
 from wanstream.tests.support.embedded import embedded_host, validate_workflow
 from wanstream.tools.comfyui import ComfyUI
@@ -53,6 +53,12 @@ RENAMED = {"invalid_prompt": "missing_node_type"}
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 CLASSES = {node.define_schema().node_id: node for node in (*NODES, LoadImage)}
 OUTPUTS = {name: [output.io_type for output in node.define_schema().outputs] for name, node in CLASSES.items()}
+MAKERS = {
+    name: OUTPUTS[name]
+    for name, node in CLASSES.items()
+    if not NEEDS_COMFYUI.keys() & {*OUTPUTS[name], *(each.io_type for each in node.define_schema().inputs)}
+}
+"""Output types of the nodes that the embedded host runs."""
 
 VIDEO_FILES = {"WanStreamSaveVideo", "WanStreamDecodeVideo"}
 """Nodes with which a workflow ends."""
@@ -153,7 +159,7 @@ class Weaver:
         made = [(n, i) for n, node in self.prompt.items() for i in _places(node["class_type"], io_type)]
         if made and self.rng.random() < 0.5:
             return list(self.rng.choice(made))
-        makers = [name for name in OUTPUTS if io_type in OUTPUTS[name]]
+        makers = [name for name, types in MAKERS.items() if io_type in types]
         if depth >= DEEPEST:
             makers = sorted(makers, key=lambda name: sum(_is_link_socket(s) for s in self.sockets[name]))[:1]
         maker = self.rng.choice(makers)
