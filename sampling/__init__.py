@@ -13,6 +13,7 @@ from .estimate import offload_job, predicted_calls, predicted_timeline, request_
 from .inputs.batching import merge_requests, split_request
 from .inputs.checks import check_guidance, check_step_plan, check_windows
 from .inputs.conditioning import IMAGE_EMBEDDING_KEY, NativeInputs, native_inputs, native_latent, single_entry
+from .inputs.extra_tokens import CONTEXT_KEY, REFERENCE_KEY, ExtraTokens, native_tokens
 from .inputs.first_frame import latent_with_first_frames, start_end_mask, start_frames, start_mask, video_with_start_end
 from .inputs.request import DenoiseRequest, Guidance, check_nag, parse_scales
 from .loop.denoiser import StepProgress
@@ -20,15 +21,17 @@ from .loop.lanes import LaneInputs, lane_names
 from .loop.model_calls import ModelCalls
 from .loop.oom_fallback import RunPolicy
 from .loop.parallel import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, RunSlice, RunState, Share
-from .memory import check_room, tokens_of, working_bytes
+from .memory import check_room, extra_tokens_of, tokens_of, working_bytes
 from .schedules import SCHEDULES, check_flow_shift, check_steps, schedule_sigmas, seeded_noise
 from .solvers import SOLVERS
 
 __all__ = [
+    "CONTEXT_KEY",
     "IMAGE_EMBEDDING_KEY",
     "LOCAL_FORWARD",
     "NEAR_SIGMA",
     "PRESETS",
+    "REFERENCE_KEY",
     "SCHEDULES",
     "SOLVERS",
     "AllReduced",
@@ -37,6 +40,7 @@ __all__ = [
     "DenoiseRequest",
     "DenoiseResult",
     "EasyCache",
+    "ExtraTokens",
     "FirstBlockCache",
     "Guidance",
     "InsufficientMemoryError",
@@ -68,11 +72,13 @@ __all__ = [
     "check_windows",
     "computed_shape",
     "denoise",
+    "extra_tokens_of",
     "lane_names",
     "latent_with_first_frames",
     "merge_requests",
     "native_inputs",
     "native_latent",
+    "native_tokens",
     "offload_job",
     "parse_scales",
     "policy_with_cache",

@@ -14,7 +14,7 @@ from ..wan import ExpertPair
 from .cache.settings import CacheSettings, FirstBlockCache, policy_with_cache
 from .inputs.request import DenoiseRequest
 from .loop.lanes import names_at
-from .memory import expert_shape, kernel_needs, tokens_of
+from .memory import expert_shape, extra_tokens_of, kernel_needs, tokens_of
 
 
 def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
@@ -27,6 +27,7 @@ def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device)
         experts_of_steps=[request.step_plan.experts[step] for step in steps],
         lanes_of_steps=[request.batch * request.lanes_at(step) for step in steps],
         guided={expert: _guided(request, expert) for expert in ("high", "low")},
+        extra_tokens=extra_tokens_of(pair, request),
         cache=request.cache,
     )
 
@@ -47,6 +48,7 @@ def offload_job(
     experts_of_steps: Sequence[str],
     guided: Mapping[str, bool],
     lanes_of_steps: Sequence[int] = (),
+    extra_tokens: int = 0,
     cache: CacheSettings | None = None,
 ) -> OffloadJob:
     """Return the planner's job for steps on latents of `shape` [B, C, T, h, w]; no file is read.
@@ -55,6 +57,7 @@ def offload_job(
         experts_of_steps: expert of each step, in order.
         guided: for each expert, True if it has negative lanes.
         lanes_of_steps: lanes of each step; empty: those that follow from `shape` and `guided`.
+        extra_tokens: tokens of a lane beside those of its video.
         cache: step cache, whose device memory is counted.
 
     Raises:
@@ -66,7 +69,7 @@ def offload_job(
     first = pair.computed_bytes if isinstance(cache, FirstBlockCache) else 0
     return OffloadJob(
         expert=expert_shape(pair),
-        tokens=tokens_of(shape),
+        tokens=tokens_of(shape) + extra_tokens,
         lanes=lanes,
         experts_of_steps=tuple(experts_of_steps),
         stored_bytes=pair.stored_bytes,

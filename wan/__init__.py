@@ -32,6 +32,7 @@ from .transformer.multiplication import CodeFormat, choose_multiplication, multi
 from .transformer.nag import Nag, attach_nag
 from .transformer.per_frame_timestep import frame_timesteps
 from .transformer.probe import block_pass, probe_block, probe_int8, random_block
+from .transformer.token_parts import Positions, TokenPart
 from .vae.memory import GB, HEAP_BYTES, DecodeNeeds, VaeMemoryError, choose_tiling, shared_tiling
 from .vae.tiles import TileBlender, Tiling, TilingError, crop, empty_frames
 from .vae.vae import (
@@ -69,10 +70,12 @@ __all__ = [
     "LatentSpace",
     "Nag",
     "NoInitialValues",
+    "Positions",
     "SkipDecision",
     "TileBlender",
     "Tiling",
     "TilingError",
+    "TokenPart",
     "VaeMemoryError",
     "WanVae",
     "arithmetic_of",

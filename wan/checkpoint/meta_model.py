@@ -114,7 +114,11 @@ def _on_meta(config: WanConfig) -> WanTransformer3DModel:
     from diffusers import WanTransformer3DModel
 
     with torch.device("meta"), NoInitialValues():
-        return WanTransformer3DModel(**config.model_arguments())
+        model = WanTransformer3DModel(**config.model_arguments())
+        if config.reference_channels is not None:
+            patch = config.patch_size[1:]
+            model.ref_conv = nn.Conv2d(config.reference_channels, config.width, kernel_size=patch, stride=patch)
+        return model
 
 
 @functools.cache

@@ -104,7 +104,7 @@ def _part_tables(grid: Grid, positions: Positions, widths: tuple[int, int, int],
 
 
 @functools.lru_cache(maxsize=96)
-def _axis_tables(  # noqa: PLR0913, PLR0917 (the key of the cache)
+def _axis_tables(
     count: int, start: float, step: float, source: int, first: int, width: int, device: torch.device
 ) -> Rotary:
     """Return cosines and sines [count, width] of one axis, whose pairs are `first` and the following ones of a head.
@@ -117,7 +117,5 @@ def _axis_tables(  # noqa: PLR0913, PLR0917 (the key of the cache)
         angles = torch.outer(start + step * torch.arange(count, dtype=torch.float64), frequencies)
         if source:
             angles += source / (THETA ** ((2 * first + pairs) / HEAD_DIM))
-        cosine, sine = (
-            table.repeat_interleave(2, dim=1).float().to(device) for table in (angles.cos(), angles.sin())
-        )
+        cosine, sine = (table.repeat_interleave(2, dim=1).float().to(device) for table in (angles.cos(), angles.sin()))
     return cosine, sine

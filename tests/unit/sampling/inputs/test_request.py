@@ -35,7 +35,7 @@ def _request(**changes: Any) -> DenoiseRequest:
         ({"positive": TEXT.long()}, "positive is torch.int64"),
         ({"negative": torch.zeros(1, 5, 768)}, r"negative is \[1, 5, 768\]"),
         ({"negative": torch.zeros(3, 5, 4096)}, "negative has 3 texts"),
-        ({"image_condition": torch.zeros(1, 16, 3, 4, 6)}, r"give \[1 or 2, 20, 3, 4, 6\], to match the noise"),
+        ({"image_condition": torch.zeros(1, 16, 3, 4, 6)}, r"give \[1 or 2, 20 or 32 or 36, 3, 4, 6\], to match the noise"),
         ({"image_condition": torch.zeros(3, 20, 3, 4, 6)}, "image_condition"),
         ({"image_condition": torch.zeros(1, 20, 3, 4, 8)}, "image_condition"),
         ({"latent": torch.zeros(1, 16, 3, 4, 6)}, r"latent is \[1, 16, 3, 4, 6\]: give \[2, 16, 3, 4, 6\]"),
@@ -166,15 +166,15 @@ def test_sigmas_that_end_above_zero_are_split_at_the_boundary_as_others_are() ->
 def test_an_image_condition_must_fit_the_experts() -> None:
     text_only = _request()
     with_image = _request(image_condition=torch.zeros(1, 20, 3, 4, 6))
-    check_channels(text_only, 16)
-    check_channels(with_image, 36)
+    check_channels(text_only, 16, 16)
+    check_channels(with_image, 36, 16)
     with pytest.raises(
         RequestError,
         match=r"these are image-to-video experts, .* WanStream Image to Video, .*36 channels expected",
     ):
-        check_channels(text_only, 36)
+        check_channels(text_only, 36, 16)
     with pytest.raises(
         RequestError,
         match=r"these are text-to-video experts, and a start image .* i2v in their names \(16 channels expected, 36",
     ):
-        check_channels(with_image, 16)
+        check_channels(with_image, 16, 16)
