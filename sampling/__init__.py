@@ -12,7 +12,24 @@ from .errors import InsufficientMemoryError, NonFiniteLatentError, RequestError,
 from .estimate import offload_job, predicted_calls, predicted_timeline, request_job
 from .inputs.batching import merge_requests, split_request
 from .inputs.checks import check_guidance, check_step_plan, check_windows
-from .inputs.conditioning import IMAGE_EMBEDDING_KEY, NativeInputs, native_inputs, native_latent, single_entry
+from .inputs.conditioning import (
+    IMAGE_EMBEDDING_KEY,
+    IMAGE_KEY,
+    MASK_INDEX_KEY,
+    MASK_KEY,
+    NativeInputs,
+    native_inputs,
+    native_latent,
+    single_entry,
+)
+from .inputs.control import (
+    control_latents,
+    control_mask,
+    fitted_reference,
+    fitted_video,
+    reference_streams,
+    whole_latent_frames,
+)
 from .inputs.extra_tokens import CONTEXT_KEY, REFERENCE_KEY, ExtraTokens, native_tokens
 from .inputs.first_frame import latent_with_first_frames, start_end_mask, start_frames, start_mask, video_with_start_end
 from .inputs.request import DenoiseRequest, Guidance, check_nag, parse_scales
@@ -28,7 +45,10 @@ from .solvers import SOLVERS
 __all__ = [
     "CONTEXT_KEY",
     "IMAGE_EMBEDDING_KEY",
+    "IMAGE_KEY",
     "LOCAL_FORWARD",
+    "MASK_INDEX_KEY",
+    "MASK_KEY",
     "NEAR_SIGMA",
     "PRESETS",
     "REFERENCE_KEY",
@@ -71,8 +91,12 @@ __all__ = [
     "check_steps",
     "check_windows",
     "computed_shape",
+    "control_latents",
+    "control_mask",
     "denoise",
     "extra_tokens_of",
+    "fitted_reference",
+    "fitted_video",
     "lane_names",
     "latent_with_first_frames",
     "merge_requests",
@@ -84,6 +108,7 @@ __all__ = [
     "policy_with_cache",
     "predicted_calls",
     "predicted_timeline",
+    "reference_streams",
     "request_job",
     "schedule_sigmas",
     "seeded_noise",
@@ -94,5 +119,6 @@ __all__ = [
     "start_mask",
     "tokens_of",
     "video_with_start_end",
+    "whole_latent_frames",
     "working_bytes",
 ]
