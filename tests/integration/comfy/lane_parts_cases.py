@@ -8,11 +8,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import comfy.sample
 import comfy.samplers
 import torch
+from comfy_extras import nodes_wan
 from fun_cases import (
     BOUNDARY,
     FUN_CASES,
@@ -27,7 +30,9 @@ from fun_cases import (
     FunCase,
     FunFiles,
     FunInputs,
+    Vae,
     _family,
+    _pictures,
     forward_by,
     inputs_of,
     native_forward,
@@ -39,7 +44,10 @@ from native_families import _normal, results_of
 from wanstream.host import current_host
 from wanstream.nodes.guider import WanStreamGuider
 from wanstream.nodes.sampler import WanStreamSampler
+from wanstream.nodes.variants.bernini import WanStreamBernini
+from wanstream.nodes.variants.fun_control import WanStreamFunControl
 from wanstream.schema.refs import ExpertsRef
+from wanstream.wan import WAN21, WAN22
 
 CONTEXTS = {
     "a source": [(3, 4, 6)],
@@ -130,6 +138,72 @@ def context_case(files: FunFiles, case: FunCase, sizes: list[tuple[int, int, int
     }
 
 
+SIZE = {"width": 48, "height": 32}
+"""Pixels of a video of 4 x 6 latent pixels."""
+
+
+def _ours(node: Any, vae: Vae, **inputs: Any) -> list[Any]:
+    """Return what a node of ours hands on, with the VAE of the tests in place of a file."""
+    module = f"{node.__module__}."
+    space = WAN22 if vae.latent_channels == WAN22.channels else WAN21
+    with (
+        patch(f"{module}open_vae", lambda path: Namespace(space=space)),
+        patch(f"{module}encode_here", lambda path, video: vae.encode(video)),
+        patch.object(type(current_host()), "model_path", lambda *_: Path("vae")),
+    ):
+        texts = [[[_normal(1, 3, 4096, seed=seed), {}]] for seed in (1, 2)]
+        return list(node.execute(positive=texts[0], negative=texts[1], vae="vae", batch_size=1, **inputs).args)
+
+
+def _worst(ours: Any, theirs: Any) -> float:
+    """Return the largest difference between the values of two entries, or infinity if their keys or shapes differ."""
+    if isinstance(theirs, torch.Tensor):
+        return float((ours - theirs).abs().max()) if ours.shape == theirs.shape else torch.inf
+    if isinstance(theirs, list):
+        return max(map(_worst, ours, theirs), default=0.0) if len(ours) == len(theirs) else torch.inf
+    return 0.0 if ours == theirs else torch.inf
+
+
+def _options(results: list[Any], side: int) -> dict[str, Any]:
+    return {key: value for key, value in results[side][0][1].items() if key not in {"pooled_output"}}
+
+
+@torch.inference_mode()
+def node_cases() -> dict[str, float]:
+    """Return the largest difference of what our nodes and ComfyUI's write, for inputs of other sizes and lengths."""
+    found = {}
+    control, start, reference = (
+        _pictures(13, 96, 100, seed=1),
+        _pictures(1, 64, 80, seed=2),
+        _pictures(2, 50, 60, seed=3),
+    )
+    for name, channels, frames in (("2.2", 16, 9), ("2.2, longer than the control", 16, 17), ("5B", 48, 9)):
+        vae, pixels = Vae(channels, 16 if channels == 48 else 8), 2 if channels == 48 else 1
+        size = {side: pixels * length for side, length in SIZE.items()}
+        common = {"control_video": control, "start_image": start}
+        ours = _ours(WanStreamFunControl, vae, **size, frames=frames, reference_image=reference, **common)
+        sides = [[[_normal(1, 3, 4096, seed=seed), {}]] for seed in (1, 2)]
+        given = {"positive": sides[0], "negative": sides[1], "vae": vae, "batch_size": 1, "length": frames, **size}
+        theirs = list(nodes_wan.Wan22FunControlToVideo.execute(**given, ref_image=reference, **common).args)
+        found[f"Fun Control {name}"] = max(
+            _worst(list(_options(ours, side).values()), [_options(theirs, side)[key] for key in _options(ours, side)])
+            if _options(ours, side).keys() == _options(theirs, side).keys()
+            else torch.inf
+            for side in (0, 1)
+        )
+    if importlib.util.find_spec("comfy_extras.nodes_bernini") is not None:
+        from comfy_extras.nodes_bernini import BerniniConditioning
+
+        vae = Vae(16, 8)
+        inputs = {"source_video": control, "reference_video": _pictures(5, 70, 40, seed=4)}
+        ours = _ours(WanStreamBernini, vae, **SIZE, frames=9, longest_side=64, reference_image=reference, **inputs)
+        given = {"vae": vae, "batch_size": 1, "length": 9, "ref_max_size": 64, **SIZE, **inputs}
+        pictures = {"reference_images": {"reference_image_0": reference}}
+        theirs = list(BerniniConditioning.execute(positive=[["", {}]], negative=[["", {}]], **given, **pictures).args)
+        found["Bernini"] = _worst(*(_options(results, 0)["context_latents"] for results in (ours, theirs)))
+    return found
+
+
 @torch.inference_mode()
 def refusal_cases(files: FunFiles) -> dict[str, list[str]]:
     """Return what our sampler and guider say to conditioning of another model."""
@@ -157,7 +231,7 @@ def _as_single(case: FunCase) -> FunCase:
 def answers(folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     files = FunFiles(folder)
-    cases: dict[str, Callable[[], object]] = {"refusals": partial(refusal_cases, files)}
+    cases: dict[str, Callable[[], object]] = {"refusals": partial(refusal_cases, files), "nodes": node_cases}
     for name, case in FUN_CASES.items():
         cases[name] = lambda case=case: parity_case(files, case, inputs_of(case))
         cases[f"{name}, two videos"] = lambda case=case: parity_case(files, case, inputs_of(case, batch=2))

@@ -68,3 +68,10 @@ def test_what_does_not_fit_is_refused_by_name(case: Case) -> None:
     assert set(refusals) == set(REFUSED)
     for name, message in REFUSED.items():
         assert message in refusals[name][1], name
+
+
+def test_our_nodes_write_what_comfyuis_write(case: Case) -> None:
+    found = case("nodes")
+    assert {"Fun Control 2.2", "Fun Control 2.2, longer than the control", "Fun Control 5B"} <= found.keys()
+    for name, difference in found.items():
+        assert difference <= 1e-5, name
