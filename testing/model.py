@@ -1,7 +1,8 @@
 """Tiny test models in ComfyUI's folder layout, with the real files' names.
 
 File names and depth are those of Wan2.2 A14B and 5B, of Wan2.1, and of Fun and Bernini-R, so every workflow runs on it
-unchanged. It has two attention heads instead of forty, so it takes 1.1 GB and its videos show noise. The weights are drawn from fixed seeds.
+unchanged. It has two attention heads instead of forty, so it takes 1.1 GB and its videos show noise. The weights are
+drawn from fixed seeds.
 """
 
 from __future__ import annotations

@@ -245,6 +245,12 @@ class DenoiseRequest:
         return computed_shape(self.noise.shape, self.windows, self.step_plan.steps)
 
     @property
+    def control_channels(self) -> int:
+        """Number of channels of a control video, the first ones of the condition; 0 without one."""
+        given = 0 if self.image_condition is None else self.image_condition.shape[1]
+        return self.channels if given >= 2 * self.channels else 0
+
+    @property
     def tokens_of_sides(self) -> tuple[ExtraTokens, ExtraTokens]:
         """Tokens beside those of the video, of the positive and the negative lanes."""
         return self.tokens, self.tokens if self.negative_tokens is None else self.negative_tokens

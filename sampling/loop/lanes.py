@@ -51,6 +51,7 @@ class LaneInputs:
         self._image = samples(request.image_condition)
         self._embedding = samples(request.image_embedding)
         self._timestep_scales = request.timestep_scales
+        self._control_channels = request.control_channels
         self._tokens = [
             [tokens.of_sample(sample, reads_reference=reads_reference) for sample in range(request.batch)]
             for tokens in (side.to(device) for side in request.tokens_of_sides)
@@ -75,7 +76,9 @@ class LaneInputs:
         states = list(latents.split(1))
         if self._image:
             states = [torch.cat(pair, dim=1) for pair in zip(states, self._image, strict=True)]
-        parts = [[state] if windows is None else windows.cut(state, latents.shape[1]) for state in states]
+        # A control video (Fun Control) follows the windows; the start image behind it may begin every one of them.
+        first = latents.shape[1] + self._control_channels
+        parts = [[state] if windows is None else windows.cut(state, first) for state in states]
         scales = [[own] if windows is None else windows.cut_timestep_scales(own) for own in self._timestep_scales]
         sides, pieces = (self._positive, self._negative), len(parts[0])
         return [

@@ -115,7 +115,6 @@ class _Conditions:
     rotary: Rotary
     grid: Grid  # patches of the video along time, height and width
     video: slice  # tokens of the video among all tokens of the lane
-    local_video: slice  # the same among the tokens of this worker
 
 
 def forward_lanes(
@@ -148,12 +147,10 @@ def forward_lanes(
     rows = _embedded(model, [*(lane.text for lane in lanes), *negative_texts], timestep)
     positive, negative = rows[: len(lanes)], iter(rows[len(lanes) :])
     conditions = [
-        _conditions(
-            model, lane, row, negative, rotary[_layout(model, lane)], frame_times.get(_frame_key(model, lane)), select
-        )
+        _conditions(model, lane, row, negative, rotary[_layout(model, lane)], frame_times.get(_frame_key(model, lane)))
         for lane, row in zip(lanes, positive, strict=True)
     ]
-    hidden = _through_blocks(model, lanes, conditions, visit, shortcut)
+    hidden = _through_blocks(model, lanes, conditions, visit, shortcut, select)
     return [_velocity(model, lane, tokens) for lane, tokens in zip(conditions, hidden, strict=True)]
 
 
@@ -239,6 +236,7 @@ def _through_blocks(
     conditions: Sequence[_Conditions],
     visit: Callable[[int], AbstractContextManager[object]],
     shortcut: BlockCache | None,
+    select: TokenSelector,
 ) -> list[torch.Tensor]:
     """Return the tokens of each lane after the last block."""
     if shortcut is not None and shortcut.whole:
@@ -258,7 +256,7 @@ def _through_blocks(
                     continue
                 hidden.append(passed)
                 if shortcut is not None:
-                    shortcut.entered(at, tokens, passed, lane.local_video)
+                    shortcut.entered(at, tokens, passed, _local_slice(lane.video, tokens.shape[1], select))
         if index == 0 and shortcut is not None:
             going, visits = shortcut.choose()
             if not visits:
@@ -302,14 +300,12 @@ def _conditions(
     negative: Iterator[Rows],
     rotary: Rotary,
     frame_times: _FrameTimes | None,
-    select: TokenSelector,
 ) -> _Conditions:
     """Collect the inputs of a lane; one with a negative text takes the next item of `negative`."""
     time, modulation, text = rows
     patch = model.config.patch_size
     grid = patch_grid(lane.latents.shape, patch)
     start = sum(math.prod(part.grid(patch)) for part in lane.front)
-    video = slice(start, start + math.prod(grid))
     embed_image = model.condition_embedder.image_embedder
     if embed_image is not None:
         assert lane.image is not None, "requests without an image are refused"
@@ -320,13 +316,14 @@ def _conditions(
         modulation=modulation.unflatten(1, (6, -1)) if frame_times is None else frame_times.modulation,
         rotary=rotary,
         grid=grid,
-        video=video,
-        local_video=_local_slice(video, lane.tokens(patch), select) if lane.front or lane.behind else video,
+        video=slice(start, start + math.prod(grid)),
     )
 
 
 def _local_slice(video: slice, tokens: int, select: TokenSelector) -> slice:
-    """Return the tokens of `video` among those of this worker, which has consecutive ones; all are `tokens`."""
+    """Return the tokens of `video` among those of this worker, which has consecutive ones of all `tokens`."""
+    if video == slice(0, tokens):
+        return video
     own = select(torch.arange(tokens)[None, :, None]).flatten()
     first, count = int(own[0]), len(own)
     start, stop = (min(max(0, end - first), count) for end in (video.start, video.stop))

@@ -183,6 +183,19 @@ def test_windows_cut_a_context_of_the_videos_length_alone(make_request: Request)
         assert torch.equal(image, IMAGE)
 
 
+def test_windows_begin_with_the_start_image_and_not_with_the_control(make_request: Request) -> None:
+    noise, condition = _normal(1, 16, 5, 4, 6, seed=1), _normal(1, 36, 5, 4, 6, seed=2)
+    windows = ContextWindows(frames=3, overlap=1, shift_windows=False)
+    request = make_request(noise=noise, image_condition=condition, windows=windows)
+    inputs = LaneInputs(request, torch.device("cpu"))
+    _, second = inputs.lanes(noise, with_negative=False, windows=windows_at(request, 0))
+    assert second.name.frames == (2, 3, 4)
+    state = torch.cat([noise, condition], dim=1)
+    assert torch.equal(second.latents[:, :, 1:], state[:, :, 3:])
+    assert torch.equal(second.latents[:, :32, 0], state[:, :32, 2]), "noise and control of its own frames"
+    assert torch.equal(second.latents[:, 32:, 0], state[:, 32:, 0]), "mask and start image of the video"
+
+
 CACHES = {
     "first block": FirstBlockCache(threshold=1e9),
     "easycache": EasyCache(threshold=1e9),
