@@ -173,7 +173,7 @@ def _rotary(model: WanTransformer3DModel, lane: Lane, select: TokenSelector) -> 
         # Through the module: a context-parallel hook on it selects this worker's part.
         tables: Rotary = model.rope(lane.latents)
         return tables
-    cosines, sines = layout_tables(model.rope, parts)
+    cosines, sines = layout_tables(model, parts)
     return select(cosines), select(sines)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -79,21 +79,35 @@ Placed: TypeAlias = "tuple[Grid, Positions]"
 """Grid of a part and its positions."""
 
 
-def layout_tables(rope: WanRotaryPosEmbed, parts: Sequence[Placed]) -> Rotary:
-    """Return the rotary tables of all tokens of these parts, in their order, on the device of `rope`."""
-    device = rope.freqs_cos.device
-    widths = rope.t_dim, rope.h_dim, rope.w_dim
-    cosines, sines = zip(*(_part_tables(grid, positions, widths, device) for grid, positions in parts), strict=True)
+class AxisTables:
+    """Rotary tables of single axes on the device of a model, kept for as long as the model.
+
+    A copy from pageable memory makes the host wait for the device, so there is one for each size, not one for each
+    step. A table of 80 positions has 40 kB.
+    """
+
+    def __init__(self) -> None:
+        self.of_axis = functools.lru_cache(maxsize=KEPT_TABLES)(_axis_tables)
+
+
+KEPT_TABLES = 96
+
+
+def layout_tables(model: WanTransformer3DModel, parts: Sequence[Placed]) -> Rotary:
+    """Return the rotary tables of all tokens of these parts, in their order, on the device of the model's tables."""
+    rope: WanRotaryPosEmbed = model.rope
+    # Models that this package opens have one; others compute their tables again.
+    of_axis = getattr(model, "axis_tables", AxisTables()).of_axis
+    cosines, sines = zip(*(_part_tables(rope, grid, positions, of_axis) for grid, positions in parts), strict=True)
     return torch.cat(cosines, dim=1), torch.cat(sines, dim=1)
 
 
-def _part_tables(grid: Grid, positions: Positions, widths: tuple[int, int, int], device: torch.device) -> Rotary:
+def _part_tables(rope: WanRotaryPosEmbed, grid: Grid, positions: Positions, of_axis: Callable[..., Rotary]) -> Rotary:
     cosines, sines = [], []
-    first = 0
-    for axis, (count, width) in enumerate(zip(grid, widths, strict=True)):
-        cosine, sine = _axis_tables(
-            count, positions.start[axis], positions.step[axis], positions.source, first, width, device
-        )
+    first, device = 0, rope.freqs_cos.device
+    for axis, (count, width) in enumerate(zip(grid, (rope.t_dim, rope.h_dim, rope.w_dim), strict=True)):
+        start, step = positions.start[axis], positions.step[axis]
+        cosine, sine = of_axis(count, start, step, positions.source, first, width, device)
         shape = [1, 1, 1, width]
         shape[axis] = count
         cosines.append(cosine.view(shape).expand(*grid, width))
@@ -103,19 +117,16 @@ def _part_tables(grid: Grid, positions: Positions, widths: tuple[int, int, int],
     return torch.cat(cosines, dim=-1).reshape(1, tokens, 1, -1), torch.cat(sines, dim=-1).reshape(1, tokens, 1, -1)
 
 
-@functools.lru_cache(maxsize=96)
 def _axis_tables(
     count: int, start: float, step: float, source: int, first: int, width: int, device: torch.device
 ) -> Rotary:
-    """Return cosines and sines [count, width] of one axis, whose pairs are `first` and the following ones of a head.
-
-    Cached, because a copy from pageable memory to the device in every step would make the host wait for it.
-    """
+    """Return cosines and sines [count, width] of one axis, whose pairs are `first` and the following ones of a head."""
+    # The tables outlive the run that first needs them, and a later run may be outside inference mode.
     with torch.inference_mode(False), torch.no_grad():
         pairs = torch.arange(0, width, 2, dtype=torch.float64)
         frequencies = 1.0 / (THETA ** (pairs / width))
         angles = torch.outer(start + step * torch.arange(count, dtype=torch.float64), frequencies)
         if source:
             angles += source / (THETA ** ((2 * first + pairs) / HEAD_DIM))
-        cosine, sine = (table.repeat_interleave(2, dim=1).float().to(device) for table in (angles.cos(), angles.sin()))
-    return cosine, sine
+        tables = [table.repeat_interleave(2, dim=1).float().to(device) for table in (angles.cos(), angles.sin())]
+    return tables[0], tables[1]

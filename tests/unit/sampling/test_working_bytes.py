@@ -25,7 +25,6 @@ from wanstream.schema import T2V_A14B, ExpertShape, KernelNeeds, VideoShape, sha
 from wanstream.schema.shapes import IMAGE_TOKENS
 from wanstream.tests.support.int8_attention import kitchen
 from wanstream.wan import Lane, Nag, Positions, TokenPart, attach_nag, forward_lanes
-from wanstream.wan.transformer import token_parts
 from wanstream.wan.transformer.block_kernels import BlockKernels, PerFrameBlocks
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
 from wanstream.wan.transformer.int8_linear import Int8Linear
@@ -125,10 +124,8 @@ def test_attention_to_a_second_text_takes_no_more_than_the_estimate(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("chunk", [None, 200])
 def test_the_estimate_counts_the_tokens_beside_the_video(
-    lanes: int, dtype: torch.dtype, chunk: int | None, make_tiny_expert: Any, monkeypatch: pytest.MonkeyPatch
+    lanes: int, dtype: torch.dtype, chunk: int | None, make_tiny_expert: Any
 ) -> None:
-    # Without its cache, which would keep fake tensors for later tests.
-    monkeypatch.setattr(token_parts, "_axis_tables", token_parts._axis_tables.__wrapped__)
     model = computed_in(make_tiny_expert(heads=4, layers=2, ffn_dim=1382), dtype)
     latents, text = torch.zeros(1, 16, *LATENT), torch.zeros(1, 16, 4096, dtype=dtype)
     behind = tuple(TokenPart(latents=latents, positions=Positions(source=source)) for source in (1, 2))

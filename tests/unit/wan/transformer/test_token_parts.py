@@ -86,18 +86,18 @@ def test_lanes_with_other_parts_equal_separate_passes(model: WanTransformer3DMod
 
 
 def test_the_tables_of_a_part_from_the_origin_are_diffusers_own(model: WanTransformer3DModel) -> None:
-    own = layout_tables(model.rope, [((3, 2, 3), FROM_ORIGIN)])
+    own = layout_tables(model, [((3, 2, 3), FROM_ORIGIN)])
     for table, expected in zip(own, model.rope(torch.empty(VIDEO)), strict=True):
         assert torch.equal(table, expected)
 
 
 def test_positions_are_start_and_step_of_every_axis(model: WanTransformer3DModel) -> None:
-    whole = layout_tables(model.rope, [((5, 5, 5), FROM_ORIGIN)])
+    whole = layout_tables(model, [((5, 5, 5), FROM_ORIGIN)])
     placed = Positions(start=(1.0, 2.0, 0.0), step=(1.0, 1.0, 2.0))
-    for table, every in zip(layout_tables(model.rope, [((2, 3, 2), placed)]), whole, strict=True):
+    for table, every in zip(layout_tables(model, [((2, 3, 2), placed)]), whole, strict=True):
         expected = every.view(5, 5, 5, 128)[1:3, 2:5, 0:3:2].reshape(1, 12, 1, 128)
         assert torch.equal(table, expected)
-    between = layout_tables(model.rope, [((1, 1, 1), Positions(start=(0.5, 0.0, 0.0)))])
+    between = layout_tables(model, [((1, 1, 1), Positions(start=(0.5, 0.0, 0.0)))])
     assert torch.allclose(between[0][0, 0, 0, 0], torch.tensor(0.5).cos())
 
 
