@@ -57,7 +57,7 @@ def offload_job(
         experts_of_steps: expert of each step, in order.
         guided: for each expert, True if it has negative lanes.
         lanes_of_steps: lanes of each step; empty: those that follow from `shape` and `guided`.
-        extra_tokens: tokens of a lane beside those of its video.
+        extra_tokens: tokens of a lane next to those of its video.
         cache: step cache, whose device memory is counted.
 
     Raises:

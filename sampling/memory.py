@@ -31,7 +31,7 @@ def working_bytes(
 
     Args:
         guided: count a negative lane for each positive one.
-        extra_tokens: tokens of a lane beside those of its video.
+        extra_tokens: tokens of a lane next to those of its video.
         chunk_tokens: tokens computed at once, of the policy; None: all.
         share: this worker's share of a step.
         cache: step cache, whose tensors are included.
@@ -77,7 +77,7 @@ def tokens_of(shape: Sequence[int]) -> int:
 
 
 def extra_tokens_of(pair: ExpertPair, request: DenoiseRequest) -> int:
-    """Return the tokens of a lane of `request` beside those of its video."""
+    """Return the tokens of a lane of `request` next to those of its video."""
     return request.extra_tokens(reads_reference=pair.reads_reference)
 
 

@@ -69,7 +69,7 @@ class GuiderSteps:
     levels: Sequence[float]
     """Predicted noise level of each model call."""
     tokens: tuple[ExtraTokens, ...] = ()
-    """Tokens beside those of the video, of each CFG side."""
+    """Tokens next to those of the video, of each CFG side."""
 
     def __post_init__(self) -> None:
         guidance, steps = self.settings.more_guidance, self.steps
@@ -158,7 +158,7 @@ class GuiderSteps:
         )
 
     def extra_tokens(self, pair: ExpertPair) -> int:
-        """Return the tokens of a lane beside those of its video."""
+        """Return the tokens of a lane next to those of its video."""
         frames, windows = self.shape[2], self.settings.windows
         window = frames if windows is None else windows.frames
         counts = [

@@ -150,7 +150,7 @@ class MagPass(CachedPass):
 
 
 def _residual(hidden: torch.Tensor, tokens: torch.Tensor, video: slice) -> torch.Tensor:
-    """Return the residual of every token: the tokens beside the video are skipped with it."""
+    """Return the residual of every token: the tokens next to the video are skipped with it."""
     return hidden - tokens
 
 

@@ -390,7 +390,7 @@ def _side(
 
 
 def _tokens(name: str, conditioning: Conditioning, batch: int) -> ExtraTokens:
-    """Return the tokens of one side beside those of the video."""
+    """Return the tokens of one side next to those of the video."""
     tokens = native_tokens(name, conditioning[0][1])
     reference = None if tokens.reference is None else _repeated(tokens.reference, batch)
     return ExtraTokens(reference=reference, context=tuple(_repeated(latents, batch) for latents in tokens.context))

@@ -1,4 +1,4 @@
-"""Tokens of a lane beside its video: a reference image (Fun Control), context videos and images (Bernini)."""
+"""Tokens of a lane next to its video: a reference image (Fun Control), context videos and images (Bernini)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTEXT_KEY = "context_latents"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExtraTokens:
-    """Tokens of the lanes of one CFG side beside those of the video.
+    """Tokens of the lanes of one CFG side next to those of the video.
 
     Latents are normalised, and for one sample or for each of B. The sides of their frames are even.
     """

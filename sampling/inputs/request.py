@@ -152,7 +152,7 @@ class DenoiseRequest:
     windows: ContextWindows | None = None
     """Context windows for a video that is longer than the experts were trained on; None: the whole video."""
     tokens: ExtraTokens = NO_TOKENS
-    """Tokens beside those of the video: a reference image, context videos and images."""
+    """Tokens next to those of the video: a reference image, context videos and images."""
     negative_tokens: ExtraTokens | None = None
     """Those of the negative lanes; None: `tokens`."""
 
@@ -252,11 +252,11 @@ class DenoiseRequest:
 
     @property
     def tokens_of_sides(self) -> tuple[ExtraTokens, ExtraTokens]:
-        """Tokens beside those of the video, of the positive and the negative lanes."""
+        """Tokens next to those of the video, of the positive and the negative lanes."""
         return self.tokens, self.tokens if self.negative_tokens is None else self.negative_tokens
 
     def extra_tokens(self, *, reads_reference: bool) -> int:
-        """Return the tokens of a lane beside those of its video, of the side that has more of them.
+        """Return the tokens of a lane next to those of its video, of the side that has more of them.
 
         `reads_reference`: the model has a `ref_conv`.
         """

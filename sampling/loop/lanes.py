@@ -95,7 +95,7 @@ class LaneInputs:
         ]
 
     def _parts(self, name: LaneName, frames: int) -> dict[str, Any]:
-        """Return the parts of a lane beside its video, of `frames` latent frames, and the positions of the video."""
+        """Return the parts of a lane next to its video, of `frames` latent frames, and the positions of the video."""
         tokens = self._tokens[name.side][name.sample]
         if not tokens:
             return {}

@@ -35,7 +35,7 @@ class RunPolicy:
     Args:
         shape: shape of the latents [B, 16, T, h, w].
         guided: True if there are negative lanes.
-        extra_tokens: tokens of a lane beside those of its video.
+        extra_tokens: tokens of a lane next to those of its video.
         split: parallel forward; a worker of a group does not repeat a step on its own.
         cache: settings of the step cache, whose tensors take device memory too.
         revise: called once with the record of the first step, unless memory was short in it.

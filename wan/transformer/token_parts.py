@@ -1,4 +1,4 @@
-"""Parts of a lane's tokens beside its video, and the rotary tables of all parts.
+"""Parts of a lane's tokens next to its video, and the rotary tables of all parts.
 
 The tokens of a lane are [front, video, behind]. Every part has its own positions; all of them pass through the same
 blocks, and only those of the video become the velocity. Angles are computed in fp64 per axis, as in diffusers.
@@ -45,7 +45,7 @@ FROM_ORIGIN = Positions()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenPart:
-    """Tokens of a lane beside its video."""
+    """Tokens of a lane next to its video."""
 
     latents: torch.Tensor
     """[1, C, t, h, w] in the model's latent space; C as the model's input, or that of its `ref_conv`."""

@@ -1,4 +1,4 @@
-"""Lanes with tokens beside their video on a GPU: runs of Bernini and Fun Control, streamed, against a CPU."""
+"""Lanes with tokens next to their video on a GPU: runs of Bernini and Fun Control, streamed, against a CPU."""
 
 from __future__ import annotations
 

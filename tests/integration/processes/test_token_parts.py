@@ -1,4 +1,4 @@
-"""Lanes with tokens beside their video, shared by workers: Bernini's contexts, Fun Control's reference."""
+"""Lanes with tokens next to their video, shared by workers: Bernini's contexts, Fun Control's reference."""
 
 from __future__ import annotations
 

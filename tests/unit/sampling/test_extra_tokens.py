@@ -1,4 +1,4 @@
-"""Runs with tokens beside the video: Bernini's contexts, Fun Control's reference and condition."""
+"""Runs with tokens next to the video: Bernini's contexts, Fun Control's reference and condition."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_samples_of_a_batch_equal_single_runs(
 
 def test_requests_with_other_shapes_are_not_merged(make_request: Request) -> None:
     one, other = make_request(tokens=CONTEXT), make_request(tokens=ExtraTokens(context=(SOURCE,)))
-    with pytest.raises(RequestError, match="tokens beside the video 2 x 4 x 6 and 2 x 4 x 6, in lane 1 2 x 4 x 6, 1 x"):
+    with pytest.raises(RequestError, match="next to the video 2 x 4 x 6 and 2 x 4 x 6, in lane 1 2 x 4 x 6, 1 x"):
         merge_requests([one, other])
 
 

@@ -1,4 +1,4 @@
-"""Parts of a lane beside its video: Bernini's contexts, Fun's reference, positions and timesteps of their own."""
+"""Parts of a lane next to its video: Bernini's contexts, Fun's reference, positions and timesteps of their own."""
 
 from __future__ import annotations
 
