@@ -10,13 +10,12 @@ from typing import TypeAlias
 import torch
 
 from ...schema import ContextWindows
-from ...wan import SPACES, WAN21, WAN22, space_of
+from ...wan import SPACES, space_of
 from ..errors import RequestError
 from ..schedules import PURE_NOISE
 
-IMAGE_CONDITION_CHANNELS = {WAN21.channels: (20, 32, 36), WAN22.channels: (52, 100)}
-"""Channels of an image condition by those of the latent: of I2V and Fun InP, and of Fun Control without and with a
-mask."""
+IMAGE_CONDITION_CHANNELS = (20, 32, 36, 52, 100)
+"""Channels of an image condition: of I2V and Fun InP, of Fun Control 2.1 and 2.2, and of Fun InP and Fun Control 5B."""
 TEXT_WIDTH = 4096
 PATCH = 2
 """Latent pixels per token, in height and in width."""

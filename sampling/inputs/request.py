@@ -166,10 +166,7 @@ class DenoiseRequest:
         if self.negative is not None:
             check_texts("negative", self.negative, self.batch)
         if self.image_condition is not None:
-            check_latent(
-                *("image_condition", self.image_condition, self.noise),
-                *(IMAGE_CONDITION_CHANNELS[self.channels], (1, self.batch)),
-            )
+            check_latent("image_condition", self.image_condition, self.noise, IMAGE_CONDITION_CHANNELS, (1, self.batch))
         if self.latent is not None:
             check_latent("latent", self.latent, self.noise, (self.channels,), (self.batch,))
         if self.mask is not None:
@@ -356,7 +353,7 @@ def check_channels(request: DenoiseRequest, in_channels: int, latent: int) -> No
 
 def _condition_problem(given: int, expected: int, latent: int) -> str:
     """Describe a condition of `given` channels for a model that takes one of `expected`, with a remedy."""
-    if expected == 0 and latent == WAN22.channels:
+    if expected == 0 and latent == WAN22.channels and given in (20, 52):
         return (
             "Wan2.2 5B takes a start image as the first frame of the latent, and this request has one as a condition "
             "(image_condition), as A14B takes it: choose the VAE of Wan2.2 5B in WanStream Image to Video"

@@ -27,7 +27,7 @@ KNOWN_CHANNELS = {
     (36, 16): "I2V or Fun InP",
     (52, 16): "Fun Control of Wan2.2 A14B",
     (48, 16): "Fun Control of Wan2.1",
-    (48, 48): "TI2V-5B",
+    (48, 48): "Wan2.2 TI2V-5B",
     (100, 48): "Fun InP 5B",
     (148, 48): "Fun Control 5B",
 }

@@ -13,7 +13,7 @@ import torch
 
 from ...devices import AUTO, ComputeDtype, dtype_name, resolve_dtype
 from ...schema import Arithmetic, ExpertsRef, LoraRef, Storage
-from ..checkpoint.detect import IMAGE_LAYER, PAIR_CHANNELS
+from ..checkpoint.detect import IMAGE_LAYER, KNOWN_CHANNELS, LATENT_CHANNELS, PAIR_CHANNELS
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.key_names import both_names
 from ..checkpoint.open import Expert, open_expert
@@ -182,17 +182,12 @@ def _or(numbers: Sequence[int]) -> str:
 
 def _check_pair(high: Expert, low: Expert) -> None:
     for expert in (high, low):
-        if expert.config.family == "ti2v":
+        channels = expert.config.in_channels, expert.config.out_channels
+        if channels[0] not in PAIR_CHANNELS or channels[1] != LATENT_CHANNELS:
             raise CheckpointError(
                 expert.path,
-                f"is Wan2.2 TI2V-5B or Fun 5B ({expert.config.in_channels} channels), which is a single model; the "
-                f"experts of Wan2.2 A14B have {_or(PAIR_CHANNELS)} channels: open it as a single model",
-            )
-        if expert.config.in_channels not in PAIR_CHANNELS:
-            raise CheckpointError(
-                expert.path,
-                f"is Fun Control of Wan2.1 ({expert.config.in_channels} channels), which is a single model; the "
-                f"experts of Wan2.2 A14B have {_or(PAIR_CHANNELS)} channels: open it as a single model",
+                f"is {KNOWN_CHANNELS[channels]} ({channels[0]} channels), which is a single model; the experts of "
+                f"Wan2.2 A14B have {_or(PAIR_CHANNELS)} channels: open it as a single model",
             )
     if high.config.family != low.config.family:
         raise CheckpointError(

@@ -35,7 +35,7 @@ def _request(**changes: Any) -> DenoiseRequest:
         ({"positive": TEXT.long()}, "positive is torch.int64"),
         ({"negative": torch.zeros(1, 5, 768)}, r"negative is \[1, 5, 768\]"),
         ({"negative": torch.zeros(3, 5, 4096)}, "negative has 3 texts"),
-        ({"image_condition": torch.zeros(1, 16, 3, 4, 6)}, r"give \[1 or 2, 20 or 32 or 36, 3, 4, 6\], to match"),
+        ({"image_condition": torch.zeros(1, 16, 3, 4, 6)}, r"give \[1 or 2, 20 or 32 or 36 or 52 or 100, 3, 4, 6"),
         ({"image_condition": torch.zeros(3, 20, 3, 4, 6)}, "image_condition"),
         ({"image_condition": torch.zeros(1, 20, 3, 4, 8)}, "image_condition"),
         ({"latent": torch.zeros(1, 16, 3, 4, 6)}, r"latent is \[1, 16, 3, 4, 6\]: give \[2, 16, 3, 4, 6\]"),
