@@ -371,6 +371,11 @@ def _condition_problem(given: int, expected: int, latent: int) -> str:
             f"these are {model} experts, and {found} is connected: connect positive and negative through WanStream Fun "
             "Control"
         )
+    if expected == 52:
+        return (
+            f"these are {model} experts, and no start image of theirs is connected (concat_latent_image): connect "
+            "positive and negative through ComfyUI's WanFunInpaintToVideo"
+        )
     if given == 0:
         return (
             f"these are {model} experts, and no start image is connected (image_condition): connect "
