@@ -10,7 +10,16 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .api import SAVING_NODE, WEIGHT_DTYPES, HostApi, ModelRun, ModelStreaming, NeedsComfyUIError, current_host
+from .api import (
+    SAVING_NODE,
+    WEIGHT_DTYPES,
+    HostApi,
+    ModelRun,
+    ModelStreaming,
+    NeedsComfyUIError,
+    ShareVisits,
+    current_host,
+)
 from .comfy.guider_session import GuiderSettings
 from .error_names import name_errors_of
 from .folders import ModelNotFoundError, OutputFile, OutputNameError, OutsideFolderError, inside
@@ -48,6 +57,7 @@ __all__ = [
     "OutsideFolderError",
     "Profile",
     "RunEvents",
+    "ShareVisits",
     "SharedRun",
     "StartPool",
     "check_ray",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,14 +50,23 @@ class LoadedExperts(NamedTuple):
     device: torch.device
 
 
+class ShareVisits(str, Enum):
+    """When conditions that are computed one after the other share each visit of a block."""
+
+    AUTO = "auto"
+    """For tested models without foreign code in the model call, if the memory is there and it saves time."""
+    ON = "on"
+    """Unless something is known to prevent it."""
+    OFF = "off"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelStreaming:
     """Settings for the blocks of a native model."""
 
     policy: OffloadPolicy | AutoOffload
     """For an AutoOffload it is chosen after the first model call of a run."""
-    share_visits: bool = False
-    """True if conditions that are computed one after the other share each visit of a block."""
+    share_visits: ShareVisits = ShareVisits.AUTO
     lora_on_arrival: bool = False
     """True to add plain LoRAs to a block once, when it arrives, not each time a layer computes."""
 

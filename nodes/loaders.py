@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..devices import AUTO, dtype_name
-from ..host import WEIGHT_DTYPES, ModelStreaming, current_host, io, search_aliases
+from ..host import WEIGHT_DTYPES, ModelStreaming, ShareVisits, current_host, io, search_aliases
 from ..offload import FileVersion, file_version
 from ..plan import AutoOffload
 from ..schema import ExpertsRef, LoraRef, OffloadPolicy
@@ -279,15 +279,17 @@ MODEL_POLICY_INPUT = sockets.Policy.Input(
 )
 
 STREAMING_INPUTS: tuple[io.Input, ...] = (
-    io.Boolean.Input(
+    io.Combo.Input(
         "share_visits",
-        default=False,
+        options=[mode.value for mode in ShareVisits],
+        default=ShareVisits.AUTO.value,
         optional=True,
-        tooltip="On: where ComfyUI computes positive and negative one after the other, because both do not fit into "
-        "memory or have prompts of different lengths, both pass through each block while it is loaded: half the bytes "
-        "per step, the same result. Takes the memory of one more hidden state. Stays off for a run with another node "
-        "that may count passes, such as a step cache, a block replacement or a ControlNet; the sampler then shows the "
-        "reason.",
+        tooltip="Where ComfyUI computes positive and negative one after the other, because both do not fit into memory "
+        "or have prompts of different lengths, both can pass through each block while it is loaded: half the bytes per "
+        "step, the same result, and at most the activations of one more pass. auto: for tested models without code of "
+        "other nodes in their blocks, if the memory is there; under an automatic policy, if it also saves time. on: "
+        "always, except for a run with a node that may count passes, such as a step cache, a block replacement or a "
+        "ControlNet. The sampler shows what was decided.",
     ),
     io.Boolean.Input(
         "lora_on_arrival",
@@ -340,12 +342,12 @@ class WanStreamLoadDiffusionModel(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, unet_name: str, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None = None, **settings: bool
+        cls, unet_name: str, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None = None, **settings: Any
     ) -> io.NodeOutput:
         host = current_host()
         path = host.model_path(unet_name, FOLDERS[0])
         with host.ledger().phase("open", host.device()):
-            return io.NodeOutput(host.load_model(path, weight_dtype, _streaming(policy, settings)))
+            return io.NodeOutput(host.load_model(path, weight_dtype, _streaming(policy, **settings)))
 
     @classmethod
     def fingerprint_inputs(cls, unet_name: str | None = None, **inputs: Any) -> FileVersion | None:
@@ -380,12 +382,16 @@ class WanStreamStreamModel(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model: object, policy: OffloadPolicy | AutoOffload | None = None, **settings: bool
+        cls, model: object, policy: OffloadPolicy | AutoOffload | None = None, **settings: Any
     ) -> io.NodeOutput:
         host = current_host()
         with host.ledger().phase("open", host.device()):
-            return io.NodeOutput(host.stream_model(model, _streaming(policy, settings)))
+            return io.NodeOutput(host.stream_model(model, _streaming(policy, **settings)))
 
 
-def _streaming(policy: OffloadPolicy | AutoOffload | None, settings: Mapping[str, bool]) -> ModelStreaming:
-    return ModelStreaming(policy=policy or AutoOffload(), **settings)
+def _streaming(
+    policy: OffloadPolicy | AutoOffload | None, *, share_visits: str = "auto", lora_on_arrival: bool = False
+) -> ModelStreaming:
+    return ModelStreaming(
+        policy=policy or AutoOffload(), share_visits=ShareVisits(share_visits), lora_on_arrival=lora_on_arrival
+    )

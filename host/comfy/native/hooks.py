@@ -47,6 +47,8 @@ class Learnt:
     """True if ComfyUI computes its conditions one after the other."""
     chosen: bool = False
     """True if an automatic policy was chosen."""
+    shares: bool = False
+    """True if it was chosen for conditions that share visits."""
 
 
 class NativeRuns:

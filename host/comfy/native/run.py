@@ -17,8 +17,10 @@ from ....bench import policy_name
 from ....devices import available_bytes, forget, is_out_of_memory, runtime_for, total_bytes
 from ....offload import ForwardCourse, Lockstep
 from ....plan import (
+    WORTH,
     AutoOffload,
     Budgets,
+    MeasuredPolicy,
     bytes_to_free,
     choose_measured,
     describe_policy,
@@ -32,7 +34,7 @@ from ...api import HostApi, current_host
 from ...auto_policy import AVAILABLE_SHARE, smaller_limit
 from ...run_events import SHORT_DTYPES, RunEvents, RunSettings
 from .hooks import NativeRuns
-from .lanes import Conditions, hindrance
+from .lanes import Conditions, VisitSharing, untested_model
 from .patcher import NativePatcher
 from .weights import STACK
 
@@ -61,6 +63,7 @@ class NativeRun:
         course: the course so far.
         lockstep: conditions that share visits.
         notes: sentences about the run, for its timeline.
+        sharing: decides whether conditions share visits.
         node_id: id of the sampler node.
         settings: settings of the run.
         timeline: timeline of the run, after its end.
@@ -80,11 +83,20 @@ class NativeRun:
         self.timeline: Timeline | None = None
         self.calls = self.passes = self.recompiled = self.visits = self.fetches = 0
         self._runs, self._weights, self._memory = runs, runs.weights, patcher.memory
-        self._share, self._device = patcher.share_visits, patcher.load_device
+        self._device = patcher.load_device
         self._learnt, self._attempts, self._auto = runs.learnt(kind), 0, patcher.auto
-        self._calling, self._batched = False, 1
+        self._calling = False
         self._free_vram = host.free_vram
         self._activation_bytes = int(patcher.memory_required(list(shape)))
+        self.sharing = VisitSharing(
+            patcher.share_visits,
+            self._learnt,
+            untested=untested_model(patcher.model, patcher.object_patches),
+            decided=self._auto is not None,
+            activation_bytes=self._activation_bytes,
+            free_bytes=self._free_vram,
+            note=self._note,
+        )
         self._orders: list[tuple[int, ...]] = []  # of the passes so far
         self.recorder = Recorder(patcher.load_device, observe=host.telemetry_options())
         self.recorder.non_block_bytes = self._weights.outside_bytes
@@ -143,7 +155,10 @@ class NativeRun:
                     self._close(err)
                     # The traceback keeps the activations of the pass alive, and the retry needs their memory.
                     message = forget(err)
-                self._make_smaller(message)
+                if self.sharing.can_stop:
+                    self._stop_sharing()
+                else:
+                    self._make_smaller(message)
         finally:
             self._calling = False
         self.calls += 1
@@ -160,10 +175,11 @@ class NativeRun:
         options: dict[str, Any],
     ) -> list[torch.Tensor]:
         computed = [place for place, condition in enumerate(conditions) if condition is not None]
-        if not self._shares(computed, conditions, options):
+        given = [conditions[place] for place in computed]
+        if not self.sharing.decide(given, options):
             before = self.course.passes
             predictions = compute(conditions)
-            self._learn_apart([conditions[place] for place in computed], self.course.passes - before)
+            self.sharing.learn(given, options, self.course.passes - before)
             return predictions
         parts = self.lockstep.run([partial(compute, _only(conditions, place)) for place in computed])
         predictions = list(parts[0])  # with zeros for conditions that are not computed
@@ -171,36 +187,25 @@ class NativeRun:
             predictions[place] = part[place]
         return predictions
 
-    def _shares(self, computed: Sequence[int], conditions: Conditions, options: dict[str, Any]) -> bool:
-        if not self._share or len(computed) < 2 or not self._learnt.apart:
-            return False
-        found = hindrance(conditions, options)
-        self._note("the conditions share each visit" if found is None else f"no shared visits, because of {found}")
-        return found is None
-
-    def _learn_apart(self, conditions: Conditions, passes: int) -> None:
-        """Learn from a call without shared visits whether its conditions were computed one after the other."""
-        entries = sum(len(condition or ()) for condition in conditions)
-        # Conditions that ComfyUI computes in one forward pass share its visits anyway.
-        if len(conditions) > 1 and passes == entries:
-            self._learnt.apart = True
-        elif len(conditions) > 1 and passes == 1:
-            self._batched = len(conditions)
-        elif self._share and len(conditions) > 1 and passes > 1:
-            self._note(f"no shared visits, because ComfyUI computes {entries} conditions in {passes} passes")
-
-    def _free(self, budgets: Budgets) -> Budgets:
+    def _free(self, budgets: Budgets, lanes: int) -> Budgets:
         """Return the budgets, limited to the memory that is free now and what the weights use already."""
         ram = int(AVAILABLE_SHARE * available_bytes())
         if runtime_for(self._device) is None:
             return Budgets(ram_bytes=smaller_limit(budgets.ram_bytes, ram + self._weights.loaded_bytes))
-        activations = self._activation_bytes
-        if self._batched > 1:
-            activations = int(BATCH_MARGIN * self._batched * activations)
+        activations = lanes * self._activation_bytes
+        if self.sharing.batched > 1:
+            activations = int(BATCH_MARGIN * self.sharing.batched * activations)
         vram = max(0, self._free_vram() + self._weights.loaded_bytes - activations)
         return Budgets(
             vram_bytes=smaller_limit(budgets.vram_bytes, vram), ram_bytes=smaller_limit(budgets.ram_bytes, ram)
         )
+
+    def _stop_sharing(self) -> None:
+        assert self._memory.policy is not None, "the model is loaded"
+        self.sharing.stop()
+        self._note(f"out of memory in call {self.calls}: the conditions no longer share visits")
+        self._continue_with(self._memory.policy)
+        comfy.model_management.soft_empty_cache()
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -226,24 +231,15 @@ class NativeRun:
 
     def _choose_policy(self, auto: AutoOffload) -> None:
         """Replace the policy after the first model call if another one is predicted to be faster."""
-        weights, memory = self._weights, self._memory
+        memory = self._memory
         assert memory.policy is not None, "the model is loaded"
-        budgets = self._free(auto.budgets)
-        chosen = choose_measured(
-            weights.measured_blocks,
-            self.recorder.last,
-            visits=self.course.visited,
-            present=memory.policy,
-            device_bytes=math.inf if budgets.vram_bytes is None else budgets.vram_bytes,
-            host_bytes=math.inf if budgets.ram_bytes is None else budgets.ram_bytes,
-        )
-        if chosen is None:
+        present, chosen = memory.policy, self._predict_fastest(auto.budgets)
+        if chosen is None or chosen.policy == present:
             return
         self._note(
-            f"after the first call: {describe_policy(chosen.policy, len(weights.blocks))}, "
+            f"after the first call: {describe_policy(chosen.policy, len(self._weights.blocks))}, "
             f"{describe_ram(chosen.policy)}, {format_seconds(chosen.call_s)} s per call predicted"
         )
-        present = memory.policy
         try:
             self._continue_with(chosen.policy)
         except (OSError, RuntimeError) as err:  # other processes have allocated memory since it was measured
@@ -254,6 +250,30 @@ class NativeRun:
             memory.requested = chosen.policy
             return
         self._continue_with(present)
+
+    def _predict_fastest(self, budgets: Budgets) -> MeasuredPolicy | None:
+        """Return the fastest policy after the first model call, and learn whether its conditions share visits."""
+        lanes = self.sharing.lanes
+        together = self._predict_lanes(budgets, lanes) if lanes > 1 else None
+        if together is not None and self.sharing.is_required:
+            return together
+        apart = self._predict_lanes(budgets, 1)
+        # More memory for activations must be worth it.
+        self._learnt.shares = together is not None and (apart is None or together.call_s < (1 - WORTH) * apart.call_s)
+        return together if self._learnt.shares else apart
+
+    def _predict_lanes(self, budgets: Budgets, lanes: int) -> MeasuredPolicy | None:
+        assert self._memory.policy is not None, "the model is loaded"
+        free = self._free(budgets, lanes)
+        return choose_measured(
+            self._weights.measured_blocks,
+            self.recorder.last,
+            visits=self.course.visited,
+            present=self._memory.policy,
+            device_bytes=math.inf if free.vram_bytes is None else free.vram_bytes,
+            host_bytes=math.inf if free.ram_bytes is None else free.ram_bytes,
+            lanes=lanes,
+        )
 
     def _make_smaller(self, message: str) -> None:
         """Continue with a smaller policy. Raises InsufficientMemoryError if there is none."""

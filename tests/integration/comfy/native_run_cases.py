@@ -18,6 +18,7 @@ from unittest.mock import patch
 from uuid import uuid4
 
 import comfy.hooks
+import comfy.model_base
 import comfy.model_management
 import comfy.patcher_extension
 import comfy.sample
@@ -29,7 +30,8 @@ from installed_pack import load_pack
 from native_families import FAMILIES, Family, results_of, sample
 
 load_pack()
-from wanstream.host import current_host  # noqa: E402
+from wanstream.host import ShareVisits, current_host  # noqa: E402
+from wanstream.host.comfy.native import lanes  # noqa: E402
 from wanstream.host.comfy.native import run as native_run  # noqa: E402
 from wanstream.host.comfy.native.load import load_native  # noqa: E402
 from wanstream.host.comfy.native.weights import NativeWeights  # noqa: E402
@@ -44,9 +46,9 @@ WrappersMP = comfy.patcher_extension.WrappersMP
 Run = Callable[[Any], torch.Tensor]
 
 
-def too_large(*_: Any, **__: Any) -> float:
-    """Bytes for a batch that is never free, so that ComfyUI computes conditions one after the other."""
-    return 1e30
+def room_for_one(input_shape: list[int], **_: Any) -> float:
+    """Bytes for activations: those of a batch are never free, so that ComfyUI computes conditions one by one."""
+    return 1e30 if input_shape[0] > 1 else 1e6
 
 
 class Models:
@@ -63,14 +65,15 @@ class Models:
 
     def native(self, family: Family) -> Any:
         model = native_families.native(self.path(family), family)
-        model.model.memory_required = too_large
+        model.model.memory_required = room_for_one
         return model
 
-    def streamed(self, family: Family, policy: Any = None, *, share: bool = True) -> Any:
+    def streamed(self, family: Family, policy: Any = None, *, share: bool | ShareVisits = True) -> Any:
+        mode = share if isinstance(share, ShareVisits) else ShareVisits.ON if share else ShareVisits.OFF
         with native_families.given_configuration(family):
             chosen = policy or OffloadPolicy.layerwise(1)
-            model = load_native(self.path(family), "default", chosen, share_visits=share, **LIMITS)
-        model.model.memory_required = too_large
+            model = load_native(self.path(family), "default", chosen, share_visits=mode, **LIMITS)
+        model.model.memory_required = room_for_one
         return model
 
 
@@ -98,10 +101,11 @@ def shared(models: Models, family: Family) -> dict[str, Any]:
     """Three runs with shared visits next to two without."""
     run = partial(sample, family=family, steps=STEPS)
     expected = run(models.native(family))
-    apart, together = models.streamed(family, share=False), models.streamed(family)
+    apart, together = models.streamed(family, share=False), models.streamed(family, share=ShareVisits.AUTO)
     equal = [torch.equal(run(apart), expected) for _ in range(2)]
     equal += [torch.equal(run(together), expected) for _ in range(3)]
     found = {"equal": equal, "apart": figures(apart), "together": figures(together)}
+    found["class"] = type(together.model).__name__
     return {**found, "blocks": len(together.model.weights.blocks), "threads": threads()}
 
 
@@ -128,11 +132,11 @@ def three_conditions(models: Models) -> dict[str, Any]:
     return {"equal": [torch.equal(run(model), expected) for _ in range(3)], **figures(model)}
 
 
-def prevented(models: Models, change: Callable[[Any], Any]) -> dict[str, Any]:
+def prevented(models: Models, change: Callable[[Any], Any], share: ShareVisits) -> dict[str, Any]:
     """A run with a change of another node that may count passes."""
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
-    expected, model = run(change(models.native(family))), change(models.streamed(family))
+    expected, model = run(change(models.native(family))), change(models.streamed(family, share=share))
     return {"equal": [torch.equal(run(model), expected) for _ in range(2)], **figures(model)}
 
 
@@ -175,13 +179,72 @@ def with_attention_patch(model: Any) -> Any:
     return model
 
 
+def with_attention_override(model: Any) -> Any:
+    model = model.clone()
+    options = model.model_options["transformer_options"]
+    options["optimized_attention_override"] = lambda attention, *inputs, **given: attention(*inputs, **given)
+    return model
+
+
+def with_object_patch(model: Any) -> Any:
+    model = model.clone()
+    block = model.model.diffusion_model.blocks[1].ffn
+    model.add_object_patch("diffusion_model.blocks.1.ffn.forward", lambda hidden: type(block).forward(block, hidden))
+    return model
+
+
+def with_method(model: Any) -> Any:
+    """Return the model with a method assigned to its instance; each of the tests opens its own model."""
+    network = model.model.diffusion_model
+    network.forward_orig = partial(type(network).forward_orig, network)
+    return model
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "DIFFUSION_MODEL": partial(with_wrapper, kind=WrappersMP.DIFFUSION_MODEL),
     "APPLY_MODEL": partial(with_wrapper, kind=WrappersMP.APPLY_MODEL),
     "function": with_function,
     "replacement": with_replacement,
     "attention": with_attention_patch,
+    "override": with_attention_override,
+    "object": with_object_patch,
+    "method": with_method,
 }
+
+
+def tested_models(_: Models) -> list[str]:
+    """Classes of this ComfyUI that share visits by themselves."""
+    return sorted(name for name in lanes.TESTED_MODELS if hasattr(comfy.model_base, name))
+
+
+def untested_class(models: Models) -> dict[str, Any]:
+    """Runs of a model whose class is not among the tested ones."""
+    with patch.object(lanes, "TESTED_MODELS", frozenset()):
+        return prevented(models, lambda model: model, ShareVisits.AUTO)
+
+
+def short_of_room(models: Models) -> dict[str, Any]:
+    """Runs on a device whose free memory is that of one pass."""
+    with patch.object(type(current_host()), "free_vram", lambda _: int(room_for_one([1]))):
+        return prevented(models, lambda model: model, ShareVisits.AUTO)
+
+
+def chosen_lanes(models: Models, faster: float) -> dict[str, Any]:
+    """Two runs under an automatic policy, for which sharing visits takes the share `faster` of the time of a call."""
+    family, asked = FAMILIES["wan_t2v"], list[int]()
+    run = partial(sample, family=family, steps=STEPS)
+    expected, model = run(models.native(family)), models.streamed(family, AutoOffload(), share=ShareVisits.AUTO)
+
+    def choose(*_: Any, lanes: int, present: OffloadPolicy, **__: Any) -> Any:
+        asked.append(lanes)
+        return SimpleNamespace(policy=present, call_s=faster if lanes > 1 else 1.0)
+
+    with patch.object(native_run, "choose_measured", choose):
+        equal, visits = [], []
+        for _ in range(2):
+            equal.append(torch.equal(run(model), expected))
+            visits.append(figures(model)["visits"])
+    return {"equal": equal, "asked": asked, "visits": visits, "blocks": len(model.model.weights.blocks)}
 
 
 @contextmanager
@@ -244,7 +307,7 @@ def out_of_memory() -> BaseException:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def short_memory(models: Models, policy: OffloadPolicy, *, times: int, share: bool) -> dict[str, Any]:
+def short_memory(models: Models, policy: OffloadPolicy, *, times: int, share: bool | ShareVisits) -> dict[str, Any]:
     """A run whose second model call runs out of memory `times` times."""
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
@@ -355,15 +418,14 @@ def refused_policy(models: Models, error: Callable[[], BaseException], name: str
 def room_for_a_batch(models: Models) -> dict[str, Any]:
     """Memory of an automatic policy on a device that has had room for two conditions in one pass."""
     family, free = FAMILIES["wan_t2v"], 10**9
-    model = models.streamed(family, AutoOffload())
     limits = {}
 
     def required(input_shape: list[int], *, most: int, **_: Any) -> float:
         return 1e6 * input_shape[0] if input_shape[0] <= most else 1e30
 
-    for name, most in (("apart", 1), ("together", 2)):
+    for name, most, share in (("apart", 1, False), ("lanes", 1, True), ("together", 2, True)):
+        model = models.streamed(family, AutoOffload(), share=share)
         model.model.memory_required = partial(required, most=most)
-        model.model.runs._learnt.clear()
         with (
             better_policy(OffloadPolicy.layerwise(1)) as found,
             patch.object(native_run, "runtime_for", lambda _: object()),
@@ -509,7 +571,16 @@ def cases(folder: Path) -> dict[str, Callable[[], Any]]:
         f"shared {name}": partial(shared, models, FAMILIES[name]) for name in FAMILIES
     }
     found["three conditions"] = partial(three_conditions, models)
-    found |= {f"prevented {name}": partial(prevented, models, change) for name, change in CHANGES.items()}
+    modes = (ShareVisits.ON, ShareVisits.AUTO)
+    found |= {
+        f"prevented {name}, {mode.value}": partial(prevented, models, change, mode)
+        for name, change in CHANGES.items()
+        for mode in modes
+    }
+    found["tested models"] = partial(tested_models, models)
+    found |= {"untested class": partial(untested_class, models), "short of room": partial(short_of_room, models)}
+    found |= {f"lanes {faster}": partial(chosen_lanes, models, faster) for faster in (0.5, 0.97)}
+    found["short of memory, swap, auto"] = partial(short_memory, models, swap, times=2, share=ShareVisits.AUTO)
     errors = {"error": ValueError, "interrupt": comfy.model_management.InterruptProcessingException}
     found |= {
         f"{name} at {at}": partial(failed, models, error, at) for name, error in errors.items() for at in (1, 5, 9)

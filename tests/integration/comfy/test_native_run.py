@@ -20,8 +20,10 @@ def test_conditions_that_share_visits_give_the_same_bits_for_half_the_bytes(
 ) -> None:
     families = [name.removeprefix("shared ") for name in answers if name.startswith("shared ")]
     assert len(families) >= 12
+    classes = set()
     for family in families:
         result = case(f"shared {family}")
+        classes.add(result["class"])
         apart, together = result["apart"], result["together"]
         assert result["equal"] == [True] * 5, family
         assert together["notes"] == [SHARED], family
@@ -31,6 +33,7 @@ def test_conditions_that_share_visits_give_the_same_bits_for_half_the_bytes(
         assert sum(together["bytes"][1:]) <= 0.55 * sum(apart["bytes"][1:]), family
         assert together["fetches"] <= together["visits"], family
         assert result["threads"] == []
+    assert sorted(classes) == case("tested models"), "a class that shares visits by itself is tested"
 
 
 def test_three_conditions_share_visits(case: Callable[[str], Any]) -> None:
@@ -39,6 +42,7 @@ def test_three_conditions_share_visits(case: Callable[[str], Any]) -> None:
     assert result["notes"] == [SHARED]
 
 
+@pytest.mark.parametrize("mode", ["on", "auto"])
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -49,19 +53,68 @@ def test_three_conditions_share_visits(case: Callable[[str], Any]) -> None:
     ],
 )
 def test_passes_stay_apart_where_another_node_may_count_them(
-    case: Callable[[str], Any], change: str, reason: str
+    case: Callable[[str], Any], change: str, reason: str, mode: str
 ) -> None:
-    result = case(f"prevented {change}")
+    result = case(f"prevented {change}, {mode}")
     assert result["equal"] == [True, True]
     assert len(result["notes"]) == 1
     assert result["notes"][0].startswith(f"no shared visits, because of {reason}")
     assert result["recompiled"] == 0
 
 
-def test_patches_of_attention_do_not_prevent_it(case: Callable[[str], Any]) -> None:
-    result = case("prevented attention")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("attention", "the attn2_patch with_attention_patch"),
+        ("override", "the optimized_attention_override with_attention_override"),
+        ("object", "the replaced diffusion_model.blocks.1.ffn.forward"),
+        ("method", "the replaced forward_orig"),
+    ],
+)
+def test_code_inside_the_blocks_shares_visits_only_where_it_is_required(
+    case: Callable[[str], Any], change: str, reason: str
+) -> None:
+    apart, together = (case(f"prevented {change}, {mode}") for mode in ("auto", "on"))
+    assert apart["equal"] == together["equal"] == [True, True]
+    assert together["notes"] == [SHARED]
+    (note,) = apart["notes"]
+    assert note.startswith(f"no shared visits, because of {reason}")
+    assert note.endswith('("on" in share_visits shares them all the same)')
+    assert apart["visits"] == 2 * together["visits"]
+
+
+def test_an_untested_model_shares_no_visits_by_itself(case: Callable[[str], Any]) -> None:
+    result = case("untested class")
     assert result["equal"] == [True, True]
-    assert result["notes"] == [SHARED]
+    assert result["notes"][0].startswith("no shared visits, because of the untested model WAN21")
+
+
+def test_no_visits_are_shared_without_memory_for_the_activations(case: Callable[[str], Any]) -> None:
+    result = case("short of room")
+    assert result["equal"] == [True, True]
+    assert result["notes"] == ["no shared visits, because 2 conditions at once may need 2.00 MB and 1.00 MB are free"]
+
+
+@pytest.mark.parametrize(("faster", "shares"), [(0.5, True), (0.97, False)])
+def test_an_automatic_policy_shares_visits_where_that_saves_time(
+    case: Callable[[str], Any], faster: float, shares: bool
+) -> None:
+    result = case(f"lanes {faster}")
+    blocks = result["blocks"]
+    assert result["equal"] == [True, True]
+    assert result["asked"] == [2, 1], "after the first call of the first run"
+    # The first call of the first run computes its conditions one after the other.
+    assert result["visits"] == [(STEPS + 1 if shares else 2 * STEPS) * blocks, (1 + (not shares)) * STEPS * blocks]
+
+
+def test_a_call_without_memory_is_first_repeated_without_shared_visits(case: Callable[[str], Any]) -> None:
+    result = case("short of memory, swap, auto")
+    assert result["raised"] == ""
+    assert result["equal"]
+    assert result["notes"][1:] == [
+        "out of memory in call 1: the conditions no longer share visits",
+        "out of memory in call 1: block_swap 3, 1 ahead instead of block_swap 1, 1 ahead",
+    ]
 
 
 @pytest.mark.parametrize("at", [1, 5, 9])
@@ -136,6 +189,7 @@ def test_a_run_goes_on_under_its_policy_if_there_is_no_memory_for_a_better_one(
 def test_an_automatic_policy_leaves_room_for_conditions_that_are_computed_together(case: Callable[[str], Any]) -> None:
     result = case("room for a batch")
     assert result["apart"] == 1_000_000
+    assert result["lanes"] == 2_000_000
     assert result["together"] == 3_000_000  # 1.5 times the estimate for both, below which ComfyUI computes them apart
 
 
