@@ -51,10 +51,10 @@ class LoadedExperts(NamedTuple):
 
 
 class ShareVisits(str, Enum):
-    """When conditions that are computed one after the other share each visit of a block."""
+    """Setting for conditions that are computed one after the other: whether they share each visit of a block."""
 
     AUTO = "auto"
-    """For tested models without foreign code in the model call, if the memory is there and it saves time."""
+    """For tested models without code of other packs in their layers, if the memory is there and it saves time."""
     ON = "on"
     """Unless something is known to prevent it."""
     OFF = "off"

@@ -286,10 +286,10 @@ STREAMING_INPUTS: tuple[io.Input, ...] = (
         optional=True,
         tooltip="Where ComfyUI computes positive and negative one after the other, because both do not fit into memory "
         "or have prompts of different lengths, both can pass through each block while it is loaded: half the bytes per "
-        "step, the same result, and at most the activations of one more pass. auto: for tested models without code of "
-        "other nodes in their blocks, if the memory is there; under an automatic policy, if it also saves time. on: "
-        "always, except for a run with a node that may count passes, such as a step cache, a block replacement or a "
-        "ControlNet. The sampler shows what was decided.",
+        "step from the second step on, the same result, and up to the activations of a pass more. auto: for tested "
+        "models without code of other packs in their layers, if the memory is there; under an automatic policy, if it "
+        "also saves time. on: always, except for a run with a node that may count passes, such as a step cache, a "
+        "block replacement or a ControlNet. The sampler shows what was decided.",
     ),
     io.Boolean.Input(
         "lora_on_arrival",
@@ -390,7 +390,10 @@ class WanStreamStreamModel(io.ComfyNode):
 
 
 def _streaming(
-    policy: OffloadPolicy | AutoOffload | None, *, share_visits: str = "auto", lora_on_arrival: bool = False
+    policy: OffloadPolicy | AutoOffload | None,
+    *,
+    share_visits: str = ShareVisits.AUTO.value,
+    lora_on_arrival: bool = False,
 ) -> ModelStreaming:
     return ModelStreaming(
         policy=policy or AutoOffload(), share_visits=ShareVisits(share_visits), lora_on_arrival=lora_on_arrival

@@ -1,12 +1,10 @@
 """Offload policy of a model of unknown shape, chosen from what its first model call has measured.
 
-A model call is one or more passes over the blocks, one for each condition that is computed by itself. Lanes are passes
-that share every visit of a block.
+A model call is one or more passes over the blocks, one for each condition that is computed by itself.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -76,7 +74,7 @@ class MeasuredPolicy:
     timeline: Timeline
     """Prediction of `PASSES` passes."""
     passes: int
-    """Passes of a model call, lanes counted once."""
+    """Passes of a model call."""
     device_bytes: int
     host_bytes: int
 
@@ -90,27 +88,26 @@ def choose_measured(
     blocks: MeasuredBlocks,
     measured: StepRecord,
     *,
-    visits: int,
+    passes: int,
     present: OffloadPolicy,
     device_bytes: float,
     host_bytes: float,
-    lanes: int = 1,
+    keep_present: bool = True,
 ) -> MeasuredPolicy | None:
     """Return the policy that is predicted to be the fastest; the present one unless another saves at least `WORTH`.
 
-    None if the call has moved nothing, or if `lanes` need so much memory that no policy fits.
+    None if the call has moved nothing, or without `keep_present` if no policy fits.
 
     Args:
         blocks: blocks of the model.
-        measured: record of a model call without lanes.
-        visits: visits of blocks in that call.
-        present: its policy.
+        measured: record of a model call.
+        passes: passes over the blocks in which a call is computed from now on.
+        present: policy of the call.
         device_bytes: limit for the weights on the device.
         host_bytes: limit for blocks in RAM; on a CPU for both together.
-        lanes: passes that share every visit from now on.
+        keep_present: True if the present policy may stay without fitting, because it is loaded.
     """
-    passes = math.ceil(max(1, round(visits / blocks.blocks)) / lanes)
-    hardware = _hardware(blocks, measured, visits, passes, lanes)
+    hardware = _hardware(blocks, measured, passes)
     if hardware is None:
         return None
     now = _predict(blocks, hardware, present, passes)
@@ -124,7 +121,7 @@ def choose_measured(
     fast_enough = 1.01 * min((each.call_s for each in found), default=0.0)
     near = [each for each in found if each.call_s <= fast_enough]
     best = min(near, key=lambda each: (each.device_bytes, each.host_bytes, each.call_s), default=None)
-    if lanes > 1 and now.device_bytes > device_bytes:
+    if not keep_present and now.device_bytes > device_bytes:
         return best
     return best if best is not None and best.call_s < (1 - WORTH) * now.call_s else now
 
@@ -138,10 +135,10 @@ def _candidates(blocks: MeasuredBlocks, measured: StepRecord, host_bytes: float)
             yield with_ram_blocks(policy, fitting)
 
 
-def _hardware(blocks: MeasuredBlocks, measured: StepRecord, visits: int, passes: int, lanes: int) -> Hardware | None:
-    """Return the measured rates; None if the call has moved nothing."""
+def _hardware(blocks: MeasuredBlocks, measured: StepRecord, passes: int) -> Hardware | None:
+    """Return the measured rates, with all computing in `passes`; None if the call has moved nothing."""
     moved_s = measured.copy_s + measured.read_s
-    if not measured.bytes_moved or not visits or moved_s <= 0:
+    if not measured.bytes_moved or passes < 1 or moved_s <= 0:
         return None
     fetches = measured.bytes_moved / blocks.stored_bytes
     bus = measured.copied_bytes / measured.copy_s if measured.copy_s > 0 else None
@@ -149,7 +146,7 @@ def _hardware(blocks: MeasuredBlocks, measured: StepRecord, visits: int, passes:
     return Hardware(
         bus_bytes_per_s=bus or disk or 1.0,
         block_bytes=blocks.stored_bytes,
-        visit_s={blocks.stack: lanes * measured.compute_s / visits},
+        visit_s={blocks.stack: measured.compute_s / (passes * blocks.blocks)},
         step_overhead_s=max(0.0, measured.wall_s - measured.compute_s - measured.stall_s) / passes,
         disk_bytes_per_s=disk or bus or 1.0,
         file_bytes=blocks.stored_bytes,

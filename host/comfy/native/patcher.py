@@ -40,7 +40,7 @@ class NativePatcher(StreamedPatcher):
     """
 
     share_visits = ShareVisits.AUTO
-    """When conditions that do not fit into one forward pass share each visit of a block."""
+    """Setting for conditions that do not fit into one forward pass."""
     lora_on_arrival = False
     """True to add plain LoRAs to a block once, when it arrives, not each time a layer computes."""
     auto: AutoOffload | None = None

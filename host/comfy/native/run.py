@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import comfy.model_management
 import comfy.patcher_extension
@@ -34,11 +34,14 @@ from ...api import HostApi, current_host
 from ...auto_policy import AVAILABLE_SHARE, smaller_limit
 from ...run_events import SHORT_DTYPES, RunEvents, RunSettings
 from .hooks import NativeRuns
-from .lanes import Conditions, VisitSharing, untested_model
+from .lanes import Conditions, ModelCall, VisitSharing
 from .patcher import NativePatcher
 from .weights import STACK
 
 WRAPPERS = comfy.patcher_extension.WrappersMP
+
+Predictions: TypeAlias = list[torch.Tensor]
+"""Prediction of each condition of a model call; zeros for one that is not computed."""
 
 Result = TypeVar("Result")
 
@@ -63,7 +66,6 @@ class NativeRun:
         course: the course so far.
         lockstep: conditions that share visits.
         notes: sentences about the run, for its timeline.
-        sharing: decides whether conditions share visits.
         node_id: id of the sampler node.
         settings: settings of the run.
         timeline: timeline of the run, after its end.
@@ -87,13 +89,10 @@ class NativeRun:
         self._learnt, self._attempts, self._auto = runs.learnt(kind), 0, patcher.auto
         self._calling = False
         self._free_vram = host.free_vram
-        self._activation_bytes = int(patcher.memory_required(list(shape)))
-        self.sharing = VisitSharing(
+        self._sharing = VisitSharing(
             patcher.share_visits,
             self._learnt,
-            untested=untested_model(patcher.model, patcher.object_patches),
-            decided=self._auto is not None,
-            activation_bytes=self._activation_bytes,
+            automatic=self._auto is not None,
             free_bytes=self._free_vram,
             note=self._note,
         )
@@ -129,25 +128,19 @@ class NativeRun:
             self.events.ended(self.timeline)
         return result
 
-    def call(
-        self,
-        compute: Callable[[Conditions], list[torch.Tensor]],
-        conditions: Conditions,
-        sigma: float,
-        options: dict[str, Any],
-    ) -> list[torch.Tensor]:
+    def call(self, compute: Callable[[Conditions], Predictions], call: ModelCall, sigma: float) -> Predictions:
         """Return the predictions of one model call; with a smaller policy after an out-of-memory error.
 
         A call inside another one, by code of other packs, is a part of it.
         """
         if self._calling:
-            return compute(conditions)
+            return compute(call.conditions)
         self._calling = True
         try:
             while True:
                 try:
                     with self.recorder.step(self.calls, STACK, sigma):
-                        predictions = self._predict(compute, conditions, options)
+                        predictions = self._predict(compute, call)
                     break
                 except RuntimeError as err:
                     if not is_out_of_memory(err):
@@ -155,7 +148,7 @@ class NativeRun:
                     self._close(err)
                     # The traceback keeps the activations of the pass alive, and the retry needs their memory.
                     message = forget(err)
-                if self.sharing.can_stop:
+                if self._sharing.can_stop:
                     self._stop_sharing()
                 else:
                     self._make_smaller(message)
@@ -163,38 +156,28 @@ class NativeRun:
             self._calling = False
         self.calls += 1
         self.events.step(self.recorder.last)
-        if self._auto is not None and not self._learnt.chosen and not self._attempts:
-            self._learnt.chosen = True
+        if self._auto is not None and not self._sharing.active and not self._attempts:
             self._choose_policy(self._auto)
         return predictions
 
-    def _predict(
-        self,
-        compute: Callable[[Conditions], list[torch.Tensor]],
-        conditions: Conditions,
-        options: dict[str, Any],
-    ) -> list[torch.Tensor]:
-        computed = [place for place, condition in enumerate(conditions) if condition is not None]
-        given = [conditions[place] for place in computed]
-        if not self.sharing.decide(given, options):
+    def _predict(self, compute: Callable[[Conditions], Predictions], call: ModelCall) -> Predictions:
+        if not self._sharing.decide(call):
             before = self.course.passes
-            predictions = compute(conditions)
-            self.sharing.learn(given, options, self.course.passes - before)
+            predictions = compute(call.conditions)
+            self._sharing.learn(call, self.course.passes - before)
             return predictions
-        parts = self.lockstep.run([partial(compute, _only(conditions, place)) for place in computed])
+        parts = self.lockstep.run([partial(compute, call.only(place)) for place in call.computed])
         predictions = list(parts[0])  # with zeros for conditions that are not computed
-        for place, part in zip(computed, parts, strict=True):
+        for place, part in zip(call.computed, parts, strict=True):
             predictions[place] = part[place]
         return predictions
 
-    def _free(self, budgets: Budgets, lanes: int) -> Budgets:
+    def _free(self, budgets: Budgets, activations: int) -> Budgets:
         """Return the budgets, limited to the memory that is free now and what the weights use already."""
         ram = int(AVAILABLE_SHARE * available_bytes())
         if runtime_for(self._device) is None:
-            return Budgets(ram_bytes=smaller_limit(budgets.ram_bytes, ram + self._weights.loaded_bytes))
-        activations = lanes * self._activation_bytes
-        if self.sharing.batched > 1:
-            activations = int(BATCH_MARGIN * self.sharing.batched * activations)
+            ram = max(0, ram + self._weights.loaded_bytes - activations)
+            return Budgets(ram_bytes=smaller_limit(budgets.ram_bytes, ram))
         vram = max(0, self._free_vram() + self._weights.loaded_bytes - activations)
         return Budgets(
             vram_bytes=smaller_limit(budgets.vram_bytes, vram), ram_bytes=smaller_limit(budgets.ram_bytes, ram)
@@ -202,7 +185,7 @@ class NativeRun:
 
     def _stop_sharing(self) -> None:
         assert self._memory.policy is not None, "the model is loaded"
-        self.sharing.stop()
+        self._sharing.stop()
         self._note(f"out of memory in call {self.calls}: the conditions no longer share visits")
         self._continue_with(self._memory.policy)
         comfy.model_management.soft_empty_cache()
@@ -230,10 +213,19 @@ class NativeRun:
             setattr(self, figure, getattr(self, figure) + getattr(self.course, figure))
 
     def _choose_policy(self, auto: AutoOffload) -> None:
-        """Replace the policy after the first model call if another one is predicted to be faster."""
-        memory = self._memory
+        """Replace the policy after the first model call of its kind if another one is predicted to be faster."""
+        sharing, memory = self._sharing, self._memory
+        if sharing.key in self._learnt.shares:
+            return
         assert memory.policy is not None, "the model is loaded"
-        present, chosen = memory.policy, self._predict_fastest(auto.budgets)
+        present = memory.policy
+        can_share = sharing.lanes > 1
+        together = self._predict_fastest(auto.budgets, shared=True) if can_share else None
+        apart = None if can_share and sharing.is_required else self._predict_fastest(auto.budgets)
+        # More memory for activations must be worth it.
+        shares = together is not None and (apart is None or together.call_s < (1 - WORTH) * apart.call_s)
+        self._learnt.shares[sharing.key] = shares
+        chosen = together if shares else apart
         if chosen is None or chosen.policy == present:
             return
         self._note(
@@ -251,28 +243,23 @@ class NativeRun:
             return
         self._continue_with(present)
 
-    def _predict_fastest(self, budgets: Budgets) -> MeasuredPolicy | None:
-        """Return the fastest policy after the first model call, and learn whether its conditions share visits."""
-        lanes = self.sharing.lanes
-        together = self._predict_lanes(budgets, lanes) if lanes > 1 else None
-        if together is not None and self.sharing.is_required:
-            return together
-        apart = self._predict_lanes(budgets, 1)
-        # More memory for activations must be worth it.
-        self._learnt.shares = together is not None and (apart is None or together.call_s < (1 - WORTH) * apart.call_s)
-        return together if self._learnt.shares else apart
-
-    def _predict_lanes(self, budgets: Budgets, lanes: int) -> MeasuredPolicy | None:
+    def _predict_fastest(self, budgets: Budgets, *, shared: bool = False) -> MeasuredPolicy | None:
+        """Return the fastest policy for calls like the last one, or for such calls with shared visits."""
         assert self._memory.policy is not None, "the model is loaded"
-        free = self._free(budgets, lanes)
+        sharing, activations = self._sharing, self._sharing.pass_bytes
+        if shared:
+            activations = sharing.lanes_bytes
+        elif sharing.batched > 1:
+            activations = int(BATCH_MARGIN * sharing.batched * activations)
+        free = self._free(budgets, activations)
         return choose_measured(
             self._weights.measured_blocks,
             self.recorder.last,
-            visits=self.course.visited,
+            passes=sharing.shared_passes if shared else sharing.passes,
             present=self._memory.policy,
             device_bytes=math.inf if free.vram_bytes is None else free.vram_bytes,
             host_bytes=math.inf if free.ram_bytes is None else free.ram_bytes,
-            lanes=lanes,
+            keep_present=not shared,
         )
 
     def _make_smaller(self, message: str) -> None:
@@ -306,10 +293,6 @@ class NativeRun:
         self._memory.policy = policy
         self._start(max(1, self._expected - self.course.passes))
         self.course.begin(self._expected, self.recorder)
-
-
-def _only(conditions: Conditions, place: int) -> Conditions:
-    return [condition if index == place else None for index, condition in enumerate(conditions)]
 
 
 def _settings(patcher: NativePatcher, shape: Sequence[int]) -> RunSettings:
@@ -346,14 +329,15 @@ def sampler_sample(executor: Any, guider: Any, sigmas: torch.Tensor, *arguments:
 
 def calc_cond_batch(
     executor: Any, model: Any, conditions: Conditions, x: torch.Tensor, timestep: torch.Tensor, options: dict[str, Any]
-) -> list[torch.Tensor]:
+) -> Predictions:
     """Wrapper of ComfyUI around one model call."""
     run: NativeRun | None = model.runs.current
 
-    def compute(conditions: Conditions) -> list[torch.Tensor]:
-        predictions: list[torch.Tensor] = executor(model, conditions, x, timestep, options)
+    def compute(conditions: Conditions) -> Predictions:
+        predictions: Predictions = executor(model, conditions, x, timestep, options)
         return predictions
 
     if run is None:
         return compute(conditions)
-    return run.call(compute, conditions, float(timestep.flatten()[0]), options)
+    call = ModelCall(model=model, conditions=conditions, shape=tuple(x.shape), options=options)
+    return run.call(compute, call, float(timestep.flatten()[0]))

@@ -18,8 +18,10 @@ from unittest.mock import patch
 from uuid import uuid4
 
 import comfy.hooks
+import comfy.ldm.wan.model
 import comfy.model_base
 import comfy.model_management
+import comfy.model_patcher
 import comfy.patcher_extension
 import comfy.sample
 import comfy.samplers
@@ -68,8 +70,9 @@ class Models:
         model.model.memory_required = room_for_one
         return model
 
-    def streamed(self, family: Family, policy: Any = None, *, share: bool | ShareVisits = True) -> Any:
-        mode = share if isinstance(share, ShareVisits) else ShareVisits.ON if share else ShareVisits.OFF
+    def streamed(self, family: Family, policy: Any = None, *, share: bool | str = True) -> Any:
+        """Return a MODEL; `share` is the value of share_visits, or True for "on" and False for "off"."""
+        mode = ShareVisits(share if isinstance(share, str) else ("off", "on")[share])
         with native_families.given_configuration(family):
             chosen = policy or OffloadPolicy.layerwise(1)
             model = load_native(self.path(family), "default", chosen, share_visits=mode, **LIMITS)
@@ -101,7 +104,7 @@ def shared(models: Models, family: Family) -> dict[str, Any]:
     """Three runs with shared visits next to two without."""
     run = partial(sample, family=family, steps=STEPS)
     expected = run(models.native(family))
-    apart, together = models.streamed(family, share=False), models.streamed(family, share=ShareVisits.AUTO)
+    apart, together = models.streamed(family, share=False), models.streamed(family, share="auto")
     equal = [torch.equal(run(apart), expected) for _ in range(2)]
     equal += [torch.equal(run(together), expected) for _ in range(3)]
     found = {"equal": equal, "apart": figures(apart), "together": figures(together)}
@@ -132,8 +135,8 @@ def three_conditions(models: Models) -> dict[str, Any]:
     return {"equal": [torch.equal(run(model), expected) for _ in range(3)], **figures(model)}
 
 
-def prevented(models: Models, change: Callable[[Any], Any], share: ShareVisits) -> dict[str, Any]:
-    """A run with a change of another node that may count passes."""
+def prevented(models: Models, change: Callable[[Any], Any], share: str) -> dict[str, Any]:
+    """Two runs with a change of another node, which may count passes or blocks."""
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
     expected, model = run(change(models.native(family))), change(models.streamed(family, share=share))
@@ -186,17 +189,81 @@ def with_attention_override(model: Any) -> Any:
     return model
 
 
+class BlockCounter:
+    """A forward of another pack, whose result depends on how often it was called."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
+        self.forward, self.calls = forward, 0
+
+    def __call__(self, *inputs: Any, **settings: Any) -> torch.Tensor:
+        self.calls += 1
+        return self.forward(*inputs, **settings) * (1 + 0.01 * (self.calls % 3))
+
+
+def _layer(model: Any) -> torch.nn.Module:
+    layer: torch.nn.Module = model.model.diffusion_model.blocks[1].ffn
+    return layer
+
+
 def with_object_patch(model: Any) -> Any:
-    model = model.clone()
-    block = model.model.diffusion_model.blocks[1].ffn
-    model.add_object_patch("diffusion_model.blocks.1.ffn.forward", lambda hidden: type(block).forward(block, hidden))
+    model, layer = model.clone(), _layer(model)
+    model.add_object_patch("diffusion_model.blocks.1.ffn.forward", BlockCounter(partial(type(layer).forward, layer)))
+    return model
+
+
+def with_injection(model: Any) -> Any:
+    model, layer = model.clone(), _layer(model)
+
+    def inject(_: Any) -> None:
+        layer.forward = BlockCounter(partial(type(layer).forward, layer))
+
+    def eject(_: Any) -> None:
+        del layer.forward
+
+    model.set_injections("test", [comfy.model_patcher.PatcherInjection(inject, eject)])
     return model
 
 
 def with_method(model: Any) -> Any:
     """Return the model with a method assigned to its instance; each of the tests opens its own model."""
     network = model.model.diffusion_model
-    network.forward_orig = partial(type(network).forward_orig, network)
+    network.forward_orig = BlockCounter(partial(type(network).forward_orig, network))
+    return model
+
+
+def with_hook(model: Any) -> Any:
+    counter = BlockCounter(lambda hidden: hidden)
+    _layer(model).register_forward_hook(lambda _, inputs, output: counter(output))
+    return model
+
+
+def with_subclass(model: Any) -> Any:
+    layer = _layer(model)
+    counter = BlockCounter(partial(type(layer).forward, layer))
+    kind = type("Replaced", (type(layer),), {"forward": lambda _, hidden: counter(hidden)})
+    layer.__class__ = kind
+    return model
+
+
+def with_compiled_block(model: Any) -> Any:
+    model.model.diffusion_model.blocks[1].compile(backend="eager")
+    return model
+
+
+def with_apply_model(model: Any) -> Any:
+    model, apply, lock = model.clone(), model.model.apply_model, threading.Lock()
+
+    def locked(*inputs: Any, **settings: Any) -> Any:
+        with lock:
+            return apply(*inputs, **settings)
+
+    model.add_object_patch("apply_model", locked)
+    return model
+
+
+def with_callback(model: Any) -> Any:
+    model = model.clone()
+    model.add_callback(comfy.patcher_extension.CallbacksMP.ON_PREPARE_STATE, lambda *_: None)
     return model
 
 
@@ -208,8 +275,34 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "attention": with_attention_patch,
     "override": with_attention_override,
     "object": with_object_patch,
+    "injection": with_injection,
     "method": with_method,
+    "hook": with_hook,
+    "subclass": with_subclass,
+    "compiled block": with_compiled_block,
+    "apply_model": with_apply_model,
+    "callback": with_callback,
 }
+
+
+def replaced_function(models: Models) -> dict[str, Any]:
+    """Runs with attention of another pack in the module of the model, and with a class whose method is replaced."""
+    attention, block = comfy.ldm.wan.model.optimized_attention, comfy.ldm.wan.model.WanAttentionBlock
+    forward, found = block.forward, {}
+
+    def wrapped(*inputs: Any, **settings: Any) -> Any:
+        return attention(*inputs, **settings)
+
+    def counted(self: torch.nn.Module, *inputs: Any, **settings: Any) -> Any:
+        return forward(self, *inputs, **settings)
+
+    for name, owner, replaced in (
+        ("optimized_attention", comfy.ldm.wan.model, wrapped),
+        ("forward", block, counted),
+    ):
+        with patch.object(owner, name, replaced):
+            found[name] = prevented(models, lambda model: model, "auto")
+    return found
 
 
 def tested_models(_: Models) -> list[str]:
@@ -220,31 +313,97 @@ def tested_models(_: Models) -> list[str]:
 def untested_class(models: Models) -> dict[str, Any]:
     """Runs of a model whose class is not among the tested ones."""
     with patch.object(lanes, "TESTED_MODELS", frozenset()):
-        return prevented(models, lambda model: model, ShareVisits.AUTO)
+        return prevented(models, lambda model: model, "auto")
 
 
 def short_of_room(models: Models) -> dict[str, Any]:
     """Runs on a device whose free memory is that of one pass."""
     with patch.object(type(current_host()), "free_vram", lambda _: int(room_for_one([1]))):
-        return prevented(models, lambda model: model, ShareVisits.AUTO)
+        return prevented(models, lambda model: model, "auto")
+
+
+@contextmanager
+def predicted(faster: float) -> Iterator[list[int]]:
+    """Let a call with shared visits be predicted to take the share `faster` of the time; yield the predicted passes."""
+    asked = list[int]()
+
+    def choose(*_: Any, passes: int, present: OffloadPolicy, keep_present: bool, **__: Any) -> Any:
+        asked.append(passes)
+        return SimpleNamespace(policy=present, call_s=1.0 if keep_present else faster)
+
+    with patch.object(native_run, "choose_measured", choose):
+        yield asked
 
 
 def chosen_lanes(models: Models, faster: float) -> dict[str, Any]:
     """Two runs under an automatic policy, for which sharing visits takes the share `faster` of the time of a call."""
-    family, asked = FAMILIES["wan_t2v"], list[int]()
+    family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
-    expected, model = run(models.native(family)), models.streamed(family, AutoOffload(), share=ShareVisits.AUTO)
-
-    def choose(*_: Any, lanes: int, present: OffloadPolicy, **__: Any) -> Any:
-        asked.append(lanes)
-        return SimpleNamespace(policy=present, call_s=faster if lanes > 1 else 1.0)
-
-    with patch.object(native_run, "choose_measured", choose):
-        equal, visits = [], []
+    expected, model = run(models.native(family)), models.streamed(family, AutoOffload(), share="auto")
+    with predicted(faster) as asked:
+        equal, visits, notes = [], [], []
         for _ in range(2):
             equal.append(torch.equal(run(model), expected))
             visits.append(figures(model)["visits"])
-    return {"equal": equal, "asked": asked, "visits": visits, "blocks": len(model.model.weights.blocks)}
+            notes += figures(model)["notes"]
+        with patch.object(type(current_host()), "free_vram", lambda _: 1000):
+            equal.append(torch.equal(run(model), expected))
+    short = figures(model)["notes"]
+    blocks = len(model.model.weights.blocks)
+    return {"equal": equal, "asked": asked, "visits": visits, "notes": notes, "short": short, "blocks": blocks}
+
+
+def changed_settings(models: Models) -> dict[str, Any]:
+    """Runs of clones with other settings, after runs that could not share visits."""
+    family, found = FAMILIES["wan_t2v"], {}
+    expected = sample(models.native(family), family, steps=STEPS)
+
+    def run(name: str, model: Any, **settings: Any) -> None:
+        equal = torch.equal(sample(model, family, steps=STEPS, **settings), expected)
+        found[name] = {"equal": equal, **figures(model)}
+
+    with predicted(0.5):
+        model = models.streamed(family, AutoOffload(), share="auto")
+        run("cfg 1", model, cfg=1.0)
+        run("cfg after cfg 1", model)
+        for mode in ("off", "on"):
+            model = models.streamed(family, AutoOffload(), share=mode)
+            run(mode, model)
+            model = model.clone()
+            model.share_visits = ShareVisits.AUTO
+            run(f"auto after {mode}", model)
+        model = models.streamed(family, share="auto")
+        run("fixed", model)
+        model = model.clone()
+        model.policy, model.auto = None, AutoOffload()
+        run("automatic after fixed", model)
+    return found
+
+
+def room_later(models: Models) -> dict[str, Any]:
+    """Two runs of a kind; there is room for all conditions in one pass of the second."""
+    family = FAMILIES["wan_t2v"]
+    run = partial(sample, family=family, steps=STEPS)
+    native, model = models.native(family), models.streamed(family, share="auto")
+    equal = [torch.equal(run(model), run(native))]
+    notes = [figures(model)["notes"]]
+    for each in (native, model):
+        each.model.memory_required = lambda *_, **__: 0
+    equal.append(torch.equal(run(model), run(native)))
+    notes.append(figures(model)["notes"])
+    return {"equal": equal, "notes": notes}
+
+
+def out_of_memory_once(models: Models) -> dict[str, Any]:
+    """Two runs, the first of which is out of memory in a call with shared visits."""
+    family = FAMILIES["wan_t2v"]
+    run = partial(sample, family=family, steps=STEPS)
+    expected, model = run(models.native(family)), models.streamed(family, share="auto")
+    with hooks_allowed(), failing(model, out_of_memory, at=2 * len(model.model.weights.blocks) + 1):
+        equal = [torch.equal(run(model), expected)]
+    notes = [figures(model)["notes"]]
+    equal.append(torch.equal(run(model), expected))
+    return {"equal": equal, "notes": [*notes, figures(model)["notes"]]}
 
 
 @contextmanager
@@ -278,6 +437,11 @@ class Doing:
             self.does()
 
 
+def hooks_allowed() -> AbstractContextManager[object]:
+    """Let the hooks of `in_blocks` count as tested code."""
+    return patch.object(lanes, "foreign_layer", lambda _: None)
+
+
 def failing(model: Any, error: Callable[[], BaseException], at: int, times: int = 1) -> AbstractContextManager[None]:
     """Raise `error` inside a block, from the pass of one condition through block number `at` on, `times` times."""
     return in_blocks(model, Doing(lambda: _raise(error()), at, times))
@@ -307,7 +471,7 @@ def out_of_memory() -> BaseException:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def short_memory(models: Models, policy: OffloadPolicy, *, times: int, share: bool | ShareVisits) -> dict[str, Any]:
+def short_memory(models: Models, policy: OffloadPolicy, *, times: int, share: bool | str) -> dict[str, Any]:
     """A run whose second model call runs out of memory `times` times."""
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
@@ -316,7 +480,7 @@ def short_memory(models: Models, policy: OffloadPolicy, *, times: int, share: bo
     blocks = len(model.model.weights.blocks)
     found: dict[str, Any] = {"raised": ""}
     try:
-        with failing(model, out_of_memory, at=3 * blocks, times=times):
+        with hooks_allowed(), failing(model, out_of_memory, at=3 * blocks, times=times):
             found["equal"] = torch.equal(run(model), expected)
     except ValueError as err:
         found["raised"] = f"{type(err).__name__}: {err}"
@@ -571,16 +735,19 @@ def cases(folder: Path) -> dict[str, Callable[[], Any]]:
         f"shared {name}": partial(shared, models, FAMILIES[name]) for name in FAMILIES
     }
     found["three conditions"] = partial(three_conditions, models)
-    modes = (ShareVisits.ON, ShareVisits.AUTO)
     found |= {
-        f"prevented {name}, {mode.value}": partial(prevented, models, change, mode)
+        f"prevented {name}, {mode}": partial(prevented, models, change, mode)
         for name, change in CHANGES.items()
-        for mode in modes
+        for mode in ("on", "auto")
     }
+    found["replaced function"] = partial(replaced_function, models)
+    found["changed settings"] = partial(changed_settings, models)
+    found["room later"] = partial(room_later, models)
+    found["out of memory once"] = partial(out_of_memory_once, models)
     found["tested models"] = partial(tested_models, models)
     found |= {"untested class": partial(untested_class, models), "short of room": partial(short_of_room, models)}
     found |= {f"lanes {faster}": partial(chosen_lanes, models, faster) for faster in (0.5, 0.97)}
-    found["short of memory, swap, auto"] = partial(short_memory, models, swap, times=2, share=ShareVisits.AUTO)
+    found["short of memory, swap, auto"] = partial(short_memory, models, swap, times=2, share="auto")
     errors = {"error": ValueError, "interrupt": comfy.model_management.InterruptProcessingException}
     found |= {
         f"{name} at {at}": partial(failed, models, error, at) for name, error in errors.items() for at in (1, 5, 9)

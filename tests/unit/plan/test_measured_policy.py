@@ -41,7 +41,7 @@ def call(*, visit_s: float, copy_gb_per_s: float = 20, disk_gb_per_s: float = 2)
 
 
 def choose(record: StepRecord, *, vram: float, ram: float, blocks: MeasuredBlocks = BLOCKS) -> OffloadPolicy:
-    chosen = choose_measured(blocks, record, visits=20, present=LAYERWISE, device_bytes=vram, host_bytes=ram)
+    chosen = choose_measured(blocks, record, passes=1, present=LAYERWISE, device_bytes=vram, host_bytes=ram)
     assert chosen is not None
     assert blocks.device_bytes(chosen.policy) <= vram
     return chosen.policy
@@ -58,21 +58,26 @@ def two_passes(record: StepRecord) -> StepRecord:
 
 
 @pytest.mark.parametrize(("visit_s", "share"), [(0.001, 0.5), (0.5, 1.0)])
-def test_lanes_halve_a_call_where_transfers_take_the_time(visit_s: float, share: float) -> None:
+def test_a_pass_for_both_conditions_halves_a_call_where_transfers_take_the_time(visit_s: float, share: float) -> None:
     record = two_passes(call(visit_s=visit_s))
-    apart, together = (
-        choose_measured(BLOCKS, record, visits=40, present=LAYERWISE, device_bytes=350 * MB, host_bytes=0, lanes=lanes)
-        for lanes in (1, 2)
-    )
+    given = {"present": LAYERWISE, "device_bytes": 350 * MB, "host_bytes": 0}
+    apart, together = (choose_measured(BLOCKS, record, passes=passes, **given) for passes in (2, 1))  # type: ignore[arg-type]
     assert apart is not None
     assert together is not None
-    assert (apart.passes, together.passes) == (2, 1)
     assert together.call_s == pytest.approx(share * apart.call_s, rel=0.06)
 
 
-def test_lanes_whose_memory_the_present_policy_has_get_a_smaller_one_or_none() -> None:
+def test_a_call_takes_the_measured_time_where_nothing_waits() -> None:
+    record = two_passes(call(visit_s=0.5))
+    for passes in (1, 2, 3):
+        chosen = choose_measured(BLOCKS, record, passes=passes, present=LAYERWISE, device_bytes=350 * MB, host_bytes=0)
+        assert chosen is not None
+        assert chosen.call_s == pytest.approx(record.compute_s)
+
+
+def test_a_present_policy_that_does_not_fit_is_replaced_by_a_smaller_one_or_by_none() -> None:
     record, present = two_passes(call(visit_s=0.001)), OffloadPolicy.block_swap(10)
-    given = {"visits": 40, "present": present, "host_bytes": 0, "lanes": 2}
+    given = {"passes": 1, "present": present, "host_bytes": 0, "keep_present": False}
     chosen = choose_measured(BLOCKS, record, device_bytes=600 * MB, **given)  # type: ignore[arg-type]
     assert chosen is not None
     assert chosen.device_bytes <= 600 * MB < BLOCKS.device_bytes(present)
@@ -104,7 +109,7 @@ def test_on_a_cpu_both_share_the_ram() -> None:
 
 def test_a_call_that_moved_nothing_says_nothing() -> None:
     record = replace(call(visit_s=0.02), bytes_moved=0)
-    given = {"visits": 20, "present": LAYERWISE, "device_bytes": 1e12, "host_bytes": 1e12}
+    given = {"passes": 1, "present": LAYERWISE, "device_bytes": 1e12, "host_bytes": 1e12}
     assert choose_measured(BLOCKS, record, **given) is None  # type: ignore[arg-type]
 
 
