@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 from .api import SAVING_NODE, WEIGHT_DTYPES, HostApi, ModelRun, ModelStreaming, NeedsComfyUIError, current_host
 from .comfy.guider_session import GuiderSettings
 from .error_names import name_errors_of
-from .folders import ModelNotFoundError, OutputFile, OutputNameError, OutsideFolderError, inside
+from .folders import (
+    LATENT,
+    LATENT_FOLDER,
+    ModelNotFoundError,
+    OutputFile,
+    OutputNameError,
+    OutsideFolderError,
+    inside,
+)
 from .machine_profile import Profile, load_machine_profile, measure_machine
 from .run_events import RunEvents, run_settings
 from .workers import SharedRun, StartPool, check_ray, cluster, cluster_names, gpus_of, start_pool
@@ -34,6 +42,8 @@ def search_aliases(*words: str) -> dict[str, Any]:
 _SCHEMA_FIELDS = {field.name for field in fields(io.Schema)}
 
 __all__ = [
+    "LATENT",
+    "LATENT_FOLDER",
     "SAVING_NODE",
     "WEIGHT_DTYPES",
     "ComfyExtension",
