@@ -103,8 +103,8 @@ class WanStreamContinueVideo(io.ComfyNode):
                 io.Latent.Input(
                     "anchor",
                     optional=True,
-                    tooltip="Its first frame is what the video must not drift away from. Default: the image of the "
-                    "prompts, without one the first frame of the previous clip.",
+                    tooltip="Its first frame is the anchor, which keeps the video from drifting. Default: the image of "
+                    "the prompts, without one the first frame of the previous clip.",
                 ),
             ],
             outputs=[
