@@ -123,8 +123,8 @@ class WanStreamContinueVideo(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, previous_file: str = NONE, **_: object) -> object:
-        return NONE if previous_file == NONE else latent_stamp(previous_file)
+    def fingerprint_inputs(cls, previous_file: str | None = NONE, **_: object) -> object:
+        return latent_stamp(previous_file)
 
     @classmethod
     def execute(

@@ -40,8 +40,10 @@ def check_latent_name(name: str | None) -> None:
         load_latent(name)
 
 
-def latent_stamp(name: str) -> tuple[str, int, int]:
-    """Return a cache key of a file: its name, size and modification time."""
+def latent_stamp(name: str | None) -> tuple[str | None, int, int]:
+    """Return a cache key of a file: its name, size and modification time; the name alone for none or a linked name."""
+    if name is None or name == NONE:
+        return name, 0, 0
     try:
         found = os.stat(current_host().latent_path(name))
     except (OSError, ValueError):
@@ -123,7 +125,7 @@ class WanStreamLoadLatent(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, file: str) -> object:
+    def fingerprint_inputs(cls, file: str | None = None) -> object:
         return latent_stamp(file)
 
     @classmethod

@@ -362,7 +362,7 @@ def latents_of_one_run(server: Server) -> list[torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX")
-def test_rows_continue_each_other_on_a_server_that_is_killed(
+def test_rows_continue_each_other_on_a_killed_server(
     comfyui: ComfyUI, video_base: Path, tmp_path: Path
 ) -> None:
     """Eight rows in a chain; server and client are killed once each. The first three are the clips of `long_video`."""

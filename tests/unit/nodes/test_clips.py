@@ -19,6 +19,7 @@ from wanstream.nodes.clips.latent_files import (
     WanStreamSaveLatent,
     latent_stamp,
 )
+from wanstream.nodes.decode import WanStreamVAEDecode
 from wanstream.nodes.latents import WanStreamEmptyLatent, WanStreamImageToVideo
 from wanstream.nodes.loaders import WanStreamExperts
 from wanstream.nodes.runs import clip_join
@@ -178,7 +179,8 @@ def test_a_changed_file_is_another_input(tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"x")
     assert WanStreamContinueVideo.fingerprint_inputs(previous_file=name) != before
     assert WanStreamContinueVideo.fingerprint_inputs(previous_file="../gone") == ("../gone", 0, 0)
-    assert WanStreamContinueVideo.fingerprint_inputs() == NONE
+    assert WanStreamContinueVideo.fingerprint_inputs() == (NONE, 0, 0)
+    assert WanStreamLoadLatent.fingerprint_inputs(None) == (None, 0, 0), "it comes from another node"
 
 
 @pytest.mark.usefixtures("opened_test_model")
@@ -218,6 +220,15 @@ def test_the_graph_of_a_saved_latent_is_in_its_file(sample_models: Path, tmp_pat
     (file,) = history.outputs["keep"]["latents"]
     stored = read_latent(tmp_path / file["subfolder"] / file["filename"])
     assert json.loads(stored.metadata["prompt"])["latent"]["class_type"] == "WanStreamEmptyLatent"
+
+
+def test_a_saved_latent_is_decoded_later(start: tuple[Any, ...]) -> None:
+    clip = sampled(start, 1)
+    (saved,) = WanStreamSaveLatent.execute(clip, "latents/clip").ui["latents"]
+    (loaded,) = WanStreamLoadLatent.execute(f"latents/{saved['filename']}").args
+    images = [WanStreamVAEDecode.execute(VAE_FILE.name, latent).args[0] for latent in (clip, loaded)]
+    assert images[0].shape == (9, 32, 64, 3)
+    assert torch.equal(*images)
 
 
 def frames(*values: float) -> torch.Tensor:
