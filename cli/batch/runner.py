@@ -5,6 +5,8 @@ Four rules guarantee that every row gets its files exactly once, whichever proce
 * each attempt has its own id, so that the results of an earlier attempt are never mistaken for those of a later one;
 * files are renamed after their sizes and digests are in the journal, and renaming is idempotent;
 * rows are posted again only if the backend reports their id as unknown, not if it does not respond.
+
+A row that continues another one is posted when that row is done, with the latent among its checked files.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def embedded(comfyui: Any, stocked: Path, tmp_path_factory: pytest.TempPathFacto
     prompts = json.dumps(_embedded_prompts())
     command = [str(comfyui.python), "-c", EMBEDDED, prompts, str(stocked), str(folder / "latents")]
     environment = {**comfyui.environment(), "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return load_file(folder / "latents")
 
