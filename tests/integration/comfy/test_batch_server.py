@@ -362,9 +362,7 @@ def latents_of_one_run(server: Server) -> list[torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX")
-def test_rows_continue_each_other_on_a_killed_server(
-    comfyui: ComfyUI, video_base: Path, tmp_path: Path
-) -> None:
+def test_rows_continue_each_other_on_a_killed_server(comfyui: ComfyUI, video_base: Path, tmp_path: Path) -> None:
     """Eight rows in a chain; server and client are killed once each. The first three are the clips of `long_video`."""
     Image.linear_gradient("L").convert("RGB").save(video_base / "input" / "example.png")
     port, log, out = free_port(), tmp_path / "client.log", tmp_path / "out"

@@ -23,7 +23,7 @@ from wanstream.testing.model import VAE_FILE, write_tiny_model
 from wanstream.testing.weights import make_vae
 from wanstream.tools.comfyui import ComfyUI, Server, name_model_files
 
-pytestmark = pytest.mark.comfy
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 EXPERTS = {
