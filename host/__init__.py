@@ -22,7 +22,15 @@ from .api import (
 )
 from .comfy.guider_session import GuiderSettings
 from .error_names import name_errors_of
-from .folders import ModelNotFoundError, OutputFile, OutputNameError, OutsideFolderError, inside
+from .folders import (
+    LATENT,
+    LATENT_FOLDER,
+    ModelNotFoundError,
+    OutputFile,
+    OutputNameError,
+    OutsideFolderError,
+    inside,
+)
 from .machine_profile import Profile, load_machine_profile, measure_machine
 from .run_events import RunEvents, run_settings
 from .workers import SharedRun, StartPool, check_ray, cluster, cluster_names, gpus_of, start_pool
@@ -43,6 +51,8 @@ def search_aliases(*words: str) -> dict[str, Any]:
 _SCHEMA_FIELDS = {field.name for field in fields(io.Schema)}
 
 __all__ = [
+    "LATENT",
+    "LATENT_FOLDER",
     "SAVING_NODE",
     "WEIGHT_DTYPES",
     "ComfyExtension",

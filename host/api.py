@@ -27,7 +27,7 @@ from ..telemetry import QueueItemPhases, TelemetryOptions
 from ..wan import ExpertPair
 from .auto_policy import AutoPlanner, PolicyChoice, free_memory, usable_bytes
 from .comfy.guider_session import GuiderSettings
-from .folders import OutputFile, check_output, find_model, output_file
+from .folders import OutputFile, check_output, find_model, latent_names, latent_path, output_file
 from .workers import SharedRun, WorkerRegistry, WorkersPlan
 
 SAVING_NODE = "wanstream_node"
@@ -141,6 +141,20 @@ class HostApi(Protocol):
 
     def output_folder(self) -> Path:
         """Return the root folder of `output_file`; it may not exist yet."""
+
+    def input_folder(self) -> Path:
+        """Return the folder of the user's files; it may not exist."""
+
+    def latent_names(self) -> list[str]:
+        """Return the names of saved latents, as `latent_path` reads them."""
+        return latent_names(self.output_folder(), self.input_folder())
+
+    def latent_path(self, name: str) -> Path:
+        """Return the path of a saved latent: relative to the output folder, or to that of inputs with " [input]".
+
+        The file may not exist. Raises OutsideFolderError.
+        """
+        return latent_path(self.output_folder(), self.input_folder(), name)
 
     def temp_folder(self) -> Path:
         """Return an existing folder for temporary files."""

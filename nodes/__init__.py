@@ -6,6 +6,9 @@ from ..host import ComfyExtension, io
 from .batch_sampler import WanStreamLane, WanStreamLaneLatent, WanStreamLaneSampler
 from .benchmark import REPORT, WanStreamBenchmark, WanStreamModelRun
 from .cache import WanStreamCache, WanStreamCacheCalibration
+from .clips.continue_video import WanStreamContinueVideo
+from .clips.join import WanStreamJoinClips
+from .clips.latent_files import WanStreamLoadLatent, WanStreamSaveLatent
 from .context_windows import WanStreamContextWindows
 from .decode import WanStreamDecodeVideo, WanStreamSaveVideo, WanStreamVAEDecode
 from .guidance import WanStreamGuidance
@@ -43,6 +46,8 @@ class WanStreamExtension(ComfyExtension):
             WanStreamTextEncode,
             WanStreamEmptyLatent,
             WanStreamImageToVideo,
+            WanStreamContinueVideo,
+            WanStreamLoadLatent,
             WanStreamGuidance,
             WanStreamContextWindows,
             WanStreamSampler,
@@ -52,8 +57,10 @@ class WanStreamExtension(ComfyExtension):
             WanStreamSigmas,
             WanStreamGuider,
             WanStreamVAEDecode,
+            WanStreamJoinClips,
             WanStreamSaveVideo,
             WanStreamDecodeVideo,
+            WanStreamSaveLatent,
             WanStreamModelRun,
             WanStreamBenchmark,
             WanStreamCacheCalibration,

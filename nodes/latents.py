@@ -230,7 +230,7 @@ class WanStreamImageToVideo(io.ComfyNode):
         if clip_vision != NONE:
             encoder = open_image_encoder(host.model_path(clip_vision, "diffusers", "clip_vision"))
             values[IMAGE_EMBEDDING_KEY] = encoder.encode(image[:1], device=host.device(), crop=CROPS[clip_crop])
-        return io.NodeOutput(_with(positive, values), _with(negative, values), empty_latent(space, shape, batch_size))
+        return io.NodeOutput(added(positive, values), added(negative, values), empty_latent(space, shape, batch_size))
 
 
 def _start_mask(image: torch.Tensor, end_image: torch.Tensor | None, shape: VideoShape) -> torch.Tensor:
@@ -254,7 +254,7 @@ def _check_one_image(end_image: torch.Tensor | None, clip_vision: str) -> None:
         )
 
 
-def _with(conditioning: Conditioning, values: Mapping[str, object]) -> Conditioning:
+def added(conditioning: Conditioning, values: Mapping[str, object]) -> Conditioning:
     """Return a copy that also carries `values`."""
     # Never in place: ComfyUI may keep the original in a cache.
     return [[embedding, {**extra, **values}] for embedding, extra in conditioning]

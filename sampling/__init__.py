@@ -12,7 +12,17 @@ from .errors import InsufficientMemoryError, NonFiniteLatentError, RequestError,
 from .estimate import offload_job, predicted_calls, predicted_timeline, request_job
 from .inputs.batching import merge_requests, split_request
 from .inputs.checks import check_guidance, check_step_plan, check_windows
-from .inputs.conditioning import IMAGE_EMBEDDING_KEY, NativeInputs, native_inputs, native_latent, single_entry
+from .inputs.conditioning import (
+    IMAGE_EMBEDDING_KEY,
+    LEFTOVER_KEY,
+    NativeInputs,
+    leftover_mark,
+    leftover_sigma,
+    native_inputs,
+    native_latent,
+    single_entry,
+)
+from .inputs.continuation import Continuation, continuation, overlap_frames
 from .inputs.first_frame import latent_with_first_frames, start_end_mask, start_frames, start_mask, video_with_start_end
 from .inputs.request import DenoiseRequest, Guidance, check_nag, parse_scales
 from .loop.denoiser import StepProgress
@@ -26,6 +36,7 @@ from .solvers import SOLVERS
 
 __all__ = [
     "IMAGE_EMBEDDING_KEY",
+    "LEFTOVER_KEY",
     "LOCAL_FORWARD",
     "NEAR_SIGMA",
     "PRESETS",
@@ -34,6 +45,7 @@ __all__ = [
     "AllReduced",
     "CacheSettings",
     "Compute",
+    "Continuation",
     "DenoiseRequest",
     "DenoiseResult",
     "EasyCache",
@@ -67,13 +79,17 @@ __all__ = [
     "check_steps",
     "check_windows",
     "computed_shape",
+    "continuation",
     "denoise",
     "lane_names",
     "latent_with_first_frames",
+    "leftover_mark",
+    "leftover_sigma",
     "merge_requests",
     "native_inputs",
     "native_latent",
     "offload_job",
+    "overlap_frames",
     "parse_scales",
     "policy_with_cache",
     "predicted_calls",

@@ -35,12 +35,12 @@ from .weights import TINY_WIDTH, TinyShape, make_expert, make_text_encoder, make
 __all__ = ["TinyModel", "TinyModelError", "write_tiny_model"]
 
 A14B_LAYERS = 40
-RECIPE = 7
+RECIPE = 8
 """Version of the files; a higher one replaces older test models on disk."""
 
 VAE_SEED, TEXT_SEED, CLIP_SEED, WAN22_VAE_SEED = 1, 2, 3, 4
 LORA_SEED = 100
-"""Added to the seed of the expert."""
+"""Added to the seed of the expert once for its first LoRA, twice for the second, and so on."""
 VAE_FILE = Path("vae", "wan_2.1_vae.safetensors")
 WAN22_VAE_FILE = Path("vae", "wan2.2_vae.safetensors")
 TEXT_ENCODER_FILE = Path("text_encoders", "umt5_xxl_fp8_e4m3fn_scaled.safetensors")
@@ -55,7 +55,7 @@ TI2V_PIPELINE = Path("diffusers", "Wan2.2-TI2V-5B-Diffusers")
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model, with its official settings. In names, {} stands for the expert: high or low."""
+    """One model, with its official settings. In names, {} stands for the expert: high or low; {1} for HIGH or LOW."""
 
     name: str
     """For progress."""
@@ -63,8 +63,7 @@ class Family:
     """Seeds of the high-noise and the low-noise expert, or of the only one."""
     files: tuple[Path, ...]
     """Single files; in fp8 if the name says so, else in fp16."""
-    lora: Path | None = None
-    """4-step LoRAs."""
+    loras: tuple[Path, ...] = ()
     pipeline: Path | None = None
     linked: tuple[str, ...] = SHARED
     """Components that the pipeline shares with `A14B_PIPELINE`."""
@@ -84,7 +83,7 @@ FAMILIES = (
             Path("diffusion_models", f"wan2.2_t2v_{{}}_noise_14B_{precision}.safetensors")
             for precision in ("fp16", "fp8_scaled")
         ),
-        lora=Path("loras", "wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors"),
+        loras=(Path("loras", "wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors"),),
         pipeline=A14B_PIPELINE,
         linked=(),
         settings={"flow_shift": 12.0, "boundary_ratio": 0.875},
@@ -96,7 +95,10 @@ FAMILIES = (
             Path("diffusion_models", f"wan2.2_i2v_{{}}_noise_14B_{precision}.safetensors")
             for precision in ("fp16", "fp8_scaled")
         ),
-        lora=Path("loras", "wan2.2_i2v_lightx2v_4steps_lora_v1_{}_noise.safetensors"),
+        loras=(
+            Path("loras", "wan2.2_i2v_lightx2v_4steps_lora_v1_{}_noise.safetensors"),
+            Path("loras", "SVI_v2_PRO_Wan2.2-I2V-A14B_{1}_lora_rank_128_fp16.safetensors"),
+        ),
         pipeline=Path("diffusers", "Wan2.2-I2V-A14B-Diffusers"),
         settings={
             "kind": "WanImageToVideoPipeline",
@@ -216,7 +218,7 @@ def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) 
 
 
 def _write_expert(family: Family, folder: Path, layers: int, seed: int, expert: str) -> None:
-    """Write an expert in the most common layouts, and a LoRA for it."""
+    """Write an expert in the most common layouts, and its LoRAs."""
     shape = TinyShape(
         layers=min(layers, family.layers), in_channels=family.in_channels, image_dim=family.image_dim, **TINY_WIDTH
     )
@@ -227,6 +229,6 @@ def _write_expert(family: Family, folder: Path, layers: int, seed: int, expert: 
     for file in family.files:
         fp8 = Fp8Layout() if "fp8" in file.name else None
         save_expert_file(model, folder / str(file).format(expert), dtype=torch.float16, fp8=fp8)
-    if family.lora is not None:
-        path = folder / str(family.lora).format(expert)
-        save_lora(make_lora(model, seed=seed + LORA_SEED), path, dtype=torch.bfloat16)
+    for number, lora in enumerate(family.loras, 1):
+        path = folder / str(lora).format(expert, expert.upper())
+        save_lora(make_lora(model, seed=seed + number * LORA_SEED), path, dtype=torch.bfloat16)

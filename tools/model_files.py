@@ -43,6 +43,15 @@ _ALL = (
         for family, version in (("t2v", "v1.1"), ("i2v", "v1"))
         for expert in ("high", "low")
     ),
+    *(
+        _flat_file(
+            KIJAI,
+            "loras",
+            f"SVI_v2_PRO_Wan2.2-I2V-A14B_{expert}_lora_rank_128_fp16.safetensors",
+            "LoRAs/Stable-Video-Infinity/v2.0/",
+        )
+        for expert in ("HIGH", "LOW")
+    ),
     _file(REPACKAGED, "diffusion_models", "wan2.2_ti2v_5B_fp16.safetensors"),
     _file(REPACKAGED_21, "diffusion_models", "wan2.1_t2v_1.3B_fp16.safetensors"),
     _file(REPACKAGED_21, "diffusion_models", "wan2.1_i2v_480p_14B_fp8_scaled.safetensors"),

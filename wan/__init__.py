@@ -23,6 +23,7 @@ from .experts.open import (
 from .experts.pair import ExpertPair
 from .experts.storage import STORAGES
 from .image_encoder import HEADS, PREFIX, WIDTH, open_image_encoder
+from .latent_file import LatentFileError, read_latent, write_latent
 from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normalise, space_of
 from .text.embedding_cache import EmbeddingCache
 from .text.encoder import open_text_encoder
@@ -66,6 +67,7 @@ __all__ = [
     "ExpertPair",
     "ExpertsRegistry",
     "Lane",
+    "LatentFileError",
     "LatentSpace",
     "Nag",
     "NoInitialValues",
@@ -102,9 +104,11 @@ __all__ = [
     "probe_block",
     "probe_int8",
     "random_block",
+    "read_latent",
     "retry_with_smaller_tiles",
     "shared_tiling",
     "space_of",
     "with_resolved_precision",
     "write_int8",
+    "write_latent",
 ]

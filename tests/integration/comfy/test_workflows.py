@@ -23,7 +23,7 @@ from wanstream.testing.model import VAE_FILE, write_tiny_model
 from wanstream.testing.weights import make_vae
 from wanstream.tools.comfyui import ComfyUI, Server, name_model_files
 
-pytestmark = pytest.mark.comfy
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 EXPERTS = {
@@ -32,6 +32,8 @@ EXPERTS = {
     "flf2v": ["high"] * 2 + ["low"] * 2,
     "t2v_lightning": ["high"] * 2 + ["low"] * 2,
     "i2v_lightning": ["high"] * 2 + ["low"] * 2,
+    "long_video": ["high"] * 2 + ["low"] * 2,
+    "continue_video": ["high"] * 2 + ["low"] * 2,
     "native_mixed": ["high"] * 3 + ["low"],
     "wan21_t2v": ["high"] * 4,
     "wan21_i2v": ["high"] * 4,
@@ -41,7 +43,8 @@ EXPERTS = {
 """Of four steps, at the switch, boundaries and flow shifts that the workflows set."""
 
 OF_5B = ["wan22_5b_t2v", "wan22_5b_i2v"]
-OURS = ["t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", "wan21_t2v", "wan21_i2v", *OF_5B]
+CLIPS = ["long_video", "continue_video"]
+OURS = ["t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", *CLIPS, "wan21_t2v", "wan21_i2v", *OF_5B]
 NATIVE = [f"native_{name}" for name in ("wan22", "vace", "animate", "flux", "qwen_image", "ltx2")]
 OTHER_SEED = "t2v, other seed"
 AS_GUIDER = "our sampler, set as the guider's workflow is"
@@ -120,7 +123,7 @@ def embedded(comfyui: Any, stocked: Path, tmp_path_factory: pytest.TempPathFacto
     prompts = json.dumps(_embedded_prompts())
     command = [str(comfyui.python), "-c", EMBEDDED, prompts, str(stocked), str(folder / "latents")]
     environment = {**comfyui.environment(), "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return load_file(folder / "latents")
 
