@@ -51,7 +51,10 @@ def final_contents(program: TransferProgram) -> dict[int, BlockKey]:
 def kept_in_ram(program: TransferProgram) -> RamProgram:
     """Return a RAM program that reads nothing: each block of `program` is in a slot from an earlier run."""
     blocks = sorted({fetch.block for fetch in program.fetches})
-    residents = {expert: frozenset(key.block for key in blocks if key.expert == expert) for expert, _ in blocks}
+    residents = {
+        expert: frozenset(key.block for key in blocks if key.expert == expert)
+        for expert in {key.expert for key in blocks}
+    }
     residency = RamResidency(residency=Residency(residents=residents, permanent=True), slots=len(blocks))
     return compile_ram(program, residency, staging=0, contents=dict(enumerate(blocks)))
 
