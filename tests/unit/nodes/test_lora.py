@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
+from wanstream.nodes.guider import WanStreamGuider
+from wanstream.sampling import RequestError
 from wanstream.schema import StepRange
 from wanstream.schema.refs import ExpertsRef, LoraRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
@@ -154,3 +156,10 @@ class TestStrengthsBySteps:
     def test_a_range_that_leaves_the_run_is_reported_with_its_steps(self, run: Run) -> None:
         with pytest.raises(NodeFailedError, match="strength for steps '0-2: 0', and the run has 2 steps, 0 to 1"):
             run({**PAIR, "strength_steps": "0-2: 0"})
+
+    def test_the_guider_refuses_them_by_name(self) -> None:
+        lora = LoraRef(high_noise=Path("fast.safetensors"), steps=(StepRange(0, 1, 0.0),))
+        experts = ExpertsRef(high_noise=Path("high.safetensors"), low_noise=Path("low.safetensors"), loras=(lora,))
+        settings = {"boundary_ratio": 0.875, "guidance_high": 1.0, "guidance_low": 1.0}
+        with pytest.raises(RequestError, match=r"strength_steps.*which Wan Guider does not apply.*Use Wan Sampler"):
+            WanStreamGuider.execute(experts, [], [], 5.0, **settings)
