@@ -54,12 +54,16 @@ Request, OpenPair = Callable[..., DenoiseRequest], Callable[..., ExpertPair]
 
 @pytest.fixture
 def loras(lora_file: Callable[..., Path], lightning: Callable[..., dict[str, torch.Tensor]]) -> list[LoraFile]:
-    """A LoRA for each expert: of blocks with biases, and that of the low-noise expert of the time embedder too."""
-    high, low = open_lora(lora_file(seed=3)), lightning(seed=4)
-    generator = torch.Generator().manual_seed(6)
-    for name, shape in (("down", (4, 256)), ("up", (6 * 256, 4))):
-        low[f"diffusion_model.time_projection.1.lora_{name}.weight"] = 0.1 * torch.randn(*shape, generator=generator)
-    return [high, open_lora(lora_file(low))]
+    """A LoRA for each expert: of blocks, of a bias, and of the time embedder, whose rows are computed ahead."""
+    found = []
+    for seed in (3, 4):
+        tensors, generator = lightning(seed=seed), torch.Generator().manual_seed(seed)
+        for name, shape in (("down", (4, 256)), ("up", (6 * 256, 4))):
+            factor = 0.1 * torch.randn(*shape, generator=generator)
+            tensors[f"diffusion_model.time_projection.1.lora_{name}.weight"] = factor
+        tensors["diffusion_model.blocks.0.cross_attn.o.diff_b"] = 0.1 * torch.randn(256, generator=generator)
+        found.append(open_lora(lora_file(tensors)))
+    return found
 
 
 def run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = POLICIES["layerwise"], **given: Any) -> Any:
