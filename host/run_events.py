@@ -76,9 +76,9 @@ def _lora_names(ref: ExpertsRef) -> list[str]:
     """Return file stems with strengths, each once even if both experts use the file."""
     found: dict[str, None] = {}
     for lora in ref.loras:
-        for file, strength in ((lora.high_noise, lora.strength_high), (lora.low_noise, lora.strength_low)):
+        for file, strengths in ((lora.high_noise, lora.high), (lora.low_noise, lora.low)):
             if file is not None:
-                found[f"{file.stem} {strength:g}"] = None
+                found[f"{file.stem} {strengths}"] = None
     return list(found)
 
 

@@ -123,7 +123,7 @@ GROUPS = {
     "Sampling": Place(
         3,
         320,
-        dict.fromkeys(["RandomNoise", "KSamplerSelect", "WanStreamSigmas", "WanStreamGuider"], 0)
+        dict.fromkeys(["RandomNoise", "KSamplerSelect", "WanStreamSigmas", "WanStreamGuider", "WanStreamGuidance"], 0)
         | {"SamplerCustomAdvanced": 0, "WanStreamSampler": 0, "ModelSamplingSD3": 0, "ModelSamplingAuraFlow": 0}
         | {"KSampler": 0, "KSamplerAdvanced": 0, "LTXVScheduler": 0, "CFGGuider": 0, "WanStreamContinueVideo": 0},
     ),

@@ -71,6 +71,8 @@ class StepPlan:
     guidance: tuple[float, ...]
     """CFG scale of every step of the schedule."""
     start_step: int
+    whole_steps: int
+    """Steps of the whole schedule, those after the end of this run included."""
 
     @property
     def start_sigma(self) -> float:
@@ -252,6 +254,7 @@ class DenoiseRequest:
             experts=experts[:end],
             guidance=tuple(self._scale(step, expert) for step, expert in enumerate(experts[:end])),
             start_step=self.start_step,
+            whole_steps=schedule.steps,
         )
 
     def _scale(self, step: int, expert: str) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...wan import ExpertEngine, Lane, frame_timesteps
+from ...wan import ExpertEngine, ExpertPair, Lane, frame_timesteps
 from ..cache.base import LaneName
 from ..context_windows import StepWindows
 from ..inputs.checks import Texts
@@ -24,6 +24,12 @@ def names_at(request: DenoiseRequest, step: int) -> tuple[LaneName, ...]:
     """Return the names of the lanes in a step of the whole schedule."""
     with_negative = request.step_plan.guidance[step] != 1
     return lane_names(request.batch, with_negative=with_negative, windows=windows_at(request, step))
+
+
+def patches_at(pair: ExpertPair, request: DenoiseRequest) -> dict[int, int]:
+    """Return the `BlockKey.patch` in each step of a run."""
+    step_plan = request.step_plan
+    return {step: pair.patch_at(step_plan.experts[step], step) for step in step_plan.steps}
 
 
 def windows_at(request: DenoiseRequest, step: int) -> StepWindows | None:

@@ -34,17 +34,19 @@ EXPERTS = {
     "i2v_lightning": ["high"] * 2 + ["low"] * 2,
     "long_video": ["high"] * 2 + ["low"] * 2,
     "continue_video": ["high"] * 2 + ["low"] * 2,
+    "three_stages": ["high"] * 4 + ["low"] * 2,
     "native_mixed": ["high"] * 3 + ["low"],
     "wan21_t2v": ["high"] * 4,
     "wan21_i2v": ["high"] * 4,
     "wan22_5b_t2v": ["high"] * 4,
     "wan22_5b_i2v": ["high"] * 4,
 }
-"""Of four steps, at the switch, boundaries and flow shifts that the workflows set."""
+"""Of four steps, or six in three stages, at the switch, boundaries and flow shifts that the workflows set."""
 
 OF_5B = ["wan22_5b_t2v", "wan22_5b_i2v"]
 CLIPS = ["long_video", "continue_video"]
-OURS = ["t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", *CLIPS, "wan21_t2v", "wan21_i2v", *OF_5B]
+DISTILLED = ["t2v_lightning", "i2v_lightning", "three_stages"]
+OURS = ["t2v", "i2v", "flf2v", *DISTILLED, *CLIPS, "wan21_t2v", "wan21_i2v", *OF_5B]
 NATIVE = [f"native_{name}" for name in ("wan22", "vace", "animate", "flux", "qwen_image", "ltx2")]
 OTHER_SEED = "t2v, other seed"
 AS_GUIDER = "our sampler, set as the guider's workflow is"
@@ -80,9 +82,9 @@ def _prompt(workflow: str, **changes: dict[str, Any]) -> dict[str, Any]:
     ComfyUI's loader of text encoders supports only the real one, so the test node replaces it.
     """
     prompt: dict[str, Any] = json.loads((ROOT / "workflows" / "api" / f"{workflow}.json").read_text(encoding="utf-8"))
-    height = 64 if workflow in OF_5B else 48
+    height, steps = 64 if workflow in OF_5B else 48, len(EXPERTS.get(workflow, range(4)))
     for node in prompt.values():
-        for name, value in {"width": 64, "height": height, "frames": 9, "length": 9, "steps": 4}.items():
+        for name, value in {"width": 64, "height": height, "frames": 9, "length": 9, "steps": steps}.items():
             if name in node["inputs"]:
                 node["inputs"][name] = value
         if node["class_type"] == "CLIPLoader":

@@ -23,7 +23,7 @@ SNAPSHOT = {
         "WANSTREAM_EXPERTS",
     ),
     "WanStreamOneExpert": ("file compute_dtype storage attention compile arithmetic", "WANSTREAM_EXPERTS"),
-    "WanStreamLora": ("experts high_noise low_noise strength_high strength_low", "WANSTREAM_EXPERTS"),
+    "WanStreamLora": ("experts high_noise low_noise strength_high strength_low strength_steps", "WANSTREAM_EXPERTS"),
     "WanStreamLoadDiffusionModel": ("unet_name weight_dtype policy share_visits lora_on_arrival", "MODEL"),
     "WanStreamStreamModel": ("model policy share_visits lora_on_arrival", "MODEL"),
     "WanStreamModelRun": ("model latent", "WANSTREAM_RUN"),
