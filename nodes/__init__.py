@@ -7,7 +7,7 @@ from .batch_sampler import WanStreamLane, WanStreamLaneLatent, WanStreamLaneSamp
 from .benchmark import REPORT, WanStreamBenchmark, WanStreamModelRun
 from .cache import WanStreamCache, WanStreamCacheCalibration
 from .context_windows import WanStreamContextWindows
-from .decode import WanStreamDecodeVideo, WanStreamSaveVideo, WanStreamVAEDecode
+from .decode import WanStreamDecodeVideo, WanStreamPreview, WanStreamSaveVideo, WanStreamVAEDecode
 from .guidance import WanStreamGuidance
 from .guider import WanStreamGuider, WanStreamSigmas
 from .inputs import WARNINGS
@@ -45,6 +45,7 @@ class WanStreamExtension(ComfyExtension):
             WanStreamImageToVideo,
             WanStreamGuidance,
             WanStreamContextWindows,
+            WanStreamPreview,
             WanStreamSampler,
             WanStreamLane,
             WanStreamLaneSampler,

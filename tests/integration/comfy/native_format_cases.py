@@ -470,7 +470,5 @@ def answers(folder: str) -> dict[str, Any]:
     }
     found: dict[str, Any] = {"formats": list(QUANT_ALGOS)}
     if not QUANT_ALGOS:
-        found |= {
-            name: {"skip_reason": "this ComfyUI has no layers that are marked one by one"} for name in MARKED_LAYERS
-        }
+        found |= {name: {"skip_reason": "this ComfyUI has no layers that are marked one by one"} for name in MARKED_LAYERS}
     return found | results_of(cases, unload=True)
