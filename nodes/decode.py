@@ -42,7 +42,7 @@ def decoder_input() -> io.Input:
         "vae",
         options=current_host().model_names(*DECODER_FOLDERS),
         tooltip=f"{VAE_TOOLTIP} For drafts a tiny VAE of vae_approx (0.05 GB): lighttaew2_1, taew2_1, for 5B "
-        "lighttaew2_2 or taew2_2, with a hundredth of the compute and less detail.",
+        "lighttaew2_2 or taew2_2, with a twentieth of the compute (5B: a two-hundredth) and less detail.",
     )
 
 

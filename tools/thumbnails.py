@@ -48,6 +48,7 @@ SCENES = {
     "flf2v": Scene(inputs=("first", "last"), label="Wan2.2 A14B", mark="first + last"),
     "t2v_lightning": Scene(inputs=("text",), label="Wan2.2 A14B", mark="4 steps"),
     "i2v_lightning": Scene(inputs=("text", "first"), label="Wan2.2 A14B", mark="4 steps"),
+    "draft": Scene(inputs=("text",), label="Wan2.2 A14B", mark="draft"),
     "guider": Scene(inputs=("text",), label="Wan2.2 A14B", mark="any sampler", curve=True),
     "native_mixed": Scene(inputs=("graph",), label="Wan2.2 A14B", mark="ComfyUI's nodes"),
     "native_wan22": Scene(inputs=("graph",), label="Wan2.2 A14B", mark="two KSamplers"),

@@ -23,7 +23,7 @@ from ...wan import BY_FILE_NAME, WAN22, WanVae, denormalise, open_tiny_vae
 
 MAX_SHARE = 0.05
 """Largest share of a run's time in previews."""
-PIXELS = 384
+PREVIEW_PIXELS = 384
 """Longest side of a preview."""
 QUALITY = 75
 """Of WebP, which shows a video of 33 frames in 20 to 100 kB."""
@@ -130,7 +130,7 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
 
 
 def _small(picture: Image.Image) -> Image.Image:
-    picture.thumbnail((PIXELS, PIXELS), Image.Resampling.BOX)
+    picture.thumbnail((PREVIEW_PIXELS, PREVIEW_PIXELS), Image.Resampling.BOX)
     return picture
 
 

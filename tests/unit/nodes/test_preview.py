@@ -19,7 +19,7 @@ from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.run_events import PREVIEW, STEP
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs import preview as previews_module
-from wanstream.nodes.runs.preview import MAX_SHARE, PIXELS, MovingPreviews, PreviewSettings, is_due
+from wanstream.nodes.runs.preview import MAX_SHARE, PREVIEW_PIXELS, MovingPreviews, PreviewSettings, is_due
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.wan import denormalise, open_tiny_vae
 from wanstream.wan.vae.vae import VaeInputError
@@ -121,7 +121,7 @@ def test_a_long_side_is_reduced(settings: PreviewSettings) -> None:
         clock.now += 5
         webp = shown.update(torch.zeros(1, 16, 1, 2, 100))
         assert webp is not None
-    assert pictures_of(webp)[0].size == (PIXELS, round(16 * PIXELS / 800))
+    assert pictures_of(webp)[0].size == (PREVIEW_PIXELS, round(16 * PREVIEW_PIXELS / 800))
 
 
 def test_nothing_is_decoded_while_no_page_is_open(settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,8 +188,11 @@ class TestInARun:
             nodes["kept"] = {
                 "class_type": "WanStreamDecodeVideo",
                 "inputs": {
-                    **{"vae": "taew2_1.safetensors", "latent": ["sampler", 0], "fps": 16.0, "crf": 18},
-                    **{"filename_prefix": "draft"},
+                    "vae": "taew2_1.safetensors",
+                    "latent": ["sampler", 0],
+                    "fps": 16.0,
+                    "crf": 18,
+                    "filename_prefix": "draft",
                 },
             }
             if preview is None:
