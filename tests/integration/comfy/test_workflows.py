@@ -30,6 +30,7 @@ EXPERTS = {
     "t2v": ["high"] * 3 + ["low"],
     "i2v": ["high"] * 2 + ["low"] * 2,
     "flf2v": ["high"] * 2 + ["low"] * 2,
+    "draft": ["high"] * 3 + ["low"],
     "t2v_lightning": ["high"] * 2 + ["low"] * 2,
     "i2v_lightning": ["high"] * 2 + ["low"] * 2,
     "native_mixed": ["high"] * 3 + ["low"],
@@ -41,7 +42,7 @@ EXPERTS = {
 """Of four steps, at the switch, boundaries and flow shifts that the workflows set."""
 
 OF_5B = ["wan22_5b_t2v", "wan22_5b_i2v"]
-OURS = ["t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", "wan21_t2v", "wan21_i2v", *OF_5B]
+OURS = ["t2v", "i2v", "flf2v", "draft", "t2v_lightning", "i2v_lightning", "wan21_t2v", "wan21_i2v", *OF_5B]
 NATIVE = [f"native_{name}" for name in ("wan22", "vace", "animate", "flux", "qwen_image", "ltx2")]
 OTHER_SEED = "t2v, other seed"
 AS_GUIDER = "our sampler, set as the guider's workflow is"

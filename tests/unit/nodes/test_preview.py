@@ -184,17 +184,7 @@ class TestInARun:
             nodes = json.loads((WORKFLOWS / "draft.json").read_text(encoding="utf-8"))
             nodes["latent"]["inputs"] |= {"width": 32, "height": 32, "frames": 5}
             nodes["sampler"]["inputs"] |= {"steps": 4}
-            del nodes["draft"]
-            nodes["kept"] = {
-                "class_type": "WanStreamDecodeVideo",
-                "inputs": {
-                    "vae": "taew2_1.safetensors",
-                    "latent": ["sampler", 0],
-                    "fps": 16.0,
-                    "crf": 18,
-                    "filename_prefix": "draft",
-                },
-            }
+            nodes["save"]["inputs"] |= {"filename_prefix": "draft"}
             if preview is None:
                 del nodes["preview"], nodes["sampler"]["inputs"]["preview"]
             else:
