@@ -89,7 +89,9 @@ def make_tiny_vae(
     shapes = _tiny_encoder_shapes(space.channels, decoder.state_dict()["decoder.22.bias"].numel(), widths[-1])
     generator = torch.Generator().manual_seed(seed)
     encoder = {name: random_values(name, torch.Size(shape), generator) for name, shape in shapes.items()}
-    return {**encoder, **decoder.state_dict()}
+    found = {**encoder, **decoder.state_dict()}
+    found["decoder.22.bias"] += 0.5  # most values are within 0..1
+    return found
 
 
 def _tiny_encoder_shapes(channels: int, colours: int, width: int) -> dict[str, tuple[int, ...]]:

@@ -90,7 +90,7 @@ def test_frames_are_those_of_comfyui(their_frames: tuple[Path, dict[str, torch.T
     with open_vae(folder / f"{name}.safetensors") as vae:
         (ours,) = vae.decode(latents_of(FILES[name]), device="cpu")
     found = theirs[name].reshape(ours.shape).clamp(0, 1)  # ComfyUI leaves that to the nodes behind
-    assert found.std() > 0.1
+    assert found.std() > 0.03
     assert (found - ours).abs().max() <= 1e-5
 
 
