@@ -7,7 +7,7 @@
 
 const SVG = "http://www.w3.org/2000/svg"
 const SVG_TAGS = new Set(["svg", "g", "rect", "line", "polyline", "circle", "text", "defs", "pattern"])
-const HTML_TAGS = new Set(["button", "div", "img", "input", "p", "span", "table", "tbody", "td", "th", "thead", "tr"])
+const HTML_TAGS = new Set(["button", "div", "input", "p", "span", "table", "tbody", "td", "th", "thead", "tr"])
 
 const descriptions = new WeakSet()
 

@@ -80,7 +80,8 @@ export class RunWidget {
     this.line = element(h("span", { class: "wanstream-line-text" }))
     this.button = element(h("button", { type: "button", class: "wanstream-line", click: toggle, keydown: keep }))
     this.button.append(element(h("span", { class: "wanstream-arrow", "aria-hidden": "true" })), this.line)
-    this.preview = element(h("img", { class: "wanstream-preview", draggable: "false", hidden: true }))
+    // Not by `h`, which makes no element that requests an address; the store admits only pictures within the event.
+    this.preview = Object.assign(new Image(), { className: "wanstream-preview", draggable: false, hidden: true })
     const listeners = {
       keydown: (event) => this.onKey(event),
       pointermove: (event) => this.onPointer(event),
