@@ -60,6 +60,7 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
 
     Args:
         is_watched: returns True while a page shows the run; nothing is decoded for none.
+        check: called before every latent frame; may raise to end the run.
         clock: seconds.
 
     Raises:
@@ -74,9 +75,11 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
         device: torch.device,
         *,
         is_watched: Callable[[], bool],
+        check: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._settings, self._device, self._is_watched, self._clock = settings, device, is_watched, clock
+        self._check = check
         self._vae = settings.open(device)
         self._vae.check_latents(latents)
         self._ended_at = clock()
@@ -116,7 +119,7 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
         raw = denormalise(denoised[:1, :, :latents].to(self._device, torch.float32))
         pictures = [
             _small(Image.fromarray(frame.numpy()))
-            for part in self._vae.stream(raw, device=self._device)
+            for part in self._vae.stream(raw, device=self._device, check=self._check)
             for frame in part
         ]
         return _animation(pictures, FPS_5B if self._vae.space == WAN22 else FPS)

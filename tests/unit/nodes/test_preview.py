@@ -20,6 +20,7 @@ from wanstream.host.run_events import PREVIEW, STEP
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs import preview as previews_module
 from wanstream.nodes.runs.preview import MAX_SHARE, PREVIEW_PIXELS, MovingPreviews, PreviewSettings, is_due
+from wanstream.schema import Cancelled
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.wan import denormalise, open_tiny_vae
 from wanstream.wan.vae.vae import VaeInputError
@@ -153,6 +154,20 @@ def test_a_run_goes_on_without_previews_that_fail(
             assert shown.update(DENOISED) is None
     assert len(calls) == 1
     assert caplog.messages == [f"no more previews in this run: {error}"]
+
+
+def test_a_cancel_ends_a_preview(settings: PreviewSettings) -> None:
+    clock, checks = Clock(), iter([None, Cancelled("stopped")])
+
+    def check() -> None:
+        if (error := next(checks)) is not None:
+            raise error
+
+    with MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: True, check=check, clock=clock) as shown:
+        clock.now += 5
+        with pytest.raises(Cancelled):
+            shown.update(DENOISED)
+    assert next(checks, "used") == "used", "before the second latent frame"
 
 
 def test_another_error_of_a_preview_is_raised(settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch) -> None:
