@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from wanstream.cli.batch.lanes import merge_lanes
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.run_events import PREVIEW, STEP
 from wanstream.nodes import WanStreamExtension
@@ -188,13 +189,19 @@ def test_a_tiny_vae_of_the_other_space_is_refused_before_the_run(sample_models: 
         previews(other, Clock())
 
 
+def changed(node: dict[str, Any], **inputs: Any) -> dict[str, Any]:
+    return {**node, "inputs": {**node["inputs"], **inputs}}
+
+
 class TestInARun:
     @pytest.fixture
     def run(self, sample_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         """`run(preview, viewers)` returns latents and events of a run with a preview after every step."""
         monkeypatch.setattr(previews_module, "is_due", lambda *_: True)
 
-        def run(preview: dict[str, Any] | None, *, viewers: bool = True) -> tuple[torch.Tensor, list[tuple[str, Any]]]:
+        def run(
+            preview: dict[str, Any] | None, *, viewers: bool = True, seeds: tuple[int, ...] = ()
+        ) -> tuple[torch.Tensor, list[tuple[str, Any]]]:
             monkeypatch.setattr(embedded_host, "has_viewers", lambda: viewers)
             nodes = json.loads((WORKFLOWS / "draft.json").read_text(encoding="utf-8"))
             nodes["latent"]["inputs"] |= {"width": 32, "height": 32, "frames": 5}
@@ -204,6 +211,17 @@ class TestInARun:
                 del nodes["preview"], nodes["sampler"]["inputs"]["preview"]
             else:
                 nodes["preview"]["inputs"] |= preview
+            if seeds:
+                nodes, _ = merge_lanes(
+                    [
+                        {
+                            **nodes,
+                            "sampler": changed(nodes["sampler"], seed=seed),
+                            "save": changed(nodes["save"], filename_prefix=f"v{seed}"),
+                        }
+                        for seed in seeds
+                    ]
+                )
             events: list[tuple[str, Any]] = []
             history: History = run_workflow(
                 nodes,
@@ -215,7 +233,8 @@ class TestInARun:
                 on_event=lambda event, payload: events.append((event, json.loads(json.dumps(payload)))),
                 keep=["sampler"],
             )
-            return history.results["sampler"][0]["samples"], events
+            found = history.results["sampler"][0]
+            return (found[0] if seeds else found)["samples"], events
 
         yield run
         embedded_host.free_experts()
@@ -235,6 +254,15 @@ class TestInARun:
             kind, _, data = payload["image"].partition(",")
             assert kind == "data:image/webp;base64"
             assert len(pictures_of(base64.b64decode(data))) == 5
+
+    def test_a_batch_shows_its_first_video(self, run: Callable[..., Any]) -> None:
+        """The seed of the shipped workflow is 42."""
+        alone, one = run({"frames": 5})
+        first, both = run({"frames": 5}, seeds=(42, 43))
+        assert torch.equal(first, alone)
+        shown = [[payload["image"] for event, payload in events if event == PREVIEW] for events in (one, both)]
+        assert shown[0] == shown[1]
+        assert len(shown[1]) == 4
 
     @pytest.mark.parametrize(
         ("vae", "reason"),
