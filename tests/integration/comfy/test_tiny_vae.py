@@ -100,8 +100,8 @@ def stocked(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for entry in sample.glob("*/*"):
         link = base / "models" / entry.relative_to(sample)
         link.parent.mkdir(exist_ok=True)
-        if not link.exists():
-            link.symlink_to(entry, target_is_directory=entry.is_dir())
+        link.unlink(missing_ok=True)
+        link.symlink_to(entry, target_is_directory=entry.is_dir())
     return base
 
 

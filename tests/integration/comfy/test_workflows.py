@@ -106,6 +106,7 @@ def stocked(vae_width: int, base: Path, tmp_path_factory: pytest.TempPathFactory
     for entry in sample.glob("*/*"):
         link = base / "models" / entry.relative_to(sample)
         link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
         link.symlink_to(entry, target_is_directory=entry.is_dir())
     (base / "models" / VAE_FILE).unlink()
     save_vae_file(make_vae(seed=0, base_dim=vae_width), base / "models" / VAE_FILE)
