@@ -4,7 +4,8 @@ Three memory blocks in each of three stages mix a frame with their own input of 
 links frames in time, so a video is decoded frame by frame without tiles. The files `taew2_1`, `taew2_2`, `lighttaew2_1`
 and `lighttaew2_2` have one layout; the names of their tensors are the indices of layers. Their encoder is not read.
 
-Only the training differs: `taew*` decode normalised latents, `lighttae*` raw ones. No tensor shows it.
+Only the training differs, and no tensor shows it: `taew*` decode normalised latents (README of madebyollin/taehv),
+`lighttae*` raw ones (LightX2V denormalises latents for them).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 from ...offload import FileTensor
 from ...schema import FRAMES_PER_LATENT
 from ..checkpoint.components import build_on_meta, match_weights
-from ..checkpoint.files import CheckpointError, read_checkpoint
+from ..checkpoint.files import CheckpointError
 from ..latent_space import SPACES, WAN21, WAN22, LatentSpace, normalise
 from .memory import TensorMemoryTracker
 from .tiles import MIN_TILE_LATENT
@@ -245,17 +246,17 @@ def is_tiny_vae(tensors: Mapping[str, FileTensor]) -> bool:
     return all(mark in tensors for mark in MARKS)
 
 
-def open_tiny_vae_file(path: Path, setting: str = BY_FILE_NAME) -> TinyVaeWeights:
-    """Open the file of a tiny VAE; reads only its header.
+def open_tiny_vae_file(path: Path, stored: Mapping[str, FileTensor], setting: str = BY_FILE_NAME) -> TinyVaeWeights:
+    """Open the file of a tiny VAE.
 
     Args:
+        stored: all tensors of the file.
         setting: one of `LATENT_SCALES`.
 
     Raises:
-        CheckpointFileError: the file is missing, truncated, a pickle, or not a tiny VAE of Wan.
+        CheckpointError: the file is damaged, or not a tiny VAE of Wan.
         TinyVaeError: see `latent_scale`.
     """
-    stored = read_checkpoint(path).tensors
     remedy = "use " + ", or ".join(f"{' or '.join(files)} ({space.models})" for space, files in FILES.items())
     if not is_tiny_vae(stored):
         first = next((f"{key} {list(tensor.shape)}" for key, tensor in stored.items()), "none")

@@ -46,8 +46,10 @@ def open_vae(path: Path | str, dtype: torch.dtype = torch.float32, latent_scale:
     """
     path = Path(path)
     if path.is_file():
-        is_tiny = is_tiny_vae(read_checkpoint(path).tensors)
-        return WanVae(open_tiny_vae_file(path, latent_scale) if is_tiny else open_vae_file(path), dtype)
+        stored = read_checkpoint(path).tensors
+        if is_tiny_vae(stored):
+            return WanVae(open_tiny_vae_file(path, stored, latent_scale), dtype)
+        return WanVae(open_vae_file(path, stored), dtype)
     return WanVae(open_vae_folder(component_folder(path, "vae")), dtype)
 
 
@@ -58,7 +60,7 @@ def open_tiny_vae(path: Path, dtype: torch.dtype = torch.float32, latent_scale: 
         CheckpointFileError: the file is missing, truncated, a pickle, or not a tiny VAE of Wan.
         Exception: the other errors of `open_vae`.
     """
-    return WanVae(open_tiny_vae_file(path, latent_scale), dtype)
+    return WanVae(open_tiny_vae_file(path, read_checkpoint(path).tensors, latent_scale), dtype)
 
 
 class WanVae(AbstractContextManager["WanVae"]):

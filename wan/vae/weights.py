@@ -27,7 +27,7 @@ from ..checkpoint.components import (
     require_config,
     require_sizes,
 )
-from ..checkpoint.files import CheckpointError, read_checkpoint
+from ..checkpoint.files import CheckpointError
 from ..latent_space import SPACES, WAN21, WAN22, LatentSpace
 from .memory import decode_pixel_bytes
 from .tiles import decoded_frames
@@ -210,13 +210,12 @@ def open_vae_folder(folder: Path) -> VaeWeights:
     return VaeWeights(path=path, family=family, config=config, weights=weights)
 
 
-def open_vae_file(path: Path) -> VaeWeights:
-    """Open a single file.
+def open_vae_file(path: Path, stored: Mapping[str, FileTensor]) -> VaeWeights:
+    """Open a single file with the tensors `stored`.
 
     Raises:
-        CheckpointFileError: the file is missing, damaged, a pickle, or of another model.
+        CheckpointFileError: the file is damaged or of another model.
     """
-    stored = read_checkpoint(path).tensors
     family = _family_in(path, stored)
     native = any(key.startswith(NATIVE_MARK) for key in stored)
     key_of = family.native_name if native else str

@@ -17,7 +17,7 @@ from wanstream.tests.support.tiny_vae_reference import reference_frames
 from wanstream.wan import WAN21, WAN22, LatentSpace, TinyDecoder, TinyVaeConfig, TinyVaeError, normalise, open_vae
 from wanstream.wan.vae.memory import TensorMemoryTracker
 from wanstream.wan.vae.tiles import Tiling, crop
-from wanstream.wan.vae.tiny import open_tiny_vae_file, tiny_frames
+from wanstream.wan.vae.tiny import tiny_frames
 from wanstream.wan.vae.vae import VaeInputError, open_tiny_vae
 
 SPACES = {"wan21": WAN21, "wan22": WAN22}
@@ -239,7 +239,7 @@ class TestRefused:
         tensors.pop(key, None)
         path = saved(tmp_path, tensors if value is None else {**tensors, key: value})
         with pytest.raises(CheckpointFileError, match=message):
-            open_tiny_vae_file(path)
+            open_tiny_vae(path)
 
     def test_encoding(self, tmp_path: Path) -> None:
         video = torch.zeros(1, 16, 16, 3)
