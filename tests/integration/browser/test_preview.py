@@ -29,7 +29,7 @@ SMALL = {
     "WanStreamEmptyLatent": {"width": 128, "height": 80, "frames": 17},
     "WanStreamExperts": {"compute_dtype": "fp32"},
     "WanStreamPreview": {"frames": 17, "every_s": 0.0},
-    "WanStreamSampler": {"steps": 60, "seed": 77},
+    "WanStreamSampler": {"steps": 20, "seed": 77},
 }
 
 SET = f"""values => {{
@@ -71,7 +71,7 @@ def test_frames_move_on_the_sampler_while_it_runs_and_stay_afterwards(
     if renderer == "nodes-2" and find_comfyui().version() < (0, 4):
         pytest.skip("the Nodes 2.0 of this ComfyUI is a trial that shows no widgets of others")
     workflow: dict[str, Any] = json.loads(WORKFLOW.read_text(encoding="utf-8"))
-    settings = {**SMALL, "WanStreamSampler": {"steps": 60, "seed": 77 + [*RENDERERS].index(renderer)}}
+    settings = {**SMALL, "WanStreamSampler": {"steps": 20, "seed": 77 + [*RENDERERS].index(renderer)}}
     with opened_frontend(browser, server, height=1080, settings=RENDERERS[renderer]) as frontend:
         page = frontend.page
         frontend.load_workflow(workflow)
