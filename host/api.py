@@ -257,6 +257,9 @@ class HostApi(Protocol):
     def open_to_browsers(self) -> None:
         """Serve announced events to browsers; called once, before the host's server starts to listen."""
 
+    def has_viewers(self) -> bool:
+        """Return True if a page is connected that shows announced events."""
+
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
         """Send an event to all subscribers without waiting; `payload` is plain JSON."""
 

@@ -10,7 +10,7 @@ from .clips.continue_video import WanStreamContinueVideo
 from .clips.join import WanStreamJoinClips
 from .clips.latent_files import WanStreamLoadLatent, WanStreamSaveLatent
 from .context_windows import WanStreamContextWindows
-from .decode import WanStreamDecodeVideo, WanStreamSaveVideo, WanStreamVAEDecode
+from .decode import WanStreamDecodeVideo, WanStreamPreview, WanStreamSaveVideo, WanStreamVAEDecode
 from .guidance import WanStreamGuidance
 from .guider import WanStreamGuider, WanStreamSigmas
 from .inputs import WARNINGS
@@ -50,6 +50,7 @@ class WanStreamExtension(ComfyExtension):
             WanStreamLoadLatent,
             WanStreamGuidance,
             WanStreamContextWindows,
+            WanStreamPreview,
             WanStreamSampler,
             WanStreamLane,
             WanStreamLaneSampler,

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from ..schema import format_size
-from ..wan import HEADS, PREFIX, WIDTH
+from ..wan import HEADS, PREFIX, WAN21, WAN22, WIDTH
 from .components import (
     SHARED,
     link_components,
@@ -30,19 +30,32 @@ from .experts import make_lora, save_expert_file, save_expert_folder, save_lora
 from .folder import ModelFolder, TinyModelError
 from .quantised import Fp8Layout, save_single_file
 from .tokenizer import VOCABULARY
-from .weights import TINY_WIDTH, TinyShape, make_expert, make_text_encoder, make_vae, make_wan22_vae, randomised
+from .weights import (
+    TINY_WIDTH,
+    TinyShape,
+    make_expert,
+    make_text_encoder,
+    make_tiny_vae,
+    make_vae,
+    make_wan22_vae,
+    randomised,
+)
 
 __all__ = ["TinyModel", "TinyModelError", "write_tiny_model"]
 
 A14B_LAYERS = 40
-RECIPE = 8
+RECIPE = 9
 """Version of the files; a higher one replaces older test models on disk."""
 
-VAE_SEED, TEXT_SEED, CLIP_SEED, WAN22_VAE_SEED = 1, 2, 3, 4
+VAE_SEED, TEXT_SEED, CLIP_SEED, WAN22_VAE_SEED, TINY_VAE_SEED = 1, 2, 3, 4, 5
 LORA_SEED = 100
 """Added to the seed of the expert once for its first LoRA, twice for the second, and so on."""
 VAE_FILE = Path("vae", "wan_2.1_vae.safetensors")
 WAN22_VAE_FILE = Path("vae", "wan2.2_vae.safetensors")
+TINY_VAE_FILES = {
+    Path("vae_approx", f"{name}.safetensors"): space
+    for name, space in (("lighttaew2_1", WAN21), ("taew2_1", WAN21), ("lighttaew2_2", WAN22), ("taew2_2", WAN22))
+}
 TEXT_ENCODER_FILE = Path("text_encoders", "umt5_xxl_fp8_e4m3fn_scaled.safetensors")
 CLIP_FILE = Path("clip_vision", "clip_vision_h.safetensors")
 T2V_FILE = Path("diffusion_models", "wan2.1_t2v_1.3B_fp16.safetensors")
@@ -207,6 +220,9 @@ def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) 
     wan22_vae = make_wan22_vae(seed=WAN22_VAE_SEED)
     save_vae_file(wan22_vae, folder / WAN22_VAE_FILE)
     save_vae_folder(wan22_vae, folder / TI2V_PIPELINE / "vae")
+    for seed, (path, space) in enumerate(TINY_VAE_FILES.items(), TINY_VAE_SEED):
+        tensors = make_tiny_vae(space, seed=seed)
+        save_single_file({name: tensor.to(torch.float16) for name, tensor in tensors.items()}, folder / path)
     for family in FAMILIES:
         if family.pipeline is not None:
             link_components(folder / A14B_PIPELINE, folder / family.pipeline, family.linked)

@@ -285,6 +285,6 @@ def test_native_models_have_a_workflow_of_each_kind_and_one_loader_for_each_samp
 
 
 def test_most_workflows_run_without_comfyui() -> None:
-    ours = {"t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", "three_stages", "benchmark", "workers"}
+    ours = {"t2v", "i2v", "flf2v", "draft", "t2v_lightning", "i2v_lightning", "three_stages", "benchmark", "workers"}
     ours |= {"long_video", "continue_video"}
     assert ours | {"wan21_t2v", "wan21_i2v", "wan22_5b_t2v", "wan22_5b_i2v"} == {*OURS}

@@ -124,7 +124,13 @@ GROUPS = {
         3,
         320,
         dict.fromkeys(["RandomNoise", "KSamplerSelect", "WanStreamSigmas", "WanStreamGuider", "WanStreamGuidance"], 0)
-        | {"SamplerCustomAdvanced": 0, "WanStreamSampler": 0, "ModelSamplingSD3": 0, "ModelSamplingAuraFlow": 0}
+        | {
+            "WanStreamPreview": 0,
+            "SamplerCustomAdvanced": 0,
+            "WanStreamSampler": 0,
+            "ModelSamplingSD3": 0,
+            "ModelSamplingAuraFlow": 0,
+        }
         | {"KSampler": 0, "KSamplerAdvanced": 0, "LTXVScheduler": 0, "CFGGuider": 0, "WanStreamContinueVideo": 0},
     ),
     "Video": Place(
@@ -132,7 +138,7 @@ GROUPS = {
         320,
         {"WanStreamVAEDecode": 0, "VAEDecode": 0, "CreateVideo": 0, "WanStreamSaveVideo": 260, "SaveVideo": 260}
         | {"TrimVideoLatent": 0, "LTXVSeparateAVLatent": 0, "VAEDecodeTiled": 0, "LTXVAudioVAEDecode": 0}
-        | {"SaveImage": 320, "WanStreamJoinClips": 0, "WanStreamSaveLatent": 0},
+        | {"SaveImage": 320, "WanStreamJoinClips": 0, "WanStreamSaveLatent": 0, "WanStreamDecodeVideo": 260},
     ),
     "Measuring": Place(4, 520, {"WanStreamBenchmark": 640}),
 }

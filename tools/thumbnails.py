@@ -51,6 +51,7 @@ SCENES = {
     "long_video": Scene(inputs=("text", "first"), label="Wan2.2 A14B", mark="3 clips"),
     "continue_video": Scene(inputs=("first", "last"), label="Wan2.2 A14B", mark="next clip"),
     "three_stages": Scene(inputs=("text",), label="Wan2.2 A14B", mark="three stages"),
+    "draft": Scene(inputs=("text",), label="Wan2.2 A14B", mark="draft"),
     "guider": Scene(inputs=("text",), label="Wan2.2 A14B", mark="any sampler", curve=True),
     "native_mixed": Scene(inputs=("graph",), label="Wan2.2 A14B", mark="ComfyUI's nodes"),
     "native_wan22": Scene(inputs=("graph",), label="Wan2.2 A14B", mark="two KSamplers"),

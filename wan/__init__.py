@@ -35,11 +35,13 @@ from .transformer.per_frame_timestep import frame_timesteps
 from .transformer.probe import block_pass, probe_block, probe_int8, random_block
 from .vae.memory import GB, HEAP_BYTES, DecodeNeeds, VaeMemoryError, choose_tiling, shared_tiling
 from .vae.tiles import TileBlender, Tiling, TilingError, crop, empty_frames
+from .vae.tiny import BY_FILE_NAME, LATENT_SCALES, TinyDecoder, TinyVaeConfig, TinyVaeError
 from .vae.vae import (
     DecodeOutOfMemoryError,
     WanVae,
     check_latents,
     describe_tiling,
+    open_tiny_vae,
     open_vae,
     retry_with_smaller_tiles,
 )
@@ -48,10 +50,12 @@ from .vae.weights import family_of
 __all__ = [
     "ARITHMETIC_CHOICES",
     "ATTENTIONS",
+    "BY_FILE_NAME",
     "GB",
     "HEADS",
     "HEAP_BYTES",
     "INT8_ATTENTION",
+    "LATENT_SCALES",
     "PREFIX",
     "SPACES",
     "STORAGES",
@@ -75,6 +79,9 @@ __all__ = [
     "TileBlender",
     "Tiling",
     "TilingError",
+    "TinyDecoder",
+    "TinyVaeConfig",
+    "TinyVaeError",
     "VaeMemoryError",
     "WanVae",
     "arithmetic_of",
@@ -100,6 +107,7 @@ __all__ = [
     "open_image_encoder",
     "open_pair",
     "open_text_encoder",
+    "open_tiny_vae",
     "open_vae",
     "probe_block",
     "probe_int8",

@@ -203,6 +203,9 @@ class ComfyHost(HostApi):
         self._events = ServerEvents()
         self._events.open()
 
+    def has_viewers(self) -> bool:
+        return self._events is not None and self._events.has_viewers()
+
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
         if self._events is not None:
             self._events.announce(event, payload)

@@ -230,6 +230,9 @@ class EmbeddedHost(HostApi):
     def open_to_browsers(self) -> None:
         return
 
+    def has_viewers(self) -> bool:
+        return False
+
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
         if self._on_event is not None:
             self._on_event(event, payload)

@@ -30,6 +30,7 @@ EXPERTS = {
     "t2v": ["high"] * 3 + ["low"],
     "i2v": ["high"] * 2 + ["low"] * 2,
     "flf2v": ["high"] * 2 + ["low"] * 2,
+    "draft": ["high"] * 3 + ["low"],
     "t2v_lightning": ["high"] * 2 + ["low"] * 2,
     "i2v_lightning": ["high"] * 2 + ["low"] * 2,
     "long_video": ["high"] * 2 + ["low"] * 2,
@@ -46,7 +47,7 @@ EXPERTS = {
 OF_5B = ["wan22_5b_t2v", "wan22_5b_i2v"]
 CLIPS = ["long_video", "continue_video"]
 DISTILLED = ["t2v_lightning", "i2v_lightning", "three_stages"]
-OURS = ["t2v", "i2v", "flf2v", *DISTILLED, *CLIPS, "wan21_t2v", "wan21_i2v", *OF_5B]
+OURS = ["t2v", "i2v", "flf2v", "draft", *DISTILLED, *CLIPS, "wan21_t2v", "wan21_i2v", *OF_5B]
 NATIVE = [f"native_{name}" for name in ("wan22", "vace", "animate", "flux", "qwen_image", "ltx2")]
 OTHER_SEED = "t2v, other seed"
 AS_GUIDER = "our sampler, set as the guider's workflow is"
@@ -110,6 +111,7 @@ def stocked(vae_width: int, base: Path, tmp_path_factory: pytest.TempPathFactory
     for entry in sample.glob("*/*"):
         link = base / "models" / entry.relative_to(sample)
         link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
         link.symlink_to(entry, target_is_directory=entry.is_dir())
     (base / "models" / VAE_FILE).unlink()
     save_vae_file(make_vae(seed=0, base_dim=vae_width), base / "models" / VAE_FILE)
