@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .driver.decode import decode_in_shared_tiles, tiles_by_memory
 from .driver.driver import Driver, part_sizes
+from .driver.local_stages import StepFunction, StepProcess, run_stages
 from .driver.results import DistributedResult
 from .driver.stage_run import RestartLimitError
 from .driver.worker_group import WorkerFailedError
@@ -22,10 +23,13 @@ __all__ = [
     "RayMissingError",
     "RayPool",
     "RestartLimitError",
+    "StepFunction",
+    "StepProcess",
     "WorkerFailedError",
     "WorkerLostError",
     "check_token_file",
     "decode_in_shared_tiles",
     "part_sizes",
+    "run_stages",
     "tiles_by_memory",
 ]

@@ -10,7 +10,7 @@ import torch
 
 from ..sampling import DenoiseRequest, RunState
 from ..schema import Cancelled, ExpertsRef, Mesh, OffloadPolicy, PathMap, StepRecord, Timeline, WeightPlacement
-from ..wan import CodeFormat
+from ..wan import BY_FILE_NAME, CodeFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +115,8 @@ class DecodeTask:
     """[B, C, T, h, w], raw latents on the CPU; B is 1 for a tile."""
     dtype: torch.dtype = torch.float32
     """Compute dtype of the VAE."""
+    latent_scale: str = BY_FILE_NAME
+    """One of `LATENT_SCALES`, for a tiny VAE."""
     paths: tuple[PathMap, ...] = ()
     """Mapping of the path to the worker's machine."""
 

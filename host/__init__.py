@@ -10,10 +10,27 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .api import SAVING_NODE, WEIGHT_DTYPES, HostApi, ModelRun, ModelStreaming, NeedsComfyUIError, current_host
+from .api import (
+    SAVING_NODE,
+    WEIGHT_DTYPES,
+    HostApi,
+    ModelRun,
+    ModelStreaming,
+    NeedsComfyUIError,
+    ShareVisits,
+    current_host,
+)
 from .comfy.guider_session import GuiderSettings
 from .error_names import name_errors_of
-from .folders import ModelNotFoundError, OutputFile, OutputNameError, OutsideFolderError, inside
+from .folders import (
+    LATENT,
+    LATENT_FOLDER,
+    ModelNotFoundError,
+    OutputFile,
+    OutputNameError,
+    OutsideFolderError,
+    inside,
+)
 from .machine_profile import Profile, load_machine_profile, measure_machine
 from .run_events import RunEvents, run_settings
 from .workers import SharedRun, StartPool, check_ray, cluster, cluster_names, gpus_of, start_pool
@@ -34,6 +51,8 @@ def search_aliases(*words: str) -> dict[str, Any]:
 _SCHEMA_FIELDS = {field.name for field in fields(io.Schema)}
 
 __all__ = [
+    "LATENT",
+    "LATENT_FOLDER",
     "SAVING_NODE",
     "WEIGHT_DTYPES",
     "ComfyExtension",
@@ -48,6 +67,7 @@ __all__ = [
     "OutsideFolderError",
     "Profile",
     "RunEvents",
+    "ShareVisits",
     "SharedRun",
     "StartPool",
     "check_ray",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +27,7 @@ from ..telemetry import QueueItemPhases, TelemetryOptions
 from ..wan import ExpertPair
 from .auto_policy import AutoPlanner, PolicyChoice, free_memory, usable_bytes
 from .comfy.guider_session import GuiderSettings
-from .folders import OutputFile, check_output, find_model, output_file
+from .folders import OutputFile, check_output, find_model, latent_names, latent_path, output_file
 from .workers import SharedRun, WorkerRegistry, WorkersPlan
 
 SAVING_NODE = "wanstream_node"
@@ -49,14 +50,23 @@ class LoadedExperts(NamedTuple):
     device: torch.device
 
 
+class ShareVisits(str, Enum):
+    """Setting for conditions that are computed one after the other: whether they share each visit of a block."""
+
+    AUTO = "auto"
+    """For tested models without code of other packs in their layers, if the memory is there and it saves time."""
+    ON = "on"
+    """Unless something is known to prevent it."""
+    OFF = "off"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelStreaming:
     """Settings for the blocks of a native model."""
 
     policy: OffloadPolicy | AutoOffload
     """For an AutoOffload it is chosen after the first model call of a run."""
-    share_visits: bool = False
-    """True if conditions that are computed one after the other share each visit of a block."""
+    share_visits: ShareVisits = ShareVisits.AUTO
     lora_on_arrival: bool = False
     """True to add plain LoRAs to a block once, when it arrives, not each time a layer computes."""
 
@@ -131,6 +141,20 @@ class HostApi(Protocol):
 
     def output_folder(self) -> Path:
         """Return the root folder of `output_file`; it may not exist yet."""
+
+    def input_folder(self) -> Path:
+        """Return the folder of the user's files; it may not exist."""
+
+    def latent_names(self) -> list[str]:
+        """Return the names of saved latents, as `latent_path` reads them."""
+        return latent_names(self.output_folder(), self.input_folder())
+
+    def latent_path(self, name: str) -> Path:
+        """Return the path of a saved latent: relative to the output folder, or to that of inputs with " [input]".
+
+        The file may not exist. Raises OutsideFolderError.
+        """
+        return latent_path(self.output_folder(), self.input_folder(), name)
 
     def temp_folder(self) -> Path:
         """Return an existing folder for temporary files."""
@@ -232,6 +256,9 @@ class HostApi(Protocol):
 
     def open_to_browsers(self) -> None:
         """Serve announced events to browsers; called once, before the host's server starts to listen."""
+
+    def has_viewers(self) -> bool:
+        """Return True if a page is connected that shows announced events."""
 
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
         """Send an event to all subscribers without waiting; `payload` is plain JSON."""

@@ -135,6 +135,31 @@ def find_model(name: str, folders_by_kind: Mapping[str, Sequence[Path]]) -> Path
     raise ModelNotFoundError(f"Model in folder '{', '.join(folders_by_kind)}' with filename '{name}' not found.")
 
 
+LATENT_FOLDER = "latents"
+"""Folder of latents below the output folder; ComfyUI's SaveLatent uses the same."""
+LATENT = ".latent"
+"""Suffix of latents."""
+_INPUT, _OUTPUT = " [input]", " [output]"
+"""Marks of a name's folder, which are ComfyUI's."""
+
+
+def latent_names(output: Path, input_folder: Path) -> list[str]:
+    """Return the names of the latents in `LATENT_FOLDER` and in the input folder, as `latent_path` reads them."""
+    saved = (f"{LATENT_FOLDER}/{path.name}" for path in (output / LATENT_FOLDER).glob(f"*{LATENT}"))
+    uploaded = (f"{path.name}{_INPUT}" for path in input_folder.glob(f"*{LATENT}"))
+    return [*sorted(saved), *sorted(uploaded)]
+
+
+def latent_path(output: Path, input_folder: Path, name: str) -> Path:
+    """Return the path of a latent: `name` is relative to the output folder, or to the input folder with " [input]".
+
+    Raises OutsideFolderError.
+    """
+    if name.endswith(_INPUT):
+        return inside(input_folder, name.removesuffix(_INPUT))
+    return inside(output, name.removesuffix(_OUTPUT))
+
+
 def check_output(output: Path, prefix: str) -> None:
     """Refuse a prefix that `output_file` could not use; creates no folder.
 

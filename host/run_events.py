@@ -1,7 +1,8 @@
-"""Events of a run for the web page: begin, each step, and end; and the log of the last runs."""
+"""Events of a run for the web page: begin, each step, previews, and end; and the log of the last runs."""
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
 import uuid
@@ -76,14 +77,15 @@ def _lora_names(ref: ExpertsRef) -> list[str]:
     """Return file stems with strengths, each once even if both experts use the file."""
     found: dict[str, None] = {}
     for lora in ref.loras:
-        for file, strength in ((lora.high_noise, lora.strength_high), (lora.low_noise, lora.strength_low)):
+        for file, strengths in ((lora.high_noise, lora.high), (lora.low_noise, lora.low)):
             if file is not None:
-                found[f"{file.stem} {strength:g}"] = None
+                found[f"{file.stem} {strengths}"] = None
     return list(found)
 
 
 BEGIN = "wanstream.begin"
 STEP = "wanstream.step"
+PREVIEW = "wanstream.preview"
 END = "wanstream.end"
 
 Announce: TypeAlias = "Callable[[str, Mapping[str, Any]], None]"
@@ -148,6 +150,12 @@ class RunEvents:
         self._check_state(_State.RUNNING)
         self._done += 1
         self._send(STEP, done=self._done, total=max(self._done, len(self._experts)), record=asdict(record))
+
+    def preview(self, done: int, webp: bytes) -> None:
+        """Announce a picture of the video after `done` steps, which may move. Raises StateError outside the `with`."""
+        self._check_state(_State.RUNNING)
+        image = f"data:image/webp;base64,{base64.b64encode(webp).decode()}"
+        self._send(PREVIEW, done=done, image=image)
 
     def ended(self, timeline: Timeline, *, ranks: Mapping[int, Timeline] | None = None) -> None:
         """Set the result of the run, which is announced at the end of the `with`. Raises StateError outside it.

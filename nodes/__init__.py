@@ -6,8 +6,11 @@ from ..host import ComfyExtension, io
 from .batch_sampler import WanStreamLane, WanStreamLaneLatent, WanStreamLaneSampler
 from .benchmark import REPORT, WanStreamBenchmark, WanStreamModelRun
 from .cache import WanStreamCache, WanStreamCacheCalibration
+from .clips.continue_video import WanStreamContinueVideo
+from .clips.join import WanStreamJoinClips
+from .clips.latent_files import WanStreamLoadLatent, WanStreamSaveLatent
 from .context_windows import WanStreamContextWindows
-from .decode import WanStreamDecodeVideo, WanStreamSaveVideo, WanStreamVAEDecode
+from .decode import WanStreamDecodeVideo, WanStreamPreview, WanStreamSaveVideo, WanStreamVAEDecode
 from .guidance import WanStreamGuidance
 from .guider import WanStreamGuider, WanStreamSigmas
 from .inputs import WARNINGS
@@ -47,8 +50,11 @@ class WanStreamExtension(ComfyExtension):
             WanStreamImageToVideo,
             WanStreamFunControl,
             WanStreamBernini,
+            WanStreamContinueVideo,
+            WanStreamLoadLatent,
             WanStreamGuidance,
             WanStreamContextWindows,
+            WanStreamPreview,
             WanStreamSampler,
             WanStreamLane,
             WanStreamLaneSampler,
@@ -56,8 +62,10 @@ class WanStreamExtension(ComfyExtension):
             WanStreamSigmas,
             WanStreamGuider,
             WanStreamVAEDecode,
+            WanStreamJoinClips,
             WanStreamSaveVideo,
             WanStreamDecodeVideo,
+            WanStreamSaveLatent,
             WanStreamModelRun,
             WanStreamBenchmark,
             WanStreamCacheCalibration,

@@ -12,6 +12,7 @@ from ..sampling import DenoiseRequest, RequestError, merge_requests, native_late
 from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
 from . import sockets
 from .inputs import EXPERTS_INPUT, POSITIVE_INPUT
+from .runs.preview import PreviewSettings
 from .runs.run_experts import run_experts
 from .sampler import SEED_INPUT, SETTING_INPUTS, TIMELINE, WanStreamSampler, request_of, settings_for
 
@@ -99,12 +100,14 @@ class WanStreamLaneSampler(io.ComfyNode):
         lanes: Sequence[VideoLane],
         policy: OffloadPolicy | AutoOffload | None = None,
         workers: WorkersRef | None = None,
+        preview: PreviewSettings | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
         settings = settings_for(experts, settings)
         requests = [_request(number, lane, settings) for number, lane in enumerate(lanes, 1)]
         policy = policy or OffloadPolicy.layerwise()
-        run = run_experts(experts, merge_requests(requests), policy, node_id=cls.hidden.unique_id, workers=workers)
+        merged, node_id = merge_requests(requests), cls.hidden.unique_id
+        run = run_experts(experts, merged, policy, node_id=node_id, workers=workers, preview=preview)
         samples, timeline = run.result.latents.split([request.batch for request in requests]), run.timeline
         latents = tuple(  # each with the size of its own input
             native_latent(part, lane.latent, sigma=run.result.sigma) for part, lane in zip(samples, lanes, strict=True)

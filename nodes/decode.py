@@ -1,4 +1,4 @@
-"""Nodes that decode latents and save videos."""
+"""Nodes that decode latents, show them during a run, and save videos."""
 
 from __future__ import annotations
 
@@ -9,22 +9,51 @@ import torch
 
 from ..host import SAVING_NODE, OutputFile, current_host, io, search_aliases, ui
 from ..sampling import RequestError
-from ..schema import PIXELS_PER_LATENT, WorkersRef
+from ..schema import FRAMES_PER_LATENT, PIXELS_PER_LATENT, WorkersRef
+from ..wan import BY_FILE_NAME, LATENT_SCALES
 from . import sockets
-from .runs.decode import VAE_DTYPES, DecodeSettings, decode_images, decode_to_file, requested_tiling
+from .runs.decode import (
+    DECODER_FOLDERS,
+    VAE_DTYPES,
+    DecodeSettings,
+    decode_images,
+    decode_to_file,
+    requested_tiling,
+)
 from .runs.latent_backup import keep_latent_until_done
+from .runs.preview import PreviewSettings
 from .runs.video_file import write_mp4
+
+VAE_TOOLTIP = (
+    "wan_2.1_vae.safetensors, for Wan2.2 5B wan2.2_vae.safetensors, or the diffusers pipeline folder with the VAE. "
+    "Loaded for this node alone (0.5 GB, for 5B 2.8 GB)."
+)
 
 
 def vae_input() -> io.Input:
-    """Return the input for the file or folder of the VAE."""
+    """Return the input for the file or folder of a VAE that encodes."""
     # Not a constant: the files in the folders may change until the next schema.
+    return io.Combo.Input("vae", options=current_host().model_names("diffusers", "vae"), tooltip=VAE_TOOLTIP)
+
+
+def decoder_input() -> io.Input:
+    """Return the input for the file or folder of a VAE that decodes; it may be a tiny one."""
     return io.Combo.Input(
         "vae",
-        options=current_host().model_names("diffusers", "vae"),
-        tooltip="wan_2.1_vae.safetensors, for Wan2.2 5B wan2.2_vae.safetensors, or the diffusers pipeline folder with "
-        "the VAE. Loaded for this node alone (0.5 GB, for 5B 2.8 GB).",
+        options=current_host().model_names(*DECODER_FOLDERS),
+        tooltip=f"{VAE_TOOLTIP} For drafts a tiny VAE of vae_approx (0.05 GB): lighttaew2_1, taew2_1, for 5B "
+        "lighttaew2_2 or taew2_2, with a twentieth of the compute (5B: a two-hundredth) and less detail.",
     )
+
+
+SCALE_INPUT = io.Combo.Input(
+    "latent_scale",
+    options=list(LATENT_SCALES),
+    default=BY_FILE_NAME,
+    optional=True,
+    tooltip="For a tiny VAE: the latents that it was trained on. by file name: raw for lighttae*, normalised for "
+    "taew*; files with other names need a choice. The wrong one gives wrong colours. Costs nothing.",
+)
 
 
 TILE_SIZE_INPUT = io.Int.Input(
@@ -58,7 +87,7 @@ DTYPE_INPUT = io.Combo.Input(
     default="fp32",
     optional=True,
     tooltip="Compute dtype of the VAE. bf16 takes half the memory, also of the VAE itself, and less time if the "
-    "device supports it; colours are rounded, in places by a few of 255 levels.",
+    "device supports it; colours are rounded, in places by a few of 255 levels. fp16: the same, only for tiny VAEs.",
 )
 
 MIN_FPS, MAX_FPS = 0.01, 1000.0
@@ -130,7 +159,7 @@ class WanStreamDecodeVideo(io.ComfyNode):
             description="Decodes a Wan latent straight into an MP4 (H.264), without images in RAM. Drop the file on "
             "the canvas to get the graph back.",
             inputs=[
-                vae_input(),
+                decoder_input(),
                 io.Latent.Input(
                     "latent",
                     tooltip="From Wan Sampler. A copy is in output/latents until the video is complete.",
@@ -139,6 +168,7 @@ class WanStreamDecodeVideo(io.ComfyNode):
                 TILE_SIZE_INPUT,
                 MEMORY_INPUT,
                 DTYPE_INPUT,
+                SCALE_INPUT,
             ],
             outputs=[],
             hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id],
@@ -163,9 +193,10 @@ class WanStreamDecodeVideo(io.ComfyNode):
         tile_size: int = 0,
         memory_gb: float = 0.0,
         compute_dtype: str = "fp32",
+        latent_scale: str = BY_FILE_NAME,
         **encoding: Any,
     ) -> io.NodeOutput:
-        settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype)
+        settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype, latent_scale)
         with current_host().ledger().phase("decode", current_host().device()):
             file = decode_to_file(
                 settings,
@@ -190,7 +221,7 @@ class WanStreamVAEDecode(io.ComfyNode):
             **search_aliases("tiled vae", "vae"),
             description="Decodes a Wan latent, a few frames at a time, into images.",
             inputs=[
-                vae_input(),
+                decoder_input(),
                 io.Latent.Input(
                     "latent",
                     tooltip="From Wan Sampler. A copy is in output/latents until the images are complete.",
@@ -205,6 +236,7 @@ class WanStreamVAEDecode(io.ComfyNode):
                 ),
                 MEMORY_INPUT,
                 DTYPE_INPUT,
+                SCALE_INPUT,
             ],
             outputs=[io.Image.Output(display_name="images")],
             hidden=[io.Hidden.unique_id],
@@ -224,11 +256,68 @@ class WanStreamVAEDecode(io.ComfyNode):
         workers: WorkersRef | None = None,
         memory_gb: float = 0.0,
         compute_dtype: str = "fp32",
+        latent_scale: str = BY_FILE_NAME,
     ) -> io.NodeOutput:
-        settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype)
+        settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype, latent_scale)
         with current_host().ledger().phase("decode", current_host().device()):
             videos, notes = decode_images(settings, latent["samples"], workers, node_id=cls.hidden.unique_id)
         return io.NodeOutput(videos.flatten(0, 1), ui=ui.PreviewText("\n".join(notes)) if notes else None)
+
+
+PREVIEW_FOLDERS = ("vae_approx", "vae")
+
+
+class WanStreamPreview(io.ComfyNode):
+    """Settings of moving previews, with the file of the tiny VAE checked."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamPreview",
+            display_name="Wan Moving Preview",
+            category="WanStream/sampling",
+            **search_aliases("taehv", "taesd", "taew", "lighttae", "live preview", "latent preview", "draft"),
+            description="Shows the first frames of the video, moving, on the sampler while it runs. Needs the file of "
+            "a tiny VAE in models/vae_approx or models/vae.",
+            inputs=[
+                io.Combo.Input(
+                    "vae",
+                    options=current_host().model_names(*PREVIEW_FOLDERS),
+                    tooltip="lighttaew2_1 or taew2_1, for Wan2.2 5B lighttaew2_2 or taew2_2. Takes 0.02 to 0.04 GB of "
+                    "device memory during the run.",
+                ),
+                SCALE_INPUT,
+                io.Int.Input(
+                    "frames",
+                    default=33,
+                    min=1,
+                    max=1025,
+                    step=FRAMES_PER_LATENT,
+                    optional=True,
+                    tooltip="Frames to show, from the start of the video: a multiple of 4 plus 1. Time is proportional "
+                    "to it. 1: a still picture.",
+                ),
+                io.Float.Input(
+                    "every_s",
+                    default=5.0,
+                    min=0.0,
+                    max=3600.0,
+                    step=0.5,
+                    optional=True,
+                    tooltip="Fewest seconds between two previews. All previews of a run take at most a twentieth of "
+                    "its time, so they come less often where decoding is slow. Nothing is decoded while no page is "
+                    "open.",
+                ),
+            ],
+            outputs=[sockets.Preview.Output(display_name="preview")],
+        )
+
+    @classmethod
+    def execute(cls, vae: str, **settings: Any) -> io.NodeOutput:
+        chosen = PreviewSettings(vae=current_host().model_path(vae, *PREVIEW_FOLDERS), **settings)
+        # Opened here so that a bad file is reported on this node and not on the sampler. Only its header is read.
+        chosen.open(current_host().device()).close()
+        return io.NodeOutput(chosen)
 
 
 class WanStreamSaveVideo(io.ComfyNode):

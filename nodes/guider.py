@@ -7,7 +7,7 @@ from typing import Any
 
 from ..host import GuiderSettings, current_host, io, search_aliases
 from ..plan import AutoOffload
-from ..sampling import Guidance
+from ..sampling import Guidance, RequestError
 from ..schema import ExpertsRef, OffloadPolicy
 from .inputs import (
     BOUNDARY_INPUT,
@@ -81,6 +81,11 @@ class WanStreamGuider(io.ComfyNode):
         **settings: Any,
     ) -> io.NodeOutput:
         settings = settings_for(experts, settings)
+        if any(lora.steps for lora in experts.loras):
+            raise RequestError(
+                "a LoRA has strengths by steps (strength_steps), which Wan Guider does not apply: a sampler of ComfyUI "
+                "may call the model several times in a step. Use Wan Sampler (streamed), or clear strength_steps"
+            )
         scales = settings.pop("guidance_high"), settings.pop("guidance_low")
         guider_settings = GuiderSettings(guidance=scales, more_guidance=guidance or Guidance(), **settings)
         policy = policy or OffloadPolicy.layerwise()

@@ -69,6 +69,13 @@ CACHE_INPUT = sockets.Cache.Input(
     "costs quality. Without a cache, every step computes all blocks.",
 )
 
+PREVIEW_INPUT = sockets.Preview.Input(
+    "preview",
+    optional=True,
+    tooltip="From Wan Moving Preview: the first frames of the video, on this node while it runs. They take at most a "
+    "twentieth of the time and do not change the result. Without it: ComfyUI's own preview method.",
+)
+
 logger = logging.getLogger("wanstream.nodes")
 
 WARNINGS = "wanstream_warnings"

@@ -228,8 +228,7 @@ class WanStreamImageToVideo(io.ComfyNode):
         values: dict[str, object] = {"concat_latent_image": encode_here(path, video), "concat_mask": mask}
         if clip_vision != NONE:
             values[IMAGE_EMBEDDING_KEY] = image_embedding(image, clip_vision, crop=CROPS[clip_crop])
-        prompts = (with_values(side, values) for side in (positive, negative))
-        return io.NodeOutput(*prompts, empty_latent(space, shape, batch_size))
+        return io.NodeOutput(added(positive, values), added(negative, values), empty_latent(space, shape, batch_size))
 
 
 def image_embedding(image: torch.Tensor, clip_vision: str, *, crop: bool = False) -> object:
@@ -260,7 +259,7 @@ def _check_one_image(end_image: torch.Tensor | None, clip_vision: str) -> None:
         )
 
 
-def with_values(conditioning: Conditioning, values: Mapping[str, object]) -> Conditioning:
+def added(conditioning: Conditioning, values: Mapping[str, object]) -> Conditioning:
     """Return a copy that also carries `values`."""
     # Never in place: ComfyUI may keep the original in a cache.
     return [[embedding, {**extra, **values}] for embedding, extra in conditioning]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..devices import AUTO, dtype_name
-from ..host import WEIGHT_DTYPES, ModelStreaming, current_host, io, search_aliases
+from ..host import WEIGHT_DTYPES, ModelStreaming, ShareVisits, current_host, io, search_aliases
 from ..offload import FileVersion, file_version
 from ..plan import AutoOffload
-from ..schema import ExpertsRef, LoraRef, OffloadPolicy
+from ..schema import LARGEST_STRENGTH, ExpertsRef, LoraRef, OffloadPolicy, parse_step_strengths
 from ..wan import (
     ARITHMETIC_CHOICES,
     ATTENTIONS,
@@ -211,7 +211,9 @@ class WanStreamLora(io.ComfyNode):
             node_id="WanStreamLora",
             display_name="Wan LoRA (pair)",
             category="WanStream/loaders",
-            **search_aliases("lightning", "lightx2v", "4 steps", "distill", "load lora"),
+            **search_aliases(
+                "lightning", "lightx2v", "4 steps", "distill", "load lora", "three stages", "lora schedule"
+            ),
             description="Adds a LoRA to each expert's weights when they arrive on the device. Several nodes in a row "
             "add up; another LoRA or strength reloads no expert. For a single model, the LoRA is high_noise.",
             inputs=[
@@ -223,13 +225,32 @@ class WanStreamLora(io.ComfyNode):
                 _file("low_noise", "later steps"),
                 _strength("strength_high"),
                 _strength("strength_low"),
+                io.String.Input(
+                    "strength_steps",
+                    default="",
+                    optional=True,
+                    tooltip="Strengths of ranges of steps, in place of both above: 0-1: 0 leaves the LoRA out of the "
+                    "first two steps. Steps count from 0; commas divide ranges. Where the strength changes, resident "
+                    "blocks are fetched once more. Another strength than 0 keeps its own factors in RAM.",
+                ),
             ],
             outputs=[sockets.Experts.Output(display_name="experts")],
         )
 
     @classmethod
+    def validate_inputs(cls, strength_steps: str | None = None) -> bool:
+        parse_step_strengths(strength_steps or "")
+        return True
+
+    @classmethod
     def execute(
-        cls, experts: ExpertsRef, high_noise: str, low_noise: str, strength_high: float, strength_low: float
+        cls,
+        experts: ExpertsRef,
+        high_noise: str,
+        low_noise: str,
+        strength_high: float,
+        strength_low: float,
+        strength_steps: str = "",
     ) -> io.NodeOutput:
         if high_noise == low_noise == NONE:
             return io.NodeOutput(experts)
@@ -238,6 +259,7 @@ class WanStreamLora(io.ComfyNode):
             low_noise=None if low_noise == NONE else current_host().model_path(low_noise, _FOLDER),
             strength_high=strength_high,
             strength_low=strength_low,
+            steps=parse_step_strengths(strength_steps),
         )
         ref = replace(experts, loras=(*experts.loras, lora))
         # Opened here so that a bad file is reported on this node and not on the sampler.
@@ -262,8 +284,8 @@ def _strength(name: str) -> io.Float.Input:
     return io.Float.Input(
         name,
         default=1.0,
-        min=-10.0,
-        max=10.0,
+        min=-LARGEST_STRENGTH,
+        max=LARGEST_STRENGTH,
         step=0.01,
         tooltip="Factor of the LoRA; 0 disables it. Another strength only costs one more fetch of the blocks that are "
         "resident on the device.",
@@ -279,15 +301,17 @@ MODEL_POLICY_INPUT = sockets.Policy.Input(
 )
 
 STREAMING_INPUTS: tuple[io.Input, ...] = (
-    io.Boolean.Input(
+    io.Combo.Input(
         "share_visits",
-        default=False,
+        options=[mode.value for mode in ShareVisits],
+        default=ShareVisits.AUTO.value,
         optional=True,
-        tooltip="On: where ComfyUI computes positive and negative one after the other, because both do not fit into "
-        "memory or have prompts of different lengths, both pass through each block while it is loaded: half the bytes "
-        "per step, the same result. Takes the memory of one more hidden state. Stays off for a run with another node "
-        "that may count passes, such as a step cache, a block replacement or a ControlNet; the sampler then shows the "
-        "reason.",
+        tooltip="Where ComfyUI computes positive and negative one after the other, because both do not fit into memory "
+        "or have prompts of different lengths, both can pass through each block while it is loaded: half the bytes per "
+        "step from the second step on, the same result, and up to the activations of a pass more. auto: for tested "
+        "models without code of other packs in their layers, if the memory is there; under an automatic policy, if it "
+        "also saves time. on: always, except for a run with a node that may count passes, such as a step cache, a "
+        "block replacement or a ControlNet. The sampler shows what was decided.",
     ),
     io.Boolean.Input(
         "lora_on_arrival",
@@ -340,12 +364,12 @@ class WanStreamLoadDiffusionModel(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, unet_name: str, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None = None, **settings: bool
+        cls, unet_name: str, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None = None, **settings: Any
     ) -> io.NodeOutput:
         host = current_host()
         path = host.model_path(unet_name, FOLDERS[0])
         with host.ledger().phase("open", host.device()):
-            return io.NodeOutput(host.load_model(path, weight_dtype, _streaming(policy, settings)))
+            return io.NodeOutput(host.load_model(path, weight_dtype, _streaming(policy, **settings)))
 
     @classmethod
     def fingerprint_inputs(cls, unet_name: str | None = None, **inputs: Any) -> FileVersion | None:
@@ -380,12 +404,19 @@ class WanStreamStreamModel(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model: object, policy: OffloadPolicy | AutoOffload | None = None, **settings: bool
+        cls, model: object, policy: OffloadPolicy | AutoOffload | None = None, **settings: Any
     ) -> io.NodeOutput:
         host = current_host()
         with host.ledger().phase("open", host.device()):
-            return io.NodeOutput(host.stream_model(model, _streaming(policy, settings)))
+            return io.NodeOutput(host.stream_model(model, _streaming(policy, **settings)))
 
 
-def _streaming(policy: OffloadPolicy | AutoOffload | None, settings: Mapping[str, bool]) -> ModelStreaming:
-    return ModelStreaming(policy=policy or AutoOffload(), **settings)
+def _streaming(
+    policy: OffloadPolicy | AutoOffload | None,
+    *,
+    share_visits: str = ShareVisits.AUTO.value,
+    lora_on_arrival: bool = False,
+) -> ModelStreaming:
+    return ModelStreaming(
+        policy=policy or AutoOffload(), share_visits=ShareVisits(share_visits), lora_on_arrival=lora_on_arrival
+    )

@@ -30,10 +30,12 @@ from .inputs import (
     GUIDANCE_INPUT,
     POLICY_INPUT,
     POSITIVE_INPUT,
+    PREVIEW_INPUT,
     SHIFT_INPUT,
     WINDOWS_INPUT,
     WORKERS_INPUT,
 )
+from .runs.preview import PreviewSettings
 from .runs.run_experts import run_experts
 
 FROM_BOUNDARY = -1
@@ -144,6 +146,7 @@ SETTING_INPUTS: tuple[io.Input, ...] = (
     CACHE_INPUT,
     GUIDANCE_INPUT,
     WINDOWS_INPUT,
+    PREVIEW_INPUT,
 )
 """Inputs of a run except for its experts and for the texts, latent and seed of each video, in the order that saved
 workflows depend on."""
@@ -289,10 +292,11 @@ class WanStreamSampler(io.ComfyNode):
         latent: Mapping[str, Any],
         policy: OffloadPolicy | AutoOffload | None = None,
         workers: WorkersRef | None = None,
+        preview: PreviewSettings | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
         request = request_of(positive, negative, latent, **settings_for(experts, settings))
         policy = policy or OffloadPolicy.layerwise()
-        run = run_experts(experts, request, policy, node_id=cls.hidden.unique_id, workers=workers)
+        run = run_experts(experts, request, policy, node_id=cls.hidden.unique_id, workers=workers, preview=preview)
         timeline, denoised = run.timeline, native_latent(run.result.latents, latent, sigma=run.result.sigma)
         return io.NodeOutput(denoised, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})

@@ -30,3 +30,6 @@ Windows = io.Custom("WANSTREAM_WINDOWS")
 
 Cache = io.Custom("WANSTREAM_CACHE")
 """`CacheSettings`: the rule by which steps reuse the result of an earlier step."""
+
+Preview = io.Custom("WANSTREAM_PREVIEW")
+"""`PreviewSettings`: the tiny VAE and the number of frames of moving previews."""

@@ -121,7 +121,7 @@ class StagedPatches:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory of all factors, page-locked or not."""
-        return sum(in_pages(staged.layout.nbytes) for staged in self._staged.values())
+        return sum(in_pages(staged.layout.nbytes) for staged in _distinct(self._staged))
 
     @property
     def largest_bytes(self) -> int:
@@ -137,19 +137,20 @@ class StagedPatches:
         return 0 if staged is None else staged.layout.nbytes
 
     def prepare(self, patches: Mapping[BlockKey, BlockPatch]) -> dict[BlockKey, StagedPatch]:
-        """Copy `patches` for `replace`; reuse the factors of blocks whose identity is unchanged. Changes nothing.
+        """Copy `patches` for `replace`; patches of a block with the same identity share their factors. Changes nothing.
 
         Raises:
             ValueError: a patch names a block or weight that does not stream, or has another shape.
             OSError: there is not enough memory.
         """
+        known = {(key.stored, staged.identity): staged for key, staged in self._staged.items()}
         prepared: dict[BlockKey, StagedPatch] = {}
         for key, patch in patches.items():
-            staged = self._staged.get(key)
-            if staged is not None and staged.identity == patch.identity:
+            staged = known.get((key.stored, patch.identity))
+            if staged is None and patch.weights:
+                staged = known[key.stored, patch.identity] = _stage(key, patch, self._formats, tail=self.tail)
+            if staged is not None:
                 prepared[key] = staged
-            elif patch.weights:
-                prepared[key] = _stage(key, patch, self._formats, tail=self.tail)
         return prepared
 
     def changed(self, prepared: Mapping[BlockKey, StagedPatch]) -> frozenset[BlockKey]:
@@ -160,26 +161,34 @@ class StagedPatches:
     def replace(self, prepared: Mapping[BlockKey, StagedPatch]) -> None:
         """Install `prepared` and release all other patches. No copy out of a patch may be pending."""
         if self._locked is not None:
-            changed = self.changed(prepared)
-            for key in changed & self._staged.keys():
-                self._locked.remove(self._staged[key].memory)
-            for key in changed & prepared.keys():
-                self._locked.add(prepared[key].memory)
+            before, after = _distinct(self._staged), _distinct(prepared)
+            for staged in before:
+                if staged not in after:
+                    self._locked.remove(staged.memory)
+            for staged in after:
+                if staged not in before:
+                    self._locked.add(staged.memory)
         self._staged = prepared
+
+
+def _distinct(patches: Mapping[BlockKey, StagedPatch]) -> Mapping[StagedPatch, None]:
+    """Return the patches in their order, each once: several keys may share one."""
+    return dict.fromkeys(patches.values())
 
 
 def _stage(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockFormat], *, tail: int) -> StagedPatch:
     """Copy the factors of one block into one flat tensor."""
     label = f"the patch of block {key.block} of {key.expert!r}"
-    if key not in formats:
+    fmt = formats.get(key.stored)
+    if fmt is None:
         raise ValueError(f"{label}: no such block, only {_available_blocks(key.expert, formats)}")
-    matrices = {tensor.name: tensor for tensor in formats[key].computed.tensors}
+    matrices = {tensor.name: tensor for tensor in fmt.computed.tensors}
     factors: list[tuple[str, torch.Tensor, torch.dtype]] = []
     for name, weight in patch.weights.items():
         if name not in matrices:
             raise ValueError(f"{label}: {name} is not streamed; only {', '.join(matrices)} can be patched")
         _check(f"{label}, {name}", weight, matrices[name])
-        dtype = formats[key].patch_dtype(matrices[name])
+        dtype = fmt.patch_dtype(matrices[name])
         factors += ((_part(name, part), factor, dtype) for part, factor in _parts_of(weight))
     layout = flat_layout((part, tuple(factor.shape), dtype) for part, factor, dtype in factors)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..schema import OffloadPolicy
 from .candidates import CHUNKS
 from .machine import Machine, expected_machine
-from .measured_policy import MeasuredBlocks, MeasuredPolicy, choose_measured
+from .measured_policy import WORTH, MeasuredBlocks, MeasuredPolicy, choose_measured
 from .memory import RAM_SHARE, RAW_SLOTS, STAGING_SLOTS, VRAM_RESERVE, DoesNotFitError
 from .offload_job import AutoOffload, Budgets, OffloadJob
 from .parallel_layout import check_layout, choose_layout, describe_layout, stage_boundaries, worker_share
@@ -48,6 +48,7 @@ __all__ = [
     "STAGING_SLOTS",
     "TRAIN_TIMESTEPS",
     "VRAM_RESERVE",
+    "WORTH",
     "Alternative",
     "AutoOffload",
     "BlockKey",

@@ -1,4 +1,7 @@
-"""Offload policy of a model of unknown shape, chosen from what its first model call has measured."""
+"""Offload policy of a model of unknown shape, chosen from what its first model call has measured.
+
+A model call is one or more passes over the blocks, one for each condition that is computed by itself.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from .visits import step_visits
 WORTH = 0.05
 """Share of the time that a policy must save to replace another: predictions are not more accurate than this."""
 
-CALLS = 3
-"""Model calls that are simulated: after the second one, each takes as long as the one before."""
+PASSES = 3
+"""Passes that are simulated: after the second one, each takes as long as the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,50 +72,58 @@ class MeasuredPolicy:
 
     policy: OffloadPolicy
     timeline: Timeline
-    """Prediction of `CALLS` model calls."""
+    """Prediction of `PASSES` passes."""
+    passes: int
+    """Passes of a model call."""
     device_bytes: int
     host_bytes: int
 
     @property
     def call_s(self) -> float:
         """Seconds of a model call after the first ones."""
-        return self.timeline.steps[-1].wall_s
+        return self.passes * self.timeline.steps[-1].wall_s
 
 
 def choose_measured(
     blocks: MeasuredBlocks,
     measured: StepRecord,
     *,
-    visits: int,
+    passes: int,
     present: OffloadPolicy,
     device_bytes: float,
     host_bytes: float,
+    keep_present: bool = True,
 ) -> MeasuredPolicy | None:
-    """Return a policy that is predicted to save at least `WORTH` of a model call, or None to keep the present one.
+    """Return the policy that is predicted to be the fastest; the present one unless another saves at least `WORTH`.
+
+    None if the call has moved nothing, or without `keep_present` if no policy fits.
 
     Args:
         blocks: blocks of the model.
         measured: record of a model call.
-        visits: visits of blocks in that call.
-        present: its policy.
+        passes: passes over the blocks in which a call is computed from now on.
+        present: policy of the call.
         device_bytes: limit for the weights on the device.
         host_bytes: limit for blocks in RAM; on a CPU for both together.
+        keep_present: True if the present policy may stay without fitting, because it is loaded.
     """
-    hardware = _hardware(blocks, measured, visits)
+    hardware = _hardware(blocks, measured, passes)
     if hardware is None:
         return None
-    now = _predict(blocks, hardware, present)
+    now = _predict(blocks, hardware, present, passes)
     host_bytes = max(host_bytes, now.host_bytes)  # the slots of the present policy exist already
     found: list[MeasuredPolicy] = []
     for policy in _candidates(blocks, measured, host_bytes):
         device, host = blocks.device_bytes(policy), blocks.host_bytes(policy)
         limit = host_bytes if blocks.has_bus else host_bytes - device
         if device <= device_bytes and host <= limit:
-            found.append(_predict(blocks, hardware, policy))
+            found.append(_predict(blocks, hardware, policy, passes))
     fast_enough = 1.01 * min((each.call_s for each in found), default=0.0)
     near = [each for each in found if each.call_s <= fast_enough]
-    best = min(near, key=lambda each: (each.device_bytes, each.host_bytes, each.call_s), default=now)
-    return best if best.call_s < (1 - WORTH) * now.call_s else None
+    best = min(near, key=lambda each: (each.device_bytes, each.host_bytes, each.call_s), default=None)
+    if not keep_present and now.device_bytes > device_bytes:
+        return best
+    return best if best is not None and best.call_s < (1 - WORTH) * now.call_s else now
 
 
 def _candidates(blocks: MeasuredBlocks, measured: StepRecord, host_bytes: float) -> Iterator[OffloadPolicy]:
@@ -124,10 +135,10 @@ def _candidates(blocks: MeasuredBlocks, measured: StepRecord, host_bytes: float)
             yield with_ram_blocks(policy, fitting)
 
 
-def _hardware(blocks: MeasuredBlocks, measured: StepRecord, visits: int) -> Hardware | None:
-    """Return the measured rates; None if the call has moved nothing."""
+def _hardware(blocks: MeasuredBlocks, measured: StepRecord, passes: int) -> Hardware | None:
+    """Return the measured rates, with all computing in `passes`; None if the call has moved nothing."""
     moved_s = measured.copy_s + measured.read_s
-    if not measured.bytes_moved or not visits or moved_s <= 0:
+    if not measured.bytes_moved or passes < 1 or moved_s <= 0:
         return None
     fetches = measured.bytes_moved / blocks.stored_bytes
     bus = measured.copied_bytes / measured.copy_s if measured.copy_s > 0 else None
@@ -135,8 +146,8 @@ def _hardware(blocks: MeasuredBlocks, measured: StepRecord, visits: int) -> Hard
     return Hardware(
         bus_bytes_per_s=bus or disk or 1.0,
         block_bytes=blocks.stored_bytes,
-        visit_s={blocks.stack: measured.compute_s / visits},
-        step_overhead_s=max(0.0, measured.wall_s - measured.compute_s - measured.stall_s),
+        visit_s={blocks.stack: measured.compute_s / (passes * blocks.blocks)},
+        step_overhead_s=max(0.0, measured.wall_s - measured.compute_s - measured.stall_s) / passes,
         disk_bytes_per_s=disk or bus or 1.0,
         file_bytes=blocks.stored_bytes,
         decode_s=measured.decode_s / fetches,
@@ -144,15 +155,16 @@ def _hardware(blocks: MeasuredBlocks, measured: StepRecord, visits: int) -> Hard
     )
 
 
-def _predict(blocks: MeasuredBlocks, hardware: Hardware, policy: OffloadPolicy) -> MeasuredPolicy:
+def _predict(blocks: MeasuredBlocks, hardware: Hardware, policy: OffloadPolicy, passes: int) -> MeasuredPolicy:
     counts = {blocks.stack: blocks.blocks}
     residency, buffers = plan_residency(policy, counts)
     ram_residency = plan_ram(policy, residency, counts)
-    program = compile_program(step_visits([blocks.stack] * CALLS, counts), residency, buffers)
+    program = compile_program(step_visits([blocks.stack] * PASSES, counts), residency, buffers)
     ram = compile_ram(program, ram_residency, staging=blocks.staging(ram_residency.slots))
     return MeasuredPolicy(
         policy=policy,
         timeline=simulate(program, hardware, ram),
+        passes=passes,
         device_bytes=blocks.device_bytes(policy),
         host_bytes=blocks.host_bytes(policy),
     )

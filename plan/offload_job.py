@@ -56,6 +56,8 @@ class OffloadJob:
     lanes_of_steps: tuple[int, ...] = ()
     """Lanes of each step if they vary between the steps of an expert, else (). The planner uses `lanes`, the maximum;
     predictions of a chosen plan and corrections by a first step use these."""
+    patches_of_steps: tuple[int, ...] = ()
+    """`BlockKey.patch` in each step; (): 0 in all of them."""
     skipped_steps: frozenset[int] = frozenset()
     """Steps that a cache is known to skip, as indices of `experts_of_steps`: they visit no block."""
 
@@ -72,6 +74,11 @@ class OffloadJob:
                 f"lanes_of_steps has {len(self.lanes_of_steps)} values for {len(self.experts_of_steps)} steps: "
                 "give one for each step, or none"
             )
+        if self.patches_of_steps and len(self.patches_of_steps) != len(self.experts_of_steps):
+            raise ValueError(
+                f"patches_of_steps has {len(self.patches_of_steps)} values for {len(self.experts_of_steps)} steps: "
+                "give one for each step, or none"
+            )
         if self.linear_format not in ("", *LINEAR_FORMATS):
             raise ValueError(f"linear_format is {self.linear_format!r}, choose '' or one of {LINEAR_FORMATS}")
         if min(self.lanes.values()) < 1:
@@ -83,7 +90,12 @@ class OffloadJob:
 
     @property
     def visits(self) -> tuple[Visit, ...]:
-        return step_visits(self.experts_of_steps, self.block_counts, skipped=self.skipped_steps)
+        return step_visits(
+            self.experts_of_steps,
+            self.block_counts,
+            skipped=self.skipped_steps,
+            patches_of_steps=self.patches_of_steps,
+        )
 
     @property
     def decodes(self) -> bool:

@@ -93,7 +93,7 @@ def compile_ram(
         through_ram = staging > 0 or ram_residency.residency.keeps(*fetch.block)
         visit_of_fetch.append(len(visits) if through_ram else DIRECT)
         if through_ram:
-            visits.append(Visit(program.visits[fetch.needed_by].step, *fetch.block))
+            visits.append(Visit(program.visits[fetch.needed_by].step, *fetch.block.stored))
     compiled = _compile_with_residents(visits, ram_residency, staging, contents or {})
     return RamProgram(program=compiled, visit_of_fetch=tuple(visit_of_fetch))
 

@@ -29,25 +29,25 @@ def list_lifetimes(visits: Sequence[Visit], residency: Residency) -> tuple[list[
 
     There is one lifetime per visit of a streamed block, and one per stage of a resident block.
 
-    A permanent resident has one lifetime in the whole run.
+    A permanent resident has one lifetime in the whole run, or one for each change of its patch.
     """
     lifetimes: list[Lifetime] = []
     of_visit: list[int] = []
     resident_lifetimes: dict[BlockKey, int] = {}
     first_stage = True
     for index, visit in enumerate(visits):
-        if index and visit.expert != visits[index - 1].expert:
+        if index and (visit.expert, visit.patch) != (visits[index - 1].expert, visits[index - 1].patch):
             first_stage = False
             if not residency.permanent:
                 resident_lifetimes.clear()
         key = visit.key
-        lifetime = resident_lifetimes.get(key)
-        if lifetime is None:
+        lifetime = resident_lifetimes.get(key.stored)
+        if lifetime is None or lifetimes[lifetime].block != key:
             lifetime = len(lifetimes)
             resident = residency.keeps(*key)
             lifetimes.append(Lifetime(key, index, index, resident and (first_stage or residency.permanent)))
             if resident:
-                resident_lifetimes[key] = lifetime
+                resident_lifetimes[key.stored] = lifetime
         else:
             lifetimes[lifetime] = lifetimes[lifetime]._replace(last=index)
         of_visit.append(lifetime)

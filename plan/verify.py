@@ -33,7 +33,7 @@ def check_ram(program: TransferProgram, ram: RamProgram) -> None:
             continue
         if visit != due or due >= visits:
             raise ProgramError(f"fetch {number} is visit {visit} of RAM, visit {due} of {visits} is due")
-        if ram.program.visits[visit].key != fetch.block:
+        if ram.program.visits[visit].key != fetch.block.stored:
             raise ProgramError(
                 f"fetch {number} needs {fetch.block}, but visit {visit} of RAM is {ram.program.visits[visit].key}"
             )

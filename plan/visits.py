@@ -14,6 +14,13 @@ class BlockKey(NamedTuple):
 
     expert: str
     block: int
+    patch: int = 0
+    """Number of the patch (LoRAs with their strengths) that is added to it, of those of its expert in a run."""
+
+    @property
+    def stored(self) -> BlockKey:
+        """Key of the block as it is stored, which is the same for all of its patches."""
+        return self._replace(patch=0) if self.patch else self
 
 
 class Visit(NamedTuple):
@@ -22,11 +29,13 @@ class Visit(NamedTuple):
     step: int
     expert: str
     block: int
+    patch: int = 0
+    """See `BlockKey.patch`."""
 
     @property
     def key(self) -> BlockKey:
         """Key of the visited block."""
-        return BlockKey(self.expert, self.block)
+        return BlockKey(self.expert, self.block, self.patch)
 
 
 def step_visits(
@@ -35,6 +44,7 @@ def step_visits(
     *,
     first_step: int = 0,
     skipped: Collection[int] = (),
+    patches_of_steps: Sequence[int] = (),
 ) -> tuple[Visit, ...]:
     """Return the visits of steps that each pass once through all blocks of their expert.
 
@@ -43,15 +53,17 @@ def step_visits(
         block_counts: number of blocks of each expert.
         first_step: index of the first step.
         skipped: steps without visits.
+        patches_of_steps: `BlockKey.patch` in each step; empty: 0 in all of them.
 
     Raises:
         ValueError: for an expert without a block count.
     """
     if unknown := sorted(set(experts_of_steps) - set(block_counts)):
         raise ValueError(f"no block count for {unknown[0]!r}: block_counts names {sorted(block_counts)}")
+    patches = patches_of_steps or (0,) * len(experts_of_steps)
     return tuple(
-        Visit(step, expert, block)
-        for step, expert in enumerate(experts_of_steps, start=first_step)
+        Visit(step, expert, block, patch)
+        for step, (expert, patch) in enumerate(zip(experts_of_steps, patches, strict=True), start=first_step)
         if step not in skipped
         for block in range(block_counts[expert])
     )

@@ -108,7 +108,7 @@ def denoise(  # noqa: PLR0913 (the entry point of all hosts and workers)
 
 
 def check_fits(request: DenoiseRequest, pair: ExpertPair) -> None:
-    """Raise RequestError unless the request's channels, steps and image fit the experts.
+    """Raise RequestError unless the request's channels, steps and image fit the experts, and LoRA strengths its steps.
 
     An image embedding for experts without an image branch, or a reference image for experts without `ref_conv`, is not
     an error: it is ignored, as in ComfyUI.
@@ -130,6 +130,12 @@ def check_fits(request: DenoiseRequest, pair: ExpertPair) -> None:
             f"step {low[0]} is one of the low-noise expert, and this is a single model, which runs every step: give "
             "boundary_ratio 0 and no switch_step"
         )
+    for file, strengths in pair.strength_ranges:
+        if strengths.last >= step_plan.whole_steps:
+            raise RequestError(
+                f"{file} has a strength for steps {str(strengths)!r}, and the run has {step_plan.whole_steps} steps, 0 "
+                f"to {step_plan.whole_steps - 1}: change strength_steps in Wan LoRA (pair), or the steps"
+            )
     width = pair.high.config.image_dim
     if width is not None:
         _check_image(request, width)

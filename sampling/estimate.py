@@ -12,8 +12,9 @@ from ..plan import RAW_SLOTS, Machine, OffloadJob, predict
 from ..schema import OffloadPolicy, StepRecord, Timeline
 from ..wan import ExpertPair
 from .cache.settings import CacheSettings, FirstBlockCache, policy_with_cache
+from .cache.stages import start_cache
 from .inputs.request import DenoiseRequest
-from .loop.lanes import names_at
+from .loop.lanes import names_at, patches_at
 from .memory import expert_shape, extra_tokens_of, kernel_needs, tokens_of
 
 
@@ -29,6 +30,7 @@ def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device)
         guided={expert: _guided(request, expert) for expert in ("high", "low")},
         extra_tokens=extra_tokens_of(pair, request),
         cache=request.cache,
+        patches_of_steps=list(patches_at(pair, request).values()) if pair.strengths_vary else (),
     )
 
 
@@ -40,7 +42,7 @@ def _guided(request: DenoiseRequest, expert: str) -> bool:
     return any(step_plan.guidance[step] != 1 for step in step_plan.steps if step_plan.experts[step] == expert)
 
 
-def offload_job(
+def offload_job(  # noqa: PLR0913 (the planner's description of a run)
     pair: ExpertPair,
     shape: Sequence[int],
     device: torch.device,
@@ -50,6 +52,7 @@ def offload_job(
     lanes_of_steps: Sequence[int] = (),
     extra_tokens: int = 0,
     cache: CacheSettings | None = None,
+    patches_of_steps: Sequence[int] = (),
 ) -> OffloadJob:
     """Return the planner's job for steps on latents of `shape` [B, C, T, h, w]; no file is read.
 
@@ -59,6 +62,7 @@ def offload_job(
         lanes_of_steps: lanes of each step; empty: those that follow from `shape` and `guided`.
         extra_tokens: tokens of a lane next to those of its video.
         cache: step cache, whose device memory is counted.
+        patches_of_steps: `BlockKey.patch` in each step; empty: 0 in all of them.
 
     Raises:
         ValueError: there are no steps.
@@ -86,6 +90,7 @@ def offload_job(
         converts=pair.decodes,
         cached_states=0 if cache is None else cache.cached_states,
         lanes_of_steps=() if list(lanes_of_steps) == usual else tuple(lanes_of_steps),
+        patches_of_steps=tuple(patches_of_steps) if any(patches_of_steps) else (),
     )
 
 
@@ -113,7 +118,7 @@ def predicted_timeline(
     policy = policy_with_cache(policy, request.cache)
     if request.cache is not None:
         stages = {step: (step_plan.experts[step], names_at(request, step)) for step in step_plan.steps}
-        skips = request.cache.start(stages).skipped
+        skips = start_cache(request.cache, stages, patches_at(pair, request)).skipped
         job = replace(job, skipped_steps=frozenset(step - step_plan.start_step for step in skips))
     sigmas = [step_plan.schedule.sigmas[step] for step in step_plan.steps]
     return predicted_calls(pair, job, sigmas, policy, machine=machine, device=device, first_step=step_plan.start_step)

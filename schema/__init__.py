@@ -48,6 +48,7 @@ from .shapes import (
     VideoShape,
     piece_tokens,
 )
+from .step_strengths import LARGEST_STRENGTH, StepRange, StepStrengths, StepStrengthsError, parse_step_strengths
 from .text_format import format_need, format_rate, format_seconds, format_share, format_size, second_digits
 from .timeline import (
     PHASES,
@@ -74,6 +75,7 @@ __all__ = [
     "HEAD_DIM",
     "IMAGE_TOKENS",
     "IN_PROCESS",
+    "LARGEST_STRENGTH",
     "LOCAL",
     "ON_DEVICE",
     "OUTPUT_TOKENS",
@@ -110,7 +112,10 @@ __all__ = [
     "Residency",
     "SourceKind",
     "StateError",
+    "StepRange",
     "StepRecord",
+    "StepStrengths",
+    "StepStrengthsError",
     "Storage",
     "Timeline",
     "VideoShape",
@@ -131,6 +136,7 @@ __all__ = [
     "host_and_port",
     "is_loopback",
     "largest_known",
+    "parse_step_strengths",
     "piece_tokens",
     "plan_residency",
     "read_clusters",

@@ -29,8 +29,8 @@ class Residency:
     residents: Mapping[str, frozenset[int]]
     permanent: bool = False
 
-    def keeps(self, expert: str, block: int) -> bool:
-        """Return True if the block is resident."""
+    def keeps(self, expert: str, block: int, patch: int = 0) -> bool:
+        """Return True if the block is resident, as it is with every patch."""
         return block in self.residents.get(expert, frozenset())
 
 

@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Literal
 
 from .mesh import Mesh
+from .step_strengths import StepRange, StepStrengths
 
 Storage = Literal["as stored", "fp8", "int8 ConvRot"]
 """Form of the blocks in RAM and on the bus."""
@@ -27,6 +28,18 @@ class LoraRef:
     low_noise: Path | None = None
     strength_high: float = 1.0
     strength_low: float = 1.0
+    steps: tuple[StepRange, ...] = ()
+    """Strengths of both files in ranges of steps, in place of the two above; they share no step."""
+
+    @property
+    def high(self) -> StepStrengths:
+        """Strength of the high-noise file in each step."""
+        return StepStrengths(usual=self.strength_high, ranges=self.steps)
+
+    @property
+    def low(self) -> StepStrengths:
+        """Strength of the low-noise file in each step."""
+        return StepStrengths(usual=self.strength_low, ranges=self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)

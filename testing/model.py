@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from ..schema import format_size
-from ..wan import HEADS, PREFIX, WIDTH
+from ..wan import HEADS, PREFIX, WAN21, WAN22, WIDTH
 from .components import (
     SHARED,
     link_components,
@@ -31,19 +31,32 @@ from .experts import make_lora, save_expert_file, save_expert_folder, save_lora
 from .folder import ModelFolder, TinyModelError
 from .quantised import Fp8Layout, save_single_file
 from .tokenizer import VOCABULARY
-from .weights import TINY_WIDTH, TinyShape, make_expert, make_text_encoder, make_vae, make_wan22_vae, randomised
+from .weights import (
+    TINY_WIDTH,
+    TinyShape,
+    make_expert,
+    make_text_encoder,
+    make_tiny_vae,
+    make_vae,
+    make_wan22_vae,
+    randomised,
+)
 
 __all__ = ["TinyModel", "TinyModelError", "write_tiny_model"]
 
 A14B_LAYERS = 40
-RECIPE = 8
+RECIPE = 10
 """Version of the files; a higher one replaces older test models on disk."""
 
-VAE_SEED, TEXT_SEED, CLIP_SEED, WAN22_VAE_SEED = 1, 2, 3, 4
+VAE_SEED, TEXT_SEED, CLIP_SEED, WAN22_VAE_SEED, TINY_VAE_SEED = 1, 2, 3, 4, 5
 LORA_SEED = 100
-"""Added to the seed of the expert."""
+"""Added to the seed of the expert once for its first LoRA, twice for the second, and so on."""
 VAE_FILE = Path("vae", "wan_2.1_vae.safetensors")
 WAN22_VAE_FILE = Path("vae", "wan2.2_vae.safetensors")
+TINY_VAE_FILES = {
+    Path("vae_approx", f"{name}.safetensors"): space
+    for name, space in (("lighttaew2_1", WAN21), ("taew2_1", WAN21), ("lighttaew2_2", WAN22), ("taew2_2", WAN22))
+}
 TEXT_ENCODER_FILE = Path("text_encoders", "umt5_xxl_fp8_e4m3fn_scaled.safetensors")
 CLIP_FILE = Path("clip_vision", "clip_vision_h.safetensors")
 T2V_FILE = Path("diffusion_models", "wan2.1_t2v_1.3B_fp16.safetensors")
@@ -61,7 +74,7 @@ TI2V_PIPELINE = Path("diffusers", "Wan2.2-TI2V-5B-Diffusers")
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model, with its official settings. In names, {} stands for the expert: high or low."""
+    """One model, with its official settings. In names, {} stands for the expert: high or low; {1} for HIGH or LOW."""
 
     name: str
     """For progress."""
@@ -69,8 +82,7 @@ class Family:
     """Seeds of the high-noise and the low-noise expert, or of the only one."""
     files: tuple[Path, ...]
     """Single files; in fp8 or bf16 if the name says so, else in fp16."""
-    lora: Path | None = None
-    """4-step LoRAs."""
+    loras: tuple[Path, ...] = ()
     pipeline: Path | None = None
     linked: tuple[str, ...] = SHARED
     """Components that the pipeline shares with `A14B_PIPELINE`."""
@@ -94,7 +106,7 @@ FAMILIES = (
             Path("diffusion_models", f"wan2.2_t2v_{{}}_noise_14B_{precision}.safetensors")
             for precision in ("fp16", "fp8_scaled")
         ),
-        lora=Path("loras", "wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors"),
+        loras=(Path("loras", "wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors"),),
         pipeline=A14B_PIPELINE,
         linked=(),
         settings={"flow_shift": 12.0, "boundary_ratio": 0.875},
@@ -106,7 +118,10 @@ FAMILIES = (
             Path("diffusion_models", f"wan2.2_i2v_{{}}_noise_14B_{precision}.safetensors")
             for precision in ("fp16", "fp8_scaled")
         ),
-        lora=Path("loras", "wan2.2_i2v_lightx2v_4steps_lora_v1_{}_noise.safetensors"),
+        loras=(
+            Path("loras", "wan2.2_i2v_lightx2v_4steps_lora_v1_{}_noise.safetensors"),
+            Path("loras", "SVI_v2_PRO_Wan2.2-I2V-A14B_{1}_lora_rank_128_fp16.safetensors"),
+        ),
         pipeline=Path("diffusers", "Wan2.2-I2V-A14B-Diffusers"),
         settings={
             "kind": "WanImageToVideoPipeline",
@@ -234,6 +249,9 @@ def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) 
     wan22_vae = make_wan22_vae(seed=WAN22_VAE_SEED)
     save_vae_file(wan22_vae, folder / WAN22_VAE_FILE)
     save_vae_folder(wan22_vae, folder / TI2V_PIPELINE / "vae")
+    for seed, (path, space) in enumerate(TINY_VAE_FILES.items(), TINY_VAE_SEED):
+        tensors = make_tiny_vae(space, seed=seed)
+        save_single_file({name: tensor.to(torch.float16) for name, tensor in tensors.items()}, folder / path)
     for family in FAMILIES:
         if family.pipeline is not None:
             link_components(folder / A14B_PIPELINE, folder / family.pipeline, family.linked)
@@ -245,7 +263,7 @@ def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) 
 
 
 def _write_expert(family: Family, folder: Path, layers: int, seed: int, expert: str) -> None:
-    """Write an expert in the most common layouts, and a LoRA for it."""
+    """Write an expert in the most common layouts, and its LoRAs."""
     shape = TinyShape(
         layers=min(layers, family.layers),
         in_channels=family.in_channels,
@@ -262,6 +280,6 @@ def _write_expert(family: Family, folder: Path, layers: int, seed: int, expert: 
         fp8 = Fp8Layout() if "fp8" in file.name else None
         dtype = torch.bfloat16 if "bf16" in file.name else torch.float16
         save_expert_file(model, folder / str(file).format(expert), dtype=dtype, fp8=fp8)
-    if family.lora is not None:
-        path = folder / str(family.lora).format(expert)
-        save_lora(make_lora(model, seed=seed + LORA_SEED), path, dtype=torch.bfloat16)
+    for number, lora in enumerate(family.loras, 1):
+        path = folder / str(lora).format(expert, expert.upper())
+        save_lora(make_lora(model, seed=seed + number * LORA_SEED), path, dtype=torch.bfloat16)

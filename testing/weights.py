@@ -18,7 +18,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from ..wan import WAN21, WAN22, NoInitialValues, family_of
+from ..wan import WAN21, WAN22, LatentSpace, NoInitialValues, TinyDecoder, TinyVaeConfig, family_of
 
 TEXT_DIM = 4096
 HEAD_DIM = 128
@@ -92,6 +92,37 @@ def make_wan22_vae(*, seed: int, base_dim: int = 4, decoder_base_dim: int = 8) -
     widths = {"base_dim": base_dim, "decoder_base_dim": decoder_base_dim}
     spread = {"latents_mean": list(WAN22.mean), "latents_std": list(WAN22.std)}
     return randomised(lambda: AutoencoderKLWan.from_config({**family_of(WAN22).config, **widths, **spread}), seed)
+
+
+TINY_VAE_WIDTHS = (256, 128, 64, 64)
+"""Widths of the published tiny VAEs; the layers of the encoder have the last one."""
+
+
+def make_tiny_vae(
+    space: LatentSpace, *, seed: int, widths: tuple[int, ...] = (16, 12, 8, 8)
+) -> dict[str, torch.Tensor]:
+    """Return random fp32 tensors of a tiny VAE, decoder and encoder, under the names of the published files."""
+    decoder = randomised(lambda: TinyDecoder(TinyVaeConfig(space=space, widths=widths)), seed)
+    shapes = _tiny_encoder_shapes(space.channels, decoder.state_dict()["decoder.22.bias"].numel(), widths[-1])
+    generator = torch.Generator().manual_seed(seed)
+    encoder = {name: random_values(name, torch.Size(shape), generator) for name, shape in shapes.items()}
+    found = {**encoder, **decoder.state_dict()}
+    found["decoder.22.bias"] += 0.5  # most values are within 0..1
+    return found
+
+
+def _tiny_encoder_shapes(channels: int, colours: int, width: int) -> dict[str, tuple[int, ...]]:
+    def convolution(name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (outputs, inputs, 3, 3), f"{name}.bias": (outputs,)}
+
+    shapes = convolution("encoder.0", colours, width)
+    for first, frames in ((2, 2), (7, 2), (12, 1)):
+        shapes[f"encoder.{first}.conv.weight"] = (width, frames * width, 1, 1)
+        shapes[f"encoder.{first + 1}.weight"] = (width, width, 3, 3)
+        for block in range(first + 2, first + 5):
+            for layer, inputs in ((0, 2 * width), (2, width), (4, width)):
+                shapes |= convolution(f"encoder.{block}.conv.{layer}", inputs, width)
+    return shapes | convolution("encoder.17", width, channels)
 
 
 def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5EncoderModel:

@@ -244,6 +244,8 @@ def _small(name: str) -> Prompt:
     for node in prompt.values():
         if "width" in node["inputs"]:
             node["inputs"] |= {"width": 32, "height": 32, "frames": 5}
+        if node["class_type"] == "WanStreamContinueVideo":
+            node["inputs"]["frames"] = 5
         if "steps" in node["inputs"]:
             node["inputs"]["steps"] = 4
         if "layout" in node["inputs"]:
@@ -291,5 +293,6 @@ def test_native_models_have_a_workflow_of_each_kind_and_one_loader_for_each_samp
 
 
 def test_most_workflows_run_without_comfyui() -> None:
-    ours = {"t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", "benchmark", "workers"}
+    ours = {"t2v", "i2v", "flf2v", "draft", "t2v_lightning", "i2v_lightning", "three_stages", "benchmark", "workers"}
+    ours |= {"long_video", "continue_video"}
     assert ours | VARIANTS | {"wan21_t2v", "wan21_i2v", "wan22_5b_t2v", "wan22_5b_i2v"} == {*OURS}

@@ -124,16 +124,22 @@ GROUPS = {
     "Sampling": Place(
         3,
         320,
-        dict.fromkeys(["RandomNoise", "KSamplerSelect", "WanStreamSigmas", "WanStreamGuider"], 0)
-        | {"SamplerCustomAdvanced": 0, "WanStreamSampler": 0, "ModelSamplingSD3": 0, "ModelSamplingAuraFlow": 0}
-        | {"KSampler": 0, "KSamplerAdvanced": 0, "LTXVScheduler": 0, "CFGGuider": 0},
+        dict.fromkeys(["RandomNoise", "KSamplerSelect", "WanStreamSigmas", "WanStreamGuider", "WanStreamGuidance"], 0)
+        | {
+            "WanStreamPreview": 0,
+            "SamplerCustomAdvanced": 0,
+            "WanStreamSampler": 0,
+            "ModelSamplingSD3": 0,
+            "ModelSamplingAuraFlow": 0,
+        }
+        | {"KSampler": 0, "KSamplerAdvanced": 0, "LTXVScheduler": 0, "CFGGuider": 0, "WanStreamContinueVideo": 0},
     ),
     "Video": Place(
         4,
         320,
         {"WanStreamVAEDecode": 0, "VAEDecode": 0, "CreateVideo": 0, "WanStreamSaveVideo": 260, "SaveVideo": 260}
         | {"TrimVideoLatent": 0, "LTXVSeparateAVLatent": 0, "VAEDecodeTiled": 0, "LTXVAudioVAEDecode": 0}
-        | {"SaveImage": 320},
+        | {"SaveImage": 320, "WanStreamJoinClips": 0, "WanStreamSaveLatent": 0, "WanStreamDecodeVideo": 260},
     ),
     "Measuring": Place(4, 520, {"WanStreamBenchmark": 640}),
 }
@@ -142,7 +148,13 @@ GROUP_OF = {class_type: title for title, place in GROUPS.items() for class_type 
 """Group of each class; one that is missing here is a KeyError of the builder."""
 
 CHAINS = {
-    *("WanStreamLora", "LoraLoaderModelOnly", "WanStreamLoadDiffusionModel", "WanStreamStreamModel"),
+    *(
+        "WanStreamContinueVideo",
+        "WanStreamLora",
+        "LoraLoaderModelOnly",
+        "WanStreamLoadDiffusionModel",
+        "WanStreamStreamModel",
+    ),
     *(
         "GetVideoComponents",
         "LTXVConcatAVLatent",

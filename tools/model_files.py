@@ -13,6 +13,7 @@ LTX_2 = "https://huggingface.co/Comfy-Org/ltx-2/resolve/main/split_files"
 LIGHTRICKS = "https://huggingface.co/Lightricks/LTX-2/resolve/main"
 FLUX = "https://huggingface.co/Comfy-Org/flux1-dev/resolve/main"
 FLUX_TEXT = "https://huggingface.co/comfyanonymous/flux_text_encoders/resolve/main"
+LIGHTX2V_VAES = "https://huggingface.co/lightx2v/Autoencoders/resolve/main"
 KIJAI = "https://huggingface.co/Kijai/WanVideo_comfy/resolve/main"
 
 
@@ -48,6 +49,15 @@ _ALL = (
         for family, version in (("t2v", "v1.1"), ("i2v", "v1"))
         for expert in ("high", "low")
     ),
+    *(
+        _flat_file(
+            KIJAI,
+            "loras",
+            f"SVI_v2_PRO_Wan2.2-I2V-A14B_{expert}_lora_rank_128_fp16.safetensors",
+            "LoRAs/Stable-Video-Infinity/v2.0/",
+        )
+        for expert in ("HIGH", "LOW")
+    ),
     _file(REPACKAGED, "diffusion_models", "wan2.2_ti2v_5B_fp16.safetensors"),
     _file(REPACKAGED_21, "diffusion_models", "wan2.1_t2v_1.3B_fp16.safetensors"),
     _file(REPACKAGED_21, "diffusion_models", "wan2.1_i2v_480p_14B_fp8_scaled.safetensors"),
@@ -55,6 +65,7 @@ _ALL = (
     _file(REPACKAGED_21, "text_encoders", "umt5_xxl_fp8_e4m3fn_scaled.safetensors"),
     _file(REPACKAGED, "vae", "wan_2.1_vae.safetensors"),
     _file(REPACKAGED, "vae", "wan2.2_vae.safetensors"),
+    _flat_file(LIGHTX2V_VAES, "vae_approx", "lighttaew2_1.safetensors"),
     _file(REPACKAGED_21, "diffusion_models", "wan2.1_vace_14B_fp16.safetensors"),
     _flat_file(KIJAI, "loras", "Wan21_CausVid_14B_T2V_lora_rank32.safetensors"),
     _file(REPACKAGED, "diffusion_models", "wan2.2_animate_14B_bf16.safetensors"),

@@ -1,18 +1,20 @@
-"""Simulated run in the frontend: events, a preview and results, processed by the same code as those of a real run.
+"""Simulated run in the frontend: events, previews and results, processed by the same code as those of a real run.
 
 Used by the builder to reserve space for the output of nodes, and by tests that no widget is covered after a run.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from ..host import RunEvents
-from ..nodes.runs import write_mp4
+from ..nodes.runs import PREVIEW_PIXELS, write_mp4
 from ..schema import StepRecord, Timeline
 from .frontend import Frontend
 
@@ -22,7 +24,9 @@ VIDEO_SIZE = (832, 480)
 
 OVERLAYS = {"WanStreamSampler", "WanStreamLaneSampler", "WanStreamGuider", "WanStreamBenchmark"}
 PREVIEWS = {"WanStreamSampler", "WanStreamLaneSampler", "SamplerCustomAdvanced"}
-VIDEOS = {"WanStreamSaveVideo", "SaveVideo"}
+MOVING = "WanStreamPreview"
+"""With this node, previews come with the events of the run."""
+VIDEOS = {"WanStreamSaveVideo", "WanStreamDecodeVideo", "SaveVideo"}
 IMAGES = {"WanStreamBenchmark"}
 
 # Dispatches events as ComfyUI's websocket client does; a preview is a picture of this size.
@@ -52,18 +56,20 @@ def populate_results(base: Path) -> None:
 
 def show_run(frontend: Frontend, classes: Mapping[str, str]) -> None:
     """Send the events of a run of the open graph to the page; `classes` has the class of each node by id."""
-    events = [event for node_id, kind in classes.items() if kind in OVERLAYS for event in _run_events(node_id)]
+    moving = MOVING in classes.values()
+    samplers = [node_id for node_id, kind in classes.items() if kind in OVERLAYS]
+    events = [event for node_id in samplers for event in _run_events(node_id, moving=moving)]
     for node_id, kind in classes.items():
         if kind in VIDEOS:
             events.append(_executed(node_id, {"images": [_file(VIDEO)], "animated": [True]}))
         elif kind in IMAGES:
             events.append(_executed(node_id, {"images": [_file("example.png", "input")], "text": ["a report"]}))
-    previews = [node_id for node_id, kind in classes.items() if kind in PREVIEWS]
+    previews = [node_id for node_id, kind in classes.items() if kind in PREVIEWS and not moving]
     frontend.page.evaluate(DISPATCH, [events, previews, list(VIDEO_SIZE)])
     frontend.page.wait_for_timeout(SHOWN_MS)  # pictures load asynchronously and then resize their nodes
 
 
-def _run_events(node_id: str) -> list[tuple[str, dict[str, Any]]]:
+def _run_events(node_id: str, *, moving: bool) -> list[tuple[str, dict[str, Any]]]:
     """Return the events that a host sends for a run of that node."""
     found: list[tuple[str, dict[str, Any]]] = []
     experts = ["high"] * (STEPS // 2) + ["low"] * (STEPS // 2)
@@ -87,8 +93,18 @@ def _run_events(node_id: str) -> list[tuple[str, dict[str, Any]]]:
     with RunEvents(announce, prompt_id="shown", node_id=node_id, experts=experts) as run:
         for step in steps:
             run.step(step)
+        if moving:
+            run.preview(STEPS, _picture())
         run.ended(Timeline(steps=steps, kind="measured"))
     return found
+
+
+def _picture() -> bytes:
+    """Return a picture with the size of a preview."""
+    width, height = VIDEO_SIZE
+    file = io.BytesIO()
+    Image.new("RGB", (PREVIEW_PIXELS, PREVIEW_PIXELS * height // width)).save(file, "WEBP")
+    return file.getvalue()
 
 
 def _executed(node_id: str, output: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -23,6 +23,7 @@ from .experts.open import (
 from .experts.pair import ExpertPair
 from .experts.storage import STORAGES
 from .image_encoder import HEADS, PREFIX, WIDTH, open_image_encoder
+from .latent_file import LatentFileError, read_latent, write_latent
 from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normalise, space_of
 from .text.embedding_cache import EmbeddingCache
 from .text.encoder import open_text_encoder
@@ -35,11 +36,13 @@ from .transformer.probe import block_pass, probe_block, probe_int8, random_block
 from .transformer.token_parts import Positions, TokenPart
 from .vae.memory import GB, HEAP_BYTES, DecodeNeeds, VaeMemoryError, choose_tiling, shared_tiling
 from .vae.tiles import TileBlender, Tiling, TilingError, crop, empty_frames
+from .vae.tiny import BY_FILE_NAME, LATENT_SCALES, TinyDecoder, TinyVaeConfig, TinyVaeError
 from .vae.vae import (
     DecodeOutOfMemoryError,
     WanVae,
     check_latents,
     describe_tiling,
+    open_tiny_vae,
     open_vae,
     retry_with_smaller_tiles,
 )
@@ -48,10 +51,12 @@ from .vae.weights import family_of
 __all__ = [
     "ARITHMETIC_CHOICES",
     "ATTENTIONS",
+    "BY_FILE_NAME",
     "GB",
     "HEADS",
     "HEAP_BYTES",
     "INT8_ATTENTION",
+    "LATENT_SCALES",
     "PREFIX",
     "SPACES",
     "STORAGES",
@@ -67,6 +72,7 @@ __all__ = [
     "ExpertPair",
     "ExpertsRegistry",
     "Lane",
+    "LatentFileError",
     "LatentSpace",
     "Nag",
     "NoInitialValues",
@@ -75,6 +81,9 @@ __all__ = [
     "TileBlender",
     "Tiling",
     "TilingError",
+    "TinyDecoder",
+    "TinyVaeConfig",
+    "TinyVaeError",
     "TokenPart",
     "VaeMemoryError",
     "WanVae",
@@ -101,13 +110,16 @@ __all__ = [
     "open_image_encoder",
     "open_pair",
     "open_text_encoder",
+    "open_tiny_vae",
     "open_vae",
     "probe_block",
     "probe_int8",
     "random_block",
+    "read_latent",
     "retry_with_smaller_tiles",
     "shared_tiling",
     "space_of",
     "with_resolved_precision",
     "write_int8",
+    "write_latent",
 ]

@@ -95,6 +95,12 @@ class BatchBackend(Protocol):
         """Keep it ready to run workflows inside the `with`; it may save files in `folder`."""
         return nullcontext()
 
+    def provide(self, prompt_id: str, latent: Path, name: str) -> None:
+        """Copy a latent to `name` below the output folder, for the workflow that is posted next under this id.
+
+        Raises RefusedError if it is too large, or OSError if it cannot be read or written here.
+        """
+
     def post(self, prompt_id: str, prompt: Prompt) -> None:
         """Queue a workflow. Raises RefusedError unless all its outputs are valid."""
 

@@ -32,7 +32,7 @@ from .lanes import MAX_LANES, digest_of_lane, lane_planner
 from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
 from .resume import FindRows, open_journal, resume
-from .rows import Planner, Row, apply_row, read_rows, workflow_digest, workflow_key
+from .rows import Planner, Row, apply_row, fail_dependents, read_rows, workflow_digest, workflow_key
 from .runner import Runner
 from .server_backend import ServerBackend
 
@@ -108,8 +108,8 @@ def _read(options: BatchOptions) -> _BatchSpec:
         server.connect(workflow)
     else:
         backend = EmbeddedBackend(workflow, options)
-    checked = tuple(_checked(row, workflow, backend) for row in rows)
-    return _BatchSpec(rows=checked, workflow=workflow, backend=backend, lanes=options.share_weights)
+    checked = fail_dependents([_checked(row, workflow, backend) for row in rows])
+    return _BatchSpec(rows=tuple(checked), workflow=workflow, backend=backend, lanes=options.share_weights)
 
 
 def _checked(row: Row, workflow: Prompt, backend: BatchBackend) -> Row:
@@ -125,7 +125,10 @@ def _dry_run(spec: _BatchSpec) -> int:
     """Validate all rows without queueing them."""
     valid = []
     for row in spec.rows:
-        faults = [row.fault] if row.fault else spec.backend.faults(apply_row(spec.workflow, row, spec.backend.sockets))
+        # The latent that a row continues does not exist yet.
+        alone = replace(row, source=None)
+        sockets = spec.backend.sockets
+        faults = [row.fault] if row.fault else spec.backend.faults(apply_row(spec.workflow, alone, sockets))
         for fault in faults:
             print(f"{row}: {fault}", file=sys.stderr)
         valid += [] if faults else [row]

@@ -38,7 +38,7 @@ from .backend import (
     own_nodes,
 )
 from .journal import is_full_disk
-from .output_store import LATENT
+from .output_store import unfinished_latents
 
 
 class EmbeddedBackend(BatchBackend):
@@ -73,6 +73,11 @@ class EmbeddedBackend(BatchBackend):
     def faults(self, prompt: Prompt) -> list[str]:
         return self._load(prompt, self._folder).verdict.lines()
 
+    def provide(self, prompt_id: str, latent: Path, name: str) -> None:
+        copied = self._folder / prompt_id / name
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(latent, copied)
+
     def post(self, prompt_id: str, prompt: Prompt) -> None:
         workflow = self._load(prompt, self._folder / prompt_id)
         if faults := workflow.verdict.lines():
@@ -104,7 +109,7 @@ class EmbeddedBackend(BatchBackend):
     def release(self, prompt_id: str) -> None:
         folder = self._folder / prompt_id
         # A latent is kept, because its video does not exist yet.
-        if folder.is_dir() and not any(folder.rglob(f"*{LATENT}")):
+        if folder.is_dir() and not unfinished_latents(folder):
             shutil.rmtree(folder)
 
     def halt(self) -> None:

@@ -94,7 +94,9 @@ def lane_jobs(prompts: Mapping[Row, Prompt], lanes: int) -> list[BatchJob]:
     groups: dict[str, list[Row]] = {}
     for row, prompt in prompts.items():
         separate = lanes == 1 or lane_refusal(prompt)
-        groups.setdefault(row.hash if separate else json.dumps(lane_traits(prompt), sort_keys=True), []).append(row)
+        # Rows of different depth never share a job: one of them may continue another.
+        shared = json.dumps([row.depth, lane_traits(prompt)], sort_keys=True)
+        groups.setdefault(row.hash if separate else shared, []).append(row)
     for rows in groups.values():
         for at in range(0, len(rows), lanes):
             share = rows[at : at + lanes]

@@ -17,9 +17,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import av
+import safetensors
 from PIL import Image, ImageSequence
 
-from ...host import SAVING_NODE
+from ...host import LATENT, SAVING_NODE
+from .continued import FOLDER as CONTINUED
 from .journal import KeptFile
 from .rows import FILE_NAME
 
@@ -44,14 +46,24 @@ def check_media(path: Path) -> None:
             with Image.open(path) as picture:
                 for frame in ImageSequence.Iterator(picture):
                     frame.load()
+        elif suffix == LATENT:
+            with safetensors.safe_open(path, framework="pt") as file:
+                file.keys()
     # For a broken file Pillow raises OSError, ValueError or, for PNG, SyntaxError; for too many pixels, an error that
     # is a subclass of none of these.
-    except (av.FFmpegError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as err:
+    except (
+        av.FFmpegError,
+        OSError,
+        ValueError,
+        SyntaxError,
+        Image.DecompressionBombError,
+        safetensors.SafetensorError,
+    ) as err:
         raise UnreadableFileError(f"{path.name} cannot be read to its end: {err}") from err
 
 
 def stored_prompt(path: Path) -> tuple[object, object]:
-    """Return the API workflow in the metadata of a video or PNG file, and the id of the node that saved it.
+    """Return the API workflow in the metadata of a video, PNG or latent, and the id of the node that saved it.
 
     Each is None if the file does not contain it; ComfyUI's own nodes do not store the id.
     """
@@ -64,9 +76,21 @@ def stored_prompt(path: Path) -> tuple[object, object]:
         elif suffix == ".png":
             with Image.open(path) as picture:
                 texts = dict(picture.info)
+        elif suffix == LATENT:
+            with safetensors.safe_open(path, framework="pt") as file:
+                texts = file.metadata() or {}
         prompt, node_id = (json.loads(texts[key]) if key in texts else None for key in ("prompt", SAVING_NODE))
     # A file that cannot be opened, or whose text is not JSON, is a file without a workflow.
-    except (av.FFmpegError, OSError, ValueError, TypeError, SyntaxError, RecursionError, Image.DecompressionBombError):
+    except (
+        av.FFmpegError,
+        OSError,
+        ValueError,
+        TypeError,
+        SyntaxError,
+        RecursionError,
+        Image.DecompressionBombError,
+        safetensors.SafetensorError,
+    ):
         return None, None
     return prompt, node_id
 
@@ -81,9 +105,6 @@ def _decode(path: Path, kind: str) -> None:
     if not found or found < expected:
         raise UnreadableFileError(f"{found} frames, {expected or 'some'} expected")
 
-
-LATENT = ".latent"
-"""Suffix of latents, which are kept until their video is finished."""
 
 _WORK_FOLDER = ".wanstream"
 _SUFFIX = re.compile(r"\.\w{1,15}")
@@ -183,7 +204,7 @@ class OutputStore:
         """
         kept: list[tuple[Path, list[int] | None]] = []
         for folder in sorted(self.backend_folder.iterdir()) if self.backend_folder.is_dir() else ():
-            latents, lines = sorted(folder.rglob(f"*{LATENT}")), lines_left(folder.name)
+            latents, lines = unfinished_latents(folder), lines_left(folder.name)
             if latents and lines != []:
                 kept += [(latent, lines) for latent in latents]
                 for unfinished in folder.rglob("*.part"):
@@ -207,6 +228,11 @@ class OutputStore:
             if path.is_file() and wanted & {stem.casefold() for stem in stems}:
                 found.append(path.name)
         return sorted(found)
+
+
+def unfinished_latents(folder: Path) -> list[Path]:
+    """Return the latents that a workflow has written in its output folder and whose files were not fetched."""
+    return sorted(path for path in folder.rglob(f"*{LATENT}") if path.parent != folder / CONTINUED)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Rows of a batch, and the jobs that they become.
 
-A row sets inputs of the workflow, as `node.input`, and optionally the `name` of its files. An unreadable row fails on
-its own.
+A row sets inputs of the workflow, as `node.input`, and optionally the `name` of its files, and the name of the row that
+it `continues`. An unreadable row fails on its own, and with it the rows that continue it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...host.embedded import Prompt, converted
 from ..inputs import InputError, Sockets, names_an_input, with_inputs
+from .continued import continue_from
 
 NAME = "name"
 """Column with the name of the row's files; it is not an input."""
+
+CONTINUES = "continues"
+"""Column with the name of the row whose video a row continues; it is not an input."""
+
+_COLUMNS = (NAME, CONTINUES)
 
 _CSV, _JSON_LINES = (".csv",), (".jsonl", ".ndjson")
 _OTHER_SEPARATORS = {";", "\t"}
@@ -47,8 +53,15 @@ class Row:
     position: int
     """Number of the row in the file, from 1."""
     hash: str
-    """Identity of the row, independent of its position: SHA-256 of its content and the number of earlier duplicates."""
+    """Identity of the row, independent of its position: SHA-256 of its content, the number of earlier duplicates, and
+    the hash of the row that it continues."""
     name: str | None = None
+    continues: str | None = None
+    """Name of the row that it continues."""
+    source: str | None = None
+    """Hash of that row."""
+    depth: int = 0
+    """Number of rows that have to be finished before it, one after the other."""
     values: Mapping[str, Any] = field(default_factory=dict, hash=False)
     as_text: bool = False
     fault: str | None = None
@@ -72,7 +85,7 @@ def read_rows(path: Path) -> list[Row]:
         raise JobsError(f"{path}: {err}") from err
     if not rows:
         raise JobsError(f"{path} has no rows")
-    return rows
+    return fail_dependents(_linked(rows))
 
 
 _Parsed: TypeAlias = tuple[int, object, Mapping[str, Any], str | None]
@@ -93,8 +106,57 @@ def _rows(found: Iterable[_Parsed], *, as_text: bool) -> Iterator[Row]:
         if name is not None and fault is None:
             owner = owners.setdefault(name.casefold(), line)
             fault = None if owner == line else f"{NAME} '{name}' is already used by line {owner}"
-        values = {key: value for key, value in cells.items() if key != NAME}
-        yield Row(line=line, position=position, hash=digest, name=name, values=values, as_text=as_text, fault=fault)
+        values = {key: value for key, value in cells.items() if key not in _COLUMNS}
+        yield Row(
+            line=line,
+            position=position,
+            hash=digest,
+            name=name,
+            continues=cells.get(CONTINUES),
+            values=values,
+            as_text=as_text,
+            fault=fault,
+        )
+
+
+def _linked(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with the hash of the row that each continues; a name of no row, or a circle, is a fault."""
+    named = {row.name.casefold(): row for row in reversed(rows) if row.name is not None}
+    linked: dict[str, Row] = {}
+
+    for row in rows:
+        chain = dict[str, Row]()  # the row and those that it continues, up to one that is linked or is in the chain
+        source: Row | None = row
+        while source is not None and source.hash not in chain and source.hash not in linked:
+            chain[source.hash] = source
+            source = named.get((source.continues or "").casefold())
+        for each in reversed(chain.values()):
+            linked[each.hash] = _with_source(each, named, linked)
+    return [linked[row.hash] for row in rows]
+
+
+def _with_source(row: Row, named: Mapping[str, Row], linked: Mapping[str, Row]) -> Row:
+    if row.continues is None or row.fault is not None:
+        return row
+    source = named.get(row.continues.casefold())
+    if source is None:
+        return replace(row, fault=f"{CONTINUES} '{row.continues}': no row has this {NAME}")
+    if source.hash not in linked:
+        return replace(row, fault=f"{CONTINUES} '{row.continues}', which continues it in turn: a circle")
+    before = linked[source.hash]
+    # A change of the row before is a change of this row: it would continue another video.
+    digest = hashlib.sha256(json.dumps([row.hash, before.hash]).encode()).hexdigest()
+    return replace(row, hash=digest, source=before.hash, depth=before.depth + 1)
+
+
+def fail_dependents(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with a fault for each that continues, directly or not, a row with a fault."""
+    by_hash = {row.hash: row for row in rows}
+    for row in sorted(rows, key=lambda row: row.depth):
+        source = by_hash.get(row.source or "")
+        if row.fault is None and source is not None and source.fault is not None:
+            by_hash[row.hash] = replace(row, fault=f"it continues '{row.continues}' ({source}), which cannot run")
+    return [by_hash[row.hash] for row in rows]
 
 
 def _name_fault(name: str) -> str | None:
@@ -137,9 +199,12 @@ def _csv_rows(content: bytes) -> Iterator[_Parsed]:
 
 def _header(cells: list[str]) -> list[str]:
     header = [cell.strip() for cell in cells]
-    wrong = [cell for cell in header if cell != NAME and (not names_an_input(cell) or set(cell) & _OTHER_SEPARATORS)]
+    inputs = [cell for cell in header if cell not in _COLUMNS]
+    wrong = [cell for cell in inputs if not names_an_input(cell) or set(cell) & _OTHER_SEPARATORS]
     if wrong:
-        raise JobsError(f"column '{wrong[0]}': call columns node.input, or {NAME}, and separate them by commas")
+        raise JobsError(
+            f"column '{wrong[0]}': call columns node.input, {NAME} or {CONTINUES}, and separate them by commas"
+        )
     twice = [cell for cell, count in Counter(header).items() if count > 1]
     if twice:
         raise JobsError(f"there are two columns '{twice[0]}'")
@@ -167,11 +232,12 @@ def _json_object(raw: bytes) -> dict[str, Any]:
         raise InputError(f"this is not JSON: {err}") from err
     if not isinstance(values, dict):
         raise InputError('a row is an object: {"node.input": value, ...}')
-    wrong = [key for key in values if key != NAME and not names_an_input(key)]
+    wrong = [key for key in values if key not in _COLUMNS and not names_an_input(key)]
     if wrong:
-        raise InputError(f"'{wrong[0]}': write node.input, or {NAME}")
-    if not isinstance(values.get(NAME, ""), str):
-        raise InputError(f"{NAME} is a text, not {json.dumps(values[NAME])}")
+        raise InputError(f"'{wrong[0]}': write node.input, {NAME} or {CONTINUES}")
+    for key in _COLUMNS:
+        if not isinstance(values.get(key, ""), str):
+            raise InputError(f"{key} is a text, not {json.dumps(values[key])}")
     return values
 
 
@@ -206,7 +272,8 @@ def apply_row(workflow: Prompt, row: Row, sockets: Sockets) -> Prompt:
     """Return a copy of the workflow with the values of the row. Raises InputError, also for the fault of a row."""
     if row.fault is not None:
         raise InputError(row.fault)
-    return with_inputs(workflow, row.values, sockets, as_text=row.as_text)
+    prompt = with_inputs(workflow, row.values, sockets, as_text=row.as_text)
+    return prompt if row.source is None else continue_from(prompt, workflow, row.source)
 
 
 def workflow_key(prompt: Prompt, sockets: Sockets) -> str:

@@ -5,6 +5,8 @@ Four rules guarantee that every row gets its files exactly once, whichever proce
 * each attempt has its own id, so that the results of an earlier attempt are never mistaken for those of a later one;
 * files are renamed after their sizes and digests are in the journal, and renaming is idempotent;
 * rows are posted again only if the backend reports their id as unknown, not if it does not respond.
+
+A row that continues another one is posted when that row is done, with the latent among its checked files.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from ...host import LATENT
 from ..arguments import StopRequest
 from .backend import (
     BatchBackend,
@@ -26,6 +30,7 @@ from .backend import (
     Unknown,
     UnreachableError,
 )
+from .continued import latent_name
 from .journal import DamagedJournalError, Entry, Journal, KeptFile, State
 from .output_store import OutputStore, UnreadableFileError, file_names
 from .progress import BatchBar
@@ -148,8 +153,11 @@ class Runner:
     def _post_and_poll(self) -> bool:
         """Post jobs until the window is full, and poll all submissions; return True if anything has changed."""
         changed = False
-        while self._waiting and len(self._submissions) < self.backend.window and not self._stopping():
-            self._post(self._waiting.popleft())
+        while len(self._submissions) < self.backend.window and not self._stopping():
+            job = self._take_ready()
+            if job is None:
+                break
+            self._post(job)
             changed = True
         if self._submissions:
             self.reporter.running(self._submissions[0].prompt_id, len(self._submissions[0].rows))
@@ -165,11 +173,70 @@ class Runner:
             raise unsent
         return changed
 
+    def _take_ready(self) -> BatchJob | None:
+        """Remove and return the first waiting job that continues finished rows only, or none; None without one.
+
+        Rows that continue a failed one fail.
+        """
+        at = 0
+        while at < len(self._waiting):
+            job = self._waiting[at]
+            states = {self.journal.entries[row.source].state for row in job.rows if row.source is not None}
+            if State.failed in states:
+                del self._waiting[at]
+                self._fail_continuing(job)
+                at = 0
+            elif states <= {State.done}:
+                del self._waiting[at]
+                return job
+            else:
+                at += 1
+        return None
+
+    def _fail_continuing(self, job: BatchJob) -> None:
+        """Fail the rows of a job that continue a failed row, and plan the others again."""
+        kept: list[Row] = []
+        for row in job.rows:
+            source = self.journal.entries[row.source] if row.source is not None else None
+            if source is None or source.state is not State.failed:
+                kept.append(row)
+                continue
+            # Not counted as failures, of which the user may allow only some: nothing was run.
+            reason = f"not run: it continues '{row.continues}' (line {source.line}), which failed"
+            self.journal.fail(row.hash, reason)
+            self.reporter.failed(row, reason)
+        if kept:
+            self._waiting.extendleft(reversed(self.planner(kept)))
+
+    def _latents_of(self, row: Row) -> list[tuple[Path, str]]:
+        """Return the latent that a row continues, and its name for the workflow; none for a row that continues none.
+
+        Raises RefusedError for a missing latent.
+        """
+        if row.source is None:
+            return []
+        files = self.journal.entries[row.source].files
+        latents = [file for file in files if file.name.endswith(LATENT)]
+        if len(latents) != 1 or not self.store.has(latents):
+            found = ", ".join(file.name for file in latents) or "no latent"
+            raise RefusedError(
+                f"it continues '{row.continues}', of whose files one latent is needed in {self.store.folder}, not "
+                f"{found}: run the same command again, which makes missing files again"
+            )
+        return [(self.store.folder / latents[0].name, latent_name(row.source))]
+
     def _post(self, job: BatchJob) -> None:
         submission = Submission(prompt_id=str(uuid.uuid4()), rows=list(job.rows))
         self.journal.post(job.saves, submission.prompt_id)
         self._submissions.append(submission)
         try:
+            latents = [latent for row in job.rows for latent in self._latents_of(row)]
+        except RefusedError as err:
+            self._fail(submission, str(err))
+            return
+        try:
+            for path, name in latents:
+                self.backend.provide(submission.prompt_id, path, name)
             self.backend.post(submission.prompt_id, job.prompt)
         except RefusedError as err:
             self._accepted(submission)

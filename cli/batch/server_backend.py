@@ -20,7 +20,7 @@ import httpx
 import torch
 
 from ...host.embedded import EmbeddedHost, Folders, NodeRules, Prompt, Verdict, sockets_of, validate_nodes
-from ...schema import is_loopback
+from ...schema import format_size, is_loopback
 from ..arguments import ArgumentError
 from ..inputs import Sockets
 from .backend import (
@@ -141,6 +141,24 @@ class ServerBackend(BatchBackend):
             f"only types, ranges and choices of {', '.join(others)} were checked: a node's own checks run only on the "
             "server"
         )
+
+    def provide(self, prompt_id: str, latent: Path, name: str) -> None:
+        """Upload the latent into the server's output folder, where an earlier copy is replaced."""
+        subfolder, _, filename = name.rpartition("/")
+        about = {"type": "output", "subfolder": subfolder, "overwrite": "true"}
+        with latent.open("rb") as content:
+            sent = {"data": about, "files": {"image": (filename, content, "application/octet-stream")}}
+            with self._answer("POST", "/upload/image", **sent) as answer:
+                status = answer.status_code
+        if status == _TOO_LARGE:
+            size = format_size(latent.stat().st_size)
+            raise RefusedError(
+                f"{self.url} refuses {latent.name} ({size}) as too large: start it with a higher --max-upload-size"
+            )
+        if status >= _BROKEN:
+            raise UnreachableError(f"{self.url} answers with status {status}")
+        if status != _OK:
+            raise NotComfyUIError(f"{self.url} does not accept files (status {status})")
 
     def post(self, prompt_id: str, prompt: Prompt) -> None:
         """Queue a workflow, and cancel it if the server drops some of its outputs as invalid."""

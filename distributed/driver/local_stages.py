@@ -1,23 +1,29 @@
-"""Stages of any model with a step function, each on a thread of this process.
+"""Stages of any model with a step function, each on a thread of this process or in a process of its own.
 
-    groups = {GroupId(0, 0): StepGroup(high_step), GroupId(0, 1): StepGroup(low_step)}
-    states = StageRun([[range(0, 4), range(4, 9)]] * 8, groups, initial_states).run()
+    with StepProcess(make_step, "cuda:0") as first, StepProcess(make_step, "cuda:1") as second:
+        states = run_stages([first, second], initial_states, steps=28)
 
-No model of this package uses it yet.
+No model of this package uses it; `docs/examples/svd_stages.py` is an example with SVD's UNet.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
+from functools import cache
+from itertools import pairwise
 from typing import Generic, TypeAlias, TypeVar
 
 from ...sampling import SamplingCancelled
 from ..transport.pool import WorkerLostError
 from ..transport.threads import run_in_thread
-from .schedule import Assignment
-from .stage_run import GroupEnd, GroupEvent, StepTaken
+from .schedule import Assignment, GroupId
+from .stage_run import GroupEnd, GroupEvent, StageRun, StepTaken
 
 S = TypeVar("S")
 
@@ -70,3 +76,91 @@ class StepGroup(Generic[S]):
         else:
             self._inbox.put(GroupEnd())
         wake.set()
+
+
+class StepProcess(AbstractContextManager["StepProcess[S]"], Generic[S]):
+    """Step function in a process of this machine, which is made there and kept for all steps.
+
+    Tensors of a state pass between the processes in shared memory. A process that has ended is started again.
+
+    Args:
+        make_step: makes the step function, in the process; a function that a new Python process can import.
+        arguments: hashable arguments of `make_step`.
+    """
+
+    def __init__(self, make_step: Callable[..., StepFunction[S]], *arguments: Hashable) -> None:
+        self._make_step, self._arguments = make_step, arguments
+        self._process = self._start()
+
+    def _start(self) -> ProcessPoolExecutor:
+        # Not forked: a fork has no threads of torch, and cannot use a GPU that its parent has used.
+        process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        # Processes make their functions at the same time, not each with its first step. The step raises the error.
+        process.submit(_make, self._make_step, self._arguments)
+        return process
+
+    def __call__(self, state: S, step: int) -> S:
+        """Return the state after `step`; see `StepFunction`.
+
+        Raises:
+            WorkerLostError: the process has ended.
+        """
+        try:
+            return self._process.submit(_take_step, self._make_step, self._arguments, state, step).result()
+        except BrokenProcessPool as err:
+            self._process.shutdown()
+            self._process = self._start()
+            raise WorkerLostError(f"the process of {self._make_step.__name__} ended in step {step}", 0) from err
+
+    def __exit__(self, *_: object) -> None:
+        self._process.shutdown()
+
+
+def _take_step(make_step: Callable[..., StepFunction[S]], arguments: tuple[Hashable, ...], state: S, step: int) -> S:
+    taken: S = _made(make_step, *arguments)(state, step)
+    return taken
+
+
+def _make(make_step: Callable[..., StepFunction[S]], arguments: tuple[Hashable, ...]) -> None:
+    _made(make_step, *arguments)
+
+
+@cache
+def _made(make_step: Callable[..., StepFunction[S]], *arguments: Hashable) -> StepFunction[S]:
+    """Return the step function of this process, which is made once."""
+    return make_step(*arguments)
+
+
+def run_stages(
+    stages: Sequence[StepFunction[S]],
+    states: Sequence[S],
+    *,
+    steps: int,
+    on_step: Callable[[int, S], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    max_restarts: int = 0,
+) -> list[S]:
+    """Take `steps` steps of every item, divided evenly among `stages`, and return the last state of each.
+
+    Each stage has one item at a time and passes it on, so that as many items are computed at once as there are stages.
+
+    Args:
+        stages: step function of each stage, called on a thread of its own.
+        states: initial state of each item.
+        steps: steps of each item, from 0; at least one for each stage.
+        on_step: see `StageRun.run`.
+        should_stop: see `StageRun.run`.
+        max_restarts: losses (WorkerLostError) after which a step is taken again.
+
+    Raises:
+        ValueError: there are no stages, no items, or fewer steps than stages.
+        SamplingCancelled: `should_stop` returned True.
+        RestartLimitError: more than `max_restarts` losses; the message has the last one.
+    """
+    if not 1 <= len(stages) <= steps:
+        raise ValueError(f"{steps} steps for {len(stages)} stages: give one stage or more, and a step for each of them")
+    borders = [number * steps // len(stages) for number in range(len(stages) + 1)]
+    ranges = [range(first, end) for first, end in pairwise(borders)]
+    groups = {GroupId(0, number): StepGroup(step) for number, step in enumerate(stages)}
+    ended = StageRun([ranges] * len(states), groups, states, max_restarts=max_restarts).run(on_step, should_stop)
+    return [state for state in ended if state is not None]

@@ -65,7 +65,7 @@ class TileDecoder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lock = threading.RLock()
-        self._open: tuple[tuple[Path, torch.dtype], WanVae] | None = None
+        self._open: tuple[tuple[Path, torch.dtype, str], WanVae] | None = None
 
     def decode(self, task: DecodeTask, is_stopped: Callable[[], bool]) -> torch.Tensor:
         """Decode one tile -> [3, F, H, W] fp32 on the CPU, the format of `TileBlender`.
@@ -80,7 +80,7 @@ class TileDecoder:
             if is_stopped():
                 raise DecodeCancelled(f"the decode {task.run_id} was stopped")
 
-        wanted = (resolve_path(task.vae, task.paths), task.dtype)
+        wanted = (resolve_path(task.vae, task.paths), task.dtype, task.latent_scale)
         with self._lock:
             if self._open is None or self._open[0] != wanted:
                 self.free()

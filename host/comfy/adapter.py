@@ -112,6 +112,9 @@ class ComfyHost(HostApi):
     def output_folder(self) -> Path:
         return Path(folder_paths.get_output_directory())
 
+    def input_folder(self) -> Path:
+        return Path(folder_paths.get_input_directory())
+
     def temp_folder(self) -> Path:
         folder = Path(folder_paths.get_temp_directory())
         folder.mkdir(parents=True, exist_ok=True)
@@ -199,6 +202,9 @@ class ComfyHost(HostApi):
 
         self._events = ServerEvents()
         self._events.open()
+
+    def has_viewers(self) -> bool:
+        return self._events is not None and self._events.has_viewers()
 
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
         if self._events is not None:

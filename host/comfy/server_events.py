@@ -30,6 +30,11 @@ class ServerEvents:
             return  # another copy of this pack serves it
         server.routes.get("/wanstream/runs")(self._runs)
 
+    def has_viewers(self) -> bool:
+        """Return True if at least one page is connected to the server."""
+        server = getattr(PromptServer, "instance", None)
+        return server is not None and bool(server.sockets)
+
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
         """Send an event to all browsers and record it; a begin event gets the canvas id and the node's title."""
         if event == BEGIN:

@@ -182,6 +182,12 @@ class EmbeddedHost(HostApi):
     def output_folder(self) -> Path:
         return self.folders.output
 
+    def input_folder(self) -> Path:
+        return self.folders.input
+
+    def latent_names(self) -> list[str]:
+        return super().latent_names() if self._folders is not None else []
+
     def temp_folder(self) -> Path:
         # Never removed: it contains latents that could not be saved anywhere else.
         if self._temp is None:
@@ -223,6 +229,9 @@ class EmbeddedHost(HostApi):
 
     def open_to_browsers(self) -> None:
         return
+
+    def has_viewers(self) -> bool:
+        return False
 
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
         if self._on_event is not None:

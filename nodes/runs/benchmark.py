@@ -411,9 +411,9 @@ class _TrialBar:
 def _describe_experts(ref: ExpertsRef) -> dict[str, str]:
     files = [path.name for path in (ref.high_noise, ref.low_noise) if path is not None]
     loras = [
-        f"{path.name} x {strength:g}"
+        f"{path.name} x {strengths}"
         for lora in ref.loras
-        for path, strength in ((lora.high_noise, lora.strength_high), (lora.low_noise, lora.strength_low))
+        for path, strengths in ((lora.high_noise, lora.high), (lora.low_noise, lora.low))
         if path is not None
     ]
     settings = {"Experts": " and ".join(files), "Computed in": ref.compute_dtype, "Kept in RAM": ref.storage}

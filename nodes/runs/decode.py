@@ -17,6 +17,7 @@ from ...distributed import DecodeTask, decode_in_shared_tiles, tiles_by_memory
 from ...host import OutputFile, current_host
 from ...schema import PIXELS_PER_LATENT, WorkersRef, format_need, format_size
 from ...wan import (
+    BY_FILE_NAME,
     GB,
     HEAP_BYTES,
     DecodeNeeds,
@@ -33,8 +34,11 @@ from ...wan import (
 from .latent_backup import keep_latent_until_done
 from .video_file import write_mp4
 
-VAE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Compute dtypes of a VAE. Not fp16: its activations may exceed the largest fp16 number."""
+VAE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Compute dtypes of a VAE; only a tiny VAE takes fp16."""
+
+DECODER_FOLDERS = ("diffusers", "vae", "vae_approx")
+"""Model folders of VAEs that decode; tiny ones are in `vae_approx`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +52,18 @@ class DecodeSettings:
     """Limit on the memory of the decode without the weights; 0 for the free memory of its device."""
     dtype: torch.dtype = torch.float32
     """Compute dtype of the VAE; frames are always fp32."""
+    latent_scale: str = BY_FILE_NAME
+    """One of `LATENT_SCALES`, for a tiny VAE."""
 
     @classmethod
     def of(
-        cls, vae: str, latents: torch.Tensor, tile_size: int, memory_gb: float, compute_dtype: str
+        cls,
+        vae: str,
+        latents: torch.Tensor,
+        tile_size: int,
+        memory_gb: float,
+        compute_dtype: str,
+        latent_scale: str = BY_FILE_NAME,
     ) -> DecodeSettings:
         """Return the settings for a node's widgets.
 
@@ -62,11 +74,16 @@ class DecodeSettings:
         """
         check_latents(latents)
         return cls(
-            vae=current_host().model_path(vae, "diffusers", "vae"),
+            vae=current_host().model_path(vae, *DECODER_FOLDERS),
             tiling=requested_tiling(tile_size, space_of(latents.shape[1]).pixels),
             memory_bytes=int(memory_gb * GB),
             dtype=VAE_DTYPES[compute_dtype],
+            latent_scale=latent_scale,
         )
+
+    def open(self) -> WanVae:
+        """Open the VAE; raises the errors of `open_vae`."""
+        return open_vae(self.vae, self.dtype, self.latent_scale)
 
 
 def requested_tiling(tile_size: int | None, per_latent: int = PIXELS_PER_LATENT) -> Tiling | None:
@@ -89,7 +106,7 @@ def decode_shared(
     """
     notes = TileNotes()
     # Only the header is read here: it is enough to compute the memory needs.
-    with open_vae(settings.vae, settings.dtype) as opened:
+    with settings.open() as opened:
         needs, weight_bytes = opened.decode_needs(latents), opened.weight_bytes
     pool = current_host().worker_pool(ref)
     tiling = settings.tiling
@@ -108,7 +125,7 @@ def decode_shared(
     frames = decode_in_shared_tiles(
         pool,
         ref,
-        DecodeTask(latents=latents, vae=settings.vae, dtype=settings.dtype),
+        DecodeTask(latents=latents, vae=settings.vae, dtype=settings.dtype, latent_scale=settings.latent_scale),
         tiling,
         needs,
         check=current_host().raise_if_stopped,
@@ -199,7 +216,7 @@ def decode_here(
     """
     batch, _, count, height, width = latents.shape
     notes = TileNotes()
-    with open_vae(settings.vae, settings.dtype) as opened:
+    with settings.open() as opened:
         needs = opened.decode_needs(latents, to_file=to_file)
         first = _first_tiling(settings, opened, needs, notes)
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import safetensors.torch
 import torch
 
 from ...devices import is_out_of_memory
-from ...host import current_host
-from ...wan import DecodeOutOfMemoryError, VaeMemoryError
+from ...host import LATENT_FOLDER, current_host
+from ...wan import DecodeOutOfMemoryError, VaeMemoryError, write_latent
 
 logger = logging.getLogger("wanstream.nodes")
-
-LATENT_FOLDER = "latents"
-"""Folder of the copies below the output folder; ComfyUI's SaveLatent uses the same."""
 
 
 class VideoNotSavedError(OSError):
@@ -81,7 +76,7 @@ def keep_latent_until_done(samples: torch.Tensor | None, *, after_cancel: bool =
 
 def _with_place(err: Exception, kept: Path) -> Exception:
     """Return an error of the same kind whose message names the file."""
-    place = f"The latent is kept in {kept}: remove the cause, load it with LoadLatent and decode it again"
+    place = f"The latent is kept in {kept}: remove the cause, load it with Wan Load Latent and decode it again"
     if isinstance(err, VaeMemoryError) or (isinstance(err, RuntimeError) and is_out_of_memory(err)):
         return DecodeOutOfMemoryError(f"{err}. {place}")
     if isinstance(err, OSError):
@@ -119,24 +114,3 @@ def _write_copy(samples: torch.Tensor) -> Path | None:
         logger.warning("the latent could not be saved before the video is made: %s; %s", reason, err)
         return None
     return path
-
-
-def write_latent(path: Path, samples: torch.Tensor) -> None:
-    """Write `samples` as a `.latent` file.
-
-    Raises:
-        OSError: the disk is full, or there is too little RAM to build the file; no partial file is left.
-    """
-    try:
-        # The empty tensor is ComfyUI's sign that LoadLatent must not scale the values.
-        tensors = {"latent_tensor": samples.contiguous().cpu(), "latent_format_version_0": torch.empty(0)}
-        path.write_bytes(safetensors.torch.save(tensors))
-    except (MemoryError, RuntimeError) as err:
-        if isinstance(err, RuntimeError) and not is_out_of_memory(err):
-            raise
-        path.unlink(missing_ok=True)
-        size = samples.numel() * samples.element_size() / 1e6
-        raise OSError(errno.ENOMEM, f"there is too little memory for a copy of {size:.1f} MB: {err}") from err
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise

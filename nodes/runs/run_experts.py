@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -27,6 +28,7 @@ from ...sampling import (
 )
 from ...schema import ExpertsRef, OffloadPolicy, Timeline, WorkersRef
 from ...wan import ExpertPair, with_resolved_precision
+from .preview import MovingPreviews, PreviewSettings
 
 OnStep: TypeAlias = Callable[[StepProgress], None]
 
@@ -149,13 +151,16 @@ def run_experts(
     workers: WorkersRef | None = None,
     on_step: OnStep | None = None,
     traces: Path | None = None,
+    preview: PreviewSettings | None = None,
 ) -> SamplerRun:
     """Run the request on the host's device, or on `workers`; the host's Cancel ends it before the next block.
 
     Args:
         on_step: Callback after every step; None for a progress bar on the node.
         traces: Folder for a trace of the run; None writes one only if the environment says so. Workers write none.
+        preview: Settings of moving previews, which replace those of the host; None for none.
     """
+    previews = None if preview is None else _previews(preview, request)
     if workers is None:
         ref = with_resolved_precision(ref, current_host().device())  # before the settings: reports show the dtype
     pair = current_host().experts(ref)
@@ -166,7 +171,7 @@ def run_experts(
         prepared = prepare_shared(workers, job, ref, request, requested)
     step_plan = request.step_plan
     experts = [step_plan.experts[step] for step in step_plan.steps]
-    report = on_step or _progress_bar(len(experts) * prepared.parts, node_id)
+    report = on_step or _progress_bar(len(experts) * prepared.parts, node_id, with_latents=previews is None)
     ids = {"prompt_id": current_host().run_id(), "node_id": node_id}
     settings = run_settings(ref, requested, prepared.policy, request.noise.shape, prepared.device, workers=workers)
     events = RunEvents(current_host().announce, experts=experts, predicted=prepared.predicted, settings=settings, **ids)
@@ -174,9 +179,12 @@ def run_experts(
     def report_step(step: StepProgress) -> None:
         events.step(step.record)
         report(step)
+        image = None if previews is None else previews.update(step.denoised)
+        if image is not None:
+            events.preview(step.done, image)
 
     try:
-        with events:
+        with events, previews or nullcontext():
             result = replace(prepared.compute(report_step), predicted=prepared.predicted)
             events.ended(result.timeline, ranks=result.timelines if isinstance(result, DistributedResult) else None)
     except SamplingCancelled:
@@ -196,6 +204,14 @@ def run_experts(
     )
 
 
-def _progress_bar(total: int, node_id: str | None) -> OnStep:
+def _progress_bar(total: int, node_id: str | None, *, with_latents: bool) -> OnStep:
     progress = current_host().progress(total, node_id, unit="step")
-    return lambda step: progress.update(step.done, denoised=step.denoised)
+    return lambda step: progress.update(step.done, denoised=step.denoised if with_latents else None)
+
+
+def _previews(settings: PreviewSettings, request: DenoiseRequest) -> MovingPreviews:
+    """Return the previews of a run; raises VaeInputError for a tiny VAE of another latent space."""
+    host = current_host()
+    return MovingPreviews(
+        settings, request.noise, host.device(), is_watched=host.has_viewers, check=host.raise_if_stopped
+    )

@@ -15,10 +15,10 @@ from ..latents import (
     SIZE_INPUTS,
     Conditioning,
     UnsupportedImageError,
+    added,
     check_size,
     empty_latent,
     video_shape,
-    with_values,
 )
 from ..runs.decode import encode_here
 
@@ -105,7 +105,7 @@ class WanStreamBernini(io.ComfyNode):
         images = [references[name] for name in REFERENCES if references.get(name) is not None]
         context = _contexts(path, shape, source_video, reference_video, images, longest_side)
         values: dict[str, object] = {CONTEXT_KEY: context} if context else {}
-        prompts = (with_values(side, values) for side in (positive, negative))
+        prompts = (added(side, values) for side in (positive, negative))
         return io.NodeOutput(*prompts, empty_latent(WAN21, shape, batch_size))
 
 

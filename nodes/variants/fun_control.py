@@ -25,12 +25,12 @@ from ..latents import (
     SIZE_INPUTS,
     Conditioning,
     UnsupportedImageError,
+    added,
     check_size,
     check_tensor_ram,
     empty_latent,
     image_embedding,
     video_shape,
-    with_values,
 )
 from ..runs.decode import encode_here
 
@@ -123,7 +123,7 @@ class WanStreamFunControl(io.ComfyNode):
             values[REFERENCE_KEY] = [encode_here(path, fitted_video(reference_image[:1], shape))]
         if model == WAN21_CONTROL:
             values[IMAGE_EMBEDDING_KEY] = _image_embedding(start_image, reference_image, clip_vision)
-        prompts = (with_values(side, values) for side in (positive, negative))
+        prompts = (added(side, values) for side in (positive, negative))
         return io.NodeOutput(*prompts, empty_latent(space, shape, batch_size))
 
 

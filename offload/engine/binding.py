@@ -63,9 +63,11 @@ class BlockBinding:
         """Point the parameters of the block, and the factors of its patch, to the contents of `buffer`."""
         if self._bound == buffer.index:
             return
-        tensors = buffer.views.get(self.key)
+        # Each patch of a block has its own views: those of its factors differ.
+        key = buffer.key or self.key
+        tensors = buffer.views.get(key)
         if tensors is None:
-            tensors = buffer.views[self.key] = self._views(buffer, patch)
+            tensors = buffer.views[key] = self._views(buffer, patch)
         self._put(tensors)
         self._bound = buffer.index
 

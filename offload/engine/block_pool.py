@@ -145,7 +145,7 @@ class BlockPool:
 
     def fetch_bytes(self, key: BlockKey) -> int:
         """Return the bytes of one fetch of a block: its stored bytes, or this rank's shard, plus its patch."""
-        return self._route.sizes[key] + self._patches.nbytes(key)
+        return self._route.sizes[key.stored] + self._patches.nbytes(key)
 
     def set_patches(self, patches: Mapping[BlockKey, BlockPatch]) -> None:
         """Replace the patches (LoRA) that are added to blocks on arrival; blocks that are not named have none.
@@ -326,11 +326,11 @@ class BlockPool:
 
     def bind(self, key: BlockKey, buffer: BlockBuffer) -> None:
         """Point the modules of a block to its weights in `buffer`, at the start of a visit."""
-        self._bindings[key].bind(buffer, self._patches.get(key))
+        self._bindings[key.stored].bind(buffer, self._patches.get(key))
 
     def unbind(self, key: BlockKey) -> None:
         """Remove the weights of a block from its modules, because another block gets its buffer."""
-        self._bindings[key].unbind()
+        self._bindings[key.stored].unbind()
 
     def unbind_all(self) -> None:
         """Remove the weights of all blocks from their modules, after the last visit."""

@@ -13,8 +13,8 @@ A caller with its own loop over blocks (lanes, two experts, many steps) names th
 
     engine = attach_offload({"high": ..., "low": ...}, policy=..., device=..., follow_forward=False)
     with engine.run(visits) as run:
-        for step, expert, block in visits:
-            with run.visit(step, expert, block):
+        for visit in visits:
+            with run.visit(*visit):
                 ...
 """
 

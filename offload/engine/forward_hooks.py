@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...plan import Visit
+from ...plan import BlockKey, Visit
 from ...schema import StateError
 from .block_pool import Stacks
 from .run import EngineRun, VisitContext
@@ -69,7 +69,7 @@ class ForwardHooks:
 
     def _enter(self, stack: str, index: int) -> None:
         due = self._pending[-1].key if self._pending and self._open is None else None
-        if index == 0 and due != (stack, 0):
+        if index == 0 and due != BlockKey(stack, 0):
             # A forward starts that no open run expects: the first one, or one after a forward that raised.
             self._close()
             self._begin(stack, 1)

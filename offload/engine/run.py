@@ -179,13 +179,13 @@ class EngineRun:
             BlockArrival(key.block, nbytes, requested, arrived, read, pending.copied, decoded)
         )
 
-    def visit(self, step: int, expert: str, block: int) -> VisitContext:
+    def visit(self, step: int, expert: str, block: int, patch: int = 0) -> VisitContext:
         """Return the context of the next visit of the program; inside it, the block's weights are on the device.
 
         Raises:
             StateError: on entering, if another visit is due or the run is not active.
         """
-        return VisitContext(self, Visit(step, expert, block))
+        return VisitContext(self, Visit(step, expert, block, patch))
 
     def begin(self, visit: Visit) -> tuple[BlockBuffer, DeviceEvent, DeviceEvent, DeviceEvent]:
         """Wait for the block of `visit` and bind it.
@@ -276,10 +276,11 @@ class EngineRun:
         buffer.begin_fill(fetch.block)
         if slot is None:
             key, stored = fetch.block, None
-            self._ram.read_straight(number, key, buffer.memory[: self._pool.formats[key].stored.nbytes])
+            memory = buffer.memory[: self._pool.formats[key.stored].stored.nbytes]
+            self._ram.read_straight(number, key.stored, memory)
         else:
             assert slot.key is not None, f"slot {slot.index} was taken, but it is empty"
-            key, stored = slot.key, slot.memory
+            key, stored = slot.key._replace(patch=fetch.block.patch), slot.memory
         copy = BlockCopy(key, stored, buffer.memory, after, partial(self._ram.leave, number))
         self._pending_blocks[number] = self._pool.backend.copy_in(copy)
         buffer.issued()

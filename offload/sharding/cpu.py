@@ -45,7 +45,7 @@ class GatherCpuBackend(CpuBackend):
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
         key, stored = copy.key, copy.stored
         assert stored is not None, f"the shard of {key} has no slot"
-        raw = self._formats[key].is_raw
+        raw = self._formats[key.stored].is_raw
         target = copy.into if raw else self._next_raw_slot()
         start = time.perf_counter()
         self._gathering.all_gather(target[: self._size * stored.numel()], stored)

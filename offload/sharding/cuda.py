@@ -60,13 +60,13 @@ class GatherCudaBackend(CudaStreams):
         free = cast(Event, copy.after)
         slot = self._next_slot()
         shard, copied = self._shard_on_device(copy.stored, slot, copy.release_source)
-        fmt, patch = self._formats[key], self._patches.get(key)
+        fmt, patch = self._formats[key.stored], self._patches.get(key)
         target = (into if fmt.is_raw else slot.raw)[: self._size * shard.numel()]
         gathered = self._runtime.event(timing=True, blocking=True)
         with self._runtime.on_stream(self._gathers):
             if copied is not None:
                 self._gathers.wait_event(copied[1])
-            scales = self._scales.get(key, copies=self._gathers)
+            scales = self._scales.get(key.stored, copies=self._gathers)
             if fmt.is_raw:
                 self._gathers.wait_event(free)
             elif slot.used is not None:

@@ -153,7 +153,7 @@ class Gathering:
             self.sharded.gather.abort()
 
     def _digest(self, program: TransferProgram) -> bytes:
-        nbytes = [self._nbytes[fetch.block] for fetch in program.fetches]
+        nbytes = [self._nbytes[fetch.block.stored] for fetch in program.fetches]
         text = repr((program.visits, program.fetches, sorted(program.initial.items()), nbytes))
         return hashlib.sha256(text.encode()).digest()
 

@@ -30,7 +30,7 @@ class CpuBackend(TransferBackend):
 
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
         key, stored, into = copy.key, copy.stored, copy.into
-        fmt, patch = self._formats[key], self._patches.get(key)
+        fmt, patch = self._formats[key.stored], self._patches.get(key)
         copied: tuple[DeviceEvent, DeviceEvent] | None = None
         if fmt.is_raw and stored is not None:
             start = time.perf_counter()
@@ -39,7 +39,7 @@ class CpuBackend(TransferBackend):
             copy.release_source()
         if fmt.is_raw and patch is None:
             return PendingBlock(copied=copied)
-        scales = {} if fmt.is_raw else self._source.scales(key)
+        scales = {} if fmt.is_raw else self._source.scales(key.stored)
 
         # Decoding and patching are torch arithmetic, so both are deferred to the compute thread: on this thread torch
         # would start a second thread pool, which competes with the first one for the cores.
@@ -64,7 +64,7 @@ class SynchronousBackend(CpuBackend):
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
         def load() -> None:
             assert copy.stored is not None, f"{copy.key} cannot be read directly into device memory"
-            fmt, block = self._formats[copy.key], copy.stored
+            fmt, block = self._formats[copy.key.stored], copy.stored
             if not fmt.is_raw or self._patches.get(copy.key) is not None:
                 # As large as the buffer: factors of a patch may be behind the block.
                 block = allocate_flat(copy.into.numel(), "cpu")

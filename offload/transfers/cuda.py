@@ -136,7 +136,7 @@ class CudaStreams(TransferBackend):
         after: tuple[Event, Event],
     ) -> tuple[Event, Event]:
         """Decode and patch out of `slot`, after the events `after`; return the events at start and end."""
-        fmt, patch = self._formats[copy.key], self._patches.get(copy.key)
+        fmt, patch = self._formats[copy.key.stored], self._patches.get(copy.key)
         start, ready = (self._runtime.event(timing=True) for _ in range(2))
         with self._runtime.on_stream(self._decodings):
             for event in after:
@@ -201,7 +201,7 @@ class CudaBackend(CudaStreams):
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
         assert copy.stored is not None, f"{copy.key} cannot be read directly into device memory"
         patch = self._patches.get(copy.key)
-        if patch is None and self._formats[copy.key].is_raw:
+        if patch is None and self._formats[copy.key.stored].is_raw:
             return self._copy(copy, copy.stored)
         return self._copy_and_decode(copy, copy.stored, patch)
 
@@ -221,8 +221,8 @@ class CudaBackend(CudaStreams):
 
     def _copy_and_decode(self, copy: BlockCopy, stored: torch.Tensor, patch: StagedPatch | None) -> PendingBlock:
         into, free = copy.into, cast(Event, copy.after)
-        fmt, slot = self._formats[copy.key], self._next_slot()
-        scales = self._scales.get(copy.key, copies=self._copies)
+        fmt, slot = self._formats[copy.key.stored], self._next_slot()
+        scales = self._scales.get(copy.key.stored, copies=self._copies)
         raw = (into if fmt.is_raw else slot.raw)[: stored.numel()]
         copied = self._runtime.event(blocking=True)
         copy_start, copy_end = (self._runtime.event(timing=True) for _ in range(2))

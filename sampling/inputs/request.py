@@ -72,6 +72,8 @@ class StepPlan:
     guidance: tuple[float, ...]
     """CFG scale of every step of the schedule."""
     start_step: int
+    whole_steps: int
+    """Steps of the whole schedule, those after the end of this run included."""
 
     @property
     def start_sigma(self) -> float:
@@ -280,6 +282,7 @@ class DenoiseRequest:
             experts=experts[:end],
             guidance=tuple(self._scale(step, expert) for step, expert in enumerate(experts[:end])),
             start_step=self.start_step,
+            whole_steps=schedule.steps,
         )
 
     def _scale(self, step: int, expert: str) -> float:

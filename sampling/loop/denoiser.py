@@ -12,12 +12,13 @@ import torch
 from ...schema import StepRecord
 from ...telemetry import Recorder
 from ...wan import WAN22, ExpertEngine
+from ..cache.stages import start_cache
 from ..errors import NonFiniteLatentError, RequestError
 from ..inputs.mask import MaskedPart
 from ..inputs.request import DenoiseRequest, StepPlan
 from ..schedules import PURE_NOISE, step_seeds
 from ..solvers import Solver
-from .lanes import LaneInputs, names_at, windows_at
+from .lanes import LaneInputs, names_at, patches_at, windows_at
 from .model_calls import ModelCalls
 from .oom_fallback import RunPolicy
 from .parallel import Compute, RunSlice, RunState
@@ -68,7 +69,8 @@ class Denoiser:
         self._inputs = LaneInputs(request, device, reads_reference=policy.pair.reads_reference)
         self._masked = _masked_part(request, device)
         lanes = {step: (expert, names_at(request, step)) for step, expert in self._steps}
-        self._cache = None if request.cache is None else request.cache.start(lanes, part.split)
+        patches = patches_at(policy.pair, request)
+        self._cache = None if request.cache is None else start_cache(request.cache, lanes, patches, part.split)
         seeds = step_seeds(request.noise, request.latent)
         self._solver = Solver(request.solver, self.step_plan.schedule, request.start_step, seeds=seeds)
         if part.resume is None:

@@ -37,25 +37,27 @@ def block_visit(
     should_stop: Callable[[], bool] | None,
     block: int,
     *,
+    patch: int = 0,
     inside: bool = False,
 ) -> AbstractContextManager[object]:
     """Return the visit of a block, for `with`; polls `should_stop` first.
 
     Args:
+        patch: see `BlockKey.patch`.
         inside: poll within the block too; see `Interruptible`.
 
     Raises:
         SamplingCancelled: `should_stop` returned True; within the block too.
     """
     if should_stop is None:
-        return run.visit(step, expert, block)
+        return run.visit(step, expert, block, patch)
 
     def poll() -> None:
         if should_stop():
             raise SamplingCancelled(step, block)
 
     poll()
-    visit = run.visit(step, expert, block)
+    visit = run.visit(step, expert, block, patch)
     return _interruptible(visit, poll) if inside else visit
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...wan import ExpertEngine, Lane, Positions, TokenPart, frame_timesteps
+from ...wan import ExpertEngine, ExpertPair, Lane, Positions, TokenPart, frame_timesteps
 from ..cache.base import LaneName
 from ..context_windows import StepWindows
 from ..inputs.checks import Texts
@@ -26,6 +26,12 @@ def names_at(request: DenoiseRequest, step: int) -> tuple[LaneName, ...]:
     """Return the names of the lanes in a step of the whole schedule."""
     with_negative = request.step_plan.guidance[step] != 1
     return lane_names(request.batch, with_negative=with_negative, windows=windows_at(request, step))
+
+
+def patches_at(pair: ExpertPair, request: DenoiseRequest) -> dict[int, int]:
+    """Return the `BlockKey.patch` in each step of a run."""
+    step_plan = request.step_plan
+    return {step: pair.patch_at(step_plan.experts[step], step) for step in step_plan.steps}
 
 
 def windows_at(request: DenoiseRequest, step: int) -> StepWindows | None:

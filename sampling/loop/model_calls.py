@@ -166,6 +166,7 @@ class ModelCalls:
             self._begin_run(call)
         expert, step, self.state = self._expected[0], self._first_step + call, CallState.COMPUTING
         graphs = self.engine.graphs
+        self._select_patches(call)
         with ExitStack() as ending:
             ending.push(self._end_run)
             with self._recorder.step(step, expert, sigma), torch.inference_mode():
@@ -178,8 +179,9 @@ class ModelCalls:
         """Return the velocity of each lane, computed by the expert or taken from the step cache."""
         assert self._run is not None
         engine, run = self.engine, self._run
-        split, cache = self._policy.split, self._cache
-        visit = partial(block_visit, run, step, expert, self._should_stop, inside=self._policy.stops_inside)
+        split, cache, patch = self._policy.split, self._cache, self._policy.pair.patch_at(expert, step)
+        inside = self._policy.stops_inside
+        visit = partial(block_visit, run, step, expert, self._should_stop, patch=patch, inside=inside)
         own = split.local_tokens
         compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit, local_tokens=own)
         if cache is None:
@@ -236,11 +238,27 @@ class ModelCalls:
         self._attach()
         skipped = frozenset[int]() if self._cache is None else self._cache.skipped
         visits = step_visits(
-            self._expected, self.engine.block_counts, first_step=self._first_step + call, skipped=skipped
+            self._expected,
+            self.engine.block_counts,
+            first_step=self._first_step + call,
+            skipped=skipped,
+            patches_of_steps=[patch for _, patch in self._patches_from(call)],
         )
         run = self.engine.run(visits, recorder=self._recorder)
         self._run = run.__enter__()
         self.state = CallState.STREAMING
+
+    def _patches_from(self, call: int) -> list[tuple[str, int]]:
+        """Return the expert and its `BlockKey.patch` of each predicted call from `call` on."""
+        pair = self._policy.pair
+        return [(each, pair.patch_at(each, step)) for step, each in enumerate(self._expected, self._first_step + call)]
+
+    def _select_patches(self, call: int) -> None:
+        """Apply the LoRA strengths of each expert's next call to its parameters that do not stream."""
+        if self._policy.pair.strengths_vary:
+            # In reverse, so that the earliest call of an expert counts.
+            for expert, patch in dict(reversed(self._patches_from(call))).items():
+                self.engine.select_patch(expert, patch)
 
     def _attach(self) -> None:
         """Make the engine for the present policy, and attach context parallelism and NAG to its models."""

@@ -194,10 +194,11 @@ class Campaign:
     def _swapped_files(self) -> dict[str, list[bytes]]:
         """Expected files, extended by the results of runs in which one expert file has other weights."""
         found = {name: list(contents) for name, contents in self._real_files.items()}
+        others = self.other_models  # before a file is renamed: it is made from the folder
         for file in sorted((self.models / "diffusion_models").glob("*t2v*fp8*")):
             kept = file.with_name(f"{file.name}.kept")
             file.rename(kept)
-            shutil.copyfile(self.other_models / "diffusion_models" / file.name, file)
+            shutil.copyfile(others / "diffusion_models" / file.name, file)
             for name, contents in self._undisturbed("real", self.models).items():
                 found[name] += contents
             kept.replace(file)

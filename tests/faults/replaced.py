@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +15,10 @@ from wanstream.host.api import SAVING_NODE
 from wanstream.host.embedded.adapter import NodeProgress
 from wanstream.host.embedded.graph import as_link
 from wanstream.host.embedded.run import History, Workflow
-from wanstream.nodes.runs.latent_backup import write_latent
 from wanstream.nodes.runs.video_file import write_mp4
+from wanstream.wan.latent_file import read_latent, write_latent
 
-SAVE = "WanStreamSaveVideo"
+SAVE, KEEP, CONTINUE = "WanStreamSaveVideo", "WanStreamSaveLatent", "WanStreamContinueVideo"
 FRAMES, SIZE = 3, 16
 
 
@@ -41,6 +42,32 @@ def seed_behind(prompt: Mapping[str, Any], node_id: str) -> int:
             node_id = next(link.node_id for value in inputs.values() if (link := as_link(value)))
 
 
+def continued_seed(prompt: Mapping[str, Any], node_id: str, output: Path) -> int:
+    """The seed behind a node or, of a workflow that continues a latent in `output`, one that depends on both."""
+    seed = seed_behind(prompt, node_id)
+    files = {node["inputs"]["previous_file"] for node in prompt.values() if node["class_type"] == CONTINUE} - {"none"}
+    for file in files:
+        seed = zlib.crc32(read_latent(output / file).samples.numpy().tobytes(), seed)
+    return seed
+
+
+def latent_of(seed: int) -> torch.Tensor:
+    """The latent that stands for that of a seed."""
+    return torch.randn(1, 16, 2, 2, 2, generator=torch.Generator().manual_seed(seed))
+
+
+def _kept_latents(prompt: Mapping[str, Any], output: Path) -> dict[str, dict[str, Any]]:
+    """Write what the nodes that save a latent write; return what they show."""
+    shown = {}
+    for node_id in (node_id for node_id, node in prompt.items() if node["class_type"] == KEEP):
+        path = output / "latents" / f"{node_id}_00001_.latent"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        seed = continued_seed(prompt, node_id, output)
+        write_latent(path, latent_of(seed), metadata={"prompt": prompt, SAVING_NODE: node_id})
+        shown[node_id] = {"latents": [{"filename": path.name, "subfolder": "latents", "type": "output"}]}
+    return shown
+
+
 def frames_of(seed: int) -> torch.Tensor:
     """The frames that stand for the video of a seed."""
     random = torch.Generator().manual_seed(seed)
@@ -50,12 +77,12 @@ def frames_of(seed: int) -> torch.Tensor:
 def run_replaced(workflow: Workflow, *, on_progress: Any = None, **_: Any) -> History:
     """Replace `Workflow.run`: the latent is on the disk while the video is made, as with the real nodes."""
     prompt, output = workflow.verdict.prompt, workflow.folders.output
-    shown = {}
+    shown = _kept_latents(prompt, output)
     for node_id in (node_id for node_id, node in prompt.items() if node["class_type"] == SAVE):
         workflow.host.raise_if_stopped()
         if on_progress is not None:
             on_progress(NodeProgress(node_id=node_id, class_type=SAVE, done=0, total=1))
-        seed = seed_behind(prompt, node_id)
+        seed = continued_seed(prompt, node_id, output)
         folder = output / "video"
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{node_id}_00001_"
@@ -81,6 +108,8 @@ def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
     kinds = {
         "WanStreamExperts": "diffusion_models",
         "WanStreamTextEncode": "text_encoders",
+        "WanStreamImageToVideo": "vae",
+        "WanStreamLora": "loras",
         "WanStreamVAEDecode": "vae",
     }
     for node in workflow.values():

@@ -50,26 +50,34 @@ def final_contents(program: TransferProgram) -> dict[int, BlockKey]:
 
 def kept_in_ram(program: TransferProgram) -> RamProgram:
     """Return a RAM program that reads nothing: each block of `program` is in a slot from an earlier run."""
-    blocks = sorted({fetch.block for fetch in program.fetches})
-    residents = {expert: frozenset(key.block for key in blocks if key.expert == expert) for expert, _ in blocks}
+    blocks = sorted({fetch.block.stored for fetch in program.fetches})
+    residents = {
+        expert: frozenset(key.block for key in blocks if key.expert == expert)
+        for expert in {key.expert for key in blocks}
+    }
     residency = RamResidency(residency=Residency(residents=residents, permanent=True), slots=len(blocks))
     return compile_ram(program, residency, staging=0, contents=dict(enumerate(blocks)))
 
 
 @st.composite
 def any_run(draw: st.DrawFn, *, whole_steps: bool = False) -> Run:
-    """One expert or two, one run or several, any switch points; some visits skipped unless `whole_steps`."""
+    """One expert or two, any switch points and changes of patches; some visits skipped unless `whole_steps`."""
     block_counts = {expert: draw(st.integers(1, 10)) for expert in EXPERTS}
     residents = {}
     for expert, blocks in block_counts.items():
         even = st.integers(0, blocks).map(lambda count, blocks=blocks: spread_evenly(count, blocks))
         residents[expert] = draw(even | st.frozensets(st.integers(0, blocks - 1)))
-    stages = draw(st.lists(st.tuples(st.sampled_from(EXPERTS), st.integers(1, 4)), max_size=4))
-    visits = step_visits([expert for expert, steps in stages for _ in range(steps)], block_counts)
+    patch = st.just(0) | st.integers(0, 2)
+    stages = draw(st.lists(st.tuples(st.sampled_from(EXPERTS), st.integers(1, 4), patch), max_size=4))
+    visits = step_visits(
+        [expert for expert, steps, _ in stages for _ in range(steps)],
+        block_counts,
+        patches_of_steps=[patch for _, steps, patch in stages for _ in range(steps)],
+    )
     if not whole_steps and draw(st.booleans()):
         skips = Random(draw(st.integers(0, 2**16)))
         visits = tuple(visit for visit in visits if skips.random() > 0.3)
-    key = st.builds(BlockKey, st.sampled_from((*EXPERTS, "other")), st.integers(0, 10))
+    key = st.builds(BlockKey, st.sampled_from((*EXPERTS, "other")), st.integers(0, 10), patch)
     return Run(
         visits=visits,
         residency=Residency(residents=residents, permanent=draw(st.booleans())),

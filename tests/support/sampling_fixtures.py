@@ -15,7 +15,7 @@ from wanstream.plan import Visit
 from wanstream.sampling import DenoiseRequest
 from wanstream.sampling.schedules import step_seeds
 from wanstream.sampling.solvers import Solver
-from wanstream.schema import OffloadPolicy
+from wanstream.schema import OffloadPolicy, StepRange
 from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.engine import ExpertEngine
@@ -145,7 +145,15 @@ class WatchedPair:
         self.high, self.is_single = pair.high, pair.is_single
         self.kernels, self.multiplied = pair.kernels, pair.multiplied
         self.block_counts, self.device_bytes, self.loaded_bytes = pair.block_counts, pair.device_bytes, 0
-        self.host_bytes = 0
+        self.host_bytes, self.patch_at = 0, pair.patch_at
+
+    @property
+    def strengths_vary(self) -> bool:
+        return self.pair.strengths_vary
+
+    @property
+    def strength_ranges(self) -> tuple[tuple[str, StepRange], ...]:
+        return self.pair.strength_ranges
 
     def engine(self, policy: OffloadPolicy, device: torch.device) -> WatchedEngine:
         return WatchedEngine(self.pair.engine(policy, device), self.runs)
@@ -157,7 +165,7 @@ class WatchedEngine:
     def __init__(self, engine: ExpertEngine, runs: list[EngineRun]) -> None:
         self._engine, self._runs = engine, runs
         self.models, self.block_counts = engine.models, engine.block_counts
-        self.expect = engine.expect
+        self.expect, self.select_patch = engine.expect, engine.select_patch
 
     @property
     def graphs(self) -> int:

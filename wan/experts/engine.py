@@ -81,9 +81,10 @@ class ExpertEngine(OffloadEngine):
         """
         self.models.prefetch_embeddings(timesteps, texts)
 
-    def set_loras(self, stacks: Mapping[str, LoraStack], factors: LoraFactors) -> None:
+    def set_loras(self, stacks: Mapping[str, Sequence[LoraStack]], factors: LoraFactors) -> None:
         """Replace the LoRAs, by expert; setting the same LoRAs again costs nothing.
 
+        A step takes one of the stacks of its expert, numbered by `BlockKey.patch` of its visits and `select_patch`.
         `factors` reads the tensors of LoRAs that are not loaded yet. The next run fetches changed blocks that are in a
         buffer again; no other base weights are read.
 
@@ -92,24 +93,32 @@ class ExpertEngine(OffloadEngine):
             CheckpointError: a factor is not finite.
             OSError: a file cannot be read, or the memory for the factors cannot be allocated.
         """
-        loras = tuple((expert, stack_identity(stack)) for expert, stack in stacks.items() if stack)
+        loras = tuple((name, tuple(map(stack_identity, each))) for name, each in stacks.items() if any(each))
         if loras == self._loras:
             return
         if self.running:
             raise RuntimeError("LoRAs cannot be changed while this engine is running a program; wait for its end")
         self._loras = None  # equal to no stacks, so that a call after an error below sets all of them again
         blocks: dict[BlockKey, BlockPatch] = {}
-        resident: dict[str, Mapping[str, WeightPatch]] = {}
-        for expert, stack in stacks.items():
+        resident: dict[str, list[Mapping[str, WeightPatch]]] = {expert: [] for expert in stacks}
+        numbered = [(expert, *each) for expert, of_expert in stacks.items() for each in enumerate(of_expert)]
+        for expert, number, stack in numbered:
             # Read every file now, even if it changes only parameters that are patched later: an unreadable file must
             # raise an error here, not in the middle of a run.
             for lora, _ in stack:
                 factors.load(lora)
-            blocks |= block_patches(expert, self._configs[expert], stack, factors)
-            resident[expert] = resident_patches(self._configs[expert], stack, factors)
+            blocks |= block_patches(expert, self._configs[expert], stack, factors, number=number)
+            resident[expert].append(resident_patches(self._configs[expert], stack, factors))
         self.set_patches(blocks)
         self.models.set_patches(resident)
         self._loras = loras
+
+    def select_patch(self, expert: str, number: int) -> None:
+        """Apply one of the expert's LoRA stacks to its parameters that do not stream, in a run or between runs.
+
+        Changes nothing if it is applied already. The stack of a streamed block is that of its visit.
+        """
+        self.models.select_patch(expert, number)
 
     def set_kernels(self, kernels: Kernels) -> None:
         """Set the compute kernels of the next runs; nothing is read again.

@@ -96,7 +96,8 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         self._device = device
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wanstream-outer")
         self._reads: dict[Part, Future[tuple[Tensors, Tensors]]] = {}
-        self._patches: Mapping[str, Mapping[str, WeightPatch]] = {}
+        self._patches: Mapping[str, Sequence[Mapping[str, WeightPatch]]] = {}
+        self._selected = dict.fromkeys(experts, 0)
         self._loaded: dict[str, PatchedParameters] = {}
         self._embedders: dict[str, CachedEmbedder] = {n: m.condition_embedder for n, m in self.bare.items()}
         for name, embedder in self._embedders.items():
@@ -114,20 +115,36 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         tables = [table for name in self._loaded for table in self.bare[name].rope.buffers()]
         return sum(tensor.nbytes for tensor in (*parameters, *tables))
 
-    def set_patches(self, patches: Mapping[str, Mapping[str, WeightPatch]]) -> None:
-        """Replace the patches of parameters that are not streamed, by expert and parameter name.
+    def set_patches(self, patches: Mapping[str, Sequence[Mapping[str, WeightPatch]]]) -> None:
+        """Replace the patches of parameters that are not streamed, by expert, and select the first one of each.
 
         Loaded models change at once, the others when they are looked up. Cached rows of changed embedders are
         invalidated, and their weights are read again; no other weights are.
         """
-        for name, embedder in self._embedders.items():
-            changed = {embedder_part(parameter) for parameter in (*self._patches.get(name, {}), *patches.get(name, {}))}
-            for part in PARTS:
-                if part in changed:
-                    embedder.invalidate(part)
-        self._patches = patches
-        for name, parameters in self._loaded.items():
-            parameters.set(self._resident_patches(name))
+        before = {name: self._selected_patches(name) for name in self.bare}
+        self._patches, self._selected = patches, dict.fromkeys(self.bare, 0)
+        for name in self.bare:
+            self._apply_patches(name, before[name])
+
+    def select_patch(self, name: str, number: int) -> None:
+        """Select one of the patches of an expert, as `set_patches` does; nothing changes if it is selected already."""
+        if number == self._selected[name]:
+            return
+        before, self._selected[name] = self._selected_patches(name), number
+        self._apply_patches(name, before)
+
+    def _apply_patches(self, name: str, before: Mapping[str, WeightPatch]) -> None:
+        """Apply the selected patches of an expert, in place of the patches `before`."""
+        changed = {embedder_part(parameter) for parameter in (*before, *self._selected_patches(name))}
+        for part in PARTS:
+            if part in changed:
+                self._embedders[name].invalidate(part)
+        if name in self._loaded:
+            self._loaded[name].set(self._resident_patches(name))
+
+    def _selected_patches(self, name: str) -> Mapping[str, WeightPatch]:
+        patches = self._patches.get(name)
+        return patches[self._selected[name]] if patches else {}
 
     def prefetch_embeddings(
         self, timesteps: Mapping[str, Sequence[float]], texts: Mapping[str, Sequence[torch.Tensor]]
@@ -193,7 +210,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
             OSError: reading failed; the next call reads the part again.
         """
         model, weights = self.bare[name], self._load((name, part))
-        patches = self._patches.get(name, {})
+        patches = self._selected_patches(name)
         for full in weights.keys() & patches.keys():
             write_patched(weights[full], patches[full], weights[full])
         meta_parameters = {full: model.get_parameter(full) for full in weights}
@@ -224,7 +241,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
                 embedder.compute_expected()
 
     def _resident_patches(self, name: str) -> Mapping[str, WeightPatch]:
-        patches = self._patches.get(name, {})
+        patches = self._selected_patches(name)
         return {parameter: patches[parameter] for parameter in patches if embedder_part(parameter) is None}
 
     def _start_reading(self, part: Part) -> None:

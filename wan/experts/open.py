@@ -241,8 +241,8 @@ def open_pair(ref: ExpertsRef, *, shared: bool = False) -> ExpertPair:
 def set_loras(pair: ExpertPair, refs: Sequence[LoraRef]) -> None:
     """Open the LoRAs of `refs` and set them on `pair`; only headers and alphas are read."""
     pair.set_loras(
-        high=[(open_lora(ref.high_noise), ref.strength_high) for ref in refs if ref.high_noise is not None],
-        low=[(open_lora(ref.low_noise), ref.strength_low) for ref in refs if ref.low_noise is not None],
+        high=[(open_lora(ref.high_noise), ref.high) for ref in refs if ref.high_noise is not None],
+        low=[(open_lora(ref.low_noise), ref.low) for ref in refs if ref.low_noise is not None],
     )
 
 

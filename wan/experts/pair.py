@@ -6,21 +6,28 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 
 from ...devices import compute_device, runtime_for
 from ...offload import Sharded, decode_work_bytes
-from ...schema import Arithmetic, OffloadPolicy, Storage
+from ...schema import Arithmetic, OffloadPolicy, StepRange, StepStrengths, Storage
 from ..checkpoint.meta_model import embedder_part
 from ..checkpoint.open import Expert
-from ..lora.apply import LoraFactors, LoraStack, block_factor_bytes, lora_host_bytes, stack_identity
+from ..lora.apply import LoraFactors, block_factor_bytes, lora_host_bytes
 from ..lora.file import LoraFile
-from ..lora.fit import fit_stack
+from ..lora.fit import fit_loras
+from ..lora.stages import LoraStages, lora_stages
 from ..transformer.kernels import Kernels
 from ..transformer.multiplication import CODE_FORMATS, CodeFormat
 from .engine import ExpertEngine
 from .storage import BlockBytes, Precision, block_bytes, device_bytes, shards_bytes
+
+FixedLoras: TypeAlias = "Sequence[tuple[LoraFile, float]]"
+"""LoRAs with their strengths, the same in all steps."""
+Loras: TypeAlias = "Sequence[tuple[LoraFile, StepStrengths]]"
+"""LoRAs with their strengths in each step."""
 
 
 class ExpertPair(AbstractContextManager["ExpertPair"]):
@@ -56,7 +63,8 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         self._sharded: Sharded | None = None
         self._engine: ExpertEngine | None = None
         self._engine_sharded: Sharded | None = None
-        self._loras: Mapping[str, LoraStack] = {"high": (), "low": ()}
+        self._loras: Mapping[str, Loras] = {"high": (), "low": ()}
+        self._stages = self._make_stages()
         self._factors = LoraFactors()
 
     @property
@@ -92,7 +100,10 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
     @property
     def identity(self) -> Hashable:
         """Hashable that is equal for the same files, dtype, storage, kernels, LoRAs and strengths."""
-        loras = tuple(stack_identity(stack) for stack in self._active_loras().values())
+        loras = tuple(
+            tuple((lora.identity, strengths) for lora, strengths in self._loras[name] if any(strengths.values))
+            for name in self.experts
+        )
         paths = (self.high.path.resolve(), self.low.path.resolve())
         return (*paths, self.compute_dtype, self.storage, self.arithmetic, self.kernels, loras)
 
@@ -102,13 +113,33 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     def loras_are_current(self) -> bool:
         """Return True if the LoRA files have not changed since they were opened."""
-        return all(lora.is_current() for stack in self._loras.values() for lora, _ in stack)
+        return all(lora.is_current() for loras in self._loras.values() for lora, _ in loras)
 
-    def set_loras(self, high: Sequence[tuple[LoraFile, float]], low: Sequence[tuple[LoraFile, float]]) -> None:
-        """Replace the LoRAs of each expert by these, with their strengths.
+    @property
+    def strengths_vary(self) -> bool:
+        """True if a strength of a LoRA differs between steps."""
+        return any(len(stages.stacks) > 1 for stages in self._stages.values())
+
+    @property
+    def strength_ranges(self) -> tuple[tuple[str, StepRange], ...]:
+        """Ranges of steps with a strength of their own, each after the name of the LoRA's file."""
+        return tuple(
+            (lora.path.name, each)
+            for loras in self._loras.values()
+            for lora, strengths in loras
+            for each in strengths.ranges
+        )
+
+    def patch_at(self, expert: str, step: int) -> int:
+        """Return the `BlockKey.patch` of the expert's blocks in a step of the whole schedule."""
+        return self._stages[expert].number_at(step)
+
+    def set_loras(self, high: Loras | FixedLoras, low: Loras | FixedLoras) -> None:
+        """Replace the LoRAs of each expert by these, with one strength or the strength in each step.
 
         Applies at the next call of `engine`, which reads new files and keeps their factors in RAM as stored (0.6 GB for
-        rank 64 in bf16), so that a change of strength reads nothing. LoRAs of strength 0 are not read.
+        rank 64 in bf16), so that a change of strength reads nothing. LoRAs of strength 0 are not read. If strengths
+        vary, the folded factors of all combinations of strengths are kept, as much again for each.
 
         Raises:
             CheckpointError: a LoRA does not fit its expert. The LoRAs are unchanged.
@@ -121,9 +152,10 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
                 "high-noise expert, and none for the low-noise expert"
             )
         self._loras = {
-            "high": fit_stack(high, self.high.config),
-            "low": fit_stack(low, self.low.config),
+            "high": fit_loras(high, self.high.config),
+            "low": fit_loras(low, self.low.config),
         }
+        self._stages = self._make_stages()
 
     def shard(self, sharded: Sharded | None) -> None:
         """Keep a shard of every block and gather blocks from these ranks, which run the same program; None: no shards.
@@ -164,8 +196,8 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         self._engine.set_kernels(self.kernels)
         if self._engine.policy != policy:
             self._engine.set_policy(policy)
-        self._factors.keep_only([lora for stack in self._loras.values() for lora, _ in stack])
-        self._engine.set_loras(self._active_loras(), self._factors)
+        self._factors.keep_only([lora for loras in self._loras.values() for lora, _ in loras])
+        self._engine.set_loras({name: stages.stacks for name, stages in self._stages.items()}, self._factors)
         return self._engine
 
     def current_engine(self, policy: OffloadPolicy, device: torch.device) -> ExpertEngine | None:
@@ -219,7 +251,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         """Bytes of a buffer behind its block: the factors of LoRAs that are computed beside matrices."""
         if not self.multiplied:
             return 0
-        stacks = self._active_loras().values()
+        stacks = [stack for stages in self._stages.values() for stack in stages.stacks]
         return max(block_factor_bytes(self.high.config, stack, self.compute_dtype) for stack in stacks)
 
     @property
@@ -278,8 +310,8 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
             sum(tensor.stored_bytes for name, tensor in expert.weights.items() if embedder_part(name) is not None)
             for expert in self.experts.values()
         ]
-        loras = [lora for stack in self._active_loras().values() for lora, _ in stack]
-        return max(embedders) + lora_host_bytes(loras, self.compute_dtype)
+        loras = sum(lora_host_bytes(stages.stacks, self.compute_dtype) for stages in self._stages.values())
+        return max(embedders) + loras
 
     def release_memory(self, nbytes: int) -> int:
         """Free buffers until `nbytes` of device memory are free or none is left; return the bytes freed.
@@ -316,10 +348,8 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
             self._engine.close()
             self._engine = None
 
-    def _active_loras(self) -> dict[str, LoraStack]:
-        return {
-            name: [(lora, strength) for lora, strength in self._loras[name] if strength != 0] for name in self.experts
-        }
+    def _make_stages(self) -> dict[str, LoraStages]:
+        return {name: lora_stages(self._loras[name]) for name in self.experts}
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -48,11 +48,12 @@ class LoraFactors:
         self._tensors = {identity: tensors for identity, tensors in self._tensors.items() if identity in wanted}
 
 
-def lora_host_bytes(loras: Iterable[LoraFile], dtype: torch.dtype) -> int:
-    """Return the host memory of these LoRAs in both forms: as stored, and folded for the engine."""
-    factors = [tensor for lora in loras for tensor in lora.tensors.values()]
-    folded = sum(math.prod(tensor.shape) for tensor in factors) * dtype.itemsize
-    return sum(tensor.nbytes for tensor in factors) + folded
+def lora_host_bytes(stacks: Sequence[LoraStack], dtype: torch.dtype) -> int:
+    """Return the host memory of the LoRAs of an expert: each file as stored, and each stack folded for the engine."""
+    files = {lora.identity: lora for stack in stacks for lora, _ in stack}.values()
+    stored = sum(tensor.nbytes for lora in files for tensor in lora.tensors.values())
+    folded = sum(math.prod(tensor.shape) for stack in stacks for lora, _ in stack for tensor in lora.tensors.values())
+    return stored + folded * dtype.itemsize
 
 
 def block_factor_bytes(config: WanConfig, stack: LoraStack, dtype: torch.dtype) -> int:
@@ -144,8 +145,10 @@ def stack_identity(stack: LoraStack) -> Hashable:
     return tuple((lora.identity, strength) for lora, strength in stack)
 
 
-def block_patches(expert: str, config: WanConfig, stack: LoraStack, factors: LoraFactors) -> dict[BlockKey, BlockPatch]:
-    """Return the patches of the blocks of `expert` in which `stack` changes a streamed weight.
+def block_patches(
+    expert: str, config: WanConfig, stack: LoraStack, factors: LoraFactors, *, number: int = 0
+) -> dict[BlockKey, BlockPatch]:
+    """Return the patches, with this `BlockKey.patch`, of the blocks in which `stack` changes a streamed weight.
 
     The factors of a block are folded when its patch is read, so that only one block at a time has both forms in RAM.
     """
@@ -155,7 +158,7 @@ def block_patches(expert: str, config: WanConfig, stack: LoraStack, factors: Lor
         changed = {name: full for name, full in names.items() if any(full in lora.changes for lora, _ in stack)}
         if changed:
             involved = [each for each in stack if not each[0].changes.keys().isdisjoint(changed.values())]
-            patches[BlockKey(expert, block)] = BlockPatch(
+            patches[BlockKey(expert, block, number)] = BlockPatch(
                 identity=stack_identity(involved), weights=LazyPatches(changed, involved, factors)
             )
     return patches

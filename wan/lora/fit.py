@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ...schema import StepStrengths
 from ..checkpoint.detect import IMAGE_BRANCH, IMAGE_CONDITION_CHANNELS, LATENT_CHANNELS, Shape, WanConfig
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.key_names import both_names
 from ..checkpoint.meta_model import parameter_shapes
-from .apply import LoraStack
 from .file import Change, LoraFile, logger
 
 # Models by their width and by the width of their feed-forward layers.
@@ -59,17 +59,23 @@ def fit_lora(lora: LoraFile, config: WanConfig) -> LoraFile:
     return lora
 
 
-def fit_stack(stack: LoraStack, config: WanConfig) -> LoraStack:
-    """Return the stack with each LoRA fitted to the expert.
+def fit_loras(
+    loras: Sequence[tuple[LoraFile, float | StepStrengths]], config: WanConfig
+) -> list[tuple[LoraFile, StepStrengths]]:
+    """Return the LoRAs, each fitted to the expert, with their strength in each step.
 
     Raises:
         CheckpointError: as `fit_lora`.
         ValueError: a strength is not a finite number.
     """
-    for lora, strength in stack:
-        if not math.isfinite(strength):
-            raise ValueError(f"the strength of {lora.path} is {strength}: give a finite number")
-    return [(fit_lora(lora, config), strength) for lora, strength in stack]
+    fitted = []
+    for lora, given in loras:
+        strengths = given if isinstance(given, StepStrengths) else StepStrengths(usual=given)
+        for strength in strengths.values:
+            if not math.isfinite(strength):
+                raise ValueError(f"the strength of {lora.path} is {strength}: give a finite number")
+        fitted.append((fit_lora(lora, config), strengths))
+    return fitted
 
 
 def _without_other_latents(lora: LoraFile, expected: Shape) -> LoraFile:

@@ -5,7 +5,7 @@ In shapes, P is the number of pixels for each latent pixel, along either side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -139,15 +139,20 @@ def _states(vae: AutoencoderKLWan, latents: torch.Tensor, whole: bool) -> Iterat
         yield from states.split(1, dim=2)
 
 
-def decode_tile(vae: AutoencoderKLWan, latents: torch.Tensor, check: Callable[[], None] = lambda: None) -> torch.Tensor:
-    """Decode one tile of raw latents [1, C, T, h, w] to [3, 4(T - 1) + 1, Ph, Pw] fp32 on the CPU, not clamped.
+def gather_tile(
+    parts: Iterable[torch.Tensor], latents: torch.Tensor, check: Callable[[], None] = lambda: None
+) -> torch.Tensor:
+    """Decode one tile of latents [1, C, T, h, w] to [3, 4(T - 1) + 1, Ph, Pw] fp32 on the CPU, not clamped.
 
-    `check` is called before every latent frame and may raise to end the decode.
+    Args:
+        parts: decoded on demand, see `decoded_frames`.
+        latents: the tile, for its size.
+        check: called before every latent frame; may raise to end the decode.
     """
     whole = torch.empty(3, *_decoded_size(latents))
     done = 0
     check()
-    for part in decoded_frames(vae, latents):
+    for part in parts:
         whole[:, done : done + part.shape[1]] = part
         done += part.shape[1]
         check()

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ...devices import forget, is_out_of_memory
+from ...devices import dtype_name, forget, is_out_of_memory
 from ...offload import read_tensors
 from ...schema import FP32_BYTES, FRAMES_PER_LATENT
 from ..checkpoint.components import component_folder
+from ..checkpoint.files import read_checkpoint
 from ..checkpoint.meta_model import set_parameters
 from ..latent_space import SPACES, LatentSpace, space_of
-from .memory import DecodeNeeds, VaeMemoryError, decode_pixel_bytes, encode_pixel_bytes, smaller_tiling
-from .tiles import TileBlender, Tiling, as_pixels, convert_pixels, crop, decode_tile, decoded_frames, empty_frames
+from .memory import DecodeNeeds, VaeMemoryError, encode_pixel_bytes, smaller_tiling
+from .tiles import TileBlender, Tiling, as_pixels, convert_pixels, crop, empty_frames, gather_tile
+from .tiny import BY_FILE_NAME, TinyVaeWeights, is_tiny_vae, open_tiny_vae_file
 from .weights import VaeWeights, family_of, open_vae_file, open_vae_folder
 
 if TYPE_CHECKING:
@@ -28,50 +30,79 @@ class VaeInputError(ValueError):
     """Images or latents of a shape that the VAE does not accept; the message names their shape and a valid one."""
 
 
-def open_vae(path: Path | str, dtype: torch.dtype = torch.float32) -> WanVae:
-    """Open the VAE of a diffusers pipeline folder, its `vae` folder, or a single file.
+def open_vae(path: Path | str, dtype: torch.dtype = torch.float32, latent_scale: str = BY_FILE_NAME) -> WanVae:
+    """Open the VAE of a diffusers pipeline folder, its `vae` folder, a single file, or the file of a tiny VAE.
 
     Reads only headers and the config. The VAE computes in `dtype`.
+
+    Args:
+        latent_scale: one of `LATENT_SCALES`, for a tiny VAE.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file; the config or the
             tensors are not those of a VAE of Wan.
+        TinyVaeError: the name of a tiny VAE does not show its scale, and `latent_scale` does not either.
+        VaeInputError: the VAE does not compute in `dtype`.
     """
     path = Path(path)
-    opened = open_vae_file(path) if path.is_file() else open_vae_folder(component_folder(path, "vae"))
-    return WanVae(opened, dtype)
+    if path.is_file():
+        stored = read_checkpoint(path).tensors
+        if is_tiny_vae(stored):
+            return WanVae(open_tiny_vae_file(path, stored, latent_scale), dtype)
+        return WanVae(open_vae_file(path, stored), dtype)
+    return WanVae(open_vae_folder(component_folder(path, "vae")), dtype)
+
+
+def open_tiny_vae(path: Path, dtype: torch.dtype = torch.float32, latent_scale: str = BY_FILE_NAME) -> WanVae:
+    """Open the file of a tiny VAE; see `open_vae`.
+
+    Raises:
+        CheckpointFileError: the file is missing, truncated, a pickle, or not a tiny VAE of Wan.
+        Exception: the other errors of `open_vae`.
+    """
+    return WanVae(open_tiny_vae_file(path, read_checkpoint(path).tensors, latent_scale), dtype)
 
 
 class WanVae(AbstractContextManager["WanVae"]):
     """Opened VAE that computes in `dtype`; weights are loaded at the first use and freed by `close()`.
 
     In shapes, C is the number of latent channels and P the number of pixels for each latent pixel, along either side.
+
+    Raises:
+        VaeInputError: the VAE does not compute in `dtype`.
     """
 
-    def __init__(self, opened: VaeWeights, dtype: torch.dtype) -> None:
+    def __init__(self, opened: VaeWeights | TinyVaeWeights, dtype: torch.dtype) -> None:
+        if dtype not in opened.dtypes:
+            names = " or ".join(map(dtype_name, opened.dtypes))
+            raise VaeInputError(
+                f"{opened.path} in {dtype_name(dtype)}: its activations may exceed the largest number of that dtype; "
+                f"set compute_dtype to {names} (only tiny VAEs compute in fp16)"
+            )
         self._opened, self._dtype = opened, dtype
-        self._loaded: AutoencoderKLWan | None = None
+        self._loaded: Any = None
 
     @property
     def space(self) -> LatentSpace:
         """Latent space of the VAE."""
-        return self._opened.family.space
+        return self._opened.space
 
     def encode_needs(self, video: torch.Tensor) -> DecodeNeeds:
         """Return the memory requirements of encoding frames [F, H, W, 3], all of which are on the device.
 
         Raises:
-            VaeInputError: the video has another shape.
+            VaeInputError: the video has another shape, or the VAE is a tiny one.
         """
+        config = self._encoder_config()
         self._check_video(video)
         frames, height, width, _ = video.shape
         # A VAE with patches copies the whole video into patches first.
-        copies = 1 if self._opened.config.get("patch_size") is None else 2
+        copies = 1 if config.get("patch_size") is None else 2
         return DecodeNeeds(
             height=height // self.space.pixels,
             width=width // self.space.pixels,
             frames=frames,
-            pixel_bytes=encode_pixel_bytes(self._opened.config, (frames - 1) // FRAMES_PER_LATENT + 1, self._dtype),
+            pixel_bytes=encode_pixel_bytes(config, (frames - 1) // FRAMES_PER_LATENT + 1, self._dtype),
             value_bytes=copies * FP32_BYTES,
             keeps_frames=True,
             per_latent=self.space.pixels,
@@ -85,8 +116,9 @@ class WanVae(AbstractContextManager["WanVae"]):
         by diffusers.
 
         Raises:
-            VaeInputError: the video has another shape.
+            VaeInputError: the video has another shape, or the VAE is a tiny one.
         """
+        self._encoder_config()
         self._check_video(video)
         vae = self._load(torch.device(device))
         pixels = video.to(device, self._dtype).movedim(-1, 0)[None] * 2 - 1
@@ -101,13 +133,28 @@ class WanVae(AbstractContextManager["WanVae"]):
         """Device memory of all weights."""
         return self._dtype.itemsize * sum(prod(tensor.shape) for tensor in self._opened.weights.values())
 
+    def check_latents(self, latents: torch.Tensor) -> None:
+        """Check that the VAE can decode latents [B, C, T, h, w].
+
+        Raises:
+            VaeInputError: the latents have another shape, or are those of another VAE.
+        """
+        check_latents(latents)
+        found, expected = space_of(latents.shape[1]), self.space
+        if found != expected:
+            file = self._opened.remedy(found)
+            raise VaeInputError(
+                f"the latents are {list(latents.shape)}, of {found.models}, and {self._opened.path} is the VAE of "
+                f"{expected.models}, for {expected.channels} channels: take {file} for these latents"
+            )
+
     def decode_needs(self, latents: torch.Tensor, *, to_file: bool = False) -> DecodeNeeds:
         """Return the memory requirements of `decode`, or of `stream` (`to_file`), for latents [B, C, T, h, w].
 
         Raises:
             VaeInputError: the latents have another shape, or are those of another VAE.
         """
-        self._check_latents(latents)
+        self.check_latents(latents)
         batch, _, count, height, width = latents.shape
         frames = FRAMES_PER_LATENT * (count - 1) + 1
         return DecodeNeeds(
@@ -115,7 +162,7 @@ class WanVae(AbstractContextManager["WanVae"]):
             width=width,
             # `decode` keeps the frames of all videos, `stream` those of one video at a time.
             frames=frames if to_file else batch * frames,
-            pixel_bytes=decode_pixel_bytes(self._opened.config, count, self._dtype),
+            pixel_bytes=self._opened.decode_pixel_bytes(count, self._dtype),
             value_bytes=1 if to_file else FP32_BYTES,
             keeps_frames=not to_file,
             per_latent=self.space.pixels,
@@ -138,7 +185,7 @@ class WanVae(AbstractContextManager["WanVae"]):
         Raises:
             VaeInputError: the latents have another shape, or are those of another VAE.
         """
-        self._check_latents(latents)
+        self.check_latents(latents)
         videos = empty_frames(latents)
         for video, frames in zip(latents.split(1), videos, strict=True):
             done = 0
@@ -163,7 +210,7 @@ class WanVae(AbstractContextManager["WanVae"]):
         Raises:
             VaeInputError: the latents have another shape, or are those of another VAE.
         """
-        self._check_latents(latents)
+        self.check_latents(latents)
         for video in latents.split(1):
             yield from self._decode_video(video, torch.device(device), tiling, None, check)
 
@@ -177,10 +224,10 @@ class WanVae(AbstractContextManager["WanVae"]):
     ) -> Iterator[torch.Tensor]:
         """Yield the frames of one video that are not in `into` yet: fp32, or uint8 if `into` is None."""
         assert tiling is None or tiling.per_latent == self.space.pixels, "tiles of another VAE"
-        vae, moved = self._load(device), latents.to(device, self._dtype)
+        vae, moved = self._load(device), self._opened.decoder_input(latents).to(device, self._dtype)
         if tiling is None or not tiling.cuts(*latents.shape[3:]):
             check()
-            for part in decoded_frames(vae, moved, whole=True):
+            for part in self._opened.decoded_frames(vae, moved, whole=True):
                 yield convert_pixels(as_pixels(part.float()), torch.uint8 if into is None else torch.float32).cpu()
                 check()
             return
@@ -189,7 +236,7 @@ class WanVae(AbstractContextManager["WanVae"]):
         blender = TileBlender(tiling, into=frames)
         for tile in tiling.tiles(*latents.shape[3:]):
             check()
-            for part in decoded_frames(vae, crop(moved, tile)):
+            for part in self._opened.decoded_frames(vae, crop(moved, tile), whole=False):
                 blender.add_frames(tile, part.cpu().float())
                 check()
         del blender, part  # the caller may write the video before it resumes this generator
@@ -199,25 +246,33 @@ class WanVae(AbstractContextManager["WanVae"]):
     def decode_tile(
         self, latents: torch.Tensor, *, device: torch.device | str, check: Callable[[], None] = lambda: None
     ) -> torch.Tensor:
-        """Decode one tile [1, C, T, h, w] for a `TileBlender`; see `tiles.decode_tile`.
+        """Decode one tile [1, C, T, h, w] for a `TileBlender`; see `tiles.gather_tile`.
 
         Raises:
             VaeInputError: the latents have another shape, or are those of another VAE.
         """
-        self._check_latents(latents)
-        return decode_tile(self._load(torch.device(device)), latents.to(device, self._dtype), check)
+        self.check_latents(latents)
+        vae, moved = self._load(torch.device(device)), self._opened.decoder_input(latents).to(device, self._dtype)
+        return gather_tile(self._opened.decoded_frames(vae, moved, whole=False), moved, check)
 
     def close(self) -> None:
         """Free the weights. Closing twice is allowed; a later use loads them again."""
         self._loaded = None
 
-    def _load(self, device: torch.device) -> AutoencoderKLWan:
+    def _load(self, device: torch.device) -> Any:
         if self._loaded is None:
             vae = self._opened.build()
             stored = read_tensors(self._opened.weights)
             set_parameters(vae, {name: tensor.to(self._dtype) for name, tensor in stored.items()})
             self._loaded = vae
         return self._loaded.to(device)
+
+    def _encoder_config(self) -> Mapping[str, Any]:
+        if isinstance(self._opened, TinyVaeWeights):
+            raise VaeInputError(
+                f"{self._opened.path} is a tiny VAE, which only decodes: take {family_of(self.space).file} to encode"
+            )
+        return self._opened.config
 
     def _check_video(self, video: torch.Tensor) -> None:
         shape, pixels = list(video.shape), self.space.pixels
@@ -227,15 +282,6 @@ class WanVae(AbstractContextManager["WanVae"]):
             raise VaeInputError(f"the video has {shape[0]} frames: give {FRAMES_PER_LATENT}n + 1")
         if shape[1] % pixels or shape[2] % pixels:
             raise VaeInputError(f"the frames are {shape[2]}x{shape[1]}: give multiples of {pixels}")
-
-    def _check_latents(self, latents: torch.Tensor) -> None:
-        check_latents(latents)
-        found, expected = space_of(latents.shape[1]), self.space
-        if found != expected:
-            raise VaeInputError(
-                f"the latents are {list(latents.shape)}, of {found.models}, and {self._opened.path} is the VAE of "
-                f"{expected.models}, for {expected.channels} channels: take {family_of(found).file} for these latents"
-            )
 
     def __exit__(self, *_: object) -> None:
         self.close()

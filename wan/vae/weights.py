@@ -10,10 +10,12 @@ AutoencoderKLWan.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ...offload import FileTensor
 from ..checkpoint.components import (
@@ -25,8 +27,10 @@ from ..checkpoint.components import (
     require_config,
     require_sizes,
 )
-from ..checkpoint.files import CheckpointError, read_checkpoint
+from ..checkpoint.files import CheckpointError
 from ..latent_space import SPACES, WAN21, WAN22, LatentSpace
+from .memory import decode_pixel_bytes
+from .tiles import decoded_frames
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
@@ -163,9 +167,32 @@ class VaeWeights:
     weights: Mapping[str, FileTensor]
     """Location of each parameter."""
 
+    dtypes = (torch.float32, torch.bfloat16)
+    """Compute dtypes. Not fp16: activations may exceed the largest fp16 number."""
+
+    @property
+    def space(self) -> LatentSpace:
+        return self.family.space
+
     def build(self) -> AutoencoderKLWan:
         """Return the VAE on `meta`, without its weights."""
         return _build(self.path, self.config)
+
+    def decode_pixel_bytes(self, latent_frames: int, dtype: torch.dtype) -> int:
+        """Return the bytes for each latent pixel that is decoded at once, see `memory.decode_pixel_bytes`."""
+        return decode_pixel_bytes(self.config, latent_frames, dtype)
+
+    def decoder_input(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return raw latents as they are."""
+        return latents
+
+    def decoded_frames(self, vae: AutoencoderKLWan, latents: torch.Tensor, *, whole: bool) -> Iterator[torch.Tensor]:
+        """Return the iterator of `tiles.decoded_frames`."""
+        return decoded_frames(vae, latents, whole=whole)
+
+    def remedy(self, space: LatentSpace) -> str:
+        """Return the name of the file for latents of that space."""
+        return family_of(space).file
 
 
 def open_vae_folder(folder: Path) -> VaeWeights:
@@ -183,13 +210,12 @@ def open_vae_folder(folder: Path) -> VaeWeights:
     return VaeWeights(path=path, family=family, config=config, weights=weights)
 
 
-def open_vae_file(path: Path) -> VaeWeights:
-    """Open a single file.
+def open_vae_file(path: Path, stored: Mapping[str, FileTensor]) -> VaeWeights:
+    """Open a single file with the tensors `stored`.
 
     Raises:
-        CheckpointFileError: the file is missing, damaged, a pickle, or of another model.
+        CheckpointFileError: the file is damaged or of another model.
     """
-    stored = read_checkpoint(path).tensors
     family = _family_in(path, stored)
     native = any(key.startswith(NATIVE_MARK) for key in stored)
     key_of = family.native_name if native else str

@@ -1,5 +1,6 @@
 /**
- * Overlay on one node: a line that opens and closes it, the chart of the node's last run, and the numbers of one step.
+ * Overlay on one node: a line that opens and closes it, a moving preview, the chart of the node's last run, and the
+ * numbers of one step.
  *
  * A DOM widget, so it is the same on the classic canvas and in Nodes 2.0. It keeps nothing of the run: it is drawn from
  * the store whenever that or its own size changes, and not at all while it is closed or out of sight.
@@ -12,6 +13,7 @@ import { translate } from "./i18n.mjs"
 
 const CLOSED_HEIGHT = 26
 const OPEN_HEIGHT = 205
+const PREVIEW_HEIGHT = 170
 const MARGIN = 6
 const NEAR_FONT = 11
 const FAR_FONT = 19
@@ -48,7 +50,8 @@ export class RunWidget {
 
   /** Minimum height of the widget in pixels of the canvas. */
   height() {
-    return (this.open && this.run ? OPEN_HEIGHT : CLOSED_HEIGHT) + 2 * MARGIN
+    const open = OPEN_HEIGHT + (this.run?.preview ? PREVIEW_HEIGHT : 0)
+    return (this.open && this.run ? open : CLOSED_HEIGHT) + 2 * MARGIN
   }
 
   /** Attach the widget after all others: workflows store the values of widgets by position. */
@@ -77,6 +80,8 @@ export class RunWidget {
     this.line = element(h("span", { class: "wanstream-line-text" }))
     this.button = element(h("button", { type: "button", class: "wanstream-line", click: toggle, keydown: keep }))
     this.button.append(element(h("span", { class: "wanstream-arrow", "aria-hidden": "true" })), this.line)
+    // Not by `h`, which makes no element that requests an address; the store admits only pictures within the event.
+    this.preview = Object.assign(new Image(), { className: "wanstream-preview", draggable: false, hidden: true })
     const listeners = {
       keydown: (event) => this.onKey(event),
       pointermove: (event) => this.onPointer(event),
@@ -86,7 +91,7 @@ export class RunWidget {
     this.plot = element(h("div", { class: "wanstream-plot", tabindex: 0, role: "group", ...listeners }))
     this.numbers = element(h("div", { class: "wanstream-numbers", role: "status", "aria-live": "polite" }))
     this.root = element(h("div", { class: "wanstream-run" }))
-    this.root.append(this.button, this.plot, this.numbers)
+    this.root.append(this.button, this.preview, this.plot, this.numbers)
   }
 
   toggle() {
@@ -109,7 +114,7 @@ export class RunWidget {
   }
 
   show(run) {
-    const appears = Boolean(run) !== Boolean(this.run)
+    const appears = Boolean(run) !== Boolean(this.run) || Boolean(run?.preview) > Boolean(this.run?.preview)
     if (run?.run !== this.run?.run) this.chosen = null
     if (run !== this.run) this.changedAt = performance.now()
     this.run = run
@@ -122,6 +127,7 @@ export class RunWidget {
     this.button.setAttribute("aria-expanded", open)
     this.button.disabled = !run
     this.updateLine()
+    this.updatePreview()
     this.plot.setAttribute("aria-label", translate("plot"))
     this.draw()
     if (appears) this.page.resize(this.node, false)
@@ -132,6 +138,17 @@ export class RunWidget {
     const since = (performance.now() - this.changedAt) / 1000
     const text = this.run ? runText(this.run, since) : translate("none")
     if (this.line.textContent !== text) this.line.textContent = this.button.title = text
+  }
+
+  /** Show the last preview; the page moves it. */
+  updatePreview() {
+    const shown = this.run?.preview
+    this.preview.hidden = !shown
+    if (!shown) return this.preview.removeAttribute("src")
+    const text = translate("preview", shown.done)
+    if (this.preview.alt !== text) this.preview.alt = this.preview.title = text
+    // The same picture again would begin from its first frame.
+    if (this.preview.getAttribute("src") !== shown.image) this.preview.src = shown.image
   }
 
   draw() {

@@ -18,7 +18,7 @@ const begin = (state, payload) => ({
   runs: [...state.runs.filter((run) => run.run !== payload.run), fresh(payload)].slice(-KEPT_RUNS)
 })
 
-const fresh = (payload) => ({ ...payload, records: [], ended: false, timeline: null, error: null })
+const fresh = (payload) => ({ ...payload, records: [], preview: null, ended: false, timeline: null, error: null })
 
 const change = (state, id, changed) => ({
   ...state,
@@ -32,6 +32,12 @@ const step = (state, payload) =>
       ? { records: [...run.records, payload.record], steps: Math.max(run.steps, payload.total) }
       : {}
   )
+
+const PICTURE = "data:image/webp;base64,"
+
+/** Keep the last preview of a run. Only a picture in the event itself is shown: an address would be requested. */
+const preview = (state, { run, image, done }) =>
+  `${image}`.startsWith(PICTURE) ? change(state, run, () => ({ preview: { image, done } })) : state
 
 const end = (state, payload) =>
   change(state, payload.run, (run) => ({
@@ -84,7 +90,8 @@ function snapshot(state, answer) {
   const here = new Map(state.runs.map((run) => [run.run, run]))
   const runs = answer.runs.map((theirs) => {
     const ours = here.get(theirs.run)
-    return ours && (ours.ended || (!theirs.ended && ours.records.length > theirs.records.length)) ? ours : theirs
+    const isNewer = ours && (ours.ended || (!theirs.ended && ours.records.length > theirs.records.length))
+    return isNewer ? ours : { ...theirs, preview: ours?.preview } // the server keeps no previews
   })
   const there = new Set(runs.map((run) => run.run))
   // A run that is running here and unknown there began before the server was restarted.
@@ -99,6 +106,7 @@ function snapshot(state, answer) {
 const HANDLERS = {
   "wanstream.begin": begin,
   "wanstream.step": step,
+  "wanstream.preview": preview,
   "wanstream.end": end,
   execution_start: start,
   execution_cached: (state, { prompt_id, nodes }) => changeItem(state, prompt_id, () => ({ cached: nodes })),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import comfy.model_management
@@ -43,10 +43,10 @@ class Learnt:
     """Order of the blocks in each forward pass of the last run."""
     calls: int = 0
     """Model calls of the last run."""
-    apart: bool = False
-    """True if ComfyUI computes its conditions one after the other."""
-    chosen: bool = False
-    """True if an automatic policy was chosen."""
+    shares: dict[Hashable, bool] = field(default_factory=dict)
+    """For each kind of model calls with a chosen automatic policy: True if their conditions share visits."""
+    out_of_memory: bool = False
+    """True if a call whose conditions shared visits was out of memory."""
 
 
 class NativeRuns:

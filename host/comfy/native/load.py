@@ -11,7 +11,7 @@ import comfy.patcher_extension
 
 from ....plan import AutoOffload
 from ....schema import OffloadPolicy
-from ...api import ModelRun, ModelStreaming
+from ...api import ModelRun, ModelStreaming, ShareVisits
 from .hooks import FollowedRun, NativeRuns
 from .lanes import KEY
 from .model import open_native
@@ -26,7 +26,7 @@ def load_native(
     weight_dtype: str,
     policy: OffloadPolicy | AutoOffload,
     *,
-    share_visits: bool = False,
+    share_visits: ShareVisits = ShareVisits.AUTO,
     lora_on_arrival: bool = False,
     **limits: int,
 ) -> NativePatcher:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ....plan import AutoOffload
 from ....schema import OffloadPolicy
-from ...api import ModelStreaming
+from ...api import ModelStreaming, ShareVisits
 from ..patcher_memory import StreamedPatcher
 from .arrival import Arriving, arriving_patches
 from .layers import is_joined
@@ -39,8 +39,8 @@ class NativePatcher(StreamedPatcher):
     when their block arrives.
     """
 
-    share_visits = False
-    """True if conditions that do not fit into one forward pass share each visit of a block."""
+    share_visits = ShareVisits.AUTO
+    """Setting for conditions that do not fit into one forward pass."""
     lora_on_arrival = False
     """True to add plain LoRAs to a block once, when it arrives, not each time a layer computes."""
     auto: AutoOffload | None = None

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import comfy.model_management
 import comfy.patcher_extension
@@ -17,8 +17,10 @@ from ....bench import policy_name
 from ....devices import available_bytes, forget, is_out_of_memory, runtime_for, total_bytes
 from ....offload import ForwardCourse, Lockstep
 from ....plan import (
+    WORTH,
     AutoOffload,
     Budgets,
+    MeasuredPolicy,
     bytes_to_free,
     choose_measured,
     describe_policy,
@@ -32,11 +34,14 @@ from ...api import HostApi, current_host
 from ...auto_policy import AVAILABLE_SHARE, smaller_limit
 from ...run_events import SHORT_DTYPES, RunEvents, RunSettings
 from .hooks import NativeRuns
-from .lanes import Conditions, hindrance
+from .lanes import Conditions, ModelCall, VisitSharing
 from .patcher import NativePatcher
 from .weights import STACK
 
 WRAPPERS = comfy.patcher_extension.WrappersMP
+
+Predictions: TypeAlias = list[torch.Tensor]
+"""Prediction of each condition of a model call; zeros for one that is not computed."""
 
 Result = TypeVar("Result")
 
@@ -80,11 +85,17 @@ class NativeRun:
         self.timeline: Timeline | None = None
         self.calls = self.passes = self.recompiled = self.visits = self.fetches = 0
         self._runs, self._weights, self._memory = runs, runs.weights, patcher.memory
-        self._share, self._device = patcher.share_visits, patcher.load_device
+        self._device = patcher.load_device
         self._learnt, self._attempts, self._auto = runs.learnt(kind), 0, patcher.auto
-        self._calling, self._batched = False, 1
+        self._calling = False
         self._free_vram = host.free_vram
-        self._activation_bytes = int(patcher.memory_required(list(shape)))
+        self._sharing = VisitSharing(
+            patcher.share_visits,
+            self._learnt,
+            automatic=self._auto is not None,
+            free_bytes=self._free_vram,
+            note=self._note,
+        )
         self._orders: list[tuple[int, ...]] = []  # of the passes so far
         self.recorder = Recorder(patcher.load_device, observe=host.telemetry_options())
         self.recorder.non_block_bytes = self._weights.outside_bytes
@@ -117,25 +128,19 @@ class NativeRun:
             self.events.ended(self.timeline)
         return result
 
-    def call(
-        self,
-        compute: Callable[[Conditions], list[torch.Tensor]],
-        conditions: Conditions,
-        sigma: float,
-        options: dict[str, Any],
-    ) -> list[torch.Tensor]:
+    def call(self, compute: Callable[[Conditions], Predictions], call: ModelCall, sigma: float) -> Predictions:
         """Return the predictions of one model call; with a smaller policy after an out-of-memory error.
 
         A call inside another one, by code of other packs, is a part of it.
         """
         if self._calling:
-            return compute(conditions)
+            return compute(call.conditions)
         self._calling = True
         try:
             while True:
                 try:
                     with self.recorder.step(self.calls, STACK, sigma):
-                        predictions = self._predict(compute, conditions, options)
+                        predictions = self._predict(compute, call)
                     break
                 except RuntimeError as err:
                     if not is_out_of_memory(err):
@@ -143,64 +148,47 @@ class NativeRun:
                     self._close(err)
                     # The traceback keeps the activations of the pass alive, and the retry needs their memory.
                     message = forget(err)
-                self._make_smaller(message)
+                if self._sharing.can_stop:
+                    self._stop_sharing()
+                else:
+                    self._make_smaller(message)
         finally:
             self._calling = False
         self.calls += 1
         self.events.step(self.recorder.last)
-        if self._auto is not None and not self._learnt.chosen and not self._attempts:
-            self._learnt.chosen = True
+        if self._auto is not None and not self._sharing.active and not self._attempts:
             self._choose_policy(self._auto)
         return predictions
 
-    def _predict(
-        self,
-        compute: Callable[[Conditions], list[torch.Tensor]],
-        conditions: Conditions,
-        options: dict[str, Any],
-    ) -> list[torch.Tensor]:
-        computed = [place for place, condition in enumerate(conditions) if condition is not None]
-        if not self._shares(computed, conditions, options):
+    def _predict(self, compute: Callable[[Conditions], Predictions], call: ModelCall) -> Predictions:
+        if not self._sharing.decide(call):
             before = self.course.passes
-            predictions = compute(conditions)
-            self._learn_apart([conditions[place] for place in computed], self.course.passes - before)
+            predictions = compute(call.conditions)
+            self._sharing.learn(call, self.course.passes - before)
             return predictions
-        parts = self.lockstep.run([partial(compute, _only(conditions, place)) for place in computed])
+        parts = self.lockstep.run([partial(compute, call.only(place)) for place in call.computed])
         predictions = list(parts[0])  # with zeros for conditions that are not computed
-        for place, part in zip(computed, parts, strict=True):
+        for place, part in zip(call.computed, parts, strict=True):
             predictions[place] = part[place]
         return predictions
 
-    def _shares(self, computed: Sequence[int], conditions: Conditions, options: dict[str, Any]) -> bool:
-        if not self._share or len(computed) < 2 or not self._learnt.apart:
-            return False
-        found = hindrance(conditions, options)
-        self._note("the conditions share each visit" if found is None else f"no shared visits, because of {found}")
-        return found is None
-
-    def _learn_apart(self, conditions: Conditions, passes: int) -> None:
-        """Learn from a call without shared visits whether its conditions were computed one after the other."""
-        entries = sum(len(condition or ()) for condition in conditions)
-        # Conditions that ComfyUI computes in one forward pass share its visits anyway.
-        if len(conditions) > 1 and passes == entries:
-            self._learnt.apart = True
-        elif len(conditions) > 1 and passes == 1:
-            self._batched = len(conditions)
-        elif self._share and len(conditions) > 1 and passes > 1:
-            self._note(f"no shared visits, because ComfyUI computes {entries} conditions in {passes} passes")
-
-    def _free(self, budgets: Budgets) -> Budgets:
+    def _free(self, budgets: Budgets, activations: int) -> Budgets:
         """Return the budgets, limited to the memory that is free now and what the weights use already."""
         ram = int(AVAILABLE_SHARE * available_bytes())
         if runtime_for(self._device) is None:
-            return Budgets(ram_bytes=smaller_limit(budgets.ram_bytes, ram + self._weights.loaded_bytes))
-        activations = self._activation_bytes
-        if self._batched > 1:
-            activations = int(BATCH_MARGIN * self._batched * activations)
+            ram = max(0, ram + self._weights.loaded_bytes - activations)
+            return Budgets(ram_bytes=smaller_limit(budgets.ram_bytes, ram))
         vram = max(0, self._free_vram() + self._weights.loaded_bytes - activations)
         return Budgets(
             vram_bytes=smaller_limit(budgets.vram_bytes, vram), ram_bytes=smaller_limit(budgets.ram_bytes, ram)
         )
+
+    def _stop_sharing(self) -> None:
+        assert self._memory.policy is not None, "the model is loaded"
+        self._sharing.stop()
+        self._note(f"out of memory in call {self.calls}: the conditions no longer share visits")
+        self._continue_with(self._memory.policy)
+        comfy.model_management.soft_empty_cache()
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -225,25 +213,25 @@ class NativeRun:
             setattr(self, figure, getattr(self, figure) + getattr(self.course, figure))
 
     def _choose_policy(self, auto: AutoOffload) -> None:
-        """Replace the policy after the first model call if another one is predicted to be faster."""
-        weights, memory = self._weights, self._memory
+        """Replace the policy after the first model call of its kind if another one is predicted to be faster."""
+        sharing, memory = self._sharing, self._memory
+        if sharing.key in self._learnt.shares:
+            return
         assert memory.policy is not None, "the model is loaded"
-        budgets = self._free(auto.budgets)
-        chosen = choose_measured(
-            weights.measured_blocks,
-            self.recorder.last,
-            visits=self.course.visited,
-            present=memory.policy,
-            device_bytes=math.inf if budgets.vram_bytes is None else budgets.vram_bytes,
-            host_bytes=math.inf if budgets.ram_bytes is None else budgets.ram_bytes,
-        )
-        if chosen is None:
+        present = memory.policy
+        can_share = sharing.lanes > 1
+        together = self._predict_fastest(auto.budgets, shared=True) if can_share else None
+        apart = None if can_share and sharing.is_required else self._predict_fastest(auto.budgets)
+        # More memory for activations must be worth it.
+        shares = together is not None and (apart is None or together.call_s < (1 - WORTH) * apart.call_s)
+        self._learnt.shares[sharing.key] = shares
+        chosen = together if shares else apart
+        if chosen is None or chosen.policy == present:
             return
         self._note(
-            f"after the first call: {describe_policy(chosen.policy, len(weights.blocks))}, "
+            f"after the first call: {describe_policy(chosen.policy, len(self._weights.blocks))}, "
             f"{describe_ram(chosen.policy)}, {format_seconds(chosen.call_s)} s per call predicted"
         )
-        present = memory.policy
         try:
             self._continue_with(chosen.policy)
         except (OSError, RuntimeError) as err:  # other processes have allocated memory since it was measured
@@ -254,6 +242,25 @@ class NativeRun:
             memory.requested = chosen.policy
             return
         self._continue_with(present)
+
+    def _predict_fastest(self, budgets: Budgets, *, shared: bool = False) -> MeasuredPolicy | None:
+        """Return the fastest policy for calls like the last one, or for such calls with shared visits."""
+        assert self._memory.policy is not None, "the model is loaded"
+        sharing, activations = self._sharing, self._sharing.pass_bytes
+        if shared:
+            activations = sharing.lanes_bytes
+        elif sharing.batched > 1:
+            activations = int(BATCH_MARGIN * sharing.batched * activations)
+        free = self._free(budgets, activations)
+        return choose_measured(
+            self._weights.measured_blocks,
+            self.recorder.last,
+            passes=sharing.shared_passes if shared else sharing.passes,
+            present=self._memory.policy,
+            device_bytes=math.inf if free.vram_bytes is None else free.vram_bytes,
+            host_bytes=math.inf if free.ram_bytes is None else free.ram_bytes,
+            keep_present=not shared,
+        )
 
     def _make_smaller(self, message: str) -> None:
         """Continue with a smaller policy. Raises InsufficientMemoryError if there is none."""
@@ -286,10 +293,6 @@ class NativeRun:
         self._memory.policy = policy
         self._start(max(1, self._expected - self.course.passes))
         self.course.begin(self._expected, self.recorder)
-
-
-def _only(conditions: Conditions, place: int) -> Conditions:
-    return [condition if index == place else None for index, condition in enumerate(conditions)]
 
 
 def _settings(patcher: NativePatcher, shape: Sequence[int]) -> RunSettings:
@@ -326,14 +329,15 @@ def sampler_sample(executor: Any, guider: Any, sigmas: torch.Tensor, *arguments:
 
 def calc_cond_batch(
     executor: Any, model: Any, conditions: Conditions, x: torch.Tensor, timestep: torch.Tensor, options: dict[str, Any]
-) -> list[torch.Tensor]:
+) -> Predictions:
     """Wrapper of ComfyUI around one model call."""
     run: NativeRun | None = model.runs.current
 
-    def compute(conditions: Conditions) -> list[torch.Tensor]:
-        predictions: list[torch.Tensor] = executor(model, conditions, x, timestep, options)
+    def compute(conditions: Conditions) -> Predictions:
+        predictions: Predictions = executor(model, conditions, x, timestep, options)
         return predictions
 
     if run is None:
         return compute(conditions)
-    return run.call(compute, conditions, float(timestep.flatten()[0]), options)
+    call = ModelCall(model=model, conditions=conditions, shape=tuple(x.shape), options=options)
+    return run.call(compute, call, float(timestep.flatten()[0]))

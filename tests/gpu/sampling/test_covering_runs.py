@@ -19,7 +19,7 @@ from wanstream.offload.formats.rotation import signs
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.sampling.cache.settings import EasyCache, FirstBlockCache
 from wanstream.sampling.solvers import SOLVERS
-from wanstream.schema import ContextWindows, OffloadPolicy
+from wanstream.schema import ContextWindows, OffloadPolicy, StepRange, StepStrengths
 from wanstream.testing import (
     Fp8Layout,
     TinyShape,
@@ -60,7 +60,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "fp8 in fp8": {"arithmetic": "as stored"},
         "int8 in RAM": {"storage": "int8 ConvRot", "arithmetic": "as stored"},
     },
-    "LoRA": {"none": None, "LoRA": (0.7, -0.4)},
+    "LoRA": {
+        "none": None,
+        "LoRA": (0.7, -0.4),
+        "LoRA by steps": (0.7, StepStrengths(usual=-0.4, ranges=(StepRange(2, 2, 0.9),))),
+    },
     "solver": {name: name for name in SOLVERS},
     "cache": {"none": None, "first block": FirstBlockCache(threshold=0.2)},
     "windows": {"none": None, "windows": ContextWindows(frames=2, overlap=1)},

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from wanstream.testing.weights import make_tiny_vae
 from wanstream.tests.support.accelerator import HAS_REAL, Accelerator
+from wanstream.wan import WAN21
 from wanstream.wan.vae.memory import choose_tiling
 from wanstream.wan.vae.tiles import Tiling
 from wanstream.wan.vae.vae import WanVae, open_vae, retry_with_smaller_tiles
@@ -16,12 +19,20 @@ from wanstream.wan.vae.vae import WanVae, open_vae, retry_with_smaller_tiles
 HEIGHT, WIDTH = (384, 512) if HAS_REAL else (192, 256)
 
 
-@pytest.fixture(params=["Wan2.1", "Wan2.2 5B"])
+@pytest.fixture(params=["Wan2.1", "Wan2.2 5B", "tiny"])
 def vae(
-    gpu: Accelerator, request: pytest.FixtureRequest, tiny_pipeline: Callable[[], Path], wan22_vae: Path
+    gpu: Accelerator,
+    request: pytest.FixtureRequest,
+    tiny_pipeline: Callable[[], Path],
+    wan22_vae: Path,
+    tmp_path: Path,
 ) -> Iterator[WanVae]:
     """Yield a VAE with its weights on the GPU and its libraries initialised."""
-    with open_vae(wan22_vae if request.param == "Wan2.2 5B" else tiny_pipeline()) as opened:
+    path = wan22_vae if request.param == "Wan2.2 5B" else tiny_pipeline()
+    if request.param == "tiny":
+        path = tmp_path / "taew2_1.safetensors"
+        save_file(make_tiny_vae(WAN21, seed=0), path)
+    with open_vae(path) as opened:
         opened.decode(latents_of(opened)[:, :, :1, :8, :8], device=gpu.device)
         yield opened
 

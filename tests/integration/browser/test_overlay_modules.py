@@ -111,6 +111,33 @@ def test_a_run_grows_step_by_step(modules: Modules) -> None:
     assert (run["ended"], run["error"], len(run["timeline"]["steps"])) == (True, None, 2)
 
 
+PICTURE = "data:image/webp;base64,AAAA"
+
+
+def preview(run: str, image: str = PICTURE, done: int = 1) -> Event:
+    return "wanstream.preview", {"run": run, "image": image, "done": done}
+
+
+def test_a_run_has_its_last_preview(modules: Modules) -> None:
+    events = [begin("r"), step("r", 1), preview("r"), step("r", 2), preview("r", f"{PICTURE}BBBB", 2), end("r")]
+    (run,) = modules.state(events)["runs"]
+    assert run["preview"] == {"image": f"{PICTURE}BBBB", "done": 2}
+    (run,) = modules.state([*events, begin("r")])["runs"]
+    assert run["preview"] is None, "a run that begins has none"
+    assert modules.state([begin("r"), preview("unknown")]) == modules.state([begin("r")])
+
+
+def test_a_snapshot_keeps_the_preview_of_a_page(modules: Modules) -> None:
+    theirs = {**begin("r")[1], "records": [record(0)], "ended": True, "timeline": None, "error": None}
+    (run,) = modules.state([begin("r"), preview("r"), snapshot_of(theirs)])["runs"]
+    assert (run["ended"], run["preview"]["image"]) == (True, PICTURE)
+
+
+@pytest.mark.parametrize("image", ["https://example.com/a.webp", "data:text/html,<script>", "javascript:alert(1)", ""])
+def test_a_preview_is_a_picture_and_no_address(modules: Modules, image: str) -> None:
+    assert modules.state([begin("r"), preview("r", image)]) == modules.state([begin("r")])
+
+
 def test_a_step_that_comes_twice_or_after_a_gap_changes_nothing(modules: Modules) -> None:
     events = [begin("r"), step("r", 1)]
     assert modules.state([*events, step("r", 1)]) == modules.state(events)

@@ -218,7 +218,7 @@ def test_a_full_disk_costs_the_video_but_not_the_latent(arguments: Arguments, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workflow", ["t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning"])
+@pytest.mark.parametrize("workflow", ["t2v", "i2v", "flf2v", "draft", "t2v_lightning", "i2v_lightning", "three_stages"])
 def test_every_shipped_workflow_of_our_nodes_runs_on_the_full_sample_model(
     arguments: Arguments, tmp_path: Path, full_sample_models: Path, workflow: str
 ) -> None:

@@ -93,13 +93,15 @@ def vae_width(comfyui: ComfyUI) -> int:
 def base(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base directory with this pack, the nodes of tests, the names of a few models and a picture in it."""
     base = tmp_path_factory.mktemp("comfyui")
-    for folder in ("custom_nodes", "input", "output", "models/diffusion_models", "models/diffusers/wan/transformer"):
+    models = ("diffusion_models", "vae_approx", "diffusers/wan/transformer")
+    for folder in ("custom_nodes", "input", "output", *(f"models/{name}" for name in models)):
         (base / folder).mkdir(parents=True)
     (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
     (base / "custom_nodes" / "gate.py").write_text(GATE)
     (base / "custom_nodes" / "clip_node.py").symlink_to(Path(__file__).with_name("clip_node.py"))
     for name in ("high.safetensors", "low.safetensors", "pickle.pt"):
         (base / "models" / "diffusion_models" / name).touch()
+    (base / "models" / "vae_approx" / "tiny.safetensors").touch()
     for name in ("model_index.json", "transformer/config.json"):
         (base / "models" / "diffusers" / "wan" / name).touch()
     (base / "input" / "picture.png").touch()

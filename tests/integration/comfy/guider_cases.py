@@ -561,6 +561,7 @@ def _write_small_vae() -> bool:
 
     file = Path(folder_paths.get_folder_paths("vae_approx")[0]) / "lighttaew2_1.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)  # that of the test model, which is narrower than ComfyUI expects
     save_file(TAEHV(latent_channels=16).state_dict(), file)
     return True
 

@@ -25,6 +25,7 @@ from native_patches import PATCHES, Patch, TinyControl, context_windows, node_re
 import nodes
 
 load_pack()
+from wanstream.host import ShareVisits  # noqa: E402
 from wanstream.host.comfy.native.load import load_native  # noqa: E402
 from wanstream.offload.engine.run import EngineRun  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
@@ -160,7 +161,7 @@ class Files:
             run = partial(with_little_room, run)
         expected = run(self.native(family, form))
         model = self.streamed(family, form, policy)
-        model.share_visits = shared
+        model.share_visits = ShareVisits.ON if shared else ShareVisits.OFF
         sizes = block_bytes(model)
         found: dict[str, Any] = {"equal": [], "recompiled": [], "fetches": [], "visits": [], "bytes": []}
         for _ in range(2):

@@ -470,5 +470,6 @@ def answers(folder: str) -> dict[str, Any]:
     }
     found: dict[str, Any] = {"formats": list(QUANT_ALGOS)}
     if not QUANT_ALGOS:
-        found |= {name: {"skip_reason": "this ComfyUI has no layers that are marked one by one"} for name in MARKED_LAYERS}
+        lacking = "this ComfyUI has no layers that are marked one by one"
+        found |= {name: {"skip_reason": lacking} for name in MARKED_LAYERS}
     return found | results_of(cases, unload=True)

@@ -18,7 +18,10 @@ from unittest.mock import patch
 from uuid import uuid4
 
 import comfy.hooks
+import comfy.ldm.wan.model
+import comfy.model_base
 import comfy.model_management
+import comfy.model_patcher
 import comfy.patcher_extension
 import comfy.sample
 import comfy.samplers
@@ -29,7 +32,8 @@ from installed_pack import load_pack
 from native_families import FAMILIES, Family, results_of, sample
 
 load_pack()
-from wanstream.host import current_host  # noqa: E402
+from wanstream.host import ShareVisits, current_host  # noqa: E402
+from wanstream.host.comfy.native import lanes  # noqa: E402
 from wanstream.host.comfy.native import run as native_run  # noqa: E402
 from wanstream.host.comfy.native.load import load_native  # noqa: E402
 from wanstream.host.comfy.native.weights import NativeWeights  # noqa: E402
@@ -44,9 +48,9 @@ WrappersMP = comfy.patcher_extension.WrappersMP
 Run = Callable[[Any], torch.Tensor]
 
 
-def too_large(*_: Any, **__: Any) -> float:
-    """Bytes for a batch that is never free, so that ComfyUI computes conditions one after the other."""
-    return 1e30
+def room_for_one(input_shape: list[int], **_: Any) -> float:
+    """Bytes for activations: those of a batch are never free, so that ComfyUI computes conditions one by one."""
+    return 1e30 if input_shape[0] > 1 else 1e6
 
 
 class Models:
@@ -63,14 +67,16 @@ class Models:
 
     def native(self, family: Family) -> Any:
         model = native_families.native(self.path(family), family)
-        model.model.memory_required = too_large
+        model.model.memory_required = room_for_one
         return model
 
-    def streamed(self, family: Family, policy: Any = None, *, share: bool = True) -> Any:
+    def streamed(self, family: Family, policy: Any = None, *, share: bool | str = True) -> Any:
+        """Return a MODEL; `share` is the value of share_visits, or True for "on" and False for "off"."""
+        mode = ShareVisits(share if isinstance(share, str) else ("off", "on")[share])
         with native_families.given_configuration(family):
             chosen = policy or OffloadPolicy.layerwise(1)
-            model = load_native(self.path(family), "default", chosen, share_visits=share, **LIMITS)
-        model.model.memory_required = too_large
+            model = load_native(self.path(family), "default", chosen, share_visits=mode, **LIMITS)
+        model.model.memory_required = room_for_one
         return model
 
 
@@ -98,10 +104,11 @@ def shared(models: Models, family: Family) -> dict[str, Any]:
     """Three runs with shared visits next to two without."""
     run = partial(sample, family=family, steps=STEPS)
     expected = run(models.native(family))
-    apart, together = models.streamed(family, share=False), models.streamed(family)
+    apart, together = models.streamed(family, share=False), models.streamed(family, share="auto")
     equal = [torch.equal(run(apart), expected) for _ in range(2)]
     equal += [torch.equal(run(together), expected) for _ in range(3)]
     found = {"equal": equal, "apart": figures(apart), "together": figures(together)}
+    found["class"] = type(together.model).__name__
     return {**found, "blocks": len(together.model.weights.blocks), "threads": threads()}
 
 
@@ -128,11 +135,11 @@ def three_conditions(models: Models) -> dict[str, Any]:
     return {"equal": [torch.equal(run(model), expected) for _ in range(3)], **figures(model)}
 
 
-def prevented(models: Models, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """A run with a change of another node that may count passes."""
+def prevented(models: Models, change: Callable[[Any], Any], share: str) -> dict[str, Any]:
+    """Two runs with a change of another node, which may count passes or blocks."""
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
-    expected, model = run(change(models.native(family))), change(models.streamed(family))
+    expected, model = run(change(models.native(family))), change(models.streamed(family, share=share))
     return {"equal": [torch.equal(run(model), expected) for _ in range(2)], **figures(model)}
 
 
@@ -175,13 +182,228 @@ def with_attention_patch(model: Any) -> Any:
     return model
 
 
+def with_attention_override(model: Any) -> Any:
+    model = model.clone()
+    options = model.model_options["transformer_options"]
+    options["optimized_attention_override"] = lambda attention, *inputs, **given: attention(*inputs, **given)
+    return model
+
+
+class BlockCounter:
+    """A forward of another pack, whose result depends on how often it was called."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
+        self.forward, self.calls = forward, 0
+
+    def __call__(self, *inputs: Any, **settings: Any) -> torch.Tensor:
+        self.calls += 1
+        return self.forward(*inputs, **settings) * (1 + 0.01 * (self.calls % 3))
+
+
+def _layer(model: Any) -> torch.nn.Module:
+    layer: torch.nn.Module = model.model.diffusion_model.blocks[1].ffn
+    return layer
+
+
+def with_object_patch(model: Any) -> Any:
+    model, layer = model.clone(), _layer(model)
+    model.add_object_patch("diffusion_model.blocks.1.ffn.forward", BlockCounter(partial(type(layer).forward, layer)))
+    return model
+
+
+def with_injection(model: Any) -> Any:
+    model, layer = model.clone(), _layer(model)
+
+    def inject(_: Any) -> None:
+        layer.forward = BlockCounter(partial(type(layer).forward, layer))
+
+    def eject(_: Any) -> None:
+        del layer.forward
+
+    model.set_injections("test", [comfy.model_patcher.PatcherInjection(inject, eject)])
+    return model
+
+
+def with_method(model: Any) -> Any:
+    """Return the model with a method assigned to its instance; each of the tests opens its own model."""
+    network = model.model.diffusion_model
+    network.forward_orig = BlockCounter(partial(type(network).forward_orig, network))
+    return model
+
+
+def with_hook(model: Any) -> Any:
+    counter = BlockCounter(lambda hidden: hidden)
+    _layer(model).register_forward_hook(lambda _, inputs, output: counter(output))
+    return model
+
+
+def with_subclass(model: Any) -> Any:
+    layer = _layer(model)
+    counter = BlockCounter(partial(type(layer).forward, layer))
+    kind = type("Replaced", (type(layer),), {"forward": lambda _, hidden: counter(hidden)})
+    layer.__class__ = kind
+    return model
+
+
+def with_compiled_block(model: Any) -> Any:
+    model.model.diffusion_model.blocks[1].compile(backend="eager")
+    return model
+
+
+def with_apply_model(model: Any) -> Any:
+    model, apply, lock = model.clone(), model.model.apply_model, threading.Lock()
+
+    def locked(*inputs: Any, **settings: Any) -> Any:
+        with lock:
+            return apply(*inputs, **settings)
+
+    model.add_object_patch("apply_model", locked)
+    return model
+
+
+def with_callback(model: Any) -> Any:
+    model = model.clone()
+    model.add_callback(comfy.patcher_extension.CallbacksMP.ON_PREPARE_STATE, lambda *_: None)
+    return model
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "DIFFUSION_MODEL": partial(with_wrapper, kind=WrappersMP.DIFFUSION_MODEL),
     "APPLY_MODEL": partial(with_wrapper, kind=WrappersMP.APPLY_MODEL),
     "function": with_function,
     "replacement": with_replacement,
     "attention": with_attention_patch,
+    "override": with_attention_override,
+    "object": with_object_patch,
+    "injection": with_injection,
+    "method": with_method,
+    "hook": with_hook,
+    "subclass": with_subclass,
+    "compiled block": with_compiled_block,
+    "apply_model": with_apply_model,
+    "callback": with_callback,
 }
+
+
+def replaced_function(models: Models) -> dict[str, Any]:
+    """Runs with attention of another pack in the module of the model, and with a class whose method is replaced."""
+    attention, block = comfy.ldm.wan.model.optimized_attention, comfy.ldm.wan.model.WanAttentionBlock
+    forward, found = block.forward, {}
+
+    def wrapped(*inputs: Any, **settings: Any) -> Any:
+        return attention(*inputs, **settings)
+
+    def counted(self: torch.nn.Module, *inputs: Any, **settings: Any) -> Any:
+        return forward(self, *inputs, **settings)
+
+    for name, owner, replaced in (
+        ("optimized_attention", comfy.ldm.wan.model, wrapped),
+        ("forward", block, counted),
+    ):
+        with patch.object(owner, name, replaced):
+            found[name] = prevented(models, lambda model: model, "auto")
+    return found
+
+
+def tested_models(_: Models) -> list[str]:
+    """Classes of this ComfyUI that share visits by themselves."""
+    return sorted(name for name in lanes.TESTED_MODELS if hasattr(comfy.model_base, name))
+
+
+def untested_class(models: Models) -> dict[str, Any]:
+    """Runs of a model whose class is not among the tested ones."""
+    with patch.object(lanes, "TESTED_MODELS", frozenset()):
+        return prevented(models, lambda model: model, "auto")
+
+
+def short_of_room(models: Models) -> dict[str, Any]:
+    """Runs on a device whose free memory is that of one pass."""
+    with patch.object(type(current_host()), "free_vram", lambda _: int(room_for_one([1]))):
+        return prevented(models, lambda model: model, "auto")
+
+
+@contextmanager
+def predicted(faster: float) -> Iterator[list[int]]:
+    """Let a call with shared visits be predicted to take the share `faster` of the time; yield the predicted passes."""
+    asked = list[int]()
+
+    def choose(*_: Any, passes: int, present: OffloadPolicy, keep_present: bool, **__: Any) -> Any:
+        asked.append(passes)
+        return SimpleNamespace(policy=present, call_s=1.0 if keep_present else faster)
+
+    with patch.object(native_run, "choose_measured", choose):
+        yield asked
+
+
+def chosen_lanes(models: Models, faster: float) -> dict[str, Any]:
+    """Two runs under an automatic policy, for which sharing visits takes the share `faster` of the time of a call."""
+    family = FAMILIES["wan_t2v"]
+    run = partial(sample, family=family, steps=STEPS)
+    expected, model = run(models.native(family)), models.streamed(family, AutoOffload(), share="auto")
+    with predicted(faster) as asked:
+        equal, visits, notes = [], [], []
+        for _ in range(2):
+            equal.append(torch.equal(run(model), expected))
+            visits.append(figures(model)["visits"])
+            notes += figures(model)["notes"]
+        with patch.object(type(current_host()), "free_vram", lambda _: 1000):
+            equal.append(torch.equal(run(model), expected))
+    short = figures(model)["notes"]
+    blocks = len(model.model.weights.blocks)
+    return {"equal": equal, "asked": asked, "visits": visits, "notes": notes, "short": short, "blocks": blocks}
+
+
+def changed_settings(models: Models) -> dict[str, Any]:
+    """Runs of clones with other settings, after runs that could not share visits."""
+    family, found = FAMILIES["wan_t2v"], {}
+    expected = sample(models.native(family), family, steps=STEPS)
+
+    def run(name: str, model: Any, **settings: Any) -> None:
+        equal = torch.equal(sample(model, family, steps=STEPS, **settings), expected)
+        found[name] = {"equal": equal, **figures(model)}
+
+    with predicted(0.5):
+        model = models.streamed(family, AutoOffload(), share="auto")
+        run("cfg 1", model, cfg=1.0)
+        run("cfg after cfg 1", model)
+        for mode in ("off", "on"):
+            model = models.streamed(family, AutoOffload(), share=mode)
+            run(mode, model)
+            model = model.clone()
+            model.share_visits = ShareVisits.AUTO
+            run(f"auto after {mode}", model)
+        model = models.streamed(family, share="auto")
+        run("fixed", model)
+        model = model.clone()
+        model.policy, model.auto = None, AutoOffload()
+        run("automatic after fixed", model)
+    return found
+
+
+def room_later(models: Models) -> dict[str, Any]:
+    """Two runs of a kind; there is room for all conditions in one pass of the second."""
+    family = FAMILIES["wan_t2v"]
+    run = partial(sample, family=family, steps=STEPS)
+    native, model = models.native(family), models.streamed(family, share="auto")
+    equal = [torch.equal(run(model), run(native))]
+    notes = [figures(model)["notes"]]
+    for each in (native, model):
+        each.model.memory_required = lambda *_, **__: 0
+    equal.append(torch.equal(run(model), run(native)))
+    notes.append(figures(model)["notes"])
+    return {"equal": equal, "notes": notes}
+
+
+def out_of_memory_once(models: Models) -> dict[str, Any]:
+    """Two runs, the first of which is out of memory in a call with shared visits."""
+    family = FAMILIES["wan_t2v"]
+    run = partial(sample, family=family, steps=STEPS)
+    expected, model = run(models.native(family)), models.streamed(family, share="auto")
+    with hooks_allowed(), failing(model, out_of_memory, at=2 * len(model.model.weights.blocks) + 1):
+        equal = [torch.equal(run(model), expected)]
+    notes = [figures(model)["notes"]]
+    equal.append(torch.equal(run(model), expected))
+    return {"equal": equal, "notes": [*notes, figures(model)["notes"]]}
 
 
 @contextmanager
@@ -215,6 +437,11 @@ class Doing:
             self.does()
 
 
+def hooks_allowed() -> AbstractContextManager[object]:
+    """Let the hooks of `in_blocks` count as tested code."""
+    return patch.object(lanes, "foreign_layer", lambda _: None)
+
+
 def failing(model: Any, error: Callable[[], BaseException], at: int, times: int = 1) -> AbstractContextManager[None]:
     """Raise `error` inside a block, from the pass of one condition through block number `at` on, `times` times."""
     return in_blocks(model, Doing(lambda: _raise(error()), at, times))
@@ -244,7 +471,7 @@ def out_of_memory() -> BaseException:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def short_memory(models: Models, policy: OffloadPolicy, *, times: int, share: bool) -> dict[str, Any]:
+def short_memory(models: Models, policy: OffloadPolicy, *, times: int, share: bool | str) -> dict[str, Any]:
     """A run whose second model call runs out of memory `times` times."""
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
@@ -253,7 +480,7 @@ def short_memory(models: Models, policy: OffloadPolicy, *, times: int, share: bo
     blocks = len(model.model.weights.blocks)
     found: dict[str, Any] = {"raised": ""}
     try:
-        with failing(model, out_of_memory, at=3 * blocks, times=times):
+        with hooks_allowed(), failing(model, out_of_memory, at=3 * blocks, times=times):
             found["equal"] = torch.equal(run(model), expected)
     except ValueError as err:
         found["raised"] = f"{type(err).__name__}: {err}"
@@ -355,15 +582,14 @@ def refused_policy(models: Models, error: Callable[[], BaseException], name: str
 def room_for_a_batch(models: Models) -> dict[str, Any]:
     """Memory of an automatic policy on a device that has had room for two conditions in one pass."""
     family, free = FAMILIES["wan_t2v"], 10**9
-    model = models.streamed(family, AutoOffload())
     limits = {}
 
     def required(input_shape: list[int], *, most: int, **_: Any) -> float:
         return 1e6 * input_shape[0] if input_shape[0] <= most else 1e30
 
-    for name, most in (("apart", 1), ("together", 2)):
+    for name, most, share in (("apart", 1, False), ("lanes", 1, True), ("together", 2, True)):
+        model = models.streamed(family, AutoOffload(), share=share)
         model.model.memory_required = partial(required, most=most)
-        model.model.runs._learnt.clear()
         with (
             better_policy(OffloadPolicy.layerwise(1)) as found,
             patch.object(native_run, "runtime_for", lambda _: object()),
@@ -509,7 +735,19 @@ def cases(folder: Path) -> dict[str, Callable[[], Any]]:
         f"shared {name}": partial(shared, models, FAMILIES[name]) for name in FAMILIES
     }
     found["three conditions"] = partial(three_conditions, models)
-    found |= {f"prevented {name}": partial(prevented, models, change) for name, change in CHANGES.items()}
+    found |= {
+        f"prevented {name}, {mode}": partial(prevented, models, change, mode)
+        for name, change in CHANGES.items()
+        for mode in ("on", "auto")
+    }
+    found["replaced function"] = partial(replaced_function, models)
+    found["changed settings"] = partial(changed_settings, models)
+    found["room later"] = partial(room_later, models)
+    found["out of memory once"] = partial(out_of_memory_once, models)
+    found["tested models"] = partial(tested_models, models)
+    found |= {"untested class": partial(untested_class, models), "short of room": partial(short_of_room, models)}
+    found |= {f"lanes {faster}": partial(chosen_lanes, models, faster) for faster in (0.5, 0.97)}
+    found["short of memory, swap, auto"] = partial(short_memory, models, swap, times=2, share="auto")
     errors = {"error": ValueError, "interrupt": comfy.model_management.InterruptProcessingException}
     found |= {
         f"{name} at {at}": partial(failed, models, error, at) for name, error in errors.items() for at in (1, 5, 9)

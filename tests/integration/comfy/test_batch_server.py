@@ -18,6 +18,7 @@ from typing import Any
 
 import av
 import pytest
+import torch
 from PIL import Image
 
 from wanstream.cli import main
@@ -25,6 +26,7 @@ from wanstream.cli.arguments import DONE, FAILED, INTERRUPTED, INVALID
 from wanstream.cli.batch.command import JOURNAL
 from wanstream.cli.batch.rows import read_rows
 from wanstream.tools.comfyui import PACK, ROOT, ComfyUI, Server, free_port, running_server
+from wanstream.wan.latent_file import read_latent
 
 pytestmark = pytest.mark.comfy
 
@@ -329,3 +331,64 @@ def check_videos(out: Path, served: Path) -> None:
     again = sum(attempts - 1 for *_, attempts in known)
     assert 1 <= again <= 2 * len(KILLS)
     assert len([*served.rglob("*.mp4")]) >= JOBS
+
+
+def clip_workflow(name: str) -> dict[str, Any]:
+    """A workflow of clips, small enough for a test."""
+    workflow: dict[str, Any] = json.loads((ROOT / "workflows" / "api" / f"{name}.json").read_text(encoding="utf-8"))
+    workflow["start"]["inputs"] |= {"width": 32, "height": 32, "frames": 5}
+    for node in workflow.values():
+        if node["class_type"] == "WanStreamContinueVideo":
+            node["inputs"]["frames"] = 5
+        if node["class_type"] == "WanStreamSampler":
+            node["inputs"]["steps"] = 2
+    return workflow
+
+
+def latents_of_one_run(server: Server) -> list[torch.Tensor]:
+    """The latents of the three clips of `long_video`, sampled in one run."""
+    workflow = clip_workflow("long_video")
+    samplers = ("sampler", "sampler_2", "sampler_3")
+    for name in samplers:
+        workflow[f"tap_{name}"] = {
+            "class_type": "SaveLatent",
+            "inputs": {"samples": [name, 0], "filename_prefix": f"taps/{name}"},
+        }
+    shown = server.run(workflow)["outputs"]
+    taps = [shown[f"tap_{name}"]["latents"][0] for name in samplers]
+    return [read_latent(server.base / "output" / tap["subfolder"] / tap["filename"]).samples for tap in taps]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX")
+def test_rows_continue_each_other_on_a_killed_server(comfyui: ComfyUI, video_base: Path, tmp_path: Path) -> None:
+    """Eight rows in a chain; server and client are killed once each. The first three are the clips of `long_video`."""
+    Image.linear_gradient("L").convert("RGB").save(video_base / "input" / "example.png")
+    port, log, out = free_port(), tmp_path / "client.log", tmp_path / "out"
+    rows: list[dict[str, Any]] = [{"name": f"r{number}", "sampler.seed": 42 + number} for number in range(8)]
+    for number, row in enumerate(rows[1:]):
+        row["continues"] = f"r{number}"
+    call = command_line(tmp_path, f"http://127.0.0.1:{port}", rows[::-1], clip_workflow("continue_video"))
+    with ExitStack() as ending:
+        server = ending.enter_context(running_server(comfyui, video_base, port=port))
+        expected = latents_of_one_run(server)
+        process = client(call, log)
+        ending.callback(lambda: process.kill())
+        wait_until(lambda: (out / "r1~2.mp4").exists(), 300, log)
+        process.kill()
+        process.wait()
+        process = client(call, log)
+        wait_until(lambda: (out / "r4~2.mp4").exists(), 300, log)
+        os.kill(server.process_id, signal.SIGKILL)
+        server = ending.enter_context(running_server(comfyui, video_base, port=port))
+        assert process.wait(400) == DONE, log.read_text(errors="replace")[-4000:]
+        assert main(call) == DONE, "the same command again"
+    made = {path.name for path in out.iterdir() if path.is_file() and not path.name.startswith("journal.")}
+    assert made == {f"r{number}~{file}" for number in range(8) for file in ("1.latent", "2.mp4")}
+    for number, latent in enumerate(expected):
+        assert torch.equal(read_latent(out / f"r{number}~1.latent").samples, latent)
+    assert rows_in(out, "state") == [("done",)] * 8
+    copies = {path.name for path in (video_base / "output" / "continued").iterdir()}
+    known = {row.name: row.hash for row in read_rows(tmp_path / "jobs.jsonl")}
+    assert copies == {f"{known[f'r{number}']}.latent" for number in range(7)}

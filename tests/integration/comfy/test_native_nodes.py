@@ -135,7 +135,8 @@ def _faults(node: Mapping[str, Any], sockets: Mapping[str, Socket], outputs: lis
             yield f"input {saved['name']} of type {saved['type']}"
     if [saved["type"] for saved in node["outputs"]] != outputs:
         yield f"outputs {node['outputs']}"
-    widgets = [socket for socket in sockets.values() if socket.io_type == "COMBO"]
+    # The optional ones follow, and keep their defaults.
+    widgets = [socket for socket in sockets.values() if socket.io_type == "COMBO" and socket.required]
     values = node["widgets_values"]
     if len(values) != len(widgets):
         yield f"values {values}"

@@ -20,17 +20,21 @@ def test_conditions_that_share_visits_give_the_same_bits_for_half_the_bytes(
 ) -> None:
     families = [name.removeprefix("shared ") for name in answers if name.startswith("shared ")]
     assert len(families) >= 12
+    classes = set()
     for family in families:
         result = case(f"shared {family}")
+        classes.add(result["class"])
         apart, together = result["apart"], result["together"]
         assert result["equal"] == [True] * 5, family
         assert together["notes"] == [SHARED], family
-        assert together["visits"] * 2 == apart["visits"], family
+        # The first call shows whether ComfyUI computes the conditions one after the other.
+        assert together["visits"] * 2 * STEPS == apart["visits"] * (STEPS + 1), family
         assert together["recompiled"] == apart["recompiled"] == 0, family
         # Blocks of a step that the step before has left in buffers are fetched once less.
         assert sum(together["bytes"][1:]) <= 0.55 * sum(apart["bytes"][1:]), family
         assert together["fetches"] <= together["visits"], family
         assert result["threads"] == []
+    assert sorted(classes) == case("tested models"), "a class that shares visits by itself is tested"
 
 
 def test_three_conditions_share_visits(case: Callable[[str], Any]) -> None:
@@ -39,6 +43,7 @@ def test_three_conditions_share_visits(case: Callable[[str], Any]) -> None:
     assert result["notes"] == [SHARED]
 
 
+@pytest.mark.parametrize("mode", ["on", "auto"])
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -46,22 +51,115 @@ def test_three_conditions_share_visits(case: Callable[[str], Any]) -> None:
         ("APPLY_MODEL", "the apply_model wrapper counting"),
         ("function", "the model function wrapper with_function"),
         ("replacement", "a replacement of dit blocks"),
+        ("apply_model", "the replaced apply_model"),
+        ("callback", "the on_prepare_state callback with_callback"),
     ],
 )
 def test_passes_stay_apart_where_another_node_may_count_them(
-    case: Callable[[str], Any], change: str, reason: str
+    case: Callable[[str], Any], change: str, reason: str, mode: str
 ) -> None:
-    result = case(f"prevented {change}")
+    result = case(f"prevented {change}, {mode}")
     assert result["equal"] == [True, True]
     assert len(result["notes"]) == 1
     assert result["notes"][0].startswith(f"no shared visits, because of {reason}")
     assert result["recompiled"] == 0
 
 
-def test_patches_of_attention_do_not_prevent_it(case: Callable[[str], Any]) -> None:
-    result = case("prevented attention")
+APART = ("attention", "override", "compiled block")
+"""Code of other packs that keeps no state, so that its result does not depend on the order of the passes."""
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("attention", "the attn2_patch with_attention_patch"),
+        ("override", "the optimized_attention_override with_attention_override"),
+        ("compiled block", "the compiled blocks.1"),
+        ("object", "the replaced blocks.1.ffn.forward"),
+        ("injection", "the replaced blocks.1.ffn.forward"),
+        ("method", "the replaced forward_orig"),
+        ("hook", "the hook with_hook"),
+        ("subclass", "the replaced blocks.1.ffn.forward"),
+    ],
+)
+def test_code_inside_the_layers_shares_visits_only_where_it_is_required(
+    case: Callable[[str], Any], change: str, reason: str
+) -> None:
+    apart, together = (case(f"prevented {change}, {mode}") for mode in ("auto", "on"))
+    assert apart["equal"][0]
+    assert together["equal"][0] == (change in APART)
+    assert together["notes"] == [SHARED]
+    (note,) = apart["notes"]
+    assert note.startswith(f"no shared visits, because of {reason}")
+    assert note.endswith('("on" in share_visits shares them all the same)')
+    assert apart["visits"] > together["visits"]
+
+
+@pytest.mark.parametrize("name", ["optimized_attention", "forward"])
+def test_replaced_functions_of_a_class_or_a_module_are_seen(case: Callable[[str], Any], name: str) -> None:
+    result = case("replaced function")[name]
     assert result["equal"] == [True, True]
-    assert result["notes"] == [SHARED]
+    assert f"no shared visits, because of the replaced {'blocks.0.' * (name == 'forward')}{name}" in result["notes"][0]
+
+
+def test_settings_of_earlier_runs_do_not_decide(case: Callable[[str], Any]) -> None:
+    result = case("changed settings")
+    assert all(run["equal"] for name, run in result.items() if name != "cfg 1")
+    for name in ("cfg after cfg 1", "on", "auto after off", "auto after on", "fixed", "automatic after fixed"):
+        assert result[name]["notes"] == [SHARED], name
+    assert result["cfg 1"]["notes"] == result["off"]["notes"] == []
+
+
+def test_conditions_that_fit_into_one_pass_later_are_computed_as_comfyui_does(case: Callable[[str], Any]) -> None:
+    assert case("room later") == {"equal": [True, True], "notes": [[SHARED], []]}
+
+
+def test_a_kind_of_run_that_was_out_of_memory_shares_no_visits_again(case: Callable[[str], Any]) -> None:
+    result = case("out of memory once")
+    assert result["equal"] == [True, True]
+    first, second = result["notes"]
+    stopped = "no shared visits, because of a call that was out of memory with them"
+    assert first == [SHARED, "out of memory in call 1: the conditions no longer share visits", stopped]
+    assert second == [stopped]
+
+
+def test_an_untested_model_shares_no_visits_by_itself(case: Callable[[str], Any]) -> None:
+    result = case("untested class")
+    assert result["equal"] == [True, True]
+    assert result["notes"][0].startswith("no shared visits, because of the untested model WAN21")
+
+
+def test_no_visits_are_shared_without_memory_for_the_activations(case: Callable[[str], Any]) -> None:
+    result = case("short of room")
+    assert result["equal"] == [True, True]
+    assert result["notes"] == [
+        "no shared visits, because of the memory: 2 conditions at once may need 2.00 MB, 1.00 MB are free"
+    ]
+
+
+@pytest.mark.parametrize(("faster", "shares"), [(0.5, True), (0.97, False)])
+def test_an_automatic_policy_shares_visits_where_that_saves_time(
+    case: Callable[[str], Any], faster: float, shares: bool
+) -> None:
+    result = case(f"lanes {faster}")
+    blocks = result["blocks"]
+    assert result["equal"] == [True] * 3
+    assert result["asked"] == [1, 2], "passes with and without shared visits, after the first call of the first run"
+    assert result["visits"] == [(STEPS + 1 if shares else 2 * STEPS) * blocks] * 2
+    wait = "no shared visits, because of the time: more blocks in the memory that the conditions need"
+    assert [note.startswith(SHARED if shares else wait) for note in result["notes"]] == [True, True]
+    assert result["short"][0].startswith(f"no shared visits, because of the {'memory' if shares else 'time'}: ")
+
+
+def test_a_call_without_memory_is_first_repeated_without_shared_visits(case: Callable[[str], Any]) -> None:
+    result = case("short of memory, swap, auto")
+    assert result["raised"] == ""
+    assert result["equal"]
+    assert result["notes"][1:] == [
+        "out of memory in call 1: the conditions no longer share visits",
+        "no shared visits, because of a call that was out of memory with them",
+        "out of memory in call 1: block_swap 3, 1 ahead instead of block_swap 1, 1 ahead",
+    ]
 
 
 @pytest.mark.parametrize("at", [1, 5, 9])
@@ -136,6 +234,7 @@ def test_a_run_goes_on_under_its_policy_if_there_is_no_memory_for_a_better_one(
 def test_an_automatic_policy_leaves_room_for_conditions_that_are_computed_together(case: Callable[[str], Any]) -> None:
     result = case("room for a batch")
     assert result["apart"] == 1_000_000
+    assert result["lanes"] == 2_000_000
     assert result["together"] == 3_000_000  # 1.5 times the estimate for both, below which ComfyUI computes them apart
 
 

@@ -24,15 +24,19 @@ from wanstream.testing.model import VAE_FILE, write_tiny_model
 from wanstream.testing.weights import make_vae
 from wanstream.tools.comfyui import ComfyUI, Server, name_model_files
 
-pytestmark = pytest.mark.comfy
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 EXPERTS = {
     "t2v": ["high"] * 3 + ["low"],
     "i2v": ["high"] * 2 + ["low"] * 2,
     "flf2v": ["high"] * 2 + ["low"] * 2,
+    "draft": ["high"] * 3 + ["low"],
     "t2v_lightning": ["high"] * 2 + ["low"] * 2,
     "i2v_lightning": ["high"] * 2 + ["low"] * 2,
+    "long_video": ["high"] * 2 + ["low"] * 2,
+    "continue_video": ["high"] * 2 + ["low"] * 2,
+    "three_stages": ["high"] * 4 + ["low"] * 2,
     "native_mixed": ["high"] * 3 + ["low"],
     "wan21_t2v": ["high"] * 4,
     "wan21_i2v": ["high"] * 4,
@@ -42,10 +46,12 @@ EXPERTS = {
     "fun_inp": ["high"] * 2 + ["low"] * 2,
     "bernini": ["high"] * 3 + ["low"],
 }
-"""Of four steps, at the switch, boundaries and flow shifts that the workflows set."""
+"""Of four steps, or six in three stages, at the switch, boundaries and flow shifts that the workflows set."""
 
 OF_5B = ["wan22_5b_t2v", "wan22_5b_i2v"]
-OURS = ["t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", "wan21_t2v", "wan21_i2v", *OF_5B]
+CLIPS = ["long_video", "continue_video"]
+DISTILLED = ["t2v_lightning", "i2v_lightning", "three_stages"]
+OURS = ["t2v", "i2v", "flf2v", "draft", *DISTILLED, *CLIPS, "wan21_t2v", "wan21_i2v", *OF_5B]
 VARIANTS = ["fun_control", "fun_inp", "bernini"]
 OURS += VARIANTS
 OVER_WORKERS = ["workers", *(f"{name}_workers" for name in VARIANTS)]
@@ -85,9 +91,9 @@ def _prompt(workflow: str, **changes: dict[str, Any]) -> dict[str, Any]:
     ComfyUI's loader of text encoders supports only the real one, so the test node replaces it.
     """
     prompt: dict[str, Any] = json.loads((ROOT / "workflows" / "api" / f"{workflow}.json").read_text(encoding="utf-8"))
-    height = 64 if workflow in OF_5B else 48
+    height, steps = 64 if workflow in OF_5B else 48, len(EXPERTS.get(workflow, range(4)))
     for node in prompt.values():
-        for name, value in {"width": 64, "height": height, "frames": 9, "length": 9, "steps": 4}.items():
+        for name, value in {"width": 64, "height": height, "frames": 9, "length": 9, "steps": steps}.items():
             if name in node["inputs"]:
                 node["inputs"][name] = value
         if node["class_type"] == "CLIPLoader":
@@ -113,6 +119,7 @@ def stocked(vae_width: int, base: Path, tmp_path_factory: pytest.TempPathFactory
     for entry in sample.glob("*/*"):
         link = base / "models" / entry.relative_to(sample)
         link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
         link.symlink_to(entry, target_is_directory=entry.is_dir())
     (base / "models" / VAE_FILE).unlink()
     save_vae_file(make_vae(seed=0, base_dim=vae_width), base / "models" / VAE_FILE)
@@ -130,7 +137,7 @@ def embedded(comfyui: Any, stocked: Path, tmp_path_factory: pytest.TempPathFacto
     prompts = json.dumps(_embedded_prompts())
     command = [str(comfyui.python), "-c", EMBEDDED, prompts, str(stocked), str(folder / "latents")]
     environment = {**comfyui.environment(), "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return load_file(folder / "latents")
 

@@ -14,7 +14,7 @@ import torch
 from wanstream.distributed.worker.parallel_forward import backend_for
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.sampling import DenoiseRequest
-from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy
+from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy, parse_step_strengths
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.mesh import Mesh, MeshError
 from wanstream.testing.experts import make_lora, save_lora
@@ -141,6 +141,31 @@ def test_images_and_loras_on_shared_tokens(
     for worker in split.run(*given):
         assert difference(worker["latents"], alone) <= ROUNDING
     assert difference(plain, alone) > 1e-3
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2)], ids=str)
+@pytest.mark.parametrize("policy", [SWAP, OffloadPolicy.resident()], ids=["block swap", "resident"])
+def test_three_stages_on_two_workers(
+    mesh: Mesh,
+    policy: OffloadPolicy,
+    split: SplitProcesses,
+    wide: Callable[..., ExpertsRef],
+    make_request: Callable[..., DenoiseRequest],
+    make_tiny_expert: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """Both workers change the strength of the LoRA, which changes biases too, before the same step."""
+    split.join(mesh)
+    path = tmp_path / "lora.safetensors"
+    save_lora(make_lora(make_tiny_expert(heads=4), seed=1), path, dtype=torch.float32)
+    lora = LoraRef(high_noise=path, low_noise=path, steps=parse_step_strengths("0: 0, 3: 0.5"))
+    request = make_request(guidance_steps=(3.0, 1.0))
+    constant = split.alone(replace(wide(), loras=(replace(lora, steps=()),)), request, policy)
+    given = replace(wide(), loras=(lora,)), request, policy
+    alone = split.alone(*given)
+    for worker in split.run(*given):
+        assert difference(worker["latents"], alone) <= ROUNDING
+    assert difference(constant, alone) > 1e-3
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from wanstream.distributed.worker.weights import GroupGather, WeightFigures, cho
 from wanstream.distributed.worker.worker import Worker
 from wanstream.offload.sharding.group import GatherBrokenError
 from wanstream.sampling import SamplingCancelled, Share, working_bytes
-from wanstream.schema import ExpertsRef, LoraRef, Mesh, OffloadPolicy
+from wanstream.schema import ExpertsRef, LoraRef, Mesh, OffloadPolicy, parse_step_strengths
 from wanstream.schema.refs import WeightPlacement
 from wanstream.testing.experts import make_lora, save_lora
 from wanstream.testing.quantised import matrices, save_expert_gguf
@@ -37,7 +37,13 @@ POLICIES = (
     OffloadPolicy.resident(),
     OffloadPolicy.layerwise(1, source="pinned"),
 )
-CASES = tuple(zip(("plain",) * 4 + ("plain with LoRA", "fp8 with LoRA", "GGUF with LoRA"), POLICIES * 2, strict=False))
+CASES = tuple(
+    zip(
+        ("plain",) * 4 + ("plain with LoRA", "fp8 with LoRA", "GGUF with LoRA", "plain with a LoRA by steps"),
+        POLICIES * 2,
+        strict=True,
+    )
+)
 """Every policy with blocks as stored, and every other storage format with one policy."""
 SHORT_S = 20.0
 """Far below the timeout of the rendezvous, and far above the duration of any job here."""
@@ -119,8 +125,10 @@ def forms(
     for seed, name in enumerate(("high", "low")):
         save_expert_gguf(make_tiny_expert(seed=seed), folder / f"{name}.gguf", types=matrices("Q8_0"), seed=seed)
     gguf = ExpertsRef(high_noise=folder / "high.gguf", low_noise=folder / "low.gguf", compute_dtype="float32")
+    stages = replace(lora, steps=parse_step_strengths("0: 0, 3: 0.5"))
     return {
         "plain": experts_ref(),
+        "plain with a LoRA by steps": replace(experts_ref(), loras=(stages,)),
         "plain with LoRA": replace(experts_ref(), loras=(lora,)),
         "fp8 with LoRA": replace(experts_ref(), storage="fp8", loras=(lora,)),
         "GGUF with LoRA": replace(gguf, loras=(lora,)),

@@ -200,7 +200,7 @@ def test_a_cancel_of_saving_leaves_no_latent(
 def test_without_memory_for_the_copy_the_video_is_made_all_the_same(
     opened: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    def save(tensors: object) -> bytes:
+    def save(tensors: object, **_: object) -> bytes:
         raise error
 
     monkeypatch.setattr("safetensors.torch.save", save)

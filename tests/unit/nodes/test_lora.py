@@ -16,6 +16,9 @@ from safetensors.torch import load_file, save_file
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
+from wanstream.nodes.guider import WanStreamGuider
+from wanstream.sampling import RequestError
+from wanstream.schema import StepRange
 from wanstream.schema.refs import ExpertsRef, LoraRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
@@ -132,3 +135,31 @@ def test_names_are_those_of_the_folder(run: Run) -> None:
 def test_strengths_have_limits(run: Run, strength: object) -> None:
     with pytest.raises(InvalidWorkflowError, match="strength_low"):
         run({**PAIR, "strength_low": strength})
+
+
+class TestStrengthsBySteps:
+    def test_a_run_of_two_stages_takes_the_lora_in_the_second_only(self, run: Run) -> None:
+        found = run({**PAIR, "strength_steps": "0: 0"})["samples"]
+        alone = run({**PAIR, "high_noise": "none"})["samples"]
+        assert torch.equal(found, alone), "step 0 is that of the high-noise expert"
+        assert torch.equal(run({**PAIR, "strength_steps": ""})["samples"], run(PAIR)["samples"])
+
+    def test_what_travels_is_a_value_too(self, run: Run) -> None:
+        found: ExpertsRef = run({**PAIR, "strength_steps": "1: 0.5, 0: 0"}, keep="lora0")
+        assert found.loras[0].steps == (StepRange(0, 0, 0.0), StepRange(1, 1, 0.5))
+
+    @pytest.mark.parametrize("text", ["0-1: 0, 1: 1", "0: much", "0", "1-0: 0"])
+    def test_what_cannot_be_read_is_refused_before_a_run(self, run: Run, text: str) -> None:
+        with pytest.raises(InvalidWorkflowError, match=r"as in 0-1: 0|ends before it begins"):
+            run({**PAIR, "strength_steps": text})
+
+    def test_a_range_that_leaves_the_run_is_reported_with_its_steps(self, run: Run) -> None:
+        with pytest.raises(NodeFailedError, match="strength for steps '0-2: 0', and the run has 2 steps, 0 to 1"):
+            run({**PAIR, "strength_steps": "0-2: 0"})
+
+    def test_the_guider_refuses_them_by_name(self) -> None:
+        lora = LoraRef(high_noise=Path("fast.safetensors"), steps=(StepRange(0, 1, 0.0),))
+        experts = ExpertsRef(high_noise=Path("high.safetensors"), low_noise=Path("low.safetensors"), loras=(lora,))
+        settings = {"boundary_ratio": 0.875, "guidance_high": 1.0, "guidance_low": 1.0}
+        with pytest.raises(RequestError, match=r"strength_steps.*which Wan Guider does not apply.*Use Wan Sampler"):
+            WanStreamGuider.execute(experts, [], [], 5.0, **settings)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.api import ModelStreaming, NeedsComfyUIError
+from wanstream.host.api import ModelStreaming, NeedsComfyUIError, ShareVisits
 from wanstream.host.embedded.adapter import EmbeddedHost, Folders
 from wanstream.host.embedded.run import InvalidWorkflowError
 from wanstream.host.folders import ModelNotFoundError, OutsideFolderError
@@ -64,8 +64,8 @@ def test_the_host_loads_the_file_and_streams_a_model_with_the_settings(
     output = WanStreamLoadDiffusionModel.execute(unet_name=FILE, weight_dtype="fp8_e4m3fn", **given)
     default = ModelStreaming(policy=policy or AutoOffload())
     assert output.args == ((models / "diffusion_models" / FILE, "fp8_e4m3fn", default),)
-    settings = {"share_visits": True, "lora_on_arrival": True}
-    changed = ModelStreaming(policy=policy or AutoOffload(), share_visits=True, lora_on_arrival=True)
+    settings: dict[str, Any] = {"share_visits": "on", "lora_on_arrival": True}
+    changed = ModelStreaming(policy=policy or AutoOffload(), share_visits=ShareVisits.ON, lora_on_arrival=True)
     assert WanStreamStreamModel.execute(model="a model", **given, **settings).args == (("a model", changed),)
 
 

@@ -23,7 +23,7 @@ SNAPSHOT = {
         "WANSTREAM_EXPERTS",
     ),
     "WanStreamOneExpert": ("file compute_dtype storage attention compile arithmetic", "WANSTREAM_EXPERTS"),
-    "WanStreamLora": ("experts high_noise low_noise strength_high strength_low", "WANSTREAM_EXPERTS"),
+    "WanStreamLora": ("experts high_noise low_noise strength_high strength_low strength_steps", "WANSTREAM_EXPERTS"),
     "WanStreamLoadDiffusionModel": ("unet_name weight_dtype policy share_visits lora_on_arrival", "MODEL"),
     "WanStreamStreamModel": ("model policy share_visits lora_on_arrival", "MODEL"),
     "WanStreamModelRun": ("model latent", "WANSTREAM_RUN"),
@@ -55,19 +55,30 @@ SNAPSHOT = {
         "reference_image_2 reference_image_3 reference_image_4 longest_side",
         "CONDITIONING CONDITIONING LATENT",
     ),
+    "WanStreamContinueVideo": (
+        "positive negative frames overlap previous previous_file anchor",
+        "CONDITIONING CONDITIONING LATENT",
+    ),
+    "WanStreamLoadLatent": ("file", "LATENT"),
+    "WanStreamSaveLatent": ("latent filename_prefix", "LATENT"),
+    "WanStreamJoinClips": (
+        "clip_1 clip_2 overlap shared_frames clip_3 clip_4 clip_5 clip_6 clip_7 clip_8",
+        "IMAGE",
+    ),
     "WanStreamGuidance": ("guidance_steps nag_scale nag_tau nag_alpha", "WANSTREAM_GUIDANCE"),
     "WanStreamContextWindows": ("frames overlap stride blend repeat_image shift_windows", "WANSTREAM_WINDOWS"),
+    "WanStreamPreview": ("vae latent_scale frames every_s", "WANSTREAM_PREVIEW"),
     "WanStreamSampler": (
         "experts positive negative latent seed steps solver schedule flow_shift boundary_ratio switch_step "
         "guidance_high guidance_low start_step end_step add_noise leftover_noise policy sigmas workers "
-        "cache guidance windows",
+        "cache guidance windows preview",
         "LATENT WANSTREAM_RUN",
     ),
     "WanStreamLane": ("positive negative latent seed lanes", "WANSTREAM_LANES"),
     "WanStreamLaneSampler": (
         "experts lanes steps solver schedule flow_shift boundary_ratio switch_step guidance_high guidance_low "
         "start_step end_step add_noise leftover_noise policy sigmas workers "
-        "cache guidance windows",
+        "cache guidance windows preview",
         "WANSTREAM_LANE_LATENTS WANSTREAM_RUN",
     ),
     "WanStreamLaneLatent": ("latents index", "LATENT"),
@@ -76,9 +87,9 @@ SNAPSHOT = {
         "experts positive negative boundary_ratio guidance_high guidance_low flow_shift policy cache guidance windows",
         "GUIDER",
     ),
-    "WanStreamVAEDecode": ("vae latent tile_size workers memory_gb compute_dtype", "IMAGE"),
+    "WanStreamVAEDecode": ("vae latent tile_size workers memory_gb compute_dtype latent_scale", "IMAGE"),
     "WanStreamSaveVideo": ("images fps filename_prefix crf latent", ""),
-    "WanStreamDecodeVideo": ("vae latent fps filename_prefix crf tile_size memory_gb compute_dtype", ""),
+    "WanStreamDecodeVideo": ("vae latent fps filename_prefix crf tile_size memory_gb compute_dtype latent_scale", ""),
     "WanStreamBenchmark": (
         "run warmup repeats cooldown_s policies prefetch steps filename_prefix trace run_b run_c run_d",
         "IMAGE STRING",

@@ -50,7 +50,9 @@ def test_own_forward_is_streamed_and_detached(make_stack: Callable[..., nn.Modul
         assert torch.equal(model(hidden), plain(hidden))
         with handle.passes(2):
             assert torch.equal(model(hidden), plain(hidden))
+            assert handle.running, "the run goes on for the second pass"
             assert torch.equal(model(hidden + 1), plain(hidden + 1))
+        assert not handle.running
         assert torch.equal(model(hidden), plain(hidden))
     assert snapshot(model) == before
     assert torch.equal(model(hidden), plain(hidden))

@@ -47,9 +47,9 @@ with open("/proc/self/clear_refs", "w") as refs:
 before = status("VmRSS")
 with attach_offload(stacks, policy=policy, device="cpu", source=source, follow_forward=False) as handle:
     with torch.inference_mode(), handle.run(step_visits(["high", "high", "low", "low"], handle.block_counts)) as run:
-        for step, name, block in run.program.visits:
-            with run.visit(step, name, block):
-                hidden = stacks[name][block](hidden)
+        for visit in run.program.visits:
+            with run.visit(*visit):
+                hidden = stacks[visit.expert][visit.block](hidden)
     peak, filled = status("VmHWM"), status("VmRSS")
     handle.release_memory(1 << 60)
     print(peak - before, filled - status("VmRSS"))

@@ -152,13 +152,15 @@ class Replay:
         elif who == "bus":
             fetch, visit = program.fetches[number], ram.visit_of_fetch[number]
             if visit != DIRECT:
-                assert self.slots[ram.program.visit_buffer[visit]] == fetch.block, "another block was read"
+                assert self.slots[ram.program.visit_buffer[visit]] == fetch.block.stored, "another block was read"
             in_use = program.visit_buffer[self._at["device"]] if "device" in self._busy else None
             assert fetch.buffer != in_use, "a buffer was overwritten while it was read"
             self.buffers[fetch.buffer] = None
         else:
             if (slot := self._slot_of_visit(number)) is not None:
-                assert self.slots[slot] == program.visits[number].key, "a slot was overwritten before it was read"
+                assert self.slots[slot] == program.visits[number].key.stored, (
+                    "a slot was overwritten before it was read"
+                )
             assert self.buffers[program.visit_buffer[number]] == program.visits[number].key
 
     def _end(self, who: str, number: int) -> None:
@@ -259,12 +261,12 @@ def test_reads_are_every_other_block_and_each_resident_once(
     read = [fetch.block for fetch in ram.program.fetches]
     if staging:
         assert [key for key in read if not ram_residency.residency.keeps(*key)] == [
-            fetch.block for fetch in not_resident
+            fetch.block.stored for fetch in not_resident
         ]
     of_residents = [key for key in read if ram_residency.residency.keeps(*key)]
     assert len(of_residents) == len(set(of_residents))
     assert set(of_residents) == {
-        fetch.block for fetch in program.fetches if ram_residency.residency.keeps(*fetch.block)
+        fetch.block.stored for fetch in program.fetches if ram_residency.residency.keeps(*fetch.block)
     }
 
 

@@ -38,21 +38,21 @@ def wan_steps(high: int, low: int, blocks: int = 40) -> tuple[Visit, ...]:
 
 
 def stages(visits: tuple[Visit, ...]) -> list[list[Visit]]:
-    return [list(stage) for _, stage in groupby(visits, key=lambda visit: visit.expert)]
+    return [list(stage) for _, stage in groupby(visits, key=lambda visit: (visit.expert, visit.patch))]
 
 
 def overlap(visits: tuple[Visit, ...], residency: Residency) -> int:
     """Most blocks that must be on the device at one visit, counted visit by visit from the definition of a resident."""
     most = 0
     for now, current in enumerate(visits):
-        stage_first = max((i + 1 for i in range(now) if visits[i].expert != current.expert), default=0)
-        stage_past = min(
-            (i for i in range(now, len(visits)) if visits[i].expert != current.expert), default=len(visits)
-        )
+        other = [i for i, visit in enumerate(visits) if (visit.expert, visit.patch) != (current.expert, current.patch)]
+        stage_first = max((i + 1 for i in other if i < now), default=0)
+        stage_past = min((i for i in other if i > now), default=len(visits))
         before, after = (0, len(visits)) if residency.permanent else (stage_first, stage_past)
-        used_before = {visit.key for visit in visits[before : now + 1]}
-        used_after = {visit.key for visit in visits[now:after]}
-        stay = {key for key in used_before & used_after if residency.keeps(*key)}
+        # Of a block with several patches: the one that was used last before, and first after.
+        used_before = {visit.key.stored: visit.key for visit in visits[before : now + 1]}.values()
+        used_after = {visit.key.stored: visit.key for visit in reversed(visits[now:after])}.values()
+        stay = {key for key in {*used_before} & {*used_after} if residency.keeps(*key)}
         most = max(most, len(stay | {current.key}))
     return most
 
@@ -129,7 +129,9 @@ def test_bytes_are_one_pass_of_the_streamed_blocks_per_step(runs_of_whole_steps:
         steps = len({visit.step for visit in stage})
         expected += steps * (len(blocks) - len(residents)) + (0 if run.residency.permanent else len(residents))
     if run.residency.permanent:
-        expected += len({visit.key for visit in run.visits if run.residency.keeps(visit.expert, visit.block)})
+        keys = [visit.key for visit in run.visits if run.residency.keeps(*visit.key)]
+        for stored in {key.stored for key in keys}:  # once, and once more for each change of its patch
+            expected += sum(1 for _ in groupby(key for key in keys if key.stored == stored))
     assert len(program.fetches) == expected
 
 

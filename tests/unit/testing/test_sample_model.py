@@ -48,6 +48,7 @@ class TestContents:
             "loras",
             "text_encoders",
             "vae",
+            "vae_approx",
         ]
 
     @pytest.mark.parametrize("name", SINGLE_FILES)
@@ -60,10 +61,11 @@ class TestContents:
         [
             ("loras/wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors", SINGLE_FILES[0]),
             ("loras/wan2.2_i2v_lightx2v_4steps_lora_v1_{}_noise.safetensors", SINGLE_FILES[2]),
+            ("loras/SVI_v2_PRO_Wan2.2-I2V-A14B_{1}_lora_rank_128_fp16.safetensors", SINGLE_FILES[2]),
         ],
     )
     def test_loras_fit_their_experts(self, sample_models, name, experts):
-        high, low = (open_lora(sample_models / name.format(expert)) for expert in ("high", "low"))
+        high, low = (open_lora(sample_models / name.format(expert, expert.upper())) for expert in ("high", "low"))
         with open_experts(sample_models / experts.format("high"), sample_models / experts.format("low")) as pair:
             pair.set_loras([(high, 1.0)], [(low, 1.0)])
         for lora in (high, low):
@@ -168,7 +170,7 @@ class TestContents:
             - (model.folder / RECORD).stat().st_size
         )
         lines = model.summary().splitlines()
-        assert len(lines) == 42
+        assert len(lines) == 48
         assert lines[-1].endswith(f"on disk, in {model.folder}")
         assert "3.72 MB  vae/wan_2.1_vae.safetensors" in model.summary()
 

@@ -46,7 +46,11 @@ def canned() -> Iterator[Canned]:
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
+            # An upload comes in pieces, without a length.
+            chunked = self.headers.get("Transfer-Encoding") == "chunked"
+            sent = self._pieces() if chunked else self.rfile.read(length)
+            form = self.headers.get("Content-Type", "").startswith("multipart/")
+            body = sent if form else json.loads(sent) if sent else None
             route = self.path.partition("?")[0]
             state.asked.append((self.path, body))
             found = state.answers.get(route, (404, b"404: Not Found"))
@@ -60,6 +64,14 @@ def canned() -> Iterator[Canned]:
             self.send_header("Content-Length", str(len(data) if state.promise is None else state.promise))
             self.end_headers()
             self.wfile.write(data)
+
+        def _pieces(self) -> bytes:
+            found = b""
+            while size := int(self.rfile.readline(), 16):
+                found += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return found
 
         do_GET = do_POST = answer
 
@@ -389,3 +401,43 @@ def test_a_refusal_of_another_shape_is_no_answer(canned: Canned, faults: object)
     canned.answers["/prompt"] = (400, {"error": {"message": "m", "details": ""}, "node_errors": faults})
     with pytest.raises(UnreachableError, match="not as ComfyUI does"):
         host_of(canned).post("id", PROMPT)
+
+
+@pytest.fixture
+def latent(tmp_path: Path) -> Path:
+    path = tmp_path / "a~1.latent"
+    path.write_bytes(bytes(range(256)) * 8)
+    return path
+
+
+def test_a_latent_is_uploaded_under_its_name_and_replaces_an_earlier_one(canned: Canned, latent: Path) -> None:
+    canned.answers["/upload/image"] = (200, {"name": "x.latent", "subfolder": "continued", "type": "output"})
+    host_of(canned).provide("id", latent, "continued/x.latent")
+    route, body = canned.asked[-1]
+    assert route == "/upload/image"
+    assert latent.read_bytes() in body
+    for name, value in (("type", "output"), ("subfolder", "continued"), ("overwrite", "true")):
+        assert f'name="{name}"\r\n\r\n{value}\r\n'.encode() in body
+    assert b'name="image"; filename="x.latent"' in body
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "reason"),
+    [
+        (
+            (413, b"too large"),
+            RefusedError,
+            r"refuses a~1\.latent .* as too large: start it with a higher",
+        ),
+        ((500, b"oops"), UnreachableError, "status 500"),
+        ((502, b"gateway"), UnreachableError, "status 502"),
+        (None, UnreachableError, "no complete answer"),
+        ((403, b"no"), NotComfyUIError, r"does not accept files \(status 403\)"),
+    ],
+)
+def test_a_latent_that_is_not_taken(
+    canned: Canned, latent: Path, answer: Answer, error: type[Exception], reason: str
+) -> None:
+    canned.answers["/upload/image"] = answer
+    with pytest.raises(error, match=reason):
+        host_of(canned).provide("id", latent, "continued/x.latent")

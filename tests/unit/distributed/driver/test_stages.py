@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.driver.local_stages import StepFunction, StepGroup
+from wanstream.distributed.driver.local_stages import StepFunction, StepGroup, run_stages
 from wanstream.distributed.driver.schedule import GroupId
 from wanstream.distributed.driver.stage_run import RestartLimitError, StageRun
 from wanstream.distributed.messages import RunTask
@@ -44,7 +44,7 @@ def videos(count: int) -> list[dict[str, torch.Tensor]]:
     return [{name: torch.randn(VIDEO, generator=generator) for name in ("latent", "image")} for _ in range(count)]
 
 
-def run_stages(
+def run_groups(
     steps: list[list[range]],
     groups: dict[GroupId, StepGroup[Any]],
     states: list[Any],
@@ -71,7 +71,7 @@ def test_another_model_goes_through_stages_and_no_stage_takes_a_step_of_another(
         wanted.append(state)
     unets = {GroupId(place, stage): ToyUnet(stage + 1) for place in range(data) for stage in range(2)}
     told: list[int] = []
-    ended = run_stages(
+    ended = run_groups(
         [STEPS] * 5,
         stages_of({group: unet.step for group, unet in unets.items()}),
         videos(5),
@@ -84,6 +84,28 @@ def test_another_model_goes_through_stages_and_no_stage_takes_a_step_of_another(
         assert set(unet.steps) <= set(STEPS[group.stage])
     if data == 1:
         assert unets[GroupId(0, 0)].steps == [*STEPS[0]] * 5, "one video after the other"
+
+
+@pytest.mark.parametrize(("stages", "borders"), [(1, [7]), (2, [3, 7]), (3, [2, 4, 7]), (7, [*range(1, 8)])])
+def test_steps_are_divided_evenly_among_stages(stages: int, borders: list[int]) -> None:
+    taken: list[list[int]] = [[] for _ in range(stages)]
+
+    def stepping(stage: int) -> StepFunction[int]:
+        def take(state: int, step: int) -> int:
+            taken[stage].append(step)
+            return state + step
+
+        return take
+
+    assert run_stages([stepping(stage) for stage in range(stages)], [0, 100], steps=7) == [21, 121]
+    assert [steps[-1] + 1 for steps in taken] == borders
+    assert all(len(steps) in {2 * (7 // stages), 2 * -(-7 // stages)} for steps in taken)
+
+
+@pytest.mark.parametrize(("stages", "steps"), [(0, 4), (5, 4), (1, 0)])
+def test_every_stage_needs_a_step(stages: int, steps: int) -> None:
+    with pytest.raises(ValueError, match=f"{steps} steps for {stages} stages: give one stage or more"):
+        run_stages([lambda state, step: state] * stages, [0], steps=steps)
 
 
 def test_videos_overlap_in_the_stages() -> None:
@@ -101,7 +123,7 @@ def test_videos_overlap_in_the_stages() -> None:
         return state + 1
 
     groups = stages_of({GroupId(0, 0): first, GroupId(0, 1): second})
-    assert run_stages([[range(1), range(1, 2)]] * 2, groups, [0, 100]) == [2, 102]
+    assert run_groups([[range(1), range(1, 2)]] * 2, groups, [0, 100]) == [2, 102]
 
 
 def test_our_denoiser_is_such_a_step_function(
@@ -122,7 +144,7 @@ def test_our_denoiser_is_such_a_step_function(
 
     groups = stages_of({GroupId(0, 0): stepping(first), GroupId(0, 1): stepping(second)})
     begun = [stepping(first)(None, 0)] * 2
-    ended = run_stages([[range(1, 2), range(2, 4)]] * 2, groups, begun)
+    ended = run_groups([[range(1, 2), range(2, 4)]] * 2, groups, begun)
     first.free()
     second.free()
     for state in ended:
@@ -141,7 +163,7 @@ def test_a_lost_step_is_taken_again_from_the_state_before_it() -> None:
             raise WorkerLostError(f"gone in step {step}", 0)
         return [*state, step]
 
-    assert run_stages([[range(8)]], stages_of({GroupId(0, 0): step}), [[]], max_restarts=2) == [[*range(8)]]
+    assert run_groups([[range(8)]], stages_of({GroupId(0, 0): step}), [[]], max_restarts=2) == [[*range(8)]]
 
 
 def test_one_loss_too_many_is_raised_with_the_last() -> None:
@@ -149,7 +171,7 @@ def test_one_loss_too_many_is_raised_with_the_last() -> None:
         raise WorkerLostError("gone, and its log says why", 0)
 
     with pytest.raises(RestartLimitError, match="its log says why\ngiving up after 2 worker restarts"):
-        run_stages([[range(3)]], stages_of({GroupId(0, 0): step}), [0], max_restarts=2)
+        run_groups([[range(3)]], stages_of({GroupId(0, 0): step}), [0], max_restarts=2)
 
 
 @pytest.mark.parametrize("where", ["step", "on_step"])
@@ -168,9 +190,9 @@ def test_an_error_ends_the_run_and_leaves_no_job(where: str) -> None:
 
     groups = stages_of({GroupId(0, 0): step, GroupId(1, 0): lambda state, step: state + 1})
     with pytest.raises(ArithmeticError, match="NaN"):
-        run_stages([[range(2000)]] * 4, groups, [0] * 4, on_step=on_step)
+        run_groups([[range(2000)]] * 4, groups, [0] * 4, on_step=on_step)
     before = list(taken)
-    assert run_stages([[range(3)]] * 2, groups, [0, 0]) == [3, 3], "usable afterwards"
+    assert run_groups([[range(3)]] * 2, groups, [0, 0]) == [3, 3], "usable afterwards"
     assert len(taken) <= len(before) + 6
 
 
@@ -188,5 +210,5 @@ def test_a_stop_ends_all_jobs() -> None:
         return begun.is_set()
 
     with pytest.raises(SamplingCancelled) as stopped:
-        run_stages([[range(1000)]] * 2, stages_of({GroupId(0, 0): step}), [0, 0], should_stop=should_stop)
+        run_groups([[range(1000)]] * 2, stages_of({GroupId(0, 0): step}), [0, 0], should_stop=should_stop)
     assert (stopped.value.step, stopped.value.block) == (1, 0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from wanstream.distributed.messages import DecodeTask, RendezvousSpec, RunTask, 
 from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling import RequestError, SamplingCancelled
-from wanstream.schema import ExpertsRef, LoraRef, Mesh, PathMap
+from wanstream.schema import ExpertsRef, LoraRef, Mesh, PathMap, parse_step_strengths
+from wanstream.testing.experts import make_lora, save_lora
 from wanstream.tests.support.reports import Reports, latents_of
 from wanstream.wan.transformer.kernels import KernelsError
 
@@ -216,3 +219,23 @@ def test_a_lora_of_another_strength_is_another_run(
     assert torch.equal(seen[0], alone(make_task()))
     assert not torch.equal(seen[1], seen[2])
     assert not torch.equal(seen[0], seen[1])
+
+
+def test_a_stage_takes_the_strengths_of_its_steps(
+    make_task: MakeTask, experts_ref: MakeRef, alone: ComputeAlone, tmp_path: Path, make_tiny_expert: Any
+) -> None:
+    """Each worker begins in the middle of the schedule, with the strengths of its first step."""
+    save_lora(make_lora(make_tiny_expert(), seed=3), tmp_path / "lora", dtype=torch.float32)
+    ranges = parse_step_strengths("0: 0, 3: 0.5")
+    lora = LoraRef(high_noise=tmp_path / "lora", low_noise=tmp_path / "lora", steps=ranges)
+    task = make_task(experts=dataclasses.replace(experts_ref(), loras=(lora,)))
+    state = None
+    for first, end in ((0, 1), (1, 3), (3, 4)):
+        reports = Reports()
+        with contextlib.closing(Worker("cpu", threads=1)) as stage:
+            stage.run(dataclasses.replace(task, resume=state, until=end), reports)
+        state = reports[-1].state
+        assert state is not None
+        assert [report.record.index for report in reports] == list(range(first, end))
+    assert state is not None
+    assert torch.equal(state.latents, alone(task))

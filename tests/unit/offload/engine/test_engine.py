@@ -62,9 +62,9 @@ def test_streamed_equals_plain_with_reads_delayed_at_random(
         for _ in range(2):  # the second run starts from the buffers of the first one
             value = hidden
             with handle.run(step_visits(STEPS, handle.block_counts)) as run:
-                for step, expert, index in run.program.visits:
-                    with run.visit(step, expert, index):
-                        value = stacks[expert][index](value)
+                for visit in run.program.visits:
+                    with run.visit(*visit):
+                        value = stacks[visit.expert][visit.block](value)
             assert torch.equal(value, expected)
             assert tuple(run.fetched) == run.program.fetches
 

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, UMT5EncoderModel
 
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.offload.sources.file import FileSource
+from wanstream.plan import BlockKey
 from wanstream.schema import OffloadPolicy
 from wanstream.wan.text import encoder as text_encoder
 from wanstream.wan.text.encoder import PromptError, open_text_encoder
@@ -99,7 +100,7 @@ class TestAgainstDiffusers:
         monkeypatch.setattr(text_encoder, "FileSource", RecordingSource)
         open_text_encoder(tiny_pipeline()).encode(PROMPTS, device="cpu")
 
-        assert sorted(read) == [("umt5", 0), ("umt5", 1)]
+        assert sorted(read) == [BlockKey("umt5", 0), BlockKey("umt5", 1)]
 
     def test_another_length(self, tiny_pipeline, diffusers_encode):
         encoder = open_text_encoder(tiny_pipeline(), compute_dtype=torch.float32)

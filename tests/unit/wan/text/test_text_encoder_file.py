@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.offload.sources.file import FileSource
+from wanstream.plan import BlockKey
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.components import save_text_encoder_file, save_text_encoder_folders
 from wanstream.testing.number_formats import ENCODERS, MixedLayout
@@ -217,7 +218,7 @@ class TestMemory:
         monkeypatch.setattr(text_encoder, "FileSource", RecordingSource)
         embeddings(encoder_file(fp8="scaled_fp8"), torch.bfloat16)
 
-        assert sorted(read) == [("umt5", 0), ("umt5", 1)]
+        assert sorted(read) == [BlockKey("umt5", 0), BlockKey("umt5", 1)]
 
     @pytest.mark.parametrize("fp8", [None, "scaled_fp8"])
     def test_the_token_table_is_never_loaded(self, encoder_file: Callable[..., Path], fp8: str | None) -> None:

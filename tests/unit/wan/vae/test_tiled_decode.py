@@ -11,7 +11,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from wanstream.schema import StateError
-from wanstream.wan.vae.tiles import TileBlender, Tiling, crop, decode_tile, decoded_frames
+from wanstream.wan.vae.tiles import TileBlender, Tiling, crop, decoded_frames, gather_tile
 from wanstream.wan.vae.vae import open_vae
 
 TILING = Tiling(pixels=64, stride=48)
@@ -54,10 +54,14 @@ def test_tiles_in_any_order_are_bit_equal_to_diffusers(
     frames_out = torch.full((4 * (frames - 1) + 1, 8 * size[0], 8 * size[1], 3), torch.nan)
     blender = TileBlender(TILING, into=frames_out)
     for tile in tiles:
-        blender.put(tile, decode_tile(own_vae, crop(latents, tile)))
+        blender.put(tile, _decode_tile(own_vae, crop(latents, tile)))
     assert blender.frames is frames_out
     assert torch.equal(frames_out, expected)
     assert own_vae.decode(latents).sample.shape[2] == len(expected), "the VAE itself still works"
+
+
+def _decode_tile(vae: AutoencoderKLWan, tile: torch.Tensor, check: Callable[[], None] = lambda: None) -> torch.Tensor:
+    return gather_tile(decoded_frames(vae, tile), tile, check)
 
 
 @pytest.mark.parametrize("tile", [0, 64])
@@ -91,7 +95,7 @@ def test_a_decode_that_is_stopped_ends_before_the_next_latent_frame(own_vae: Aut
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        decode_tile(own_vae, _latents(5, 4, 4), check)
+        _decode_tile(own_vae, _latents(5, 4, 4), check)
     assert calls == [0, 1]
 
 
@@ -99,10 +103,10 @@ def test_missing_and_repeated_tiles_are_reported(own_vae: AutoencoderKLWan) -> N
     latents = _latents(1, 8, 20)
     first, *others = TILING.tiles(8, 20)
     blender = TileBlender(TILING, into=torch.empty(1, 64, 160, 3))
-    blender.put(first, decode_tile(own_vae, crop(latents, first)))
+    blender.put(first, _decode_tile(own_vae, crop(latents, first)))
     with pytest.raises(StateError, match=f"{len(others)} of {len(others) + 1} tiles are missing"):
         _ = blender.frames
-    blender.put(others[-1], decode_tile(own_vae, crop(latents, others[-1])))
+    blender.put(others[-1], _decode_tile(own_vae, crop(latents, others[-1])))
     for again in (first, others[-1]):
         with pytest.raises(StateError, match="was added before"):
-            blender.put(again, decode_tile(own_vae, crop(latents, again)))
+            blender.put(again, _decode_tile(own_vae, crop(latents, again)))

@@ -1,0 +1,157 @@
+"""Node that continues a clip by its latent, without decoding and encoding it again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...host import io, search_aliases
+from ...sampling import Continuation, continuation, leftover_sigma, overlap_frames
+from ...schema import FRAMES_PER_LATENT
+from ..latents import MAX_SIZE, Conditioning, added
+from .latent_files import NONE, check_latent_name, latent_stamp, load_latent, saved_latent_input
+
+MAX_OVERLAP = 64
+
+
+class ContinuationError(ValueError):
+    """The inputs of Wan Continue Video contradict each other."""
+
+
+def previous_latent(previous: dict[str, Any] | None, file: str) -> torch.Tensor | None:
+    """Return the raw samples of the previous clip, None for the first clip of a video.
+
+    Raises ContinuationError for two latents or one with leftover noise, and the errors of `load_latent`.
+    """
+    if previous is not None and file != NONE:
+        raise ContinuationError(
+            f"both a latent and the file {file} are given: disconnect previous, or set previous_file to {NONE}"
+        )
+    latent = previous if file == NONE else load_latent(file)
+    if latent is None:
+        return None
+    sigma = leftover_sigma(latent)
+    if sigma:
+        raise ContinuationError(
+            f"the previous clip still has noise (level {sigma:.3f}): continue from the latent of its last step"
+        )
+    samples: torch.Tensor = latent["samples"]
+    return samples
+
+
+def start_image(conditioning: Conditioning) -> torch.Tensor | None:
+    """Return the raw latent of the start image that a conditioning carries."""
+    return conditioning[0][1].get("concat_latent_image") if conditioning else None
+
+
+def continued(
+    positive: Conditioning, negative: Conditioning, condition: Continuation
+) -> tuple[Conditioning, Conditioning, dict[str, torch.Tensor]]:
+    """Return both sides with the condition, and an empty LATENT of its shape."""
+    values = {"concat_latent_image": condition.image, "concat_mask": condition.mask}
+    empty = {"samples": torch.zeros_like(condition.image)}
+    return added(positive, values), added(negative, values), empty
+
+
+class WanStreamContinueVideo(io.ComfyNode):
+    """Condition of a clip that continues another one."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamContinueVideo",
+            display_name="Wan Continue Video",
+            category="WanStream/video",
+            **search_aliases("svi", "long video", "extend video", "last frame", "infinite"),
+            description="Continues a clip from its latent, as SVI 2.0 Pro does, without decoding it. Needs I2V "
+            "experts of Wan2.2 A14B, and the LoRAs of SVI 2.0 Pro for a clean continuation.",
+            inputs=[
+                io.Conditioning.Input(
+                    "positive",
+                    tooltip="From Wan Text Encode, or from an image-to-video node, whose image is the anchor.",
+                ),
+                io.Conditioning.Input("negative", tooltip="Like positive; gets the same condition."),
+                io.Int.Input(
+                    "frames",
+                    default=81,
+                    min=1,
+                    max=MAX_SIZE["frames"],
+                    step=FRAMES_PER_LATENT,
+                    tooltip="4n + 1, for this clip alone. Memory and time of a step are those of one clip, however "
+                    "long the video becomes.",
+                ),
+                io.Int.Input(
+                    "overlap",
+                    default=1,
+                    min=0,
+                    max=MAX_OVERLAP,
+                    tooltip="Latent frames at the end of the previous clip that this clip begins with: 1 is 1 frame, 2 "
+                    "are 5. SVI uses 1. Give Wan Join Clips the same number.",
+                ),
+                io.Latent.Input(
+                    "previous",
+                    optional=True,
+                    tooltip="Latent of the clip before, from Wan Sampler. Without it and without a file, this is the "
+                    "first clip of a video.",
+                ),
+                saved_latent_input(
+                    "previous_file",
+                    "Saved latent of the clip before, instead of previous. A batch sets it for rows with continues.",
+                    optional=True,
+                ),
+                io.Latent.Input(
+                    "anchor",
+                    optional=True,
+                    tooltip="Its first frame is the anchor, which keeps the video from drifting. Default: the image of "
+                    "the prompts, without one the first frame of the previous clip.",
+                ),
+            ],
+            outputs=[
+                io.Conditioning.Output(display_name="positive"),
+                io.Conditioning.Output(display_name="negative"),
+                io.Latent.Output(display_name="latent"),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls, frames: int | None = None, overlap: int | None = None, previous_file: str | None = NONE
+    ) -> bool:
+        check_clip(frames, overlap)
+        check_latent_name(previous_file)
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, previous_file: str | None = NONE, **_: object) -> object:
+        return latent_stamp(previous_file)
+
+    @classmethod
+    def execute(
+        cls,
+        positive: Conditioning,
+        negative: Conditioning,
+        frames: int,
+        overlap: int,
+        previous: dict[str, Any] | None = None,
+        previous_file: str = NONE,
+        anchor: dict[str, torch.Tensor] | None = None,
+    ) -> io.NodeOutput:
+        condition = continuation(
+            previous_latent(previous, previous_file),
+            anchor=start_image(positive) if anchor is None else anchor["samples"],
+            overlap=overlap,
+            frames=(frames - 1) // FRAMES_PER_LATENT + 1,
+        )
+        return io.NodeOutput(*continued(positive, negative, condition))
+
+
+def check_clip(frames: int | None, overlap: int | None) -> None:
+    """Raise ContinuationError for numbers that no clip has; a linked number is None."""
+    if frames is not None and frames % FRAMES_PER_LATENT != 1:
+        raise ContinuationError(f"frames is {frames}, it must be a multiple of 4 plus 1: use {frames // 4 * 4 + 1}")
+    if frames is not None and overlap is not None and overlap_frames(overlap + 1) > frames:
+        raise ContinuationError(
+            f"the anchor and an overlap of {overlap} latent frames need {overlap_frames(overlap + 1)} frames, and the "
+            f"clip has {frames}: lower overlap, or raise frames"
+        )

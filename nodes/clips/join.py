@@ -1,0 +1,71 @@
+"""Node that joins decoded clips."""
+
+from __future__ import annotations
+
+import torch
+
+from ...host import io, search_aliases
+from ...sampling import overlap_frames
+from ..runs.clip_join import join_clips
+from .continue_video import MAX_OVERLAP
+
+MAX_CLIPS = 8
+FROM_OVERLAP = -1
+"""Value of `shared_frames` for the number that follows from `overlap`."""
+
+
+class WanStreamJoinClips(io.ComfyNode):
+    """Joiner of clips whose ends overlap."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamJoinClips",
+            display_name="Wan Join Clips",
+            category="WanStream/video",
+            **search_aliases("long video", "concatenate", "crossfade", "blend", "extend video"),
+            description="Joins decoded clips into one video and blends the frames that neighbours share.",
+            inputs=[
+                io.Image.Input("clip_1", tooltip="First clip, from Wan VAE Decode."),
+                io.Image.Input("clip_2", tooltip="Its continuation, of the same size."),
+                io.Int.Input(
+                    "overlap",
+                    default=1,
+                    min=0,
+                    max=MAX_OVERLAP,
+                    tooltip="Overlap of Wan Continue Video in latent frames: 1 is 1 shared frame, 2 are 5, 3 are 9.",
+                ),
+                io.Int.Input(
+                    "shared_frames",
+                    default=FROM_OVERLAP,
+                    min=FROM_OVERLAP,
+                    max=1024,
+                    optional=True,
+                    tooltip="Number of blended frames, instead of that of overlap; -1: from overlap. More frames "
+                    "hide a change of colour, and blur motion that differs.",
+                ),
+                *(
+                    io.Image.Input(
+                        f"clip_{number}",
+                        optional=True,
+                        tooltip="Next clip. RAM holds all clips and the joined video.",
+                    )
+                    for number in range(3, MAX_CLIPS + 1)
+                ),
+            ],
+            outputs=[io.Image.Output(display_name="images")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        clip_1: torch.Tensor,
+        clip_2: torch.Tensor,
+        overlap: int,
+        shared_frames: int = FROM_OVERLAP,
+        **others: torch.Tensor,
+    ) -> io.NodeOutput:
+        # Inputs that are not connected leave a gap; the order is that of the numbers.
+        later = [others[name] for name in sorted(others)]
+        shared = overlap_frames(overlap) if shared_frames == FROM_OVERLAP else shared_frames
+        return io.NodeOutput(join_clips([clip_1, clip_2, *later], shared))

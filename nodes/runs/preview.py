@@ -1,0 +1,153 @@
+"""Moving previews of a run: its first frames as they are estimated now, decoded by a tiny VAE between two steps.
+
+Between two steps the memory in which blocks compute is free, so a preview takes none in addition. It ends before the
+next step begins, and previews together take at most `MAX_SHARE` of the run.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from ...devices import auto_dtype, forget, is_out_of_memory
+from ...schema import FRAMES_PER_LATENT
+from ...wan import BY_FILE_NAME, WAN22, WanVae, denormalise, open_tiny_vae
+
+MAX_SHARE = 0.05
+"""Largest share of a run's time in previews."""
+PREVIEW_PIXELS = 384
+"""Longest side of a preview."""
+QUALITY = 75
+"""Of WebP, which shows a video of 33 frames in 20 to 100 kB."""
+FPS, FPS_5B = 16, 24
+
+logger = logging.getLogger("wanstream.nodes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewSettings:
+    """Settings of moving previews."""
+
+    vae: Path
+    """File of a tiny VAE."""
+    latent_scale: str = BY_FILE_NAME
+    """One of `LATENT_SCALES`."""
+    frames: int = 33
+    """Most frames of a preview: 4n + 1, from the start of the video."""
+    every_s: float = 5.0
+    """Fewest seconds between two previews."""
+
+    def open(self, device: torch.device) -> WanVae:
+        """Open the VAE in the default dtype of the device; raises the errors of `open_tiny_vae`."""
+        return open_tiny_vae(self.vae, auto_dtype(device), self.latent_scale)
+
+
+def is_due(waited_s: float, cost_s: float, every_s: float) -> bool:
+    """Return whether a preview may follow the last one, which took `cost_s` and ended `waited_s` ago."""
+    return waited_s >= max(every_s, cost_s * (1 / MAX_SHARE - 1))
+
+
+class MovingPreviews(AbstractContextManager["MovingPreviews"]):
+    """Previews of one run, for one page or more; the first comes `every_s` after the start.
+
+    Args:
+        is_watched: returns True while a page shows the run; nothing is decoded for none.
+        check: called before every latent frame; may raise to end the run.
+        clock: seconds.
+
+    Raises:
+        VaeInputError: the VAE is not that of `latents`.
+        Exception: the errors of `open_tiny_vae`.
+    """
+
+    def __init__(
+        self,
+        settings: PreviewSettings,
+        latents: torch.Tensor,
+        device: torch.device,
+        *,
+        is_watched: Callable[[], bool],
+        check: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._settings, self._device, self._is_watched, self._clock = settings, device, is_watched, clock
+        self._check = check
+        self._vae = settings.open(device)
+        self._vae.check_latents(latents)
+        self._ended_at = clock()
+        self._cost_s = 0.0
+        self._failed = False
+        self.count = 0
+        """Number of previews."""
+        self.spent_s = 0.0
+        """Seconds in all of them."""
+
+    def update(self, denoised: torch.Tensor) -> bytes | None:
+        """Return an animated WebP of normalised latents [B, C, T, h, w], of the first video; None if none is due.
+
+        Previews end without an error of the run if memory runs out or if the file is lost.
+        """
+        began_at = self._clock()
+        due = is_due(began_at - self._ended_at, self._cost_s, self._settings.every_s)
+        if self._failed or not due or not self._is_watched():
+            return None
+        try:
+            image = self._image(denoised)
+        except (RuntimeError, OSError) as err:
+            if isinstance(err, RuntimeError) and not is_out_of_memory(err):
+                raise
+            # A preview is not worth a run of hours.
+            self._failed = True
+            logger.warning("no more previews in this run: %s", forget(err))
+            self._vae.close()
+            return None
+        self._ended_at = self._clock()
+        self._cost_s = self._ended_at - began_at
+        self.count, self.spent_s = self.count + 1, self.spent_s + self._cost_s
+        return image
+
+    def _image(self, denoised: torch.Tensor) -> bytes:
+        latents = (self._settings.frames - 1) // FRAMES_PER_LATENT + 1
+        raw = denormalise(denoised[:1, :, :latents].to(self._device, torch.float32))
+        pictures = [
+            _small(Image.fromarray(frame.numpy()))
+            for part in self._vae.stream(raw, device=self._device, check=self._check)
+            for frame in part
+        ]
+        return _animation(pictures, FPS_5B if self._vae.space == WAN22 else FPS)
+
+    def __exit__(self, *_: object) -> None:
+        self._vae.close()
+        if self.count:
+            logger.info(
+                "%d moving previews took %.2f s, %.3f s each", self.count, self.spent_s, self.spent_s / self.count
+            )
+
+
+def _small(picture: Image.Image) -> Image.Image:
+    picture.thumbnail((PREVIEW_PIXELS, PREVIEW_PIXELS), Image.Resampling.BOX)
+    return picture
+
+
+def _animation(pictures: list[Image.Image], fps: int) -> bytes:
+    file = io.BytesIO()
+    first, *others = pictures
+    first.save(
+        file,
+        "WEBP",
+        save_all=True,
+        append_images=others,
+        duration=round(1000 / fps),
+        loop=0,
+        quality=QUALITY,
+        method=0,  # the fastest
+    )
+    return file.getvalue()

@@ -1,0 +1,98 @@
+"""Strength of a LoRA that differs between ranges of steps, and its parsing from text."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+LARGEST_STRENGTH = 10.0
+"""Largest strength of a LoRA, and the smallest with a minus sign."""
+EXAMPLE = "0-1: 0, 2-3: 0.5"
+
+_RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?\s*:\s*(\S+)")
+
+
+class StepStrengthsError(ValueError):
+    """Invalid strengths by steps; the message says why, and what to write instead."""
+
+
+class StepRange(NamedTuple):
+    """Strength in the steps `first` to `last`, both included and counted from 0 in the whole schedule."""
+
+    first: int
+    last: int
+    strength: float
+
+    def __str__(self) -> str:
+        steps = str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+        return f"{steps}: {self.strength:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStrengths:
+    """Strength of a LoRA in each step of a run."""
+
+    usual: float
+    """Strength in all steps outside the ranges."""
+    ranges: tuple[StepRange, ...] = ()
+    """Ranges that share no step."""
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """All strengths."""
+        return (self.usual, *(each.strength for each in self.ranges))
+
+    @property
+    def starts(self) -> frozenset[int]:
+        """Steps from which the strength may differ from that of the step before."""
+        return frozenset({0}.union(*({each.first, each.last + 1} for each in self.ranges)))
+
+    def at(self, step: int) -> float:
+        """Return the strength in a step of the whole schedule."""
+        return next((each.strength for each in self.ranges if each.first <= step <= each.last), self.usual)
+
+    def __str__(self) -> str:
+        ranges = ", ".join(map(str, self.ranges))
+        return f"{self.usual:g} ({ranges})" if ranges else f"{self.usual:g}"
+
+
+def parse_step_strengths(text: str) -> tuple[StepRange, ...]:
+    """Parse ranges of steps with their strengths, as in "0-1: 0, 2-3: 0.5"; commas, semicolons or lines divide them.
+
+    Raises:
+        StepStrengthsError: a range cannot be read, runs backwards, shares a step with another one, or has a strength
+            that is not a number of at most `LARGEST_STRENGTH`.
+    """
+    ranges = sorted(_parse_range(part.strip()) for part in re.split(r"[,;\n]", text) if part.strip())
+    for before, after in pairwise(ranges):
+        if after.first <= before.last:
+            raise StepStrengthsError(
+                f"step {after.first} has two strengths, in {str(before)!r} and in {str(after)!r}: give ranges of steps "
+                f"that share no step, as in {EXAMPLE}"
+            )
+    return tuple(ranges)
+
+
+def _parse_range(part: str) -> StepRange:
+    found = _RANGE.fullmatch(part)
+    if found is None:
+        raise StepStrengthsError(
+            f"strengths by steps have {part!r}: give the first and the last step, a colon, and the strength, as in "
+            f"{EXAMPLE}"
+        )
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
+        raise StepStrengthsError(f"{part!r} ends before it begins: write {last}-{first}")
+    try:
+        strength = float(found[3])
+    except ValueError:
+        strength = math.nan
+    if not -LARGEST_STRENGTH <= strength <= LARGEST_STRENGTH:  # also refuses NaN
+        raise StepStrengthsError(
+            f"{found[3]!r} in {part!r} is not a number from {-LARGEST_STRENGTH:g} to {LARGEST_STRENGTH:g}: give a "
+            f"strength, as in {EXAMPLE}"
+        )
+    return StepRange(first, last, strength)

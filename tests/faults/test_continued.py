@@ -1,0 +1,107 @@
+"""Ten rows that continue each other, with clients killed at seeded points: every row is there, once and unchanged."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from wanstream.cli.arguments import DONE
+from wanstream.cli.batch.output_store import check_media
+from wanstream.tests.faults.points import Points, kill
+from wanstream.tests.faults.replaced import computing_replaced, latent_of, named_models
+from wanstream.tests.faults.stage import Stage
+from wanstream.wan.latent_file import read_latent
+
+SEED, COUNT, ROWS = 19, 20, 10
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="clients are forked"),
+    # Python warns about a fork in a process with threads; a client does not use the threads of the test run.
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+]
+
+WORKFLOW = Path(__file__).parents[2] / "workflows" / "api" / "continue_video.json"
+MakeStage = Callable[[str], Stage]
+
+
+def rows() -> list[dict[str, Any]]:
+    """A chain in another order than that of the file, and a branch from its middle."""
+    chain = [{"name": f"r{number}", "sampler.seed": number} for number in range(ROWS)]
+    for number in range(1, ROWS):
+        chain[number]["continues"] = f"r{number - 1 if number < ROWS - 1 else 4}"
+    random.Random(SEED).shuffle(chain)
+    return chain
+
+
+@pytest.fixture(scope="module")
+def make_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeStage]:
+    torch.set_num_threads(1)  # A child of a process with a pool of threads would wait for threads that it lacks.
+    folder = tmp_path_factory.mktemp("continued")
+    workflow = json.loads(WORKFLOW.read_text(encoding="utf-8"))
+    models = named_models(folder / "named", workflow)
+    Image.new("RGB", (32, 32)).save(folder / "example.png")
+    with computing_replaced():
+        yield lambda name: Stage(folder / name, workflow, rows(), ["--models", str(models), "--input", str(folder)])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make_stage: MakeStage) -> tuple[Mapping[str, bytes], int]:
+    """The contents of all files of an undisturbed run, and the number of its points."""
+    stage, points = make_stage("undisturbed"), Points()
+    counted = stage.folder / "points"
+    code = stage.wait(stage.start(points.install, after=lambda: counted.write_text(str(points.count))))
+    assert code == DONE, stage.stderr()
+    return contents(stage.out), int(counted.read_text())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Whole files: a video as its bytes, a latent as its values, because the order of its metadata is not fixed."""
+    found = {}
+    for path in sorted((*folder.glob("*.mp4"), *folder.glob("*.latent"))):
+        check_media(path)
+        video = path.suffix == ".mp4"
+        found[path.name] = path.read_bytes() if video else read_latent(path).samples.numpy().tobytes()
+    return found
+
+
+def test_every_row_follows_from_the_row_before(undisturbed: tuple[Mapping[str, bytes], int]) -> None:
+    made, _ = undisturbed
+    assert made.keys() == {f"r{number}~{file}" for number in range(ROWS) for file in ("1.latent", "2.mp4")}
+    seeds = [0]
+    for number in range(1, ROWS):
+        before = seeds[4] if number == ROWS - 1 else seeds[-1]
+        seeds.append(zlib.crc32(latent_of(before).numpy().tobytes(), number))
+    for number, seed in enumerate(seeds):
+        assert made[f"r{number}~1.latent"] == latent_of(seed).numpy().tobytes()
+    assert len({made[f"r{number}~2.mp4"] for number in range(ROWS)}) == ROWS
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("index", range(COUNT))
+def test_a_kill_costs_no_row(make_stage: MakeStage, undisturbed: tuple[Mapping[str, bytes], int], index: int) -> None:
+    expected, points = undisturbed
+    chance = random.Random(f"{SEED}/{index}")
+    stage = make_stage(f"killed{index}")
+    # Spread over the run, and twice in every other case.
+    ats = [chance.randrange(index * points // COUNT, (index + 1) * points // COUNT)]
+    ats += [chance.randrange(points // 2)] if index % 2 else []
+    for at in ats:
+        stage.run(Points(at, kill, after=chance.random() < 0.5).install)
+    stage.finish()
+    assert not stage.findings.lost, stage.findings
+    assert -9 in stage.findings.codes
+    assert contents(stage.out) == expected
+    assert "Traceback" not in stage.stderr()
+    left = [path for path in (stage.out / ".wanstream").rglob("*") if path.is_file() and path.name != "lock"]
+    assert not left, "nothing is left behind"
+    stage.clear()

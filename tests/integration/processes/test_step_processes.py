@@ -1,0 +1,96 @@
+"""Stages of models that are not ours, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import wanstream
+from wanstream.distributed import RestartLimitError, StepProcess, run_stages
+from wanstream.tests.support.step_functions import make_adding, make_dying, make_meeting, make_nothing
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(str(wanstream.__file__)).parent
+EXAMPLES = ROOT / "docs" / "examples"
+
+
+@pytest.fixture
+def svd(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example, as a module that new processes find too."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return import_module("svd_stages")
+
+
+@pytest.fixture
+def in_one_process(svd: ModuleType) -> list[torch.Tensor]:
+    """Latents of the example's videos, computed here one after the other."""
+    step, found, threads = svd.make_step("cpu"), [], torch.get_num_threads()
+    for seed in range(svd.VIDEOS):
+        state = svd.new_video(seed)
+        for number in range(svd.STEPS):
+            state = step(state, number)
+        found.append(state["latent"])
+    torch.set_num_threads(threads)
+    return found
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_svd_in_stages_is_bit_equal_to_one_process(
+    workers: int, svd: ModuleType, in_one_process: list[torch.Tensor], capsys: pytest.CaptureFixture[str]
+) -> None:
+    latents = svd.main(workers)
+    assert svd.VIDEOS == 4
+    for found, expected in zip(latents, in_one_process, strict=True):
+        assert found.shape == (1, svd.FRAMES, 4, 8, 8)
+        assert torch.equal(found, expected)
+        assert torch.isfinite(found).all()
+    assert not torch.equal(latents[0], latents[1])
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line.partition(":")[0] for line in lines) == sorted(
+        f"video {video}" for video in range(4) for _ in range(svd.STEPS)
+    )
+
+
+def test_the_example_runs_as_its_page_says() -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "svd_stages.py", "1"], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert len(done.stdout.splitlines()) == 32
+    assert "examples/svd_stages.py" in (ROOT / "docs" / "workers.md").read_text(encoding="utf-8")
+
+
+def test_processes_compute_different_items_at_once(tmp_path: Path) -> None:
+    """The first stage's second item and the second stage's first one wait for each other: only together they end."""
+    with ExitStack() as stack:
+        stages = [
+            stack.enter_context(StepProcess(make_meeting, str(tmp_path), own, other))
+            for own, other in (("first", "second"), ("second", "first"))
+        ]
+        assert run_stages(stages, [0, 100], steps=2) == [2, 102]
+
+
+def test_a_process_that_ends_is_replaced_and_its_step_taken_again(tmp_path: Path) -> None:
+    with StepProcess(make_adding, 10) as first, StepProcess(make_dying, str(tmp_path / "died"), 3) as second:
+        assert run_stages([first, second], [0, 100], steps=4, max_restarts=1) == [22, 122]
+    assert (tmp_path / "died").exists()
+
+
+def test_a_loss_too_many_names_the_step(tmp_path: Path) -> None:
+    with (
+        StepProcess(make_dying, str(tmp_path / "died"), 1) as stage,
+        pytest.raises(RestartLimitError, match="the process of make_dying ended in step 1"),
+    ):
+        run_stages([stage], [0], steps=2)
+
+
+def test_an_error_of_the_process_is_raised_here() -> None:
+    with StepProcess(make_nothing) as stage, pytest.raises(ValueError, match="no room for the model"):
+        run_stages([stage], [0], steps=1)

@@ -1,0 +1,276 @@
+"""Moving previews: when they are due, what they show, what they cost, and that they change no run."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io as bytes_io
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from wanstream.cli.batch.lanes import merge_lanes
+from wanstream.host.embedded.run import History, NodeFailedError
+from wanstream.host.run_events import PREVIEW, STEP
+from wanstream.nodes import WanStreamExtension
+from wanstream.nodes.runs import preview as previews_module
+from wanstream.nodes.runs.preview import MAX_SHARE, PREVIEW_PIXELS, MovingPreviews, PreviewSettings, is_due
+from wanstream.schema import Cancelled
+from wanstream.tests.support.embedded import embedded_host, run_workflow
+from wanstream.wan import denormalise, open_tiny_vae
+from wanstream.wan.vae.vae import VaeInputError
+
+WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"
+NODES = asyncio.run(WanStreamExtension().get_node_list())
+CPU = torch.device("cpu")
+DENOISED = torch.randn(2, 16, 4, 4, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def settings(sample_models: Path) -> PreviewSettings:
+    return PreviewSettings(vae=sample_models / "vae_approx" / "lighttaew2_1.safetensors", frames=9)
+
+
+def previews(settings: PreviewSettings, clock: Callable[[], float]) -> MovingPreviews:
+    return MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: True, clock=clock)
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "cost_s", "every_s", "due"),
+    [
+        (0.0, 0.0, 0.0, True),
+        (4.9, 0.0, 5.0, False),
+        (5.0, 0.0, 5.0, True),
+        (5.0, 0.2, 5.0, True),
+        (5.0, 0.3, 5.0, False),
+        (5.8, 0.3, 5.0, True),
+        (18.0, 1.0, 0.0, False),
+        (19.0, 1.0, 0.0, True),
+    ],
+)
+def test_a_preview_is_due_after_a_pause_that_grows_with_its_cost(
+    waited_s: float, cost_s: float, every_s: float, due: bool
+) -> None:
+    assert is_due(waited_s, cost_s, every_s) is due
+
+
+@pytest.mark.parametrize(("step_s", "cost_s"), [(0.01, 0.5), (2.0, 0.3), (0.5, 3.0), (30.0, 0.1)])
+def test_previews_take_at_most_a_twentieth_of_a_run(
+    settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch, step_s: float, cost_s: float
+) -> None:
+    clock = Clock()
+
+    def image(self: MovingPreviews, denoised: torch.Tensor) -> bytes:
+        clock.now += cost_s
+        return b"picture"
+
+    monkeypatch.setattr(MovingPreviews, "_image", image)
+    with previews(PreviewSettings(vae=settings.vae, every_s=0.0), clock) as shown:
+        for _ in range(2000):
+            clock.now += step_s
+            shown.update(DENOISED)
+        lasted = clock.now - 100.0
+    assert shown.count > 1
+    # The first one is taken before its cost is known.
+    assert shown.spent_s <= MAX_SHARE * lasted + cost_s
+    assert shown.spent_s == pytest.approx(shown.count * cost_s)
+
+
+def pictures_of(webp: bytes) -> list[Image.Image]:
+    with Image.open(bytes_io.BytesIO(webp)) as picture:
+        assert picture.format == "WEBP"
+        return [picture.copy().convert("RGB") for at in range(picture.n_frames) if picture.seek(at) is None]
+
+
+def test_a_preview_shows_the_first_frames_of_the_first_video(settings: PreviewSettings) -> None:
+    clock = Clock()
+    with previews(settings, clock) as shown:
+        clock.now += 5
+        webp = shown.update(DENOISED)
+        assert webp is not None
+        assert shown.update(DENOISED) is None, "the pause begins again"
+    with Image.open(bytes_io.BytesIO(webp)) as picture:
+        assert (picture.n_frames, picture.size, picture.info["loop"]) == (9, (48, 32), 0)
+        picture.load()
+        assert picture.info["duration"] == 62  # milliseconds, for 16 frames per second
+    with open_tiny_vae(settings.vae) as vae:
+        frames = torch.cat([*vae.stream(denormalise(DENOISED[:1]), device="cpu")])
+    shown_frames = [torch.frombuffer(bytearray(got.tobytes()), dtype=torch.uint8) for got in pictures_of(webp)]
+    for at, got in enumerate(shown_frames):
+        distances = [(got.view(frame.shape).float() - frame).abs().mean() for frame in frames]
+        assert distances.index(min(distances)) == at, "nearest to its own frame, whatever WebP loses"
+
+
+def test_a_long_side_is_reduced(settings: PreviewSettings) -> None:
+    clock = Clock()
+    with previews(settings, clock) as shown:
+        clock.now += 5
+        webp = shown.update(torch.zeros(1, 16, 1, 2, 100))
+        assert webp is not None
+    assert pictures_of(webp)[0].size == (PREVIEW_PIXELS, round(16 * PREVIEW_PIXELS / 800))
+
+
+def test_nothing_is_decoded_while_no_page_is_open(settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, pages = Clock(), [False, True]
+    shown = MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: pages.pop(0), clock=clock)
+    with shown:
+        clock.now += 5
+        assert shown.update(DENOISED) is None
+        assert shown.update(DENOISED) is not None, "a page was opened"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), OSError("lost")])
+def test_a_run_goes_on_without_previews_that_fail(
+    settings: PreviewSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    def fail(self: MovingPreviews, denoised: torch.Tensor) -> bytes:
+        calls.append(1)
+        raise error
+
+    calls: list[int] = []
+    monkeypatch.setattr(MovingPreviews, "_image", fail)
+    clock = Clock()
+    with caplog.at_level(logging.WARNING, "wanstream.nodes"), previews(settings, clock) as shown:
+        for _ in range(3):
+            clock.now += 100
+            assert shown.update(DENOISED) is None
+    assert len(calls) == 1
+    assert caplog.messages == [f"no more previews in this run: {error}"]
+
+
+def test_a_cancel_ends_a_preview(settings: PreviewSettings) -> None:
+    clock, checks = Clock(), iter([None, Cancelled("stopped")])
+
+    def check() -> None:
+        if (error := next(checks)) is not None:
+            raise error
+
+    with MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: True, check=check, clock=clock) as shown:
+        clock.now += 5
+        with pytest.raises(Cancelled):
+            shown.update(DENOISED)
+    assert next(checks, "used") == "used", "before the second latent frame"
+
+
+def test_another_error_of_a_preview_is_raised(settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: MovingPreviews, denoised: torch.Tensor) -> bytes:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(MovingPreviews, "_image", fail)
+    clock = Clock()
+    with previews(settings, clock) as shown:
+        clock.now += 5
+        with pytest.raises(RuntimeError, match="a mistake"):
+            shown.update(DENOISED)
+
+
+def test_a_tiny_vae_of_the_other_space_is_refused_before_the_run(sample_models: Path) -> None:
+    other = PreviewSettings(vae=sample_models / "vae_approx" / "taew2_2.safetensors")
+    with pytest.raises(VaeInputError, match=r"\[2, 16, 4, 4, 6\], .* 48 channels: take lighttaew2_1"):
+        previews(other, Clock())
+
+
+def changed(node: dict[str, Any], **inputs: Any) -> dict[str, Any]:
+    return {**node, "inputs": {**node["inputs"], **inputs}}
+
+
+class TestInARun:
+    @pytest.fixture
+    def run(self, sample_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+        """`run(preview, viewers)` returns latents and events of a run with a preview after every step."""
+        monkeypatch.setattr(previews_module, "is_due", lambda *_: True)
+
+        def run(
+            preview: dict[str, Any] | None, *, viewers: bool = True, seeds: tuple[int, ...] = ()
+        ) -> tuple[torch.Tensor, list[tuple[str, Any]]]:
+            monkeypatch.setattr(embedded_host, "has_viewers", lambda: viewers)
+            nodes = json.loads((WORKFLOWS / "draft.json").read_text(encoding="utf-8"))
+            nodes["latent"]["inputs"] |= {"width": 32, "height": 32, "frames": 5}
+            nodes["sampler"]["inputs"] |= {"steps": 4}
+            nodes["save"]["inputs"] |= {"filename_prefix": "draft"}
+            if preview is None:
+                del nodes["preview"], nodes["sampler"]["inputs"]["preview"]
+            else:
+                nodes["preview"]["inputs"] |= preview
+            if seeds:
+                nodes, _ = merge_lanes(
+                    [
+                        {
+                            **nodes,
+                            "sampler": changed(nodes["sampler"], seed=seed),
+                            "save": changed(nodes["save"], filename_prefix=f"v{seed}"),
+                        }
+                        for seed in seeds
+                    ]
+                )
+            events: list[tuple[str, Any]] = []
+            history: History = run_workflow(
+                nodes,
+                nodes=NODES,
+                models=sample_models,
+                output=tmp_path / "output",
+                input_dir=tmp_path,
+                device=CPU,
+                on_event=lambda event, payload: events.append((event, json.loads(json.dumps(payload)))),
+                keep=["sampler"],
+            )
+            found = history.results["sampler"][0]
+            return (found[0] if seeds else found)["samples"], events
+
+        yield run
+        embedded_host.free_experts()
+
+    def test_the_result_is_bit_equal_and_each_step_is_shown(self, run: Callable[..., Any]) -> None:
+        latents, plain = run(None)
+        watched, events = run({"frames": 5})
+        unwatched, unseen = run({"frames": 5}, viewers=False)
+        assert torch.equal(watched, latents)
+        assert torch.equal(unwatched, latents)
+        assert not [event for event, _ in (*plain, *unseen) if event == PREVIEW]
+        assert [event for event, _ in events if event in (STEP, PREVIEW)] == [STEP, PREVIEW] * 4
+        shown = [payload for event, payload in events if event == PREVIEW]
+        assert [payload["done"] for payload in shown] == [1, 2, 3, 4]
+        assert {(payload["node"], payload["run"]) for payload in shown} == {("sampler", events[0][1]["run"])}
+        for payload in shown:
+            kind, _, data = payload["image"].partition(",")
+            assert kind == "data:image/webp;base64"
+            assert len(pictures_of(base64.b64decode(data))) == 5
+
+    def test_a_batch_shows_its_first_video(self, run: Callable[..., Any]) -> None:
+        """The seed of the shipped workflow is 42."""
+        alone, one = run({"frames": 5})
+        first, both = run({"frames": 5}, seeds=(42, 43))
+        assert torch.equal(first, alone)
+        shown = [[payload["image"] for event, payload in events if event == PREVIEW] for events in (one, both)]
+        assert shown[0] == shown[1]
+        assert len(shown[1]) == 4
+
+    @pytest.mark.parametrize(
+        ("vae", "reason"),
+        [
+            ("taew2_2.safetensors", r"48 channels: take lighttaew2_1"),
+            ("wan_2.1_vae.safetensors", r"is not a tiny VAE of Wan"),
+        ],
+    )
+    def test_a_file_of_another_kind_is_refused(self, run: Callable[..., Any], vae: str, reason: str) -> None:
+        with pytest.raises(NodeFailedError, match=reason):
+            run({"vae": vae})
