@@ -64,7 +64,7 @@ _COMMANDS: dict[str, tuple[str, type[Any], str, str]] = {
         ".run:run",
         RunOptions,
         "run an API-format workflow without ComfyUI",
-        "Runs an API-format workflow of WanStream nodes (and LoadImage) without ComfyUI. "
+        "Runs an API-format workflow of WanStream nodes (and LoadImage, LoadVideo) without ComfyUI. "
         "Exit code 0: done; 1: a node failed; 2: the workflow or the arguments are invalid; 130: stopped by Ctrl-C.",
     ),
     "batch": (

@@ -79,7 +79,9 @@ class RunOptions:
         metavar="DIR",
         help="folder with the layout of ComfyUI's models folder (default: models)",
     )
-    input: Path = option("--input", default=Path("input"), metavar="DIR", help="folder for LoadImage (default: input)")
+    input: Path = option(
+        "--input", default=Path("input"), metavar="DIR", help="folder for LoadImage and LoadVideo (default: input)"
+    )
     overrides: tuple[str, ...] = option(
         "--set",
         action="append",
@@ -112,7 +114,9 @@ class BatchOptions:
     models: Path = option(
         "--models", default=Path("models"), metavar="DIR", help="without --server: as for `wanstream run`"
     )
-    input: Path = option("--input", default=Path("input"), metavar="DIR", help="without --server: folder for LoadImage")
+    input: Path = option(
+        "--input", default=Path("input"), metavar="DIR", help="without --server: folder for LoadImage and LoadVideo"
+    )
     device: str | None = _device(f"without --server: {_DEVICES}")
     journal: Path | None = option(
         "--journal", default=None, metavar="FILE", help="journal file (default: journal.sqlite in the folder of --out)"

@@ -14,10 +14,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ..bench import run_table
 from ..host.embedded import (
+    CORE_NODES,
     EmbeddedHost,
     Folders,
     History,
-    LoadImage,
     NodeFailedError,
     NodeProgress,
     Verdict,
@@ -77,7 +77,7 @@ def _load(options: RunOptions, host: EmbeddedHost) -> Workflow:
     device = device_of(options.device)
     nodes = asyncio.run(WanStreamExtension().get_node_list())
     prompt = api_prompt(read_json(options.workflow))
-    sockets = {name: sockets_of(node.INPUT_TYPES()) for name, node in nodes_by_id([*nodes, LoadImage]).items()}
+    sockets = {name: sockets_of(node.INPUT_TYPES()) for name, node in nodes_by_id([*nodes, *CORE_NODES]).items()}
     workflow = load_workflow(
         apply_overrides(prompt, options.overrides, sockets),
         host=host,

@@ -25,6 +25,8 @@ from .loaders import (
 from .offload import WanStreamAutoOffload, WanStreamBlockSwap, WanStreamLayerwise
 from .sampler import TIMELINE, WanStreamSampler
 from .text import WanStreamTextEncode
+from .variants.bernini import WanStreamBernini
+from .variants.fun_control import WanStreamFunControl
 from .workers import WanStreamWorkers
 
 
@@ -46,6 +48,8 @@ class WanStreamExtension(ComfyExtension):
             WanStreamTextEncode,
             WanStreamEmptyLatent,
             WanStreamImageToVideo,
+            WanStreamFunControl,
+            WanStreamBernini,
             WanStreamContinueVideo,
             WanStreamLoadLatent,
             WanStreamGuidance,

@@ -146,7 +146,7 @@ CROPS = {"none": False, "center": True}
 
 
 class UnsupportedImageError(ValueError):
-    """An input other than the start image was connected for a model that takes nothing else."""
+    """An input was connected for a model that does not take it, or one is missing that a model needs."""
 
 
 class WanStreamImageToVideo(io.ComfyNode):
@@ -216,8 +216,7 @@ class WanStreamImageToVideo(io.ComfyNode):
         clip_crop: str = "none",
         **size: int,
     ) -> io.NodeOutput:
-        host = current_host()
-        path = host.model_path(vae, "diffusers", "vae")
+        path = current_host().model_path(vae, "diffusers", "vae")
         space = open_vae(path).space
         shape = video_shape(space, **size)
         if space != WAN21:
@@ -228,9 +227,15 @@ class WanStreamImageToVideo(io.ComfyNode):
         mask = _start_mask(image, end_image, shape)
         values: dict[str, object] = {"concat_latent_image": encode_here(path, video), "concat_mask": mask}
         if clip_vision != NONE:
-            encoder = open_image_encoder(host.model_path(clip_vision, "diffusers", "clip_vision"))
-            values[IMAGE_EMBEDDING_KEY] = encoder.encode(image[:1], device=host.device(), crop=CROPS[clip_crop])
+            values[IMAGE_EMBEDDING_KEY] = image_embedding(image, clip_vision, crop=CROPS[clip_crop])
         return io.NodeOutput(added(positive, values), added(negative, values), empty_latent(space, shape, batch_size))
+
+
+def image_embedding(image: torch.Tensor, clip_vision: str, *, crop: bool = False) -> object:
+    """Return the CLIP embedding of the first of `image` by the encoder of that name."""
+    host = current_host()
+    encoder = open_image_encoder(host.model_path(clip_vision, "diffusers", "clip_vision"))
+    return encoder.encode(image[:1], device=host.device(), crop=crop)
 
 
 def _start_mask(image: torch.Tensor, end_image: torch.Tensor | None, shape: VideoShape) -> torch.Tensor:

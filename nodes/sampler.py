@@ -228,6 +228,8 @@ def _request(
         latent=inputs.latent,
         latent_sigma=inputs.latent_sigma,
         mask=inputs.mask,
+        tokens=inputs.tokens,
+        negative_tokens=inputs.negative_tokens,
         add_noise=add_noise,
         steps=steps if sigmas is None else None,
         sigmas=sigmas,

@@ -14,7 +14,10 @@ from .inputs.batching import merge_requests, split_request
 from .inputs.checks import check_guidance, check_step_plan, check_windows
 from .inputs.conditioning import (
     IMAGE_EMBEDDING_KEY,
+    IMAGE_KEY,
     LEFTOVER_KEY,
+    MASK_INDEX_KEY,
+    MASK_KEY,
     NativeInputs,
     leftover_mark,
     leftover_sigma,
@@ -23,6 +26,15 @@ from .inputs.conditioning import (
     single_entry,
 )
 from .inputs.continuation import Continuation, continuation, overlap_frames
+from .inputs.control import (
+    control_latents,
+    control_mask,
+    fitted_reference,
+    fitted_video,
+    reference_streams,
+    whole_latent_frames,
+)
+from .inputs.extra_tokens import CONTEXT_KEY, REFERENCE_KEY, ExtraTokens, native_tokens
 from .inputs.first_frame import latent_with_first_frames, start_end_mask, start_frames, start_mask, video_with_start_end
 from .inputs.request import DenoiseRequest, Guidance, check_nag, parse_scales
 from .loop.denoiser import StepProgress
@@ -30,16 +42,21 @@ from .loop.lanes import LaneInputs, lane_names
 from .loop.model_calls import ModelCalls
 from .loop.oom_fallback import RunPolicy
 from .loop.parallel import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, RunSlice, RunState, Share
-from .memory import check_room, tokens_of, working_bytes
+from .memory import check_room, extra_tokens_of, tokens_of, working_bytes
 from .schedules import SCHEDULES, check_flow_shift, check_steps, schedule_sigmas, seeded_noise
 from .solvers import SOLVERS
 
 __all__ = [
+    "CONTEXT_KEY",
     "IMAGE_EMBEDDING_KEY",
+    "IMAGE_KEY",
     "LEFTOVER_KEY",
     "LOCAL_FORWARD",
+    "MASK_INDEX_KEY",
+    "MASK_KEY",
     "NEAR_SIGMA",
     "PRESETS",
+    "REFERENCE_KEY",
     "SCHEDULES",
     "SOLVERS",
     "AllReduced",
@@ -49,6 +66,7 @@ __all__ = [
     "DenoiseRequest",
     "DenoiseResult",
     "EasyCache",
+    "ExtraTokens",
     "FirstBlockCache",
     "Guidance",
     "InsufficientMemoryError",
@@ -80,7 +98,12 @@ __all__ = [
     "check_windows",
     "computed_shape",
     "continuation",
+    "control_latents",
+    "control_mask",
     "denoise",
+    "extra_tokens_of",
+    "fitted_reference",
+    "fitted_video",
     "lane_names",
     "latent_with_first_frames",
     "leftover_mark",
@@ -88,12 +111,14 @@ __all__ = [
     "merge_requests",
     "native_inputs",
     "native_latent",
+    "native_tokens",
     "offload_job",
     "overlap_frames",
     "parse_scales",
     "policy_with_cache",
     "predicted_calls",
     "predicted_timeline",
+    "reference_streams",
     "request_job",
     "schedule_sigmas",
     "seeded_noise",
@@ -104,5 +129,6 @@ __all__ = [
     "start_mask",
     "tokens_of",
     "video_with_start_end",
+    "whole_latent_frames",
     "working_bytes",
 ]

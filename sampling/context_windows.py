@@ -34,13 +34,13 @@ class StepWindows:
         """The latent frames of each window."""
         self._weights = settings.weights(self.frames, frames)
 
-    def cut(self, state: torch.Tensor, latent_channels: int) -> list[torch.Tensor]:
-        """Cut `state` [1, C, T, h, w] into windows; channels after `latent_channels` are the image condition."""
+    def cut(self, state: torch.Tensor, first_of_image: int) -> list[torch.Tensor]:
+        """Cut `state` [1, C, T, h, w] into windows; channels from `first_of_image` on are those of the start image."""
         parts = [state[:, :, list(window)] for window in self.frames]
         if self._repeat_image:
             # Every window starts at frame 0 for the expert, so it gets the start image there.
             for part in parts:
-                part[:, latent_channels:, 0] = state[:, latent_channels:, 0]
+                part[:, first_of_image:, 0] = state[:, first_of_image:, 0]
         return parts
 
     def cut_timestep_scales(self, scales: tuple[float, ...] | None) -> list[tuple[float, ...] | None]:

@@ -8,6 +8,7 @@ The visits of the whole run are known before the first block computes, so the en
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,10 +19,14 @@ from ..schema import TEXT_TOKENS, OffloadPolicy, Timeline
 from ..telemetry import Recorder, TelemetryOptions
 from ..wan import ExpertPair
 from .errors import RequestError
+from .inputs.extra_tokens import check_tokens_fit
 from .inputs.request import DenoiseRequest, check_channels
 from .loop.denoiser import Denoiser, StepProgress
 from .loop.oom_fallback import Revise, RunPolicy
 from .loop.parallel import WHOLE_RUN, RunSlice
+from .memory import extra_tokens_of
+
+logger = logging.getLogger("wanstream.sampling")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,6 +91,7 @@ def denoise(  # noqa: PLR0913 (the entry point of all hosts and workers)
         compute_device(device),
         shape=request.computed_shape,
         guided=request.guided,
+        extra_tokens=extra_tokens_of(pair, request),
         split=part.split,
         cache=request.cache,
         revise=revise,
@@ -104,9 +110,19 @@ def denoise(  # noqa: PLR0913 (the entry point of all hosts and workers)
 def check_fits(request: DenoiseRequest, pair: ExpertPair) -> None:
     """Raise RequestError unless the request's channels, steps and image fit the experts, and LoRA strengths its steps.
 
-    An image embedding for experts without an image branch is not an error: it is ignored, as in ComfyUI.
+    An image embedding for experts without an image branch, or a reference image for experts without `ref_conv`, is not
+    an error: it is ignored, as in ComfyUI.
     """
-    check_channels(request, pair.in_channels)
+    check_channels(request, pair.in_channels, pair.latent_channels)
+    for tokens in request.tokens_of_sides:
+        check_tokens_fit(
+            tokens,
+            request.noise.shape,
+            in_channels=pair.in_channels,
+            reference_channels=pair.high.config.reference_channels,
+        )
+    if request.tokens.reference is not None and not pair.reads_reference:
+        logger.info("the reference image (reference_latents) is ignored, as native sampling does: no ref_conv")
     step_plan = request.step_plan
     low = [step for step in step_plan.steps if step_plan.experts[step] == "low"]
     if pair.is_single and low:

@@ -15,7 +15,7 @@ from .cache.settings import CacheSettings, FirstBlockCache, policy_with_cache
 from .cache.stages import start_cache
 from .inputs.request import DenoiseRequest
 from .loop.lanes import names_at, patches_at
-from .memory import expert_shape, kernel_needs, tokens_of
+from .memory import expert_shape, extra_tokens_of, kernel_needs, tokens_of
 
 
 def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
@@ -28,6 +28,7 @@ def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device)
         experts_of_steps=[request.step_plan.experts[step] for step in steps],
         lanes_of_steps=[request.batch * request.lanes_at(step) for step in steps],
         guided={expert: _guided(request, expert) for expert in ("high", "low")},
+        extra_tokens=extra_tokens_of(pair, request),
         cache=request.cache,
         patches_of_steps=list(patches_at(pair, request).values()) if pair.strengths_vary else (),
     )
@@ -41,7 +42,7 @@ def _guided(request: DenoiseRequest, expert: str) -> bool:
     return any(step_plan.guidance[step] != 1 for step in step_plan.steps if step_plan.experts[step] == expert)
 
 
-def offload_job(
+def offload_job(  # noqa: PLR0913 (the planner's description of a run)
     pair: ExpertPair,
     shape: Sequence[int],
     device: torch.device,
@@ -49,6 +50,7 @@ def offload_job(
     experts_of_steps: Sequence[str],
     guided: Mapping[str, bool],
     lanes_of_steps: Sequence[int] = (),
+    extra_tokens: int = 0,
     cache: CacheSettings | None = None,
     patches_of_steps: Sequence[int] = (),
 ) -> OffloadJob:
@@ -58,6 +60,7 @@ def offload_job(
         experts_of_steps: expert of each step, in order.
         guided: for each expert, True if it has negative lanes.
         lanes_of_steps: lanes of each step; empty: those that follow from `shape` and `guided`.
+        extra_tokens: tokens of a lane next to those of its video.
         cache: step cache, whose device memory is counted.
         patches_of_steps: `BlockKey.patch` in each step; empty: 0 in all of them.
 
@@ -70,7 +73,7 @@ def offload_job(
     first = pair.computed_bytes if isinstance(cache, FirstBlockCache) else 0
     return OffloadJob(
         expert=expert_shape(pair),
-        tokens=tokens_of(shape),
+        tokens=tokens_of(shape) + extra_tokens,
         lanes=lanes,
         experts_of_steps=tuple(experts_of_steps),
         stored_bytes=pair.stored_bytes,

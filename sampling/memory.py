@@ -22,6 +22,7 @@ def working_bytes(
     shape: Sequence[int],
     *,
     guided: bool,
+    extra_tokens: int = 0,
     chunk_tokens: int | None = None,
     share: Share = WHOLE_STEP,
     cache: CacheSettings | None = None,
@@ -30,6 +31,7 @@ def working_bytes(
 
     Args:
         guided: count a negative lane for each positive one.
+        extra_tokens: tokens of a lane next to those of its video.
         chunk_tokens: tokens computed at once, of the policy; None: all.
         share: this worker's share of a step.
         cache: step cache, whose tensors are included.
@@ -37,7 +39,7 @@ def working_bytes(
     expert = expert_shape(pair)
     lanes = shape[0] * (2 if guided else 1)
     return expert.working_bytes(
-        tokens_of(shape),
+        tokens_of(shape) + extra_tokens,
         lanes=-(-lanes // share.cfg),
         value_bytes=pair.compute_dtype.itemsize,
         chunk_tokens=chunk_tokens,
@@ -74,6 +76,11 @@ def tokens_of(shape: Sequence[int]) -> int:
     return (frames // PATCH[0]) * (height // PATCH[1]) * (width // PATCH[2])
 
 
+def extra_tokens_of(pair: ExpertPair, request: DenoiseRequest) -> int:
+    """Return the tokens of a lane of `request` next to those of its video."""
+    return request.extra_tokens(reads_reference=pair.reads_reference)
+
+
 def check_room(
     pair: ExpertPair,
     request: DenoiseRequest,
@@ -94,14 +101,15 @@ def check_room(
     # A single sample has no smaller batch to propose: its run falls back to smaller policies on its own.
     if request.batch == 1:
         return
-    smallest = smallest_policy(pair, policy, tokens_of(request.computed_shape), device)
+    extra = extra_tokens_of(pair, request)
+    smallest = smallest_policy(pair, policy, tokens_of(request.computed_shape) + extra, device)
     weights = pair.device_bytes(smallest, device=device)
 
     def needed(samples: int) -> int:
         lanes, *size = request.computed_shape
         shape = (samples * lanes // request.batch, *size)
-        chunk = smallest.chunk_tokens
-        return working_bytes(pair, shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache)
+        chunk, cache = smallest.chunk_tokens, request.cache
+        return working_bytes(pair, shape, guided=request.guided, extra_tokens=extra, chunk_tokens=chunk, cache=cache)
 
     if free is None:
         on_device = free_bytes(device)

@@ -1,7 +1,8 @@
 """Tiny test models in ComfyUI's folder layout, with the real files' names.
 
-File names and depth are those of Wan2.2 A14B and 5B and of Wan2.1, so every workflow runs on it unchanged. It has two
-attention heads instead of forty, so it takes 0.9 GB and its videos show noise. The weights are drawn from fixed seeds.
+File names and depth are those of Wan2.2 A14B and 5B, of Wan2.1, and of Fun and Bernini-R, so every workflow runs on it
+unchanged. It has two attention heads instead of forty, so it takes 1.1 GB and its videos show noise. The weights are
+drawn from fixed seeds.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from .weights import (
 __all__ = ["TinyModel", "TinyModelError", "write_tiny_model"]
 
 A14B_LAYERS = 40
-RECIPE = 9
+RECIPE = 10
 """Version of the files; a higher one replaces older test models on disk."""
 
 VAE_SEED, TEXT_SEED, CLIP_SEED, WAN22_VAE_SEED, TINY_VAE_SEED = 1, 2, 3, 4, 5
@@ -61,6 +62,11 @@ CLIP_FILE = Path("clip_vision", "clip_vision_h.safetensors")
 T2V_FILE = Path("diffusion_models", "wan2.1_t2v_1.3B_fp16.safetensors")
 I2V_FILE = Path("diffusion_models", "wan2.1_i2v_480p_14B_fp8_scaled.safetensors")
 TI2V_FILE = Path("diffusion_models", "wan2.2_ti2v_5B_fp16.safetensors")
+FUN_CONTROL_FILE = Path("diffusion_models", "wan2.2_fun_control_{}_noise_14B_fp8_scaled.safetensors")
+FUN_INP_FILE = Path("diffusion_models", "wan2.2_fun_inpaint_{}_noise_14B_fp8_scaled.safetensors")
+FUN_CONTROL21_FILE = Path("diffusion_models", "wan2.1_fun_control_1.3B_bf16.safetensors")
+BERNINI_FILE = Path("diffusion_models", "wan2.2_bernini_r_{}_noise_fp8_scaled.safetensors")
+BERNINI13_FILE = Path("diffusion_models", "wan2.1_bernini_1.3B_fp16.safetensors")
 A14B_PIPELINE = Path("diffusers", "Wan2.2-T2V-A14B-Diffusers")
 T2V_PIPELINE = Path("diffusers", "Wan2.1-T2V-1.3B-Diffusers")
 TI2V_PIPELINE = Path("diffusers", "Wan2.2-TI2V-5B-Diffusers")
@@ -75,7 +81,7 @@ class Family:
     seeds: tuple[int, ...]
     """Seeds of the high-noise and the low-noise expert, or of the only one."""
     files: tuple[Path, ...]
-    """Single files; in fp8 if the name says so, else in fp16."""
+    """Single files; in fp8 or bf16 if the name says so, else in fp16."""
     loras: tuple[Path, ...] = ()
     pipeline: Path | None = None
     linked: tuple[str, ...] = SHARED
@@ -83,7 +89,11 @@ class Family:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `write_settings`."""
     in_channels: int = 16
+    out_channels: int = 0
+    """See `TinyShape`."""
     image_dim: int = 0
+    reference: bool = False
+    """True for a model with the `ref_conv` of Fun Control."""
     layers: int = A14B_LAYERS
     """Blocks of the real model."""
 
@@ -141,6 +151,25 @@ FAMILIES = (
         in_channels=48,
         layers=30,
     ),
+    Family(
+        name="Fun Control {}-noise expert",
+        seeds=(50, 51),
+        files=(FUN_CONTROL_FILE,),
+        in_channels=52,
+        reference=True,
+    ),
+    Family(name="Fun InP {}-noise expert", seeds=(52, 53), files=(FUN_INP_FILE,), in_channels=36),
+    Family(
+        name="Wan2.1 Fun Control",
+        seeds=(54,),
+        files=(FUN_CONTROL21_FILE,),
+        in_channels=48,
+        out_channels=16,
+        image_dim=WIDTH,
+        layers=30,
+    ),
+    Family(name="Bernini-R {}-noise expert", seeds=(60, 61), files=(BERNINI_FILE,)),
+    Family(name="Bernini-R 1.3B", seeds=(62,), files=(BERNINI13_FILE,), layers=30),
 )
 
 
@@ -236,7 +265,12 @@ def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) 
 def _write_expert(family: Family, folder: Path, layers: int, seed: int, expert: str) -> None:
     """Write an expert in the most common layouts, and its LoRAs."""
     shape = TinyShape(
-        layers=min(layers, family.layers), in_channels=family.in_channels, image_dim=family.image_dim, **TINY_WIDTH
+        layers=min(layers, family.layers),
+        in_channels=family.in_channels,
+        out_channels=family.out_channels,
+        image_dim=family.image_dim,
+        reference=family.reference,
+        **TINY_WIDTH,
     )
     model = make_expert(shape, seed=seed)
     if family.pipeline is not None:
@@ -244,7 +278,8 @@ def _write_expert(family: Family, folder: Path, layers: int, seed: int, expert: 
         save_expert_folder(model, folder / family.pipeline / component, dtype=torch.bfloat16)
     for file in family.files:
         fp8 = Fp8Layout() if "fp8" in file.name else None
-        save_expert_file(model, folder / str(file).format(expert), dtype=torch.float16, fp8=fp8)
+        dtype = torch.bfloat16 if "bf16" in file.name else torch.float16
+        save_expert_file(model, folder / str(file).format(expert), dtype=dtype, fp8=fp8)
     for number, lora in enumerate(family.loras, 1):
         path = folder / str(lora).format(expert, expert.upper())
         save_lora(make_lora(model, seed=seed + number * LORA_SEED), path, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
@@ -22,7 +22,7 @@ from ..wan import WAN21, WAN22, LatentSpace, NoInitialValues, TinyDecoder, TinyV
 
 TEXT_DIM = 4096
 HEAD_DIM = 128
-TINY_WIDTH = {"heads": 2, "ffn_dim": 256}
+TINY_WIDTH: dict[str, Any] = {"heads": 2, "ffn_dim": 256}
 """Width of all experts of the test model; two heads are the minimum for Ulysses with two workers."""
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -33,8 +33,11 @@ class TinyShape:
     """Shape of a tiny expert.
 
     Args:
-        in_channels: 16 for text to video, 36 for image to video, 48 for the 5B model.
+        in_channels: 16 for text to video, 36 for image to video, 52 or 48 for Fun Control, 48, 100 or 148 for 5B.
+        out_channels: 16 or 48; 0: 48 for the input channels 48, 100 and 148 (5B), else 16. Fun Control of Wan2.1, with
+            48 input channels, needs 16.
         image_dim: width of image embeddings for the image branch of Wan2.1 I2V; 0: no image branch.
+        reference: add the `ref_conv` of Fun Control.
     """
 
     layers: int = 4
@@ -43,6 +46,13 @@ class TinyShape:
     ffn_dim: int = 512
     text_dim: int = TEXT_DIM
     image_dim: int = 0
+    out_channels: int = 0
+    reference: bool = False
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latents."""
+        return self.out_channels or (WAN22.channels if self.in_channels in {48, 100, 148} else WAN21.channels)
 
 
 def expert_config(shape: TinyShape) -> dict[str, int]:
@@ -54,7 +64,7 @@ def expert_config(shape: TinyShape) -> dict[str, int]:
         "num_attention_heads": shape.heads,
         "attention_head_dim": HEAD_DIM,
         "in_channels": shape.in_channels,
-        "out_channels": WAN22.channels if shape.in_channels == WAN22.channels else WAN21.channels,
+        "out_channels": shape.latent_channels,
         "ffn_dim": shape.ffn_dim,
         "text_dim": shape.text_dim,
     }
@@ -62,7 +72,14 @@ def expert_config(shape: TinyShape) -> dict[str, int]:
 
 def make_expert(shape: TinyShape, *, seed: int) -> WanTransformer3DModel:
     """Return a random expert in fp32, in eval mode and without gradients."""
-    return randomised(lambda: WanTransformer3DModel(**expert_config(shape)), seed)
+    return randomised(lambda: _expert(shape), seed)
+
+
+def _expert(shape: TinyShape) -> WanTransformer3DModel:
+    model = WanTransformer3DModel(**expert_config(shape))
+    if shape.reference:
+        model.ref_conv = nn.Conv2d(shape.latent_channels, shape.heads * HEAD_DIM, kernel_size=2, stride=2)
+    return model
 
 
 def make_vae(*, seed: int, base_dim: int = 8) -> AutoencoderKLWan:

@@ -19,6 +19,7 @@ import torch
 from PIL import Image, ImageChops, ImageStat
 
 from wanstream.nodes import WanStreamExtension
+from wanstream.nodes.runs import write_mp4
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.tools.arrange import MODEL_FILES, NOTE_TYPE, TITLE, models_of
 from wanstream.tools.graphs import by_name, names_of
@@ -44,6 +45,11 @@ CORE = {
     *("LTXVScheduler", "LTXVSeparateAVLatent"),
 }
 
+EMBEDDED = {"LoadImage", "LoadVideo", "GetVideoComponents"}
+"""Nodes of ComfyUI in the embedded host."""
+
+VARIANTS = {f"{name}{over}" for name in ("fun_control", "fun_inp", "bernini") for over in ("", "_workers")}
+
 Prompt = dict[str, dict[str, Any]]
 
 
@@ -61,7 +67,7 @@ def classes(prompt: Mapping[str, Mapping[str, Any]]) -> set[str]:
     return {node["class_type"] for node in prompt.values()}
 
 
-OURS = [name for name in NAMES if classes(prompt_of(name)) <= {*NODES, "LoadImage"}]
+OURS = [name for name in NAMES if classes(prompt_of(name)) <= {*NODES, *EMBEDDED}]
 NATIVE = [name for name in NAMES if classes(prompt_of(name)) & {*MODELS}]
 EACH = pytest.mark.parametrize("name", NAMES)
 
@@ -260,6 +266,8 @@ def test_a_workflow_of_our_nodes_runs_without_comfyui(name: str, sample_models: 
     if "WanStreamWorkers" in classes(prompt_of(name)) and find_spec("ray") is None:
         pytest.skip(f'RAY IS NOT INSTALLED, SO THE WORKFLOW {name} DID NOT RUN: pip install "ray>=2.52"')
     Image.linear_gradient("L").convert("RGB").save(tmp_path / "example.png")
+    frames = torch.rand(5, 48, 64, 3, generator=torch.Generator().manual_seed(1))
+    write_mp4(tmp_path / "example.mp4", frames, fps=16, crf=20, metadata={})
     places = {"models": sample_models, "output": tmp_path / "output", "input_dir": tmp_path}
     try:
         history = run_workflow(_small(name), nodes=[*NODES.values()], keep=["sampler"], **places)
@@ -287,4 +295,4 @@ def test_native_models_have_a_workflow_of_each_kind_and_one_loader_for_each_samp
 def test_most_workflows_run_without_comfyui() -> None:
     ours = {"t2v", "i2v", "flf2v", "draft", "t2v_lightning", "i2v_lightning", "three_stages", "benchmark", "workers"}
     ours |= {"long_video", "continue_video"}
-    assert ours | {"wan21_t2v", "wan21_i2v", "wan22_5b_t2v", "wan22_5b_i2v"} == {*OURS}
+    assert ours | VARIANTS | {"wan21_t2v", "wan21_i2v", "wan22_5b_t2v", "wan22_5b_i2v"} == {*OURS}

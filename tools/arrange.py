@@ -116,7 +116,8 @@ GROUPS = {
     "Start": Place(
         2,
         320,
-        {"WanStreamImageToVideo": 0, "CLIPVisionEncode": 0, "WanVaceToVideo": 0, "WanAnimateToVideo": 0}
+        {"WanStreamFunControl": 0, "WanStreamBernini": 0}
+        | {"WanStreamImageToVideo": 0, "CLIPVisionEncode": 0, "WanVaceToVideo": 0, "WanAnimateToVideo": 0}
         | {"LTXVConditioning": 0},
     ),
     "Workers": Place(2, 320, {"WanStreamWorkers": 0}),

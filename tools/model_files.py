@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 REPACKAGED = "https://huggingface.co/Comfy-Org/Wan_2.2_ComfyUI_Repackaged/resolve/main/split_files"
 REPACKAGED_21 = "https://huggingface.co/Comfy-Org/Wan_2.1_ComfyUI_repackaged/resolve/main/split_files"
+BERNINI = "https://huggingface.co/Comfy-Org/Bernini-R/resolve/main"
 QWEN_IMAGE = "https://huggingface.co/Comfy-Org/Qwen-Image_ComfyUI/resolve/main/split_files"
 LUMINA = "https://huggingface.co/Comfy-Org/Lumina_Image_2.0_Repackaged/resolve/main/split_files"
 LTX_2 = "https://huggingface.co/Comfy-Org/ltx-2/resolve/main/split_files"
@@ -36,7 +37,11 @@ def _flat_file(repository: str, directory: str, name: str, folder: str = "") -> 
 _ALL = (
     *(
         _file(REPACKAGED, "diffusion_models", f"wan2.2_{family}_{expert}_noise_14B_fp8_scaled.safetensors")
-        for family in ("t2v", "i2v")
+        for family in ("t2v", "i2v", "fun_control", "fun_inpaint")
+        for expert in ("high", "low")
+    ),
+    *(
+        _file(BERNINI, "diffusion_models", f"wan2.2_bernini_r_{expert}_noise_fp8_scaled.safetensors")
         for expert in ("high", "low")
     ),
     *(

@@ -33,6 +33,7 @@ from .transformer.multiplication import CodeFormat, choose_multiplication, multi
 from .transformer.nag import Nag, attach_nag
 from .transformer.per_frame_timestep import frame_timesteps
 from .transformer.probe import block_pass, probe_block, probe_int8, random_block
+from .transformer.token_parts import Positions, TokenPart
 from .vae.memory import GB, HEAP_BYTES, DecodeNeeds, VaeMemoryError, choose_tiling, shared_tiling
 from .vae.tiles import TileBlender, Tiling, TilingError, crop, empty_frames
 from .vae.tiny import BY_FILE_NAME, LATENT_SCALES, TinyDecoder, TinyVaeConfig, TinyVaeError
@@ -75,6 +76,7 @@ __all__ = [
     "LatentSpace",
     "Nag",
     "NoInitialValues",
+    "Positions",
     "SkipDecision",
     "TileBlender",
     "Tiling",
@@ -82,6 +84,7 @@ __all__ = [
     "TinyDecoder",
     "TinyVaeConfig",
     "TinyVaeError",
+    "TokenPart",
     "VaeMemoryError",
     "WanVae",
     "arithmetic_of",

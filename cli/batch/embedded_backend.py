@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...host.embedded import (
+    CORE_NODES,
     EmbeddedHost,
     Folders,
-    LoadImage,
     NodeFailedError,
     Prompt,
     Workflow,
@@ -52,7 +52,7 @@ class EmbeddedBackend(BatchBackend):
         """Create a backend. Raises ValueError for foreign nodes in the workflow, or without models."""
         check_models(options.models)
         self._device = device_of(options.device)
-        classes = {**own_nodes(), **nodes_by_id([LoadImage])}
+        classes = {**own_nodes(), **nodes_by_id(CORE_NODES)}
         hint = "only the nodes of this pack run without ComfyUI: start a server, and give its address with --server"
         check_classes(workflow, classes, hint)
         self.sockets: Sockets = {name: sockets_of(node.INPUT_TYPES()) for name, node in classes.items()}

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ...devices import dtype_name
-from ...sampling import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, Share, tokens_of
-from ...schema import MeshError
+from ...sampling import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, Share
+from ...schema import PATCH, MeshError
 from ...wan import INT8_ATTENTION, ExpertEngine, Lane
 from .groups import ProcessGroups
 
@@ -216,11 +216,12 @@ class GroupForward(ParallelForward):
         """
         mesh = self._groups.mesh
         for lane in lanes:
-            tokens = tokens_of(lane.latents.shape)
+            tokens = lane.tokens(PATCH)
             if tokens % self._context_size:
+                others = ", or of its references" if lane.front or lane.behind else ""
                 raise MeshError(
                     f"ring {mesh.ring} x ulysses {mesh.ulysses} cannot split {tokens} tokens evenly: choose other "
-                    "degrees, or another size or length of the video"
+                    f"degrees, or another size or length of the video{others}"
                 )
         with self._groups.translate_errors("computed a step"):
             return compute(lanes) if mesh.cfg == 1 else self._forward_shared(lanes, compute)

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from ...devices import DeviceRuntime, available_bytes, clock_for, free_bytes, runtime_for
 from ...offload import GatherBrokenError, LockedBlocks, Sharded, copy_to_device, map_memory, shard_bytes, typical_s
-from ...sampling import DenoiseRequest, request_job, working_bytes
+from ...sampling import DenoiseRequest, extra_tokens_of, request_job, working_bytes
 from ...schema import (
     ON_DEVICE,
     SHARDED,
@@ -367,5 +367,8 @@ def taken_bytes(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest
     """Return the device memory that this worker needs for its share of a run with whole weights, in bytes."""
     shape, share = request.computed_shape, group_forward(groups).share
     chunk, cache = policy.chunk_tokens, request.cache
-    working = working_bytes(pair, shape, guided=request.guided, chunk_tokens=chunk, share=share, cache=cache)
+    extra = extra_tokens_of(pair, request)
+    working = working_bytes(
+        pair, shape, guided=request.guided, extra_tokens=extra, chunk_tokens=chunk, share=share, cache=cache
+    )
     return pair.device_bytes(policy, device=groups.device) + working

@@ -14,6 +14,7 @@ import torch
 from ...plan import TRAIN_TIMESTEPS, AutoOffload
 from ...sampling import (
     DenoiseRequest,
+    ExtraTokens,
     LaneInputs,
     ModelCalls,
     NonFiniteLatentError,
@@ -22,6 +23,7 @@ from ...sampling import (
     SamplingCancelled,
     check_fits,
     native_inputs,
+    native_tokens,
     policy_with_cache,
     predicted_calls,
     single_entry,
@@ -73,12 +75,15 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         self.recompiled = 0
         """Number of calls in the last run that differed from the prediction."""
         self._conditioning: dict[str, Sequence[Any]] = {}
+        self._tokens: tuple[ExtraTokens, ...] = ()
         self._run: _GuiderRun | None = None
 
     def set_conds(self, positive: Sequence[Any], negative: Sequence[Any]) -> None:
         self._conditioning = {"positive": positive, "negative": negative}
-        for side, conditioning in self._conditioning.items():
-            single_entry(side, conditioning)  # refused here, before ComfyUI converts it
+        # Refused here, before ComfyUI converts it.
+        self._tokens = tuple(
+            native_tokens(side, single_entry(side, given)[1]) for side, given in self._conditioning.items()
+        )
         super().set_conds(positive, negative)
 
     @plainly_named  # a node of ComfyUI calls it
@@ -94,7 +99,14 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
 
         def activation_bytes(pair: ExpertPair, shape: Sequence[int]) -> int:
             computed = replace(steps, shape=tuple(shape)).computed_shape
-            return working_bytes(pair, computed, guided=True, chunk_tokens=chunk_tokens, cache=steps.settings.cache)
+            return working_bytes(
+                pair,
+                computed,
+                guided=True,
+                extra_tokens=steps.extra_tokens(pair),
+                chunk_tokens=chunk_tokens,
+                cache=steps.settings.cache,
+            )
 
         self.model_patcher.model.activation_bytes = activation_bytes
         samples: torch.Tensor = super().sample(noise, latent_image, sampler, sigmas, *run, **settings)
@@ -103,7 +115,9 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     def _steps_of(self, shape: Sequence[int], sigmas: torch.Tensor) -> GuiderSteps:
         """Return the steps of a run with one model call per step."""
         levels = tuple(sigmas.tolist())
-        return GuiderSteps(settings=self.settings, sigmas=levels, shape=tuple(shape), levels=levels[:-1])
+        return GuiderSteps(
+            settings=self.settings, sigmas=levels, shape=tuple(shape), levels=levels[:-1], tokens=self._tokens
+        )
 
     def _choose_policy(self, steps: GuiderSteps) -> None:
         """Choose the policy before ComfyUI makes room for it."""
@@ -202,6 +216,8 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             image_embedding=inputs.image_embedding,
             # ComfyUI restores the masked frames itself; TI2V-5B needs the mask for its per-frame timesteps.
             mask=inputs.mask if self.model_patcher.model.keeps_frames else None,
+            tokens=inputs.tokens,
+            negative_tokens=inputs.negative_tokens,
             boundary_ratio=self.settings.boundary_ratio,
             guidance=self.settings.guidance,
         )
@@ -239,13 +255,14 @@ class _GuiderRun:
         check_fits(request, pair)
         self.steps, self._sampler = steps, sampler
         engine, experts = pair.engine(policy, device), [settings.expert(sigma) for sigma in steps.levels]
-        self.inputs = LaneInputs(request, engine.device)
+        self.inputs = LaneInputs(request, engine.device, reads_reference=pair.reads_reference)
         self.policy = RunPolicy(
             pair,
             policy,
             engine.device,
             shape=steps.computed_shape,
             guided=any(steps.guided.values()),
+            extra_tokens=steps.extra_tokens(pair),
             cache=settings.cache,
             revise=guider.choice.revise_under(policy),
         )

@@ -11,6 +11,7 @@ from ...plan import TRAIN_TIMESTEPS, OffloadJob, expert_at
 from ...sampling import (
     NEAR_SIGMA,
     CacheSettings,
+    ExtraTokens,
     Guidance,
     MagCache,
     RequestError,
@@ -67,6 +68,8 @@ class GuiderSteps:
     """Shape of the latents, [B, C, T, h, w]."""
     levels: Sequence[float]
     """Predicted noise level of each model call."""
+    tokens: tuple[ExtraTokens, ...] = ()
+    """Tokens next to those of the video, of each CFG side."""
 
     def __post_init__(self) -> None:
         guidance, steps = self.settings.more_guidance, self.steps
@@ -150,8 +153,18 @@ class GuiderSteps:
             experts_of_steps=[expert for expert, _ in calls],
             lanes_of_steps=[len(names) for _, names in calls],
             guided=self.guided,
+            extra_tokens=self.extra_tokens(pair),
             cache=self.settings.cache,
         )
+
+    def extra_tokens(self, pair: ExpertPair) -> int:
+        """Return the tokens of a lane next to those of its video."""
+        frames, windows = self.shape[2], self.settings.windows
+        window = frames if windows is None else windows.frames
+        counts = [
+            side.count(reads_reference=pair.reads_reference, frames=frames, window=window) for side in self.tokens
+        ]
+        return max(counts, default=0)
 
     def check_calls(self, levels: Sequence[float] | None, sampler: str) -> None:
         """Refuse MagCache unless the sampler calls the model once per step at the step's sigma; None: unknown calls."""

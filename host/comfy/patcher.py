@@ -35,7 +35,7 @@ class ExpertsModel(comfy.model_base.BaseModel):  # type: ignore[misc]
 
     def __init__(self, ref: ExpertsRef, experts: Callable[[ExpertsRef], ExpertPair]) -> None:
         pair, supported = experts(ref), comfy.supported_models
-        keeps_frames = pair.in_channels == WAN22.channels
+        keeps_frames = pair.latent_channels == WAN22.channels
         family = supported.WAN22_T2V if keeps_frames else supported.WAN21_T2V
         settings = {"image_model": "wan2.1", "model_type": "t2v", "disable_unet_model_creation": True}
         super().__init__(family(settings), comfy.model_base.ModelType.FLOW)

@@ -65,6 +65,7 @@ class _DryRunGuider:
 
     def __init__(self, guider: Any) -> None:
         self.inner_model, self.model_patcher = guider.inner_model, guider.model_patcher
+        self.cfg = 1.0  # logged by ComfyUI 0.33
         self.sigmas: list[float] = []
 
     def __call__(self, x: torch.Tensor, sigma: torch.Tensor, model_options: Any, seed: int | None) -> torch.Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from .adapter import EmbeddedHost, Folders, NodeProgress
 from .graph import MOST_NESTED, Link, Prompt, api_prompt, as_link, nested_deeper, nodes_by_id
 from .io import ComfyNode
-from .load_image import LoadImage
-from .run import History, NodeFailedError, Workflow, load_workflow
+from .run import CORE_NODES, History, NodeFailedError, Workflow, load_workflow
 from .validate import (
     NESTED,
     NodeRules,
@@ -19,6 +18,7 @@ from .validate import (
 )
 
 __all__ = [
+    "CORE_NODES",
     "MOST_NESTED",
     "NESTED",
     "ComfyNode",
@@ -26,7 +26,6 @@ __all__ = [
     "Folders",
     "History",
     "Link",
-    "LoadImage",
     "NodeFailedError",
     "NodeProgress",
     "NodeRules",

@@ -106,6 +106,7 @@ def Custom(io_type: str) -> type[ComfyTypeIO]:  # noqa: N802 (ComfyUI's name)
     return types.new_class(io_type, (ComfyTypeIO,), {"io_type": io_type})
 
 
+Audio = Custom("AUDIO")
 Conditioning = Custom("CONDITIONING")
 Guider = Custom("GUIDER")
 Image = Custom("IMAGE")

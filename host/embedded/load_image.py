@@ -1,4 +1,4 @@
-"""LoadImage for image-to-video workflows, the only core node in the embedded host."""
+"""LoadImage for image-to-video workflows."""
 
 from __future__ import annotations
 

@@ -19,7 +19,11 @@ from .adapter import EmbeddedHost, Folders, NodeProgress
 from .graph import Prompt, nodes_by_id, plan_steps
 from .io import ComfyNode, Hidden, HiddenHolder, NodeOutput
 from .load_image import LoadImage
+from .load_video import GetVideoComponents, LoadVideo
 from .validate import InvalidWorkflowError, Verdict, validate_prompt
+
+CORE_NODES: tuple[type[ComfyNode], ...] = (LoadImage, LoadVideo, GetVideoComponents)
+"""Nodes of ComfyUI that workflows of our nodes may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,7 @@ def load_workflow(
     device: torch.device | None = None,
     strict: bool = False,
 ) -> Workflow:
-    """Validate a workflow of `nodes` and LoadImage against the files in `folders`. Runs nothing.
+    """Validate a workflow of `nodes` and `CORE_NODES` against the files in `folders`. Runs nothing.
 
     Args:
         prompt: workflow in API format; None gets a verdict with an error, as in ComfyUI.
@@ -105,7 +109,7 @@ def load_workflow(
         device: the compute device; None: a GPU if there is one.
         strict: raise an error instead of a warning for suspicious inputs.
     """
-    by_id = nodes_by_id([*nodes, LoadImage])
+    by_id = nodes_by_id([*nodes, *CORE_NODES])
     with host.opened(folders, device=device):
         verdict = validate_prompt(prompt, by_id)
     return Workflow(host=host, nodes=by_id, verdict=verdict, folders=folders, device=device, strict=strict)

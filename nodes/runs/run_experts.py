@@ -20,6 +20,7 @@ from ...sampling import (
     StepProgress,
     check_room,
     denoise,
+    extra_tokens_of,
     policy_with_cache,
     predicted_timeline,
     request_job,
@@ -56,8 +57,14 @@ def prepare_here(
     """Prepare a run on the host's device; the host's Cancel ends it before the next block."""
     choice = current_host().choose_policy(ref, requested, job)
     choice = replace(choice, policy=policy_with_cache(choice.policy, request.cache))
-    chunk = choice.policy.chunk_tokens
-    needed = working_bytes(pair, request.computed_shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache)
+    needed = working_bytes(
+        pair,
+        request.computed_shape,
+        guided=request.guided,
+        extra_tokens=extra_tokens_of(pair, request),
+        chunk_tokens=choice.policy.chunk_tokens,
+        cache=request.cache,
+    )
     # ComfyUI unloads other models here, and may lower the policy to the memory that it gets. So the room is checked and
     # the run predicted afterwards, with the policy that will run.
     pair, policy, device = current_host().load_experts(ref, choice.policy, working_bytes=needed)

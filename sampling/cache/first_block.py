@@ -60,7 +60,7 @@ class FirstBlockPass(CachedPass):
         self._after_first: dict[int, torch.Tensor] = {}
         self._sums: list[torch.Tensor] = []
 
-    def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
+    def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor, video: slice) -> None:
         """See `BlockCache.entered`."""
         added = hidden - self._split.local_tokens(tokens)
         self._added[lane], self._after_first[lane] = added, hidden
@@ -69,7 +69,8 @@ class FirstBlockPass(CachedPass):
         if kept is None:
             self._sums.append(torch.tensor([math.inf, 1.0], dtype=torch.float64))
         else:
-            self._sums.append(torch.stack([_abs_distance(added, kept.first), _abs_sum(kept.first)]))
+            now, before = added[:, video], kept.first[:, video]
+            self._sums.append(torch.stack([_abs_distance(now, before), _abs_sum(before)]))
 
     def choose(self) -> SkipDecision:
         """See `BlockCache.choose`."""

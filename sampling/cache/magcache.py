@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, pairwise
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 
@@ -60,7 +61,7 @@ class MagSteps(StepCache):
         whole = step in self.skipped
         if not whole:
             self._added.clear()
-        return MagPass(own, self._added, torch.sub, self._split, whole=whole)
+        return MagPass(own, self._added, _residual, self._split, whole=whole)
 
 
 class Calibration(StepCache):
@@ -105,30 +106,38 @@ class Calibration(StepCache):
         return fmean(ratios) if ratios else 1.0
 
 
+class _Entered(NamedTuple):
+    """This worker's tokens of a lane before the first block, and the place of the video among them."""
+
+    tokens: torch.Tensor
+    video: slice
+
+
 class MagPass(CachedPass):
-    """Forward pass of one step that keeps `measure(hidden, tokens)` of each lane, or adds the kept residual."""
+    """Forward pass of one step that keeps `measure(hidden, tokens, video)` of each lane, or adds the kept residual."""
 
     def __init__(
         self,
         names: Sequence[LaneName],
         kept: dict[LaneName, torch.Tensor],
-        measure: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        measure: Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor],
         split: ParallelForward,
         *,
         whole: bool = False,
     ) -> None:
         self.whole, self.skipped_lanes = whole, len(names) if whole else 0
         self._names, self._kept, self._measure, self._split = names, kept, measure, split
-        self._entered: dict[int, torch.Tensor] = {}
+        self._entered: dict[int, _Entered] = {}
 
     def skip_all(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
         """See `BlockCache.skip_all`."""
         return self._split.local_tokens(tokens) + self._kept[self._names[lane]]
 
-    def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
+    def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor, video: slice) -> None:
         """See `BlockCache.entered`."""
         own = self._split.local_tokens(tokens)
-        self._entered[lane] = own if own is tokens else own.clone()  # a view would keep the tokens of all workers
+        # A view would keep the tokens of all workers.
+        self._entered[lane] = _Entered(own if own is tokens else own.clone(), video)
 
     def choose(self) -> SkipDecision:
         """See `BlockCache.choose`."""
@@ -136,11 +145,18 @@ class MagPass(CachedPass):
 
     def ended(self, lane: int, hidden: torch.Tensor) -> None:
         """See `BlockCache.ended`."""
-        self._kept[self._names[lane]] = self._measure(hidden, self._entered.pop(lane))
+        tokens, video = self._entered.pop(lane)
+        self._kept[self._names[lane]] = self._measure(hidden, tokens, video)
 
 
-def _residual_lengths(hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each token's residual."""
+def _residual(hidden: torch.Tensor, tokens: torch.Tensor, video: slice) -> torch.Tensor:
+    """Return the residual of every token: the tokens next to the video are skipped with it."""
+    return hidden - tokens
+
+
+def _residual_lengths(hidden: torch.Tensor, tokens: torch.Tensor, video: slice) -> torch.Tensor:
+    """Return the norm of the residual of each token of the video."""
+    hidden, tokens = hidden[:, video], tokens[:, video]
     # In pieces of tokens: a whole residual would take as much memory as another hidden state.
     parts = zip(hidden.split(OUTPUT_TOKENS, dim=1), tokens.split(OUTPUT_TOKENS, dim=1), strict=True)
     return torch.cat([(after - before).float().norm(dim=-1) for after, before in parts], dim=1)

@@ -13,6 +13,7 @@ from ..cache.settings import CacheSettings
 from ..errors import RequestError
 from .checks import Texts
 from .conditioning import video_text
+from .extra_tokens import stacked_tokens
 from .request import DenoiseRequest
 
 TENSORS = ("noise", "image_condition", "latent", "mask", "image_embedding")
@@ -43,6 +44,10 @@ def merge_requests(requests: Sequence[DenoiseRequest]) -> DenoiseRequest:
         first,
         positive=_merged_texts([request.positive for request in requests], batches),
         negative=_merged_texts([request.negative for request in requests], batches) if first.needs_negative else None,
+        tokens=stacked_tokens([request.tokens for request in requests], batches),
+        negative_tokens=None
+        if all(request.negative_tokens is None for request in requests)
+        else stacked_tokens([request.tokens_of_sides[1] for request in requests], batches),
         **tensors,
     )
 
@@ -72,6 +77,7 @@ def _traits(request: DenoiseRequest) -> dict[str, object]:
         "cache": "none" if request.cache is None else request.cache.words,
         "every number of the cache, as a digest,": _digest(request.cache),
         "guidance": tuple(request.guidance),
+        "tokens next to the video": " and ".join(tokens.words for tokens in request.tokens_of_sides),
         "image embedding": "none" if seen is None else f"{seen.shape[1]} x {seen.shape[2]}",
         "noise": "added" if request.add_noise else "not added",
         **{f"expert of step {step}": step_plan.experts[step] for step in step_plan.steps},
@@ -135,7 +141,13 @@ def split_request(request: DenoiseRequest, sizes: Sequence[int]) -> list[Denoise
 def _part(request: DenoiseRequest, samples: slice) -> DenoiseRequest:
     fields = (*TENSORS, "positive", "negative")
     parts: dict[str, Any] = {name: _of_samples(getattr(request, name), samples) for name in fields}
-    return replace(request, **parts)
+    negative = request.negative_tokens
+    return replace(
+        request,
+        tokens=request.tokens.of_samples(samples),
+        negative_tokens=None if negative is None else negative.of_samples(samples),
+        **parts,
+    )
 
 
 def _of_samples(value: Texts | None, samples: slice) -> Texts | None:

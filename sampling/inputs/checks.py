@@ -14,7 +14,8 @@ from ...wan import SPACES, space_of
 from ..errors import RequestError
 from ..schedules import PURE_NOISE
 
-IMAGE_CONDITION_CHANNELS = 20
+IMAGE_CONDITION_CHANNELS = (20, 32, 36, 52, 100)
+"""Channels of an image condition: of I2V and Fun InP, of Fun Control 2.1 and 2.2, and of Fun InP and Fun Control 5B."""
 TEXT_WIDTH = 4096
 PATCH = 2
 """Latent pixels per token, in height and in width."""

@@ -21,6 +21,7 @@ from ...schema import FRAMES_PER_LATENT, PIXELS_PER_LATENT
 from ...wan import SPACES, WAN21, denormalise, normalise, space_of
 from ..errors import ConditioningError
 from ..schedules import seeded_noise
+from .extra_tokens import CONTEXT_KEY, REFERENCE_KEY, ExtraTokens, native_tokens, same_tokens
 from .mask import latent_mask
 
 logger = logging.getLogger("wanstream.sampling")
@@ -28,7 +29,10 @@ logger = logging.getLogger("wanstream.sampling")
 IMAGE_EMBEDDING_KEY = "clip_vision_output"
 """Key of the start image's CLIP embedding, as ComfyUI's image-to-video nodes set it."""
 
-READ = frozenset({"concat_latent_image", "concat_mask", IMAGE_EMBEDDING_KEY})
+IMAGE_KEY, MASK_KEY, MASK_INDEX_KEY = "concat_latent_image", "concat_mask", "concat_mask_index"
+"""Keys of the channels that are joined to the latents, of their mask, and of its place among them (Fun Control)."""
+
+READ = frozenset({IMAGE_KEY, MASK_KEY, MASK_INDEX_KEY, IMAGE_EMBEDDING_KEY, REFERENCE_KEY, CONTEXT_KEY})
 """Keys that are converted into a request."""
 
 RANGES = (("start_percent", "end_percent"), ("clip_start_percent", "clip_end_percent"))
@@ -47,10 +51,8 @@ REFUSED: Mapping[str, str] = {
     "timestep_start": "a range of noise levels",
     "timestep_end": "a range of noise levels",
     "denoise_mask": "a noise mask of its own",
-    "concat_mask_index": "Fun control channels",
     "control_video": "a control video",
     "camera_conditions": "a camera path",
-    "context_latents": "context videos and images (Bernini-R)",
     "time_dim_concat": "frames appended in time",
     "vace_frames": "VACE frames",
     "vace_mask": "a VACE mask",
@@ -85,7 +87,6 @@ TEXT_TENSORS: Mapping[str, str] = {
 
 # Tensors that a user connects and that native sampling ignores for the supported weights; they are logged.
 IGNORED: Mapping[str, str] = {
-    "reference_latents": "read by weights with ref_conv (Fun Control), S2V, HuMo and SCAIL, all refused when opened",
     "reference_latents_text_embeds": "read by Z-Image alone",
     "clip_vision_outputs": "read by Z-Image alone",
     "unclip_conditioning": "read by unCLIP models and Z-Image",
@@ -224,6 +225,9 @@ class NativeInputs:
     image_condition: torch.Tensor | None
     image_embedding: torch.Tensor | None
     """[1 or B, N, width]: CLIP's hidden states before its last layer."""
+    tokens: ExtraTokens
+    negative_tokens: ExtraTokens | None
+    """None: those of the positive."""
     latent: torch.Tensor | None
     """Normalised; None for an empty latent, whose zeros do not mean a grey video."""
     mask: torch.Tensor | None
@@ -251,8 +255,10 @@ def native_inputs(positive: Conditioning, negative: Conditioning | None, latent:
     mask = None if noise_mask is None else latent_mask(noise_mask, samples.shape)
     text, image = _side("positive", positive, samples.shape, mask)
     embedding = _image_embedding(positive)
+    tokens, negative_tokens = _tokens("positive", positive, samples.shape[0]), None
     negative_text = None
     if negative is not None:
+        negative_tokens = _tokens("negative", negative, samples.shape[0])
         negative_text, negative_image = _side("negative", negative, samples.shape, mask)
         if not _same(image, negative_image) or not _same(embedding, _image_embedding(negative)):
             raise ConditioningError(
@@ -263,6 +269,8 @@ def native_inputs(positive: Conditioning, negative: Conditioning | None, latent:
         negative=negative_text,
         image_condition=image,
         image_embedding=None if embedding is None else _repeated(embedding, samples.shape[0]),
+        tokens=tokens,
+        negative_tokens=None if negative_tokens is None or same_tokens(tokens, negative_tokens) else negative_tokens,
         latent=normalise(samples) if torch.count_nonzero(samples) else None,
         mask=mask,
         latent_sigma=leftover_sigma(latent),
@@ -284,38 +292,59 @@ def native_latent(latents: torch.Tensor, like: Latent, *, sigma: float = 0.0) ->
     return {**kept, "samples": samples, LEFTOVER_KEY: leftover_mark(samples, sigma)}
 
 
-def image_condition(image: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return the 20 condition channels of an I2V expert [b, 20, T, h, w]: 4 of the mask, then the normalised image.
+def image_condition(
+    image: torch.Tensor, mask: torch.Tensor | None, *, mask_index: int = 0, latent_channels: int = WAN21.channels
+) -> torch.Tensor:
+    """Return the condition channels of an expert, [b, C, T, h, w], from native values.
 
-    The expert's mask is the inverse of ComfyUI's: 1 where the image is known.
+    * One latent (I2V, Fun InP): 4 channels of the mask, then the image.
+    * Two latents with a mask index (Fun Control 2.2): the control video, the mask, the start image.
+    * Two latents without one (Fun Control 2.1): both, and no mask.
+
+    The expert's mask is the inverse of ComfyUI's: 1 where the image is known. Latents are normalised one by one.
 
     Args:
-        image: raw latent [b, 16, T, h, w].
+        image: raw latent [b, 16 or 32, T, h, w]; for 5B with 48 or 96 channels.
         mask: [b or 1, any, T or less, h, w], 1 where the model generates; missing frames count as 1, as do all frames
             without a mask.
+        mask_index: number of channels before the mask.
+        latent_channels: channels of one latent.
 
     Raises:
         ConditioningError: the shapes do not fit.
     """
-    if image.ndim != 5 or image.shape[1] != WAN21.channels:
+    if image.ndim != 5 or image.shape[1] not in (latent_channels, 2 * latent_channels):
         raise ConditioningError(
-            f"concat_latent_image is {list(image.shape)}, Wan2.2 A14B reads [b, {WAN21.channels}, T, h, w]: remove "
-            "the node for Fun control, or for another model, that made it"
+            f"{IMAGE_KEY} is {list(image.shape)}, this model reads [b, {latent_channels}, T, h, w], and Fun Control "
+            f"{2 * latent_channels} channels: remove the node for another model that made it"
         )
+    latents = image.split(latent_channels, dim=1)
+    if mask_index not in (0, latent_channels * (len(latents) - 1)):
+        raise ConditioningError(
+            f"{MASK_INDEX_KEY} is {mask_index} for {image.shape[1]} channels of {IMAGE_KEY}, and Fun Control has the "
+            f"mask between two latents of {latent_channels} channels: remove the node that made it"
+        )
+    control, start = map(normalise, latents[:-1]), normalise(latents[-1])
+    if len(latents) > 1 and mask_index == 0:
+        return torch.cat([*control, start], dim=1)
+    known = _known_mask(image, mask)
+    batch = max(len(known), len(image))
+    return torch.cat([each.expand(batch, -1, -1, -1, -1) for each in (*control, known, start)], dim=1)
+
+
+def _known_mask(image: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the expert's mask [b, 4, T, h, w] of `image`."""
     frames = image.shape[2]
     if mask is None:
-        known = image.new_zeros(1, MASK_CHANNELS, *image.shape[2:])
-    elif mask.ndim != 5 or mask.shape[3:] != image.shape[3:] or mask.shape[2] > frames:
+        return image.new_zeros(1, MASK_CHANNELS, *image.shape[2:])
+    if mask.ndim != 5 or mask.shape[3:] != image.shape[3:] or mask.shape[2] > frames:
         raise ConditioningError(
-            f"concat_mask is {list(mask.shape)}, its image {list(image.shape)}: T, h and w must match"
+            f"{MASK_KEY} is {list(mask.shape)}, its image {list(image.shape)}: T, h and w must match"
         )
-    else:
-        free = mask.to(image.device)
-        known = 1.0 - (free if free.shape[1] == MASK_CHANNELS else free.mean(dim=1, keepdim=True))
-        known = F.pad(known, (0, 0, 0, 0, 0, frames - mask.shape[2]))
-    batch = max(len(known), len(image))
-    sides = known.expand(batch, MASK_CHANNELS, -1, -1, -1), normalise(image).expand(batch, -1, -1, -1, -1)
-    return torch.cat(sides, dim=1)
+    free = mask.to(image.device)
+    known = 1.0 - (free if free.shape[1] == MASK_CHANNELS else free.mean(dim=1, keepdim=True))
+    known = F.pad(known, (0, 0, 0, 0, 0, frames - mask.shape[2]))
+    return known.expand(-1, MASK_CHANNELS, -1, -1, -1)
 
 
 def _samples(latent: Latent) -> torch.Tensor:
@@ -346,12 +375,25 @@ def _side(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the text and the image condition of one side, for a latent of `shape` under a noise mask."""
     text, options = single_entry(name, conditioning)
-    image = options.get("concat_latent_image")
+    image = options.get(IMAGE_KEY)
     if image is None:
         return _repeated(text, shape[0]), None
     _check_image_size(name, image, shape)
     # Without concat_mask, ComfyUI uses the noise mask as the mask of the image condition.
-    return _repeated(text, shape[0]), image_condition(image, options.get("concat_mask", mask))
+    condition = image_condition(
+        image,
+        options.get(MASK_KEY, mask),
+        mask_index=options.get(MASK_INDEX_KEY, 0),
+        latent_channels=shape[1],
+    )
+    return _repeated(text, shape[0]), condition
+
+
+def _tokens(name: str, conditioning: Conditioning, batch: int) -> ExtraTokens:
+    """Return the tokens of one side next to those of the video."""
+    tokens = native_tokens(name, conditioning[0][1])
+    reference = None if tokens.reference is None else _repeated(tokens.reference, batch)
+    return ExtraTokens(reference=reference, context=tuple(_repeated(latents, batch) for latents in tokens.context))
 
 
 def _image_embedding(conditioning: Conditioning) -> torch.Tensor | None:
@@ -385,11 +427,11 @@ def single_entry(name: str, conditioning: Conditioning) -> tuple[torch.Tensor, M
     return text, options
 
 
-def _repeated(text: torch.Tensor, batch: int) -> torch.Tensor:
-    """Return texts for `batch` samples: several are repeated in turn and cut, as in ComfyUI; a shared one stays one."""
-    if text.ndim != 3 or len(text) in (0, 1, batch):
-        return text
-    return text.repeat(-(-batch // len(text)), 1, 1)[:batch]
+def _repeated(values: torch.Tensor, batch: int) -> torch.Tensor:
+    """Return values for `batch` samples: several are repeated in turn and cut, as in ComfyUI; one stays one."""
+    if values.ndim not in {3, 5} or len(values) in (0, 1, batch):
+        return values
+    return values.repeat(-(-batch // len(values)), *[1] * (values.ndim - 1))[:batch]
 
 
 def _check_image_size(name: str, image: torch.Tensor, shape: torch.Size) -> None:

@@ -28,9 +28,9 @@ def video_with_start_end(start: torch.Tensor, end: torch.Tensor | None, shape: V
     """
     _check_images({"start": start} if end is None else {"start": start, "end": end}, shape)
     video = torch.full((shape.frames, shape.height, shape.width, 3), GREY, dtype=start.dtype, device=start.device)
-    video[: len(start)] = _fitted(start, shape)
+    video[: len(start)] = fitted(start, shape)
     if end is not None:
-        video[-len(end) :] = _fitted(end, shape)
+        video[-len(end) :] = fitted(end, shape)
     return video
 
 
@@ -64,7 +64,7 @@ def start_frames(start: torch.Tensor, shape: VideoShape) -> torch.Tensor:
     if len(start) % FRAMES_PER_LATENT != 1:
         less = (len(start) - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1
         raise ValueError(f"{len(start)} start images: Wan2.2 5B takes {FRAMES_PER_LATENT}n + 1, give the first {less}")
-    return _fitted(start, shape)
+    return fitted(start, shape)
 
 
 def latent_with_first_frames(encoded: torch.Tensor, shape: VideoShape, batch: int) -> dict[str, torch.Tensor]:
@@ -88,9 +88,10 @@ def _check_images(given: Mapping[str, torch.Tensor], shape: VideoShape) -> None:
         raise ValueError(f"{counts} do not fit into {shape.frames} frames: give fewer, or raise frames")
 
 
-def _fitted(images: torch.Tensor, shape: VideoShape) -> torch.Tensor:
+def fitted(images: torch.Tensor, shape: VideoShape, *, mode: str = "bilinear") -> torch.Tensor:
+    """Return images [N, H, W, 3] cropped around their centre to the video's aspect ratio, and scaled to its size."""
     pixels = _crop_to_aspect(images[..., :3].movedim(-1, 1), shape)
-    return interpolate(pixels, size=(shape.height, shape.width), mode="bilinear").movedim(1, -1)
+    return interpolate(pixels, size=(shape.height, shape.width), mode=mode).movedim(1, -1)
 
 
 def _crop_to_aspect(pixels: torch.Tensor, shape: VideoShape) -> torch.Tensor:

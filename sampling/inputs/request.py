@@ -12,7 +12,7 @@ import torch
 
 from ...plan import split_at_boundary
 from ...schema import ContextWindows
-from ...wan import WAN21, WAN22, Nag, space_of
+from ...wan import WAN22, Nag, space_of
 from ..cache.settings import CacheSettings, MagCache
 from ..context_windows import computed_shape
 from ..errors import RequestError
@@ -30,6 +30,7 @@ from .checks import (
     check_texts,
     check_windows,
 )
+from .extra_tokens import NO_TOKENS, ExtraTokens, check_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,9 @@ class DenoiseRequest:
     negative: Texts | None = None
     """Like `positive`, of any lengths. Required if a guidance is not 1, or for NAG."""
     image_condition: torch.Tensor | None = None
-    """[1 or B, 20, T, h, w] for I2V experts: 4 mask channels (1 = known), then 16 channels of image latent."""
+    """[1 or B, C, T, h, w], joined to the latents. C = 20 for I2V and Fun InP: 4 mask channels (1 = known), then the
+    image latent. 36 for Fun Control 2.2: control video, mask, start image; 32 for 2.1: without the mask. Fun 5B: 52 and
+    100."""
     latent: torch.Tensor | None = None
     """[B, 16, T, h, w] to start from, mixed with the noise at the first sigma; None: start from noise alone."""
     start_step: int = 0
@@ -150,6 +153,10 @@ class DenoiseRequest:
     """NAG of `negative` against `positive` in the steps of guidance 1; None: off."""
     windows: ContextWindows | None = None
     """Context windows for a video that is longer than the experts were trained on; None: the whole video."""
+    tokens: ExtraTokens = NO_TOKENS
+    """Tokens next to those of the video: a reference image, context videos and images."""
+    negative_tokens: ExtraTokens | None = None
+    """Those of the negative lanes; None: `tokens`."""
 
     def __post_init__(self) -> None:
         self._check_tensors()
@@ -161,15 +168,15 @@ class DenoiseRequest:
         if self.negative is not None:
             check_texts("negative", self.negative, self.batch)
         if self.image_condition is not None:
-            check_latent(
-                "image_condition", self.image_condition, self.noise, (IMAGE_CONDITION_CHANNELS,), (1, self.batch)
-            )
+            check_latent("image_condition", self.image_condition, self.noise, IMAGE_CONDITION_CHANNELS, (1, self.batch))
         if self.latent is not None:
             check_latent("latent", self.latent, self.noise, (self.channels,), (self.batch,))
         if self.mask is not None:
             check_latent("mask", self.mask, self.noise, (1, self.channels), (1, self.batch))
         if self.image_embedding is not None:
             check_image_embedding(self.image_embedding, self.batch)
+        check_tokens("positive", self.tokens, batch=self.batch)
+        check_tokens("negative", self.tokens_of_sides[1], batch=self.batch)
 
     def _check_steps(self) -> None:
         check_guidance(self.guidance, self.guidance_steps, steps=self._schedule().steps)
@@ -236,6 +243,27 @@ class DenoiseRequest:
         """Shape [lanes of one CFG side, 16, T, h, w] in the step with most lanes, context windows included."""
         return computed_shape(self.noise.shape, self.windows, self.step_plan.steps)
 
+    @property
+    def control_channels(self) -> int:
+        """Number of channels of a control video, the first ones of the condition; 0 without one."""
+        given = 0 if self.image_condition is None else self.image_condition.shape[1]
+        return self.channels if given >= 2 * self.channels else 0
+
+    @property
+    def tokens_of_sides(self) -> tuple[ExtraTokens, ExtraTokens]:
+        """Tokens next to those of the video, of the positive and the negative lanes."""
+        return self.tokens, self.tokens if self.negative_tokens is None else self.negative_tokens
+
+    def extra_tokens(self, *, reads_reference: bool) -> int:
+        """Return the tokens of a lane next to those of its video, of the side that has more of them.
+
+        `reads_reference`: the model has a `ref_conv`.
+        """
+        frames = self.noise.shape[2]
+        window = frames if self.windows is None else self.windows.frames
+        sides = self.tokens_of_sides if self.needs_negative else self.tokens_of_sides[:1]
+        return max(side.count(reads_reference=reads_reference, frames=frames, window=window) for side in sides)
+
     def lanes_at(self, step: int) -> int:
         """Return the number of lanes that each sample has in a step of the whole schedule."""
         sides = 1 if self.step_plan.guidance[step] == 1 else 2
@@ -293,33 +321,72 @@ def check_nag(guidance: Sequence[float], *, has_negative: bool) -> None:
         )
 
 
-def check_channels(request: DenoiseRequest, in_channels: int) -> None:
-    """Raise RequestError unless the request has the model's input channels: 16 (T2V), 36 (I2V), 48 (TI2V-5B)."""
-    given = request.channels + (0 if request.image_condition is None else IMAGE_CONDITION_CHANNELS)
-    if given == in_channels:
+CONDITIONS = {
+    0: "text-to-video",
+    20: "image-to-video",
+    32: "Wan2.1 Fun Control",
+    36: "Wan2.2 Fun Control",
+    52: "Fun InP 5B",
+    100: "Fun Control 5B",
+}
+"""Models by the channels of their condition."""
+
+
+def check_channels(request: DenoiseRequest, in_channels: int, latent: int) -> None:
+    """Raise RequestError unless the request has the model's input channels.
+
+    Args:
+        request: the request.
+        in_channels: input channels of the model: of the latent and of the condition.
+        latent: channels of its latent, 16 or 48.
+    """
+    condition = 0 if request.image_condition is None else request.image_condition.shape[1]
+    given = request.channels + condition
+    if (given, request.channels) == (in_channels, latent):
         return
-    latent = WAN22.channels if in_channels == WAN22.channels else WAN21.channels
     if request.channels != latent:
         raise RequestError(
             f"the latent has {request.channels} channels, as {space_of(request.channels).models} have, and the model "
             f"takes those of {space_of(latent).models}, with {latent}: connect a latent that was made for this model, "
             "or open another one"
         )
-    if in_channels == WAN22.channels:
-        problem = (
+    problem = _condition_problem(condition, in_channels - latent, latent)
+    raise RequestError(f"{problem} ({in_channels} channels expected, {given} given)")
+
+
+def _condition_problem(given: int, expected: int, latent: int) -> str:
+    """Describe a condition of `given` channels for a model that takes one of `expected`, with a remedy."""
+    if expected == 0 and latent == WAN22.channels and given in (20, 52):
+        return (
             "Wan2.2 5B takes a start image as the first frame of the latent, and this request has one as a condition "
             "(image_condition), as A14B takes it: choose the VAE of Wan2.2 5B in WanStream Image to Video"
         )
-    elif request.image_condition is None:
-        problem = (
-            "these are image-to-video experts, and no start image is connected (image_condition): connect positive and "
-            "negative through WanStream Image to Video, or choose text-to-video experts, whose files have t2v in their "
-            "names"
+    model = CONDITIONS[expected]
+    if given in (32, 36, 100):
+        return (
+            f"these are {model} experts, and the conditioning of {CONDITIONS[given]} is connected "
+            f"(concat_latent_image of two latents{', with concat_mask_index' * (given != 32)}): remove its node, or "
+            "choose the experts that it was made for"
         )
-    else:
-        problem = (
-            "these are text-to-video experts, and a start image is connected (image_condition): connect positive and "
-            "negative straight from the text encoder, or choose image-to-video experts, whose files have i2v in their "
-            "names"
+    if expected in (32, 36, 100):
+        found = "no control video" if given == 0 else "only a start image"
+        return (
+            f"these are {model} experts, and {found} is connected: connect positive and negative through WanStream Fun "
+            "Control"
         )
-    raise RequestError(f"{problem} ({in_channels} channels expected, {given} given)")
+    if expected == 52:
+        return (
+            f"these are {model} experts, and no start image of theirs is connected (concat_latent_image): connect "
+            "positive and negative through ComfyUI's WanFunInpaintToVideo"
+        )
+    if given == 0:
+        return (
+            f"these are {model} experts, and no start image is connected (image_condition): connect "
+            "positive and negative through WanStream Image to Video, or choose text-to-video experts, whose files have "
+            "t2v in their names"
+        )
+    return (
+        f"these are {model} experts, and a start image is connected (image_condition): connect "
+        "positive and negative straight from the text encoder, or choose image-to-video experts, whose files have i2v "
+        "in their names"
+    )

@@ -66,7 +66,7 @@ class Denoiser:
         self._steps = [(step, self.step_plan.experts[step]) for step in self._range]
         self._request, self._policy = request, policy
         self._recorder = recorder
-        self._inputs = LaneInputs(request, device)
+        self._inputs = LaneInputs(request, device, reads_reference=policy.pair.reads_reference)
         self._masked = _masked_part(request, device)
         lanes = {step: (expert, names_at(request, step)) for step, expert in self._steps}
         patches = patches_at(policy.pair, request)

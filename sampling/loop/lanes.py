@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ...wan import ExpertEngine, ExpertPair, Lane, frame_timesteps
+from ...wan import ExpertEngine, ExpertPair, Lane, Positions, TokenPart, frame_timesteps
 from ..cache.base import LaneName
 from ..context_windows import StepWindows
 from ..inputs.checks import Texts
+from ..inputs.extra_tokens import is_cut
 from ..inputs.request import DenoiseRequest
 
 
@@ -38,9 +40,12 @@ def windows_at(request: DenoiseRequest, step: int) -> StepWindows | None:
 
 
 class LaneInputs:
-    """Inputs that all steps share: texts and images on the device, split into samples."""
+    """Inputs that all steps share: texts and images on the device, split into samples.
 
-    def __init__(self, request: DenoiseRequest, device: torch.device) -> None:
+    `reads_reference`: the model has a `ref_conv`; others ignore a reference image, as in ComfyUI.
+    """
+
+    def __init__(self, request: DenoiseRequest, device: torch.device, *, reads_reference: bool = False) -> None:
         def samples(given: Texts | None) -> Sequence[torch.Tensor]:
             if given is None:
                 return ()
@@ -52,6 +57,11 @@ class LaneInputs:
         self._image = samples(request.image_condition)
         self._embedding = samples(request.image_embedding)
         self._timestep_scales = request.timestep_scales
+        self._control_channels = request.control_channels
+        self._tokens = [
+            [tokens.of_sample(sample, reads_reference=reads_reference) for sample in range(request.batch)]
+            for tokens in (side.to(device) for side in request.tokens_of_sides)
+        ]
 
     def lanes(
         self,
@@ -72,7 +82,9 @@ class LaneInputs:
         states = list(latents.split(1))
         if self._image:
             states = [torch.cat(pair, dim=1) for pair in zip(states, self._image, strict=True)]
-        parts = [[state] if windows is None else windows.cut(state, latents.shape[1]) for state in states]
+        # A control video (Fun Control) follows the windows; the start image behind it may begin every one of them.
+        first = latents.shape[1] + self._control_channels
+        parts = [[state] if windows is None else windows.cut(state, first) for state in states]
         scales = [[own] if windows is None else windows.cut_timestep_scales(own) for own in self._timestep_scales]
         sides, pieces = (self._positive, self._negative), len(parts[0])
         return [
@@ -83,9 +95,29 @@ class LaneInputs:
                 negative_text=self._negative[name.sample] if attach_nag and name.side == 0 else None,
                 timestep_scales=scales[name.sample][number % pieces],
                 name=name,
+                **self._parts(name, latents.shape[2]),
             )
             for number, name in enumerate(lane_names(len(states), with_negative=with_negative, windows=windows))
         ]
+
+    def _parts(self, name: LaneName, frames: int) -> dict[str, Any]:
+        """Return the parts of a lane next to its video, of `frames` latent frames, and the positions of the video."""
+        tokens = self._tokens[name.side][name.sample]
+        if not tokens:
+            return {}
+        parts: dict[str, Any] = {}
+        if tokens.reference is not None:
+            # The reference image has the place of the first frame, and the video follows.
+            parts["front"] = (TokenPart(latents=tokens.reference, through_ref_conv=True),)
+            parts["positions"] = Positions(start=(1.0, 0.0, 0.0))
+        parts["behind"] = tuple(
+            TokenPart(
+                latents=context[:, :, list(name.frames)] if name.frames and is_cut(context, frames) else context,
+                positions=Positions(source=source),
+            )
+            for source, context in enumerate(tokens.context, 1)
+        )
+        return parts
 
     def prefetch(self, engine: ExpertEngine, calls: Sequence[tuple[str, float, bool]]) -> None:
         """Announce the timesteps and texts of `calls` to the engine, which embeds them together.

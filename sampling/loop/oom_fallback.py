@@ -35,12 +35,13 @@ class RunPolicy:
     Args:
         shape: shape of the latents [B, 16, T, h, w].
         guided: True if there are negative lanes.
+        extra_tokens: tokens of a lane next to those of its video.
         split: parallel forward; a worker of a group does not repeat a step on its own.
         cache: settings of the step cache, whose tensors take device memory too.
         revise: called once with the record of the first step, unless memory was short in it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the values of a run)
         self,
         pair: ExpertPair,
         policy: OffloadPolicy,
@@ -48,6 +49,7 @@ class RunPolicy:
         *,
         shape: Sequence[int],
         guided: bool,
+        extra_tokens: int = 0,
         split: ParallelForward = LOCAL_FORWARD,
         cache: CacheSettings | None = None,
         revise: Revise | None = None,
@@ -58,6 +60,8 @@ class RunPolicy:
         """Changes of the policy so far, as text for `Timeline.changes`."""
         self.pair, self.device = pair, device
         self._shape, self._guided, self.split = shape, guided, split
+        self._extra_tokens = extra_tokens
+        self._tokens = tokens_of(shape) + extra_tokens
         self._tried = [self.policy]
 
     def engine(self) -> ExpertEngine:
@@ -74,7 +78,7 @@ class RunPolicy:
         if self.device.type != "cpu" or not self.split.alone or self.pair.kernels.compiler is not None:
             return False
         lanes = self._shape[0] * (2 if self._guided else 1)
-        return lanes * expert_shape(self.pair).block_flops(tokens_of(self._shape)) >= LONG_VISIT_FLOPS
+        return lanes * expert_shape(self.pair).block_flops(self._tokens) >= LONG_VISIT_FLOPS
 
     def refuse_without_ram(self, *, available: int | None = None) -> None:
         """Refuse a run on a CPU that is estimated to need more RAM than there is.
@@ -99,7 +103,7 @@ class RunPolicy:
         lacking = insufficient_ram(weights + working, available=available)
         if lacking is None:
             return
-        smallest = smallest_policy(self.pair, self.policy, tokens_of(self._shape), self.device)
+        smallest = smallest_policy(self.pair, self.policy, self._tokens, self.device)
         fits = insufficient_ram(sum(self._ram_needs(smallest)), available=lacking) is None
         remedy = (
             "Choose Wan Auto Offload, which computes fewer tokens at once (a smaller policy, with chunk_tokens, in "
@@ -149,7 +153,7 @@ class RunPolicy:
             self.policy,
             self.pair.block_counts,
             missing=bytes_to_free(len(self._tried) - 1, block=block, working_bytes=working, free_bytes=free),
-            tokens=tokens_of(self._shape) // (share.ring * share.ulysses),
+            tokens=self._tokens // (share.ring * share.ulysses),
             device_bytes=self._bytes,
         )
         if smaller is None:
@@ -168,6 +172,7 @@ class RunPolicy:
             self.pair,
             self._shape,
             guided=self._guided,
+            extra_tokens=self._extra_tokens,
             chunk_tokens=policy.chunk_tokens,
             share=self.split.share,
             cache=self._cache,

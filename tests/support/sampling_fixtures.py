@@ -141,6 +141,7 @@ class WatchedPair:
     def __init__(self, pair: ExpertPair) -> None:
         self.pair, self.runs = pair, list[EngineRun]()
         self.in_channels, self.compute_dtype = pair.in_channels, pair.compute_dtype
+        self.latent_channels, self.reads_reference = pair.latent_channels, pair.reads_reference
         self.high, self.is_single = pair.high, pair.is_single
         self.kernels, self.multiplied = pair.kernels, pair.multiplied
         self.block_counts, self.device_bytes, self.loaded_bytes = pair.block_counts, pair.device_bytes, 0

@@ -14,18 +14,26 @@ from .files import CheckpointError, json_object
 from .key_names import both_names
 
 Shape = tuple[int, ...]
-Family = Literal["t2v", "i2v", "ti2v"]
+Family = Literal["t2v", "i2v", "control", "ti2v"]
 
 IMAGE_LAYER = "condition_embedder.image_embedder.ff.net.0.proj.weight"
 HEAD_DIM = 128  # in every Wan transformer; heads = width / 128
 LATENT_CHANNELS = WAN21.channels
 IMAGE_CONDITION_CHANNELS = 20  # 4 mask channels, 16 latent channels
-KNOWN_CHANNELS = (
-    (LATENT_CHANNELS, LATENT_CHANNELS),
-    (LATENT_CHANNELS + IMAGE_CONDITION_CHANNELS, LATENT_CHANNELS),
-    (WAN22.channels, WAN22.channels),
-)
-"""Input and output channels of the supported models."""
+REFERENCE_LAYER = "ref_conv.weight"
+"""Convolution of a reference image's latent to tokens (Fun Control)."""
+KNOWN_CHANNELS = {
+    (16, 16): "T2V",
+    (36, 16): "I2V or Fun InP",
+    (52, 16): "Fun Control of Wan2.2 A14B",
+    (48, 16): "Fun Control of Wan2.1",
+    (48, 48): "Wan2.2 TI2V-5B",
+    (100, 48): "Fun InP 5B",
+    (148, 48): "Fun Control 5B",
+}
+"""Supported models by input and output channels."""
+PAIR_CHANNELS = (16, 36, 52)
+"""Input channels of the experts of A14B pairs."""
 
 # Parameters that only Wan2.1 I2V has: the embedder of CLIP image features, and their projections in each block.
 IMAGE_BRANCH = re.compile(r"condition_embedder\.image_embedder\.|blocks\.\d+\.attn2\.(add_[kv]_proj|norm_added_k)\.")
@@ -42,7 +50,6 @@ OTHER_MODELS = (
     (("patch_embedding_pose.",), "a SCAIL model"),
     (("patch_embedding_global.",), "a WanDancer model"),
     (("control_adapter.",), "a camera control model"),
-    (("ref_conv.",), "a reference control model"),
     (("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"), "a first and last frame model of Wan2.1"),
     (("diffusion_model.", "lora_unet_", "lora_transformer_", "transformer."), "a LoRA or a wrapped model"),
 )
@@ -51,9 +58,6 @@ OTHER_MODELS = (
 OTHER_CHANNELS = {
     20: "a SCAIL model",
     32: "a camera control model of Wan2.1",
-    48: "a Fun Control model of Wan2.1",
-    52: "a Fun Control model of Wan2.2 A14B",
-    100: "a Fun model of Wan2.2 5B",
 }
 
 TYPE_FIELD = "config"
@@ -61,7 +65,7 @@ TYPE_FIELD = "config"
 KNOWN_TYPES = ("t2v", "i2v", "ti2v")
 DIFFUSERS_CLASS, ORIGINAL_CLASS = "WanTransformer3DModel", "WanModel"
 """Supported classes in a folder's config.json: that of diffusers, and that of the folders published by Wan-AI."""
-ONLY_THESE = "only the T2V and I2V models of Wan2.1 and Wan2.2 A14B, and TI2V-5B can run"
+ONLY_THESE = "only the T2V, I2V and Fun models of Wan2.1 and Wan2.2, and TI2V-5B can run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +82,17 @@ class WanConfig:
     patch_size: tuple[int, int, int]
     image_dim: int | None = None
     """Width of the image embeddings for the image branch; None for a model without one."""
+    reference_channels: int | None = None
+    """Input channels of `ref_conv` (Fun Control), which diffusers' model does not have; None for a model without it."""
 
     @property
     def family(self) -> Family:
-        """Family by input channels: 16 is "t2v", 36 (with the image condition) is "i2v", 48 (5B) is "ti2v"."""
-        if self.in_channels == WAN22.channels:
+        """Family by channels: 48 out (5B) is "ti2v"; 16 in is "t2v", 36 (image condition) "i2v", others "control"."""
+        if self.out_channels == WAN22.channels:
             return "ti2v"
-        return "t2v" if self.in_channels == LATENT_CHANNELS else "i2v"
+        if self.in_channels == LATENT_CHANNELS:
+            return "t2v"
+        return "i2v" if self.in_channels == LATENT_CHANNELS + IMAGE_CONDITION_CHANNELS else "control"
 
     @property
     def width(self) -> int:
@@ -94,7 +102,9 @@ class WanConfig:
     def model_arguments(self) -> dict[str, Any]:
         """Return the arguments of WanTransformer3DModel; the others have the same default in all Wan models."""
         added = None if self.image_dim is None else self.width
-        return {**asdict(self), "attention_head_dim": HEAD_DIM, "added_kv_proj_dim": added}
+        sizes = asdict(self)
+        del sizes["reference_channels"]
+        return {**sizes, "attention_head_dim": HEAD_DIM, "added_kv_proj_dim": added}
 
 
 def refuse_other_models(path: Path, keys: Iterable[str]) -> None:
@@ -183,6 +193,7 @@ def config_from_shapes(path: Path, shapes: Mapping[str, Shape]) -> WanConfig:
         freq_dim=shape("condition_embedder.time_embedder.linear_1.weight", 2)[1],
         patch_size=(patch[0], patch[1], patch[2]),
         image_dim=shape(IMAGE_LAYER, 2)[1] if any(map(IMAGE_BRANCH.match, shapes)) else None,
+        reference_channels=shape(REFERENCE_LAYER, 4)[1] if REFERENCE_LAYER in shapes else None,
     )
     _check_family(path, config, width)
     return config
@@ -195,9 +206,19 @@ def _check_family(path: Path, config: WanConfig, width: int) -> None:
         raise CheckpointError(
             path,
             f"{named}patch_embedding.weight takes {channels[0]} channels and proj_out.weight gives {channels[1]}; "
-            "T2V is 16 to 16, I2V 36 to 16, TI2V-5B 48 to 48",
+            + ", ".join(f"{given} to {made} is {model}" for (given, made), model in KNOWN_CHANNELS.items()),
         )
-    if config.image_dim is not None and config.family != "i2v":
-        raise CheckpointError(path, f"has an image branch, but takes {channels[0]} channels; with one, 36 are expected")
+    if config.image_dim is not None and channels not in ((36, 16), (48, 16)):
+        raise CheckpointError(
+            path,
+            f"has an image branch, but takes {channels[0]} channels; with one, 36 (I2V) or 48 (Fun Control) are "
+            "expected",
+        )
+    if config.reference_channels not in (None, config.out_channels):
+        raise CheckpointError(
+            path,
+            f"{REFERENCE_LAYER} takes {config.reference_channels} channels, and the latents of this model have "
+            f"{config.out_channels}",
+        )
     if width == 0 or width % HEAD_DIM:
         raise CheckpointError(path, f"patch_embedding.weight is {width} wide, which is not a multiple of {HEAD_DIM}")

@@ -44,6 +44,8 @@ def both_names(name: str) -> str:
 # Native names of modules and bare parameters by their diffusers names: outside the blocks (OUTER), in a block (BLOCK).
 OUTER = {
     "patch_embedding": "patch_embedding",
+    # Of Fun Control; diffusers' model has no such layer.
+    "ref_conv": "ref_conv",
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
     "condition_embedder.time_embedder.linear_2": "time_embedding.2",
     "condition_embedder.time_proj": "time_projection.1",

@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...offload import streamed_names
+from ..transformer.token_parts import AxisTables
 from .detect import HEAD_DIM, Shape, WanConfig
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def build_model(config: WanConfig, compute_dtype: torch.dtype) -> WanTransformer
         model.condition_embedder = CachedEmbedder(config, compute_dtype)
     # A copy for each model, because `.to(device)` moves the buffers of a module in place.
     model.rope = copy.deepcopy(_position_tables(config.patch_size, model.config.rope_max_seq_len))
+    model.axis_tables = AxisTables()
     return model.eval().requires_grad_(False)
 
 
@@ -114,7 +116,11 @@ def _on_meta(config: WanConfig) -> WanTransformer3DModel:
     from diffusers import WanTransformer3DModel
 
     with torch.device("meta"), NoInitialValues():
-        return WanTransformer3DModel(**config.model_arguments())
+        model = WanTransformer3DModel(**config.model_arguments())
+        if config.reference_channels is not None:
+            patch = config.patch_size[1:]
+            model.ref_conv = nn.Conv2d(config.reference_channels, config.width, kernel_size=patch, stride=patch)
+        return model
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import torch
 
 from ...devices import AUTO, ComputeDtype, dtype_name, resolve_dtype
 from ...schema import Arithmetic, ExpertsRef, LoraRef, Storage
-from ..checkpoint.detect import IMAGE_LAYER
+from ..checkpoint.detect import IMAGE_LAYER, KNOWN_CHANNELS, LATENT_CHANNELS, PAIR_CHANNELS
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.key_names import both_names
 from ..checkpoint.open import Expert, open_expert
@@ -81,7 +81,7 @@ def open_single_model(
     direct: bool | None = None,
     shared: bool = False,
 ) -> ExpertPair:
-    """Open a single model, which runs every step: Wan2.1 T2V (1.3B, 14B) or I2V (14B), Wan2.2 TI2V-5B.
+    """Open a single model, which runs every step: Wan2.1 T2V, I2V or Fun Control, Wan2.2 TI2V-5B or Fun 5B.
 
     The model takes the place "high" of the pair. Requests run all of their steps there (`boundary_ratio` 0).
 
@@ -95,19 +95,26 @@ def open_single_model(
 
     Raises:
         CheckpointFileError: as `open_experts`.
-        CheckpointError: the folder has two transformers, the tensors are not those of such a model, or an
-            image-to-video model has no image branch.
+        CheckpointError: the folder has two transformers, the tensors are not those of such a model, an image-to-video
+            model has no image branch, or the file is an expert of a pair.
         ValueError: as `open_experts`.
     """
     dtype = _checked(compute_dtype, storage, arithmetic)
     expert = open_expert(_one_path(Path(path)))
-    _require_image_branch(expert)
+    _require_single(expert)
     log_unquantised([expert], storage)
     form: _Form = {"compute_dtype": dtype, "storage": storage, "arithmetic": arithmetic}
     return ExpertPair(high=expert, low=expert, **form, direct=direct, shared=shared)
 
 
-def _require_image_branch(expert: Expert) -> None:
+def _require_single(expert: Expert) -> None:
+    channels = expert.config.in_channels
+    if expert.config.family == "control" and channels in PAIR_CHANNELS:
+        raise CheckpointError(
+            expert.path,
+            f"is an expert of Fun Control of Wan2.2 A14B ({channels} channels), which has two: open it as a pair, with "
+            "the other expert",
+        )
     if expert.config.family == "i2v" and expert.config.image_dim is None:
         raise CheckpointError(
             expert.path,
@@ -168,13 +175,19 @@ def _expert_paths(high: Path, low: Path | None) -> tuple[Path, Path]:
     return high / "transformer", high / "transformer_2"
 
 
+def _or(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}"
+
+
 def _check_pair(high: Expert, low: Expert) -> None:
     for expert in (high, low):
-        if expert.config.family == "ti2v":
+        channels = expert.config.in_channels, expert.config.out_channels
+        if channels[0] not in PAIR_CHANNELS or channels[1] != LATENT_CHANNELS:
             raise CheckpointError(
                 expert.path,
-                f"is Wan2.2 TI2V-5B ({expert.config.in_channels} channels), which is a single model; the experts of "
-                "Wan2.2 A14B have 16 or 36 channels: open it as a single model",
+                f"is {KNOWN_CHANNELS[channels]} ({channels[0]} channels), which is a single model; the experts of "
+                f"Wan2.2 A14B have {_or(PAIR_CHANNELS)} channels: open it as a single model",
             )
     if high.config.family != low.config.family:
         raise CheckpointError(

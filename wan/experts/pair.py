@@ -84,8 +84,18 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     @property
     def in_channels(self) -> int:
-        """Input channels of the model: 16 (T2V), 36 (I2V: latents, mask, condition) or 48 (TI2V-5B)."""
+        """Input channels of the model: those of the latent (16, 5B: 48), and those of its condition."""
         return self.high.config.in_channels
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latents: 16, or 48 for the models of Wan2.2 5B."""
+        return self.high.config.out_channels
+
+    @property
+    def reads_reference(self) -> bool:
+        """True if the model puts the tokens of a reference image in front of the video (`ref_conv` of Fun Control)."""
+        return self.high.config.reference_channels is not None
 
     @property
     def identity(self) -> Hashable:

@@ -7,6 +7,7 @@ called as the model calls them: hooks on `rope`, `blocks.0` or `proj_out` fire a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 
 from ...schema import OUTPUT_TOKENS
 from .per_frame_timestep import FrameModulation, TokenSelector, frame_timesteps, row_spans, rows_and_spans, split_by_row
+from .token_parts import FROM_ORIGIN, Grid, Placed, Positions, Rotary, TokenPart, layout_tables, patch_grid
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -46,8 +48,11 @@ class BlockCache(Protocol):
     def skip_all(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
         """Predict the output of the last block from all tokens of a lane; return this worker's part."""
 
-    def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Record `hidden`, the first block's output for `tokens`; `tokens` may include those of other workers."""
+    def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor, video: slice) -> None:
+        """Record `hidden`, the first block's output for `tokens`; `tokens` may include those of other workers.
+
+        `video` selects the tokens of the video in `hidden`: a change is measured in them alone.
+        """
 
     def choose(self) -> SkipDecision:
         """Return the lanes that continue, once the first block has computed all of them."""
@@ -80,6 +85,24 @@ class Lane:
     for all frames."""
     name: object = None
     """Key of the lane within its run, under which caches keep values from step to step."""
+    front: tuple[TokenPart, ...] = ()
+    """Tokens before those of the video."""
+    behind: tuple[TokenPart, ...] = ()
+    """Tokens after those of the video."""
+    positions: Positions = FROM_ORIGIN
+    """Rotary positions of the video."""
+
+    def tokens(self, patch_size: Sequence[int]) -> int:
+        """Return the number of all tokens of the lane."""
+        return sum(math.prod(grid) for grid, _ in self.placed(patch_size))
+
+    def placed(self, patch_size: Sequence[int]) -> tuple[Placed, ...]:
+        """Return the grid and the positions of each part, the video included, in the order of the tokens."""
+        return (
+            *((part.grid(patch_size), part.positions) for part in self.front),
+            (patch_grid(self.latents.shape, patch_size), self.positions),
+            *((part.grid(patch_size), part.positions) for part in self.behind),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +112,9 @@ class _Conditions:
     text: torch.Tensor | Texts  # [1, L, dim]; with an image branch, the image's N rows come first
     time: torch.Tensor  # [R, dim], one row for each distinct timestep
     modulation: torch.Tensor | FrameModulation  # [1, 6, dim], or [R, 6, dim] with the spans of the rows
-    rotary: tuple[torch.Tensor, torch.Tensor]
-    grid: tuple[int, int, int]  # patches along time, height and width
+    rotary: Rotary
+    grid: Grid  # patches of the video along time, height and width
+    video: slice  # tokens of the video among all tokens of the lane
 
 
 def forward_lanes(
@@ -111,18 +135,22 @@ def forward_lanes(
         shortcut: lets lanes skip blocks; blocks that no lane needs are not visited.
         local_tokens: selects the tokens that this worker computes, where workers share a lane. None: all.
     """
-    # Lanes of one shape share their rotary embedding: 77 MB at 1280x720x81.
-    rotary = {lane.latents.shape[2:]: model.rope(lane.latents) for lane in lanes}
+    select = local_tokens or (lambda tokens: tokens)
+    # Lanes with equal parts share their rotary embedding: 77 MB at 1280x720x81.
+    rotary: dict[Hashable, Rotary] = {}
+    for lane in lanes:
+        if _layout(model, lane) not in rotary:
+            rotary[_layout(model, lane)] = _rotary(model, lane, select)
     negative_texts = [lane.negative_text for lane in lanes if lane.negative_text is not None]
     # Before the texts, so that the time embedder's weights are loaded once for all timesteps.
-    frame_times = _frame_times(model, lanes, float(timestep.float()), local_tokens or (lambda tokens: tokens))
+    frame_times = _frame_times(model, lanes, float(timestep.float()), select)
     rows = _embedded(model, [*(lane.text for lane in lanes), *negative_texts], timestep)
     positive, negative = rows[: len(lanes)], iter(rows[len(lanes) :])
     conditions = [
-        _conditions(model, lane, row, negative, rotary[lane.latents.shape[2:]], frame_times.get(_frame_key(lane)))
+        _conditions(model, lane, row, negative, rotary[_layout(model, lane)], frame_times.get(_frame_key(model, lane)))
         for lane, row in zip(lanes, positive, strict=True)
     ]
-    hidden = _through_blocks(model, lanes, conditions, visit, shortcut)
+    hidden = _through_blocks(model, lanes, conditions, visit, shortcut, select)
     return [_velocity(model, lane, tokens) for lane, tokens in zip(conditions, hidden, strict=True)]
 
 
@@ -133,25 +161,60 @@ class _FrameTimes(NamedTuple):
     modulation: FrameModulation
 
 
-def _frame_key(lane: Lane) -> Hashable:
-    return (lane.timestep_scales, lane.latents.shape[2:])
+def _layout(model: WanTransformer3DModel, lane: Lane) -> Hashable:
+    """Return a key that is equal for lanes with the same parts at the same positions."""
+    return lane.placed(model.config.patch_size)
+
+
+def _rotary(model: WanTransformer3DModel, lane: Lane, select: TokenSelector) -> Rotary:
+    """Return the rotary tables of this worker's tokens of a lane."""
+    parts = lane.placed(model.config.patch_size)
+    if len(parts) == 1 and lane.positions == FROM_ORIGIN:
+        # Through the module: a context-parallel hook on it selects this worker's part.
+        tables: Rotary = model.rope(lane.latents)
+        return tables
+    cosines, sines = layout_tables(model, parts)
+    return select(cosines), select(sines)
+
+
+def _frame_key(model: WanTransformer3DModel, lane: Lane) -> Hashable:
+    scales = tuple(part.timestep_scale for part in (*lane.front, *lane.behind))
+    return (lane.timestep_scales, scales, _layout(model, lane))
+
+
+def _timestep_runs(model: WanTransformer3DModel, lane: Lane) -> list[tuple[float, int]]:
+    """Return the timestep scale and the number of tokens of each part, and of each frame of the video; () if all are 1.
+
+    Consecutive tokens, in order.
+    """
+    parts = (*lane.front, *lane.behind)
+    if lane.timestep_scales is None and all(part.timestep_scale is None for part in parts):
+        return []
+    patch = model.config.patch_size
+    frames, height, width = patch_grid(lane.latents.shape, patch)
+
+    def of(part: TokenPart) -> tuple[float, int]:
+        return 1.0 if part.timestep_scale is None else part.timestep_scale, math.prod(part.grid(patch))
+
+    video = [(scale, height * width) for scale in lane.timestep_scales or (1.0,) * frames]
+    return [*map(of, lane.front), *video, *map(of, lane.behind)]
 
 
 def _frame_times(
     model: WanTransformer3DModel, lanes: Sequence[Lane], timestep: float, select: TokenSelector
 ) -> dict[Hashable, _FrameTimes]:
-    """Return the time embeddings of the lanes with per-frame timesteps, by `_frame_key`."""
-    found = {}
+    """Return the time embeddings of the lanes with several timesteps, by `_frame_key`."""
+    found: dict[Hashable, _FrameTimes] = {}
     for lane in lanes:
-        if lane.timestep_scales is None or _frame_key(lane) in found:
+        runs = _timestep_runs(model, lane)
+        if not runs or _frame_key(model, lane) in found:
             continue
-        times = frame_timesteps(lane.timestep_scales, timestep)
+        times = frame_timesteps([scale for scale, _ in runs], timestep)
         distinct = sorted(set(times))
-        _, height, width = _grid(model, lane)
-        spans = row_spans([distinct.index(time) for time in times], height * width, select)
+        rows = [(distinct.index(time), tokens) for time, (_, tokens) in zip(times, runs, strict=True)]
         time, modulation = _time_rows(model, distinct)
-        rows = FrameModulation(rows=modulation.unflatten(1, (6, -1)), spans=spans)
-        found[_frame_key(lane)] = _FrameTimes(time, rows)
+        modulated = FrameModulation(rows=modulation.unflatten(1, (6, -1)), spans=row_spans(rows, select))
+        found[_frame_key(model, lane)] = _FrameTimes(time, modulated)
     return found
 
 
@@ -167,18 +230,13 @@ def _time_rows(model: WanTransformer3DModel, timesteps: Sequence[float]) -> tupl
     return torch.cat([time for time, _ in each]), torch.cat([modulation for _, modulation in each])
 
 
-def _grid(model: WanTransformer3DModel, lane: Lane) -> tuple[int, int, int]:
-    frames, height, width = lane.latents.shape[2:]
-    patch_frames, patch_height, patch_width = model.config.patch_size
-    return frames // patch_frames, height // patch_height, width // patch_width
-
-
 def _through_blocks(
     model: WanTransformer3DModel,
     lanes: Sequence[Lane],
     conditions: Sequence[_Conditions],
     visit: Callable[[int], AbstractContextManager[object]],
     shortcut: BlockCache | None,
+    select: TokenSelector,
 ) -> list[torch.Tensor]:
     """Return the tokens of each lane after the last block."""
     if shortcut is not None and shortcut.whole:
@@ -198,7 +256,7 @@ def _through_blocks(
                     continue
                 hidden.append(passed)
                 if shortcut is not None:
-                    shortcut.entered(at, tokens, passed)
+                    shortcut.entered(at, tokens, passed, _local_slice(lane.video, tokens.shape[1], select))
         if index == 0 and shortcut is not None:
             going, visits = shortcut.choose()
             if not visits:
@@ -214,10 +272,15 @@ def _ended(hidden: Sequence[torch.Tensor], going: Sequence[int], shortcut: Block
 
 
 def _tokens(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
-    """Embed the latents as one token per patch, [1, S, dim]."""
+    """Embed the latents and the other parts as one token per patch, [1, S, dim]."""
     latents = lane.latents.to(model.patch_embedding.weight.dtype)
     patches: torch.Tensor = model.patch_embedding(latents)
-    return patches.flatten(2).transpose(1, 2)
+    video = patches.flatten(2).transpose(1, 2)
+    if not lane.front and not lane.behind:
+        return video
+    return torch.cat(
+        [*(part.embed(model) for part in lane.front), video, *(part.embed(model) for part in lane.behind)], dim=1
+    )
 
 
 def _embedded(model: WanTransformer3DModel, texts: Sequence[torch.Tensor], timestep: torch.Tensor) -> list[Rows]:
@@ -235,11 +298,14 @@ def _conditions(
     lane: Lane,
     rows: Rows,
     negative: Iterator[Rows],
-    rotary: tuple[torch.Tensor, torch.Tensor],
+    rotary: Rotary,
     frame_times: _FrameTimes | None,
 ) -> _Conditions:
     """Collect the inputs of a lane; one with a negative text takes the next item of `negative`."""
     time, modulation, text = rows
+    patch = model.config.patch_size
+    grid = patch_grid(lane.latents.shape, patch)
+    start = sum(math.prod(part.grid(patch)) for part in lane.front)
     embed_image = model.condition_embedder.image_embedder
     if embed_image is not None:
         assert lane.image is not None, "requests without an image are refused"
@@ -249,12 +315,23 @@ def _conditions(
         time=time if frame_times is None else frame_times.time,
         modulation=modulation.unflatten(1, (6, -1)) if frame_times is None else frame_times.modulation,
         rotary=rotary,
-        grid=_grid(model, lane),
+        grid=grid,
+        video=slice(start, start + math.prod(grid)),
     )
 
 
+def _local_slice(video: slice, tokens: int, select: TokenSelector) -> slice:
+    """Return the tokens of `video` among those of this worker, which has consecutive ones of all `tokens`."""
+    if video == slice(0, tokens):
+        return video
+    own = select(torch.arange(tokens)[None, :, None]).flatten()
+    first, count = int(own[0]), len(own)
+    start, stop = (min(max(0, end - first), count) for end in (video.start, video.stop))
+    return slice(start, stop)
+
+
 def _velocity(model: WanTransformer3DModel, lane: _Conditions, tokens: torch.Tensor) -> torch.Tensor:
-    """Turn tokens [1, S, dim] into the velocity: modulated norm, projection, unpatchify."""
+    """Turn the video's part of tokens [1, S, dim] into the velocity: modulated norm, projection, unpatchify."""
     shift, scale = (model.scale_shift_table + lane.time.unsqueeze(1)).chunk(2, dim=1)
     _, spans = rows_and_spans(lane.modulation, tokens.shape[1])
     # In pieces: the norm makes three fp32 tensors, which for all tokens would need more memory than a chunked block.
@@ -262,6 +339,7 @@ def _velocity(model: WanTransformer3DModel, lane: _Conditions, tokens: torch.Ten
     for start in range(0, tokens.shape[1], OUTPUT_TOKENS):
         for piece, row in split_by_row(slice(start, start + OUTPUT_TOKENS), spans):
             normed[:, piece] = model.norm_out(tokens[:, piece].float()) * (1 + scale[row]) + shift[row]
-    # The projection is called once for all tokens: a context-parallel hook on it gathers the tokens of every rank.
-    patches: torch.Tensor = model.proj_out(normed).reshape(1, *lane.grid, *model.config.patch_size, -1)
+    # The projection is called once for all tokens: a context-parallel hook on it gathers the tokens of every rank. The
+    # other parts are cut off after it, because a rank may have tokens of theirs only.
+    patches: torch.Tensor = model.proj_out(normed)[:, lane.video].reshape(1, *lane.grid, *model.config.patch_size, -1)
     return patches.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)

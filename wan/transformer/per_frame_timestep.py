@@ -50,9 +50,14 @@ def frame_timesteps(timestep_scale: Sequence[float], timestep: float) -> tuple[f
     return tuple(values)
 
 
-def row_spans(row_of_frame: Sequence[int], tokens_per_frame: int, select: TokenSelector) -> RowSpans:
-    """Return the spans of the tokens that `select` keeps, from the row of each frame."""
-    rows = torch.tensor(row_of_frame).repeat_interleave(tokens_per_frame)
+def row_spans(runs: Sequence[tuple[int, int]], select: TokenSelector) -> RowSpans:
+    """Return the spans of the tokens that `select` keeps.
+
+    Args:
+        runs: row and number of consecutive tokens that share it, for all tokens of the lane in order.
+        select: selects this worker's tokens.
+    """
+    rows = torch.tensor([row for row, _ in runs]).repeat_interleave(torch.tensor([tokens for _, tokens in runs]))
     values, counts = select(rows[None, :, None]).flatten().unique_consecutive(return_counts=True)
     spans, start = [], 0
     for row, count in zip(values.tolist(), counts.tolist(), strict=True):

@@ -87,6 +87,8 @@ class Family:
     prefix: str = ""
     patches: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     """Replacements in ComfyUI, by full name, of what has a fixed size that is too large for a test."""
+    seed: int = 1
+    """Seed of the weights."""
 
     @property
     def have(self) -> bool:
@@ -116,7 +118,7 @@ class Family:
         with given_configuration(self):
             network = getattr(import_module(module), name)
             model = network(**settings, dtype=torch.float32, device="cpu", operations=operations).float()
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 _fill(name, parameter, generator)

@@ -40,7 +40,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "pose_video": "pose_video_latent",
         "all": "pose_video_latent",
     },
-    # Its reference image alone is reference_latents, which native sampling ignores for plain weights.
+    # Its reference image alone is reference_latents, which plain weights ignore, in native sampling too.
     "WanSCAILToVideo": {"*": RUNS, "pose_video": "pose_video_latent", "all": "pose_video_latent"},
     "WanFunControlToVideo": {"*": "concat_latent_image"},
     "Wan22FunControlToVideo": {"*": "concat_mask_index"},
@@ -64,14 +64,13 @@ NODE_FAILS = {
 }
 
 KEYS: dict[str, str] = {
-    **dict.fromkeys(("concat_latent_image", "concat_mask", "clip_vision_output"), "read"),
-    **dict.fromkeys(("reference_latents",), "ignored"),
+    **dict.fromkeys(("concat_latent_image", "concat_mask", "concat_mask_index", "clip_vision_output"), "read"),
+    **dict.fromkeys(("reference_latents",), "read"),
     **dict.fromkeys(("start_percent", "end_percent"), "a range, refused unless it is the whole run"),
     **dict.fromkeys(
         (
             "audio_embed",
             "camera_conditions",
-            "concat_mask_index",
             "control_video",
             "face_video_pixels",
             "pose_video_latent",

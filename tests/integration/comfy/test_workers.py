@@ -73,6 +73,30 @@ def prompt(seed: int, *, workers: bool, **sampler: Any) -> Prompt:
     return {**kept, "save": {"class_type": "SaveLatent", "inputs": save}}
 
 
+def variant_prompt(name: str, *, workers: bool) -> Prompt:
+    """The shipped workflow of a variant over workers, small and with a tap; without `workers` this process computes."""
+    nodes: Prompt = json.loads((ROOT / "workflows" / "api" / f"{name}_workers.json").read_text(encoding="utf-8"))
+    for node in nodes.values():
+        sizes = {"width": 64, "height": 48, "frames": 9, "steps": 4, "tile_size": 0}
+        node["inputs"] |= {key: value for key, value in sizes.items() if isinstance(node["inputs"].get(key), int)}
+    if workers:
+        nodes["workers"]["inputs"] |= {"layout": "manual", "cfg": 2, "threads": 1}
+    else:
+        del nodes["workers"], nodes["sampler"]["inputs"]["workers"], nodes["frames"]["inputs"]["workers"]
+    tap = {"samples": ["sampler", 0], "filename_prefix": "tap"}
+    nodes["video file"] = nodes.pop("save")
+    return {**nodes, "save": {"class_type": "SaveLatent", "inputs": tap}}
+
+
+@pytest.mark.parametrize("name", ["fun_control", "fun_inp", "bernini"])
+def test_a_variant_over_workers_gives_the_latent_of_one_process(served: Server, name: str) -> None:
+    alone = latent_of(served, served.run(variant_prompt(name, workers=False)))
+    history = served.run(variant_prompt(name, workers=True))
+    assert torch.equal(latent_of(served, history), alone)
+    (video,) = history["outputs"]["video file"]["images"]
+    assert (served.base / "output" / video["subfolder"] / video["filename"]).stat().st_size > 0
+
+
 def latent_of(server: Server, history: dict[str, Any]) -> torch.Tensor:
     (saved,) = history["outputs"]["save"]["latents"]
     return load_file(server.base / "output" / saved["subfolder"] / saved["filename"])["latent_tensor"]

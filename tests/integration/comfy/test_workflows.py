@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from wanstream.nodes.runs import write_mp4
 from wanstream.testing.components import save_vae_file
 from wanstream.testing.model import VAE_FILE, write_tiny_model
 from wanstream.testing.weights import make_vae
@@ -41,6 +42,9 @@ EXPERTS = {
     "wan21_i2v": ["high"] * 4,
     "wan22_5b_t2v": ["high"] * 4,
     "wan22_5b_i2v": ["high"] * 4,
+    "fun_control": ["high"] * 2 + ["low"] * 2,
+    "fun_inp": ["high"] * 2 + ["low"] * 2,
+    "bernini": ["high"] * 3 + ["low"],
 }
 """Of four steps, or six in three stages, at the switch, boundaries and flow shifts that the workflows set."""
 
@@ -48,6 +52,10 @@ OF_5B = ["wan22_5b_t2v", "wan22_5b_i2v"]
 CLIPS = ["long_video", "continue_video"]
 DISTILLED = ["t2v_lightning", "i2v_lightning", "three_stages"]
 OURS = ["t2v", "i2v", "flf2v", "draft", *DISTILLED, *CLIPS, "wan21_t2v", "wan21_i2v", *OF_5B]
+VARIANTS = ["fun_control", "fun_inp", "bernini"]
+OURS += VARIANTS
+OVER_WORKERS = ["workers", *(f"{name}_workers" for name in VARIANTS)]
+"""See `test_workers.py`."""
 NATIVE = [f"native_{name}" for name in ("wan22", "vace", "animate", "flux", "qwen_image", "ltx2")]
 OTHER_SEED = "t2v, other seed"
 AS_GUIDER = "our sampler, set as the guider's workflow is"
@@ -116,6 +124,8 @@ def stocked(vae_width: int, base: Path, tmp_path_factory: pytest.TempPathFactory
     (base / "models" / VAE_FILE).unlink()
     save_vae_file(make_vae(seed=0, base_dim=vae_width), base / "models" / VAE_FILE)
     Image.effect_noise((80, 60), 90).convert("RGB").save(base / "input" / "example.png")
+    frames = torch.rand(9, 60, 80, 3, generator=torch.Generator().manual_seed(2))
+    write_mp4(base / "input" / "example.mp4", frames, fps=16, crf=20, metadata={})
     return base
 
 
@@ -174,7 +184,7 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def test_no_workflow_is_left_out() -> None:
     shipped = {path.stem for path in (ROOT / "workflows" / "api").glob("*.json")}
-    assert shipped == {*OURS, *NATIVE, "native_mixed", "guider", "benchmark", "workers"}
+    assert shipped == {*OURS, *NATIVE, "native_mixed", "guider", "benchmark", *OVER_WORKERS}
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -191,7 +201,6 @@ def test_a_workflow_of_a_native_model_is_valid(comfyui: ComfyUI, server: Server,
         known = inputs.get("required", {})
         assert known.keys() <= node["inputs"].keys() <= {*known, *inputs.get("optional", ())}
     name_model_files(stocked / "models")
-    (stocked / "input" / "example.mp4").touch()
     with server.held():
         status, answer = server.post("/prompt", {"prompt": prompt})
     assert (status, answer.get("node_errors")) == (200, {}), answer

@@ -45,6 +45,16 @@ SNAPSHOT = {
         "positive negative vae image width height frames batch_size end_image clip_vision clip_crop",
         "CONDITIONING CONDITIONING LATENT",
     ),
+    "WanStreamFunControl": (
+        "positive negative vae control_video width height frames batch_size start_image reference_image model "
+        "clip_vision",
+        "CONDITIONING CONDITIONING LATENT",
+    ),
+    "WanStreamBernini": (
+        "positive negative vae width height frames batch_size source_video reference_video reference_image "
+        "reference_image_2 reference_image_3 reference_image_4 longest_side",
+        "CONDITIONING CONDITIONING LATENT",
+    ),
     "WanStreamContinueVideo": (
         "positive negative frames overlap previous previous_file anchor",
         "CONDITIONING CONDITIONING LATENT",

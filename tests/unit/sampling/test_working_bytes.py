@@ -24,7 +24,7 @@ from wanstream.sampling import offload_job, working_bytes
 from wanstream.schema import T2V_A14B, ExpertShape, KernelNeeds, VideoShape, shapes
 from wanstream.schema.shapes import IMAGE_TOKENS
 from wanstream.tests.support.int8_attention import kitchen
-from wanstream.wan import Lane, Nag, attach_nag, forward_lanes
+from wanstream.wan import Lane, Nag, Positions, TokenPart, attach_nag, forward_lanes
 from wanstream.wan.transformer.block_kernels import BlockKernels, PerFrameBlocks
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
 from wanstream.wan.transformer.int8_linear import Int8Linear
@@ -117,6 +117,28 @@ def test_attention_to_a_second_text_takes_no_more_than_the_estimate(
     shape = ExpertShape(width=512, ffn_width=1382)
     estimate = shape.working_bytes(TOKENS, lanes=1, value_bytes=dtype.itemsize, chunk_tokens=chunk)
     assert alive.peak <= 1.02 * estimate, f"{alive.peak / estimate:.3f}"
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("chunk", [None, 200])
+def test_the_estimate_counts_the_tokens_beside_the_video(
+    lanes: int, dtype: torch.dtype, chunk: int | None, make_tiny_expert: Any
+) -> None:
+    model = computed_in(make_tiny_expert(heads=4, layers=2, ffn_dim=1382), dtype)
+    latents, text = torch.zeros(1, 16, *LATENT), torch.zeros(1, 16, 4096, dtype=dtype)
+    behind = tuple(TokenPart(latents=latents, positions=Positions(source=source)) for source in (1, 2))
+    inputs = [Lane(latents=latents, text=text, behind=behind)] * lanes
+    blocks = None if chunk is None else ChunkedBlocks(model.blocks, chunk)
+    with torch.no_grad(), Alive([*model.parameters(), *model.buffers(), latents, text]) as alive:
+        forward_lanes(model, inputs, torch.tensor([900.0]), lambda block: nullcontext())
+    if blocks is not None:
+        blocks.detach()
+    shape, tokens = ExpertShape(width=512, ffn_width=1382), 3 * TOKENS
+    estimate = shape.working_bytes(tokens, lanes=lanes, value_bytes=dtype.itemsize, chunk_tokens=chunk)
+    texts, patches = (2 * lanes + 2) * TEXT * 512 * dtype.itemsize, tokens * lanes * 64 * 4
+    assert 0.9 * (estimate - texts) <= alive.peak <= 1.02 * (estimate - texts) + patches
 
 
 @pytest.mark.usefixtures("fake")

@@ -170,7 +170,7 @@ class TestContents:
             - (model.folder / RECORD).stat().st_size
         )
         lines = model.summary().splitlines()
-        assert len(lines) == 40
+        assert len(lines) == 48
         assert lines[-1].endswith(f"on disk, in {model.folder}")
         assert "3.72 MB  vae/wan_2.1_vae.safetensors" in model.summary()
 

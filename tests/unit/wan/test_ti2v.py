@@ -210,12 +210,12 @@ def test_what_is_attached_is_detached_and_hooks_lie_outside(blocks: list[WanTran
 
 
 def test_spans_of_all_tokens_and_of_a_part_of_them() -> None:
-    assert row_spans([0, 1, 1], 4, lambda tokens: tokens) == (RowSpan(0, 4, 0), RowSpan(4, 12, 1))
-    second = row_spans([0, 1, 1], 4, lambda tokens: tokens.chunk(4, dim=1)[1])
+    assert row_spans([(0, 4), (1, 4), (1, 4)], lambda tokens: tokens) == (RowSpan(0, 4, 0), RowSpan(4, 12, 1))
+    second = row_spans([(0, 4), (1, 4), (1, 4)], lambda tokens: tokens.chunk(4, dim=1)[1])
     assert second == (RowSpan(0, 1, 0), RowSpan(1, 3, 1)), "a part begins within a frame"
-    last = row_spans([0, 1, 1], 4, lambda tokens: tokens.chunk(4, dim=1)[3])
+    last = row_spans([(0, 4), (1, 4), (1, 4)], lambda tokens: tokens.chunk(4, dim=1)[3])
     assert last == (RowSpan(0, 3, 1),)
-    spans = row_spans([0, 1, 0], 4, lambda tokens: tokens)
+    spans = row_spans([(0, 4), (1, 4), (0, 4)], lambda tokens: tokens)
     assert list(split_by_row(slice(2, 9), spans)) == [
         (slice(2, 4), slice(0, 1)),
         (slice(4, 8), slice(1, 2)),

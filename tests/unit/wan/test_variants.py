@@ -141,7 +141,6 @@ VARIANTS = {
     "patch_embedding_pose.weight": "SCAIL model",
     "patch_embedding_global.weight": "WanDancer",
     "img_emb.emb_pos": "first and last frame",
-    "ref_conv.weight": "reference control",
 }
 
 
@@ -167,8 +166,7 @@ def test_every_variant_that_is_known_by_a_tensor_is_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("channels", "name"),
     [
-        (52, "Fun Control model of Wan2.2 A14B"),
-        (48, "Fun Control model of Wan2.1"),
+        (20, "SCAIL model"),
         (32, "camera control model of Wan2.1"),
     ],
 )

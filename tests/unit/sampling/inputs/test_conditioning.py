@@ -15,6 +15,7 @@ from wanstream.wan.latent_space import denormalise, normalise
 
 TEXT = torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(0))
 IMAGE = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(1))
+CONTROL = torch.cat([IMAGE.flip(2), IMAGE], dim=1)
 EMPTY = {"samples": torch.zeros(1, 16, 3, 4, 6)}
 
 
@@ -142,7 +143,11 @@ def test_images_of_a_batch_share_a_mask() -> None:
         (_cond(end_percent=0.5), None, EMPTY, "range of steps"),
         (_cond(concat_latent_image=IMAGE), _cond(), EMPTY, "different start images"),
         (_cond(concat_latent_image=IMAGE), _cond(concat_latent_image=-IMAGE), EMPTY, "different start images"),
-        (_cond(concat_latent_image=torch.zeros(1, 32, 3, 4, 6)), None, EMPTY, r"is \[1, 32, .* node for Fun control"),
+        (_cond(concat_latent_image=torch.zeros(1, 24, 3, 4, 6)), None, EMPTY, r"is \[1, 24, .* node for another model"),
+        (_cond(concat_latent_image=IMAGE, concat_mask_index=16), None, EMPTY, "concat_mask_index is 16 for 16"),
+        (_cond(concat_latent_image=CONTROL, concat_mask_index=8), None, EMPTY, "concat_mask_index is 8 for 32"),
+        (_cond(reference_latents=[torch.zeros(1, 16, 4, 6)]), None, EMPTY, "under 'reference_latents', and a"),
+        (_cond(context_latents=["a"]), None, EMPTY, "positive carries str under 'context_latents'"),
         (
             _cond(concat_latent_image=IMAGE, concat_mask=torch.ones(1, 1, 3, 8, 8)),
             None,

@@ -37,16 +37,14 @@ def test_no_key_is_in_two_lists() -> None:
         ("model_conds", {"y": object()}),
         ("area", (64, 64, 0, 0)),
         ("gligen", ("position", object(), [])),
-        ("concat_mask_index", 16),
         ("timestep_start", 0.5),
         ("vace_strength", [1.0]),
-        ("context_latents", [TENSOR]),
         *((key, [TENSOR]) for key in ("vace_frames", "vace_mask")),
         *(
             (key, TENSOR)
             for key in REFUSED
-            if key not in {"control", "hooks", "model_conds", "area", "gligen", "concat_mask_index", "timestep_start"}
-            and not key.startswith(("vace", "context"))
+            if key not in {"control", "hooks", "model_conds", "area", "gligen", "timestep_start"}
+            and not key.startswith("vace")
         ),
     ],
 )

@@ -35,7 +35,7 @@ def _request(**changes: Any) -> DenoiseRequest:
         ({"positive": TEXT.long()}, "positive is torch.int64"),
         ({"negative": torch.zeros(1, 5, 768)}, r"negative is \[1, 5, 768\]"),
         ({"negative": torch.zeros(3, 5, 4096)}, "negative has 3 texts"),
-        ({"image_condition": torch.zeros(1, 16, 3, 4, 6)}, r"give \[1 or 2, 20, 3, 4, 6\], to match the noise"),
+        ({"image_condition": torch.zeros(1, 16, 3, 4, 6)}, r"give \[1 or 2, 20 or 32 or 36 or 52 or 100, 3, 4, 6"),
         ({"image_condition": torch.zeros(3, 20, 3, 4, 6)}, "image_condition"),
         ({"image_condition": torch.zeros(1, 20, 3, 4, 8)}, "image_condition"),
         ({"latent": torch.zeros(1, 16, 3, 4, 6)}, r"latent is \[1, 16, 3, 4, 6\]: give \[2, 16, 3, 4, 6\]"),
@@ -163,18 +163,36 @@ def test_sigmas_that_end_above_zero_are_split_at_the_boundary_as_others_are() ->
     assert low_part.experts == ("low", "low")
 
 
+def test_the_models_of_5b_name_what_they_take() -> None:
+    noise = torch.zeros(1, 48, 3, 4, 6)
+    plain = _request(noise=noise)
+    control, inp = (_request(noise=noise, image_condition=torch.zeros(1, channels, 3, 4, 6)) for channels in (100, 52))
+    check_channels(plain, 48, 48)
+    check_channels(inp, 100, 48)
+    check_channels(control, 148, 48)
+    for request, channels, message in (
+        (plain, 100, "Fun InP 5B experts, and no start image of theirs .* WanFunInpaintToVideo"),
+        (plain, 148, "Fun Control 5B experts, and no control video"),
+        (inp, 48, "takes a start image as the first frame of the latent"),
+        (control, 48, "the conditioning of Fun Control 5B is connected .* remove its node"),
+        (control, 100, "Fun InP 5B experts, and the conditioning of Fun Control 5B"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            check_channels(request, channels, 48)
+
+
 def test_an_image_condition_must_fit_the_experts() -> None:
     text_only = _request()
     with_image = _request(image_condition=torch.zeros(1, 20, 3, 4, 6))
-    check_channels(text_only, 16)
-    check_channels(with_image, 36)
+    check_channels(text_only, 16, 16)
+    check_channels(with_image, 36, 16)
     with pytest.raises(
         RequestError,
         match=r"these are image-to-video experts, .* WanStream Image to Video, .*36 channels expected",
     ):
-        check_channels(text_only, 36)
+        check_channels(text_only, 36, 16)
     with pytest.raises(
         RequestError,
         match=r"these are text-to-video experts, and a start image .* i2v in their names \(16 channels expected, 36",
     ):
-        check_channels(with_image, 16)
+        check_channels(with_image, 16, 16)

@@ -175,7 +175,7 @@ WRONG = [
     ),
     ({"patch_embedding.weight": zeros(256, 63)}, r"patch_embedding.weight is \[256, 63\]; 5 sizes"),
     ({"patch_embedding.weight": zeros(64, 256)}, r"patch_embedding.weight is \[64, 256\]; 5 sizes"),
-    ({"patch_embedding.weight": zeros(256, 48, 1, 2, 2)}, "48 channels"),
+    ({"patch_embedding.weight": zeros(256, 24, 1, 2, 2)}, "24 channels"),
     ({"blocks.1.norm3.bias": zeros(255)}, r"blocks.1.norm3.bias is \[255\]; \[256\] is expected"),
     ({"blocks.1.ffn.0.weight": zeros(256, 512)}, r"blocks.1.ffn.0.weight is \[256, 512\]; \[512, 256\] is expected"),
     ({"blocks.1.modulation": zeros(5, 256)}, r"blocks.1.modulation is \[5, 256\]; \[1, 6, 256\] is expected"),

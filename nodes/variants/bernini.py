@@ -1,0 +1,133 @@
+"""Node for the inputs of Bernini: a source video, a reference video and reference images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ...host import current_host, io, search_aliases
+from ...sampling import CONTEXT_KEY, fitted_reference, fitted_video, reference_streams
+from ...schema import VideoShape
+from ...wan import WAN21, open_vae
+from ..decode import vae_input
+from ..latents import (
+    SIZE_INPUTS,
+    Conditioning,
+    UnsupportedImageError,
+    added,
+    check_size,
+    empty_latent,
+    video_shape,
+)
+from ..runs.decode import encode_here
+
+REFERENCES = ("reference_image", "reference_image_2", "reference_image_3", "reference_image_4")
+
+
+class WanStreamBernini(io.ComfyNode):
+    """Source video and references of Bernini, in the format of ComfyUI's own node."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamBernini",
+            display_name="WanStream Bernini",
+            category="WanStream/video",
+            **search_aliases("bernini", "edit video", "video to video", "v2v", "r2v", "subject", "context latents"),
+            description="Encodes a source video, a reference video and reference images, and adds them to both "
+            "prompts. Needs the experts of Bernini-R; the connected inputs determine the task.",
+            inputs=[
+                io.Conditioning.Input("positive", tooltip="From Wan Text Encode; goes on to the sampler."),
+                io.Conditioning.Input("negative", tooltip="From Wan Text Encode; goes on to the sampler."),
+                vae_input(),
+                *SIZE_INPUTS,
+                io.Image.Input(
+                    "source_video",
+                    optional=True,
+                    tooltip="The video to edit. Cropped around the centre and scaled to the size of the video. Doubles "
+                    "the tokens, and attention takes four times as long.",
+                ),
+                io.Image.Input(
+                    "reference_video",
+                    optional=True,
+                    tooltip="A video with what is to appear in the source. Keeps its aspect ratio; every latent frame "
+                    "adds its tokens.",
+                ),
+                *(
+                    io.Image.Input(
+                        name,
+                        optional=True,
+                        tooltip="A picture of a person, a thing or a look. Keeps its aspect ratio, and adds the tokens "
+                        "of one latent frame: 5 % for 81 frames. Several images are references of their own.",
+                    )
+                    for name in REFERENCES
+                ),
+                io.Int.Input(
+                    "longest_side",
+                    default=848,
+                    min=16,
+                    max=4096,
+                    step=16,
+                    optional=True,
+                    tooltip="Longest side of references in pixels; larger ones are scaled down. A smaller one has "
+                    "fewer tokens, and so costs less in every step.",
+                ),
+            ],
+            outputs=[
+                io.Conditioning.Output(display_name="positive"),
+                io.Conditioning.Output(display_name="negative"),
+                io.Latent.Output(display_name="latent"),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
+        check_size(width=width, height=height, frames=frames)
+        return True
+
+    @classmethod
+    def execute(  # noqa: PLR0913, PLR0917 (the inputs of the node)
+        cls,
+        positive: Conditioning,
+        negative: Conditioning,
+        vae: str,
+        width: int,
+        height: int,
+        frames: int,
+        batch_size: int,
+        source_video: torch.Tensor | None = None,
+        reference_video: torch.Tensor | None = None,
+        longest_side: int = 848,
+        **references: torch.Tensor,
+    ) -> io.NodeOutput:
+        path, shape = _vae(vae), video_shape(WAN21, width=width, height=height, frames=frames)
+        images = [references[name] for name in REFERENCES if references.get(name) is not None]
+        context = _contexts(path, shape, source_video, reference_video, images, longest_side)
+        values: dict[str, object] = {CONTEXT_KEY: context} if context else {}
+        prompts = (added(side, values) for side in (positive, negative))
+        return io.NodeOutput(*prompts, empty_latent(WAN21, shape, batch_size))
+
+
+def _vae(name: str) -> Path:
+    path = current_host().model_path(name, "diffusers", "vae")
+    if open_vae(path).space != WAN21:
+        raise UnsupportedImageError(
+            f"{name} is the VAE of Wan2.2 5B, and Bernini takes latents of wan_2.1_vae: choose it"
+        )
+    return path
+
+
+def _contexts(
+    vae: Path,
+    shape: VideoShape,
+    source: torch.Tensor | None,
+    reference: torch.Tensor | None,
+    images: list[torch.Tensor],
+    longest: int,
+) -> list[torch.Tensor]:
+    """Return the raw latents of the source, the reference video and each reference image, in this order."""
+    videos = [] if source is None else [fitted_video(source, shape, mode="area")]
+    videos += [] if reference is None else [fitted_reference(reference, shape.frames, longest)]
+    videos += [fitted_reference(image, 1, longest) for image in reference_streams(images)]
+    return [encode_here(vae, video) for video in videos]

@@ -1,0 +1,186 @@
+"""Parts of a lane next to its video: Bernini's contexts, Fun's reference, positions and timesteps of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from wanstream.tests.support.bernini_reference import bernini_forward, timestep_sinusoid
+from wanstream.wan import Lane, SkipDecision, denormalise, forward_lanes
+from wanstream.wan.checkpoint.key_names import native_transformer_name
+from wanstream.wan.transformer.block_kernels import BlockKernels
+from wanstream.wan.transformer.forward import _local_slice
+from wanstream.wan.transformer.kernels import Kernels
+from wanstream.wan.transformer.token_parts import FROM_ORIGIN, Positions, TokenPart, layout_tables
+
+TEXT_DIM = 64
+VIDEO = (1, 16, 3, 4, 6)
+TIME = 500.0
+CONTEXTS = {
+    "a source video": [(3, 4, 6)],
+    "images of other sizes": [(1, 8, 4), (1, 2, 10)],
+    "a video, a longer one, an image": [(3, 4, 6), (5, 2, 4), (1, 6, 6)],
+}
+
+Experts = Callable[..., WanTransformer3DModel]
+
+
+def _normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _contexts(sizes: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
+    return [_normal(1, 16, *size, seed=10 + number) for number, size in enumerate(sizes)]
+
+
+def _behind(contexts: Sequence[torch.Tensor]) -> tuple[TokenPart, ...]:
+    return tuple(
+        TokenPart(latents=context, positions=Positions(source=source)) for source, context in enumerate(contexts, 1)
+    )
+
+
+def _lane(**parts: object) -> Lane:
+    return Lane(latents=_normal(*VIDEO, seed=1), text=_normal(1, 5, TEXT_DIM, seed=2), **parts)
+
+
+def _forward(model: WanTransformer3DModel, *lanes: Lane, time: float = TIME) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return forward_lanes(model, lanes, torch.tensor([time]), lambda block: nullcontext())
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+@pytest.fixture(scope="module")
+def model(make_tiny_expert: Experts) -> WanTransformer3DModel:
+    return make_tiny_expert(seed=3, layers=3, text_dim=TEXT_DIM)
+
+
+@pytest.mark.parametrize("sizes", CONTEXTS.values(), ids=CONTEXTS)
+def test_contexts_are_those_of_the_float64_reference(
+    model: WanTransformer3DModel, sizes: list[tuple[int, int, int]]
+) -> None:
+    """The reference was written from the same description: neither was checked against the original."""
+    contexts = _contexts(sizes)
+    lane = _lane(behind=_behind(contexts))
+    (velocity,) = _forward(model, lane)
+    assert velocity.shape == VIDEO
+    weights = {native_transformer_name(name): tensor for name, tensor in model.state_dict().items()}
+    raw = [denormalise(context.double()) for context in contexts]
+    sinusoid = timestep_sinusoid(torch.tensor([TIME]))
+    expected = bernini_forward(weights, lane.latents, TIME, lane.text, raw, sinusoid=sinusoid)
+    assert _distance(velocity, expected) <= 1e-5
+    assert _distance(velocity, bernini_forward(weights, lane.latents, TIME, lane.text, sinusoid=sinusoid)) > 0.01
+
+
+def test_lanes_with_other_parts_equal_separate_passes(model: WanTransformer3DModel) -> None:
+    lanes = [_lane(), *(_lane(behind=_behind(_contexts(sizes))) for sizes in CONTEXTS.values())]
+    for together, lane in zip(_forward(model, *lanes), lanes, strict=True):
+        assert torch.equal(together, _forward(model, lane)[0])
+
+
+def test_the_tables_of_a_part_from_the_origin_are_diffusers_own(model: WanTransformer3DModel) -> None:
+    own = layout_tables(model, [((3, 2, 3), FROM_ORIGIN)])
+    for table, expected in zip(own, model.rope(torch.empty(VIDEO)), strict=True):
+        assert torch.equal(table, expected)
+
+
+def test_positions_are_start_and_step_of_every_axis(model: WanTransformer3DModel) -> None:
+    whole = layout_tables(model, [((5, 5, 5), FROM_ORIGIN)])
+    placed = Positions(start=(1.0, 2.0, 0.0), step=(1.0, 1.0, 2.0))
+    for table, every in zip(layout_tables(model, [((2, 3, 2), placed)]), whole, strict=True):
+        expected = every.view(5, 5, 5, 128)[1:3, 2:5, 0:3:2].reshape(1, 12, 1, 128)
+        assert torch.equal(table, expected)
+    between = layout_tables(model, [((1, 1, 1), Positions(start=(0.5, 0.0, 0.0)))])
+    assert torch.allclose(between[0][0, 0, 0, 0], torch.tensor(0.5).cos())
+
+
+def test_the_first_frames_as_a_part_in_front_are_those_of_the_whole_video(make_tiny_expert: Experts) -> None:
+    """The same tokens at the same positions with the same timesteps, put together in another way."""
+    model = make_tiny_expert(seed=5, layers=3, text_dim=TEXT_DIM, in_channels=48)
+    kernels = BlockKernels(model.blocks, timed=True)
+    kernels.set(Kernels(), None)
+    latents = _normal(1, 48, 4, 4, 6, seed=1)
+    whole = Lane(latents=latents, text=_normal(1, 5, TEXT_DIM, seed=2), timestep_scales=(0.0, 1.0, 1.0, 1.0))
+    parted = replace(
+        whole,
+        latents=latents[:, :, 1:3],
+        timestep_scales=None,
+        positions=Positions(start=(1.0, 0.0, 0.0)),
+        front=(TokenPart(latents=latents[:, :, :1], timestep_scale=0.0),),
+        behind=(TokenPart(latents=latents[:, :, 3:], positions=Positions(start=(3.0, 0.0, 0.0))),),
+    )
+    (expected,), (velocity,) = _forward(model, whole), _forward(model, parted)
+    # Not to the last bit: the patch embedding chooses its kernel by the number of patches.
+    assert _distance(velocity, expected[:, :, 1:3]) <= 1e-6
+    (untimed,) = _forward(model, replace(parted, front=(TokenPart(latents=latents[:, :, :1]),)))
+    assert _distance(untimed, velocity) > 0.01
+
+
+def test_a_reference_goes_through_its_own_convolution(make_tiny_expert: Experts) -> None:
+    """The tokens of a linear patch embedding whose weights are the convolution's."""
+    model = make_tiny_expert(seed=6, layers=3, text_dim=TEXT_DIM, reference=True)
+    reference, after = _normal(1, 16, 1, 4, 6, seed=3), Positions(start=(1.0, 0.0, 0.0))
+    lane = _lane(front=(TokenPart(latents=reference, through_ref_conv=True),), positions=after)
+    (velocity,) = _forward(model, lane)
+    assert not torch.equal(velocity, _forward(model, _lane(positions=after))[0])
+    (patches,) = _forward(model, replace(lane, front=(TokenPart(latents=reference),)))
+    assert not torch.equal(velocity, patches)
+    model.ref_conv.weight.copy_(model.patch_embedding.weight[:, :, 0])
+    model.ref_conv.bias.copy_(model.patch_embedding.bias)
+    assert _distance(_forward(model, lane)[0], patches) <= 1e-6
+
+
+def test_parts_count_as_tokens(model: WanTransformer3DModel) -> None:
+    lane = _lane(behind=_behind(_contexts([(3, 4, 6), (1, 8, 4)])))
+    assert _lane().tokens(model.config.patch_size) == 18
+    assert lane.tokens(model.config.patch_size) == 18 + 18 + 8
+
+
+class Measured:
+    """A block cache that skips nothing and keeps the place of the video among the tokens of each lane."""
+
+    whole = False
+
+    def __init__(self) -> None:
+        self.videos: list[slice] = []
+
+    def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor, video: slice) -> None:
+        self.videos.append(video)
+
+    def choose(self) -> SkipDecision:
+        return SkipDecision(range(len(self.videos)), True)
+
+    def ended(self, lane: int, hidden: torch.Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("shares", "rank", "expected"),
+    [
+        (1, 0, slice(6, 24)),
+        (2, 0, slice(6, 16)),
+        (2, 1, slice(0, 8)),
+        (4, 1, slice(0, 8)),
+        (4, 2, slice(0, 8)),
+        (4, 3, slice(0, 0)),
+        (8, 0, slice(4, 4)),
+    ],
+)
+def test_a_cache_measures_the_video_alone(
+    model: WanTransformer3DModel, shares: int, rank: int, expected: slice
+) -> None:
+    """Of 32 tokens, those from the 6th to the 23rd are the video's; a rank has one part of them."""
+    front = TokenPart(latents=_normal(1, 16, 1, 4, 6, seed=3))
+    lane, seen = _lane(front=(front,), behind=_behind(_contexts([(1, 4, 8)]))), Measured()
+    with torch.no_grad():
+        found = _local_slice(slice(6, 24), 32, lambda tokens: tokens.chunk(shares, dim=1)[rank])
+        forward_lanes(model, [lane], torch.tensor([TIME]), lambda block: nullcontext(), shortcut=seen)
+    assert found == expected
+    assert seen.videos == [slice(6, 24)]

@@ -1,0 +1,132 @@
+"""Parts of a lane's tokens next to its video, and the rotary tables of all parts.
+
+The tokens of a lane are [front, video, behind]. Every part has its own positions; all of them pass through the same
+blocks, and only those of the video become the velocity. Angles are computed in fp64 per axis, as in diffusers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from ...schema import HEAD_DIM
+
+if TYPE_CHECKING:
+    from diffusers import WanTransformer3DModel
+    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+
+THETA = 10000.0
+"""Base of the rotary frequencies, in diffusers and in the published models."""
+
+Grid: TypeAlias = "tuple[int, int, int]"
+Rotary: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+"""Cosines and sines, [1, S, 1, 128] float32 each, as of diffusers' `WanRotaryPosEmbed`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """Rotary positions of a part: patch i along an axis has the position `start + i * step`."""
+
+    start: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Along time, height and width."""
+    step: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    source: int = 0
+    """Number of the source: a constant rotation of all tokens by `source` positions of a 1-D table over the whole head,
+    added to that of the axes (Bernini). 0: none."""
+
+
+FROM_ORIGIN = Positions()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenPart:
+    """Tokens of a lane next to its video."""
+
+    latents: torch.Tensor
+    """[1, C, t, h, w] in the model's latent space; C as the model's input, or that of its `ref_conv`."""
+    positions: Positions = FROM_ORIGIN
+    through_ref_conv: bool = False
+    """Embed the only frame by the model's `ref_conv` (Fun Control) in place of the patch embedding."""
+    timestep_scale: float | None = None
+    """Multiplier of the step's timestep for these tokens; None: 1. Needs blocks with per-frame timesteps (TI2V-5B)."""
+
+    def grid(self, patch_size: Sequence[int]) -> Grid:
+        """Return the patches along time, height and width."""
+        return patch_grid(self.latents.shape, patch_size)
+
+    def embed(self, model: WanTransformer3DModel) -> torch.Tensor:
+        """Return the tokens [1, S, dim]."""
+        if self.through_ref_conv:
+            convolution = model.ref_conv
+            tokens: torch.Tensor = convolution(self.latents[:, :, 0].to(convolution.weight.dtype))
+        else:
+            tokens = model.patch_embedding(self.latents.to(model.patch_embedding.weight.dtype))
+        return tokens.flatten(2).transpose(1, 2)
+
+
+def patch_grid(shape: Sequence[int], patch_size: Sequence[int]) -> Grid:
+    """Return the patches along time, height and width of latents of `shape` [1, C, T, h, w]."""
+    frames, height, width = (size // patch for size, patch in zip(shape[2:], patch_size, strict=True))
+    return frames, height, width
+
+
+Placed: TypeAlias = "tuple[Grid, Positions]"
+"""Grid of a part and its positions."""
+
+
+class AxisTables:
+    """Rotary tables of single axes on the device of a model, kept for as long as the model.
+
+    A copy from pageable memory makes the host wait for the device, so there is one for each size, not one for each
+    step. A table of 80 positions has 40 kB.
+    """
+
+    def __init__(self) -> None:
+        self.of_axis = functools.lru_cache(maxsize=KEPT_TABLES)(_axis_tables)
+
+
+KEPT_TABLES = 96
+
+
+def layout_tables(model: WanTransformer3DModel, parts: Sequence[Placed]) -> Rotary:
+    """Return the rotary tables of all tokens of these parts, in their order, on the device of the model's tables."""
+    rope: WanRotaryPosEmbed = model.rope
+    # Models that this package opens have one; others compute their tables again.
+    of_axis = getattr(model, "axis_tables", AxisTables()).of_axis
+    cosines, sines = zip(*(_part_tables(rope, grid, positions, of_axis) for grid, positions in parts), strict=True)
+    return torch.cat(cosines, dim=1), torch.cat(sines, dim=1)
+
+
+def _part_tables(rope: WanRotaryPosEmbed, grid: Grid, positions: Positions, of_axis: Callable[..., Rotary]) -> Rotary:
+    cosines, sines = [], []
+    first, device = 0, rope.freqs_cos.device
+    for axis, (count, width) in enumerate(zip(grid, (rope.t_dim, rope.h_dim, rope.w_dim), strict=True)):
+        start, step = positions.start[axis], positions.step[axis]
+        cosine, sine = of_axis(count, start, step, positions.source, first, width, device)
+        shape = [1, 1, 1, width]
+        shape[axis] = count
+        cosines.append(cosine.view(shape).expand(*grid, width))
+        sines.append(sine.view(shape).expand(*grid, width))
+        first += width // 2
+    tokens = math.prod(grid)
+    return torch.cat(cosines, dim=-1).reshape(1, tokens, 1, -1), torch.cat(sines, dim=-1).reshape(1, tokens, 1, -1)
+
+
+def _axis_tables(
+    count: int, start: float, step: float, source: int, first: int, width: int, device: torch.device
+) -> Rotary:
+    """Return cosines and sines [count, width] of one axis, whose pairs are `first` and the following ones of a head."""
+    # The tables outlive the run that first needs them, and a later run may be outside inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        pairs = torch.arange(0, width, 2, dtype=torch.float64)
+        frequencies = 1.0 / (THETA ** (pairs / width))
+        angles = torch.outer(start + step * torch.arange(count, dtype=torch.float64), frequencies)
+        if source:
+            angles += source / (THETA ** ((2 * first + pairs) / HEAD_DIM))
+        tables = [table.repeat_interleave(2, dim=1).float().to(device) for table in (angles.cos(), angles.sin())]
+    return tables[0], tables[1]
