@@ -253,10 +253,13 @@ class Journal(AbstractContextManager["Journal"]):
 
     entries: dict[str, Entry]
     """All rows by their hash, in the order of their lines; replaced as a whole by every change."""
+    workflow: str
+    """Digest of the workflow."""
 
     def __init__(self, path: Path, *, workflow: str) -> None:
         """Open or create the journal of a batch of the workflow with this digest. Raises JournalError."""
         self._path = path
+        self.workflow = workflow
         self._backed_up = time.monotonic()
         try:
             self._connection = sqlite3.connect(path, isolation_level=None, timeout=_LOCKED_SECONDS)

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from ...host.embedded import Prompt, converted
 from ..inputs import InputError, Sockets, names_an_input, with_inputs
-from .continued import continue_from
+from .continued import continue_from, latent_name
 
 NAME = "name"
 """Column with the name of the row's files; it is not an input."""
@@ -273,7 +273,9 @@ def apply_row(workflow: Prompt, row: Row, sockets: Sockets) -> Prompt:
     if row.fault is not None:
         raise InputError(row.fault)
     prompt = with_inputs(workflow, row.values, sockets, as_text=row.as_text)
-    return prompt if row.source is None else continue_from(prompt, workflow, row.source)
+    if row.source is None:
+        return prompt
+    return continue_from(prompt, workflow, latent_name(workflow_digest(workflow), row.source))
 
 
 def workflow_key(prompt: Prompt, sockets: Sockets) -> str:

@@ -223,7 +223,7 @@ class Runner:
                 f"it continues '{row.continues}', of whose files one latent is needed in {self.store.folder}, not "
                 f"{found}: run the same command again, which makes missing files again"
             )
-        return [(self.store.folder / latents[0].name, latent_name(row.source))]
+        return [(self.store.folder / latents[0].name, latent_name(self.journal.workflow, row.source))]
 
     def _post(self, job: BatchJob) -> None:
         submission = Submission(prompt_id=str(uuid.uuid4()), rows=list(job.rows))

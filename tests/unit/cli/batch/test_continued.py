@@ -116,9 +116,21 @@ def test_a_fault_that_is_found_later_is_passed_on(tmp_path: Path) -> None:
 def test_the_workflow_of_a_row_names_the_latent_of_the_row_before(tmp_path: Path) -> None:
     a, b, *_ = rows_of(tmp_path, *CHAIN)
     prompts = [apply_row(WORKFLOW, row, {}) for row in (a, b)]
-    assert [prompt["clip"]["inputs"]["previous_file"] for prompt in prompts] == ["none", f"continued/{a.hash}.latent"]
+    assert [prompt["clip"]["inputs"]["previous_file"] for prompt in prompts] == [
+        "none",
+        latent_name(workflow_digest(WORKFLOW), a.hash),
+    ]
     assert prompts[1]["sampler"]["inputs"]["seed"] == 2
     assert WORKFLOW["clip"]["inputs"]["previous_file"] == "none"
+
+
+def test_batches_of_other_workflows_have_other_latents_on_a_server(tmp_path: Path) -> None:
+    _, row, *_ = rows_of(tmp_path, *CHAIN)
+    other = json.loads(json.dumps(WORKFLOW))
+    other["sampler"]["inputs"]["steps"] += 1
+    names = [apply_row(workflow, row, {})["clip"]["inputs"]["previous_file"] for workflow in (WORKFLOW, other)]
+    assert names[0] != names[1]
+    assert all(name.startswith("continued/") and name.endswith(".latent") for name in names)
 
 
 def without(node: str) -> dict[str, Any]:
@@ -135,13 +147,13 @@ def without(node: str) -> dict[str, Any]:
 )
 def test_a_workflow_needs_one_place_for_the_latent(workflow: dict[str, Any], reason: str) -> None:
     with pytest.raises(InputError, match=reason):
-        continue_from(workflow, workflow, "hash")
+        continue_from(workflow, workflow, "continued/x.latent")
 
 
 def test_a_clip_that_continues_one_of_its_own_workflow_is_not_the_place() -> None:
     inner = {**WORKFLOW["clip"], "inputs": {**WORKFLOW["clip"]["inputs"], "previous": ["sampler", 0]}}
-    prompt = continue_from({**WORKFLOW, "inner": inner}, WORKFLOW, "hash")
-    assert prompt["clip"]["inputs"]["previous_file"] == latent_name("hash")
+    prompt = continue_from({**WORKFLOW, "inner": inner}, WORKFLOW, "continued/x.latent")
+    assert prompt["clip"]["inputs"]["previous_file"] == "continued/x.latent"
     assert prompt["inner"]["inputs"]["previous_file"] == "none"
 
 
@@ -234,7 +246,7 @@ def video_of(seed: str, latent: str | None) -> str:
 def plan(rows: Sequence[Row]) -> list[BatchJob]:
     jobs = []
     for row in rows:
-        name = None if row.source is None else latent_name(row.source)
+        name = None if row.source is None else latent_name("w", row.source)
         prompt: Any = {"seed": row.values["sampler.seed"], "file": name}
         jobs.append(BatchJob(prompt=prompt, rows=(row,), saves={row.hash: None}))
     return jobs
