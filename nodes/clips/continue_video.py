@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...host import io, search_aliases
-from ...sampling import Continuation, continuation, leftover_sigma, overlap_frames
+from ...sampling import Continuation, continuation, leftover_sigma
 from ...schema import FRAMES_PER_LATENT
 from ..latents import MAX_SIZE, Conditioning, added
 from .latent_files import NONE, check_latent_name, latent_stamp, load_latent, saved_latent_input
@@ -86,8 +86,8 @@ class WanStreamContinueVideo(io.ComfyNode):
                     default=1,
                     min=0,
                     max=MAX_OVERLAP,
-                    tooltip="Latent frames at the end of the previous clip that this clip begins with: 1 is 1 frame, 2 "
-                    "are 5. SVI uses 1. Give Wan Join Clips the same number.",
+                    tooltip="Latent frames at the end of the previous clip that this clip repeats after the anchor, 4 "
+                    "frames each. SVI uses 1. Give Wan Join Clips the same number.",
                 ),
                 io.Latent.Input(
                     "previous",
@@ -150,8 +150,11 @@ def check_clip(frames: int | None, overlap: int | None) -> None:
     """Raise ContinuationError for numbers that no clip has; a linked number is None."""
     if frames is not None and frames % FRAMES_PER_LATENT != 1:
         raise ContinuationError(f"frames is {frames}, it must be a multiple of 4 plus 1: use {frames // 4 * 4 + 1}")
-    if frames is not None and overlap is not None and overlap_frames(overlap + 1) > frames:
+    if frames is None or overlap is None:
+        return
+    needed = FRAMES_PER_LATENT * overlap + 1
+    if needed > frames:
         raise ContinuationError(
-            f"the anchor and an overlap of {overlap} latent frames need {overlap_frames(overlap + 1)} frames, and the "
-            f"clip has {frames}: lower overlap, or raise frames"
+            f"the anchor and an overlap of {overlap} latent frames need {needed} frames, and the clip has {frames}: "
+            "lower overlap, or raise frames"
         )

@@ -248,14 +248,28 @@ def test_shared_frames_are_blended_and_the_others_copied() -> None:
 
 
 def test_clips_are_joined_in_the_order_of_their_inputs() -> None:
-    clips = {f"clip_{number}": frames(*[number] * 9) for number in (1, 2, 5, 4)}
+    clips = {f"clip_{number}": frames(*[number] * 13) for number in (1, 2, 5, 4)}
     (video,) = WanStreamJoinClips.execute(**clips, overlap=2).args
-    assert len(video) == 4 * 9 - 3 * 5
-    # Of nine frames, the first five and the last five of an inner clip are shared: its fifth frame twice.
-    assert values_of(video)[:5] == [1, 1, 1, 1, round(1 + 1 / 6, 4)]
-    assert values_of(video)[-5:] == [round(5 - 1 / 6, 4), 5, 5, 5, 5]
+    assert len(video) == 4 * 13 - 3 * 9
+    # Of 13 frames, the first nine and the last nine of an inner clip are shared: its middle frames twice.
+    assert values_of(video)[:5] == [1, 1, 1, 1, 1.1]
+    assert values_of(video)[-5:] == [4.9, 5, 5, 5, 5]
     (plain,) = WanStreamJoinClips.execute(**clips, overlap=2, shared_frames=0).args
-    assert values_of(plain) == [1] * 9 + [2] * 9 + [4] * 9 + [5] * 9
+    assert values_of(plain) == [1] * 13 + [2] * 13 + [4] * 13 + [5] * 13
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_clips_of_one_scene_join_without_a_stutter(overlap: int) -> None:
+    """The value of a frame is its time; latent frame 0 of a clip is its frame 0, latent frame k its frames 4k-3 to 4k."""
+    latent_frames, length = 6, 4 * 5 + 1
+    times = torch.arange(latent_frames, dtype=torch.float32).view(1, 1, -1, 1, 1).expand(1, 16, -1, 4, 8)
+    condition = continued([[None, {}]], previous={"samples": times}, overlap=overlap, frames=length)
+    repeated = condition[0][0][1]["concat_latent_image"][0, 0, 1 : 1 + overlap, 0, 0].tolist()
+    # Frame 1 of the new clip shows what the first frame of the repeated latent frames shows in the clip before.
+    begin = 4 * int(repeated[0]) - 3 - 1
+    second = frames(*range(begin, begin + length))
+    (video,) = WanStreamJoinClips.execute(clip_1=frames(*range(length)), clip_2=second, overlap=overlap).args
+    assert values_of(video) == [float(time) for time in range(begin + length)]
 
 
 @pytest.mark.parametrize(
