@@ -162,6 +162,15 @@ def _typed(value: Any, kind: Any) -> Any:
     return value
 
 
+def _taken_fault(name: str, *, by_journal: bool) -> str:
+    if by_journal:
+        return f"name '{name}' is used by the journal: rename the row"
+    return (
+        f"name '{name}' is used by the files of a former row: if this is a changed row, or continues one, rename it, "
+        "or move those files away"
+    )
+
+
 _DIGITS = 5
 
 
@@ -295,13 +304,13 @@ class Journal(AbstractContextManager["Journal"]):
             if entry.hash in present or (entry.state in {State.placing, State.done} and entry.hash not in missing)
         ]
         entries = {entry.hash: replace(entry, line=None) for entry in kept if entry.hash not in present}
-        taken = {self._path.stem: "", self._path.name: ""}  # the journal and its companion files
+        taken = {self._path.stem.casefold(): "", self._path.name.casefold(): ""}  # the journal and its companion files
         taken |= {entry.stem: entry.hash for entry in kept if entry.stem}
         stems = file_stems(rows, taken)
         for row in rows:
             fault = row.fault
             if fault is None and stems[row.hash] is None:
-                fault = f"name '{row.name}' is used by the files of a former row, or by the journal"
+                fault = _taken_fault(str(row.name), by_journal=taken.get(str(row.name).casefold()) == "")
             entry = replace(self.entries.get(row.hash, Entry(hash=row.hash)), line=row.line, stem=stems[row.hash])
             if entry.state in {State.waiting, State.failed} or row.hash in missing:
                 entry = replace(entry, state=State.failed if fault else State.waiting, error=fault, files=())

@@ -108,5 +108,6 @@ def _check_length(previous: torch.Tensor, *, overlap: int, frames: int) -> None:
     if overlap + 1 > frames:
         raise ConditioningError(
             f"the anchor and an overlap of {overlap} take {overlap + 1} latent frames, and the clip has {frames}: "
-            f"lower the overlap to {frames - 1} or less, or give the clip {FRAMES_PER_LATENT * overlap + 1} frames or more"
+            f"lower the overlap to {frames - 1} or less, or give the clip {FRAMES_PER_LATENT * overlap + 1} frames or "
+            "more"
         )

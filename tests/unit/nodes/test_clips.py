@@ -260,7 +260,7 @@ def test_clips_are_joined_in_the_order_of_their_inputs() -> None:
 
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_clips_of_one_scene_join_without_a_stutter(overlap: int) -> None:
-    """The value of a frame is its time; latent frame 0 of a clip is its frame 0, latent frame k its frames 4k-3 to 4k."""
+    """The value of a frame is its time; latent frame 0 of a clip is its frame 0, latent frame k frames 4k-3 to 4k."""
     latent_frames, length = 6, 4 * 5 + 1
     times = torch.arange(latent_frames, dtype=torch.float32).view(1, 1, -1, 1, 1).expand(1, 16, -1, 4, 8)
     condition = continued([[None, {}]], previous={"samples": times}, overlap=overlap, frames=length)

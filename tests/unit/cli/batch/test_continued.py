@@ -363,6 +363,29 @@ def test_rows_that_continue_a_failed_one_are_not_run_and_said_so(tmp_path: Path)
 
 
 @IN_MEMORY
+def test_a_changed_row_and_those_behind_it_run_when_the_former_files_are_moved_away(tmp_path: Path) -> None:
+    machine, changed = Machine(), [{"name": "a", "sampler.seed": 9}, *CHAIN[1:3]]
+    run(tmp_path / "out", machine, rows_of(tmp_path, *CHAIN[:3]))
+    former = contents(tmp_path / "out")
+    rows = rows_of(tmp_path, *changed)
+    states, _ = run(tmp_path / "out", machine, rows)
+    assert states == dict.fromkeys("abc", State.failed)
+    with Journal(tmp_path / "out" / "journal.sqlite", workflow="w") as journal:
+        for row in rows:
+            assert f"name '{row.name}' is used by the files of a former row" in str(journal.entries[row.hash].error)
+            assert "rename it, or move those files away" in str(journal.entries[row.hash].error)
+    assert contents(tmp_path / "out") == former
+    renamed = [{"name": "a2", "sampler.seed": 9}, {"name": "b2", "continues": "a2", "sampler.seed": 2}]
+    assert run(tmp_path / "out", machine, rows_of(tmp_path, *renamed))[0] == dict.fromkeys(("a2", "b2"), State.done)
+    for path in (tmp_path / "out").glob("[abc]~*"):
+        path.unlink()
+    states, _ = run(tmp_path / "out", machine, rows)
+    assert states == dict.fromkeys("abc", State.done)
+    latent = video_of("2", video_of("9", None))
+    assert contents(tmp_path / "out")["c~1.latent"] == video_of("3", latent)
+
+
+@IN_MEMORY
 def test_rows_that_were_not_run_do_not_count_as_failures(tmp_path: Path) -> None:
     machine = Machine()
     machine.bad = frozenset({"1"})
