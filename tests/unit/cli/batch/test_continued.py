@@ -407,6 +407,42 @@ def test_a_latent_that_was_removed_is_made_again_for_the_rows_after_it(tmp_path:
 
 
 @IN_MEMORY
+@pytest.mark.parametrize("removed", ["b~1.latent", "b~2.txt"])
+@pytest.mark.parametrize("killed_at", ["", "outcome", "fetch", "place"])
+def test_a_row_of_which_one_file_was_removed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: str, killed_at: str
+) -> None:
+    machine, rows = Machine(), rows_of(tmp_path, *CHAIN)
+    run(tmp_path / "out", machine, rows)
+    made = contents(tmp_path / "out")
+    (tmp_path / "out" / removed).unlink()
+    machine.posted.clear()
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    if killed_at:
+        with monkeypatch.context() as patched, pytest.raises(Killed):
+            patched.setattr(*((OutputStore, "place") if killed_at == "place" else (machine, killed_at)), kill)
+            run(tmp_path / "out", machine, rows)
+    states, _ = run(tmp_path / "out", machine, rows)
+    assert {*states.values()} == {State.done}
+    assert {*machine.posted} == {"2"}
+    assert contents(tmp_path / "out") == made
+
+
+@IN_MEMORY
+def test_a_changed_file_of_a_row_that_runs_again_is_not_replaced(tmp_path: Path) -> None:
+    machine, rows = Machine(), rows_of(tmp_path, *CHAIN)
+    run(tmp_path / "out", machine, rows)
+    (tmp_path / "out" / "b~1.latent").unlink()
+    (tmp_path / "out" / "b~2.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"contains b~2\.txt, which is not from this batch or was changed"):
+        run(tmp_path / "out", machine, rows)
+    assert (tmp_path / "out" / "b~2.txt").read_text() == "mine"
+
+
+@IN_MEMORY
 def test_a_row_without_a_latent_cannot_be_continued(tmp_path: Path) -> None:
     class Forgetful(Machine):
         def outcome(self, prompt_id: str) -> Outcome:
