@@ -65,6 +65,8 @@ class Row:
     values: Mapping[str, Any] = field(default_factory=dict, hash=False)
     as_text: bool = False
     fault: str | None = None
+    is_blocked: bool = False
+    """True if the fault is that of the row that it continues."""
 
     def __str__(self) -> str:
         return f"line {self.line}"
@@ -155,7 +157,8 @@ def fail_dependents(rows: Sequence[Row]) -> list[Row]:
     for row in sorted(rows, key=lambda row: row.depth):
         source = by_hash.get(row.source or "")
         if row.fault is None and source is not None and source.fault is not None:
-            by_hash[row.hash] = replace(row, fault=f"it continues '{row.continues}' ({source}), which cannot run")
+            reason = f"it continues '{row.continues}' ({source}), which cannot run"
+            by_hash[row.hash] = replace(row, fault=reason, is_blocked=True)
     return [by_hash[row.hash] for row in rows]
 
 

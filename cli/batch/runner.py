@@ -99,7 +99,7 @@ class Runner:
     timeout_s: float = 600.0
     """Seconds without a response after which the batch ends."""
     failures: int = 0
-    """Number of failed rows."""
+    """Number of failed rows, except those that continue a failed row."""
     _waiting: deque[BatchJob] = field(default_factory=deque)
     _submissions: list[Submission] = field(default_factory=list)
     _losses: Counter[str] = field(default_factory=Counter)
@@ -119,7 +119,7 @@ class Runner:
         by_state: dict[State, list[Row]] = {state: [] for state in State}
         for row in rows:
             by_state[self.journal.entries[row.hash].state].append(row)
-        self.failures = len(by_state[State.failed])
+        self.failures = sum(not row.is_blocked for row in by_state[State.failed])
         self._waiting = deque(self.planner(by_state[State.waiting]))
         posted: dict[str, list[Row]] = {}
         for row in by_state[State.posted]:

@@ -395,6 +395,15 @@ def test_rows_that_were_not_run_do_not_count_as_failures(tmp_path: Path) -> None
 
 
 @IN_MEMORY
+def test_rows_behind_one_with_a_fault_do_not_count_as_failures(tmp_path: Path) -> None:
+    rows = [{"name": "a", "continues": "nobody"}, *CHAIN[1:3], {"name": "z", "sampler.seed": 8}]
+    states, _ = run(tmp_path / "out", Machine(), rows_of(tmp_path, *rows), max_failures=2)
+    assert states == {**dict.fromkeys("abc", State.failed), "z": State.done}
+    states, _ = run(tmp_path / "one", Machine(), rows_of(tmp_path, *rows), max_failures=1)
+    assert states["z"] is State.waiting, "its own fault counts"
+
+
+@IN_MEMORY
 def test_a_latent_that_was_removed_is_made_again_for_the_rows_after_it(tmp_path: Path) -> None:
     machine, rows = Machine(), ten(tmp_path)
     run(tmp_path / "out", machine, rows)
