@@ -211,7 +211,7 @@ class Runner:
     def _latents_of(self, row: Row) -> list[tuple[Path, str]]:
         """Return the latent that a row continues, and its name for the workflow; none for a row that continues none.
 
-        Raises RefusedError for a missing latent.
+        Raises RefusedError for a missing or changed latent.
         """
         if row.source is None:
             return []
@@ -222,6 +222,11 @@ class Runner:
             raise RefusedError(
                 f"it continues '{row.continues}', of whose files one latent is needed in {self.store.folder}, not "
                 f"{found}: run the same command again, which makes missing files again"
+            )
+        if not self.store.is_intact(latents):
+            raise RefusedError(
+                f"it continues '{row.continues}', whose {latents[0].name} in {self.store.folder} was changed after it "
+                "was made: remove it, and run the same command again, which makes it again"
             )
         return [(self.store.folder / latents[0].name, latent_name(self.journal.workflow, row.source))]
 

@@ -465,6 +465,25 @@ def test_a_row_without_a_latent_cannot_be_continued(tmp_path: Path) -> None:
 
 
 @IN_MEMORY
+def test_a_latent_that_was_changed_is_not_continued(tmp_path: Path) -> None:
+    machine, rows = Machine(), rows_of(tmp_path, *CHAIN[:2])
+    machine.bad = frozenset({"2"})
+    run(tmp_path / "out", machine, rows)
+    latent = tmp_path / "out" / "a~1.latent"
+    made = latent.read_text()
+    latent.write_text("x" * len(made))
+    machine.bad = frozenset()
+    states, bar = run(tmp_path / "out", machine, rows)
+    assert states == {"a": State.done, "b": State.failed}
+    assert "a~1.latent" in bar.lines[0]
+    assert "was changed after it was made: remove it" in bar.lines[0]
+    latent.unlink()
+    states, _ = run(tmp_path / "out", machine, rows)
+    assert states == {"a": State.done, "b": State.done}
+    assert latent.read_text() == made
+
+
+@IN_MEMORY
 def test_a_latent_that_the_backend_refuses_fails_its_row(tmp_path: Path) -> None:
     class Small(Machine):
         def provide(self, prompt_id: str, latent: Path, name: str) -> None:
