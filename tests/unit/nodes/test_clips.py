@@ -138,6 +138,40 @@ def test_too_few_frames_are_refused(start: tuple[Any, ...]) -> None:
     assert WanStreamContinueVideo.validate_inputs(frames=None, overlap=2)
 
 
+def test_linked_numbers_are_checked_when_the_node_runs(text: list[list[Any]]) -> None:
+    previous = {"samples": torch.randn(1, 16, 3, 4, 8)}
+    for numbers, reason in (
+        ({"frames": 8}, "frames is 8, it must be a multiple of 4 plus 1: use 9"),
+        ({"frames": -3}, "frames is -3, it must be a multiple of 4 plus 1: use 1"),
+        ({"overlap": -1}, "overlap is -1: use 1, or 0"),
+        ({"frames": 5, "overlap": 2}, "need 9 frames, and the clip has 5"),
+    ):
+        with pytest.raises(ContinuationError, match=reason):
+            continued(text, previous=previous, **numbers)
+        with pytest.raises(ContinuationError, match=reason):
+            WanStreamContinueVideo.validate_inputs(**{"frames": 9, "overlap": 1, **numbers})
+
+
+@pytest.mark.usefixtures("opened_test_model")
+@pytest.mark.parametrize(
+    ("starts", "ends", "reason"), [(1, 1, r"\(1 known .* first one is 2\)"), (5, 0, r"\(1 known .* first one is 1\)")]
+)
+def test_images_that_a_clip_would_drop_are_refused(text: list[list[Any]], starts: int, ends: int, reason: str) -> None:
+    end = torch.rand(ends, 32, 64, 3) if ends else None
+    images = torch.rand(starts, 32, 64, 3)
+    made = WanStreamImageToVideo.execute(text, text, VAE_FILE.name, images, 1, **SIZE, end_image=end).args
+    with pytest.raises(ContinuationError, match=f"positive has an end image or several start images {reason}"):
+        continued(made[0], previous={"samples": torch.randn(1, 16, 3, 4, 8)})
+    with pytest.raises(ContinuationError, match="negative has an end image"):
+        continued(text, negative=made[1], previous={"samples": torch.randn(1, 16, 3, 4, 8)})
+
+
+def test_a_noisy_anchor_is_refused(text: list[list[Any]]) -> None:
+    noisy = native_latent(torch.randn(1, 16, 3, 4, 8), {}, sigma=0.5)
+    with pytest.raises(ContinuationError, match=r"the anchor still has noise \(level 0.500\)"):
+        continued(text, previous={"samples": torch.randn(1, 16, 3, 4, 8)}, anchor=noisy)
+
+
 def test_noise_that_is_left_is_refused_from_a_file_too(start: tuple[Any, ...]) -> None:
     noisy = native_latent(torch.randn(1, 16, 3, 4, 8), {}, sigma=0.5)
     with pytest.raises(ContinuationError, match=r"still has noise \(level 0.500\)"):
