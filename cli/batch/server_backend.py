@@ -50,6 +50,8 @@ _NEVER = (400, 403, _NOT_FOUND, 410)
 """Permanent error codes of `/view`, for which a retry is useless."""
 _MOVED = (301, 302, 303, 307, 308)
 _PIECE = 1 << 20
+_FILES = {"WanStreamContinueVideo": "previous_file", "WanStreamLoadLatent": "file"}
+"""Inputs of this pack's nodes that take any file below the server's folders, of which their choices are some."""
 
 
 class NotComfyUIError(ValueError):
@@ -241,6 +243,7 @@ class ServerBackend(BatchBackend):
                 for name in here.keys() & sockets.keys()
                 if sockets[name].options.get("options") != here[name].options.get("options")
             ),
+            unchecked=frozenset({_FILES[class_type]} if class_type in _FILES else ()),
             others_refused=False,
         )
 
