@@ -45,7 +45,7 @@ def write_latent(
     """Write raw `samples` as a `.latent` file, which ComfyUI's LoadLatent reads too.
 
     Args:
-        path: file to write or replace.
+        path: file to write, or to replace when the new one is complete.
         samples: raw VAE latent; one of a Wan video, [B, 16 or 48, T, h, w], is described in the metadata.
         sigma: noise level of the latent.
         metadata: JSON values to store by their keys.
@@ -54,17 +54,19 @@ def write_latent(
         OSError: the disk is full, or there is too little RAM to build the file; no partial file is left.
     """
     stored = {key: json.dumps(value) for key, value in (metadata or {}).items()} | _described(samples, sigma)
+    part = path.with_name(f"{path.name}.part")
     try:
         tensors = {TENSOR: samples.contiguous().cpu(), UNSCALED: torch.empty(0)}
-        path.write_bytes(safetensors.torch.save(tensors, metadata=stored or None))
+        part.write_bytes(safetensors.torch.save(tensors, metadata=stored or None))
+        part.replace(path)
     except (MemoryError, RuntimeError) as err:
         if isinstance(err, RuntimeError) and not is_out_of_memory(err):
             raise
-        path.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         size = samples.numel() * samples.element_size() / 1e6
         raise OSError(errno.ENOMEM, f"there is too little memory for a copy of {size:.1f} MB: {err}") from err
     except OSError:
-        path.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
 
 
@@ -88,9 +90,8 @@ def read_latent(path: Path) -> StoredLatent:
     """Read a latent file of this package or of ComfyUI's SaveLatent.
 
     Raises:
-        LatentFileError: the file is missing, is not a latent file or is incomplete, or its latent is not that of a Wan
-            video or contains NaN or infinity.
-        OSError: the file cannot be read.
+        LatentFileError: the file is missing, cannot be opened, is not a latent file or is incomplete, or its latent is
+            not that of a Wan video or contains NaN or infinity.
     """
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
@@ -98,6 +99,9 @@ def read_latent(path: Path) -> StoredLatent:
             samples = file.get_tensor(TENSOR) if TENSOR in names else None
     except FileNotFoundError as err:
         raise LatentFileError(f"{path} does not exist: save the latent again, or choose another file") from err
+    except OSError as err:  # a folder, or a file that may not be read
+        reason = "is a folder" if path.is_dir() else f"cannot be read: {err}"
+        raise LatentFileError(f"{path} {reason}: choose a file of Wan Save Latent that you may read") from err
     except safetensors.SafetensorError as err:
         raise LatentFileError(f"{path} is not a latent file, or is incomplete: {err}") from err
     if samples is None:

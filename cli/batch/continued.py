@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from typing import Any
 
 from ...host import LATENT
@@ -15,21 +17,22 @@ FOLDER = "continued"
 """Folder of the latents that a batch gives to its workflows, below the output folder of the backend."""
 
 
-def latent_name(source: str) -> str:
-    """Return the name, below the backend's output folder, of the latent of the row with this hash.
+def latent_name(workflow: str, source: str) -> str:
+    """Return the name, below the backend's output folder, of the latent of the row with the hash `source`.
 
-    It depends on the row alone and not on the run, so that a workflow in the metadata of a file identifies its row.
+    It depends on the row and the digest of the `workflow`, so that batches of several workflows can share a server, and
+    not on the run, so that a workflow in the metadata of a file identifies its row.
     """
-    return f"{FOLDER}/{source}{LATENT}"
+    return f"{FOLDER}/{hashlib.sha256(json.dumps([workflow, source]).encode()).hexdigest()}{LATENT}"
 
 
-def continue_from(prompt: Prompt, workflow: Prompt, source: str) -> Prompt:
-    """Return a copy of a row's `prompt` that continues the row with the hash `source`.
+def continue_from(prompt: Prompt, workflow: Prompt, latent: str) -> Prompt:
+    """Return a copy of a row's `prompt` that continues the saved `latent`, a name of `latent_name`.
 
     Args:
         prompt: workflow with the values of the row.
         workflow: workflow of the batch.
-        source: hash of the row to continue.
+        latent: name of the file to continue.
 
     Raises:
         InputError: the workflow does not have exactly one node that continues and one that saves a latent, or the row
@@ -43,7 +46,7 @@ def continue_from(prompt: Prompt, workflow: Prompt, source: str) -> Prompt:
     if _file_of(prompt, node_id) != _file_of(workflow, node_id):
         raise InputError(f"the row sets {node_id}.{PREVIOUS_FILE}, and continues a row: leave one of them out")
     changed: dict[str, Any] = copy.deepcopy(dict(prompt))
-    changed[node_id].setdefault("inputs", {})[PREVIOUS_FILE] = latent_name(source)
+    changed[node_id].setdefault("inputs", {})[PREVIOUS_FILE] = latent
     return changed
 
 

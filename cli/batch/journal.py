@@ -86,7 +86,8 @@ class Entry:
     """State of one row, in the order of the table's columns.
 
     `stem` is the stem of its file names, `saves` are the nodes that save them; None: all nodes. `line` is None for a
-    former row, which is no longer in the file of rows. `attempts` is the number of times that it was posted.
+    former row, which is no longer in the file of rows. `attempts` is the number of times that it was posted. `files` of
+    a row that is neither `placing` nor `done` are former ones, some of which are missing.
     """
 
     hash: str
@@ -160,6 +161,15 @@ def _typed(value: Any, kind: Any) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ValueError(f"{value!r:.40} is not of type {getattr(kind, '__name__', kind)}")
     return value
+
+
+def _taken_fault(name: str, *, by_journal: bool) -> str:
+    if by_journal:
+        return f"name '{name}' is used by the journal: rename the row"
+    return (
+        f"name '{name}' is used by the files of a former row: if this is a changed row, or continues one, rename it, "
+        "or move those files away"
+    )
 
 
 _DIGITS = 5
@@ -253,10 +263,13 @@ class Journal(AbstractContextManager["Journal"]):
 
     entries: dict[str, Entry]
     """All rows by their hash, in the order of their lines; replaced as a whole by every change."""
+    workflow: str
+    """Digest of the workflow."""
 
     def __init__(self, path: Path, *, workflow: str) -> None:
         """Open or create the journal of a batch of the workflow with this digest. Raises JournalError."""
         self._path = path
+        self.workflow = workflow
         self._backed_up = time.monotonic()
         try:
             self._connection = sqlite3.connect(path, isolation_level=None, timeout=_LOCKED_SECONDS)
@@ -282,7 +295,7 @@ class Journal(AbstractContextManager["Journal"]):
         """Replace the rows of the journal, but keep former ones that are `placing`, or done and not `gone`.
 
         Failed rows are set to waiting, rows with a fault to failed. Returns the rows that were done but whose files are
-        `gone`; they run again.
+        `gone`; they run again. Their `files` are kept until they are made again.
         """
         present = {row.hash for row in rows}
         missing = {entry.hash for entry in self.entries.values() if entry.state is State.done and gone(entry)}
@@ -292,16 +305,16 @@ class Journal(AbstractContextManager["Journal"]):
             if entry.hash in present or (entry.state in {State.placing, State.done} and entry.hash not in missing)
         ]
         entries = {entry.hash: replace(entry, line=None) for entry in kept if entry.hash not in present}
-        taken = {self._path.stem: "", self._path.name: ""}  # the journal and its companion files
+        taken = {self._path.stem.casefold(): "", self._path.name.casefold(): ""}  # the journal and its companion files
         taken |= {entry.stem: entry.hash for entry in kept if entry.stem}
         stems = file_stems(rows, taken)
         for row in rows:
             fault = row.fault
             if fault is None and stems[row.hash] is None:
-                fault = f"name '{row.name}' is used by the files of a former row, or by the journal"
+                fault = _taken_fault(str(row.name), by_journal=taken.get(str(row.name).casefold()) == "")
             entry = replace(self.entries.get(row.hash, Entry(hash=row.hash)), line=row.line, stem=stems[row.hash])
             if entry.state in {State.waiting, State.failed} or row.hash in missing:
-                entry = replace(entry, state=State.failed if fault else State.waiting, error=fault, files=())
+                entry = replace(entry, state=State.failed if fault else State.waiting, error=fault)
             entries[row.hash] = entry
         self._save(entries)
         return [row for row in rows if row.hash in missing and row.fault is None]
@@ -335,7 +348,7 @@ class Journal(AbstractContextManager["Journal"]):
         owners = [each for each in self.entries.values() if (each.stem or "").casefold() == stem.casefold()]
         self._save(
             self.entries
-            | {owner.hash: replace(owner, stem=None) for owner in owners}
+            | {owner.hash: replace(owner, stem=None, files=()) for owner in owners}
             | {digest: replace(row, state=State.placing, stem=stem, files=tuple(files), error=None)}
         )
 
@@ -371,7 +384,7 @@ class Journal(AbstractContextManager["Journal"]):
     def wait(self, hashes: Iterable[str]) -> None:
         """Set these rows to waiting: the host does not have them."""
         rows = [self._row(digest, State.posted, State.placing) for digest in hashes]
-        self._save(self.entries | {row.hash: replace(row, state=State.waiting, files=()) for row in rows})
+        self._save(self.entries | {row.hash: replace(row, state=State.waiting) for row in rows})
 
     def fail(self, digest: str, error: str) -> None:
         """Set the row to failed, with the reason."""

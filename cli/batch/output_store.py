@@ -160,15 +160,19 @@ class OutputStore:
     def can_place(self, files: Iterable[KeptFile]) -> bool:
         """Return True if `place` would return True. Changes nothing."""
         # No digest is needed for a part: parts are written only before the journal has an entry for them.
-        return all(
-            self.part_path(file.name).exists() or (self.has([file]) and _sha256(self.folder / file.name) == file.sha256)
-            for file in files
-        )
+        return all(self.part_path(file.name).exists() or self.is_intact([file]) for file in files)
+
+    def is_intact(self, files: Iterable[KeptFile]) -> bool:
+        """Return True if all these files are in the folder, with their digests."""
+        return all(self.has([file]) and _sha256(self.folder / file.name) == file.sha256 for file in files)
 
     def conflicts(self, files: Iterable[KeptFile]) -> list[str]:
-        """Return the names of checked parts that a file in the folder has already."""
-        names = [file.name for file in files]
-        return [name for name in names if self.part_path(name).exists() and (self.folder / name).exists()]
+        """Return the names of checked parts that another file in the folder has already."""
+        return [
+            file.name
+            for file in files
+            if self.part_path(file.name).exists() and (self.folder / file.name).exists() and not self.is_intact([file])
+        ]
 
     def has(self, files: Iterable[KeptFile]) -> bool:
         """Return True if all these files are in the folder, with their sizes."""

@@ -126,7 +126,7 @@ def _enter(journal: Journal, store: OutputStore, rows: Sequence[Row]) -> list[Ro
 def _adopt(journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows: FindRows) -> list[Row]:
     """Assign finished files without a row to the rows whose workflow they contain; return these rows."""
     entries = journal.entries
-    taken = {(entry.stem or "").casefold() for entry in entries.values() if entry.files}
+    taken = {(entry.stem or "").casefold() for entry in entries.values() if entry.state in (State.placing, State.done)}
     waiting = {row.hash: row for row in rows if entries[row.hash].state in {State.waiting, State.posted}}
     free = [(stem, paths) for stem, paths in store.finished() if stem.casefold() not in taken] if waiting else []
     pairs = [
@@ -163,7 +163,10 @@ def _may_have(row: Row, stem: str) -> bool:
 def _check_names(store: OutputStore, entries: Sequence[Entry]) -> None:
     """Raise ArgumentError if an output file would replace a file that is not from this batch."""
     unfinished = [entry for entry in entries if entry.line is not None and entry.state in _UNFINISHED]
-    foreign = store.foreign_files([entry.stem for entry in unfinished if entry.stem])
+    # A row of which one file was deleted is made again: `place` replaces the others.
+    former = {file.name for entry in unfinished for file in entry.files if store.is_intact([file])}
+    stems = [entry.stem for entry in unfinished if entry.stem]
+    foreign = [name for name in store.foreign_files(stems) if name not in former]
     for entry in entries:
         if entry.state is State.placing:
             foreign += store.conflicts(entry.files)

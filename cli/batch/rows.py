@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from ...host.embedded import Prompt, converted
 from ..inputs import InputError, Sockets, names_an_input, with_inputs
-from .continued import continue_from
+from .continued import continue_from, latent_name
 
 NAME = "name"
 """Column with the name of the row's files; it is not an input."""
@@ -65,6 +65,8 @@ class Row:
     values: Mapping[str, Any] = field(default_factory=dict, hash=False)
     as_text: bool = False
     fault: str | None = None
+    is_blocked: bool = False
+    """True if the fault is that of the row that it continues."""
 
     def __str__(self) -> str:
         return f"line {self.line}"
@@ -155,7 +157,8 @@ def fail_dependents(rows: Sequence[Row]) -> list[Row]:
     for row in sorted(rows, key=lambda row: row.depth):
         source = by_hash.get(row.source or "")
         if row.fault is None and source is not None and source.fault is not None:
-            by_hash[row.hash] = replace(row, fault=f"it continues '{row.continues}' ({source}), which cannot run")
+            reason = f"it continues '{row.continues}' ({source}), which cannot run"
+            by_hash[row.hash] = replace(row, fault=reason, is_blocked=True)
     return [by_hash[row.hash] for row in rows]
 
 
@@ -273,7 +276,9 @@ def apply_row(workflow: Prompt, row: Row, sockets: Sockets) -> Prompt:
     if row.fault is not None:
         raise InputError(row.fault)
     prompt = with_inputs(workflow, row.values, sockets, as_text=row.as_text)
-    return prompt if row.source is None else continue_from(prompt, workflow, row.source)
+    if row.source is None:
+        return prompt
+    return continue_from(prompt, workflow, latent_name(workflow_digest(workflow), row.source))
 
 
 def workflow_key(prompt: Prompt, sockets: Sockets) -> str:

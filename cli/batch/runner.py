@@ -99,7 +99,7 @@ class Runner:
     timeout_s: float = 600.0
     """Seconds without a response after which the batch ends."""
     failures: int = 0
-    """Number of failed rows."""
+    """Number of failed rows, except those that continue a failed row."""
     _waiting: deque[BatchJob] = field(default_factory=deque)
     _submissions: list[Submission] = field(default_factory=list)
     _losses: Counter[str] = field(default_factory=Counter)
@@ -119,7 +119,7 @@ class Runner:
         by_state: dict[State, list[Row]] = {state: [] for state in State}
         for row in rows:
             by_state[self.journal.entries[row.hash].state].append(row)
-        self.failures = len(by_state[State.failed])
+        self.failures = sum(not row.is_blocked for row in by_state[State.failed])
         self._waiting = deque(self.planner(by_state[State.waiting]))
         posted: dict[str, list[Row]] = {}
         for row in by_state[State.posted]:
@@ -211,7 +211,7 @@ class Runner:
     def _latents_of(self, row: Row) -> list[tuple[Path, str]]:
         """Return the latent that a row continues, and its name for the workflow; none for a row that continues none.
 
-        Raises RefusedError for a missing latent.
+        Raises RefusedError for a missing or changed latent.
         """
         if row.source is None:
             return []
@@ -223,7 +223,12 @@ class Runner:
                 f"it continues '{row.continues}', of whose files one latent is needed in {self.store.folder}, not "
                 f"{found}: run the same command again, which makes missing files again"
             )
-        return [(self.store.folder / latents[0].name, latent_name(row.source))]
+        if not self.store.is_intact(latents):
+            raise RefusedError(
+                f"it continues '{row.continues}', whose {latents[0].name} in {self.store.folder} was changed after it "
+                "was made: remove it, and run the same command again, which makes it again"
+            )
+        return [(self.store.folder / latents[0].name, latent_name(self.journal.workflow, row.source))]
 
     def _post(self, job: BatchJob) -> None:
         submission = Submission(prompt_id=str(uuid.uuid4()), rows=list(job.rows))

@@ -50,6 +50,8 @@ _NEVER = (400, 403, _NOT_FOUND, 410)
 """Permanent error codes of `/view`, for which a retry is useless."""
 _MOVED = (301, 302, 303, 307, 308)
 _PIECE = 1 << 20
+_FILES = {"WanStreamContinueVideo": "previous_file", "WanStreamLoadLatent": "file"}
+"""Inputs of this pack's nodes that take any file below the server's folders, of which their choices are some."""
 
 
 class NotComfyUIError(ValueError):
@@ -93,6 +95,7 @@ class ServerBackend(BatchBackend):
         self._info: ObjectInfo = {}
         self.sockets: Sockets = {}
         self._whole: set[str] = set()
+        self._uploaded: set[str] = set()
 
     def version(self) -> str:
         """Return ComfyUI's version. Raises NotComfyUIError for any other server."""
@@ -143,7 +146,12 @@ class ServerBackend(BatchBackend):
         )
 
     def provide(self, prompt_id: str, latent: Path, name: str) -> None:
-        """Upload the latent into the server's output folder, where an earlier copy is replaced."""
+        """Upload the latent into the server's output folder, once: an earlier run may have left another copy there.
+
+        ComfyUI truncates a file before it writes it, and another workflow may be reading it.
+        """
+        if name in self._uploaded:
+            return
         subfolder, _, filename = name.rpartition("/")
         about = {"type": "output", "subfolder": subfolder, "overwrite": "true"}
         with latent.open("rb") as content:
@@ -159,6 +167,7 @@ class ServerBackend(BatchBackend):
             raise UnreachableError(f"{self.url} answers with status {status}")
         if status != _OK:
             raise NotComfyUIError(f"{self.url} does not accept files (status {status})")
+        self._uploaded.add(name)
 
     def post(self, prompt_id: str, prompt: Prompt) -> None:
         """Queue a workflow, and cancel it if the server drops some of its outputs as invalid."""
@@ -234,6 +243,7 @@ class ServerBackend(BatchBackend):
                 for name in here.keys() & sockets.keys()
                 if sockets[name].options.get("options") != here[name].options.get("options")
             ),
+            unchecked=frozenset({_FILES[class_type]} if class_type in _FILES else ()),
             others_refused=False,
         )
 

@@ -63,6 +63,8 @@ class NodeRules:
     """The class itself, if its `validate_inputs` can run here."""
     elsewhere: frozenset[str] = frozenset()
     """Inputs with other choices on a server, such as its Ray clusters: checked against those, and hidden from `own`."""
+    unchecked: frozenset[str] = frozenset()
+    """Inputs whose values only a server can check, such as its files, and that have none of its choices."""
     others_refused: bool = True
     """False if a workflow may have inputs that are not among `sockets`, as for ComfyUI, which ignores them."""
 
@@ -77,10 +79,10 @@ class NodeRules:
         return frozenset(parameter.name for parameter in parameters).union(self.sockets if everything else ())
 
     def own_faults(self, inputs: Mapping[str, Any], received: Mapping[str, str]) -> list[Fault]:
-        """Return the faults found by the class's own check. It gets None for inputs that are linked or `elsewhere`."""
+        """Return the faults found by the class's own check. It gets None for linked inputs and those of a server."""
         if self.own is None or not self.own_checked:
             return []
-        hidden = self.elsewhere | {name for name, value in inputs.items() if as_link(value)}
+        hidden = self.elsewhere | self.unchecked | {name for name, value in inputs.items() if as_link(value)}
         given = {name: None if name in hidden else inputs[name] for name in inputs if name in self.own_checked}
         types = {"input_types": dict(received)} if "input_types" in self.own_checked else {}
         result = self.own.validate_inputs(**given, **types)
@@ -347,7 +349,7 @@ class _Walk:
                 found = missing_fault(socket)
             elif not isinstance(value, list):
                 inputs[name], found = converted(socket, value)
-                if found is None and name not in rules.own_checked - rules.elsewhere:
+                if found is None and name not in (rules.own_checked - rules.elsewhere) | rules.unchecked:
                     found = value_fault(socket, inputs[name])
             elif len(value) != 2:
                 malformed = "Bad linked input, must be a length-2 list of [node_id, slot_index]"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...host import io, search_aliases
-from ...sampling import Continuation, continuation, leftover_sigma, overlap_frames
+from ...sampling import Continuation, continuation, leftover_sigma
 from ...schema import FRAMES_PER_LATENT
 from ..latents import MAX_SIZE, Conditioning, added
 from .latent_files import NONE, check_latent_name, latent_stamp, load_latent, saved_latent_input
@@ -29,12 +29,15 @@ def previous_latent(previous: dict[str, Any] | None, file: str) -> torch.Tensor 
             f"both a latent and the file {file} are given: disconnect previous, or set previous_file to {NONE}"
         )
     latent = previous if file == NONE else load_latent(file)
-    if latent is None:
-        return None
+    return None if latent is None else _finished("previous clip", latent)
+
+
+def _finished(name: str, latent: dict[str, Any]) -> torch.Tensor:
+    """Return the samples of a LATENT. Raises ContinuationError if it has leftover noise."""
     sigma = leftover_sigma(latent)
     if sigma:
         raise ContinuationError(
-            f"the previous clip still has noise (level {sigma:.3f}): continue from the latent of its last step"
+            f"the {name} still has noise (level {sigma:.3f}): continue from the latent of its last step"
         )
     samples: torch.Tensor = latent["samples"]
     return samples
@@ -43,6 +46,22 @@ def previous_latent(previous: dict[str, Any] | None, file: str) -> torch.Tensor 
 def start_image(conditioning: Conditioning) -> torch.Tensor | None:
     """Return the raw latent of the start image that a conditioning carries."""
     return conditioning[0][1].get("concat_latent_image") if conditioning else None
+
+
+def check_prompts(positive: Conditioning, negative: Conditioning) -> None:
+    """Raise ContinuationError for prompts with known frames after the first latent frame, which would be dropped."""
+    for name, side in (("positive", positive), ("negative", negative)):
+        for _, values in side:
+            mask = values.get("concat_mask")
+            if mask is None or mask.ndim != 5:  # replaced in any case
+                continue
+            known = (mask[:, :, 1:] < 1).flatten(3).any(3).any(0).any(0).nonzero().flatten()
+            if len(known):
+                raise ContinuationError(
+                    f"{name} has an end image or several start images ({len(known)} known latent frames after the "
+                    f"first, the first one is {int(known[0]) + 1}), and a continued clip has one anchor: give "
+                    "WanStream Image to Video one start image and no end image"
+                )
 
 
 def continued(
@@ -86,8 +105,8 @@ class WanStreamContinueVideo(io.ComfyNode):
                     default=1,
                     min=0,
                     max=MAX_OVERLAP,
-                    tooltip="Latent frames at the end of the previous clip that this clip begins with: 1 is 1 frame, 2 "
-                    "are 5. SVI uses 1. Give Wan Join Clips the same number.",
+                    tooltip="Latent frames at the end of the previous clip that this clip repeats after the anchor, 4 "
+                    "frames each. SVI uses 1. Give Wan Join Clips the same number.",
                 ),
                 io.Latent.Input(
                     "previous",
@@ -135,11 +154,14 @@ class WanStreamContinueVideo(io.ComfyNode):
         overlap: int,
         previous: dict[str, Any] | None = None,
         previous_file: str = NONE,
-        anchor: dict[str, torch.Tensor] | None = None,
+        anchor: dict[str, Any] | None = None,
     ) -> io.NodeOutput:
+        # Again: linked numbers are not known before.
+        check_clip(frames, overlap)
+        check_prompts(positive, negative)
         condition = continuation(
             previous_latent(previous, previous_file),
-            anchor=start_image(positive) if anchor is None else anchor["samples"],
+            anchor=start_image(positive) if anchor is None else _finished("anchor", anchor),
             overlap=overlap,
             frames=(frames - 1) // FRAMES_PER_LATENT + 1,
         )
@@ -148,10 +170,16 @@ class WanStreamContinueVideo(io.ComfyNode):
 
 def check_clip(frames: int | None, overlap: int | None) -> None:
     """Raise ContinuationError for numbers that no clip has; a linked number is None."""
-    if frames is not None and frames % FRAMES_PER_LATENT != 1:
-        raise ContinuationError(f"frames is {frames}, it must be a multiple of 4 plus 1: use {frames // 4 * 4 + 1}")
-    if frames is not None and overlap is not None and overlap_frames(overlap + 1) > frames:
+    if frames is not None and (frames < 1 or frames % FRAMES_PER_LATENT != 1):
+        nearest = max(frames // FRAMES_PER_LATENT, 0) * FRAMES_PER_LATENT + 1
+        raise ContinuationError(f"frames is {frames}, it must be a multiple of 4 plus 1: use {nearest}")
+    if overlap is not None and overlap < 0:
+        raise ContinuationError(f"overlap is {overlap}: use 1, or 0 for a clip that repeats nothing")
+    if frames is None or overlap is None:
+        return
+    needed = FRAMES_PER_LATENT * overlap + 1
+    if needed > frames:
         raise ContinuationError(
-            f"the anchor and an overlap of {overlap} latent frames need {overlap_frames(overlap + 1)} frames, and the "
-            f"clip has {frames}: lower overlap, or raise frames"
+            f"the anchor and an overlap of {overlap} latent frames need {needed} frames, and the clip has {frames}: "
+            "lower overlap, or raise frames"
         )

@@ -33,7 +33,7 @@ class WanStreamJoinClips(io.ComfyNode):
                     default=1,
                     min=0,
                     max=MAX_OVERLAP,
-                    tooltip="Overlap of Wan Continue Video in latent frames: 1 is 1 shared frame, 2 are 5, 3 are 9.",
+                    tooltip="Overlap of Wan Continue Video in latent frames: 1 is 5 shared frames, 2 are 9, 3 are 13.",
                 ),
                 io.Int.Input(
                     "shared_frames",
@@ -41,8 +41,8 @@ class WanStreamJoinClips(io.ComfyNode):
                     min=FROM_OVERLAP,
                     max=1024,
                     optional=True,
-                    tooltip="Number of blended frames, instead of that of overlap; -1: from overlap. More frames "
-                    "hide a change of colour, and blur motion that differs.",
+                    tooltip="Number of blended frames, instead of that of overlap; -1: from overlap. For clips "
+                    "that Wan Continue Video did not make.",
                 ),
                 *(
                     io.Image.Input(

@@ -26,8 +26,12 @@ class Continuation:
 
 
 def overlap_frames(overlap: int) -> int:
-    """Return the frames of a video that begins with `overlap` latent frames: 4 (overlap - 1) + 1, and 0 for 0."""
-    return FRAMES_PER_LATENT * (overlap - 1) + 1 if overlap else 0
+    """Return the number of frames that a clip shares with the one before: 4 overlap + 1, and 0 without an overlap.
+
+    The repeated latent frames are the frames 1 to 4 overlap of the new clip: every latent frame but the first has 4.
+    Frame 0, in the slot of the anchor, is in time the one before them.
+    """
+    return FRAMES_PER_LATENT * overlap + 1 if overlap else 0
 
 
 def continuation(
@@ -104,5 +108,6 @@ def _check_length(previous: torch.Tensor, *, overlap: int, frames: int) -> None:
     if overlap + 1 > frames:
         raise ConditioningError(
             f"the anchor and an overlap of {overlap} take {overlap + 1} latent frames, and the clip has {frames}: "
-            f"lower the overlap to {frames - 1} or less, or give the clip {overlap_frames(overlap + 1)} frames or more"
+            f"lower the overlap to {frames - 1} or less, or give the clip {FRAMES_PER_LATENT * overlap + 1} frames or "
+            "more"
         )

@@ -127,14 +127,24 @@ def _files(pair: Pair) -> dict[str, bool]:
     native = nodes.SaveLatent().save(first, "latents/theirs")["ui"]["latents"][0]
     (loaded,) = WanStreamLoadLatent.execute(f"{native['subfolder']}/{native['filename']}").args
     (choices,) = (each.options for each in WanStreamLoadLatent.define_schema().inputs)
-    outside = Path(folder_paths.get_output_directory(), "..", "x.latent")
     return {
         "theirs": torch.equal(theirs["samples"], first["samples"]),
         "accepted": accepted is True,
         "ours": torch.equal(loaded["samples"], first["samples"]),
         "listed": {name, f"{native['subfolder']}/{native['filename']}"} <= {*choices},
-        "written": not outside.exists(),
+        "outside": _refused_outside(first),
     }
+
+
+def _refused_outside(latent: dict[str, Any]) -> bool:
+    """Return True if a name that leads out of the output folder is refused and nothing is written there."""
+    folder = Path(folder_paths.get_output_directory()).parent
+    before = {*folder.glob("x_*")}
+    try:
+        Saver.execute(latent, "../x")
+    except ValueError as err:
+        return "leaves the folder" in str(err) and {*folder.glob("x_*")} == before
+    return False
 
 
 def answers(folder: str) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from PIL import Image
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INTERRUPTED, INVALID
 from wanstream.cli.batch.command import JOURNAL
-from wanstream.cli.batch.rows import read_rows
+from wanstream.cli.batch.continued import latent_name
+from wanstream.cli.batch.rows import read_rows, workflow_digest
 from wanstream.tools.comfyui import PACK, ROOT, ComfyUI, Server, free_port, running_server
 from wanstream.wan.latent_file import read_latent
 
@@ -122,7 +123,6 @@ def posted(batch: Batch, tmp_path: Path, *rows: object, workflow: object = PICTU
     """Leave the state of a client that was killed while it posted its first row, and return the command line."""
     from wanstream.cli.batch.journal import Journal
     from wanstream.cli.batch.output_store import OutputStore
-    from wanstream.cli.batch.rows import workflow_digest
 
     call = batch(*rows, workflow=workflow)
     found = read_rows(tmp_path / "jobs.jsonl")
@@ -339,7 +339,7 @@ def clip_workflow(name: str) -> dict[str, Any]:
     workflow["start"]["inputs"] |= {"width": 32, "height": 32, "frames": 5}
     for node in workflow.values():
         if node["class_type"] == "WanStreamContinueVideo":
-            node["inputs"]["frames"] = 5
+            node["inputs"]["frames"] = 9  # more than the 5 that clips share
         if node["class_type"] == "WanStreamSampler":
             node["inputs"]["steps"] = 2
     return workflow
@@ -391,4 +391,5 @@ def test_rows_continue_each_other_on_a_killed_server(comfyui: ComfyUI, video_bas
     assert rows_in(out, "state") == [("done",)] * 8
     copies = {path.name for path in (video_base / "output" / "continued").iterdir()}
     known = {row.name: row.hash for row in read_rows(tmp_path / "jobs.jsonl")}
-    assert copies == {f"{known[f'r{number}']}.latent" for number in range(7)}
+    digest = workflow_digest(clip_workflow("continue_video"))
+    assert copies == {Path(latent_name(digest, known[f"r{number}"])).name for number in range(7)}

@@ -138,6 +138,40 @@ def test_too_few_frames_are_refused(start: tuple[Any, ...]) -> None:
     assert WanStreamContinueVideo.validate_inputs(frames=None, overlap=2)
 
 
+def test_linked_numbers_are_checked_when_the_node_runs(text: list[list[Any]]) -> None:
+    previous = {"samples": torch.randn(1, 16, 3, 4, 8)}
+    for numbers, reason in (
+        ({"frames": 8}, "frames is 8, it must be a multiple of 4 plus 1: use 9"),
+        ({"frames": -3}, "frames is -3, it must be a multiple of 4 plus 1: use 1"),
+        ({"overlap": -1}, "overlap is -1: use 1, or 0"),
+        ({"frames": 5, "overlap": 2}, "need 9 frames, and the clip has 5"),
+    ):
+        with pytest.raises(ContinuationError, match=reason):
+            continued(text, previous=previous, **numbers)
+        with pytest.raises(ContinuationError, match=reason):
+            WanStreamContinueVideo.validate_inputs(**{"frames": 9, "overlap": 1, **numbers})
+
+
+@pytest.mark.usefixtures("opened_test_model")
+@pytest.mark.parametrize(
+    ("starts", "ends", "reason"), [(1, 1, r"\(1 known .* first one is 2\)"), (5, 0, r"\(1 known .* first one is 1\)")]
+)
+def test_images_that_a_clip_would_drop_are_refused(text: list[list[Any]], starts: int, ends: int, reason: str) -> None:
+    end = torch.rand(ends, 32, 64, 3) if ends else None
+    images = torch.rand(starts, 32, 64, 3)
+    made = WanStreamImageToVideo.execute(text, text, VAE_FILE.name, images, 1, **SIZE, end_image=end).args
+    with pytest.raises(ContinuationError, match=f"positive has an end image or several start images {reason}"):
+        continued(made[0], previous={"samples": torch.randn(1, 16, 3, 4, 8)})
+    with pytest.raises(ContinuationError, match="negative has an end image"):
+        continued(text, negative=made[1], previous={"samples": torch.randn(1, 16, 3, 4, 8)})
+
+
+def test_a_noisy_anchor_is_refused(text: list[list[Any]]) -> None:
+    noisy = native_latent(torch.randn(1, 16, 3, 4, 8), {}, sigma=0.5)
+    with pytest.raises(ContinuationError, match=r"the anchor still has noise \(level 0.500\)"):
+        continued(text, previous={"samples": torch.randn(1, 16, 3, 4, 8)}, anchor=noisy)
+
+
 def test_noise_that_is_left_is_refused_from_a_file_too(start: tuple[Any, ...]) -> None:
     noisy = native_latent(torch.randn(1, 16, 3, 4, 8), {}, sigma=0.5)
     with pytest.raises(ContinuationError, match=r"still has noise \(level 0.500\)"):
@@ -248,14 +282,28 @@ def test_shared_frames_are_blended_and_the_others_copied() -> None:
 
 
 def test_clips_are_joined_in_the_order_of_their_inputs() -> None:
-    clips = {f"clip_{number}": frames(*[number] * 9) for number in (1, 2, 5, 4)}
+    clips = {f"clip_{number}": frames(*[number] * 13) for number in (1, 2, 5, 4)}
     (video,) = WanStreamJoinClips.execute(**clips, overlap=2).args
-    assert len(video) == 4 * 9 - 3 * 5
-    # Of nine frames, the first five and the last five of an inner clip are shared: its fifth frame twice.
-    assert values_of(video)[:5] == [1, 1, 1, 1, round(1 + 1 / 6, 4)]
-    assert values_of(video)[-5:] == [round(5 - 1 / 6, 4), 5, 5, 5, 5]
+    assert len(video) == 4 * 13 - 3 * 9
+    # Of 13 frames, the first nine and the last nine of an inner clip are shared: its middle frames twice.
+    assert values_of(video)[:5] == [1, 1, 1, 1, 1.1]
+    assert values_of(video)[-5:] == [4.9, 5, 5, 5, 5]
     (plain,) = WanStreamJoinClips.execute(**clips, overlap=2, shared_frames=0).args
-    assert values_of(plain) == [1] * 9 + [2] * 9 + [4] * 9 + [5] * 9
+    assert values_of(plain) == [1] * 13 + [2] * 13 + [4] * 13 + [5] * 13
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_clips_of_one_scene_join_without_a_stutter(overlap: int) -> None:
+    """The value of a frame is its time; latent frame 0 of a clip is its frame 0, latent frame k frames 4k-3 to 4k."""
+    latent_frames, length = 6, 4 * 5 + 1
+    times = torch.arange(latent_frames, dtype=torch.float32).view(1, 1, -1, 1, 1).expand(1, 16, -1, 4, 8)
+    condition = continued([[None, {}]], previous={"samples": times}, overlap=overlap, frames=length)
+    repeated = condition[0][0][1]["concat_latent_image"][0, 0, 1 : 1 + overlap, 0, 0].tolist()
+    # Frame 1 of the new clip shows what the first frame of the repeated latent frames shows in the clip before.
+    begin = 4 * int(repeated[0]) - 3 - 1
+    second = frames(*range(begin, begin + length))
+    (video,) = WanStreamJoinClips.execute(clip_1=frames(*range(length)), clip_2=second, overlap=overlap).args
+    assert values_of(video) == [float(time) for time in range(begin + length)]
 
 
 @pytest.mark.parametrize(

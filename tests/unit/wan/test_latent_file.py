@@ -60,7 +60,25 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="no room"):
         write_latent(tmp_path / "x.latent", SAMPLES)
-    assert not (tmp_path / "x.latent").exists()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_is_replaced_only_by_a_complete_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.latent"
+    write_latent(path, SAMPLES)
+
+    def killed(part: Path, content: bytes) -> None:
+        with part.open("wb") as file:
+            file.write(content[:-4])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "write_bytes", killed)
+        write_latent(path, SAMPLES + 1)
+    assert torch.equal(read_latent(path).samples, SAMPLES)
+    write_latent(path, SAMPLES + 1)
+    assert torch.equal(read_latent(path).samples, SAMPLES + 1)
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def _stored(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> Callable[[Path], object]:
@@ -74,6 +92,7 @@ def _cut(path: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "does not exist"),
+    "folder": (lambda path: path.mkdir(), "is a folder: choose a file of Wan Save Latent"),
     "text": (lambda path: path.write_text("a video"), "is not a latent file, or is incomplete"),
     "cut": (_cut, "is not a latent file, or is incomplete"),
     "weights": (_stored({"head.weight": torch.zeros(2)}), "has no tensor latent_tensor, but head.weight"),

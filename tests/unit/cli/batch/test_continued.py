@@ -116,9 +116,21 @@ def test_a_fault_that_is_found_later_is_passed_on(tmp_path: Path) -> None:
 def test_the_workflow_of_a_row_names_the_latent_of_the_row_before(tmp_path: Path) -> None:
     a, b, *_ = rows_of(tmp_path, *CHAIN)
     prompts = [apply_row(WORKFLOW, row, {}) for row in (a, b)]
-    assert [prompt["clip"]["inputs"]["previous_file"] for prompt in prompts] == ["none", f"continued/{a.hash}.latent"]
+    assert [prompt["clip"]["inputs"]["previous_file"] for prompt in prompts] == [
+        "none",
+        latent_name(workflow_digest(WORKFLOW), a.hash),
+    ]
     assert prompts[1]["sampler"]["inputs"]["seed"] == 2
     assert WORKFLOW["clip"]["inputs"]["previous_file"] == "none"
+
+
+def test_batches_of_other_workflows_have_other_latents_on_a_server(tmp_path: Path) -> None:
+    _, row, *_ = rows_of(tmp_path, *CHAIN)
+    other = json.loads(json.dumps(WORKFLOW))
+    other["sampler"]["inputs"]["steps"] += 1
+    names = [apply_row(workflow, row, {})["clip"]["inputs"]["previous_file"] for workflow in (WORKFLOW, other)]
+    assert names[0] != names[1]
+    assert all(name.startswith("continued/") and name.endswith(".latent") for name in names)
 
 
 def without(node: str) -> dict[str, Any]:
@@ -135,13 +147,13 @@ def without(node: str) -> dict[str, Any]:
 )
 def test_a_workflow_needs_one_place_for_the_latent(workflow: dict[str, Any], reason: str) -> None:
     with pytest.raises(InputError, match=reason):
-        continue_from(workflow, workflow, "hash")
+        continue_from(workflow, workflow, "continued/x.latent")
 
 
 def test_a_clip_that_continues_one_of_its_own_workflow_is_not_the_place() -> None:
     inner = {**WORKFLOW["clip"], "inputs": {**WORKFLOW["clip"]["inputs"], "previous": ["sampler", 0]}}
-    prompt = continue_from({**WORKFLOW, "inner": inner}, WORKFLOW, "hash")
-    assert prompt["clip"]["inputs"]["previous_file"] == latent_name("hash")
+    prompt = continue_from({**WORKFLOW, "inner": inner}, WORKFLOW, "continued/x.latent")
+    assert prompt["clip"]["inputs"]["previous_file"] == "continued/x.latent"
     assert prompt["inner"]["inputs"]["previous_file"] == "none"
 
 
@@ -234,7 +246,7 @@ def video_of(seed: str, latent: str | None) -> str:
 def plan(rows: Sequence[Row]) -> list[BatchJob]:
     jobs = []
     for row in rows:
-        name = None if row.source is None else latent_name(row.source)
+        name = None if row.source is None else latent_name("w", row.source)
         prompt: Any = {"seed": row.values["sampler.seed"], "file": name}
         jobs.append(BatchJob(prompt=prompt, rows=(row,), saves={row.hash: None}))
     return jobs
@@ -351,12 +363,44 @@ def test_rows_that_continue_a_failed_one_are_not_run_and_said_so(tmp_path: Path)
 
 
 @IN_MEMORY
+def test_a_changed_row_and_those_behind_it_run_when_the_former_files_are_moved_away(tmp_path: Path) -> None:
+    machine, changed = Machine(), [{"name": "a", "sampler.seed": 9}, *CHAIN[1:3]]
+    run(tmp_path / "out", machine, rows_of(tmp_path, *CHAIN[:3]))
+    former = contents(tmp_path / "out")
+    rows = rows_of(tmp_path, *changed)
+    states, _ = run(tmp_path / "out", machine, rows)
+    assert states == dict.fromkeys("abc", State.failed)
+    with Journal(tmp_path / "out" / "journal.sqlite", workflow="w") as journal:
+        for row in rows:
+            assert f"name '{row.name}' is used by the files of a former row" in str(journal.entries[row.hash].error)
+            assert "rename it, or move those files away" in str(journal.entries[row.hash].error)
+    assert contents(tmp_path / "out") == former
+    renamed = [{"name": "a2", "sampler.seed": 9}, {"name": "b2", "continues": "a2", "sampler.seed": 2}]
+    assert run(tmp_path / "out", machine, rows_of(tmp_path, *renamed))[0] == dict.fromkeys(("a2", "b2"), State.done)
+    for path in (tmp_path / "out").glob("[abc]~*"):
+        path.unlink()
+    states, _ = run(tmp_path / "out", machine, rows)
+    assert states == dict.fromkeys("abc", State.done)
+    latent = video_of("2", video_of("9", None))
+    assert contents(tmp_path / "out")["c~1.latent"] == video_of("3", latent)
+
+
+@IN_MEMORY
 def test_rows_that_were_not_run_do_not_count_as_failures(tmp_path: Path) -> None:
     machine = Machine()
     machine.bad = frozenset({"1"})
     rows = rows_of(tmp_path, {"name": "a", "sampler.seed": 1}, *CHAIN[1:], {"name": "z", "sampler.seed": 8})
     states, _ = run(tmp_path / "out", machine, rows, max_failures=2)
     assert states["z"] is State.done
+
+
+@IN_MEMORY
+def test_rows_behind_one_with_a_fault_do_not_count_as_failures(tmp_path: Path) -> None:
+    rows = [{"name": "a", "continues": "nobody"}, *CHAIN[1:3], {"name": "z", "sampler.seed": 8}]
+    states, _ = run(tmp_path / "out", Machine(), rows_of(tmp_path, *rows), max_failures=2)
+    assert states == {**dict.fromkeys("abc", State.failed), "z": State.done}
+    states, _ = run(tmp_path / "one", Machine(), rows_of(tmp_path, *rows), max_failures=1)
+    assert states["z"] is State.waiting, "its own fault counts"
 
 
 @IN_MEMORY
@@ -372,6 +416,42 @@ def test_a_latent_that_was_removed_is_made_again_for_the_rows_after_it(tmp_path:
 
 
 @IN_MEMORY
+@pytest.mark.parametrize("removed", ["b~1.latent", "b~2.txt"])
+@pytest.mark.parametrize("killed_at", ["", "outcome", "fetch", "place"])
+def test_a_row_of_which_one_file_was_removed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: str, killed_at: str
+) -> None:
+    machine, rows = Machine(), rows_of(tmp_path, *CHAIN)
+    run(tmp_path / "out", machine, rows)
+    made = contents(tmp_path / "out")
+    (tmp_path / "out" / removed).unlink()
+    machine.posted.clear()
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    if killed_at:
+        with monkeypatch.context() as patched, pytest.raises(Killed):
+            patched.setattr(*((OutputStore, "place") if killed_at == "place" else (machine, killed_at)), kill)
+            run(tmp_path / "out", machine, rows)
+    states, _ = run(tmp_path / "out", machine, rows)
+    assert {*states.values()} == {State.done}
+    assert {*machine.posted} == {"2"}
+    assert contents(tmp_path / "out") == made
+
+
+@IN_MEMORY
+def test_a_changed_file_of_a_row_that_runs_again_is_not_replaced(tmp_path: Path) -> None:
+    machine, rows = Machine(), rows_of(tmp_path, *CHAIN)
+    run(tmp_path / "out", machine, rows)
+    (tmp_path / "out" / "b~1.latent").unlink()
+    (tmp_path / "out" / "b~2.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"contains b~2\.txt, which is not from this batch or was changed"):
+        run(tmp_path / "out", machine, rows)
+    assert (tmp_path / "out" / "b~2.txt").read_text() == "mine"
+
+
+@IN_MEMORY
 def test_a_row_without_a_latent_cannot_be_continued(tmp_path: Path) -> None:
     class Forgetful(Machine):
         def outcome(self, prompt_id: str) -> Outcome:
@@ -382,6 +462,25 @@ def test_a_row_without_a_latent_cannot_be_continued(tmp_path: Path) -> None:
     assert states == {"a": State.done, "b": State.failed}
     assert "it continues 'a', of whose files one latent is needed" in bar.lines[0]
     assert "not no latent" in bar.lines[0]
+
+
+@IN_MEMORY
+def test_a_latent_that_was_changed_is_not_continued(tmp_path: Path) -> None:
+    machine, rows = Machine(), rows_of(tmp_path, *CHAIN[:2])
+    machine.bad = frozenset({"2"})
+    run(tmp_path / "out", machine, rows)
+    latent = tmp_path / "out" / "a~1.latent"
+    made = latent.read_text()
+    latent.write_text("x" * len(made))
+    machine.bad = frozenset()
+    states, bar = run(tmp_path / "out", machine, rows)
+    assert states == {"a": State.done, "b": State.failed}
+    assert "a~1.latent" in bar.lines[0]
+    assert "was changed after it was made: remove it" in bar.lines[0]
+    latent.unlink()
+    states, _ = run(tmp_path / "out", machine, rows)
+    assert states == {"a": State.done, "b": State.done}
+    assert latent.read_text() == made
 
 
 @IN_MEMORY

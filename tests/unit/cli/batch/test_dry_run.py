@@ -192,7 +192,8 @@ def test_a_dry_run_for_a_server_names_every_bad_row(
     assert "line 2:" not in told
 
 
-WORKERS = json.loads((Path(__file__).parents[4] / "workflows" / "api" / "workers.json").read_text(encoding="utf-8"))
+WORKFLOWS = Path(__file__).parents[4] / "workflows" / "api"
+WORKERS = json.loads((WORKFLOWS / "workers.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -229,6 +230,22 @@ def test_workers_are_judged_by_the_clusters_and_gpus_of_the_server(
     faults = faults_of(workflow, server_of_many_gpus)
     assert len(faults) == (1 if said else 0)
     assert said in "".join(faults)
+
+
+@pytest.mark.parametrize("listed", [["none"], ["none", "latents/a.latent"]])
+def test_any_saved_latent_of_a_server_may_be_chosen(tmp_path: Path, listed: list[str]) -> None:
+    workflow = json.loads((WORKFLOWS / "continue_video.json").read_text(encoding="utf-8"))
+    info = copy.deepcopy(object_info(named_models(tmp_path / "models", workflow))) | {"LoadImage": INFO["Picture"]}
+    kinds = info["WanStreamContinueVideo"]["input"]["optional"]["previous_file"]
+    kinds[1]["options"] = listed
+    info["WanStreamLoadLatent"]["input"]["required"]["file"][1]["options"] = listed
+    workflow["clip"]["inputs"] |= {"previous_file": "clips/mine.latent"}
+    workflow["loaded"] = {"class_type": "WanStreamLoadLatent", "inputs": {"file": "clips/mine.latent"}}
+    workflow["kept"] = {**workflow["keep"], "inputs": {**workflow["keep"]["inputs"], "latent": ["loaded", 0]}}
+    found = faults_of(workflow, info)
+    assert not [fault for fault in found if "clips/mine" in fault], found
+    workflow["clip"]["inputs"]["overlap"] = 40
+    assert "an overlap of 40 latent frames need" in "".join(faults_of(workflow, info)), "other inputs are checked"
 
 
 def test_what_a_dry_run_cannot_judge_is_named(

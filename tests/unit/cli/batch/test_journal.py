@@ -138,7 +138,7 @@ def test_no_row_is_called_like_the_journal(tmp_path: Path) -> None:
         journal.enter([row_of(1, name="videos"), row_of(2, name="videos.SQLITE"), row_of(3, name="video")], gone=never)
         first, second, third = journal.entries.values()
         assert (first.state, second.state, third.state) == (State.failed, State.failed, State.waiting)
-        assert str(first.error).endswith("is used by the files of a former row, or by the journal")
+        assert str(first.error).endswith("'videos' is used by the journal: rename the row")
 
 
 def test_files_that_are_gone_are_made_again(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_files_that_are_gone_are_made_again(tmp_path: Path) -> None:
         (missing,) = journal.enter([row_of(1), row_of(2)], gone=lambda entry: True)
         assert missing.hash == "hash 1"
         assert states(journal) == [State.waiting, State.waiting]
-        assert journal.entries["hash 1"].files == ()
+        assert [file.name for file in journal.entries["hash 1"].files] == ["00001.mp4"], "what is left is not foreign"
 
 
 def test_files_of_a_row_that_has_a_fault_now_are_not_made_again(tmp_path: Path) -> None:

@@ -421,6 +421,19 @@ def test_a_latent_is_uploaded_under_its_name_and_replaces_an_earlier_one(canned:
     assert b'name="image"; filename="x.latent"' in body
 
 
+def test_a_latent_is_uploaded_once_but_again_after_a_failure(canned: Canned, latent: Path) -> None:
+    """Another row may be reading the file that an upload truncates."""
+    backend = host_of(canned)
+    canned.answers["/upload/image"] = (500, b"oops")
+    with pytest.raises(UnreachableError):
+        backend.provide("1", latent, "continued/x.latent")
+    canned.answers["/upload/image"] = (200, {"name": "x.latent", "subfolder": "continued", "type": "output"})
+    before = len(canned.asked)
+    for prompt_id, name in (("2", "x"), ("3", "x"), ("4", "y")):
+        backend.provide(prompt_id, latent, f"continued/{name}.latent")
+    assert [route for route, _ in canned.asked[before:]] == ["/upload/image"] * 2
+
+
 @pytest.mark.parametrize(
     ("answer", "error", "reason"),
     [

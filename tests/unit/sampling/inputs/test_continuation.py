@@ -54,7 +54,7 @@ def test_an_expert_reads_the_anchor_as_known_and_the_rest_as_free() -> None:
 
 
 def test_the_frames_of_an_overlap() -> None:
-    assert [overlap_frames(count) for count in (0, 1, 2, 3)] == [0, 1, 5, 9]
+    assert [overlap_frames(count) for count in (0, 1, 2, 3)] == [0, 5, 9, 13]
 
 
 @pytest.mark.parametrize(
