@@ -9,6 +9,7 @@ No model of this package uses it; `docs/examples/svd_stages.py` is an example wi
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -17,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from functools import cache
 from itertools import pairwise
+from multiprocessing import connection
 from typing import Generic, TypeAlias, TypeVar
 
 from ...sampling import SamplingCancelled
@@ -26,6 +28,9 @@ from .schedule import Assignment, GroupId
 from .stage_run import GroupEnd, GroupEvent, StageRun, StepTaken
 
 S = TypeVar("S")
+
+END_TIMEOUT_S = 10.0
+"""Seconds that a process may take to end after SIGTERM, and again after SIGKILL."""
 
 StepFunction: TypeAlias = "Callable[[S, int], S]"
 """(state, step) -> the state after that step, as a new value; the given state is not changed."""
@@ -81,7 +86,8 @@ class StepGroup(Generic[S]):
 class StepProcess(AbstractContextManager["StepProcess[S]"], Generic[S]):
     """Step function in a process of this machine, which is made there and kept for all steps.
 
-    Tensors of a state pass between the processes in shared memory. A process that has ended is started again.
+    Tensors of a state pass between the processes in shared memory. A process that has ended is started again. Leaving
+    the context ends the process, also in the middle of a step, and so does the end of this one.
 
     Args:
         make_step: makes the step function, in the process; a function that a new Python process can import.
@@ -94,7 +100,8 @@ class StepProcess(AbstractContextManager["StepProcess[S]"], Generic[S]):
 
     def _start(self) -> ProcessPoolExecutor:
         # Not forked: a fork has no threads of torch, and cannot use a GPU that its parent has used.
-        process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        context = multiprocessing.get_context("spawn")
+        process = ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent)
         # Processes make their functions at the same time, not each with its first step. The step raises the error.
         process.submit(_make, self._make_step, self._arguments)
         return process
@@ -113,7 +120,27 @@ class StepProcess(AbstractContextManager["StepProcess[S]"], Generic[S]):
             raise WorkerLostError(f"the process of {self._make_step.__name__} ended in step {step}", 0) from err
 
     def __exit__(self, *_: object) -> None:
-        self._process.shutdown()
+        # Before `shutdown`, which forgets them. It does not wait: a model that is still being loaded may take minutes.
+        processes = list((self._process._processes or {}).values())
+        self._process.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
+            # Not `join`: the pool's thread joins it too, and only one of them gets the exit code.
+            if not connection.wait([process.sentinel], END_TIMEOUT_S):
+                process.kill()
+                connection.wait([process.sentinel], END_TIMEOUT_S)
+
+
+def _end_with_parent() -> None:
+    """Start a thread that ends this process when its parent has ended, even without a chance to close its pool."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "called in the process that started the pool"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="wanstream-parent", daemon=True).start()
 
 
 def _take_step(make_step: Callable[..., StepFunction[S]], arguments: tuple[Hashable, ...], state: S, step: int) -> S:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -14,7 +17,15 @@ import torch
 
 import wanstream
 from wanstream.distributed import RestartLimitError, StepProcess, run_stages
-from wanstream.tests.support.step_functions import make_adding, make_dying, make_meeting, make_nothing
+from wanstream.tests.support.polling import eventually
+from wanstream.tests.support.step_functions import (
+    make_adding,
+    make_dying,
+    make_meeting,
+    make_nothing,
+    make_pid,
+    make_slowly,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -94,3 +105,38 @@ def test_a_loss_too_many_names_the_step(tmp_path: Path) -> None:
 def test_an_error_of_the_process_is_raised_here() -> None:
     with StepProcess(make_nothing) as stage, pytest.raises(ValueError, match="no room for the model"):
         run_stages([stage], [0], steps=1)
+
+
+def test_a_process_that_is_still_loading_does_not_delay_the_end(tmp_path: Path) -> None:
+    before = set(multiprocessing.active_children())
+    with StepProcess(make_slowly, str(tmp_path)):
+        assert eventually((tmp_path / "started").exists)
+    assert not (tmp_path / "made").exists()
+    assert eventually(lambda: set(multiprocessing.active_children()) == before)
+
+
+PARENT = """
+import sys
+from wanstream.distributed import StepProcess
+from wanstream.tests.support.step_functions import make_pid
+if __name__ == "__main__":
+    with StepProcess(make_pid) as stage:
+        print(stage(0, 0), flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_a_process_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT, encoding="utf-8")
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, script], stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+        try:
+            # The process has inherited the pipe: its end is that of the last one that holds it.
+            assert parent.communicate(timeout=30) == ("", None)
+        except subprocess.TimeoutExpired:
+            os.kill(child, signal.SIGKILL)
+            raise
