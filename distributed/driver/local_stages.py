@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from functools import cache
@@ -48,8 +48,8 @@ class StepGroup(Generic[S]):
         self._inbox: queue.SimpleQueue[GroupEvent[S]] = queue.SimpleQueue()
 
     def start(self, assignment: Assignment, state: S | None, wake: threading.Event) -> None:
-        """See `StageGroup.start`. The state may not be None: a step function needs one."""
-        assert state is not None, "a step function needs an initial state"
+        """See `StageGroup.start`. Raises TypeError for a state of None."""
+        state = _checked(state, f"the state of item {assignment.item}")
         self._is_stopped.clear()
         run_in_thread("wanstream-stage", self._compute, assignment, state, wake)
 
@@ -72,7 +72,7 @@ class StepGroup(Generic[S]):
             for step in assignment.steps:
                 if self._is_stopped.is_set():
                     raise SamplingCancelled(step, 0)
-                state = self._step(state, step)
+                state = _checked(self._step(state, step), f"the state of item {assignment.item} after step {step}")
                 self._inbox.put(StepTaken(next_step=step + 1, state=state))
                 wake.set()
         except BaseException as err:  # noqa: BLE001 - the run raises it
@@ -81,6 +81,12 @@ class StepGroup(Generic[S]):
         else:
             self._inbox.put(GroupEnd())
         wake.set()
+
+
+def _checked(state: S | None, name: str) -> S:
+    if state is None:  # to a run of stages, this is an item of which no step was taken
+        raise TypeError(f"{name} is None: give an initial state, and return the new one from the step function")
+    return state
 
 
 class StepProcess(AbstractContextManager["StepProcess[S]"], Generic[S]):
@@ -96,27 +102,28 @@ class StepProcess(AbstractContextManager["StepProcess[S]"], Generic[S]):
 
     def __init__(self, make_step: Callable[..., StepFunction[S]], *arguments: Hashable) -> None:
         self._make_step, self._arguments = make_step, arguments
-        self._process = self._start()
+        self._process, self._is_made = self._start()
 
-    def _start(self) -> ProcessPoolExecutor:
+    def _start(self) -> tuple[ProcessPoolExecutor, Future[None]]:
         # Not forked: a fork has no threads of torch, and cannot use a GPU that its parent has used.
         context = multiprocessing.get_context("spawn")
         process = ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent)
-        # Processes make their functions at the same time, not each with its first step. The step raises the error.
-        process.submit(_make, self._make_step, self._arguments)
-        return process
+        # Processes make their functions at the same time, not each with its first step. The steps raise the error.
+        return process, process.submit(_make, self._make_step, self._arguments)
 
     def __call__(self, state: S, step: int) -> S:
         """Return the state after `step`; see `StepFunction`.
 
         Raises:
             WorkerLostError: the process has ended.
+            Exception: an error of `make_step` or of the step function.
         """
         try:
+            self._is_made.result()  # first: else the step would make the function again after an error
             return self._process.submit(_take_step, self._make_step, self._arguments, state, step).result()
         except BrokenProcessPool as err:
             self._process.shutdown()
-            self._process = self._start()
+            self._process, self._is_made = self._start()
             raise WorkerLostError(f"the process of {self._make_step.__name__} ended in step {step}", 0) from err
 
     def __exit__(self, *_: object) -> None:
@@ -181,13 +188,15 @@ def run_stages(
 
     Raises:
         ValueError: there are no stages, no items, or fewer steps than stages.
+        TypeError: a state is None.
         SamplingCancelled: `should_stop` returned True.
         RestartLimitError: more than `max_restarts` losses; the message has the last one.
     """
     if not 1 <= len(stages) <= steps:
         raise ValueError(f"{steps} steps for {len(stages)} stages: give one stage or more, and a step for each of them")
+    states = [_checked(state, f"the state of item {item}") for item, state in enumerate(states)]
     borders = [number * steps // len(stages) for number in range(len(stages) + 1)]
     ranges = [range(first, end) for first, end in pairwise(borders)]
     groups = {GroupId(0, number): StepGroup(step) for number, step in enumerate(stages)}
     ended = StageRun([ranges] * len(states), groups, states, max_restarts=max_restarts).run(on_step, should_stop)
-    return [state for state in ended if state is not None]
+    return [_checked(state, f"the state of item {item}") for item, state in enumerate(ended)]

@@ -23,7 +23,6 @@ from wanstream.tests.support.step_functions import (
     make_dying,
     make_meeting,
     make_nothing,
-    make_pid,
     make_slowly,
 )
 
@@ -102,9 +101,10 @@ def test_a_loss_too_many_names_the_step(tmp_path: Path) -> None:
         run_stages([stage], [0], steps=2)
 
 
-def test_an_error_of_the_process_is_raised_here() -> None:
-    with StepProcess(make_nothing) as stage, pytest.raises(ValueError, match="no room for the model"):
+def test_an_error_of_making_the_step_is_raised_here_and_makes_it_once(tmp_path: Path) -> None:
+    with StepProcess(make_nothing, str(tmp_path)) as stage, pytest.raises(ValueError, match="no room for the model"):
         run_stages([stage], [0], steps=1)
+    assert (tmp_path / "calls").read_text(encoding="utf-8") == "called\n"
 
 
 def test_a_process_that_is_still_loading_does_not_delay_the_end(tmp_path: Path) -> None:
