@@ -95,6 +95,9 @@ class StepProcess(AbstractContextManager["StepProcess[S]"], Generic[S]):
     Tensors of a state pass between the processes in shared memory. A process that has ended is started again. Leaving
     the context ends the process, also in the middle of a step, and so does the end of this one.
 
+    Each tensor in shared memory holds a file descriptor of this process while it exists: one in the state that was
+    given and one in the latest state, so that `ulimit -n` (often 1024) has to exceed twice the tensors of all items.
+
     Args:
         make_step: makes the step function, in the process; a function that a new Python process can import.
         arguments: hashable arguments of `make_step`.

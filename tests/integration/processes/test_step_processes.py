@@ -29,6 +29,7 @@ from wanstream.tests.support.step_functions import (
 pytestmark = pytest.mark.integration
 
 ROOT = Path(str(wanstream.__file__)).parent
+FILES = Path("/proc/self/fd")
 EXAMPLES = ROOT / "docs" / "examples"
 
 
@@ -105,6 +106,22 @@ def test_an_error_of_making_the_step_is_raised_here_and_makes_it_once(tmp_path: 
     with StepProcess(make_nothing, str(tmp_path)) as stage, pytest.raises(ValueError, match="no room for the model"):
         run_stages([stage], [0], steps=1)
     assert (tmp_path / "calls").read_text(encoding="utf-8") == "called\n"
+
+
+@pytest.mark.skipif(not FILES.exists(), reason="file descriptors are counted in /proc")
+def test_a_tensor_of_an_item_holds_two_file_descriptors_at_most() -> None:
+    """The figure of the class, by which users choose their number of items."""
+    states, peak = [torch.zeros(8) for _ in range(50)], 0
+
+    def count(item: int, state: torch.Tensor) -> None:
+        nonlocal peak
+        peak = max(peak, len([*FILES.iterdir()]))
+
+    with StepProcess(make_adding, 1) as first, StepProcess(make_adding, 2) as second:
+        before = len([*FILES.iterdir()])
+        ended = run_stages([first, second], states, steps=4, on_step=count)
+    assert all(state.eq(6).all() for state in ended)
+    assert 50 < peak - before < 2 * 50 + 20, "a few more for the messages in flight"
 
 
 def test_a_process_that_is_still_loading_does_not_delay_the_end(tmp_path: Path) -> None:
