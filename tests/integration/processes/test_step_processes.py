@@ -129,7 +129,7 @@ def test_a_process_that_is_still_loading_does_not_delay_the_end(tmp_path: Path) 
     with StepProcess(make_slowly, str(tmp_path)):
         assert eventually((tmp_path / "started").exists)
     assert not (tmp_path / "made").exists()
-    assert eventually(lambda: set(multiprocessing.active_children()) == before)
+    assert eventually(lambda: set(multiprocessing.active_children()) <= before)
 
 
 PARENT = """
