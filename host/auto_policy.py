@@ -152,7 +152,7 @@ class AutoPlanner:
 
 def _better_policy(plan: OffloadPlan, job: OffloadJob, machine: Machine, budgets: Budgets) -> OffloadPolicy | None:
     """Return a policy that saves at least `WORTH` of the time after the first step, None without one."""
-    rest = replace(job, experts_of_steps=job.experts_of_steps[1:], lanes_of_steps=job.lanes_of_steps[1:])
+    rest = job.of_steps(range(1, len(job.experts_of_steps)))
     present = predict(rest, machine, plan.policy)
     try:
         better = plan_offload(rest, machine, budgets)

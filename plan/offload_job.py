@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ..schema import ExpertShape, Storage
 from .machine import LINEAR_FORMATS
@@ -83,6 +83,16 @@ class OffloadJob:
             raise ValueError(f"linear_format is {self.linear_format!r}, choose '' or one of {LINEAR_FORMATS}")
         if min(self.lanes.values()) < 1:
             raise ValueError(f"lanes are {dict(self.lanes)}, each must be 1 or more")
+
+    def of_steps(self, steps: Sequence[int]) -> OffloadJob:
+        """Return the job of these steps alone, given as indices of `experts_of_steps`, with all values of each step."""
+        return replace(
+            self,
+            experts_of_steps=tuple(self.experts_of_steps[step] for step in steps),
+            lanes_of_steps=tuple(self.lanes_of_steps[step] for step in steps) if self.lanes_of_steps else (),
+            patches_of_steps=tuple(self.patches_of_steps[step] for step in steps) if self.patches_of_steps else (),
+            skipped_steps=frozenset(place for place, step in enumerate(steps) if step in self.skipped_steps),
+        )
 
     @property
     def block_counts(self) -> dict[str, int]:

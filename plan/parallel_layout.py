@@ -203,16 +203,15 @@ def worker_share(
     """
     parts = stage_boundaries(job.experts_of_steps, [1.0] * len(job.experts_of_steps), mesh.stage)
     steps = max(parts, key=len)
-    experts = job.experts_of_steps[steps.start : steps.stop]
-    lanes = {expert: -(-count // mesh.cfg) for expert, count in job.lanes.items() if expert in experts}
+    part = job.of_steps(steps)
+    lanes = {expert: -(-count // mesh.cfg) for expert, count in job.lanes.items() if expert in part.experts_of_steps}
     worker = replace(
-        job,
+        part,
         tokens=job.tokens // (mesh.ring * mesh.ulysses),
         ring=mesh.ring,
         ulysses=mesh.ulysses,
         lanes=lanes,
         lanes_of_steps=(),
-        experts_of_steps=experts,
         resident_bytes=job.resident_bytes * len(lanes) // len(job.lanes),
     )
     here = min(mesh.size, workers_per_machine)

@@ -86,7 +86,7 @@ def _of_first_step(job: OffloadJob) -> OffloadJob:
     lanes = dict(job.lanes)
     if job.lanes_of_steps:
         lanes[job.experts_of_steps[0]] = job.lanes_of_steps[0]
-    return replace(job, experts_of_steps=job.experts_of_steps[:1], lanes=lanes, lanes_of_steps=())
+    return replace(job.of_steps(range(1)), lanes=lanes, lanes_of_steps=())
 
 
 def _transfer_rates(machine: Machine, job: OffloadJob, measured: StepRecord) -> list[str]:

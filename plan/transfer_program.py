@@ -170,7 +170,11 @@ def _kept_lifetimes(lifetimes: Sequence[Lifetime], buffers: int, loaded: Mapping
         if candidates := buffers_of.get(lifetimes[lifetime].block):
             kept[lifetime] = candidates.pop(0)
 
-    residents = [n for n, lifetime in enumerate(lifetimes) if lifetime.resident_first and lifetime.block in buffers_of]
+    first_of: dict[BlockKey, int] = {}  # a permanent resident whose patch returns has a lifetime before and one after
+    for number, lifetime in enumerate(lifetimes):
+        if lifetime.resident_first and lifetime.block in buffers_of:
+            first_of.setdefault(lifetime.block, number)
+    residents = first_of.values()
     # A kept resident occupies its buffer from the start, not only from its first visit. In the rest of a last step each
     # resident is visited only once, and the program may have too few buffers for that.
     from_the_start = {number: lifetimes[number]._replace(first=0) for number in residents}

@@ -7,7 +7,7 @@ from .cache.calibrate import calibrate
 from .cache.mag_table import NEAR_SIGMA, MagTable
 from .cache.settings import PRESETS, CacheSettings, EasyCache, FirstBlockCache, MagCache, policy_with_cache
 from .context_windows import StepWindows, computed_shape
-from .denoise import DenoiseResult, check_fits, denoise
+from .denoise import DenoiseResult, check_fits, check_strengths, denoise
 from .errors import InsufficientMemoryError, NonFiniteLatentError, RequestError, SamplingCancelled, SmallerPolicyError
 from .estimate import offload_job, predicted_calls, predicted_timeline, request_job
 from .inputs.batching import merge_requests, split_request
@@ -95,6 +95,7 @@ __all__ = [
     "check_room",
     "check_step_plan",
     "check_steps",
+    "check_strengths",
     "check_windows",
     "computed_shape",
     "continuation",

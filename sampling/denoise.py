@@ -9,13 +9,13 @@ The visits of the whole run are known before the first block computes, so the en
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..devices import compute_device
-from ..schema import TEXT_TOKENS, OffloadPolicy, Timeline
+from ..schema import TEXT_TOKENS, OffloadPolicy, StepRange, Timeline
 from ..telemetry import Recorder, TelemetryOptions
 from ..wan import ExpertPair
 from .errors import RequestError
@@ -130,15 +130,21 @@ def check_fits(request: DenoiseRequest, pair: ExpertPair) -> None:
             f"step {low[0]} is one of the low-noise expert, and this is a single model, which runs every step: give "
             "boundary_ratio 0 and no switch_step"
         )
-    for file, strengths in pair.strength_ranges:
-        if strengths.last >= step_plan.whole_steps:
-            raise RequestError(
-                f"{file} has a strength for steps {str(strengths)!r}, and the run has {step_plan.whole_steps} steps, 0 "
-                f"to {step_plan.whole_steps - 1}: change strength_steps in Wan LoRA (pair), or the steps"
-            )
+    check_strengths(request, pair.strength_ranges)
     width = pair.high.config.image_dim
     if width is not None:
         _check_image(request, width)
+
+
+def check_strengths(request: DenoiseRequest, ranges: Iterable[tuple[str, StepRange]]) -> None:
+    """Raise RequestError if a range of steps, given after the name of its LoRA's file, ends after the request's."""
+    steps = request.step_plan.whole_steps
+    for file, strengths in ranges:
+        if strengths.last >= steps:
+            raise RequestError(
+                f"{file} has a strength for steps {str(strengths)!r}, and the run has {steps} steps, 0 to {steps - 1}: "
+                "change strength_steps in Wan LoRA (pair), or the steps"
+            )
 
 
 def _check_image(request: DenoiseRequest, width: int) -> None:

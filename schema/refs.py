@@ -63,6 +63,12 @@ class ExpertsRef:
     """True to compile the blocks with `torch.compile`."""
 
     @property
+    def strength_ranges(self) -> tuple[tuple[str, StepRange], ...]:
+        """Ranges of steps with a LoRA strength of their own, each after the name of the LoRA's file."""
+        files = ((lora, file) for lora in self.loras for file in (lora.high_noise, lora.low_noise) if file is not None)
+        return tuple((file.name, each) for lora, file in files for each in lora.steps)
+
+    @property
     def opened(self) -> ExpertsRef:
         """Copy without the options that may change from run to run while the experts stay open."""
         return replace(self, loras=(), attention="default", compile=False)

@@ -11,8 +11,12 @@ from typing import NamedTuple
 LARGEST_STRENGTH = 10.0
 """Largest strength of a LoRA, and the smallest with a minus sign."""
 EXAMPLE = "0-1: 0, 2-3: 0.5"
+SHOWN = 40
+"""Characters of a text that an error message shows."""
 
-_RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?\s*:\s*(\S+)")
+_RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?\s*:\s*(\S+)")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+"""Narrower than `float`, which also reads underscores and the digits of other scripts."""
 
 
 class StepStrengthsError(ValueError):
@@ -76,20 +80,21 @@ def parse_step_strengths(text: str) -> tuple[StepRange, ...]:
     return tuple(ranges)
 
 
+def _shortened(part: str) -> str:
+    return part if len(part) <= SHOWN else f"{part[:SHOWN]}..."
+
+
 def _parse_range(part: str) -> StepRange:
     found = _RANGE.fullmatch(part)
     if found is None:
         raise StepStrengthsError(
-            f"strengths by steps have {part!r}: give the first and the last step, a colon, and the strength, as in "
-            f"{EXAMPLE}"
+            f"strengths by steps have {_shortened(part)!r}: give the first and the last step, a colon, and the "
+            f"strength, as in {EXAMPLE}"
         )
     first, last = int(found[1]), int(found[2] or found[1])
     if last < first:
         raise StepStrengthsError(f"{part!r} ends before it begins: write {last}-{first}")
-    try:
-        strength = float(found[3])
-    except ValueError:
-        strength = math.nan
+    strength = float(found[3]) if _NUMBER.fullmatch(found[3]) else math.nan
     if not -LARGEST_STRENGTH <= strength <= LARGEST_STRENGTH:  # also refuses NaN
         raise StepStrengthsError(
             f"{found[3]!r} in {part!r} is not a number from {-LARGEST_STRENGTH:g} to {LARGEST_STRENGTH:g}: give a "

@@ -139,9 +139,10 @@ def _refusal(case: BenchCase, job: OffloadJob, videos: int) -> str:
     """Return the reason for which the case cannot run; empty if it can."""
     group = max(part_sizes(videos, case.mesh))
     lanes = {expert: group * lanes // videos for expert, lanes in job.lanes.items()}
-    steps = job.experts_of_steps[:1] * case.steps
     try:
-        check_layout(case.mesh, replace(job, lanes=lanes, experts_of_steps=steps), videos)
+        # Only the number of steps counts here, and it may exceed that of the job.
+        first_steps = job.of_steps([0] * case.steps)
+        check_layout(case.mesh, replace(first_steps, lanes=lanes, lanes_of_steps=()), videos)
         plan_residency(case.policy, {"high": job.expert.blocks, "low": job.expert.blocks})
     except ValueError as err:
         return str(err)

@@ -37,7 +37,7 @@ from ...host import ModelRun, OutputFile, current_host, ui
 from ...host import io as host_io
 from ...offload import InsufficientRamError
 from ...plan import DoesNotFitError, describe_ram
-from ...sampling import DenoiseRequest, RequestError, StepProgress
+from ...sampling import DenoiseRequest, RequestError, StepProgress, check_strengths
 from ...schema import (
     FRAMES_PER_LATENT,
     VERSION,
@@ -257,6 +257,7 @@ class Benchmark:
                 if isinstance(setting.policy, OffloadPolicy):
                     plan_residency(setting.policy, run.block_counts)
                 request = with_steps(run.request, setting.steps)
+                check_strengths(request, run.experts.strength_ranges)
                 name = setting.name if len(self.runs) == 1 else f"{title}: {setting.name}"
                 if self.matrix.is_empty:
                     name = title

@@ -40,5 +40,21 @@ def make_dying(marker: str, at: int) -> Step:
     return step
 
 
-def make_nothing() -> Step:
+def make_slowly(folder: str) -> Step:
+    """Touch `started`, wait much longer than a test, and touch `made`."""
+    Path(folder, "started").touch()
+    eventually(Path(folder, "never").exists)
+    Path(folder, "made").touch()
+    return lambda state, step: state
+
+
+def make_pid() -> Step:
+    """Return a step whose state is the id of its process."""
+    return lambda state, step: os.getpid()
+
+
+def make_nothing(folder: str) -> Step:
+    """Write a line to `calls` and raise ValueError."""
+    with Path(folder, "calls").open("a", encoding="utf-8") as calls:
+        calls.write("called\n")
     raise ValueError("this device has no room for the model")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -14,11 +17,19 @@ import torch
 
 import wanstream
 from wanstream.distributed import RestartLimitError, StepProcess, run_stages
-from wanstream.tests.support.step_functions import make_adding, make_dying, make_meeting, make_nothing
+from wanstream.tests.support.polling import eventually
+from wanstream.tests.support.step_functions import (
+    make_adding,
+    make_dying,
+    make_meeting,
+    make_nothing,
+    make_slowly,
+)
 
 pytestmark = pytest.mark.integration
 
 ROOT = Path(str(wanstream.__file__)).parent
+FILES = Path("/proc/self/fd")
 EXAMPLES = ROOT / "docs" / "examples"
 
 
@@ -91,6 +102,58 @@ def test_a_loss_too_many_names_the_step(tmp_path: Path) -> None:
         run_stages([stage], [0], steps=2)
 
 
-def test_an_error_of_the_process_is_raised_here() -> None:
-    with StepProcess(make_nothing) as stage, pytest.raises(ValueError, match="no room for the model"):
+def test_an_error_of_making_the_step_is_raised_here_and_makes_it_once(tmp_path: Path) -> None:
+    with StepProcess(make_nothing, str(tmp_path)) as stage, pytest.raises(ValueError, match="no room for the model"):
         run_stages([stage], [0], steps=1)
+    assert (tmp_path / "calls").read_text(encoding="utf-8") == "called\n"
+
+
+@pytest.mark.skipif(not FILES.exists(), reason="file descriptors are counted in /proc")
+def test_a_tensor_of_an_item_holds_two_file_descriptors_at_most() -> None:
+    """The figure of the class, by which users choose their number of items."""
+    states, peak = [torch.zeros(8) for _ in range(50)], 0
+
+    def count(item: int, state: torch.Tensor) -> None:
+        nonlocal peak
+        peak = max(peak, len([*FILES.iterdir()]))
+
+    with StepProcess(make_adding, 1) as first, StepProcess(make_adding, 2) as second:
+        before = len([*FILES.iterdir()])
+        ended = run_stages([first, second], states, steps=4, on_step=count)
+    assert all(state.eq(6).all() for state in ended)
+    assert 50 < peak - before < 2 * 50 + 20, "a few more for the messages in flight"
+
+
+def test_a_process_that_is_still_loading_does_not_delay_the_end(tmp_path: Path) -> None:
+    before = set(multiprocessing.active_children())
+    with StepProcess(make_slowly, str(tmp_path)):
+        assert eventually((tmp_path / "started").exists)
+    assert not (tmp_path / "made").exists()
+    assert eventually(lambda: set(multiprocessing.active_children()) <= before)
+
+
+PARENT = """
+import sys
+from wanstream.distributed import StepProcess
+from wanstream.tests.support.step_functions import make_pid
+if __name__ == "__main__":
+    with StepProcess(make_pid) as stage:
+        print(stage(0, 0), flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_a_process_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT, encoding="utf-8")
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, script], stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+        try:
+            # The process has inherited the pipe: its end is that of the last one that holds it.
+            assert parent.communicate(timeout=30) == ("", None)
+        except subprocess.TimeoutExpired:
+            os.kill(child, signal.SIGKILL)
+            raise

@@ -148,11 +148,16 @@ def test_another_policy_must_save_a_twentieth_of_the_rest(vram: int, ram: int, s
     assert (better and better.blocks_to_swap) == swapped
 
 
-def test_a_first_step_of_steps_with_lanes_of_their_own_is_learned_from_too() -> None:
-    job = replace(JOB, tokens=4_000, lanes_of_steps=(2, 2, 1, 1, 2, 2, 1, 1))
+@pytest.mark.parametrize(
+    "varying", [{"lanes_of_steps": (2, 2, 1, 1, 2, 2, 1, 1)}, {"patches_of_steps": (0, 0, 1, 1, 0, 0, 1, 1)}]
+)
+def test_a_first_step_of_steps_that_differ_is_learned_from_too(varying: dict[str, tuple[int, ...]]) -> None:
+    job = replace(JOB, tokens=4_000, **varying)
     believed = replace(GPU, h2d_bytes_per_s=50e9, disk_bytes_per_s=100e9)
     choice = _choose(AutoPlanner(lambda *_: believed), _room(vram=14 * GB), job)
-    step, *_ = predict(job, replace(believed, h2d_bytes_per_s=0.4e9), choice.policy, by_step=True).timeline.steps
+    step, *_ = predict(
+        job, replace(believed, h2d_bytes_per_s=0.4e9), choice.policy, by_step=bool(job.lanes_of_steps)
+    ).timeline.steps
     better = choice.revise(step)
     assert better is not None
     assert better.kind == "block_swap"

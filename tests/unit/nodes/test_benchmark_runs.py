@@ -24,12 +24,13 @@ from wanstream.nodes.runs.run_experts import SamplerRun
 from wanstream.offload import InsufficientRamError
 from wanstream.plan import AutoOffload, DoesNotFitError
 from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, RunState, StepProgress
-from wanstream.schema import Cancelled, Mesh, MeshError, OffloadPolicy, StepRecord, Timeline, WorkersRef
+from wanstream.schema import Cancelled, Mesh, MeshError, OffloadPolicy, StepRange, StepRecord, Timeline, WorkersRef
 from wanstream.schema.refs import ExpertsRef, LoraRef
 from wanstream.schema.version import VERSION
 from wanstream.tests.support.embedded import embedded_host
 
 EXPERTS = ExpertsRef(high_noise=Path("/models/high.safetensors"), low_noise=Path("/models/low.safetensors"))
+LATE = (StepRange(0, 0, 0.5), StepRange(2, 3, 0.0))
 LATENTS = torch.zeros(1, 16, 1, 2, 2)
 
 
@@ -296,6 +297,12 @@ def test_a_stop_ends_a_pause() -> None:
             ("", "", "3"),
             RequestError,
             "the run has its sigmas from another node",
+        ),
+        (
+            {"experts": replace(EXPERTS, loras=(LoraRef(low_noise=Path("/loras/low.st"), steps=LATE),))},
+            ("", "", "4, 3"),
+            RequestError,
+            "low.st has a strength for steps '2-3: 0', and the run has 3 steps, 0 to 2: change strength_steps",
         ),
     ],
 )

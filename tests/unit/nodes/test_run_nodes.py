@@ -15,6 +15,7 @@ from PIL import Image
 
 from wanstream.host import io
 from wanstream.host.api import LoadedExperts
+from wanstream.host.auto_policy import AutoPlanner
 from wanstream.host.embedded.adapter import NodeProgress
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
@@ -22,6 +23,7 @@ from wanstream.nodes import WanStreamExtension
 from wanstream.schema import Cancelled, OffloadPolicy, Timeline
 from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
+from wanstream.tests.support.plan_fixtures import CPU_MACHINE
 from wanstream.wan.vae.vae import open_vae
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"
@@ -217,6 +219,22 @@ def test_the_planner_chooses_for_the_machine_that_it_has_measured(
     too_little = {**auto, "inputs": {"vram_budget_gb": 0.0, "ram_budget_gb": 0.001}}
     with pytest.raises(NodeFailedError, match=r"needs 2 buffers of .* to compute in .*; 0\.00 GB given"):
         run({**workflow("t2v"), "policy": too_little})
+
+
+def test_the_planner_serves_a_run_of_three_stages_whose_first_step_corrects_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedded_host.free_experts()  # only a run of empty experts is corrected
+    monkeypatch.setattr(embedded_host, "planner", AutoPlanner(lambda *_: CPU_MACHINE))
+    auto = {"class_type": "WanStreamAutoOffload", "inputs": {"vram_budget_gb": 0.0, "ram_budget_gb": 0.0}}
+    six = workflow("three_stages", {"sampler": {"steps": 6}})
+    history = run({**six, "policy": auto}, keep=["sampler"])
+    (corrected,) = embedded_host.planner._corrected.values()
+    assert corrected.origin == "a test, corrected by a first step"
+    assert [step.expert for step in timeline(history).steps] == ["high"] * 4 + ["low"] * 2
+    plain = run(six, keep=["sampler"])
+    one, other = (found.results["sampler"][0]["samples"] for found in (history, plain))
+    assert torch.equal(one, other)
 
 
 def test_the_start_image_reaches_the_sampler_in_native_form(run: Run, sample_models: Path) -> None:

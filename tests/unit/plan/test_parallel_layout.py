@@ -124,6 +124,16 @@ def test_a_worker_has_its_lanes_tokens_and_steps(make_job: MakeJob, rate_machine
     assert share.job.resident_bytes == job.resident_bytes // 2
 
 
+def test_a_stage_has_the_lora_strengths_and_the_skips_of_its_steps(
+    make_job: MakeJob, rate_machine: MakeMachine
+) -> None:
+    job = make_job(high=2, low=3, patches_of_steps=(0, 1, 0, 1, 1), skipped_steps=frozenset({1, 4}))
+    share = worker_share(Mesh(stage=2), job, rate_machine(), NO_LIMIT, workers_per_machine=8)
+    assert share.job.experts_of_steps == ("low",) * 3
+    assert share.job.patches_of_steps == (0, 1, 1)
+    assert share.job.skipped_steps == {2}
+
+
 def test_one_copy_in_ram_and_one_disk_serve_a_machine(make_job: MakeJob, rate_machine: MakeMachine) -> None:
     """Two stages keep one expert each in the same RAM; workers of another machine have their own."""
     job, machine = make_job(), rate_machine()

@@ -291,6 +291,16 @@ def test_permanent_residents_serve_the_next_run_too() -> None:
     assert set(both.visit_fetch) == {KEPT}
 
 
+def test_a_permanent_resident_is_kept_also_where_its_patch_returns() -> None:
+    """It occupies its buffer from the start in its first lifetime only, so that two buffers are enough."""
+    residency, contents = Residency(residents={"high": frozenset({3})}, permanent=True), {1: BlockKey("high", 3)}
+    visits = step_visits(["high"] * 3, {"high": 4}, patches_of_steps=[0, 1, 0])
+    program = compile_program(visits, residency, 2, contents=contents)
+    check_program(program)
+    assert program.initial == contents
+    assert len(program.fetches) == 3 * 4 - 1
+
+
 def test_several_known_runs_are_one_list_of_visits() -> None:
     run = wan_steps(2, 2)
     program = compile_program(run + run, even(8), 10)

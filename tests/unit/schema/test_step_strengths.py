@@ -17,6 +17,7 @@ from wanstream.schema import LoraRef, StepRange, StepStrengths, StepStrengthsErr
         ("0-1: 0", (StepRange(0, 1, 0.0),)),
         ("3: 0.5", (StepRange(3, 3, 0.5),)),
         ("2-3: 0.5, 0 - 1 :0", (StepRange(0, 1, 0.0), StepRange(2, 3, 0.5))),
+        ("0: .5, 1: 1., 999999: +2", (StepRange(0, 0, 0.5), StepRange(1, 1, 1.0), StepRange(999_999, 999_999, 2.0))),
         ("0-1: -1e-1; 4-4: 10\n7: 1", (StepRange(0, 1, -0.1), StepRange(4, 4, 10.0), StepRange(7, 7, 1.0))),
     ],
 )
@@ -41,6 +42,13 @@ def test_ranges_are_parsed_in_their_order(text: str, expected: tuple[StepRange, 
         ("-1: 0", "strengths by steps have '-1: 0'"),
         ("0-1: 0,5", "strengths by steps have '5'"),
         ("0-1 0", "strengths by steps have '0-1 0'"),
+        ("9" * 5000 + ": 0", f"strengths by steps have '{'9' * 40}...': give the first and the last step"),
+        ("0-" + "9" * 7 + ": 0", "strengths by steps have '0-9999999: 0'"),
+        ("\uff10-\uff11: 0", "strengths by steps have '\uff10-\uff11: 0'"),
+        ("0-1: \uff11", "'\uff11' in '0-1: \uff11' is not a number from -10 to 10"),
+        ("0-1: 1_0", "'1_0' in '0-1: 1_0' is not a number from -10 to 10"),
+        ("0-1: 1e", "'1e' in '0-1: 1e' is not a number"),
+        ("0-1: 1e999", "not a number from -10 to 10"),
     ],
 )
 def test_texts_that_cannot_be_read_are_refused(text: str, message: str) -> None:

@@ -86,6 +86,11 @@ def test_every_setting_is_measured_on_the_chosen_layouts() -> None:
     ]
 
 
+def test_a_case_may_have_more_steps_than_a_job_whose_steps_differ() -> None:
+    job = replace(JOB, experts_of_steps=("high", "low"), lanes_of_steps=(2, 1), patches_of_steps=(0, 1))
+    assert [case.failed for case in bench_cases((1, 2), [Mesh(cfg=2)], settings(steps="1, 4"), job, 1)] == [""] * 4
+
+
 def test_workers_that_are_powers_of_two() -> None:
     assert [default_counts(most) for most in (1, 2, 3, 8, 9)] == [(1,), (1, 2), (1, 2), (1, 2, 4, 8), (1, 2, 4, 8)]
 

@@ -108,6 +108,16 @@ def test_every_stage_needs_a_step(stages: int, steps: int) -> None:
         run_stages([lambda state, step: state] * stages, [0], steps=steps)
 
 
+def test_a_state_of_none_is_refused_with_its_item() -> None:
+    taken: list[int] = []
+    with pytest.raises(TypeError, match="the state of item 1 is None: give an initial state"):
+        run_stages([lambda state, step: taken.append(step)], [0, None], steps=2)
+    assert taken == []
+    with pytest.raises(TypeError, match=r"item 0 after step 0 is None: .* return the new one from the step function"):
+        run_stages([lambda state, step: taken.append(step)], [0], steps=2)
+    assert taken == [0]
+
+
 def test_videos_overlap_in_the_stages() -> None:
     """The first stage's second video and the second stage's first one wait for each other: only together they end."""
     together = threading.Barrier(2, timeout=20)
