@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from PIL import Image
+from PIL import Image, features
 
 from ...devices import auto_dtype, forget, is_out_of_memory
-from ...schema import FRAMES_PER_LATENT
+from ...schema import FRAMES_PER_LATENT, Cancelled
 from ...wan import BY_FILE_NAME, WAN22, WanVae, denormalise, open_tiny_vae
 
 MAX_SHARE = 0.05
@@ -46,7 +46,17 @@ class PreviewSettings:
     """Fewest seconds between two previews."""
 
     def open(self, device: torch.device) -> WanVae:
-        """Open the VAE in the default dtype of the device; raises the errors of `open_tiny_vae`."""
+        """Open the VAE in the default dtype of the device.
+
+        Raises:
+            RuntimeError: Pillow cannot write WebP.
+            Exception: the errors of `open_tiny_vae`.
+        """
+        if not features.check("webp"):
+            raise RuntimeError(
+                "previews are WebP pictures, and the Pillow of this Python was built without WebP: install another one "
+                "(`python -m pip install --force-reinstall --only-binary :all: pillow`), or remove Wan Moving Preview"
+            )
         return open_tiny_vae(self.vae, auto_dtype(device), self.latent_scale)
 
 
@@ -60,12 +70,13 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
 
     Args:
         is_watched: returns True while a page shows the run; nothing is decoded for none.
-        check: called before every latent frame; may raise to end the run.
+        check: called before every latent frame; may raise the host's interrupt to end the run.
+        is_stop: returns True for that interrupt.
         clock: seconds.
 
     Raises:
         VaeInputError: the VAE is not that of `latents`.
-        Exception: the errors of `open_tiny_vae`.
+        Exception: the errors of `PreviewSettings.open`.
     """
 
     def __init__(
@@ -76,10 +87,11 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
         *,
         is_watched: Callable[[], bool],
         check: Callable[[], None] = lambda: None,
+        is_stop: Callable[[BaseException], bool] = lambda error: isinstance(error, Cancelled),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._settings, self._device, self._is_watched, self._clock = settings, device, is_watched, clock
-        self._check = check
+        self._check, self._is_stop = check, is_stop
         self._vae = settings.open(device)
         self._vae.check_latents(latents)
         self._ended_at = clock()
@@ -93,7 +105,10 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
     def update(self, denoised: torch.Tensor) -> bytes | None:
         """Return an animated WebP of normalised latents [B, C, T, h, w], of the first video; None if none is due.
 
-        Previews end without an error of the run if memory runs out or if the file is lost.
+        A preview that fails ends the previews, with a message in the log, and not the run.
+
+        Raises:
+            BaseException: the host's interrupt.
         """
         began_at = self._clock()
         due = is_due(began_at - self._ended_at, self._cost_s, self._settings.every_s)
@@ -101,18 +116,24 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
             return None
         try:
             image = self._image(denoised)
-        except (RuntimeError, OSError) as err:
-            if isinstance(err, RuntimeError) and not is_out_of_memory(err):
+        except Exception as err:  # of any kind, because no preview is worth a run of hours
+            if self._is_stop(err):
                 raise
-            # A preview is not worth a run of hours.
-            self._failed = True
-            logger.warning("no more previews in this run: %s", forget(err))
-            self._vae.close()
+            self._end(err)
             return None
         self._ended_at = self._clock()
         self._cost_s = self._ended_at - began_at
         self.count, self.spent_s = self.count + 1, self.spent_s + self._cost_s
         return image
+
+    def _end(self, err: Exception) -> None:
+        self._failed = True
+        self._vae.close()
+        # These are of the machine; any other error may be a mistake in this code and needs its traceback.
+        known = isinstance(err, (MemoryError, OSError)) or (isinstance(err, RuntimeError) and is_out_of_memory(err))
+        report = logger.warning if known else logger.exception
+        report("no more previews in this run, which goes on: %s: %s", type(err).__name__, err)
+        forget(err)
 
     def _image(self, denoised: torch.Tensor) -> bytes:
         latents = (self._settings.frames - 1) // FRAMES_PER_LATENT + 1

@@ -203,8 +203,13 @@ def _progress_bar(total: int, node_id: str | None, *, with_latents: bool) -> OnS
 
 
 def _previews(settings: PreviewSettings, request: DenoiseRequest) -> MovingPreviews:
-    """Return the previews of a run; raises VaeInputError for a tiny VAE of another latent space."""
+    """Return the previews of a run; raises the errors of `MovingPreviews`."""
     host = current_host()
     return MovingPreviews(
-        settings, request.noise, host.device(), is_watched=host.has_viewers, check=host.raise_if_stopped
+        settings,
+        request.noise,
+        host.device(),
+        is_watched=host.has_viewers,
+        check=host.raise_if_stopped,
+        is_stop=host.is_stop,
     )

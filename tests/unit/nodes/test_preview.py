@@ -135,14 +135,25 @@ def test_nothing_is_decoded_while_no_page_is_open(settings: PreviewSettings, mon
         assert shown.update(DENOISED) is not None, "a page was opened"
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), OSError("lost")])
+@pytest.mark.parametrize(
+    ("error", "is_known"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), True),
+        (MemoryError("no room"), True),
+        (OSError("lost"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), False),
+        (KeyError("WEBP"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_a_run_goes_on_without_previews_that_fail(
     settings: PreviewSettings,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: Exception,
+    is_known: bool,
 ) -> None:
-    def fail(self: MovingPreviews, denoised: torch.Tensor) -> bytes:
+    def fail(*_: Any) -> bytes:
         calls.append(1)
         raise error
 
@@ -154,33 +165,41 @@ def test_a_run_goes_on_without_previews_that_fail(
             clock.now += 100
             assert shown.update(DENOISED) is None
     assert len(calls) == 1
-    assert caplog.messages == [f"no more previews in this run: {error}"]
+    (record,) = caplog.records
+    name = type(error).__name__
+    assert record.getMessage() == f"no more previews in this run, which goes on: {name}: {error}"
+    assert (record.exc_info is None) == is_known, "a possible mistake in the code has its traceback"
 
 
-def test_a_cancel_ends_a_preview(settings: PreviewSettings) -> None:
-    clock, checks = Clock(), iter([None, Cancelled("stopped")])
+class HostInterrupt(Exception):
+    """Like ComfyUI's, which is not one of our classes."""
+
+
+@pytest.mark.parametrize("interrupt", [Cancelled, HostInterrupt])
+def test_a_cancel_ends_a_preview(settings: PreviewSettings, interrupt: type[Exception]) -> None:
+    clock, checks = Clock(), iter([None, interrupt("stopped")])
 
     def check() -> None:
         if (error := next(checks)) is not None:
             raise error
 
-    with MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: True, check=check, clock=clock) as shown:
+    def is_stop(error: BaseException) -> bool:
+        return isinstance(error, interrupt)
+
+    shown = MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: True, check=check, is_stop=is_stop, clock=clock)
+    with shown:
         clock.now += 5
-        with pytest.raises(Cancelled):
+        with pytest.raises(interrupt):
             shown.update(DENOISED)
     assert next(checks, "used") == "used", "before the second latent frame"
 
 
-def test_another_error_of_a_preview_is_raised(settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: MovingPreviews, denoised: torch.Tensor) -> bytes:
-        raise RuntimeError("a mistake")
-
-    monkeypatch.setattr(MovingPreviews, "_image", fail)
-    clock = Clock()
-    with previews(settings, clock) as shown:
-        clock.now += 5
-        with pytest.raises(RuntimeError, match="a mistake"):
-            shown.update(DENOISED)
+def test_a_pillow_without_webp_is_refused_before_the_run(
+    settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("PIL.features.check", lambda feature: feature != "webp")
+    with pytest.raises(RuntimeError, match="built without WebP: install another one"):
+        previews(settings, Clock())
 
 
 def test_a_tiny_vae_of_the_other_space_is_refused_before_the_run(sample_models: Path) -> None:
