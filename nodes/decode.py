@@ -304,8 +304,9 @@ class WanStreamPreview(io.ComfyNode):
                     max=3600.0,
                     step=0.5,
                     optional=True,
-                    tooltip="Fewest seconds between two previews. All previews of a run take at most a twentieth of "
-                    "its time, so they come less often where decoding is slow. Nothing is decoded while no page is "
+                    tooltip="Fewest seconds between two previews. The first one has 5 frames at most; all others "
+                    "together take at most a twentieth of the run's time, so they come less often where decoding is slow. "
+                    "Nothing is decoded while no page is "
                     "open.",
                 ),
             ],

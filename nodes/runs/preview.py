@@ -1,7 +1,8 @@
 """Moving previews of a run: its first frames as they are estimated now, decoded by a tiny VAE between two steps.
 
 Between two steps the memory in which blocks compute is free, so a preview takes none in addition. It ends before the
-next step begins, and previews together take at most `MAX_SHARE` of the run.
+next step begins. Previews together take at most `MAX_SHARE` of the run, apart from the first one: it shows few frames,
+and their time gives the pause before a preview of all.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from ...schema import FRAMES_PER_LATENT, Cancelled
 from ...wan import BY_FILE_NAME, WAN22, WanVae, denormalise, open_tiny_vae
 
 MAX_SHARE = 0.05
-"""Largest share of a run's time in previews."""
+"""Largest share of a run's time in previews after the first one."""
+FIRST_LATENTS = 2
+"""Latent frames of the first preview; the second one takes the time of all that follow."""
 PREVIEW_PIXELS = 384
 """Longest side of a preview."""
 QUALITY = 75
@@ -41,7 +44,7 @@ class PreviewSettings:
     latent_scale: str = BY_FILE_NAME
     """One of `LATENT_SCALES`."""
     frames: int = 33
-    """Most frames of a preview: 4n + 1, from the start of the video."""
+    """Most frames of a preview: 4n + 1, from the start of the video. The first preview has 5 at most."""
     every_s: float = 5.0
     """Fewest seconds between two previews."""
 
@@ -61,7 +64,7 @@ class PreviewSettings:
 
 
 def is_due(waited_s: float, cost_s: float, every_s: float) -> bool:
-    """Return whether a preview may follow the last one, which took `cost_s` and ended `waited_s` ago."""
+    """Return whether a preview of about `cost_s` may begin `waited_s` after the end of the last one."""
     return waited_s >= max(every_s, cost_s * (1 / MAX_SHARE - 1))
 
 
@@ -95,7 +98,9 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
         self._vae = settings.open(device)
         self._vae.check_latents(latents)
         self._ended_at = clock()
+        self._latents = min(latents.shape[2], (settings.frames - 1) // FRAMES_PER_LATENT + 1)
         self._cost_s = 0.0
+        """Expected time of the next preview."""
         self._failed = False
         self.count = 0
         """Number of previews."""
@@ -115,15 +120,16 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
         if self._failed or not due or not self._is_watched():
             return None
         try:
-            image = self._image(denoised)
+            image, per_latent_s = self._image(denoised, self._latents if self.count else FIRST_LATENTS)
         except Exception as err:  # of any kind, because no preview is worth a run of hours
             if self._is_stop(err):
                 raise
             self._end(err)
             return None
         self._ended_at = self._clock()
-        self._cost_s = self._ended_at - began_at
-        self.count, self.spent_s = self.count + 1, self.spent_s + self._cost_s
+        cost_s = self._ended_at - began_at
+        self._cost_s = max(cost_s, self._latents * per_latent_s)
+        self.count, self.spent_s = self.count + 1, self.spent_s + cost_s
         return image
 
     def _end(self, err: Exception) -> None:
@@ -135,15 +141,20 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
         report("no more previews in this run, which goes on: %s: %s", type(err).__name__, err)
         forget(err)
 
-    def _image(self, denoised: torch.Tensor) -> bytes:
-        latents = (self._settings.frames - 1) // FRAMES_PER_LATENT + 1
+    def _image(self, denoised: torch.Tensor, latents: int) -> tuple[bytes, float]:
+        """Return the preview of up to `latents` latent frames, and the time of each one after the first.
+
+        The first latent frame may also load the weights.
+        """
+        latents = min(latents, self._latents)
         raw = denormalise(denoised[:1, :, :latents].to(self._device, torch.float32))
-        pictures = [
-            _small(Image.fromarray(frame.numpy()))
-            for part in self._vae.stream(raw, device=self._device, check=self._check)
-            for frame in part
-        ]
-        return _animation(pictures, FPS_5B if self._vae.space == WAN22 else FPS)
+        pictures: list[Image.Image] = []
+        first_at = self._clock()
+        for part in self._vae.stream(raw, device=self._device, check=self._check):
+            first_at = first_at if pictures else self._clock()
+            pictures += [_small(Image.fromarray(frame.numpy())) for frame in part]
+        image = _animation(pictures, FPS_5B if self._vae.space == WAN22 else FPS)
+        return image, (self._clock() - first_at) / max(1, latents - 1)
 
     def __exit__(self, *_: object) -> None:
         self._vae.close()

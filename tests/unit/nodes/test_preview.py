@@ -23,7 +23,7 @@ from wanstream.nodes.runs import preview as previews_module
 from wanstream.nodes.runs.preview import MAX_SHARE, PREVIEW_PIXELS, MovingPreviews, PreviewSettings, is_due
 from wanstream.schema import Cancelled
 from wanstream.tests.support.embedded import embedded_host, run_workflow
-from wanstream.wan import denormalise, open_tiny_vae
+from wanstream.wan import WanVae, denormalise, open_tiny_vae
 from wanstream.wan.vae.vae import VaeInputError
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"
@@ -70,26 +70,44 @@ def test_a_preview_is_due_after_a_pause_that_grows_with_its_cost(
     assert is_due(waited_s, cost_s, every_s) is due
 
 
-@pytest.mark.parametrize(("step_s", "cost_s"), [(0.01, 0.5), (2.0, 0.3), (0.5, 3.0), (30.0, 0.1)])
-def test_previews_take_at_most_a_twentieth_of_a_run(
-    settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch, step_s: float, cost_s: float
+@pytest.mark.parametrize(
+    ("steps", "step_s", "latent_s"), [(3000, 0.01, 0.05), (60, 2.0, 0.03), (500, 0.5, 0.3), (20, 30.0, 0.01)]
+)
+def test_previews_after_the_first_take_at_most_a_twentieth_of_a_run(
+    settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch, steps: int, step_s: float, latent_s: float
 ) -> None:
-    clock = Clock()
+    clock, load_s, decoded = Clock(), 0.2, list[int]()
 
-    def image(self: MovingPreviews, denoised: torch.Tensor) -> bytes:
-        clock.now += cost_s
-        return b"picture"
+    def stream(self: WanVae, latents: torch.Tensor, **_: Any) -> Iterator[torch.Tensor]:
+        decoded.append(latents.shape[2])
+        clock.now += 0.0 if len(decoded) > 1 else load_s
+        for at in range(latents.shape[2]):
+            clock.now += latent_s
+            yield torch.zeros(4 if at else 1, 8, 8, 3, dtype=torch.uint8)
 
-    monkeypatch.setattr(MovingPreviews, "_image", image)
-    with previews(PreviewSettings(vae=settings.vae, every_s=0.0), clock) as shown:
-        for _ in range(2000):
+    monkeypatch.setattr(WanVae, "stream", stream)
+    latents = torch.zeros(1, 16, 12, 4, 6)
+    shown = MovingPreviews(
+        PreviewSettings(vae=settings.vae, every_s=0.0), latents, CPU, is_watched=lambda: True, clock=clock
+    )
+    with shown:
+        for _ in range(steps):
             clock.now += step_s
-            shown.update(DENOISED)
-        lasted = clock.now - 100.0
-    assert shown.count > 1
-    # The first one is taken before its cost is known.
-    assert shown.spent_s <= MAX_SHARE * lasted + cost_s
-    assert shown.spent_s == pytest.approx(shown.count * cost_s)
+            shown.update(latents)
+            if shown.count:
+                assert shown.spent_s <= MAX_SHARE * (clock.now - 100.0) + load_s + 2 * latent_s + 1e-9
+    assert decoded == [2] + [9] * (len(decoded) - 1), "the first shows 5 of 33 frames"
+    assert len(decoded) > 2
+
+
+def test_a_still_picture_is_decoded_from_one_latent_frame(settings: PreviewSettings) -> None:
+    clock = Clock()
+    with previews(PreviewSettings(vae=settings.vae, frames=1), clock) as shown:
+        for _ in range(2):
+            clock.now += 5
+            webp = shown.update(DENOISED)
+            assert webp is not None
+            assert len(pictures_of(webp)) == 1
 
 
 def pictures_of(webp: bytes) -> list[Image.Image]:
@@ -101,6 +119,10 @@ def pictures_of(webp: bytes) -> list[Image.Image]:
 def test_a_preview_shows_the_first_frames_of_the_first_video(settings: PreviewSettings) -> None:
     clock = Clock()
     with previews(settings, clock) as shown:
+        clock.now += 5
+        first = shown.update(DENOISED)
+        assert first is not None
+        assert len(pictures_of(first)) == 5, "of two latent frames"
         clock.now += 5
         webp = shown.update(DENOISED)
         assert webp is not None
