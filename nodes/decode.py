@@ -305,9 +305,8 @@ class WanStreamPreview(io.ComfyNode):
                     step=0.5,
                     optional=True,
                     tooltip="Fewest seconds between two previews. The first one has 5 frames at most; all others "
-                    "together take at most a twentieth of the run's time, so they come less often where decoding is slow. "
-                    "Nothing is decoded while no page is "
-                    "open.",
+                    "together take at most a twentieth of the run's time, so they come less often where decoding is "
+                    "slow. Nothing is decoded while no page is open.",
                 ),
             ],
             outputs=[sockets.Preview.Output(display_name="preview")],

@@ -73,7 +73,8 @@ PREVIEW_INPUT = sockets.Preview.Input(
     "preview",
     optional=True,
     tooltip="From Wan Moving Preview: the first frames of the video, on this node while it runs. After the first "
-    "one, they take at most a twentieth of the time. They do not change the result. Without it: ComfyUI's own preview method.",
+    "one, they take at most a twentieth of the time. They do not change the result. Without it: ComfyUI's own "
+    "preview method.",
 )
 
 logger = logging.getLogger("wanstream.nodes")

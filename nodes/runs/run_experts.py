@@ -172,9 +172,10 @@ def run_experts(
     def report_step(step: StepProgress) -> None:
         events.step(step.record)
         report(step)
-        image = None if previews is None else previews.update(step.denoised)
+        # The preview shows the first video, so a step of another part of the batch does not change it.
+        image = previews.update(step.denoised) if previews is not None and step.part == 0 else None
         if image is not None:
-            events.preview(step.done, image)
+            events.preview(step.index - step_plan.start_step + 1, image)
 
     try:
         with events, previews or nullcontext():

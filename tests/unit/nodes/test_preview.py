@@ -8,6 +8,7 @@ import io as bytes_io
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.run_events import PREVIEW, STEP
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs import preview as previews_module
+from wanstream.nodes.runs import run_experts as run_experts_module
 from wanstream.nodes.runs.preview import MAX_SHARE, PREVIEW_PIXELS, MovingPreviews, PreviewSettings, is_due
+from wanstream.sampling import DenoiseResult, StepProgress, denoise
 from wanstream.schema import Cancelled
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.wan import WanVae, denormalise, open_tiny_vae
@@ -304,6 +307,23 @@ class TestInARun:
         shown = [[payload["image"] for event, payload in events if event == PREVIEW] for events in (one, both)]
         assert shown[0] == shown[1]
         assert len(shown[1]) == 4
+
+    def test_a_step_of_another_part_of_a_batch_shows_nothing(
+        self, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Workers in parts report the steps of all videos; here each step is reported for a second part too."""
+
+        def in_two_parts(*args: Any, on_step: Callable[[StepProgress], None], **more: Any) -> DenoiseResult:
+            def report(step: StepProgress) -> None:
+                on_step(replace(step, part=1, done=2 * step.done - 1, total=2 * step.total))
+                on_step(replace(step, done=2 * step.done, total=2 * step.total))
+
+            return denoise(*args, on_step=report, **more)
+
+        monkeypatch.setattr(run_experts_module, "denoise", in_two_parts)
+        _, events = run({"frames": 5})
+        assert [event for event, _ in events if event in (STEP, PREVIEW)] == [STEP, STEP, PREVIEW] * 4
+        assert [payload["done"] for event, payload in events if event == PREVIEW] == [1, 2, 3, 4], "of its own steps"
 
     @pytest.mark.parametrize(
         ("vae", "reason"),
