@@ -153,7 +153,7 @@ def run_experts(
         traces: Folder for a trace of the run; None writes one only if the environment says so. Workers write none.
         preview: Settings of moving previews, which replace those of the host; None for none.
     """
-    previews = None if preview is None else _previews(preview, request)
+    previews = _previews(preview, request) if preview else None
     if workers is None:
         ref = with_resolved_precision(ref, current_host().device())  # before the settings: reports show the dtype
     pair = current_host().experts(ref)
@@ -172,8 +172,7 @@ def run_experts(
     def report_step(step: StepProgress) -> None:
         events.step(step.record)
         report(step)
-        # The preview shows the first video, so a step of another part of the batch does not change it.
-        image = previews.update(step.denoised) if previews is not None and step.part == 0 else None
+        image = previews.update(step.denoised) if previews and step.part == 0 else None  # part 0 has the first video
         if image is not None:
             events.preview(step.index - step_plan.start_step + 1, image)
 
