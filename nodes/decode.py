@@ -10,11 +10,10 @@ import torch
 from ..host import SAVING_NODE, OutputFile, current_host, io, search_aliases, ui
 from ..sampling import RequestError
 from ..schema import FRAMES_PER_LATENT, PIXELS_PER_LATENT, WorkersRef
-from ..wan import BY_FILE_NAME, LATENT_SCALES
+from ..wan import BY_FILE_NAME, LATENT_SCALES, VAE_DTYPES
 from . import sockets
 from .runs.decode import (
     DECODER_FOLDERS,
-    VAE_DTYPES,
     DecodeSettings,
     decode_images,
     decode_to_file,
