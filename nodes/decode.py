@@ -305,7 +305,7 @@ class WanStreamPreview(io.ComfyNode):
                     optional=True,
                     tooltip="Fewest seconds between two previews. The first one has 5 frames at most; all others "
                     "together take at most a twentieth of the run's time, so they come less often where decoding is "
-                    "slow. Nothing is decoded while no page is open.",
+                    "slow. Nothing is decoded while nobody is connected to the server.",
                 ),
             ],
             outputs=[sockets.Preview.Output(display_name="preview")],

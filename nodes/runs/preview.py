@@ -30,6 +30,8 @@ PREVIEW_PIXELS = 384
 """Longest side of a preview."""
 QUALITY = 75
 """Of WebP, which shows a video of 33 frames in 20 to 100 kB."""
+MAX_BYTES = 1_000_000
+"""Most bytes of a preview, which goes to everybody who is connected; a longer one has fewer frames."""
 FPS, FPS_5B = 16, 24
 
 logger = logging.getLogger("wanstream.nodes")
@@ -72,7 +74,7 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
     """Previews of one run, for one page or more; the first comes `every_s` after the start.
 
     Args:
-        is_watched: returns True while a page shows the run; nothing is decoded for none.
+        is_watched: returns True while anybody is connected to the host; nothing is decoded for nobody.
         check: called before every latent frame; may raise the host's interrupt to end the run.
         is_stop: returns True for that interrupt.
         clock: seconds.
@@ -153,7 +155,9 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
         for part in self._vae.stream(raw, device=self._device, check=self._check):
             first_at = first_at if pictures else self._clock()
             pictures += [_small(Image.fromarray(frame.numpy())) for frame in part]
-        image = _animation(pictures, FPS_5B if self._vae.space == WAN22 else FPS)
+        image, shown = _limited(pictures, FPS_5B if self._vae.space == WAN22 else FPS)
+        if shown < len(pictures):  # later previews do not decode what is too much
+            self._latents = (shown - 1) // FRAMES_PER_LATENT + 1
         return image, (self._clock() - first_at) / max(1, latents - 1)
 
     def __exit__(self, *_: object) -> None:
@@ -167,6 +171,19 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
 def _small(picture: Image.Image) -> Image.Image:
     picture.thumbnail((PREVIEW_PIXELS, PREVIEW_PIXELS), Image.Resampling.BOX)
     return picture
+
+
+def _limited(pictures: list[Image.Image], fps: int) -> tuple[bytes, int]:
+    """Return an animation of at most `MAX_BYTES` and its number of pictures: all, or the first 4n + 1 that fit.
+
+    A single picture has at most `PREVIEW_PIXELS` squared pixels and always fits.
+    """
+    image = _animation(pictures, fps)
+    while len(image) > MAX_BYTES and len(pictures) > 1:
+        fitting = len(pictures) * MAX_BYTES // len(image)
+        pictures = pictures[: max(0, fitting - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1]
+        image = _animation(pictures, fps)
+    return image, len(pictures)
 
 
 def _animation(pictures: list[Image.Image], fps: int) -> bytes:

@@ -151,13 +151,43 @@ def test_a_long_side_is_reduced(settings: PreviewSettings) -> None:
     assert pictures_of(webp)[0].size == (PREVIEW_PIXELS, round(16 * PREVIEW_PIXELS / 800))
 
 
-def test_nothing_is_decoded_while_no_page_is_open(settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, pages = Clock(), [False, True]
-    shown = MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: pages.pop(0), clock=clock)
+def test_a_preview_of_too_many_bytes_has_fewer_frames(
+    settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+
+    def update(limit: int) -> bytes:
+        monkeypatch.setattr(previews_module, "MAX_BYTES", limit)
+        clock.now += 5
+        webp = shown.update(DENOISED)
+        assert webp is not None
+        return webp
+
+    with previews(PreviewSettings(vae=settings.vae, frames=13), clock) as shown:
+        update(1_000_000)
+        whole = update(1_000_000)
+        smaller = update(len(whole) - 1)
+        least = update(1)
+        later = update(1_000_000)
+    assert [len(pictures_of(webp)) for webp in (whole, smaller, least)] == [13, 9, 1]
+    assert len(smaller) < len(whole)
+    assert len(pictures_of(later)) == 1, "the number of frames is not raised again"
+
+
+def test_one_picture_of_noise_fits() -> None:
+    noise = torch.randint(256, (PREVIEW_PIXELS, PREVIEW_PIXELS, 3), dtype=torch.uint8)
+    assert len(previews_module._animation([Image.fromarray(noise.numpy())], 16)) < previews_module.MAX_BYTES
+
+
+def test_nothing_is_decoded_while_nobody_is_connected(
+    settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, connected = Clock(), [False, True]
+    shown = MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: connected.pop(0), clock=clock)
     with shown:
         clock.now += 5
         assert shown.update(DENOISED) is None
-        assert shown.update(DENOISED) is not None, "a page was opened"
+        assert shown.update(DENOISED) is not None, "somebody has connected"
 
 
 @pytest.mark.parametrize(
