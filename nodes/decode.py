@@ -20,7 +20,7 @@ from .runs.decode import (
     requested_tiling,
 )
 from .runs.latent_backup import keep_latent_until_done
-from .runs.preview import PreviewSettings
+from .runs.preview import PreviewSettings, check_frames
 from .runs.video_file import write_mp4
 
 VAE_TOOLTIP = (
@@ -310,6 +310,12 @@ class WanStreamPreview(io.ComfyNode):
             ],
             outputs=[sockets.Preview.Output(display_name="preview")],
         )
+
+    @classmethod
+    def validate_inputs(cls, frames: int | None = None) -> bool:
+        if isinstance(frames, int):  # a linked value is None until the run
+            check_frames(frames)
+        return True
 
     @classmethod
     def execute(cls, vae: str, **settings: Any) -> io.NodeOutput:

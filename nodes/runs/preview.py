@@ -39,7 +39,7 @@ logger = logging.getLogger("wanstream.nodes")
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewSettings:
-    """Settings of moving previews."""
+    """Settings of moving previews; raises the error of `check_frames`."""
 
     vae: Path
     """File of a tiny VAE."""
@@ -49,6 +49,9 @@ class PreviewSettings:
     """Most frames of a preview: 4n + 1, from the start of the video. The first preview has 5 at most."""
     every_s: float = 5.0
     """Fewest seconds between two previews."""
+
+    def __post_init__(self) -> None:
+        check_frames(self.frames)
 
     def open(self, device: torch.device) -> WanVae:
         """Open the VAE in the default dtype of the device.
@@ -63,6 +66,13 @@ class PreviewSettings:
                 "(`python -m pip install --force-reinstall --only-binary :all: pillow`), or remove Wan Moving Preview"
             )
         return open_tiny_vae(self.vae, auto_dtype(device), self.latent_scale)
+
+
+def check_frames(frames: int) -> None:
+    """Raise ValueError unless `frames` is 4n + 1."""
+    if frames < 1 or frames % FRAMES_PER_LATENT != 1:
+        nearest = max(0, round((frames - 1) / FRAMES_PER_LATENT)) * FRAMES_PER_LATENT + 1
+        raise ValueError(f"frames is {frames}, it must be a multiple of {FRAMES_PER_LATENT} plus 1: use {nearest}")
 
 
 def is_due(waited_s: float, cost_s: float, every_s: float) -> bool:

@@ -19,7 +19,7 @@ from PIL import Image
 from wanstream.cli.batch.lanes import merge_lanes
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.run_events import PREVIEW, STEP
-from wanstream.nodes import WanStreamExtension
+from wanstream.nodes import WanStreamExtension, WanStreamPreview
 from wanstream.nodes.runs import preview as previews_module
 from wanstream.nodes.runs import run_experts as run_experts_module
 from wanstream.nodes.runs.preview import MAX_SHARE, PREVIEW_PIXELS, MovingPreviews, PreviewSettings, is_due
@@ -255,6 +255,19 @@ def test_a_pillow_without_webp_is_refused_before_the_run(
     monkeypatch.setattr("PIL.features.check", lambda feature: feature != "webp")
     with pytest.raises(RuntimeError, match="built without WebP: install another one"):
         previews(settings, Clock())
+
+
+@pytest.mark.parametrize(("frames", "nearest"), [(0, 1), (2, 1), (4, 5), (6, 5), (-3, 1), (1024, 1025)])
+def test_a_number_of_frames_that_no_latent_has_is_refused_before_the_run(frames: int, nearest: int) -> None:
+    refused = f"frames is {frames}, it must be a multiple of 4 plus 1: use {nearest}$"
+    with pytest.raises(ValueError, match=refused):
+        WanStreamPreview.validate_inputs(frames=frames)
+    with pytest.raises(ValueError, match=refused):
+        PreviewSettings(vae=Path("tiny.safetensors"), frames=frames)
+
+
+def test_frames_of_a_latent_and_linked_frames_are_accepted() -> None:
+    assert all(WanStreamPreview.validate_inputs(frames=frames) for frames in (1, 5, 33, 1025, None))
 
 
 def test_a_tiny_vae_of_the_other_space_is_refused_before_the_run(sample_models: Path) -> None:
