@@ -1,8 +1,10 @@
 """Moving previews of a run: its first frames as they are estimated now, decoded by a tiny VAE between two steps.
 
-Between two steps the memory in which blocks compute is free, so a preview takes none in addition. It ends before the
-next step begins. Previews together take at most `MAX_SHARE` of the run, apart from the first one: it shows few frames,
-and their time gives the pause before a preview of all.
+It ends before the next step begins. In a run of this process, it takes the memory in which blocks compute, which is
+free between two steps; in a run of workers, it takes memory in this process that local workers do not plan for.
+
+Previews together take at most `MAX_SHARE` of the run, apart from the first one: it shows few frames, and their time
+gives the pause before a preview of all.
 """
 
 from __future__ import annotations

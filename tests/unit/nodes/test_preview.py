@@ -26,7 +26,8 @@ from wanstream.nodes.runs.preview import MAX_SHARE, PREVIEW_PIXELS, MovingPrevie
 from wanstream.sampling import DenoiseResult, StepProgress, denoise
 from wanstream.schema import Cancelled
 from wanstream.tests.support.embedded import embedded_host, run_workflow
-from wanstream.wan import WanVae, denormalise, open_tiny_vae
+from wanstream.wan import WAN21, TinyVaeConfig, WanVae, denormalise, open_tiny_vae
+from wanstream.wan.vae.tiny import TinyVaeWeights
 from wanstream.wan.vae.vae import VaeInputError
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"
@@ -274,6 +275,17 @@ def test_a_tiny_vae_of_the_other_space_is_refused_before_the_run(sample_models: 
     other = PreviewSettings(vae=sample_models / "vae_approx" / "taew2_2.safetensors")
     with pytest.raises(VaeInputError, match=r"\[2, 16, 4, 4, 6\], .* 48 channels: take lighttaew2_1"):
         previews(other, Clock())
+
+
+@pytest.mark.parametrize(("size", "height", "width"), [("480p it takes about 0.4", 60, 104), ("720p 1.0", 90, 160)])
+def test_the_help_page_has_the_memory_of_a_preview(size: str, height: int, width: int) -> None:
+    config = TinyVaeConfig(space=WAN21, widths=(256, 128, 64, 64))
+    opened = TinyVaeWeights(path=Path("taew2_1.safetensors"), config=config, weights={}, scale="normalised")
+    used = height * width * opened.decode_pixel_bytes(9, torch.bfloat16)
+    page = (WORKFLOWS.parents[1] / "web" / "docs" / "WanStreamPreview.md").read_text(encoding="utf-8")
+    assert f"{size} GB" in page.replace(" of that device", "")
+    assert float(size.split()[-1]) == round(used / 1e9, 1)
+    assert 2 * used == height * width * opened.decode_pixel_bytes(9, torch.float32), "twice that in fp32"
 
 
 def changed(node: dict[str, Any], **inputs: Any) -> dict[str, Any]:
