@@ -258,7 +258,7 @@ class HostApi(Protocol):
         """Serve announced events to browsers; called once, before the host's server starts to listen."""
 
     def has_viewers(self) -> bool:
-        """Return True if a page is connected that shows announced events."""
+        """Return True if anybody is connected who receives announced events."""
 
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
         """Send an event to all subscribers without waiting; `payload` is plain JSON."""

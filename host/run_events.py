@@ -152,7 +152,7 @@ class RunEvents:
         self._send(STEP, done=self._done, total=max(self._done, len(self._experts)), record=asdict(record))
 
     def preview(self, done: int, webp: bytes) -> None:
-        """Announce a picture of the video after `done` steps, which may move. Raises StateError outside the `with`."""
+        """Announce a picture of the first video after `done` of its steps. Raises StateError outside the `with`."""
         self._check_state(_State.RUNNING)
         image = f"data:image/webp;base64,{base64.b64encode(webp).decode()}"
         self._send(PREVIEW, done=done, image=image)

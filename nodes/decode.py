@@ -10,18 +10,17 @@ import torch
 from ..host import SAVING_NODE, OutputFile, current_host, io, search_aliases, ui
 from ..sampling import RequestError
 from ..schema import FRAMES_PER_LATENT, PIXELS_PER_LATENT, WorkersRef
-from ..wan import BY_FILE_NAME, LATENT_SCALES
+from ..wan import BY_FILE_NAME, LATENT_SCALES, VAE_DTYPES
 from . import sockets
 from .runs.decode import (
     DECODER_FOLDERS,
-    VAE_DTYPES,
     DecodeSettings,
     decode_images,
     decode_to_file,
     requested_tiling,
 )
 from .runs.latent_backup import keep_latent_until_done
-from .runs.preview import PreviewSettings
+from .runs.preview import PreviewSettings, check_frames
 from .runs.video_file import write_mp4
 
 VAE_TOOLTIP = (
@@ -304,13 +303,19 @@ class WanStreamPreview(io.ComfyNode):
                     max=3600.0,
                     step=0.5,
                     optional=True,
-                    tooltip="Fewest seconds between two previews. All previews of a run take at most a twentieth of "
-                    "its time, so they come less often where decoding is slow. Nothing is decoded while no page is "
-                    "open.",
+                    tooltip="Fewest seconds between two previews. The first one has 5 frames at most; all others "
+                    "together take at most a twentieth of the run's time, so they come less often where decoding is "
+                    "slow. Nothing is decoded while nobody is connected to the server.",
                 ),
             ],
             outputs=[sockets.Preview.Output(display_name="preview")],
         )
+
+    @classmethod
+    def validate_inputs(cls, frames: int | None = None) -> bool:
+        if isinstance(frames, int):  # a linked value is None until the run
+            check_frames(frames)
+        return True
 
     @classmethod
     def execute(cls, vae: str, **settings: Any) -> io.NodeOutput:

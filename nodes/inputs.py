@@ -72,8 +72,9 @@ CACHE_INPUT = sockets.Cache.Input(
 PREVIEW_INPUT = sockets.Preview.Input(
     "preview",
     optional=True,
-    tooltip="From Wan Moving Preview: the first frames of the video, on this node while it runs. They take at most a "
-    "twentieth of the time and do not change the result. Without it: ComfyUI's own preview method.",
+    tooltip="From Wan Moving Preview: the first frames of the video, on this node while it runs. After the first "
+    "one, they take at most a twentieth of the time. They do not change the result. Without it: ComfyUI's own "
+    "preview method.",
 )
 
 logger = logging.getLogger("wanstream.nodes")

@@ -38,6 +38,7 @@ from .vae.memory import GB, HEAP_BYTES, DecodeNeeds, VaeMemoryError, choose_tili
 from .vae.tiles import TileBlender, Tiling, TilingError, crop, empty_frames
 from .vae.tiny import BY_FILE_NAME, LATENT_SCALES, TinyDecoder, TinyVaeConfig, TinyVaeError
 from .vae.vae import (
+    VAE_DTYPES,
     DecodeOutOfMemoryError,
     WanVae,
     check_latents,
@@ -60,6 +61,7 @@ __all__ = [
     "PREFIX",
     "SPACES",
     "STORAGES",
+    "VAE_DTYPES",
     "WAN21",
     "WAN22",
     "WIDTH",

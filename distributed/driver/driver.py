@@ -203,6 +203,7 @@ class MergedProgress:
             total=self._total,
             denoised=torch.cat(self._denoised),
             state=lambda: self._state(report),
+            part=part,
         )
 
     def _state(self, report: StepReport) -> RunState:

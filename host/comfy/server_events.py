@@ -31,7 +31,7 @@ class ServerEvents:
         server.routes.get("/wanstream/runs")(self._runs)
 
     def has_viewers(self) -> bool:
-        """Return True if at least one page is connected to the server."""
+        """Return True if at least one websocket is connected: a page, or a client of the API."""
         server = getattr(PromptServer, "instance", None)
         return server is not None and bool(server.sockets)
 

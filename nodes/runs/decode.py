@@ -20,6 +20,7 @@ from ...wan import (
     BY_FILE_NAME,
     GB,
     HEAP_BYTES,
+    VAE_DTYPES,
     DecodeNeeds,
     Tiling,
     VaeMemoryError,
@@ -33,9 +34,6 @@ from ...wan import (
 )
 from .latent_backup import keep_latent_until_done
 from .video_file import write_mp4
-
-VAE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Compute dtypes of a VAE; only a tiny VAE takes fp16."""
 
 DECODER_FOLDERS = ("diffusers", "vae", "vae_approx")
 """Model folders of VAEs that decode; tiny ones are in `vae_approx`."""

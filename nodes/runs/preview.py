@@ -1,7 +1,10 @@
 """Moving previews of a run: its first frames as they are estimated now, decoded by a tiny VAE between two steps.
 
-Between two steps the memory in which blocks compute is free, so a preview takes none in addition. It ends before the
-next step begins, and previews together take at most `MAX_SHARE` of the run.
+It ends before the next step begins. In a run of this process, it takes the memory in which blocks compute, which is
+free between two steps; in a run of workers, it takes memory in this process that local workers do not plan for.
+
+Previews together take at most `MAX_SHARE` of the run, apart from the first one: it shows few frames, and their time
+gives the pause before a preview of all.
 """
 
 from __future__ import annotations
@@ -15,18 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from PIL import Image
+from PIL import Image, features
 
 from ...devices import auto_dtype, forget, is_out_of_memory
-from ...schema import FRAMES_PER_LATENT
+from ...schema import FRAMES_PER_LATENT, Cancelled
 from ...wan import BY_FILE_NAME, WAN22, WanVae, denormalise, open_tiny_vae
 
 MAX_SHARE = 0.05
-"""Largest share of a run's time in previews."""
+"""Largest share of a run's time in previews after the first one."""
+FIRST_LATENTS = 2
+"""Latent frames of the first preview; the second one takes the time of all that follow."""
 PREVIEW_PIXELS = 384
 """Longest side of a preview."""
 QUALITY = 75
 """Of WebP, which shows a video of 33 frames in 20 to 100 kB."""
+MAX_BYTES = 1_000_000
+"""Most bytes of a preview, which goes to everybody who is connected; a longer one has fewer frames."""
 FPS, FPS_5B = 16, 24
 
 logger = logging.getLogger("wanstream.nodes")
@@ -34,24 +41,44 @@ logger = logging.getLogger("wanstream.nodes")
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewSettings:
-    """Settings of moving previews."""
+    """Settings of moving previews; raises the error of `check_frames`."""
 
     vae: Path
     """File of a tiny VAE."""
     latent_scale: str = BY_FILE_NAME
     """One of `LATENT_SCALES`."""
     frames: int = 33
-    """Most frames of a preview: 4n + 1, from the start of the video."""
+    """Most frames of a preview: 4n + 1, from the start of the video. The first preview has 5 at most."""
     every_s: float = 5.0
     """Fewest seconds between two previews."""
 
+    def __post_init__(self) -> None:
+        check_frames(self.frames)
+
     def open(self, device: torch.device) -> WanVae:
-        """Open the VAE in the default dtype of the device; raises the errors of `open_tiny_vae`."""
+        """Open the VAE in the default dtype of the device.
+
+        Raises:
+            RuntimeError: Pillow cannot write WebP.
+            Exception: the errors of `open_tiny_vae`.
+        """
+        if not features.check("webp"):
+            raise RuntimeError(
+                "previews are WebP pictures, and the Pillow of this Python was built without WebP: install another one "
+                "(`python -m pip install --force-reinstall --only-binary :all: pillow`), or remove Wan Moving Preview"
+            )
         return open_tiny_vae(self.vae, auto_dtype(device), self.latent_scale)
 
 
+def check_frames(frames: int) -> None:
+    """Raise ValueError unless `frames` is 4n + 1."""
+    if frames < 1 or frames % FRAMES_PER_LATENT != 1:
+        nearest = max(0, round((frames - 1) / FRAMES_PER_LATENT)) * FRAMES_PER_LATENT + 1
+        raise ValueError(f"frames is {frames}, it must be a multiple of {FRAMES_PER_LATENT} plus 1: use {nearest}")
+
+
 def is_due(waited_s: float, cost_s: float, every_s: float) -> bool:
-    """Return whether a preview may follow the last one, which took `cost_s` and ended `waited_s` ago."""
+    """Return whether a preview of about `cost_s` may begin `waited_s` after the end of the last one."""
     return waited_s >= max(every_s, cost_s * (1 / MAX_SHARE - 1))
 
 
@@ -59,13 +86,14 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
     """Previews of one run, for one page or more; the first comes `every_s` after the start.
 
     Args:
-        is_watched: returns True while a page shows the run; nothing is decoded for none.
-        check: called before every latent frame; may raise to end the run.
+        is_watched: returns True while anybody is connected to the host; nothing is decoded for nobody.
+        check: called before every latent frame; may raise the host's interrupt to end the run.
+        is_stop: returns True for that interrupt.
         clock: seconds.
 
     Raises:
         VaeInputError: the VAE is not that of `latents`.
-        Exception: the errors of `open_tiny_vae`.
+        Exception: the errors of `PreviewSettings.open`.
     """
 
     def __init__(
@@ -76,14 +104,17 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
         *,
         is_watched: Callable[[], bool],
         check: Callable[[], None] = lambda: None,
+        is_stop: Callable[[BaseException], bool] = lambda error: isinstance(error, Cancelled),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._settings, self._device, self._is_watched, self._clock = settings, device, is_watched, clock
-        self._check = check
+        self._check, self._is_stop = check, is_stop
         self._vae = settings.open(device)
         self._vae.check_latents(latents)
         self._ended_at = clock()
+        self._latents = min(latents.shape[2], (settings.frames - 1) // FRAMES_PER_LATENT + 1)
         self._cost_s = 0.0
+        """Expected time of the next preview."""
         self._failed = False
         self.count = 0
         """Number of previews."""
@@ -93,36 +124,53 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
     def update(self, denoised: torch.Tensor) -> bytes | None:
         """Return an animated WebP of normalised latents [B, C, T, h, w], of the first video; None if none is due.
 
-        Previews end without an error of the run if memory runs out or if the file is lost.
+        A preview that fails ends the previews, with a message in the log, and not the run.
+
+        Raises:
+            BaseException: the host's interrupt.
         """
         began_at = self._clock()
         due = is_due(began_at - self._ended_at, self._cost_s, self._settings.every_s)
         if self._failed or not due or not self._is_watched():
             return None
         try:
-            image = self._image(denoised)
-        except (RuntimeError, OSError) as err:
-            if isinstance(err, RuntimeError) and not is_out_of_memory(err):
+            image, per_latent_s = self._image(denoised, self._latents if self.count else FIRST_LATENTS)
+        except Exception as err:  # of any kind, because no preview is worth a run of hours
+            if self._is_stop(err):
                 raise
-            # A preview is not worth a run of hours.
-            self._failed = True
-            logger.warning("no more previews in this run: %s", forget(err))
-            self._vae.close()
+            self._end(err)
             return None
         self._ended_at = self._clock()
-        self._cost_s = self._ended_at - began_at
-        self.count, self.spent_s = self.count + 1, self.spent_s + self._cost_s
+        cost_s = self._ended_at - began_at
+        self._cost_s = max(cost_s, self._latents * per_latent_s)
+        self.count, self.spent_s = self.count + 1, self.spent_s + cost_s
         return image
 
-    def _image(self, denoised: torch.Tensor) -> bytes:
-        latents = (self._settings.frames - 1) // FRAMES_PER_LATENT + 1
+    def _end(self, err: Exception) -> None:
+        self._failed = True
+        self._vae.close()
+        # These are of the machine; any other error may be a mistake in this code and needs its traceback.
+        known = isinstance(err, (MemoryError, OSError)) or (isinstance(err, RuntimeError) and is_out_of_memory(err))
+        report = logger.warning if known else logger.exception
+        report("no more previews in this run, which goes on: %s: %s", type(err).__name__, err)
+        forget(err)
+
+    def _image(self, denoised: torch.Tensor, latents: int) -> tuple[bytes, float]:
+        """Return the preview of up to `latents` latent frames, and the time of each one after the first.
+
+        The first latent frame may also load the weights.
+        """
+        latents = min(latents, self._latents)
         raw = denormalise(denoised[:1, :, :latents].to(self._device, torch.float32))
-        pictures = [
-            _small(Image.fromarray(frame.numpy()))
-            for part in self._vae.stream(raw, device=self._device, check=self._check)
-            for frame in part
-        ]
-        return _animation(pictures, FPS_5B if self._vae.space == WAN22 else FPS)
+        pictures: list[Image.Image] = []
+        first_at = self._clock()
+        for part in self._vae.stream(raw, device=self._device, check=self._check):
+            first_at = first_at if pictures else self._clock()
+            pictures += [_small(Image.fromarray(frame.numpy())) for frame in part]
+        image, shown = _limited(pictures, FPS_5B if self._vae.space == WAN22 else FPS)
+        if shown < len(pictures):  # later previews do not decode what is too much
+            self._latents = (shown - 1) // FRAMES_PER_LATENT + 1
+        return image, (self._clock() - first_at) / max(1, latents - 1)
 
     def __exit__(self, *_: object) -> None:
         self._vae.close()
@@ -135,6 +183,19 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
 def _small(picture: Image.Image) -> Image.Image:
     picture.thumbnail((PREVIEW_PIXELS, PREVIEW_PIXELS), Image.Resampling.BOX)
     return picture
+
+
+def _limited(pictures: list[Image.Image], fps: int) -> tuple[bytes, int]:
+    """Return an animation of at most `MAX_BYTES` and its number of pictures: all, or the first 4n + 1 that fit.
+
+    A single picture has at most `PREVIEW_PIXELS` squared pixels and always fits.
+    """
+    image = _animation(pictures, fps)
+    while len(image) > MAX_BYTES and len(pictures) > 1:
+        fitting = len(pictures) * MAX_BYTES // len(image)
+        pictures = pictures[: max(0, fitting - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1]
+        image = _animation(pictures, fps)
+    return image, len(pictures)
 
 
 def _animation(pictures: list[Image.Image], fps: int) -> bytes:

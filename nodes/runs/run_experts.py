@@ -160,7 +160,7 @@ def run_experts(
         traces: Folder for a trace of the run; None writes one only if the environment says so. Workers write none.
         preview: Settings of moving previews, which replace those of the host; None for none.
     """
-    previews = None if preview is None else _previews(preview, request)
+    previews = _previews(preview, request) if preview else None
     if workers is None:
         ref = with_resolved_precision(ref, current_host().device())  # before the settings: reports show the dtype
     pair = current_host().experts(ref)
@@ -179,9 +179,9 @@ def run_experts(
     def report_step(step: StepProgress) -> None:
         events.step(step.record)
         report(step)
-        image = None if previews is None else previews.update(step.denoised)
+        image = previews.update(step.denoised) if previews and step.part == 0 else None  # part 0 has the first video
         if image is not None:
-            events.preview(step.done, image)
+            events.preview(step.index - step_plan.start_step + 1, image)
 
     try:
         with events, previews or nullcontext():
@@ -210,8 +210,13 @@ def _progress_bar(total: int, node_id: str | None, *, with_latents: bool) -> OnS
 
 
 def _previews(settings: PreviewSettings, request: DenoiseRequest) -> MovingPreviews:
-    """Return the previews of a run; raises VaeInputError for a tiny VAE of another latent space."""
+    """Return the previews of a run; raises the errors of `MovingPreviews`."""
     host = current_host()
     return MovingPreviews(
-        settings, request.noise, host.device(), is_watched=host.has_viewers, check=host.raise_if_stopped
+        settings,
+        request.noise,
+        host.device(),
+        is_watched=host.has_viewers,
+        check=host.raise_if_stopped,
+        is_stop=host.is_stop,
     )

@@ -37,6 +37,8 @@ class StepProgress:
     """Current estimate of the final latents: [B, 16, T, h, w] float32, normalised, on the run's device."""
     state: Callable[[], RunState]
     """Return a CPU copy of the run's state after this step; nothing is copied unless it is called."""
+    part: int = 0
+    """Part of the batch that took the step, if several workers compute one part each; the first has the first video."""
 
     @property
     def index(self) -> int:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
 
 
+VAE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Compute dtypes of a VAE, by the names that nodes and messages use; only a tiny VAE takes fp16."""
+
+
 class VaeInputError(ValueError):
     """Images or latents of a shape that the VAE does not accept; the message names their shape and a valid one."""
 
@@ -74,10 +78,11 @@ class WanVae(AbstractContextManager["WanVae"]):
 
     def __init__(self, opened: VaeWeights | TinyVaeWeights, dtype: torch.dtype) -> None:
         if dtype not in opened.dtypes:
-            names = " or ".join(map(dtype_name, opened.dtypes))
+            names = {each: name for name, each in VAE_DTYPES.items()}
+            allowed = " or ".join(names[each] for each in opened.dtypes)
             raise VaeInputError(
-                f"{opened.path} in {dtype_name(dtype)}: its activations may exceed the largest number of that dtype; "
-                f"set compute_dtype to {names} (only tiny VAEs compute in fp16)"
+                f"{opened.path} in {names.get(dtype, dtype_name(dtype))}: its activations may exceed the largest "
+                f"number of that dtype; set compute_dtype to {allowed} (only tiny VAEs compute in fp16)"
             )
         self._opened, self._dtype = opened, dtype
         self._loaded: Any = None

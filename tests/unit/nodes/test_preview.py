@@ -8,6 +8,7 @@ import io as bytes_io
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from PIL import Image
 from wanstream.cli.batch.lanes import merge_lanes
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.run_events import PREVIEW, STEP
-from wanstream.nodes import WanStreamExtension
+from wanstream.nodes import WanStreamExtension, WanStreamPreview
 from wanstream.nodes.runs import preview as previews_module
+from wanstream.nodes.runs import run_experts as run_experts_module
 from wanstream.nodes.runs.preview import MAX_SHARE, PREVIEW_PIXELS, MovingPreviews, PreviewSettings, is_due
+from wanstream.sampling import DenoiseResult, StepProgress, denoise
 from wanstream.schema import Cancelled
 from wanstream.tests.support.embedded import embedded_host, run_workflow
-from wanstream.wan import denormalise, open_tiny_vae
+from wanstream.wan import WAN21, TinyVaeConfig, WanVae, denormalise, open_tiny_vae
+from wanstream.wan.vae.tiny import TinyVaeWeights
 from wanstream.wan.vae.vae import VaeInputError
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"
@@ -70,26 +74,44 @@ def test_a_preview_is_due_after_a_pause_that_grows_with_its_cost(
     assert is_due(waited_s, cost_s, every_s) is due
 
 
-@pytest.mark.parametrize(("step_s", "cost_s"), [(0.01, 0.5), (2.0, 0.3), (0.5, 3.0), (30.0, 0.1)])
-def test_previews_take_at_most_a_twentieth_of_a_run(
-    settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch, step_s: float, cost_s: float
+@pytest.mark.parametrize(
+    ("steps", "step_s", "latent_s"), [(3000, 0.01, 0.05), (60, 2.0, 0.03), (500, 0.5, 0.3), (20, 30.0, 0.01)]
+)
+def test_previews_after_the_first_take_at_most_a_twentieth_of_a_run(
+    settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch, steps: int, step_s: float, latent_s: float
 ) -> None:
-    clock = Clock()
+    clock, load_s, decoded = Clock(), 0.2, list[int]()
 
-    def image(self: MovingPreviews, denoised: torch.Tensor) -> bytes:
-        clock.now += cost_s
-        return b"picture"
+    def stream(self: WanVae, latents: torch.Tensor, **_: Any) -> Iterator[torch.Tensor]:
+        decoded.append(latents.shape[2])
+        clock.now += 0.0 if len(decoded) > 1 else load_s
+        for at in range(latents.shape[2]):
+            clock.now += latent_s
+            yield torch.zeros(4 if at else 1, 8, 8, 3, dtype=torch.uint8)
 
-    monkeypatch.setattr(MovingPreviews, "_image", image)
-    with previews(PreviewSettings(vae=settings.vae, every_s=0.0), clock) as shown:
-        for _ in range(2000):
+    monkeypatch.setattr(WanVae, "stream", stream)
+    latents = torch.zeros(1, 16, 12, 4, 6)
+    shown = MovingPreviews(
+        PreviewSettings(vae=settings.vae, every_s=0.0), latents, CPU, is_watched=lambda: True, clock=clock
+    )
+    with shown:
+        for _ in range(steps):
             clock.now += step_s
-            shown.update(DENOISED)
-        lasted = clock.now - 100.0
-    assert shown.count > 1
-    # The first one is taken before its cost is known.
-    assert shown.spent_s <= MAX_SHARE * lasted + cost_s
-    assert shown.spent_s == pytest.approx(shown.count * cost_s)
+            shown.update(latents)
+            if shown.count:
+                assert shown.spent_s <= MAX_SHARE * (clock.now - 100.0) + load_s + 2 * latent_s + 1e-9
+    assert decoded == [2] + [9] * (len(decoded) - 1), "the first shows 5 of 33 frames"
+    assert len(decoded) > 2
+
+
+def test_a_still_picture_is_decoded_from_one_latent_frame(settings: PreviewSettings) -> None:
+    clock = Clock()
+    with previews(PreviewSettings(vae=settings.vae, frames=1), clock) as shown:
+        for _ in range(2):
+            clock.now += 5
+            webp = shown.update(DENOISED)
+            assert webp is not None
+            assert len(pictures_of(webp)) == 1
 
 
 def pictures_of(webp: bytes) -> list[Image.Image]:
@@ -101,6 +123,10 @@ def pictures_of(webp: bytes) -> list[Image.Image]:
 def test_a_preview_shows_the_first_frames_of_the_first_video(settings: PreviewSettings) -> None:
     clock = Clock()
     with previews(settings, clock) as shown:
+        clock.now += 5
+        first = shown.update(DENOISED)
+        assert first is not None
+        assert len(pictures_of(first)) == 5, "of two latent frames"
         clock.now += 5
         webp = shown.update(DENOISED)
         assert webp is not None
@@ -126,23 +152,64 @@ def test_a_long_side_is_reduced(settings: PreviewSettings) -> None:
     assert pictures_of(webp)[0].size == (PREVIEW_PIXELS, round(16 * PREVIEW_PIXELS / 800))
 
 
-def test_nothing_is_decoded_while_no_page_is_open(settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, pages = Clock(), [False, True]
-    shown = MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: pages.pop(0), clock=clock)
+def test_a_preview_of_too_many_bytes_has_fewer_frames(
+    settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+
+    def update(limit: int) -> bytes:
+        monkeypatch.setattr(previews_module, "MAX_BYTES", limit)
+        clock.now += 5
+        webp = shown.update(DENOISED)
+        assert webp is not None
+        return webp
+
+    with previews(PreviewSettings(vae=settings.vae, frames=13), clock) as shown:
+        update(1_000_000)
+        whole = update(1_000_000)
+        smaller = update(len(whole) - 1)
+        least = update(1)
+        later = update(1_000_000)
+    assert [len(pictures_of(webp)) for webp in (whole, smaller, least)] == [13, 9, 1]
+    assert len(smaller) < len(whole)
+    assert len(pictures_of(later)) == 1, "the number of frames is not raised again"
+
+
+def test_one_picture_of_noise_fits() -> None:
+    noise = torch.randint(256, (PREVIEW_PIXELS, PREVIEW_PIXELS, 3), dtype=torch.uint8)
+    assert len(previews_module._animation([Image.fromarray(noise.numpy())], 16)) < previews_module.MAX_BYTES
+
+
+def test_nothing_is_decoded_while_nobody_is_connected(
+    settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, connected = Clock(), [False, True]
+    shown = MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: connected.pop(0), clock=clock)
     with shown:
         clock.now += 5
         assert shown.update(DENOISED) is None
-        assert shown.update(DENOISED) is not None, "a page was opened"
+        assert shown.update(DENOISED) is not None, "somebody has connected"
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), OSError("lost")])
+@pytest.mark.parametrize(
+    ("error", "is_known"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), True),
+        (MemoryError("no room"), True),
+        (OSError("lost"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), False),
+        (KeyError("WEBP"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_a_run_goes_on_without_previews_that_fail(
     settings: PreviewSettings,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: Exception,
+    is_known: bool,
 ) -> None:
-    def fail(self: MovingPreviews, denoised: torch.Tensor) -> bytes:
+    def fail(*_: Any) -> bytes:
         calls.append(1)
         raise error
 
@@ -154,39 +221,71 @@ def test_a_run_goes_on_without_previews_that_fail(
             clock.now += 100
             assert shown.update(DENOISED) is None
     assert len(calls) == 1
-    assert caplog.messages == [f"no more previews in this run: {error}"]
+    (record,) = caplog.records
+    name = type(error).__name__
+    assert record.getMessage() == f"no more previews in this run, which goes on: {name}: {error}"
+    assert (record.exc_info is None) == is_known, "a possible mistake in the code has its traceback"
 
 
-def test_a_cancel_ends_a_preview(settings: PreviewSettings) -> None:
-    clock, checks = Clock(), iter([None, Cancelled("stopped")])
+class HostInterrupt(Exception):
+    """Like ComfyUI's, which is not one of our classes."""
+
+
+@pytest.mark.parametrize("interrupt", [Cancelled, HostInterrupt])
+def test_a_cancel_ends_a_preview(settings: PreviewSettings, interrupt: type[Exception]) -> None:
+    clock, checks = Clock(), iter([None, interrupt("stopped")])
 
     def check() -> None:
         if (error := next(checks)) is not None:
             raise error
 
-    with MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: True, check=check, clock=clock) as shown:
+    def is_stop(error: BaseException) -> bool:
+        return isinstance(error, interrupt)
+
+    shown = MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: True, check=check, is_stop=is_stop, clock=clock)
+    with shown:
         clock.now += 5
-        with pytest.raises(Cancelled):
+        with pytest.raises(interrupt):
             shown.update(DENOISED)
     assert next(checks, "used") == "used", "before the second latent frame"
 
 
-def test_another_error_of_a_preview_is_raised(settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: MovingPreviews, denoised: torch.Tensor) -> bytes:
-        raise RuntimeError("a mistake")
+def test_a_pillow_without_webp_is_refused_before_the_run(
+    settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("PIL.features.check", lambda feature: feature != "webp")
+    with pytest.raises(RuntimeError, match="built without WebP: install another one"):
+        previews(settings, Clock())
 
-    monkeypatch.setattr(MovingPreviews, "_image", fail)
-    clock = Clock()
-    with previews(settings, clock) as shown:
-        clock.now += 5
-        with pytest.raises(RuntimeError, match="a mistake"):
-            shown.update(DENOISED)
+
+@pytest.mark.parametrize(("frames", "nearest"), [(0, 1), (2, 1), (4, 5), (6, 5), (-3, 1), (1024, 1025)])
+def test_a_number_of_frames_that_no_latent_has_is_refused_before_the_run(frames: int, nearest: int) -> None:
+    refused = f"frames is {frames}, it must be a multiple of 4 plus 1: use {nearest}$"
+    with pytest.raises(ValueError, match=refused):
+        WanStreamPreview.validate_inputs(frames=frames)
+    with pytest.raises(ValueError, match=refused):
+        PreviewSettings(vae=Path("tiny.safetensors"), frames=frames)
+
+
+def test_frames_of_a_latent_and_linked_frames_are_accepted() -> None:
+    assert all(WanStreamPreview.validate_inputs(frames=frames) for frames in (1, 5, 33, 1025, None))
 
 
 def test_a_tiny_vae_of_the_other_space_is_refused_before_the_run(sample_models: Path) -> None:
     other = PreviewSettings(vae=sample_models / "vae_approx" / "taew2_2.safetensors")
     with pytest.raises(VaeInputError, match=r"\[2, 16, 4, 4, 6\], .* 48 channels: take lighttaew2_1"):
         previews(other, Clock())
+
+
+@pytest.mark.parametrize(("size", "height", "width"), [("480p it takes about 0.4", 60, 104), ("720p 1.0", 90, 160)])
+def test_the_help_page_has_the_memory_of_a_preview(size: str, height: int, width: int) -> None:
+    config = TinyVaeConfig(space=WAN21, widths=(256, 128, 64, 64))
+    opened = TinyVaeWeights(path=Path("taew2_1.safetensors"), config=config, weights={}, scale="normalised")
+    used = height * width * opened.decode_pixel_bytes(9, torch.bfloat16)
+    page = (WORKFLOWS.parents[1] / "web" / "docs" / "WanStreamPreview.md").read_text(encoding="utf-8")
+    assert f"{size} GB" in page.replace(" of that device", "")
+    assert float(size.split()[-1]) == round(used / 1e9, 1)
+    assert 2 * used == height * width * opened.decode_pixel_bytes(9, torch.float32), "twice that in fp32"
 
 
 def changed(node: dict[str, Any], **inputs: Any) -> dict[str, Any]:
@@ -263,6 +362,23 @@ class TestInARun:
         shown = [[payload["image"] for event, payload in events if event == PREVIEW] for events in (one, both)]
         assert shown[0] == shown[1]
         assert len(shown[1]) == 4
+
+    def test_a_step_of_another_part_of_a_batch_shows_nothing(
+        self, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Workers in parts report the steps of all videos; here each step is reported for a second part too."""
+
+        def in_two_parts(*args: Any, on_step: Callable[[StepProgress], None], **more: Any) -> DenoiseResult:
+            def report(step: StepProgress) -> None:
+                on_step(replace(step, part=1, done=2 * step.done - 1, total=2 * step.total))
+                on_step(replace(step, done=2 * step.done, total=2 * step.total))
+
+            return denoise(*args, on_step=report, **more)
+
+        monkeypatch.setattr(run_experts_module, "denoise", in_two_parts)
+        _, events = run({"frames": 5})
+        assert [event for event, _ in events if event in (STEP, PREVIEW)] == [STEP, STEP, PREVIEW] * 4
+        assert [payload["done"] for event, payload in events if event == PREVIEW] == [1, 2, 3, 4], "of its own steps"
 
     @pytest.mark.parametrize(
         ("vae", "reason"),

@@ -136,7 +136,7 @@ def test_the_setting_is_used_wherever_tiles_are_decoded(
         ({"vae": "taew2_2.safetensors"}, r"\[2, 16, 2, 9, 10\], .* 48 channels: take lighttaew2_1.safetensors"),
         ({"vae": "mine.safetensors"}, "set latent_scale to raw or normalised"),
         ({"vae": "taew_cut.safetensors"}, "taew_cut.safetensors.*truncated"),
-        ({"vae": "wan_2.1_vae.safetensors", "compute_dtype": "fp16"}, "set compute_dtype to float32 or bfloat16"),
+        ({"vae": "wan_2.1_vae.safetensors", "compute_dtype": "fp16"}, "set compute_dtype to fp32 or bf16"),
         ({"vae": "taew2_1.safetensors", "memory_gb": 1e-6}, r"decoding 80x72 frames in tiles of 64 pixels"),
     ],
     ids=["other space", "other name", "cut off", "fp16", "memory"],

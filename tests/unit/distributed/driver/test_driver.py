@@ -83,6 +83,10 @@ def test_every_mesh_gives_what_one_worker_gives(
     parts = batch if mesh.stage > 1 else min(batch, mesh.data)
     assert [(step.done, step.total) for step in steps] == [(n + 1, parts * STEPS) for n in range(parts * STEPS)]
     assert all(step.denoised.shape == result.latents.shape for step in steps)
+    for part in range(parts):
+        assert [step.index for step in steps if step.part == part] == list(range(STEPS))
+    for before, step in itertools.pairwise(steps):
+        assert step.part == 0 or torch.equal(step.denoised[0], before.denoised[0]), "the first video is in part 0"
     assert torch.equal(steps[-1].denoised, result.latents)
     assert [step.index for step in result.timeline.steps] == list(range(STEPS))
     assert result.timeline.switch_step == SWITCH

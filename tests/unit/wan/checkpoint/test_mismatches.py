@@ -104,9 +104,9 @@ def test_experts_are_known_by_their_names(experts: Callable[..., list[Expert]], 
 
 def test_the_official_files_are_known_by_their_names() -> None:
     for name in MODEL_FILES:
-        named = place_from_name(name)
-        assert (named.place if named else None) == ("high" if "high" in name else "low" if "low" in name else None)
-        assert is_image_to_video_name(name) == ("i2v" in name.lower() and "ti2v" not in name.lower())
+        named, lower = place_from_name(name), name.lower()
+        assert (named.place if named else None) == ("high" if "high" in lower else "low" if "low" in lower else None)
+        assert is_image_to_video_name(name) == ("i2v" in lower and "ti2v" not in lower)
 
 
 def test_two_experts_of_one_place_are_noticed_where_the_name_is_clear(experts: Callable[..., list[Expert]]) -> None:

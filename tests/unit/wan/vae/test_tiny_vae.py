@@ -249,5 +249,5 @@ class TestRefused:
                     use(video)
 
     def test_fp16_with_the_full_vae(self, sample_models: Path) -> None:
-        with pytest.raises(VaeInputError, match="set compute_dtype to float32 or bfloat16"):
+        with pytest.raises(VaeInputError, match="set compute_dtype to fp32 or bf16"):
             open_vae(sample_models / "vae" / "wan_2.1_vae.safetensors", torch.float16)
