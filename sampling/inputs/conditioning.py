@@ -10,7 +10,7 @@ import logging
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -393,7 +393,7 @@ def _tokens(name: str, conditioning: Conditioning, batch: int) -> ExtraTokens:
     """Return the tokens of one side next to those of the video."""
     tokens = native_tokens(name, conditioning[0][1])
     reference = None if tokens.reference is None else _repeated(tokens.reference, batch)
-    return ExtraTokens(reference=reference, context=tuple(_repeated(latents, batch) for latents in tokens.context))
+    return replace(tokens, reference=reference, context=tuple(_repeated(latents, batch) for latents in tokens.context))
 
 
 def _image_embedding(conditioning: Conditioning) -> torch.Tensor | None:

@@ -29,6 +29,8 @@ class ExtraTokens:
     ignore it, as in ComfyUI."""
     context: tuple[torch.Tensor, ...] = ()
     """[1 or B, C, t, h, w] each, of any length and size: sources 1, 2, ..., behind the video."""
+    foreign_reference: str = ""
+    """Description of a reference that is no latent of Wan. Only models with `ref_conv` refuse it."""
 
     def __bool__(self) -> bool:
         return self.reference is not None or bool(self.context)
@@ -93,13 +95,14 @@ def is_cut(context: torch.Tensor, frames: int) -> bool:
 
 def stacked_tokens(each: Sequence[ExtraTokens], batches: Sequence[int]) -> ExtraTokens:
     """Return the tokens of several requests, of equal shapes, as those of one."""
-    if not any(each):
+    if not any(each) and not any(tokens.foreign_reference for tokens in each):
         return NO_TOKENS
     every = [tokens.expanded(batch) for tokens, batch in zip(each, batches, strict=True)]
     reference = None
     if every[0].reference is not None:
         reference = torch.cat([tokens.reference for tokens in every if tokens.reference is not None])
     return ExtraTokens(
+        foreign_reference=next((tokens.foreign_reference for tokens in each if tokens.foreign_reference), ""),
         reference=reference,
         context=tuple(torch.cat(latents) for latents in zip(*(tokens.context for tokens in every), strict=True)),
     )
@@ -109,6 +112,7 @@ def same_tokens(one: ExtraTokens, other: ExtraTokens) -> bool:
     """Return True if both sides have equal tokens."""
     return (
         len(one.tensors) == len(other.tensors)
+        and one.foreign_reference == other.foreign_reference
         and (one.reference is None) == (other.reference is None)
         and all(a is b or torch.equal(a, b) for a, b in zip(one.tensors, other.tensors, strict=True))
     )
@@ -123,22 +127,34 @@ def check_tokens(name: str, tokens: ExtraTokens, *, batch: int) -> None:
         if latents.ndim != 5 or 0 in shape or shape[0] not in (1, batch) or not latents.is_floating_point():
             wanted = " or ".join(str(size) for size in sorted({1, batch}))
             raise RequestError(f"{what} of {name} is {shape} ({latents.dtype}): give [{wanted}, C, t, h, w]")
-        if shape[3] % PATCH[1] or shape[4] % PATCH[2]:
-            raise RequestError(
-                f"{what} of {name} is {shape}: its height and width do not divide into {PATCH[1]} x {PATCH[2]} "
-                "patches; scale it to multiples of 16 pixels"
-            )
+        # A model without `ref_conv` ignores the reference, whatever its size.
+        if latents is not tokens.reference:
+            _check_patches(f"{what} of {name}", latents)
+
+
+def _check_patches(what: str, latents: torch.Tensor) -> None:
+    shape = list(latents.shape)
+    if shape[3] % PATCH[1] or shape[4] % PATCH[2]:
+        raise RequestError(
+            f"{what} is {shape}: its height and width do not divide into {PATCH[1]} x {PATCH[2]} patches; scale it to "
+            "multiples of 16 pixels"
+        )
 
 
 def check_tokens_fit(
     tokens: ExtraTokens, shape: Sequence[int], *, in_channels: int, reference_channels: int | None
 ) -> None:
-    """Raise RequestError unless a model can embed the tokens beside a video of `shape` [B, C, T, h, w].
+    """Raise RequestError unless a model can embed the tokens next to a video of `shape` [B, C, T, h, w].
 
     Args:
         in_channels: input channels of the model's patch embedding.
         reference_channels: those of its `ref_conv`; None: it has none, and ignores a reference.
     """
+    if tokens.foreign_reference and reference_channels is not None:
+        raise RequestError(
+            f"{tokens.foreign_reference}, and this model reads a latent of Wan there: remove the node for another "
+            "model that made it"
+        )
     reference, wanted = tokens.reference, (reference_channels, 1, *shape[3:])
     if reference is not None and reference_channels is not None and reference.shape[1:] != wanted:
         raise RequestError(
@@ -157,26 +173,30 @@ def native_tokens(side: str, options: Mapping[str, Any]) -> ExtraTokens:
     """Return the tokens of a native CONDITIONING entry.
 
     Raises:
-        ConditioningError: a value is not a list of raw latents [b, C, t, h, w]; the message has the side and the key.
+        ConditioningError: a context is not a list of raw latents [b, C, t, h, w]; the message has the side and the key.
     """
-    references, context = (_latents(side, key, options.get(key)) for key in (REFERENCE_KEY, CONTEXT_KEY))
-    return ExtraTokens(
-        # Native sampling reads the first frame of the last one.
-        reference=normalise(references[-1][:, :, :1].float()) if references else None,
-        context=tuple(normalise(latents.float()) for latents in context),
-    )
+    references, context = _listed(options.get(REFERENCE_KEY)), _listed(options.get(CONTEXT_KEY))
+    if foreign := next((_foreign(side, CONTEXT_KEY, latents) for latents in context if not _is_wan(latents)), None):
+        raise ConditioningError(f"{foreign}: remove the node for another model that made it")
+    # Native sampling reads the first frame of the last one. Graphs for several models carry those of others.
+    last = references[-1] if references else None
+    if last is not None and not _is_wan(last):
+        found = ExtraTokens(foreign_reference=_foreign(side, REFERENCE_KEY, last))
+    else:
+        found = ExtraTokens(reference=None if last is None else normalise(last[:, :, :1].float()))
+    return replace(found, context=tuple(normalise(latents.float()) for latents in context))
 
 
-def _latents(side: str, key: str, value: object) -> Sequence[torch.Tensor]:
-    given = () if value is None else value if isinstance(value, list | tuple) else (value,)
+def _listed(value: object) -> Sequence[Any]:
+    return () if value is None else value if isinstance(value, list | tuple) else (value,)
+
+
+def _is_wan(latents: object) -> bool:
     channels = [space.channels for space in SPACES]
-    found: list[torch.Tensor] = []
-    for latents in given:
-        if not isinstance(latents, torch.Tensor) or latents.ndim != 5 or latents.shape[1] not in channels:
-            what = list(latents.shape) if isinstance(latents, torch.Tensor) else type(latents).__name__
-            raise ConditioningError(
-                f"{side} carries {what} under '{key}', and a latent of Wan is "
-                f"[b, {' or '.join(map(str, channels))}, t, h, w]: remove the node for another model that made it"
-            )
-        found.append(latents)
-    return found
+    return isinstance(latents, torch.Tensor) and latents.ndim == 5 and latents.shape[1] in channels
+
+
+def _foreign(side: str, key: str, latents: object) -> str:
+    what = list(latents.shape) if isinstance(latents, torch.Tensor) else type(latents).__name__
+    channels = " or ".join(str(space.channels) for space in SPACES)
+    return f"{side} carries {what} under '{key}', and a latent of Wan is [b, {channels}, t, h, w]"

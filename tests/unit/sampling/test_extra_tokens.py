@@ -12,6 +12,7 @@ import torch
 
 from wanstream.plan.visits import SkipRule
 from wanstream.sampling import (
+    REFERENCE_KEY,
     DenoiseRequest,
     ExtraTokens,
     LaneInputs,
@@ -19,6 +20,7 @@ from wanstream.sampling import (
     denoise,
     extra_tokens_of,
     merge_requests,
+    native_tokens,
     request_job,
     split_request,
     working_bytes,
@@ -266,6 +268,25 @@ def test_what_does_not_fit_the_experts_is_refused(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         run(open_pair(**shape), make_request(**changes))
+
+
+OTHERS = {
+    "a picture": torch.zeros(1, 16, 4, 6),
+    "another model": torch.zeros(1, 128, 2, 2),
+    "an odd size": torch.zeros(1, 16, 1, 5, 7),
+}
+"""`reference_latents` of graphs for several models."""
+
+
+@pytest.mark.parametrize("latents", OTHERS.values(), ids=OTHERS)
+def test_a_reference_of_another_model_is_refused_only_by_experts_that_read_it(
+    open_pair: OpenPair, make_request: Request, latents: torch.Tensor
+) -> None:
+    given = native_tokens("positive", {REFERENCE_KEY: [REFERENCE, latents]})
+    plain = run(open_pair(), make_request()).latents
+    assert torch.equal(run(open_pair(), make_request(tokens=given)).latents, plain)
+    with pytest.raises(RequestError, match=r"reference_latents"):
+        run(open_pair(**CONTROL), make_request(**{**CONTROLLED, "tokens": given}))
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,12 @@ def test_images_of_a_batch_share_a_mask() -> None:
         (_cond(concat_latent_image=torch.zeros(1, 24, 3, 4, 6)), None, EMPTY, r"is \[1, 24, .* node for another model"),
         (_cond(concat_latent_image=IMAGE, concat_mask_index=16), None, EMPTY, "concat_mask_index is 16 for 16"),
         (_cond(concat_latent_image=CONTROL, concat_mask_index=8), None, EMPTY, "concat_mask_index is 8 for 32"),
-        (_cond(reference_latents=[torch.zeros(1, 16, 4, 6)]), None, EMPTY, "under 'reference_latents', and a"),
+        (
+            _cond(context_latents=[torch.zeros(1, 16, 4, 6)]),
+            None,
+            EMPTY,
+            r"\[1, 16, 4, 6\] under 'context_latents', and a",
+        ),
         (_cond(context_latents=["a"]), None, EMPTY, "positive carries str under 'context_latents'"),
         (
             _cond(concat_latent_image=IMAGE, concat_mask=torch.ones(1, 1, 3, 8, 8)),
