@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import av
 import torch
 
+from ...devices import insufficient_ram
+from ...sampling import InsufficientMemoryError
+from ...schema import FP32_BYTES, format_need
 from ..api import current_host
 from ..folders import OutsideFolderError
 from . import io
@@ -76,17 +82,61 @@ class GetVideoComponents(io.ComfyNode):
 
     @classmethod
     def execute(cls, video: VideoFile) -> io.NodeOutput:
-        """Return IMAGE [frames, H, W, 3] float32 in 0..1, None for the sound, and the frames per second."""
-        try:
-            with av.open(str(video.path)) as container:
-                stream = container.streams.video[0]
-                frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(stream)]
-                rate = stream.average_rate
-        except (av.FFmpegError, IndexError) as err:
-            raise VideoInputError(f"{video.path.name} cannot be decoded ({err}): choose a video file") from err
-        if not frames:
-            raise VideoInputError(f"{video.path.name} has no frames: choose another video file")
-        return io.NodeOutput(torch.stack(frames).float() / 255.0, None, float(rate) if rate else 1.0)
+        """Return IMAGE [frames, H, W, 3] float32 in 0..1, None for the sound, and the frames per second.
+
+        Raises:
+            VideoInputError: the file cannot be decoded, or has no frames.
+            InsufficientMemoryError: the frames do not fit into RAM.
+            Exception: the host's interrupt.
+        """
+        shape, rate = _measured(video.path)
+        _check_ram(shape, video.path.name)
+        images = torch.empty(shape)
+        with _opened(video.path) as (container, stream):
+            for image, frame in zip(images, _decoded(container, stream), strict=True):
+                image.copy_(torch.from_numpy(frame.to_ndarray(format="rgb24"))).div_(255.0)
+        return io.NodeOutput(images, None, rate)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
+    """Open the first video stream of a file; raises VideoInputError for what FFmpeg cannot decode."""
+    try:
+        with av.open(str(path)) as container:
+            yield container, container.streams.video[0]
+    except (av.FFmpegError, IndexError) as err:
+        raise VideoInputError(f"{path.name} cannot be decoded ({err}): choose a video file") from err
+
+
+def _decoded(container: av.container.InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
+    host = current_host()
+    for frame in container.decode(stream):
+        host.raise_if_stopped()
+        yield frame
+
+
+def _measured(path: Path) -> tuple[tuple[int, int, int, int], float]:
+    """Return the shape [frames, H, W, 3] of a video and its frames per second."""
+    # The frames are decoded once more for this: containers may have no count of them, or a wrong one, and keeping them
+    # would take a fourth more RAM.
+    with _opened(path) as (container, stream):
+        sizes = [(frame.height, frame.width) for frame in _decoded(container, stream)]
+        rate = stream.average_rate
+    if not sizes:
+        raise VideoInputError(f"{path.name} has no frames: choose another video file")
+    return (len(sizes), *sizes[0], 3), float(rate) if rate else 1.0
+
+
+def _check_ram(shape: tuple[int, int, int, int], name: str) -> None:
+    """Raise InsufficientMemoryError for frames whose allocation would make the system kill the process."""
+    needed = prod(shape) * FP32_BYTES
+    lacking = insufficient_ram(needed)
+    if lacking is not None:
+        frames, height, width, _ = shape
+        raise InsufficientMemoryError(
+            f"the {frames} frames of {name} ({width}x{height}) take {format_need(needed)} of RAM, and "
+            f"{format_need(lacking)} are free (swap included): cut or scale down the video"
+        )
 
 
 def _host() -> EmbeddedHost:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,33 @@ import pytest
 import torch
 
 from wanstream.host import io
+from wanstream.host.embedded import load_video
 from wanstream.host.embedded.load_video import VideoInputError
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes.runs import write_mp4
+from wanstream.sampling import InsufficientMemoryError
+from wanstream.tests.support.embedded import embedded_host
+
+# Decodes a video in a separate process and prints the peak memory in KiB.
+PEAK = """
+import sys
+from pathlib import Path
+
+from wanstream.host.embedded.load_video import GetVideoComponents, VideoFile
+
+
+def status(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(field + ":")))
+
+
+with open("/proc/self/clear_refs", "w") as refs:
+    refs.write("5")  # the peak counts from here
+before = status("VmRSS")
+GetVideoComponents.execute(VideoFile(Path(sys.argv[1])))
+print(status("VmHWM") - before)
+"""
 
 
 class Sink(io.ComfyNode):
@@ -64,3 +89,52 @@ def test_what_is_no_video_is_refused(load: Callable[[str], tuple[Any, ...]], tmp
     with pytest.raises(NodeFailedError, match=r"a\.mp4 cannot be decoded") as failed:
         load("a.mp4")
     assert isinstance(failed.value.__cause__, VideoInputError)
+
+
+@pytest.fixture
+def short_video(tmp_path: Path) -> str:
+    """Write 7 frames of 48x32."""
+    write_mp4(tmp_path / "input" / "a.mp4", torch.rand(7, 32, 48, 3), fps=12, crf=1, metadata={})
+    return "a.mp4"
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures in /proc")
+def test_the_frames_are_in_memory_once(tmp_path: Path) -> None:
+    write_mp4(tmp_path / "a.mp4", torch.zeros(1, 1, 1, 3).expand(100, 240, 320, 3), fps=12, crf=30, metadata={})
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "a.mp4")]
+    peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    frames = 100 * 240 * 320 * 3 * 4 / 1024
+    assert frames < peak < 1.3 * frames
+
+
+def test_frames_for_which_there_is_too_little_ram_are_refused(
+    load: Callable[[str], tuple[Any, ...]], short_video: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(load_video, "insufficient_ram", lambda nbytes: asked.append(nbytes) or 2_000_000_000)
+    with pytest.raises(NodeFailedError, match=r"the 7 frames of a\.mp4 \(48x32\) take .* and 2\.00 GB are free") as no:
+        load(short_video)
+    assert isinstance(no.value.__cause__, InsufficientMemoryError)
+    assert asked == [7 * 32 * 48 * 3 * 4]
+
+
+@pytest.mark.parametrize("frames", [1, 7 + 3], ids=["while they are counted", "while they are decoded"])
+def test_a_run_can_be_stopped_at_every_frame(
+    load: Callable[[str], tuple[Any, ...]], short_video: str, monkeypatch: pytest.MonkeyPatch, frames: int
+) -> None:
+    class Stop(Exception):
+        pass
+
+    polls: list[str | None] = []
+
+    def poll() -> None:
+        polls.append(embedded_host.executing_node())
+        if polls.count("2") == frames:
+            raise Stop
+
+    monkeypatch.setattr(embedded_host, "raise_if_stopped", poll)
+    with pytest.raises(NodeFailedError) as stopped:
+        load(short_video)
+    assert isinstance(stopped.value.__cause__, Stop)
+    assert polls.count("2") == frames
