@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 
 import av
+import numpy as np
 import torch
 
 from ...devices import insufficient_ram
@@ -94,7 +95,7 @@ class GetVideoComponents(io.ComfyNode):
         images = torch.empty(shape)
         with _opened(video.path) as (container, stream):
             for image, frame in zip(images, _decoded(container, stream), strict=True):
-                image.copy_(torch.from_numpy(frame.to_ndarray(format="rgb24"))).div_(255.0)
+                image.copy_(torch.from_numpy(_upright(frame))).div_(255.0)
         return io.NodeOutput(images, None, rate)
 
 
@@ -120,11 +121,27 @@ def _measured(path: Path) -> tuple[tuple[int, int, int, int], float]:
     # The frames are decoded once more for this: containers may have no count of them, or a wrong one, and keeping them
     # would take a fourth more RAM.
     with _opened(path) as (container, stream):
-        sizes = [(frame.height, frame.width) for frame in _decoded(container, stream)]
+        sizes = [_upright_size(frame) for frame in _decoded(container, stream)]
         rate = stream.average_rate
     if not sizes:
         raise VideoInputError(f"{path.name} has no frames: choose another video file")
     return (len(sizes), *sizes[0], 3), float(rate) if rate else 1.0
+
+
+def _quarter_turns(frame: av.VideoFrame) -> int:
+    """Return the anticlockwise quarter turns that make a frame upright; as in ComfyUI, others are rounded down."""
+    return int(frame.rotation // 90)
+
+
+def _upright_size(frame: av.VideoFrame) -> tuple[int, int]:
+    """Return (height, width) of a frame turned upright."""
+    return (frame.width, frame.height) if _quarter_turns(frame) % 2 else (frame.height, frame.width)
+
+
+def _upright(frame: av.VideoFrame) -> np.ndarray:
+    """Return a frame turned upright, uint8 [H, W, 3]."""
+    # A view with negative strides has no tensor.
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), k=_quarter_turns(frame)))
 
 
 def _check_ram(shape: tuple[int, int, int, int], name: str) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 import torch
 
@@ -138,3 +140,26 @@ def test_a_run_can_be_stopped_at_every_frame(
         load(short_video)
     assert isinstance(stopped.value.__cause__, Stop)
     assert polls.count("2") == frames
+
+
+@pytest.mark.parametrize(
+    ("rotation", "size", "corner"),
+    [(0, (32, 48), (0, 0)), (-90, (48, 32), (0, -1)), (180, (32, 48), (-1, -1)), (90, (48, 32), (-1, 0))],
+)
+def test_a_rotated_video_is_turned_upright(
+    load: Callable[[str], tuple[Any, ...]],
+    tmp_path: Path,
+    rotation: int,
+    size: tuple[int, int],
+    corner: tuple[int, int],
+) -> None:
+    picture = np.zeros((32, 48, 3), np.uint8)
+    picture[:16, :24] = 255
+    with av.open(tmp_path / "input" / "a.mp4", "w") as file:
+        stream = file.add_stream("libx264", rate=12, width=48, height=32, pix_fmt="yuv420p")
+        stream.set_display_rotation(rotation)
+        file.mux([*stream.encode(av.VideoFrame.from_ndarray(picture)), *stream.encode()])
+    (image,) = load("a.mp4")[0]
+    assert image.shape == (*size, 3)
+    bright = [at for at in ((0, 0), (0, -1), (-1, -1), (-1, 0)) if image[at].min() > 0.9]
+    assert bright == [corner]
