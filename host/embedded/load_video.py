@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -20,11 +21,13 @@ from ..folders import OutsideFolderError
 from . import io
 from .adapter import EmbeddedHost
 
+logger = logging.getLogger(__name__)
+
 _VIDEOS = (".avi", ".mkv", ".mov", ".mp4", ".webm")
 
 
 class VideoInputError(ValueError):
-    """The file has no frames that can be decoded."""
+    """The file has no frames that can be decoded, or frames of several sizes."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class GetVideoComponents(io.ComfyNode):
         """Return IMAGE [frames, H, W, 3] float32 in 0..1, None for the sound, and the frames per second.
 
         Raises:
-            VideoInputError: the file cannot be decoded, or has no frames.
+            VideoInputError: the file cannot be decoded, has no frames, or changes their size.
             InsufficientMemoryError: the frames do not fit into RAM.
             Exception: the host's interrupt.
         """
@@ -94,7 +97,8 @@ class GetVideoComponents(io.ComfyNode):
         _check_ram(shape, video.path.name)
         images = torch.empty(shape)
         with _opened(video.path) as (container, stream):
-            for image, frame in zip(images, _decoded(container, stream), strict=True):
+            frames = (frame for frame in _decoded(container, stream) if frame is not None)
+            for image, frame in zip(images, frames, strict=True):
                 image.copy_(torch.from_numpy(_upright(frame))).div_(255.0)
         return io.NodeOutput(images, None, rate)
 
@@ -109,11 +113,17 @@ def _opened(path: Path) -> Iterator[tuple[av.container.InputContainer, av.VideoS
         raise VideoInputError(f"{path.name} cannot be decoded ({err}): choose a video file") from err
 
 
-def _decoded(container: av.container.InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
+def _decoded(container: av.container.InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame | None]:
+    """Yield the frames in order, and None for each packet that is damaged, whose frames are missing."""
     host = current_host()
-    for frame in container.decode(stream):
+    for packet in container.demux(stream):
         host.raise_if_stopped()
-        yield frame
+        try:
+            frames = packet.decode()
+        except av.error.InvalidDataError:
+            yield None
+        else:
+            yield from frames
 
 
 def _measured(path: Path) -> tuple[tuple[int, int, int, int], float]:
@@ -121,15 +131,30 @@ def _measured(path: Path) -> tuple[tuple[int, int, int, int], float]:
     # The frames are decoded once more for this: containers may have no count of them, or a wrong one, and keeping them
     # would take a fourth more RAM.
     with _opened(path) as (container, stream):
-        sizes = [_upright_size(frame) for frame in _decoded(container, stream)]
+        found = [None if frame is None else _upright_size(frame) for frame in _decoded(container, stream)]
         rate = stream.average_rate
+    sizes = [size for size in found if size is not None]
     if not sizes:
-        raise VideoInputError(f"{path.name} has no frames: choose another video file")
+        raise VideoInputError(f"{path.name} has no frames that can be decoded: choose another video file")
+    _check_sizes(sizes, path.name)
+    if damaged := found.count(None):
+        logger.warning("%s: %d damaged packets skipped, %d frames decoded", path.name, damaged, len(sizes))
     return (len(sizes), *sizes[0], 3), float(rate) if rate else 1.0
 
 
+def _check_sizes(sizes: Sequence[tuple[int, int]], name: str) -> None:
+    """Raise VideoInputError for frames of several sizes (height, width), which do not fit into one tensor."""
+    height, width = sizes[0]
+    for index, other in enumerate(sizes):
+        if other != sizes[0]:
+            raise VideoInputError(
+                f"{name} changes its size from {width}x{height} to {other[1]}x{other[0]} at frame {index}: "
+                "convert it to one size"
+            )
+
+
 def _quarter_turns(frame: av.VideoFrame) -> int:
-    """Return the anticlockwise quarter turns that make a frame upright; as in ComfyUI, others are rounded down."""
+    """Return the anticlockwise quarter turns to upright; as in ComfyUI, angles in between are rounded down."""
     return int(frame.rotation // 90)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,22 @@ def test_what_is_no_video_is_refused(load: Callable[[str], tuple[Any, ...]], tmp
     assert isinstance(failed.value.__cause__, VideoInputError)
 
 
+def _write_jpegs(path: Path, frames: Sequence[tuple[int, int] | bytes]) -> None:
+    """Write an MKV of JPEG: a picture (width, height) for each frame, or the given bytes as its packet."""
+    with av.open(path, "w") as file:
+        stream = file.add_stream("mjpeg", rate=12, width=48, height=32, pix_fmt="yuvj420p")
+        for index, frame in enumerate(frames):
+            if isinstance(frame, bytes):
+                packet = av.Packet(frame)
+            else:
+                encoder = av.CodecContext.create("mjpeg", "w")
+                encoder.width, encoder.height = frame
+                encoder.pix_fmt, encoder.time_base = "yuvj420p", Fraction(1, 12)
+                (packet,) = encoder.encode(av.VideoFrame(*frame, "yuvj420p"))
+            packet.stream, packet.time_base, packet.pts, packet.dts = stream, Fraction(1, 12), index, index
+            file.mux(packet)
+
+
 @pytest.fixture
 def short_video(tmp_path: Path) -> str:
     """Write 7 frames of 48x32."""
@@ -121,9 +139,9 @@ def test_frames_for_which_there_is_too_little_ram_are_refused(
     assert asked == [7 * 32 * 48 * 3 * 4]
 
 
-@pytest.mark.parametrize("frames", [1, 7 + 3], ids=["while they are counted", "while they are decoded"])
-def test_a_run_can_be_stopped_at_every_frame(
-    load: Callable[[str], tuple[Any, ...]], short_video: str, monkeypatch: pytest.MonkeyPatch, frames: int
+@pytest.mark.parametrize("packets", [1, 8 + 3], ids=["while they are counted", "while they are decoded"])
+def test_a_run_can_be_stopped_at_every_packet(
+    load: Callable[[str], tuple[Any, ...]], short_video: str, monkeypatch: pytest.MonkeyPatch, packets: int
 ) -> None:
     class Stop(Exception):
         pass
@@ -132,14 +150,14 @@ def test_a_run_can_be_stopped_at_every_frame(
 
     def poll() -> None:
         polls.append(embedded_host.executing_node())
-        if polls.count("2") == frames:
+        if polls.count("2") == packets:
             raise Stop
 
     monkeypatch.setattr(embedded_host, "raise_if_stopped", poll)
     with pytest.raises(NodeFailedError) as stopped:
         load(short_video)
     assert isinstance(stopped.value.__cause__, Stop)
-    assert polls.count("2") == frames
+    assert polls.count("2") == packets
 
 
 @pytest.mark.parametrize(
@@ -163,3 +181,26 @@ def test_a_rotated_video_is_turned_upright(
     assert image.shape == (*size, 3)
     bright = [at for at in ((0, 0), (0, -1), (-1, -1), (-1, 0)) if image[at].min() > 0.9]
     assert bright == [corner]
+
+
+def test_damaged_packets_are_skipped(
+    load: Callable[[str], tuple[Any, ...]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _write_jpegs(tmp_path / "input" / "a.mkv", [(48, 32), (48, 32), b"damaged" * 20, (48, 32)])
+    with caplog.at_level(logging.WARNING):
+        images, _, _ = load("a.mkv")
+    assert images.shape == (3, 32, 48, 3)
+    assert "a.mkv: 1 damaged packets skipped, 3 frames decoded" in caplog.text
+
+
+def test_a_video_of_damaged_packets_only_is_refused(load: Callable[[str], tuple[Any, ...]], tmp_path: Path) -> None:
+    _write_jpegs(tmp_path / "input" / "a.mkv", [b"damaged" * 20])
+    with pytest.raises(NodeFailedError, match=r"a\.mkv has no frames that can be decoded"):
+        load("a.mkv")
+
+
+def test_a_video_that_changes_its_size_is_refused(load: Callable[[str], tuple[Any, ...]], tmp_path: Path) -> None:
+    _write_jpegs(tmp_path / "input" / "a.mkv", [(48, 32), (48, 32), (64, 16)])
+    with pytest.raises(NodeFailedError, match=r"changes its size from 48x32 to 64x16 at frame 2") as failed:
+        load("a.mkv")
+    assert isinstance(failed.value.__cause__, VideoInputError)
