@@ -167,6 +167,19 @@ def test_the_planner_and_the_memory_count_all_tokens(open_pair: OpenPair, make_r
     assert extra_tokens_of(pair, replace(unequal, guidance=(1.0, 1.0))) == extra
 
 
+def test_both_sides_share_one_copy_on_the_device(make_request: Request) -> None:
+    def contexts(**changes: Any) -> list[torch.Tensor]:
+        request, meta = make_request(tokens=CONTEXT, **changes), torch.device("meta")
+        lanes = LaneInputs(request, meta).lanes(request.noise.to(meta), with_negative=True)
+        return [lane.behind[0].latents for lane in lanes]
+
+    positive, negative = contexts()
+    assert positive.is_meta
+    assert negative is positive
+    positive, negative = contexts(negative_tokens=ExtraTokens(context=(IMAGE,)))
+    assert [positive.shape, negative.shape] == [SOURCE.shape, IMAGE.shape]
+
+
 def test_windows_cut_a_context_of_the_videos_length_alone(make_request: Request) -> None:
     noise = _normal(1, 16, 5, 4, 6, seed=1)
     source, shorter = _normal(1, 16, 5, 4, 6, seed=2), _normal(1, 16, 3, 4, 6, seed=3)
