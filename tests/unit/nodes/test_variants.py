@@ -146,6 +146,19 @@ class TestBernini:
             assert [each.shape for each in side[0][1]["context_latents"]] == shapes
         assert latent["samples"].shape == (1, 16, 3, 4, 8)
 
+    def test_each_prompt_keeps_its_own_sources(self) -> None:
+        positive, _, latent = _bernini(source_video=CONTROL, reference_image=REFERENCE)
+        _, negative, _ = _bernini(reference_image=REFERENCE)
+        request = request_of(positive, negative, latent, **SETTINGS)
+        for side, given in zip(request.tokens_of_sides, (positive, negative), strict=True):
+            wanted = [normalise(each) for each in given[0][1]["context_latents"]]
+            assert [each.shape for each in side.context] == [each.shape for each in wanted]
+            assert all(map(torch.equal, side.context, wanted))
+        assert [len(side.context) for side in request.tokens_of_sides] == [2, 1]
+        assert request_of(positive, positive, latent, **SETTINGS).negative_tokens is None, "equal on both sides"
+        unguided = {**SETTINGS, "guidance_high": 1.0, "guidance_low": 1.0}
+        assert request_of(positive, negative, latent, **unguided).negative_tokens is None, "not read"
+
     def test_nothing_is_text_to_video(self) -> None:
         positive, negative, _ = _bernini()
         assert "context_latents" not in positive[0][1].keys() | negative[0][1].keys()
