@@ -159,7 +159,7 @@ def native_answers(
     modules = {getattr(item.module, "NATIVE_CASES", None) for item in request.session.items if hasattr(item, "module")}
     names = sorted(modules - {None})
     results: dict[str, dict[str, Any]] = in_comfyui(
-        NATIVE_CASES, names, str(tmp_path_factory.mktemp("native")), seconds=900
+        NATIVE_CASES, names, str(tmp_path_factory.mktemp("native")), seconds=1800
     )
     return results
 

@@ -29,7 +29,7 @@ MODELS = {
 EFFECT = 0.01
 """A hundred times the distance within which other samplers must be."""
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(1800)]
 
 Case = Callable[[str], Any]
 

@@ -21,7 +21,7 @@ FUN = [
 ]
 CONTEXTS = ["a source", "a source and images", "images"]
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(1800)]
 
 Case = Callable[[str], Any]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(1800)]
 
 NATIVE_CASES = "native_families"
 

@@ -21,7 +21,7 @@ MEGABYTE = 1_000_000
 
 Case = Callable[[str], Any]
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("layout", SCALED_LAYOUTS)

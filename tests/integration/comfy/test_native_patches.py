@@ -17,7 +17,7 @@ NUMBER_FORMATS = ["fp32", "bf16", "fp8"]
 
 Case = Callable[[str], Any]
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(1800)]
 
 
 LORAS = [
