@@ -87,7 +87,8 @@ def _refusals(mesh: Mesh, job: OffloadJob, lanes: int, samples: int) -> Iterator
     if (heads := _heads(job)) % mesh.ulysses:
         yield f"ulysses {mesh.ulysses} does not divide {heads} heads: {_list_divisors(heads)}"
     parts = mesh.ring * mesh.ulysses
-    if job.tokens % parts:
+    # Ulysses without a ring splits any number of tokens; a ring needs equal parts.
+    if (mesh.ring > 1 and job.tokens % parts) or job.tokens < parts:
         degrees = f"ring {mesh.ring} x ulysses {mesh.ulysses} = {parts}" if mesh.ring > 1 else f"ulysses {parts}"
         yield f"{degrees} does not divide {job.tokens} tokens: {_list_divisors(job.tokens)}"
     if mesh.cfg > 1 and lanes < 2:
@@ -207,7 +208,7 @@ def worker_share(
     lanes = {expert: -(-count // mesh.cfg) for expert, count in job.lanes.items() if expert in part.experts_of_steps}
     worker = replace(
         part,
-        tokens=job.tokens // (mesh.ring * mesh.ulysses),
+        tokens=-(-job.tokens // (mesh.ring * mesh.ulysses)),
         ring=mesh.ring,
         ulysses=mesh.ulysses,
         lanes=lanes,
