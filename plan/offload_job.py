@@ -20,7 +20,7 @@ class OffloadJob:
 
     expert: ExpertShape
     tokens: int
-    """Sequence length of one lane; if workers share it, the tokens of one worker."""
+    """Sequence length of the longest lane; if workers share it, the tokens of one worker."""
     lanes: Mapping[str, int]
     """Lanes of each expert of the pair, also of one that no step runs."""
     experts_of_steps: tuple[str, ...]
@@ -56,6 +56,9 @@ class OffloadJob:
     lanes_of_steps: tuple[int, ...] = ()
     """Lanes of each step if they vary between the steps of an expert, else (). The planner uses `lanes`, the maximum;
     predictions of a chosen plan and corrections by a first step use these."""
+    extra_tokens: tuple[int, ...] = ()
+    """Tokens of a lane next to those of its video (references), for each CFG side; `tokens` includes the largest
+    number. (): none, or those of one worker."""
     patches_of_steps: tuple[int, ...] = ()
     """`BlockKey.patch` in each step; (): 0 in all of them."""
     skipped_steps: frozenset[int] = frozenset()
@@ -79,6 +82,8 @@ class OffloadJob:
                 f"patches_of_steps has {len(self.patches_of_steps)} values for {len(self.experts_of_steps)} steps: "
                 "give one for each step, or none"
             )
+        if self.extra_tokens and not 0 <= min(self.extra_tokens) <= max(self.extra_tokens) < self.tokens:
+            raise ValueError(f"extra_tokens are {self.extra_tokens} of {self.tokens} tokens: give 0 or more, and fewer")
         if self.linear_format not in ("", *LINEAR_FORMATS):
             raise ValueError(f"linear_format is {self.linear_format!r}, choose '' or one of {LINEAR_FORMATS}")
         if min(self.lanes.values()) < 1:
@@ -97,6 +102,16 @@ class OffloadJob:
     @property
     def block_counts(self) -> dict[str, int]:
         return dict.fromkeys(self.lanes, self.expert.blocks)
+
+    @property
+    def video_tokens(self) -> int:
+        """Tokens of a lane's video alone."""
+        return self.tokens - max(self.extra_tokens, default=0)
+
+    @property
+    def tokens_of_sides(self) -> tuple[int, ...]:
+        """Tokens of a lane of each CFG side; one number if they are equal."""
+        return tuple(dict.fromkeys(self.video_tokens + extra for extra in self.extra_tokens or (0,)))
 
     @property
     def visits(self) -> tuple[Visit, ...]:

@@ -6,9 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise, product
-from math import inf
+from math import gcd, inf
 
-from ..schema import HEAD_DIM, ON_DEVICE, WHOLE_WEIGHTS, Mesh, MeshError, WeightPlacement
+from ..schema import (
+    HEAD_DIM,
+    ON_DEVICE,
+    PATCH,
+    PIXELS_PER_LATENT,
+    WHOLE_WEIGHTS,
+    Mesh,
+    MeshError,
+    WeightPlacement,
+)
 from .candidates import fitting_policies
 from .machine import Machine
 from .memory import RAM_SHARE, DoesNotFitError, memory_budget
@@ -88,9 +97,12 @@ def _refusals(mesh: Mesh, job: OffloadJob, lanes: int, samples: int) -> Iterator
         yield f"ulysses {mesh.ulysses} does not divide {heads} heads: {_list_divisors(heads)}"
     parts = mesh.ring * mesh.ulysses
     # Ulysses without a ring splits any number of tokens; a ring needs equal parts.
-    if (mesh.ring > 1 and job.tokens % parts) or job.tokens < parts:
+    # The sides of a guided run may have different references.
+    common, fewest = gcd(*job.tokens_of_sides), min(job.tokens_of_sides)
+    if (mesh.ring > 1 and common % parts) or fewest < parts:
         degrees = f"ring {mesh.ring} x ulysses {mesh.ulysses} = {parts}" if mesh.ring > 1 else f"ulysses {parts}"
-        yield f"{degrees} does not divide {job.tokens} tokens: {_list_divisors(job.tokens)}"
+        remedy = "" if job.video_tokens % parts else _scale_references(job, parts)
+        yield f"{degrees} does not divide {_token_words(job)}: {_list_divisors(common)}{remedy}"
     if mesh.cfg > 1 and lanes < 2:
         yield (
             f"cfg {mesh.cfg}, but guidance is 1 under every expert, so each step has one lane and half of the workers "
@@ -124,6 +136,24 @@ def _list_divisors(number: int) -> str:
     if not divisors:
         return "only 1 does"
     return f"{', '.join(divisors)} {'do' if len(divisors) > 1 else 'does'}"
+
+
+def _token_words(job: OffloadJob) -> str:
+    """Return the number of tokens of a lane: `30 tokens (positive) and 27 (negative)` if the sides differ."""
+    first, *others = job.tokens_of_sides
+    return f"{first} tokens (positive) and {others[0]} (negative)" if others else f"{first} tokens"
+
+
+def _scale_references(job: OffloadJob, parts: int) -> str:
+    """Return the remedy for references that `parts` workers cannot share, as the end of a message; "" without any."""
+    if not any(job.extra_tokens):
+        return ""
+    numbers = " and ".join(map(str, dict.fromkeys(job.extra_tokens)))
+    multiple = parts * PIXELS_PER_LATENT * PATCH[1]
+    return (
+        f"; {numbers} of them belong to sources and references: give every reference a side of a multiple of "
+        f"{multiple} pixels (longest_side of WanStream Bernini scales larger ones down to it)"
+    )
 
 
 TOKEN_SHARING_COST = 0.1
@@ -170,11 +200,7 @@ def choose_layout(
     rings = machine.computes_on == "cuda"
     meshes = list(_layouts(workers, job, samples, rings=rings))
     if not meshes:
-        fitting = next(count for count in range(workers, 0, -1) if any(_layouts(count, job, samples, rings=rings)))
-        raise MeshError(
-            f"{workers} workers cannot share {samples} video{'s' * (samples != 1)} of {job.tokens} tokens and "
-            f"{_heads(job)} heads evenly: use {fitting}"
-        )
+        raise MeshError(_no_layout(workers, job, samples, rings=rings))
     meshes.sort(key=lambda mesh: _order(mesh, job, samples, workers_per_machine))
     shortages: list[str] = []
     for mesh in meshes:
@@ -209,6 +235,7 @@ def worker_share(
     worker = replace(
         part,
         tokens=-(-job.tokens // (mesh.ring * mesh.ulysses)),
+        extra_tokens=(),
         ring=mesh.ring,
         ulysses=mesh.ulysses,
         lanes=lanes,
@@ -263,6 +290,18 @@ def _layouts(workers: int, job: OffloadJob, samples: int, *, rings: bool) -> Ite
         except MeshError:
             continue
         yield mesh
+
+
+def _no_layout(workers: int, job: OffloadJob, samples: int, *, rings: bool) -> str:
+    """Return the message for a number of workers that no layout has."""
+    fitting = next(count for count in range(workers, 0, -1) if any(_layouts(count, job, samples, rings=rings)))
+    alone = replace(job, tokens=job.video_tokens, extra_tokens=())
+    parts = [mesh.ring * mesh.ulysses for mesh in _layouts(workers, alone, samples, rings=rings)]
+    remedy = _scale_references(job, min(parts)) if parts else ""
+    return (
+        f"{workers} workers cannot share {samples} video{'s' * (samples != 1)} of {_token_words(job)} and "
+        f"{_heads(job)} heads evenly: use {fitting}{remedy}"
+    )
 
 
 def _order(mesh: Mesh, job: OffloadJob, samples: int, workers_per_machine: int) -> tuple[float, ...]:

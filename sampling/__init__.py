@@ -31,6 +31,7 @@ from .inputs.control import (
     control_mask,
     fitted_reference,
     fitted_video,
+    reference_size,
     reference_streams,
     whole_latent_frames,
 )
@@ -119,6 +120,7 @@ __all__ = [
     "policy_with_cache",
     "predicted_calls",
     "predicted_timeline",
+    "reference_size",
     "reference_streams",
     "request_job",
     "schedule_sigmas",

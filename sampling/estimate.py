@@ -15,7 +15,7 @@ from .cache.settings import CacheSettings, FirstBlockCache, policy_with_cache
 from .cache.stages import start_cache
 from .inputs.request import DenoiseRequest
 from .loop.lanes import names_at, patches_at
-from .memory import expert_shape, extra_tokens_of, kernel_needs, tokens_of
+from .memory import expert_shape, kernel_needs, tokens_of
 
 
 def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
@@ -28,7 +28,7 @@ def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device)
         experts_of_steps=[request.step_plan.experts[step] for step in steps],
         lanes_of_steps=[request.batch * request.lanes_at(step) for step in steps],
         guided={expert: _guided(request, expert) for expert in ("high", "low")},
-        extra_tokens=extra_tokens_of(pair, request),
+        extra_tokens=request.extra_tokens_of_sides(reads_reference=pair.reads_reference),
         cache=request.cache,
         patches_of_steps=list(patches_at(pair, request).values()) if pair.strengths_vary else (),
     )
@@ -50,7 +50,7 @@ def offload_job(  # noqa: PLR0913 (the planner's description of a run)
     experts_of_steps: Sequence[str],
     guided: Mapping[str, bool],
     lanes_of_steps: Sequence[int] = (),
-    extra_tokens: int = 0,
+    extra_tokens: Sequence[int] = (),
     cache: CacheSettings | None = None,
     patches_of_steps: Sequence[int] = (),
 ) -> OffloadJob:
@@ -60,7 +60,7 @@ def offload_job(  # noqa: PLR0913 (the planner's description of a run)
         experts_of_steps: expert of each step, in order.
         guided: for each expert, True if it has negative lanes.
         lanes_of_steps: lanes of each step; empty: those that follow from `shape` and `guided`.
-        extra_tokens: tokens of a lane next to those of its video.
+        extra_tokens: tokens of a lane next to those of its video, for each CFG side; empty: none.
         cache: step cache, whose device memory is counted.
         patches_of_steps: `BlockKey.patch` in each step; empty: 0 in all of them.
 
@@ -73,7 +73,8 @@ def offload_job(  # noqa: PLR0913 (the planner's description of a run)
     first = pair.computed_bytes if isinstance(cache, FirstBlockCache) else 0
     return OffloadJob(
         expert=expert_shape(pair),
-        tokens=tokens_of(shape) + extra_tokens,
+        tokens=tokens_of(shape) + max(extra_tokens, default=0),
+        extra_tokens=tuple(extra_tokens) if any(extra_tokens) else (),
         lanes=lanes,
         experts_of_steps=tuple(experts_of_steps),
         stored_bytes=pair.stored_bytes,

@@ -153,7 +153,7 @@ class GuiderSteps:
             experts_of_steps=[expert for expert, _ in calls],
             lanes_of_steps=[len(names) for _, names in calls],
             guided=self.guided,
-            extra_tokens=self.extra_tokens(pair),
+            extra_tokens=(self.extra_tokens(pair),),
             cache=self.settings.cache,
         )
 

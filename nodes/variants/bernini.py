@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import torch
 
 from ...host import current_host, io, search_aliases
-from ...sampling import CONTEXT_KEY, fitted_reference, fitted_video, reference_streams
-from ...schema import VideoShape
+from ...sampling import (
+    CONTEXT_KEY,
+    fitted_reference,
+    fitted_video,
+    reference_size,
+    reference_streams,
+    whole_latent_frames,
+)
+from ...schema import FP32_BYTES, VideoShape
 from ...wan import WAN21, open_vae
 from ..decode import vae_input
 from ..latents import (
@@ -17,6 +25,7 @@ from ..latents import (
     UnsupportedImageError,
     added,
     check_size,
+    check_tensor_ram,
     empty_latent,
     video_shape,
 )
@@ -126,8 +135,23 @@ def _contexts(
     images: list[torch.Tensor],
     longest: int,
 ) -> list[torch.Tensor]:
-    """Return the raw latents of the source, the reference video and each reference image, in this order."""
-    videos = [] if source is None else [fitted_video(source, shape, mode="area")]
-    videos += [] if reference is None else [fitted_reference(reference, shape.frames, longest)]
-    videos += [fitted_reference(image, 1, longest) for image in reference_streams(images)]
-    return [encode_here(vae, video) for video in videos]
+    """Return the raw latents of the source, the reference video and each reference image, in this order.
+
+    Raises:
+        InsufficientMemoryError: the scaled frames of a video do not fit into RAM.
+    """
+    # Each is encoded before the next is scaled, so that only one of them is in RAM.
+    contexts = []
+    if source is not None:
+        _check_ram(whole_latent_frames(source, shape.frames), (shape.height, shape.width), "the source video")
+        contexts.append(encode_here(vae, fitted_video(source, shape, mode="area")))
+    if reference is not None:
+        taken = whole_latent_frames(reference, shape.frames)
+        _check_ram(taken, reference_size(taken, longest), "the reference video")
+        contexts.append(encode_here(vae, fitted_reference(taken, shape.frames, longest)))
+    return contexts + [encode_here(vae, fitted_reference(image, 1, longest)) for image in reference_streams(images)]
+
+
+def _check_ram(taken: torch.Tensor, size: tuple[int, int], name: str) -> None:
+    """Raise InsufficientMemoryError if the images, scaled to `size`, do not fit into RAM."""
+    check_tensor_ram(len(taken) * prod(size) * 3 * FP32_BYTES, name)

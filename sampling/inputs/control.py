@@ -36,15 +36,20 @@ def fitted_video(images: torch.Tensor, shape: VideoShape, *, mode: str = "biline
 
 
 def fitted_reference(images: torch.Tensor, frames: int, longest: int) -> torch.Tensor:
-    """Return at most `frames` images with their own aspect ratio, no side longer than `longest` pixels.
+    """Return at most `frames` images with their own aspect ratio, no side longer than `longest` pixels."""
+    taken = whole_latent_frames(images, frames)
+    return interpolate(taken.movedim(-1, 1), size=reference_size(taken, longest), mode="area").movedim(1, -1)
+
+
+def reference_size(images: torch.Tensor, longest: int) -> tuple[int, int]:
+    """Return (height, width) of fitted references.
 
     Smaller images are not enlarged; both sides are rounded to multiples of 16 pixels.
     """
-    taken = whole_latent_frames(images, frames)
-    height, width = taken.shape[1:3]
+    height, width = images.shape[1:3]
     scale = min(longest / max(height, width), 1.0)
-    size = [max(SIDE_STEP, round(side * scale / SIDE_STEP) * SIDE_STEP) for side in (height, width)]
-    return interpolate(taken.movedim(-1, 1), size=size, mode="area").movedim(1, -1)
+    height, width = (max(SIDE_STEP, round(side * scale / SIDE_STEP) * SIDE_STEP) for side in (height, width))
+    return height, width
 
 
 def control_latents(

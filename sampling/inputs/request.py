@@ -259,10 +259,18 @@ class DenoiseRequest:
 
         `reads_reference`: the model has a `ref_conv`.
         """
+        return max(self.extra_tokens_of_sides(reads_reference=reads_reference))
+
+    def extra_tokens_of_sides(self, *, reads_reference: bool) -> tuple[int, ...]:
+        """Return the tokens of a lane next to those of its video, for each CFG side that has lanes.
+
+        `reads_reference`: the model has a `ref_conv`.
+        """
         frames = self.noise.shape[2]
         window = frames if self.windows is None else self.windows.frames
-        sides = self.tokens_of_sides if self.needs_negative else self.tokens_of_sides[:1]
-        return max(side.count(reads_reference=reads_reference, frames=frames, window=window) for side in sides)
+        # NAG reads the negative text in positive lanes.
+        sides = self.tokens_of_sides if self.guided else self.tokens_of_sides[:1]
+        return tuple(side.count(reads_reference=reads_reference, frames=frames, window=window) for side in sides)
 
     def lanes_at(self, step: int) -> int:
         """Return the number of lanes that each sample has in a step of the whole schedule."""

@@ -58,9 +58,12 @@ class LaneInputs:
         self._embedding = samples(request.image_embedding)
         self._timestep_scales = request.timestep_scales
         self._control_channels = request.control_channels
+        positive, negative = request.tokens_of_sides
+        moved = positive.to(device)
+        # Both sides usually have the same tokens, of which one copy on the device is enough.
         self._tokens = [
             [tokens.of_sample(sample, reads_reference=reads_reference) for sample in range(request.batch)]
-            for tokens in (side.to(device) for side in request.tokens_of_sides)
+            for tokens in (moved, moved if negative is positive else negative.to(device))
         ]
 
     def lanes(

@@ -478,7 +478,8 @@ class Machine:
         """Return the locked ranges in `memory`, with start and end of the shared bytes in each."""
         first, last = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         parts = []
-        for at, locked in self.locked.items():
+        # Copied, because another thread may lock memory meanwhile.
+        for at, locked in list(self.locked.items()):
             start, stop = max(first, at), min(last, at + locked.memory.numel())
             if start < stop:
                 parts.append((locked, start - at, stop - at))

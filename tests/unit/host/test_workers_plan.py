@@ -50,6 +50,11 @@ def test_what_a_user_says_needs_no_machine() -> None:
         (Mesh(data=2), a_job(), "one video is made"),
         (Mesh(ulysses=2), replace(a_job(), expert=replace(T2V_A14B, width=128)), "does not divide 1 head"),
         (Mesh(stage=5), a_job(), "stage 5 for 4 steps"),
+        (
+            Mesh(ulysses=2),
+            replace(a_job(), extra_tokens=(180, 177)),
+            r"32760 tokens \(positive\) and 32757 \(negative\)",
+        ),
     ],
 )
 def test_a_layout_that_does_not_suit_the_run_is_refused(mesh: Mesh, job: OffloadJob, said: str) -> None:

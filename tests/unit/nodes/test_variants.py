@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from wanstream.host.embedded.adapter import Folders
+from wanstream.nodes import latents
 from wanstream.nodes.latents import UnsupportedImageError
 from wanstream.nodes.sampler import request_of
+from wanstream.nodes.variants import bernini
 from wanstream.nodes.variants.bernini import WanStreamBernini
 from wanstream.nodes.variants.fun_control import WAN21_CONTROL, WanStreamFunControl
-from wanstream.sampling import denoise
+from wanstream.sampling import InsufficientMemoryError, denoise
 from wanstream.sampling.inputs.control import control_mask, fitted_reference, whole_latent_frames
 from wanstream.schema import OffloadPolicy, VideoShape
 from wanstream.tests.support.embedded import embedded_host
@@ -144,6 +146,19 @@ class TestBernini:
             assert [each.shape for each in side[0][1]["context_latents"]] == shapes
         assert latent["samples"].shape == (1, 16, 3, 4, 8)
 
+    def test_each_prompt_keeps_its_own_sources(self) -> None:
+        positive, _, latent = _bernini(source_video=CONTROL, reference_image=REFERENCE)
+        _, negative, _ = _bernini(reference_image=REFERENCE)
+        request = request_of(positive, negative, latent, **SETTINGS)
+        for side, given in zip(request.tokens_of_sides, (positive, negative), strict=True):
+            wanted = [normalise(each) for each in given[0][1]["context_latents"]]
+            assert [each.shape for each in side.context] == [each.shape for each in wanted]
+            assert all(map(torch.equal, side.context, wanted))
+        assert [len(side.context) for side in request.tokens_of_sides] == [2, 1]
+        assert request_of(positive, positive, latent, **SETTINGS).negative_tokens is None, "equal on both sides"
+        unguided = {**SETTINGS, "guidance_high": 1.0, "guidance_low": 1.0}
+        assert request_of(positive, negative, latent, **unguided).negative_tokens is None, "not read"
+
     def test_nothing_is_text_to_video(self) -> None:
         positive, negative, _ = _bernini()
         assert "context_latents" not in positive[0][1].keys() | negative[0][1].keys()
@@ -151,6 +166,33 @@ class TestBernini:
     def test_another_vae_is_refused(self) -> None:
         with pytest.raises(UnsupportedImageError, match="Bernini takes latents of wan_2"):
             _bernini(vae=VAE_5B)
+
+    @pytest.mark.parametrize(
+        ("inputs", "name", "nbytes"),
+        [
+            ({"source_video": torch.zeros(1025, 8, 8, 3)}, "source", 1025 * 4096 * 4096 * 3 * 4),
+            ({"source_video": torch.zeros(7, 8, 8, 3)}, "source", 5 * 4096 * 4096 * 3 * 4),
+            ({"reference_video": torch.zeros(9, 400, 600, 3), "longest_side": 480}, "reference", 9 * 320 * 480 * 3 * 4),
+        ],
+    )
+    def test_a_video_for_which_there_is_too_little_ram_is_not_scaled(
+        self, monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any], name: str, nbytes: int
+    ) -> None:
+        asked: list[int] = []
+
+        def lacking(wanted: int) -> int:
+            asked.append(wanted)
+            return 2_000_000_000
+
+        def scaled(*_: object, **__: object) -> torch.Tensor:
+            raise AssertionError("the video was scaled")
+
+        monkeypatch.setattr(latents, "insufficient_ram", lacking)
+        monkeypatch.setattr(bernini, "fitted_video", scaled)
+        monkeypatch.setattr(bernini, "fitted_reference", scaled)
+        with pytest.raises(InsufficientMemoryError, match=rf"the {name} video takes .* of RAM, and 2\.00 GB are free"):
+            _bernini(**inputs, width=4096, height=4096, frames=1025)
+        assert asked == [nbytes]
 
 
 @pytest.mark.parametrize(

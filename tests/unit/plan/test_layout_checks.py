@@ -23,10 +23,13 @@ def _check(
     lanes: dict[str, int] = BOTH_GUIDED,
     experts: tuple[str, ...] = ("high",) * 10 + ("low",) * 10,
     samples: int = 1,
+    extra_tokens: tuple[int, ...] = (),
 ) -> tuple[str, ...]:
     expert = replace(T2V_A14B, width=heads * HEAD_DIM)
     sizes = {"stored_bytes": 1, "file_bytes": 1, "computed_bytes": 1, "resident_bytes": 1}
-    job = OffloadJob(expert=expert, tokens=tokens, lanes=lanes, experts_of_steps=experts, **sizes)
+    job = OffloadJob(
+        expert=expert, tokens=tokens, lanes=lanes, experts_of_steps=experts, extra_tokens=extra_tokens, **sizes
+    )
     return check_layout(mesh, job, samples)
 
 
@@ -42,6 +45,8 @@ def _check(
         (Mesh(ring=2, ulysses=8), {"tokens": 75_600}),
         (Mesh(data=4, stage=2), {"samples": 8}),
         (Mesh(ring=3), {"heads": 1}),
+        (Mesh(ring=3), {"tokens": 30, "extra_tokens": (18, 15)}),
+        (Mesh(ulysses=2), {"tokens": 30, "extra_tokens": (15, 15)}),
     ],
 )
 def test_a_mesh_that_keeps_every_worker_busy_has_no_warnings(mesh: Mesh, changes: dict[str, Any]) -> None:
@@ -59,8 +64,24 @@ def test_a_mesh_that_keeps_every_worker_busy_has_no_warnings(mesh: Mesh, changes
             {},
             "ring 2 x ulysses 8 = 16 does not divide 32760 tokens: 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 15 do",
         ),
-        (Mesh(ring=2), {"tokens": 7}, "ring 2 x ulysses 1 = 2 does not divide 7 tokens: 7 does"),
-        (Mesh(ulysses=8), {"tokens": 7}, "ulysses 8 does not divide 7 tokens: 7 does"),
+        (Mesh(ring=2), {"tokens": 7}, "ring 2 x ulysses 1 = 2 does not divide 7 tokens: 7 does$"),
+        (Mesh(ulysses=8), {"tokens": 7}, "ulysses 8 does not divide 7 tokens: 7 does$"),
+        (
+            Mesh(ring=2),
+            {"tokens": 32_760 + 53 * 53, "extra_tokens": (53 * 53,)},
+            "ring 2 x ulysses 1 = 2 does not divide 35569 tokens: .*; 2809 of them belong to sources and references: give every "
+            "reference a side of a multiple of 32 pixels .longest_side of WanStream Bernini",
+        ),
+        (
+            Mesh(ring=2),
+            {"tokens": 30, "extra_tokens": (18, 15)},
+            r"ring 2 x ulysses 1 = 2 does not divide 30 tokens \(positive\) and 27 \(negative\): 3 does; 18 and 15 of them",
+        ),
+        (
+            Mesh(ring=2),
+            {"tokens": 31, "extra_tokens": (4,)},
+            "ring 2 x ulysses 1 = 2 does not divide 31 tokens: only 1 does$",
+        ),
         (
             Mesh(cfg=2),
             {"lanes": {"high": 1, "low": 1}},

@@ -98,6 +98,20 @@ def test_ulysses_shares_any_number_of_tokens(make_job: MakeJob, rate_machine: Ma
     assert worker_share(mesh, job, rate_machine(), NO_LIMIT, workers_per_machine=2).job.tokens == 1_405
 
 
+def test_references_that_workers_cannot_share(make_job: MakeJob, rate_machine: MakeMachine) -> None:
+    """999 tokens of the video; the references of one side divide, those of the other do not."""
+    job = make_job(high=1, low=1, tokens=999 + 30, extra_tokens=(30, 25))
+    message = (
+        r"3 workers .* of 1029 tokens \(positive\) and 1024 \(negative\) and 2 heads evenly: use 2; .* of 48 pixels"
+    )
+    with pytest.raises(MeshError, match=message):
+        choose_layout(3, job, rate_machine(), NO_LIMIT)
+    equal = replace(job, extra_tokens=(30, 30))
+    assert choose_layout(3, equal, rate_machine(), NO_LIMIT) == Mesh(ring=3)
+    share = worker_share(Mesh(ring=3), equal, rate_machine(), NO_LIMIT, workers_per_machine=3)
+    assert share.job.tokens_of_sides == (1029 // 3,)
+
+
 @pytest.mark.parametrize(("workers", "samples"), [(0, 1), (1, 0)])
 def test_workers_and_videos_are_one_or_more(
     workers: int, samples: int, make_job: MakeJob, rate_machine: MakeMachine

@@ -29,7 +29,7 @@ from wanstream.sampling.cache.calibrate import calibrate
 from wanstream.sampling.cache.settings import EasyCache, FirstBlockCache, MagCache
 from wanstream.sampling.loop.lanes import windows_at
 from wanstream.schema import ContextWindows, OffloadPolicy
-from wanstream.wan import ExpertPair
+from wanstream.wan import ExpertPair, Nag
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 POLICIES = {
@@ -156,7 +156,8 @@ def test_the_planner_and_the_memory_count_all_tokens(open_pair: OpenPair, make_r
     pair, request = open_pair(), make_request(tokens=CONTEXT)
     extra = VIDEO_TOKENS + IMAGE_TOKENS
     assert extra_tokens_of(pair, request) == extra
-    assert request_job(pair, request, torch.device("cpu")).tokens == VIDEO_TOKENS + extra
+    cpu = torch.device("cpu")
+    assert request_job(pair, request, cpu).tokens == VIDEO_TOKENS + extra
     shape = request.computed_shape
     longer = (*shape[:2], shape[2] * 3, *shape[3:])
     needs = working_bytes(pair, shape, guided=True, extra_tokens=2 * VIDEO_TOKENS)
@@ -166,7 +167,27 @@ def test_the_planner_and_the_memory_count_all_tokens(open_pair: OpenPair, make_r
     assert extra_tokens_of(open_pair(**CONTROL), reference) == REFERENCE_TOKENS
     unequal = make_request(tokens=CONTEXT, negative_tokens=ExtraTokens(context=(SOURCE, IMAGE, IMAGE)))
     assert extra_tokens_of(pair, unequal) == extra + IMAGE_TOKENS
-    assert extra_tokens_of(pair, replace(unequal, guidance=(1.0, 1.0))) == extra
+    more = VIDEO_TOKENS + extra + IMAGE_TOKENS
+    assert request_job(pair, unequal, cpu).tokens == more
+    assert request_job(pair, unequal, cpu).tokens_of_sides == (more - IMAGE_TOKENS, more)
+    assert request_job(pair, request, cpu).tokens_of_sides == (more - IMAGE_TOKENS,)
+    for nag in (None, Nag()):
+        without = replace(unequal, guidance=(1.0, 1.0), nag=nag)
+        assert extra_tokens_of(pair, without) == extra, "no negative lanes"
+        assert request_job(pair, without, cpu).tokens_of_sides == (VIDEO_TOKENS + extra,)
+
+
+def test_both_sides_share_one_copy_on_the_device(make_request: Request) -> None:
+    def contexts(**changes: Any) -> list[torch.Tensor]:
+        request, meta = make_request(tokens=CONTEXT, **changes), torch.device("meta")
+        lanes = LaneInputs(request, meta).lanes(request.noise.to(meta), with_negative=True)
+        return [lane.behind[0].latents for lane in lanes]
+
+    positive, negative = contexts()
+    assert positive.is_meta
+    assert negative is positive
+    positive, negative = contexts(negative_tokens=ExtraTokens(context=(IMAGE,)))
+    assert [positive.shape, negative.shape] == [SOURCE.shape, IMAGE.shape]
 
 
 def test_windows_cut_a_context_of_the_videos_length_alone(make_request: Request) -> None:

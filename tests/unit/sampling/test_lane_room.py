@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from wanstream.devices.available_ram import ESTIMATE_MARGIN
-from wanstream.sampling import DenoiseRequest, InsufficientMemoryError, check_room, denoise, working_bytes
+from wanstream.sampling import (
+    DenoiseRequest,
+    ExtraTokens,
+    InsufficientMemoryError,
+    check_room,
+    denoise,
+    working_bytes,
+)
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.loop.oom_fallback import LATENT_COPIES, RunPolicy
 from wanstream.schema import OffloadPolicy
@@ -94,6 +101,21 @@ def test_lanes_without_guidance_take_half(open_pair: OpenPair, lanes: Callable[.
     check_room(pair, lanes(4, guidance=(1.0, 1.0)), LAYERWISE, CPU, free=free)
     with pytest.raises(InsufficientMemoryError):
         check_room(pair, lanes(4, guidance=(1.0, 3.0)), LAYERWISE, CPU, free=free)
+
+
+@pytest.mark.parametrize("side", ["tokens", "negative_tokens"])
+def test_tokens_next_to_the_video_take_room(
+    side: str, open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]
+) -> None:
+    """A context of the video's size, on one side: the room of a video of twice the length."""
+    pair, context = open_pair(), ExtraTokens(context=(torch.zeros(1, 1, 1, 1, 1).expand(1, *LARGE),))
+    channels, frames, *size = LARGE
+    working = working_bytes(pair, (2, channels, 2 * frames, *size), guided=True, chunk_tokens=2048)
+    enough = working + pair.device_bytes(LAYERWISE, device=CPU)
+    assert enough > needed(pair, 2, chunk=2048)
+    check_room(pair, lanes(2, **{side: context}), LAYERWISE, CPU, free=enough)
+    with pytest.raises(InsufficientMemoryError, match="1 of them would fit"):
+        check_room(pair, lanes(2, **{side: context}), LAYERWISE, CPU, free=enough - 1)
 
 
 def test_one_video_is_always_tried(open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]) -> None:

@@ -46,6 +46,12 @@ def test_the_planner_knows_which_files_are_decoded_on_arrival(tiny_expert_file, 
         assert 2 * on_gpu.computed_bytes + raw + on_gpu.resident_bytes == device_bytes
 
 
+def test_tokens_next_to_the_video_are_fewer_than_all(make_job):
+    for extra in ((0, -1), (960,)):
+        with pytest.raises(ValueError, match=r"extra_tokens are .* of 960 tokens: give 0 or more"):
+            make_job(tokens=960, extra_tokens=extra)
+
+
 def test_the_planner_hears_of_the_5b_model_what_it_is(tiny_expert_file):
     """Widths, channels and bytes from the file headers; 16 pixels per latent pixel; a single model."""
     path = tiny_expert_file(dtype=torch.bfloat16, in_channels=48, heads=3, ffn_dim=640, layers=2)

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 import torch
 
 from wanstream.host import io
+from wanstream.host.embedded import load_video
 from wanstream.host.embedded.load_video import VideoInputError
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes.runs import write_mp4
+from wanstream.sampling import InsufficientMemoryError
+from wanstream.tests.support.embedded import embedded_host
+
+# Decodes a video in a separate process and prints the peak memory in KiB.
+PEAK = """
+import sys
+from pathlib import Path
+
+from wanstream.host.embedded.load_video import GetVideoComponents, VideoFile
+
+
+def status(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(field + ":")))
+
+
+with open("/proc/self/clear_refs", "w") as refs:
+    refs.write("5")  # the peak counts from here
+before = status("VmRSS")
+GetVideoComponents.execute(VideoFile(Path(sys.argv[1])))
+print(status("VmHWM") - before)
+"""
 
 
 class Sink(io.ComfyNode):
@@ -63,4 +92,115 @@ def test_what_is_no_video_is_refused(load: Callable[[str], tuple[Any, ...]], tmp
     (tmp_path / "input" / "a.mp4").write_bytes(b"no video")
     with pytest.raises(NodeFailedError, match=r"a\.mp4 cannot be decoded") as failed:
         load("a.mp4")
+    assert isinstance(failed.value.__cause__, VideoInputError)
+
+
+def _write_jpegs(path: Path, frames: Sequence[tuple[int, int] | bytes]) -> None:
+    """Write an MKV of JPEG: a picture (width, height) for each frame, or the given bytes as its packet."""
+    with av.open(path, "w") as file:
+        stream = file.add_stream("mjpeg", rate=12, width=48, height=32, pix_fmt="yuvj420p")
+        for index, frame in enumerate(frames):
+            if isinstance(frame, bytes):
+                packet = av.Packet(frame)
+            else:
+                encoder = av.CodecContext.create("mjpeg", "w")
+                encoder.width, encoder.height = frame
+                encoder.pix_fmt, encoder.time_base = "yuvj420p", Fraction(1, 12)
+                (packet,) = encoder.encode(av.VideoFrame(*frame, "yuvj420p"))
+            packet.stream, packet.time_base, packet.pts, packet.dts = stream, Fraction(1, 12), index, index
+            file.mux(packet)
+
+
+@pytest.fixture
+def short_video(tmp_path: Path) -> str:
+    """Write 7 frames of 48x32."""
+    write_mp4(tmp_path / "input" / "a.mp4", torch.rand(7, 32, 48, 3), fps=12, crf=1, metadata={})
+    return "a.mp4"
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures in /proc")
+def test_the_frames_are_in_memory_once(tmp_path: Path) -> None:
+    write_mp4(tmp_path / "a.mp4", torch.zeros(1, 1, 1, 3).expand(100, 240, 320, 3), fps=12, crf=30, metadata={})
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "a.mp4")]
+    peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    frames = 100 * 240 * 320 * 3 * 4 / 1024
+    assert frames < peak < 1.3 * frames
+
+
+def test_frames_for_which_there_is_too_little_ram_are_refused(
+    load: Callable[[str], tuple[Any, ...]], short_video: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(load_video, "insufficient_ram", lambda nbytes: asked.append(nbytes) or 2_000_000_000)
+    with pytest.raises(NodeFailedError, match=r"the 7 frames of a\.mp4 \(48x32\) take .* and 2\.00 GB are free") as no:
+        load(short_video)
+    assert isinstance(no.value.__cause__, InsufficientMemoryError)
+    assert asked == [7 * 32 * 48 * 3 * 4]
+
+
+@pytest.mark.parametrize("packets", [1, 8 + 3], ids=["while they are counted", "while they are decoded"])
+def test_a_run_can_be_stopped_at_every_packet(
+    load: Callable[[str], tuple[Any, ...]], short_video: str, monkeypatch: pytest.MonkeyPatch, packets: int
+) -> None:
+    class Stop(Exception):
+        pass
+
+    polls: list[str | None] = []
+
+    def poll() -> None:
+        polls.append(embedded_host.executing_node())
+        if polls.count("2") == packets:
+            raise Stop
+
+    monkeypatch.setattr(embedded_host, "raise_if_stopped", poll)
+    with pytest.raises(NodeFailedError) as stopped:
+        load(short_video)
+    assert isinstance(stopped.value.__cause__, Stop)
+    assert polls.count("2") == packets
+
+
+@pytest.mark.parametrize(
+    ("rotation", "size", "corner"),
+    [(0, (32, 48), (0, 0)), (-90, (48, 32), (0, -1)), (180, (32, 48), (-1, -1)), (90, (48, 32), (-1, 0))],
+)
+def test_a_rotated_video_is_turned_upright(
+    load: Callable[[str], tuple[Any, ...]],
+    tmp_path: Path,
+    rotation: int,
+    size: tuple[int, int],
+    corner: tuple[int, int],
+) -> None:
+    picture = np.zeros((32, 48, 3), np.uint8)
+    picture[:16, :24] = 255
+    with av.open(tmp_path / "input" / "a.mp4", "w") as file:
+        stream = file.add_stream("libx264", rate=12, width=48, height=32, pix_fmt="yuv420p")
+        stream.set_display_rotation(rotation)
+        file.mux([*stream.encode(av.VideoFrame.from_ndarray(picture)), *stream.encode()])
+    (image,) = load("a.mp4")[0]
+    assert image.shape == (*size, 3)
+    bright = [at for at in ((0, 0), (0, -1), (-1, -1), (-1, 0)) if image[at].min() > 0.9]
+    assert bright == [corner]
+
+
+def test_damaged_packets_are_skipped(
+    load: Callable[[str], tuple[Any, ...]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _write_jpegs(tmp_path / "input" / "a.mkv", [(48, 32), (48, 32), b"damaged" * 20, (48, 32)])
+    with caplog.at_level(logging.WARNING):
+        images, _, _ = load("a.mkv")
+    assert images.shape == (3, 32, 48, 3)
+    assert "a.mkv: 1 damaged packets skipped, 3 frames decoded" in caplog.text
+
+
+def test_a_video_of_damaged_packets_only_is_refused(load: Callable[[str], tuple[Any, ...]], tmp_path: Path) -> None:
+    _write_jpegs(tmp_path / "input" / "a.mkv", [b"damaged" * 20])
+    with pytest.raises(NodeFailedError, match=r"a\.mkv has no frames that can be decoded"):
+        load("a.mkv")
+
+
+def test_a_video_that_changes_its_size_is_refused(load: Callable[[str], tuple[Any, ...]], tmp_path: Path) -> None:
+    _write_jpegs(tmp_path / "input" / "a.mkv", [(48, 32), (48, 32), (64, 16)])
+    with pytest.raises(NodeFailedError, match=r"changes its size from 48x32 to 64x16 at frame 2") as failed:
+        load("a.mkv")
     assert isinstance(failed.value.__cause__, VideoInputError)

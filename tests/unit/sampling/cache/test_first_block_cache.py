@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,10 @@ import torch
 from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
 
 from wanstream.sampling import DenoiseRequest, RequestError, RunSlice, SamplingCancelled, denoise
+from wanstream.sampling.cache.base import LaneName
+from wanstream.sampling.cache.first_block import FirstBlockSteps
 from wanstream.sampling.cache.settings import FirstBlockCache
+from wanstream.sampling.loop.parallel import LOCAL_FORWARD
 from wanstream.sampling.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.experts import make_lora, save_lora
@@ -108,6 +111,26 @@ def test_a_video_among_others_is_the_video_alone(open_pair: OpenPair, make_eight
     for place, sample in enumerate(run(pair, whole).latents):
         one = {name: getattr(whole, name)[place : place + 1].clone() for name in ("noise", "positive", "negative")}
         assert torch.equal(run(pair, make_eight_steps(cache=SOME, **one)).latents[0], sample)
+
+
+@pytest.mark.parametrize(("change", "going"), [(0.25, ()), (0.75, (0,))], ids=["skipped", "computed"])
+def test_a_change_is_measured_in_the_video_alone(change: float, going: tuple[int, ...]) -> None:
+    """Residuals of 1 in the video that change by less and by more than the threshold, among huge ones next to it."""
+    cache, name, video = FirstBlockSteps(0.5, LOCAL_FORWARD), LaneName(0, 0), slice(2, 6)
+
+    def decided(step: int, of_video: float, of_others: float) -> Sequence[int]:
+        hidden = torch.full((1, 9, 4), of_others)
+        hidden[:, video] = of_video
+        steps = cache.begin(step, "high", [name], [name], torch.nn.Identity())
+        steps.entered(0, torch.zeros_like(hidden), hidden, video)
+        decision = steps.choose()
+        for lane in decision.lanes:
+            steps.ended(lane, hidden)
+        return decision.lanes
+
+    assert tuple(decided(0, 1.0, 1e6)) == (0,), "nothing to compare with"
+    # In all tokens, the first change would be far above the threshold, and the second one far below it.
+    assert tuple(decided(1, 1.0 + change, 1e6 if going else -1e6)) == going
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])

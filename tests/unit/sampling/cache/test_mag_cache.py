@@ -25,6 +25,7 @@ from wanstream.sampling import (
     request_job,
     working_bytes,
 )
+from wanstream.sampling.cache.base import LaneName
 from wanstream.sampling.cache.calibrate import calibrate
 from wanstream.sampling.cache.mag_table import MagTable
 from wanstream.sampling.cache.magcache import Calibration
@@ -132,6 +133,21 @@ def test_measuring_changes_no_bit(open_pair: OpenPair, make_eight_steps: Request
     assert all(each[0] == each[SWITCH] == 1.0 and len(each) == STEPS for each in table.ratios)
     assert table.experts == ("high",) * SWITCH + ("low",) * (STEPS - SWITCH)
     assert table.marks.keys() == {"high", "low"}
+
+
+@pytest.mark.parametrize("of_others", [0.0, 1e6, torch.inf])
+def test_ratios_are_those_of_the_video_alone(of_others: float) -> None:
+    """Residuals of the video that halve, and any others in the tokens next to it."""
+    calibration, name, video = Calibration(), LaneName(0, 0), slice(2, 6)
+    model = torch.nn.Module()
+    model.register_parameter("scale_shift_table", torch.nn.Parameter(torch.zeros(1, 2, 4)))
+    for step, of_video in enumerate((1.0, 0.5)):
+        hidden = torch.full((1, 9, 4), of_others)
+        hidden[:, video] = of_video
+        measured = calibration.begin(step, "high", [name], [name], model)
+        measured.entered(0, torch.zeros_like(hidden), hidden, video)
+        measured.ended(0, hidden)
+    assert calibration.ratios({0: "high", 1: "high"}) == ((1.0, pytest.approx(0.5)),)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1e9])
