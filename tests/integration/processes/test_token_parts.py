@@ -41,6 +41,8 @@ CONTROL: dict[str, Any] = {
     "image_condition": _normal(1, 36, *SHAPE[2:], seed=3),
     "tokens": ExtraTokens(reference=_normal(1, 16, 1, 4, 8, seed=4)),
 }
+SIDES: dict[str, Any] = {"negative_tokens": ExtraTokens()}
+"""Lanes of 27 and of 24 tokens, with `_odd`."""
 VARIANTS = {"Bernini": ({}, BERNINI), "Fun Control": ({"in_channels": 52, "reference": True}, CONTROL)}
 
 
@@ -81,7 +83,7 @@ def test_ulysses_splits_any_number_of_tokens(
     mesh: Mesh, policy: OffloadPolicy, split: SplitProcesses, given: Given
 ) -> None:
     split.join(mesh)
-    for more in ({}, {"cache": FirstBlockCache(threshold=0.05)}, {"nag": Nag(), "guidance": (4.0, 1.0)}):
+    for more in ({}, {"cache": FirstBlockCache(threshold=0.05)}, SIDES, {"nag": Nag(), "guidance": (4.0, 1.0)}):
         job = *given({}, **_odd(), **more), policy
         alone = split.alone(*job)
         results = split.run(*job)
