@@ -96,8 +96,10 @@ def _refusals(mesh: Mesh, job: OffloadJob, lanes: int, samples: int) -> Iterator
     if (heads := _heads(job)) % mesh.ulysses:
         yield f"ulysses {mesh.ulysses} does not divide {heads} heads: {_list_divisors(heads)}"
     parts = mesh.ring * mesh.ulysses
+    # Ulysses without a ring splits any number of tokens; a ring needs equal parts.
     # The sides of a guided run may have different references.
-    if (common := gcd(*job.tokens_of_sides)) % parts:
+    common, fewest = gcd(*job.tokens_of_sides), min(job.tokens_of_sides)
+    if (mesh.ring > 1 and common % parts) or fewest < parts:
         degrees = f"ring {mesh.ring} x ulysses {mesh.ulysses} = {parts}" if mesh.ring > 1 else f"ulysses {parts}"
         remedy = "" if job.video_tokens % parts else _scale_references(job, parts)
         yield f"{degrees} does not divide {_token_words(job)}: {_list_divisors(common)}{remedy}"
@@ -232,7 +234,7 @@ def worker_share(
     lanes = {expert: -(-count // mesh.cfg) for expert, count in job.lanes.items() if expert in part.experts_of_steps}
     worker = replace(
         part,
-        tokens=job.tokens // (mesh.ring * mesh.ulysses),
+        tokens=-(-job.tokens // (mesh.ring * mesh.ulysses)),
         extra_tokens=(),
         ring=mesh.ring,
         ulysses=mesh.ulysses,

@@ -211,7 +211,7 @@ class ExpertShape:
             kernels: what the kernels of the blocks allocate.
         """
         width, value = self.width, value_bytes
-        local_tokens = tokens // (ring * ulysses)
+        local_tokens = -(-tokens // (ring * ulysses))
         chunk = local_tokens
         if chunk_tokens is None:
             in_block = local_tokens * self._block_bytes_per_token(value)

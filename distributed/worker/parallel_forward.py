@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ from ...wan import INT8_ATTENTION, ExpertEngine, Lane
 from .groups import ProcessGroups
 
 if TYPE_CHECKING:
-    from diffusers import WanTransformer3DModel
+    from diffusers import ContextParallelConfig, WanTransformer3DModel
 
 
 WITH_LSE = frozenset({"flash", "flash_hub", "_flash_3_hub", "_native_cudnn", "_native_flash"})
@@ -103,8 +103,11 @@ class ContextMesh:
 
 
 @contextmanager
-def context_parallel(groups: ProcessGroups, model: WanTransformer3DModel) -> Iterator[None]:
+def context_parallel(groups: ProcessGroups, model: WanTransformer3DModel) -> Iterator[ContextParallelConfig]:
     """Make a model compute only this worker's tokens; restore it on exit.
+
+    diffusers reads `ulysses_anything` of the yielded configuration in every forward pass: set it before one whose
+    tokens do not divide by the workers.
 
     Hooks that are added inside must be removed before the exit. A chunked forward must be installed before this,
     because it replaces `block.forward`, which the hooks wrap.
@@ -136,10 +139,13 @@ def context_parallel(groups: ProcessGroups, model: WanTransformer3DModel) -> Ite
             )
             processor._parallel_config = config
             attached.callback(block.attn1.register_forward_pre_hook(_attention_counter(groups)).remove)
+        padding = UnevenOutput(groups, parallel)
+        attached.callback(model.proj_out.register_forward_pre_hook(padding.pad).remove)
+        attached.callback(model.proj_out.register_forward_hook(padding.cut).remove)
         attached.callback(model.proj_out.register_forward_hook(_output_counter(groups)).remove)
         attached.callback(remove_context_parallel, model, plan)
         apply_context_parallel(model, parallel, plan)
-        yield
+        yield parallel
 
 
 @contextmanager
@@ -155,8 +161,39 @@ def _restored(thing: object, *names: str) -> Iterator[None]:
         attributes.update(before)
 
 
+class UnevenOutput:
+    """Hooks of the output projection that make unequal shares of tokens equal while diffusers gathers them.
+
+    diffusers gathers unequal shares by `all_gather` of unequal tensors, which Gloo does not support.
+    """
+
+    def __init__(self, groups: ProcessGroups, parallel: ContextParallelConfig) -> None:
+        self._groups, self._parallel = groups, parallel
+        self._shares: list[int] = []
+
+    def pad(self, module: object, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+        """Append zeros to tokens [1, S, D] up to the largest share."""
+        if not self._parallel.ulysses_anything:
+            return None
+        from diffusers.models._modeling_parallel import gather_size_by_comm
+
+        tokens = inputs[0].shape[1]
+        self._shares = gather_size_by_comm(tokens, self._groups.group("context"))
+        return (torch.nn.functional.pad(inputs[0], (0, 0, 0, max(self._shares) - tokens)),)
+
+    def cut(self, module: object, inputs: object, output: torch.Tensor) -> torch.Tensor | None:
+        """Cut what `pad` appended, on every worker, off the gathered tokens."""
+        if not self._parallel.ulysses_anything:
+            return None
+        parts = output.chunk(len(self._shares), dim=1)
+        return torch.cat([part[:, :share] for part, share in zip(parts, self._shares, strict=True)], dim=1)
+
+
 def _attention_counter(groups: ProcessGroups) -> Callable[..., None]:
-    """Return a hook that counts the bytes a self-attention receives from other workers, computed from its input."""
+    """Return a hook that counts the bytes a self-attention receives from other workers, computed from its input.
+
+    Of unequal shares, those of other workers are counted as if they were this worker's: one token more or less each.
+    """
     ring, ulysses = groups.mesh.ring, groups.mesh.ulysses
     # Ulysses exchanges q, k, v and the result except for the own part; a ring sends k and v of the other workers.
     tensors = 4 * (ulysses - 1) / ulysses + 2 * (ring - 1)
@@ -195,6 +232,7 @@ class GroupForward(ParallelForward):
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
+        self._configs: list[ContextParallelConfig] = []
         self.share = Share(cfg=groups.mesh.cfg, ring=groups.mesh.ring, ulysses=groups.mesh.ulysses)
 
     @contextmanager
@@ -202,28 +240,37 @@ class GroupForward(ParallelForward):
         """See `ParallelForward.attached`. Raises MeshError if the mesh does not fit the experts or this device."""
         with ExitStack() as attached:
             if self._context_size > 1:
-                for model in engine.models.bare.values():
-                    attached.enter_context(context_parallel(self._groups, model))
+                models = engine.models.bare.values()
+                self._configs = [attached.enter_context(context_parallel(self._groups, model)) for model in models]
             yield
 
     def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
         """See `ParallelForward.forward`.
 
         Raises:
-            MeshError: the tokens of a lane cannot be split evenly.
+            MeshError: the tokens of a lane do not divide by a ring, or are fewer than the workers.
             WorkerTimeoutError: another worker did not respond within the rendezvous's timeout.
             PeerLostError: another worker is gone.
         """
         mesh = self._groups.mesh
+        uneven = False
         for lane in lanes:
             tokens = lane.tokens(PATCH)
-            if tokens % self._context_size:
+            if tokens % self._context_size == 0:
+                continue
+            uneven = True
+            if mesh.ring > 1 or tokens < mesh.ulysses:
                 others = ", or of its references" if lane.front or lane.behind else ""
                 raise MeshError(
-                    f"ring {mesh.ring} x ulysses {mesh.ulysses} cannot split {tokens} tokens evenly: choose other "
-                    f"degrees, or another size or length of the video{others}"
+                    f"ring {mesh.ring} x ulysses {mesh.ulysses} cannot split {tokens} tokens evenly: choose ring 1, "
+                    f"other degrees, or another size or length of the video{others}"
                 )
-        with self._groups.translate_errors("computed a step"):
+        for config in self._configs:
+            # Only where it is needed: it costs exchanges of the sizes, for which the host waits.
+            config.ulysses_anything = uneven
+        # torch cannot trace the exchange of sizes, so compiled blocks compute these passes as they are.
+        traced = torch.compiler.set_stance("force_eager") if uneven else nullcontext()
+        with traced, self._groups.translate_errors("computed a step"):
             return compute(lanes) if mesh.cfg == 1 else self._forward_shared(lanes, compute)
 
     def _forward_shared(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
@@ -244,7 +291,8 @@ class GroupForward(ParallelForward):
         shares = self._context_size
         if shares == 1:
             return tokens
-        return tokens.chunk(shares, dim=1)[self._groups.rank % shares]
+        # Equal parts are those of `chunk`, by which diffusers splits totals that divide.
+        return tokens.tensor_split(shares, dim=1)[self._groups.rank % shares]
 
     def all_reduce_sums(self, sums: torch.Tensor) -> AllReduced:
         """See `ParallelForward.all_reduce_sums`.

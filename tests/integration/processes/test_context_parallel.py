@@ -240,7 +240,7 @@ def test_the_models_are_as_they_were(
 @pytest.mark.parametrize(
     ("mesh", "shape", "heads", "message"),
     [
-        (Mesh(ulysses=2), (1, 16, 1, 6, 6), 4, "ulysses 2 cannot split 9 tokens evenly"),
+        (Mesh(ulysses=2), (1, 16, 1, 2, 2), 4, "ulysses 2 cannot split 1 tokens evenly"),
         (Mesh(ulysses=2), (1, 16, 2, 8, 12), 1, "ulysses 2 cannot split 1 heads evenly"),
         (Mesh(ring=2), (1, 16, 2, 8, 12), 4, "'native' returns no log-sum-exp on cpu in float32"),
     ],

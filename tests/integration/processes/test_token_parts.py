@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from wanstream.sampling import DenoiseRequest, ExtraTokens
-from wanstream.sampling.cache.settings import FirstBlockCache
+from wanstream.plan.visits import SkipRule
+from wanstream.sampling import DenoiseRequest, ExtraTokens, denoise
+from wanstream.sampling.cache.calibrate import calibrate
+from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
 from wanstream.schema import ContextWindows, ExpertsRef, OffloadPolicy
 from wanstream.schema.mesh import Mesh, MeshError
 from wanstream.tests.support.rounding import difference
-from wanstream.tests.support.split_jobs import SplitProcesses, job_run
+from wanstream.tests.support.split_jobs import SplitProcesses, job_run, job_run_compiled, job_seen
+from wanstream.wan import Nag
+from wanstream.wan.experts.open import ExpertsRegistry
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 CHUNKED = replace(LAYERWISE, chunk_tokens=8)
@@ -36,6 +41,8 @@ CONTROL: dict[str, Any] = {
     "image_condition": _normal(1, 36, *SHAPE[2:], seed=3),
     "tokens": ExtraTokens(reference=_normal(1, 16, 1, 4, 8, seed=4)),
 }
+SIDES: dict[str, Any] = {"negative_tokens": ExtraTokens()}
+"""Lanes of 27 and of 24 tokens, with `_odd`."""
 VARIANTS = {"Bernini": ({}, BERNINI), "Fun Control": ({"in_channels": 52, "reference": True}, CONTROL)}
 
 
@@ -65,12 +72,82 @@ def test_two_workers_give_what_one_gives(
             assert difference(worker["latents"], alone) <= ROUNDING
 
 
-def test_tokens_that_workers_cannot_split_are_refused(split: SplitProcesses, given: Given) -> None:
+def _odd() -> dict[str, Any]:
+    """Return changes to a request by which a lane has 27 tokens."""
+    return {"tokens": ExtraTokens(context=(_normal(1, 16, 1, 2, 6, seed=5),))}
+
+
+@pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str)
+def test_ulysses_splits_any_number_of_tokens(
+    mesh: Mesh, policy: OffloadPolicy, split: SplitProcesses, given: Given
+) -> None:
+    split.join(mesh)
+    for more in ({}, {"cache": FirstBlockCache(threshold=0.05)}, SIDES, {"nag": Nag(), "guidance": (4.0, 1.0)}):
+        job = *given({}, **_odd(), **more), policy
+        alone = split.alone(*job)
+        results = split.run(*job)
+        for worker in results:
+            assert torch.equal(worker["latents"], results[0]["latents"])
+            assert difference(worker["latents"], alone) <= ROUNDING
+
+
+def test_a_cache_skips_alike_with_unequal_shares(split: SplitProcesses, given: Given) -> None:
+    split.join(Mesh(ulysses=4))
+    plain = split.alone(*given({}, **_odd()), LAYERWISE)
+    job = *given({}, **_odd(), cache=FirstBlockCache(threshold=1e9)), LAYERWISE
+    alone = split.alone(*job)
+    assert difference(alone, plain) > ROUNDING
+    for worker in split.run(*job):
+        assert difference(worker["latents"], alone) <= ROUNDING
+
+
+def test_steps_without_blocks_have_any_number_of_tokens(split: SplitProcesses, given: Given) -> None:
     split.join(Mesh(ulysses=2))
-    odd = ExtraTokens(context=(_normal(1, 16, 1, 2, 6, seed=5),))
-    for process in split.processes[:2]:
-        process.start(job_run, *given({}, tokens=odd), LAYERWISE)
-    message = "cannot split 27 tokens evenly: .* length of the video, or of its references"
-    for process in split.processes[:2]:
-        with pytest.raises(MeshError, match=message):
-            process.receive(60)
+    experts, request = given({}, **_odd())
+    pair = ExpertsRegistry().get(experts)
+    table = calibrate(request, partial(denoise, pair, policy=LAYERWISE, device="cpu"), source="a test")
+    cache = MagCache(table=table, rule=SkipRule(threshold=1e9, retention=0.0))
+    job = *given({}, **_odd(), cache=cache), LAYERWISE
+    alone = split.alone(*job)
+    assert difference(alone, split.alone(experts, request, LAYERWISE)) > ROUNDING
+    for worker in split.run(*job):
+        assert difference(worker["latents"], alone) <= ROUNDING
+
+
+def test_int8_attention_gets_any_number_of_tokens(split: SplitProcesses, given: Given) -> None:
+    split.join(Mesh(ulysses=2))
+    experts, request = given({}, **_odd())
+    alone = split.alone(experts, request, LAYERWISE)
+    with split.int8_attention():
+        for worker in split.run(replace(experts, attention="int8"), request, LAYERWISE):
+            assert difference(worker["latents"], alone) <= ROUNDING
+        assert split.all(job_seen) == [(1, 2, 27, 128)] * 2
+
+
+def test_compiled_blocks_with_any_number_of_tokens(split: SplitProcesses, given: Given) -> None:
+    split.join(Mesh(ulysses=2))
+    for plain, compiled, again in split.all(job_run_compiled, *given({}, **_odd()), LAYERWISE):
+        assert torch.equal(compiled["latents"], plain["latents"])
+        assert torch.equal(again["latents"], plain["latents"])
+
+
+def test_sizes_are_exchanged_only_for_totals_that_do_not_divide(split: SplitProcesses, given: Given) -> None:
+    split.join(Mesh(ulysses=2))
+    requests = [given({}, **changes) for changes in ({}, _odd(), {})]
+    first, odd, last = (split.run(*request, LAYERWISE) for request in requests)
+    for before, between, after in zip(first, odd, last, strict=True):
+        assert torch.equal(before["latents"], after["latents"])
+        assert before["gathered"] == before["crossed"] == after["gathered"] == after["crossed"]
+        assert between["gathered"] == pytest.approx(between["crossed"], rel=0.1)
+
+
+def test_a_ring_refuses_tokens_that_it_cannot_split(split: SplitProcesses, given: Given) -> None:
+    split.join(Mesh(ring=2))
+    message = "ring 2 x ulysses 1 cannot split 27 tokens evenly: choose ring 1, .* or of its references"
+    with split.attention_with_lse():
+        for process in split.processes[:2]:
+            process.start(job_run, *given({}, **_odd()), LAYERWISE)
+        for process in split.processes[:2]:
+            with pytest.raises(MeshError, match=message):
+                process.receive(60)

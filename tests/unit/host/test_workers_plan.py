@@ -51,7 +51,7 @@ def test_what_a_user_says_needs_no_machine() -> None:
         (Mesh(ulysses=2), replace(a_job(), expert=replace(T2V_A14B, width=128)), "does not divide 1 head"),
         (Mesh(stage=5), a_job(), "stage 5 for 4 steps"),
         (
-            Mesh(ulysses=2),
+            Mesh(ring=2),
             replace(a_job(), extra_tokens=(180, 177)),
             r"32760 tokens \(positive\) and 32757 \(negative\)",
         ),

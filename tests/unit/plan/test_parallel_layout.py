@@ -86,15 +86,23 @@ def test_ulysses_stays_inside_a_machine(rate_machine: MakeMachine) -> None:
 def test_rings_need_a_gpu(make_job: MakeJob, rate_machine: MakeMachine, rate_cpu: MakeMachine) -> None:
     job = make_job(high=1, low=1, tokens=999)
     assert choose_layout(3, job, rate_machine(), NO_LIMIT) == Mesh(ring=3)
-    with pytest.raises(MeshError, match="3 workers cannot share 1 video of 999 tokens and 2 heads evenly: use 1"):
+    with pytest.raises(MeshError, match="3 workers cannot share 1 video of 999 tokens and 2 heads evenly: use 2"):
         choose_layout(3, job, rate_cpu(), NO_LIMIT)
+
+
+def test_ulysses_shares_any_number_of_tokens(make_job: MakeJob, rate_machine: MakeMachine) -> None:
+    job = make_job(high=1, low=1, tokens=2_809)
+    mesh = choose_layout(2, job, rate_machine(), NO_LIMIT)
+    assert mesh == Mesh(ulysses=2)
+    # The largest share decides whether a worker has enough memory.
+    assert worker_share(mesh, job, rate_machine(), NO_LIMIT, workers_per_machine=2).job.tokens == 1_405
 
 
 def test_references_that_workers_cannot_share(make_job: MakeJob, rate_machine: MakeMachine) -> None:
     """999 tokens of the video; the references of one side divide, those of the other do not."""
     job = make_job(high=1, low=1, tokens=999 + 30, extra_tokens=(30, 25))
     message = (
-        r"3 workers .* of 1029 tokens \(positive\) and 1024 \(negative\) and 2 heads evenly: use 1; .* of 48 pixels"
+        r"3 workers .* of 1029 tokens \(positive\) and 1024 \(negative\) and 2 heads evenly: use 2; .* of 48 pixels"
     )
     with pytest.raises(MeshError, match=message):
         choose_layout(3, job, rate_machine(), NO_LIMIT)
