@@ -100,6 +100,10 @@ class Weaver:
             inputs["guidance_steps"] = self.rng.choice(["", "4", "6, 5 4.5,1"])
         if class_type == "WanStreamContextWindows":
             inputs |= {"frames": self.rng.choice([81, 161]), "overlap": 16, "stride": self.rng.choice([1, "2", 16])}
+        if class_type == "WanStreamContinueVideo":
+            inputs |= {"frames": self.rng.choice([33, 81]), "overlap": self.rng.choice([1, 2])}
+        if class_type == "WanStreamLora":
+            inputs["strength_steps"] = self.rng.choice(["", "0-1: 0", "0: 0.5, 2-3: 1"])
         if class_type in {"WanStreamVAEDecode", "WanStreamDecodeVideo"}:
             inputs["tile_size"] = self.rng.choice([0, 64, 256])
         if class_type == "WanStreamEmptyLatent" and inputs.get("model") == "Wan2.2 5B":
