@@ -82,7 +82,7 @@ class FunCase:
 
 @dataclass(frozen=True, kw_only=True)
 class FunInputs:
-    """What ComfyUI's nodes hand to a sampler."""
+    """Inputs of a sampler, made by ComfyUI's nodes."""
 
     positive: list[Any]
     negative: list[Any]
