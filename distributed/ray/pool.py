@@ -181,8 +181,13 @@ class RayPool(AbstractContextManager["RayPool"]):
                 "without workers"
             )
         self._ref, self._timeout_s = ref, start_timeout_s
-        self._replacing, self._closed, self._failed = threading.Lock(), False, False
-        self._starting: list[Any] = []
+        self._closed = False
+        # One lock for each rank, so that lost workers are replaced side by side.
+        self._replacing = [threading.Lock() for _ in range(ref.count)]
+        self._failed: set[int] = set()
+        """Ranks whose last worker was lost and not replaced."""
+        self._starting: dict[int, Any] = {}
+        """Actors that are not ready yet, by rank."""
         with ExitStack() as undo:
             undo.callback(sweep)  # runs last: removes shared memory of workers that were killed
             self._ray = CONNECTION.acquire(ref, store_bytes=store_bytes)
@@ -206,19 +211,21 @@ class RayPool(AbstractContextManager["RayPool"]):
 
     def replace(self, rank: int) -> RayWorkerHandle:
         """See `Pool.replace`. Raises as `RayPool` if the new worker does not start, or after `close`."""
-        with self._replacing:
+        with self._replacing[rank]:
             self._workers[rank].kill()
             self._workers[rank].wait_for_end(END_TIMEOUT_S)
-            self._failed = True  # reset when the new worker has started
+            self._failed.add(rank)
             self._workers[rank] = self._restart(rank)
-            self._failed = False
+            self._failed.discard(rank)
             return self._workers[rank]
 
     def close(self) -> None:
-        """See `Pool.close`. Cancels a replacement on another thread."""
+        """See `Pool.close`. Cancels replacements on other threads."""
         self._closed = True
-        self._kill(self._starting)
-        with self._replacing:
+        self._kill(tuple(self._starting.values()))
+        with ExitStack() as replaced:
+            for lock in self._replacing:
+                replaced.enter_context(lock)
             # Workers on other machines release their shared memory themselves; `sweep` covers this machine only.
             wait([worker.call("close") for worker in self._workers], timeout=CLOSE_TIMEOUT_S)
             for worker in self._workers:
@@ -241,11 +248,12 @@ class RayPool(AbstractContextManager["RayPool"]):
                 actor.start.remote(PACKAGE, folders, self._ref.threads, self._placement.workers_on_machine_of(rank))
                 for actor, rank in zip(actors, ranks, strict=True)
             ]
-            self._starting = actors
-            self._check_open()  # again: `close` on another thread may have missed actors assigned just now
+            undo.callback(self._forget, ranks)
+            self._starting.update(zip(ranks, actors, strict=True))
+            self._check_open()  # again: `close` on another thread may have missed actors added just now
             until = time.monotonic() + self._timeout_s  # one deadline for all workers
             started = [self._wait_ready(rank, answer, until) for rank, answer in zip(ranks, ready, strict=True)]
-            self._starting = []
+            self._forget(ranks)
             CONNECTION.track_processes()
             check_versions(Worker("cpu").facts(), [each.facts for each in started])
             check_exposure(started, beyond_loopback=self._ref.beyond_loopback)
@@ -276,6 +284,11 @@ class RayPool(AbstractContextManager["RayPool"]):
                 f"the Ray at {self._ref.address} has ended or cannot be reached, and its workers are lost: start it, "
                 "then run again"
             )
+
+    def _forget(self, ranks: Sequence[int]) -> None:
+        """Remove actors from those that `close` ends because they are not ready."""
+        for rank in ranks:
+            self._starting.pop(rank, None)
 
     def _kill(self, actors: Sequence[Any]) -> None:
         # A call after Ray's end would start Ray again, without our settings.

@@ -99,6 +99,27 @@ def test_every_mesh_gives_what_one_worker_gives(
         assert all(len({step.expert for step in each.steps}) == 1 for each in result.timelines.values())
 
 
+@pytest.mark.parametrize("mesh", [Mesh(cfg=2, ulysses=2), Mesh(data=2, cfg=2), Mesh(data=4)], ids=str)
+def test_three_of_four_workers_are_replaced_side_by_side(
+    mesh: Mesh, fakes: Any, request_of: Any, experts_ref: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one group, and in several: no replacement ends before all three have begun."""
+    pool, starting = fakes.FakePool(4), threading.Barrier(3)
+    for rank in (1, 2, 3):
+        pool.workers[rank].kill()
+    replace_worker = pool.replace
+
+    def replace_with_others(rank: int) -> Any:
+        starting.wait(20)
+        return replace_worker(rank)
+
+    monkeypatch.setattr(pool, "replace", replace_with_others)
+    request = request_of(mesh.data)
+    result = driver_of(pool, mesh).denoise(experts_ref(), request, LAYERWISE)
+    assert torch.equal(result.latents, fakes.expected(request.noise, range(STEPS)))
+    assert sorted(pool.replaced) == [1, 2, 3]
+
+
 def test_without_data_and_stages_a_batch_is_one_task(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     pool, request = fakes.FakePool(2), request_of(3)
     driver_of(pool, Mesh(cfg=2)).denoise(experts_ref(), request, LAYERWISE)
