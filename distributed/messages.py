@@ -30,6 +30,8 @@ class RendezvousSpec:
     generation: int
     """Number of the rendezvous, from 1; messages of earlier ones are ignored."""
     timeout_s: float
+    spans_machines: bool = False
+    """True if the workers of the group lie on several machines."""
     weights: WeightPlacement = "full"
     """With "auto", the workers of each group measure before their first run, and choose together."""
 

@@ -49,6 +49,11 @@ class Rendezvous:
     def workers(self) -> list[WorkerHandle]:
         return [self._pool.workers[rank] for rank in self.ranks]
 
+    @property
+    def spans_machines(self) -> bool:
+        """True if the workers lie on several machines."""
+        return len({each.machine for each in self.facts}) > 1
+
     def connect(self, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
         """Replace lost workers and join all of them. Blocks. Returns their facts, with the sizes of `paths`.
 
@@ -95,6 +100,7 @@ class Rendezvous:
                 port=self._result(workers[0], workers[0].call("free_port"), ANSWER_S),
                 generation=next(GENERATIONS),
                 timeout_s=self.timeout_s,
+                spans_machines=self.spans_machines,
                 weights=self._ref.weights,
             )
             error = self._try_join(workers, spec)

@@ -208,8 +208,7 @@ class Worker:
                 policy=task.policy,
                 device=self._device,
                 on_step=partial(_report_step, on_report, groups.rank == 0),
-                # All workers of a group must stop before the same block, or the others would wait in a collective.
-                should_stop=groups.consensus(is_stopped),
+                should_stop=is_stopped,
             ).with_note(reason)
         finally:
             self._running.release()
@@ -241,7 +240,10 @@ class Worker:
         self._tiles.free()
 
     def stop(self, run_id: str) -> None:
-        """Stop the run or decode with that id before its next block or frame, also if it has not begun yet."""
+        """Stop the run or decode with that id, also if it has not begun yet.
+
+        It stops before its next block or frame; a run on several machines before its next step.
+        """
         self._stopped.append(run_id)
 
     def blocks_begun(self) -> int:

@@ -196,3 +196,40 @@ def test_memory_that_is_short_on_one_rank_lets_all_of_its_cell_go_on_in_less(
         (change,) = ran.timeline.changes
         assert change.startswith("worker 1 ")
         assert "out of memory in step 2" in change
+
+
+def test_between_machines_runs_are_stopped_between_steps_and_workers_stay(
+    processes: Any, process_pools: Any, make_task: MakeTask, alone: ComputeAlone
+) -> None:
+    task = make_task()
+    long = replace(task.request, steps=1000, switch_step=500)
+    with process_pools.ProcessPool(processes, 4, first=WORKERS, machines={2: "other", 3: "other"}) as pool:
+        pids = [worker.pid for worker in pool.workers]
+        for mesh, blocks in ((Mesh(cfg=2, ulysses=2), {0}), (Mesh(data=2, cfg=2), set(range(4)))):
+            driver, request, stops = driver_of(pool, mesh), long, []
+            for at in (1, 3, 4):
+                stop = threading.Event()
+
+                def on_step(step: StepProgress, at: int = at, stop: threading.Event = stop) -> None:
+                    if step.done == at:
+                        stop.set()
+
+                with pytest.raises(SamplingCancelled) as cancelled:
+                    driver.denoise(task.experts, request, task.policy, on_step=on_step, should_stop=stop.is_set)
+                stops.append(cancelled.value.block)
+            assert set(stops) <= blocks
+            made = driver.denoise(task.experts, task.request, task.policy).latents
+            assert ((made - alone(task)).norm() / alone(task).norm()).item() <= ROUNDING
+        assert [worker.pid for worker in pool.workers] == pids
+
+
+def test_memory_that_is_short_between_machines_lets_the_group_go_on_in_less(
+    processes: Any, process_pools: Any, make_task: MakeTask, alone: ComputeAlone
+) -> None:
+    task, blocks = make_task(policy=OffloadPolicy.layerwise(3)), 4
+    short_at, machines = {1: 2 * blocks + 1}, {1: "other"}
+    with process_pools.ProcessPool(processes, 2, first=WORKERS, short_at=short_at, machines=machines) as pool:
+        ran = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(task.experts, task.request, task.policy)
+        assert torch.equal(ran.latents, alone(task))
+        assert (ran.restarts, pool.replaced) == (0, [])
+        assert "out of memory in step 2" in ran.timeline.changes[0]
