@@ -177,7 +177,9 @@ class WorkerRegistry:
         Raises RayMissingError, and the errors of starting workers.
         """
         with self._lock:
-            entry = self._running(ref, device)
+            # The layout decides which workers are on one machine. Another one later does not move them, because that
+            # would start them again; the sampler's text reports groups that are apart.
+            entry = self._running(replace(ref, mesh=mesh), device)
             if entry.driver is None or (entry.driver.ref, entry.driver.mesh) != (ref, mesh):
                 entry.driver = Driver(entry.pool, ref, mesh, follows=entry.driver)
             return entry.driver

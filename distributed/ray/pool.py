@@ -24,6 +24,7 @@ from ..worker.worker import Worker
 from .connection import CONNECTION, OBJECT_STORE_BYTES
 from .environment import LostAtStartError, RaySetupError
 from .placement import Placement
+from .placement_plan import nested_sizes
 from .worker import FOLDER, PACKAGE, Started, actor_class
 
 TAIL_LINES = 30
@@ -152,6 +153,9 @@ TOKEN_HINT = (
 class RayPool(AbstractContextManager["RayPool"]):
     """Pool of `ref.count` workers; see `Pool`. The constructor blocks until all are ready. Use with `with` or `close`.
 
+    The groups of `ref.mesh` are each on one machine where they fit; without a mesh, all workers if possible. The
+    workers can be used in any other layout, too, whose groups may then be apart.
+
     Args:
         device: device of local workers: "cuda" for one GPU each, "cpu", or "" for GPUs if the machine has any. Workers
             of a cluster use GPUs if it has any.
@@ -193,7 +197,8 @@ class RayPool(AbstractContextManager["RayPool"]):
             self._ray = CONNECTION.acquire(ref, store_bytes=store_bytes)
             undo.callback(CONNECTION.release)
             on_gpus = device == "cuda" if ref.address == LOCAL and device else None
-            self._placement = Placement(self._ray, ref.count, start_timeout_s, on_gpus=on_gpus)
+            sizes = () if ref.mesh is None else nested_sizes(ref.mesh)
+            self._placement = Placement(self._ray, ref.count, start_timeout_s, sizes=sizes, on_gpus=on_gpus)
             undo.callback(self._placement.close)
             self._class = actor_class(self._ray)
             self._workers = self._start(range(ref.count))
@@ -302,7 +307,7 @@ class RayPool(AbstractContextManager["RayPool"]):
             started: Started = self._ray.get(answer, timeout=max(0.0, until - time.monotonic()))
         except errors.GetTimeoutError as err:
             raise RaySetupError(
-                f"worker {rank} did not start within {self._timeout_s:g} s: {self._placement.describe_delay()}"
+                f"worker {rank} did not start within {self._timeout_s:g} s: {self._placement.describe_delay(rank)}"
             ) from err
         except errors.RayActorError as err:
             raise LostAtStartError(

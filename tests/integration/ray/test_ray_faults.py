@@ -112,7 +112,7 @@ class FakePlacement:
     def workers_on_machine_of(self, rank: int) -> int:
         return 1
 
-    def describe_delay(self) -> str:
+    def describe_delay(self, rank: int) -> str:
         return "see whether its machine is busy"
 
     def close(self) -> None:
