@@ -103,6 +103,8 @@ class WorkerFacts:
     """Formats of codes that this worker can multiply as they are stored."""
     machine: str = ""
     """Identifier of the machine. Workers with the same one share its RAM and page cache."""
+    link_bytes_per_s: int = 0
+    """Speed of the network card of `address`, as reported by the system; 0 if it reports none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

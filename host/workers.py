@@ -41,7 +41,9 @@ from ..plan import (
     describe_layout,
     describe_policy,
     describe_ram,
+    describe_wire,
     plan_offload,
+    wire_traffic,
     worker_share,
 )
 from ..schema import (
@@ -287,6 +289,21 @@ def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPl
     chosen = f"chosen for each worker: {describe_policy(policy, run.job.expert.blocks)}, {describe_ram(policy)}"
     logger.info("%s", chosen)
     return WorkersPlan(mesh=mesh, policy=policy, reasons=(*reasons, chosen))
+
+
+def wire_notes(run: SharedRun, driver: Driver) -> tuple[str, ...]:
+    """Return a line for each worker group of the last run that is on several machines: its cost per step."""
+    layout, job, notes = replace(driver.mesh, data=1, stage=1), _group_job(run, driver.mesh), []
+    for ranks, facts in driver.workers:
+        if not facts or (traffic := wire_traffic(layout, [each.machine for each in facts], job)) is None:
+            continue
+        places: dict[str, list[str]] = {}
+        for rank, each in zip(ranks, facts, strict=True):
+            places.setdefault(f"{each.node} ({each.address})", []).append(str(rank))
+        apart = ", ".join(f"{' '.join(members)} on {place}" for place, members in places.items())
+        cost = describe_wire(traffic, min(each.link_bytes_per_s for each in facts))
+        notes.append(f"workers that share a video are on several machines: {apart}; {cost}")
+    return tuple(notes)
 
 
 def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tuple[str, ...]]:

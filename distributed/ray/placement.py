@@ -81,7 +81,8 @@ class Placement:
             nodes = self._ray.util.placement_group_table(group)["bundles_to_node_id"]
             used = [slot.node for slot in self._slots.values()]
             order = list(dict.fromkeys([*used, *(nodes[bundle] for bundle in range(len(part.ranks)))]))
-            bundles = sorted(range(len(part.ranks)), key=lambda bundle, order=order: order.index(nodes[bundle]))
+            places = [order.index(nodes[bundle]) for bundle in range(len(part.ranks))]
+            bundles = sorted(range(len(part.ranks)), key=places.__getitem__)
             for rank, bundle in zip(part.ranks, bundles, strict=True):
                 self._slots[rank] = _Slot(group, bundle, nodes[bundle])
 

@@ -16,9 +16,11 @@ import torch
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.driver.worker_group import WorkerFailedError
 from wanstream.distributed.messages import RunTask
-from wanstream.sampling import SamplingCancelled, StepProgress
+from wanstream.plan import wire_traffic
+from wanstream.sampling import SamplingCancelled, StepProgress, request_job
 from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
 from wanstream.tests.support.rounding import ROUNDING
+from wanstream.wan.experts.open import ExpertsRegistry
 
 WORKERS = 4
 
@@ -233,3 +235,24 @@ def test_memory_that_is_short_between_machines_lets_the_group_go_on_in_less(
         assert torch.equal(ran.latents, alone(task))
         assert (ran.restarts, pool.replaced) == (0, [])
         assert "out of memory in step 2" in ran.timeline.changes[0]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=2)], ids=str)
+def test_the_predicted_traffic_between_machines_is_what_workers_receive(
+    mesh: Mesh, processes: Any, process_pools: Any, make_task: MakeTask
+) -> None:
+    task = make_task()
+    registry = ExpertsRegistry()
+    job = request_job(registry.get(task.experts), task.request, torch.device("cpu"))
+    registry.free()
+    with process_pools.ProcessPool(processes, 2, first=WORKERS, machines={1: "other"}) as pool:
+        driver = driver_of(pool, mesh)
+        ran = driver.denoise(task.experts, task.request, task.policy)
+        ((_, facts),) = driver.workers
+    traffic = wire_traffic(mesh, [each.machine for each in facts], job)
+    assert traffic is not None
+    # Each worker receives what the other one sends. Ulysses gathers its output too, once per lane.
+    lanes, shares = 2, 2
+    output = lanes * job.tokens // shares * 64 * job.value_bytes if mesh.ulysses > 1 else 0
+    steps = len(ran.timeline.steps)
+    assert ran.gathered_bytes == 2 * steps * (traffic.bytes + output)
