@@ -29,6 +29,7 @@ from ..distributed import (
     RayPool,
     WorkerLostError,
     check_token_file,
+    format_machines,
     part_sizes,
 )
 from ..plan import (
@@ -297,12 +298,8 @@ def wire_notes(run: SharedRun, driver: Driver) -> tuple[str, ...]:
     for ranks, facts in driver.workers:
         if not facts or (traffic := wire_traffic(layout, [each.machine for each in facts], job)) is None:
             continue
-        places: dict[str, list[str]] = {}
-        for rank, each in zip(ranks, facts, strict=True):
-            places.setdefault(f"{each.node} ({each.address})", []).append(str(rank))
-        apart = ", ".join(f"{' '.join(members)} on {place}" for place, members in places.items())
         cost = describe_wire(traffic, min(each.link_bytes_per_s for each in facts))
-        notes.append(f"workers that share a video are on several machines: {apart}; {cost}")
+        notes.append(f"workers that share a video are apart: {format_machines(ranks, facts)}; {cost}")
     return tuple(notes)
 
 

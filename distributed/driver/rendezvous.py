@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -22,6 +23,17 @@ PORT_TRIES = 4
 """Number of ports to try: a port that was free a moment ago may be in use now."""
 GENERATIONS = itertools.count(1)
 """Numbers of rendezvous, unique in this process, because several drivers may use the same workers in turn."""
+
+
+logger = logging.getLogger("wanstream.distributed")
+
+
+def format_machines(ranks: Sequence[int], workers: Sequence[WorkerFacts]) -> str:
+    """Format the machines of workers: "0 1 on node-a (10.0.0.1), 2 on node-b (10.0.0.2)"."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for rank, facts in zip(ranks, workers, strict=True):
+        places.setdefault((facts.node, facts.address), []).append(str(rank))
+    return ", ".join(f"{' '.join(each)} on {node} ({address})" for (node, address), each in places.items())
 
 
 class Rendezvous:
@@ -91,6 +103,8 @@ class Rendezvous:
     def _join(self) -> None:
         replace_lost(self._pool, self._lost_ranks())
         self.facts = self._all_facts()
+        if self.spans_machines:
+            logger.warning("workers that share a video are apart: %s", format_machines(self.ranks, self.facts))
         workers = self.workers
         for tries_left in reversed(range(PORT_TRIES)):
             spec = RendezvousSpec(

@@ -150,7 +150,7 @@ def test_each_group_that_is_apart_gets_a_line_with_its_workers_and_its_cost() ->
     driver: Any = SimpleNamespace(mesh=mesh, workers=groups)
     (note,) = wire_notes(a_run(WorkersRef(count=4, mesh=mesh), videos=2), driver)
     assert note.startswith(
-        "workers that share a video are on several machines: 2 on node-1 (10.0.0.1), 3 on node-2 (10.0.0.2); each step "
+        "workers that share a video are apart: 2 on node-1 (10.0.0.1), 3 on node-2 (10.0.0.2); each step "
     )
     assert "(ulysses 26.8 GB) in 321 exchanges, at least 268.4 s at 0.8 Gb/s (the link speed" in note
     driver.workers = [(range(2), ()), *groups[:1]]
