@@ -5,6 +5,7 @@ from __future__ import annotations
 from .driver.decode import decode_in_shared_tiles, tiles_by_memory
 from .driver.driver import Driver, part_sizes
 from .driver.local_stages import StepFunction, StepProcess, run_stages
+from .driver.rendezvous import format_machines
 from .driver.results import DistributedResult
 from .driver.stage_run import RestartLimitError
 from .driver.worker_group import WorkerFailedError
@@ -29,6 +30,7 @@ __all__ = [
     "WorkerLostError",
     "check_token_file",
     "decode_in_shared_tiles",
+    "format_machines",
     "part_sizes",
     "run_stages",
     "tiles_by_memory",

@@ -30,6 +30,8 @@ class RendezvousSpec:
     generation: int
     """Number of the rendezvous, from 1; messages of earlier ones are ignored."""
     timeout_s: float
+    spans_machines: bool = False
+    """True if the workers of the group lie on several machines."""
     weights: WeightPlacement = "full"
     """With "auto", the workers of each group measure before their first run, and choose together."""
 
@@ -101,6 +103,8 @@ class WorkerFacts:
     """Formats of codes that this worker can multiply as they are stored."""
     machine: str = ""
     """Identifier of the machine. Workers with the same one share its RAM and page cache."""
+    link_bytes_per_s: int = 0
+    """Speed of the network card of `address`, as reported by the system; 0 if it reports none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

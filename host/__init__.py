@@ -33,7 +33,7 @@ from .folders import (
 )
 from .machine_profile import Profile, load_machine_profile, measure_machine
 from .run_events import RunEvents, run_settings
-from .workers import SharedRun, StartPool, check_ray, cluster, cluster_names, gpus_of, start_pool
+from .workers import SharedRun, StartPool, check_ray, cluster, cluster_names, gpus_of, start_pool, wire_notes
 
 # `find_spec` of a top-level name finds the package without importing it.
 if TYPE_CHECKING or find_spec("comfy_api") is None:
@@ -84,4 +84,5 @@ __all__ = [
     "search_aliases",
     "start_pool",
     "ui",
+    "wire_notes",
 ]

@@ -29,6 +29,7 @@ from ..distributed import (
     RayPool,
     WorkerLostError,
     check_token_file,
+    format_machines,
     part_sizes,
 )
 from ..plan import (
@@ -41,7 +42,9 @@ from ..plan import (
     describe_layout,
     describe_policy,
     describe_ram,
+    describe_wire,
     plan_offload,
+    wire_traffic,
     worker_share,
 )
 from ..schema import (
@@ -177,7 +180,9 @@ class WorkerRegistry:
         Raises RayMissingError, and the errors of starting workers.
         """
         with self._lock:
-            entry = self._running(ref, device)
+            # The layout decides which workers are on one machine. Another one later does not move them, because that
+            # would start them again; the sampler's text reports groups that are apart.
+            entry = self._running(replace(ref, mesh=mesh), device)
             if entry.driver is None or (entry.driver.ref, entry.driver.mesh) != (ref, mesh):
                 entry.driver = Driver(entry.pool, ref, mesh, follows=entry.driver)
             return entry.driver
@@ -285,6 +290,17 @@ def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPl
     chosen = f"chosen for each worker: {describe_policy(policy, run.job.expert.blocks)}, {describe_ram(policy)}"
     logger.info("%s", chosen)
     return WorkersPlan(mesh=mesh, policy=policy, reasons=(*reasons, chosen))
+
+
+def wire_notes(run: SharedRun, driver: Driver) -> tuple[str, ...]:
+    """Return a line for each worker group of the last run that is on several machines: its cost per step."""
+    layout, job, notes = replace(driver.mesh, data=1, stage=1), _group_job(run, driver.mesh), []
+    for ranks, facts in driver.workers:
+        if not facts or (traffic := wire_traffic(layout, [each.machine for each in facts], job)) is None:
+            continue
+        cost = describe_wire(traffic, min(each.link_bytes_per_s for each in facts))
+        notes.append(f"workers that share a video are apart: {format_machines(ranks, facts)}; {cost}")
+    return tuple(notes)
 
 
 def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tuple[str, ...]]:

@@ -8,7 +8,15 @@ from .machine import Machine, expected_machine
 from .measured_policy import WORTH, MeasuredBlocks, MeasuredPolicy, choose_measured
 from .memory import RAM_SHARE, RAW_SLOTS, STAGING_SLOTS, VRAM_RESERVE, DoesNotFitError
 from .offload_job import AutoOffload, Budgets, OffloadJob
-from .parallel_layout import check_layout, choose_layout, describe_layout, stage_boundaries, worker_share
+from .parallel_layout import (
+    check_layout,
+    choose_layout,
+    describe_layout,
+    describe_wire,
+    stage_boundaries,
+    wire_traffic,
+    worker_share,
+)
 from .planner import (
     Alternative,
     Candidate,
@@ -82,6 +90,7 @@ __all__ = [
     "describe_policy",
     "describe_precision",
     "describe_ram",
+    "describe_wire",
     "eviction_order",
     "expected_machine",
     "expert_at",
@@ -97,5 +106,6 @@ __all__ = [
     "split_at_boundary",
     "stage_boundaries",
     "step_visits",
+    "wire_traffic",
     "worker_share",
 ]

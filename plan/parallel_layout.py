@@ -1,12 +1,13 @@
-"""Layout of workers for a run: its validation, a rule, pipeline stages, and the memory check of one worker."""
+"""Layout of workers for a run: validation, a rule, stages, memory of one worker, traffic between machines."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise, product
-from math import gcd, inf
+from math import gcd, inf, prod
 
 from ..schema import (
     HEAD_DIM,
@@ -17,6 +18,8 @@ from ..schema import (
     Mesh,
     MeshError,
     WeightPlacement,
+    format_seconds,
+    format_size,
 )
 from .candidates import fitting_policies
 from .machine import Machine
@@ -272,6 +275,68 @@ def describe_layout(mesh: Mesh) -> str:
     if (sharing := mesh.ring * mesh.ulysses) > 1:
         parts.append(f"the tokens of each lane shared by {sharing} workers")
     return f"{mesh}: {', '.join(parts)}" if parts else str(mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireTraffic:
+    """Traffic of one worker group between machines in a step with the most lanes."""
+
+    bytes_by_axis: Mapping[str, int]
+    """Bytes that one machine sends or receives, by axis; of the machine and direction with the most."""
+    exchanges: int
+    """Number of times that workers wait for those of another machine, the vote on a stop included."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.bytes_by_axis.values())
+
+
+def wire_traffic(layout: Mesh, machines: Sequence[object], job: OffloadJob) -> WireTraffic | None:
+    """Return the traffic of a worker group between machines; None if all of its workers are on one.
+
+    In every block and lane, each worker sends every other one of its Ulysses group a share of q, k, v and the result of
+    an attention, and every other one of its ring keys and values. Workers of the prompts (cfg) exchange one velocity
+    per lane and step. Shards of weights are not counted.
+
+    Args:
+        layout: mesh of the group alone.
+        machines: machine of each worker, by its rank in the group.
+        job: the lanes that the group computes together, with all tokens.
+    """
+    assert len(machines) == layout.size == layout.cell_size, f"{len(machines)} machines for {layout}"
+    if len(set(machines)) == 1:
+        return None
+    lanes = -(-max(job.lanes[expert] for expert in job.experts_of_steps) // layout.cfg)
+    visits = lanes * job.expert.blocks
+    hidden = job.tokens / (layout.ring * layout.ulysses) * job.expert.width * job.value_bytes
+    velocity = job.video_tokens * prod(PATCH) * job.expert.out_channels * job.value_bytes
+    sent = {"ulysses": visits * 4 * hidden / layout.ulysses, "ring": visits * 2 * hidden, "cfg": lanes * velocity}
+    waits = {"ulysses": 4 * visits, "ring": visits, "cfg": 1}
+    totals: dict[tuple[object, str], Counter[str]] = {}
+    for axis, rank in product(sent, range(layout.size)):
+        for other in layout.group(axis, rank):
+            if machines[other] != machines[rank]:
+                for end in ((machines[rank], "sends"), (machines[other], "receives")):
+                    totals.setdefault(end, Counter())[axis] += round(sent[axis])
+    most = max(totals.values(), key=Counter.total, default=Counter())
+    crossed = {axis for total in totals.values() for axis in total}
+    return WireTraffic(bytes_by_axis=dict(most), exchanges=1 + sum(waits[axis] for axis in crossed))
+
+
+ASSUMED_LINK = 125_000_000
+"""Bytes per second of a network whose card reports no speed: 1 Gb/s."""
+
+
+def describe_wire(traffic: WireTraffic, link_bytes_per_s: int) -> str:
+    """Describe the cost of a group that is apart; `link_bytes_per_s` 0 stands for a card that reports no speed."""
+    rate = link_bytes_per_s or ASSUMED_LINK
+    source = "the link speed of the network card" if link_bytes_per_s else "assumed: the network card reports none"
+    axes = ", ".join(f"{axis} {format_size(nbytes)}" for axis, nbytes in traffic.bytes_by_axis.items())
+    remedy = "" if traffic.bytes_by_axis.keys() <= {"cfg"} else "; only data or cfg between the machines costs less"
+    return (
+        f"each step moves {format_size(traffic.bytes)} between the machines ({axes}) in {traffic.exchanges} exchanges, "
+        f"at least {format_seconds(traffic.bytes / rate)} s at {8 * rate / 1e9:g} Gb/s ({source}){remedy}"
+    )
 
 
 def _layouts(workers: int, job: OffloadJob, samples: int, *, rings: bool) -> Iterator[Mesh]:

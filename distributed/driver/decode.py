@@ -31,7 +31,7 @@ from ...wan import (
 )
 from ..messages import DecodeTask, WorkerFacts
 from ..transport.path_map import check_paths
-from ..transport.pool import Pool, WorkerHandle, WorkerLostError
+from ..transport.pool import Pool, WorkerHandle, WorkerLostError, replace_lost
 from .heartbeat import Heartbeat
 
 POLL_S = 0.05
@@ -106,6 +106,8 @@ class _Decode:
         self._tiles = [(video, tile) for video in range(len(self._videos)) for tile in tiles]
         self._waiting = list(range(len(self._tiles)))
         self._done: set[int] = set()
+        self._lost: list[int] = []
+        """Ranks of lost workers that were not replaced yet."""
         self._in_flight: dict[Future[torch.Tensor], _TileInFlight] = {}
         self._frames = empty_frames(task.latents)
         self._blenders = [TileBlender(tiling, into=frames) for frames in self._frames]
@@ -122,13 +124,15 @@ class _Decode:
                 try:
                     decoded = future.result()
                 except WorkerLostError as err:
-                    self._replace(number, worker, err)
+                    self._lose(number, worker, err)
                 else:
                     video, tile = self._tiles[number]
                     self._blenders[video].put(tile, decoded)
                     self._done.add(number)
                     on_tile(len(self._done), len(self._tiles))
             self._kill_hung()
+            replace_lost(self._pool, self._lost)
+            self._lost = []
         return self._frames
 
     def end(self) -> None:
@@ -157,21 +161,21 @@ class _Decode:
             self._in_flight[future] = _TileInFlight(number, worker, Heartbeat([worker], self._timeout_s))
 
     def _kill_hung(self) -> None:
-        """Kill and replace workers that hang in a tile."""
+        """Kill workers that hang in a tile; they are lost."""
         for future, (number, worker, heartbeat) in list(self._in_flight.items()):
             if heartbeat.is_overdue():
                 worker.kill()
                 del self._in_flight[future]
                 limit_s = heartbeat.limit_s
                 message = f"worker {worker.rank} began no frame for {limit_s:g} s and was killed\n{worker.log_tail()}"
-                self._replace(number, worker, WorkerLostError(message.strip(), worker.rank))
+                self._lose(number, worker, WorkerLostError(message.strip(), worker.rank))
 
-    def _replace(self, number: int, worker: WorkerHandle, error: WorkerLostError) -> None:
-        """Replace a lost worker and queue its tile again; raise `error` if no restarts are left."""
+    def _lose(self, number: int, worker: WorkerHandle, error: WorkerLostError) -> None:
+        """Record a lost worker and queue its tile again; raise `error` if no restarts are left."""
         if self._restarts_left == 0:
             raise error
         self._restarts_left -= 1
-        self._pool.replace(worker.rank)
+        self._lost.append(worker.rank)
         self._waiting = sorted([number, *self._waiting])
 
 

@@ -63,6 +63,11 @@ class Driver:
     def is_running(self) -> bool:
         return self._running.locked()
 
+    @property
+    def workers(self) -> list[tuple[Sequence[int], tuple[WorkerFacts, ...]]]:
+        """Ranks and facts of the workers of each group at their last rendezvous; no facts before the first run."""
+        return [(group.rendezvous.ranks, group.rendezvous.facts) for group in self._groups.values()]
+
     def denoise(
         self,
         experts: ExpertsRef,

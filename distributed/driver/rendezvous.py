@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -13,7 +14,7 @@ from typing import Any
 
 from ...schema import Mesh, WorkersRef
 from ..messages import RendezvousSpec, WorkerFacts
-from ..transport.pool import Pool, WorkerHandle, WorkerLostError
+from ..transport.pool import Pool, WorkerHandle, WorkerLostError, replace_lost
 from ..worker.rendezvous import PeerLostError, WorkerTimeoutError
 
 ANSWER_S = 60.0
@@ -22,6 +23,17 @@ PORT_TRIES = 4
 """Number of ports to try: a port that was free a moment ago may be in use now."""
 GENERATIONS = itertools.count(1)
 """Numbers of rendezvous, unique in this process, because several drivers may use the same workers in turn."""
+
+
+logger = logging.getLogger("wanstream.distributed")
+
+
+def format_machines(ranks: Sequence[int], workers: Sequence[WorkerFacts]) -> str:
+    """Format the machines of workers: "0 1 on node-a (10.0.0.1), 2 on node-b (10.0.0.2)"."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for rank, facts in zip(ranks, workers, strict=True):
+        places.setdefault((facts.node, facts.address), []).append(str(rank))
+    return ", ".join(f"{' '.join(each)} on {node} ({address})" for (node, address), each in places.items())
 
 
 class Rendezvous:
@@ -48,6 +60,11 @@ class Rendezvous:
     @property
     def workers(self) -> list[WorkerHandle]:
         return [self._pool.workers[rank] for rank in self.ranks]
+
+    @property
+    def spans_machines(self) -> bool:
+        """True if the workers lie on several machines."""
+        return len({each.machine for each in self.facts}) > 1
 
     def connect(self, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
         """Replace lost workers and join all of them. Blocks. Returns their facts, with the sizes of `paths`.
@@ -84,16 +101,20 @@ class Rendezvous:
             self._is_disabled = True
 
     def _join(self) -> None:
-        self.facts = tuple(self._facts_or_replace(rank) for rank in self.ranks)
+        replace_lost(self._pool, self._lost_ranks())
+        self.facts = self._all_facts()
+        if self.spans_machines:
+            logger.warning("workers that share a video are apart: %s", format_machines(self.ranks, self.facts))
         workers = self.workers
         for tries_left in reversed(range(PORT_TRIES)):
             spec = RendezvousSpec(
                 rank=0,
                 mesh=self._layout,
                 host=self.facts[0].address,
-                port=self._call(workers[0], "free_port"),
+                port=self._result(workers[0], workers[0].call("free_port"), ANSWER_S),
                 generation=next(GENERATIONS),
                 timeout_s=self.timeout_s,
+                spans_machines=self.spans_machines,
                 weights=self._ref.weights,
             )
             error = self._try_join(workers, spec)
@@ -110,25 +131,29 @@ class Rendezvous:
         except WorkerLostError:
             return False
 
+    def _lost_ranks(self) -> list[int]:
+        """Return the ranks of the workers that are lost; those that do not answer are ended, and lost too."""
+        lost = []
+        for worker, answer in self._request_facts():
+            try:
+                self._result(worker, answer)
+            except WorkerLostError:
+                lost.append(worker.rank)
+        return lost
+
     def _all_facts(self, paths: Sequence[str] = ()) -> tuple[WorkerFacts, ...]:
-        return tuple(self._facts(worker, paths) for worker in self.workers)
+        return tuple(self._result(*request) for request in self._request_facts(paths))
 
-    def _facts_or_replace(self, rank: int) -> WorkerFacts:
-        """Return the facts of a worker, or of its replacement if it is lost."""
+    def _request_facts(self, paths: Sequence[str] = ()) -> list[tuple[WorkerHandle, Future[Any]]]:
+        """Request the facts of all workers, and wait for them until one time limit."""
+        requests = [(worker, worker.call("facts", paths, self._ref.paths)) for worker in self.workers]
+        wait([answer for _, answer in requests], timeout=ANSWER_S)
+        return requests
+
+    def _result(self, worker: WorkerHandle, answer: Future[Any], timeout_s: float = 0.0) -> Any:
+        """Return the result of a short call. A worker that does not answer is killed: raises WorkerLostError."""
         try:
-            return self._facts(self._pool.workers[rank])
-        except WorkerLostError:
-            return self._facts(self._pool.replace(rank))
-
-    def _facts(self, worker: WorkerHandle, paths: Sequence[str] = ()) -> WorkerFacts:
-        facts = self._call(worker, "facts", paths, self._ref.paths)
-        assert isinstance(facts, WorkerFacts)
-        return facts
-
-    def _call(self, worker: WorkerHandle, method: str, *args: Any) -> Any:
-        answer = worker.call(method, *args)
-        try:
-            return answer.result(ANSWER_S)
+            return answer.result(timeout_s)
         except FutureTimeoutError as err:
             if answer.done():  # the worker itself raised a TimeoutError
                 raise

@@ -141,7 +141,7 @@ class WorkerGroup:
         return events
 
     def stop(self) -> None:
-        """See `StageGroup.stop`. Workers stop before their next block."""
+        """See `StageGroup.stop`. Workers stop before their next block; on several machines before their next step."""
         if self._task is not None:
             self._task.stop()
 
@@ -219,9 +219,14 @@ class _Task:
         return steps
 
     def stop(self) -> None:
-        """Make all workers stop before their next block."""
+        """Make all workers stop before their next block; on several machines before their next step."""
         self._is_stopped = True
-        if self._deadline_s is None:
+        if self._deadline_s is not None:
+            return
+        if self._rendezvous.spans_machines:
+            # Without a deadline: a step may take longer than the timeout. The heartbeat finds workers that hang.
+            self._send_stop()
+        else:
             self._end_within(self._timeout_s)
 
     def _put(self, place: int, message: StepReport | Future[TaskResult]) -> None:
@@ -258,9 +263,12 @@ class _Task:
     def _end_within(self, seconds: float) -> None:
         """Stop the workers that still compute, and set the deadline after which they are killed."""
         if self._deadline_s is None:
-            for place in self._pending:
-                self._workers[place].call("stop", self._run_id)
+            self._send_stop()
         self._deadline_s = time.monotonic() + seconds
+
+    def _send_stop(self) -> None:
+        for place in self._pending:
+            self._workers[place].call("stop", self._run_id)
 
     def _kill_pending(self) -> None:
         """Kill workers that have not ended; give up those that were killed `KILL_S` ago."""

@@ -24,6 +24,7 @@ from ..worker.worker import Worker
 from .connection import CONNECTION, OBJECT_STORE_BYTES
 from .environment import LostAtStartError, RaySetupError
 from .placement import Placement
+from .placement_plan import nested_sizes
 from .worker import FOLDER, PACKAGE, Started, actor_class
 
 TAIL_LINES = 30
@@ -152,6 +153,9 @@ TOKEN_HINT = (
 class RayPool(AbstractContextManager["RayPool"]):
     """Pool of `ref.count` workers; see `Pool`. The constructor blocks until all are ready. Use with `with` or `close`.
 
+    The groups of `ref.mesh` are each on one machine where they fit; without a mesh, all workers if possible. The
+    workers can be used in any other layout, too, whose groups may then be apart.
+
     Args:
         device: device of local workers: "cuda" for one GPU each, "cpu", or "" for GPUs if the machine has any. Workers
             of a cluster use GPUs if it has any.
@@ -181,14 +185,20 @@ class RayPool(AbstractContextManager["RayPool"]):
                 "without workers"
             )
         self._ref, self._timeout_s = ref, start_timeout_s
-        self._replacing, self._closed, self._failed = threading.Lock(), False, False
-        self._starting: list[Any] = []
+        self._closed = False
+        # One lock for each rank, so that lost workers are replaced side by side.
+        self._replacing = [threading.Lock() for _ in range(ref.count)]
+        self._failed: set[int] = set()
+        """Ranks whose last worker was lost and not replaced."""
+        self._starting: dict[int, Any] = {}
+        """Actors that are not ready yet, by rank."""
         with ExitStack() as undo:
             undo.callback(sweep)  # runs last: removes shared memory of workers that were killed
             self._ray = CONNECTION.acquire(ref, store_bytes=store_bytes)
             undo.callback(CONNECTION.release)
             on_gpus = device == "cuda" if ref.address == LOCAL and device else None
-            self._placement = Placement(self._ray, ref.count, start_timeout_s, on_gpus=on_gpus)
+            sizes = () if ref.mesh is None else nested_sizes(ref.mesh)
+            self._placement = Placement(self._ray, ref.count, start_timeout_s, sizes=sizes, on_gpus=on_gpus)
             undo.callback(self._placement.close)
             self._class = actor_class(self._ray)
             self._workers = self._start(range(ref.count))
@@ -206,19 +216,21 @@ class RayPool(AbstractContextManager["RayPool"]):
 
     def replace(self, rank: int) -> RayWorkerHandle:
         """See `Pool.replace`. Raises as `RayPool` if the new worker does not start, or after `close`."""
-        with self._replacing:
+        with self._replacing[rank]:
             self._workers[rank].kill()
             self._workers[rank].wait_for_end(END_TIMEOUT_S)
-            self._failed = True  # reset when the new worker has started
+            self._failed.add(rank)
             self._workers[rank] = self._restart(rank)
-            self._failed = False
+            self._failed.discard(rank)
             return self._workers[rank]
 
     def close(self) -> None:
-        """See `Pool.close`. Cancels a replacement on another thread."""
+        """See `Pool.close`. Cancels replacements on other threads."""
         self._closed = True
-        self._kill(self._starting)
-        with self._replacing:
+        self._kill(tuple(self._starting.values()))
+        with ExitStack() as replaced:
+            for lock in self._replacing:
+                replaced.enter_context(lock)
             # Workers on other machines release their shared memory themselves; `sweep` covers this machine only.
             wait([worker.call("close") for worker in self._workers], timeout=CLOSE_TIMEOUT_S)
             for worker in self._workers:
@@ -241,11 +253,12 @@ class RayPool(AbstractContextManager["RayPool"]):
                 actor.start.remote(PACKAGE, folders, self._ref.threads, self._placement.workers_on_machine_of(rank))
                 for actor, rank in zip(actors, ranks, strict=True)
             ]
-            self._starting = actors
-            self._check_open()  # again: `close` on another thread may have missed actors assigned just now
+            undo.callback(self._forget, ranks)
+            self._starting.update(zip(ranks, actors, strict=True))
+            self._check_open()  # again: `close` on another thread may have missed actors added just now
             until = time.monotonic() + self._timeout_s  # one deadline for all workers
             started = [self._wait_ready(rank, answer, until) for rank, answer in zip(ranks, ready, strict=True)]
-            self._starting = []
+            self._forget(ranks)
             CONNECTION.track_processes()
             check_versions(Worker("cpu").facts(), [each.facts for each in started])
             check_exposure(started, beyond_loopback=self._ref.beyond_loopback)
@@ -277,6 +290,11 @@ class RayPool(AbstractContextManager["RayPool"]):
                 "then run again"
             )
 
+    def _forget(self, ranks: Sequence[int]) -> None:
+        """Remove actors from those that `close` ends because they are not ready."""
+        for rank in ranks:
+            self._starting.pop(rank, None)
+
     def _kill(self, actors: Sequence[Any]) -> None:
         # A call after Ray's end would start Ray again, without our settings.
         if self._ray.is_initialized():
@@ -289,7 +307,7 @@ class RayPool(AbstractContextManager["RayPool"]):
             started: Started = self._ray.get(answer, timeout=max(0.0, until - time.monotonic()))
         except errors.GetTimeoutError as err:
             raise RaySetupError(
-                f"worker {rank} did not start within {self._timeout_s:g} s: {self._placement.describe_delay()}"
+                f"worker {rank} did not start within {self._timeout_s:g} s: {self._placement.describe_delay(rank)}"
             ) from err
         except errors.RayActorError as err:
             raise LostAtStartError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeAlias
 
 from ..messages import RunTask, StepReport, TaskResult
+from .threads import run_in_thread
 
 OnReport: TypeAlias = "Callable[[StepReport], None]"
 
@@ -58,7 +59,21 @@ class Pool(Protocol):
         """True if lost workers can be replaced; if not, the caller needs another pool."""
 
     def replace(self, rank: int) -> WorkerHandle:
-        """Start a new worker in place of one that was lost or killed (any thread). Blocks until it answers."""
+        """Start a new worker in place of one that was lost or killed. Blocks until it answers.
+
+        Threads may replace several ranks at the same time, each of which starts immediately.
+        """
 
     def close(self) -> None:
         """End all workers and everything that was started for them. Later calls do nothing."""
+
+
+def replace_lost(pool: Pool, ranks: Sequence[int]) -> None:
+    """Replace the workers of these ranks side by side, in the time of one start.
+
+    Raises the error of the first rank that could not be replaced, after all of them have ended.
+    """
+    replacing = [run_in_thread(f"wanstream-replace-{rank}", pool.replace, rank) for rank in ranks]
+    wait(replacing)
+    for each in replacing:
+        each.result()

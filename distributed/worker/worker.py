@@ -13,6 +13,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import torch
 
 from ...devices import auto_dtype, available_bytes, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
@@ -45,6 +46,15 @@ def import_models() -> None:
         UniPCMultistepScheduler,
         WanTransformer3DModel,
     )
+
+
+def link_speed(address: str) -> int:
+    """Return the speed of the network card with that address in bytes per second; 0 if the system reports none."""
+    of_cards = psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in of_cards and address in {each.address for each in addresses}:
+            return int(of_cards[name].speed) * 1_000_000 // 8
+    return 0
 
 
 RAM_SHARE = 0.5
@@ -156,6 +166,7 @@ class Worker:
             auto_dtype=dtype_name(auto_dtype(self._device)),
             multiplied=multiplied_formats(self._device, auto_dtype(self._device)),
             machine=self._machine,
+            link_bytes_per_s=link_speed(self._address),
         )
 
     def free_port(self) -> int:
@@ -208,8 +219,7 @@ class Worker:
                 policy=task.policy,
                 device=self._device,
                 on_step=partial(_report_step, on_report, groups.rank == 0),
-                # All workers of a group must stop before the same block, or the others would wait in a collective.
-                should_stop=groups.consensus(is_stopped),
+                should_stop=is_stopped,
             ).with_note(reason)
         finally:
             self._running.release()
@@ -241,7 +251,10 @@ class Worker:
         self._tiles.free()
 
     def stop(self, run_id: str) -> None:
-        """Stop the run or decode with that id before its next block or frame, also if it has not begun yet."""
+        """Stop the run or decode with that id, also if it has not begun yet.
+
+        It stops before its next block or frame; a run on several machines before its next step.
+        """
         self._stopped.append(run_id)
 
     def blocks_begun(self) -> int:

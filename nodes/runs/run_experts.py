@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from ...distributed import DistributedResult, part_sizes
-from ...host import RunEvents, SharedRun, current_host, run_settings
+from ...host import RunEvents, SharedRun, current_host, run_settings, wire_notes
 from ...plan import AutoOffload, OffloadJob
 from ...sampling import (
     DenoiseRequest,
@@ -110,7 +110,7 @@ def prepare_shared(
         shared = driver.denoise(ref, request, plan.policy, on_step=on_step, should_stop=current_host().should_stop)
         result: DenoiseResult = replace(shared, latents=shared.latents.to(request.noise.device))
         # Reversed, because `with_note` puts a note in front of the others.
-        for reason in reversed(plan.reasons):
+        for reason in reversed((*plan.reasons, *wire_notes(run, driver))):
             result = result.with_note(reason)
         return result
 

@@ -34,26 +34,27 @@ def block_visit(
     run: EngineRun,
     step: int,
     expert: str,
-    should_stop: Callable[[], bool] | None,
+    stops_before: Callable[[int], bool] | None,
     block: int,
     *,
     patch: int = 0,
     inside: bool = False,
 ) -> AbstractContextManager[object]:
-    """Return the visit of a block, for `with`; polls `should_stop` first.
+    """Return the visit of a block, for `with`; polls `stops_before` first.
 
     Args:
+        stops_before: maps a block to True if the run stops before it.
         patch: see `BlockKey.patch`.
         inside: poll within the block too; see `Interruptible`.
 
     Raises:
-        SamplingCancelled: `should_stop` returned True; within the block too.
+        SamplingCancelled: `stops_before` returned True; within the block too.
     """
-    if should_stop is None:
+    if stops_before is None:
         return run.visit(step, expert, block, patch)
 
     def poll() -> None:
-        if should_stop():
+        if stops_before(block):
             raise SamplingCancelled(step, block)
 
     poll()

@@ -28,7 +28,7 @@ from ...wan import ExpertEngine, Lane, Nag, attach_nag, forward_lanes
 from ..cache.base import CachedPass, StepCache, names_of
 from .interruptible import block_visit
 from .oom_fallback import RunPolicy
-from .parallel import Compute
+from .parallel import Compute, ParallelForward
 
 CALLS_AHEAD = 8
 """Calls of one expert that are assumed where nothing is predicted. A wrong guess wastes at most the prefetch depth."""
@@ -57,6 +57,10 @@ def predict_again(rest: Sequence[str], expert: str) -> tuple[str, ...]:
     if expert in rest:
         return tuple(rest[rest.index(expert) :])
     return (expert,) * CALLS_AHEAD + tuple(rest)
+
+
+def _any_stops(split: ParallelForward, should_stop: Callable[[], bool], block: int) -> bool:
+    return split.any_stops(should_stop(), block)
 
 
 class ModelCalls:
@@ -181,7 +185,8 @@ class ModelCalls:
         engine, run = self.engine, self._run
         split, cache, patch = self._policy.split, self._cache, self._policy.pair.patch_at(expert, step)
         inside = self._policy.stops_inside
-        visit = partial(block_visit, run, step, expert, self._should_stop, patch=patch, inside=inside)
+        stops_before = None if self._should_stop is None else partial(_any_stops, split, self._should_stop)
+        visit = partial(block_visit, run, step, expert, stops_before, patch=patch, inside=inside)
         own = split.local_tokens
         compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit, local_tokens=own)
         if cache is None:

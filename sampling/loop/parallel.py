@@ -71,6 +71,16 @@ class ParallelForward:
         """Return the velocity of every lane, in their order; `compute` is called with this worker's lanes."""
         return compute(lanes)
 
+    def any_stops(self, stops: bool, block: int) -> bool:
+        """Return True if a worker of the group stops before `block`; the same on all of them.
+
+        All workers call it before every block. A group may pass a stop on before the first block of a step only.
+
+        Args:
+            stops: True if this worker was stopped.
+        """
+        return stops
+
     def local_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return this worker's part of a lane's tokens [1, S, dim]."""
         return tokens

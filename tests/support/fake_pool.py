@@ -126,6 +126,7 @@ class FakeWorker:
             node=f"node-{self._rank}",
             sizes=dict.fromkeys(missing),
             generation=generation,
+            machine=self._pool.machines.get(self._rank, ""),
             auto_dtype=self._pool.auto_dtypes.get(self._rank, "float32"),
             multiplied=self._pool.multiplied.get(self._rank, ("int8", "fp8")),
         )
@@ -249,6 +250,8 @@ class FakePool:
     """Ports that are in use."""
     missing: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Missing paths, by rank."""
+    machines: dict[int, str] = field(default_factory=dict)
+    """Identifiers of machines by rank; one machine for the others."""
     rendezvous: dict[tuple[int, int], FakeRendezvous] = field(default_factory=dict)
     auto_dtypes: dict[int, str] = field(default_factory=dict)
     """Dtypes by rank; float32 for the others."""

@@ -55,14 +55,17 @@ class ShortPair:
             raise torch.OutOfMemoryError("out of memory, as the test wants it")
 
 
-def serve(here: SimpleNamespace, address: str, key: bytes, rank: int, short_at: int | None) -> None:
+def serve(
+    here: SimpleNamespace, address: str, key: bytes, rank: int, short_at: int | None, machine: str | None
+) -> None:
     """Serve the calls of a worker, on one thread each and one for its runs, until the driver hangs up."""
 
     def opened(ref: ExpertsRef) -> Any:
         pair = open_pair(ref)
         return pair if short_at is None else ShortPair(pair, short_at)
 
-    worker, lock, runs = Worker("cpu", threads=1, experts=ExpertsRegistry(opened)), threading.Lock(), WorkThread("runs")
+    worker = Worker("cpu", threads=1, experts=ExpertsRegistry(opened), machine=machine)
+    lock, runs = threading.Lock(), WorkThread("runs")
     with Client(address, authkey=key) as connection:
 
         def send(number: int, kind: str, value: Any) -> None:
@@ -179,11 +182,19 @@ class ProcessPool:
     Args:
         first: the process that rank 0 has.
         short_at: by rank: at which use of a block memory is short, in the first process that has this rank.
+        machines: by rank: identifier of its machine; that of this one for the others.
     """
 
     def __init__(
-        self, processes: Processes, count: int, *, first: int = 0, short_at: Mapping[int, int] | None = None
+        self,
+        processes: Processes,
+        count: int,
+        *,
+        first: int = 0,
+        short_at: Mapping[int, int] | None = None,
+        machines: Mapping[int, str] | None = None,
     ) -> None:
+        self._machines = machines or {}
         self._processes, self._first, self._key = processes.at_least(first + count), first, os.urandom(16)
         self._answers: dict[int, Any] = {}
         self._replacing = threading.Lock()
@@ -218,7 +229,8 @@ class ProcessPool:
 
     def _serve(self, rank: int, short_at: int | None) -> None:
         process = self._processes[self._first + rank]
-        self._answers[rank] = process.start(serve, self._listener.address, self._key, rank, short_at)
+        given = (rank, short_at, self._machines.get(rank))
+        self._answers[rank] = process.start(serve, self._listener.address, self._key, *given)
 
     def _accept(self) -> ProcessWorker:
         connection = self._listener.accept()

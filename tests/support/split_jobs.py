@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import socket
 import sys
@@ -46,11 +47,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def rendezvous(mesh: Mesh, *, timeout_s: float = TIMEOUT_S, port: int | None = None) -> list[RendezvousSpec]:
+def rendezvous(
+    mesh: Mesh, *, timeout_s: float = TIMEOUT_S, port: int | None = None, spans_machines: bool = False
+) -> list[RendezvousSpec]:
     """One for each rank."""
     port, generation = port or free_port(), next(generations)
     return [
-        RendezvousSpec(rank=rank, mesh=mesh, host=LOOPBACK, port=port, generation=generation, timeout_s=timeout_s)
+        RendezvousSpec(
+            rank=rank,
+            mesh=mesh,
+            host=LOOPBACK,
+            port=port,
+            generation=generation,
+            timeout_s=timeout_s,
+            spans_machines=spans_machines,
+        )
         for rank in range(mesh.size)
     ]
 
@@ -212,21 +223,65 @@ def job_run_until(
     wishes: dict[int, int],
     sent: int | None,
 ) -> tuple[int, int]:
-    """Stop, or send the signal `sent` to itself, after the number of polls that `wishes` has for this process."""
+    """Stop, or send the signal `sent` to itself, from the number of polls on that `wishes` has for this process."""
     visits = itertools.count()
 
     def wish() -> bool:
-        now = next(visits) == wishes.get(here.number, -1)
+        now = next(visits) >= wishes.get(here.number, math.inf)
         if now and sent is not None:
             os.kill(os.getpid(), sent)
         return now
 
     part = RunSlice(split=group_forward(here.groups))
     try:
-        compute(here, experts, request, policy, part, should_stop=here.groups.consensus(wish))
+        compute(here, experts, request, policy, part, should_stop=wish)
     except SamplingCancelled as stopped:
         return stopped.step, stopped.block
     raise AssertionError("the run was not stopped")
+
+
+def job_run_and_leave(
+    here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, visits: int
+) -> tuple[str, int]:
+    """Leave the rendezvous at a poll, as the driver makes it; return the error of the run and the number of polls."""
+    polls = 0
+
+    def poll() -> bool:
+        nonlocal polls
+        polls += 1
+        if polls == visits:
+            here.groups.leave()
+        return False
+
+    try:
+        compute(here, experts, request, policy, RunSlice(split=group_forward(here.groups)), should_stop=poll)
+    except ConnectionError as lost:
+        return type(lost).__name__, polls
+    raise AssertionError("the run did not end")
+
+
+def job_count_votes(
+    here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
+) -> tuple[torch.Tensor, int, int]:
+    """Return the share of this process, its polls, and the decisions that the group took in between."""
+    polls, votes, decide = 0, 0, here.groups.any_wants
+
+    def poll() -> bool:
+        nonlocal polls
+        polls += 1
+        return False
+
+    def count(wants: bool) -> bool:
+        nonlocal votes
+        votes += 1
+        return bool(decide(wants))
+
+    here.groups.any_wants = count
+    try:
+        part = RunSlice(split=group_forward(here.groups))
+        return compute(here, experts, request, policy, part, should_stop=poll), polls, votes
+    finally:
+        del here.groups.any_wants
 
 
 def job_hold(

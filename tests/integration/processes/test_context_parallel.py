@@ -308,6 +308,20 @@ def test_a_wish_of_one_stops_all_before_the_same_block(
         assert difference(worker["latents"], alone) <= ROUNDING
 
 
+@pytest.mark.parametrize("shape", [(1, 16, 2, 8, 12), (1, 16, 3, 6, 10)], ids=["48 tokens", "45 tokens"])
+def test_between_machines_a_wish_of_one_stops_all_before_the_same_step(
+    shape: tuple[int, ...], split: SplitProcesses, wide: Callable[..., ExpertsRef], make_request: Any
+) -> None:
+    """With 45 tokens the shares are unequal, and the workers exchange their sizes."""
+    mesh = Mesh(cfg=2, ulysses=2)
+    split.join(mesh, spans_machines=True)
+    given = wide(), make_request(shape=shape), LAYERWISE
+    assert split.all(job_run_until, *given, {3: 5}, None) == [(2, 0)] * mesh.size
+    alone = split.alone(*given)
+    for worker in split.run(*given):
+        assert difference(worker["latents"], alone) <= ROUNDING
+
+
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["lost", "hanging"])
 def test_a_worker_that_is_lost_in_a_run_is_told_by_the_others(
     sent: int, split: SplitProcesses, wide: Callable[..., ExpertsRef], make_request: Any

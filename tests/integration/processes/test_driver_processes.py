@@ -16,9 +16,11 @@ import torch
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.driver.worker_group import WorkerFailedError
 from wanstream.distributed.messages import RunTask
-from wanstream.sampling import SamplingCancelled, StepProgress
+from wanstream.plan import wire_traffic
+from wanstream.sampling import SamplingCancelled, StepProgress, request_job
 from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
 from wanstream.tests.support.rounding import ROUNDING
+from wanstream.wan.experts.open import ExpertsRegistry
 
 WORKERS = 4
 
@@ -196,3 +198,61 @@ def test_memory_that_is_short_on_one_rank_lets_all_of_its_cell_go_on_in_less(
         (change,) = ran.timeline.changes
         assert change.startswith("worker 1 ")
         assert "out of memory in step 2" in change
+
+
+def test_between_machines_runs_are_stopped_between_steps_and_workers_stay(
+    processes: Any, process_pools: Any, make_task: MakeTask, alone: ComputeAlone
+) -> None:
+    task = make_task()
+    long = replace(task.request, steps=1000, switch_step=500)
+    with process_pools.ProcessPool(processes, 4, first=WORKERS, machines={2: "other", 3: "other"}) as pool:
+        pids = [worker.pid for worker in pool.workers]
+        for mesh, blocks in ((Mesh(cfg=2, ulysses=2), {0}), (Mesh(data=2, cfg=2), set(range(4)))):
+            driver, request, stops = driver_of(pool, mesh), long, []
+            for at in (1, 3, 4):
+                stop = threading.Event()
+
+                def on_step(step: StepProgress, at: int = at, stop: threading.Event = stop) -> None:
+                    if step.done == at:
+                        stop.set()
+
+                with pytest.raises(SamplingCancelled) as cancelled:
+                    driver.denoise(task.experts, request, task.policy, on_step=on_step, should_stop=stop.is_set)
+                stops.append(cancelled.value.block)
+            assert set(stops) <= blocks
+            made = driver.denoise(task.experts, task.request, task.policy).latents
+            assert ((made - alone(task)).norm() / alone(task).norm()).item() <= ROUNDING
+        assert [worker.pid for worker in pool.workers] == pids
+
+
+def test_memory_that_is_short_between_machines_lets_the_group_go_on_in_less(
+    processes: Any, process_pools: Any, make_task: MakeTask, alone: ComputeAlone
+) -> None:
+    task, blocks = make_task(policy=OffloadPolicy.layerwise(3)), 4
+    short_at, machines = {1: 2 * blocks + 1}, {1: "other"}
+    with process_pools.ProcessPool(processes, 2, first=WORKERS, short_at=short_at, machines=machines) as pool:
+        ran = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(task.experts, task.request, task.policy)
+        assert torch.equal(ran.latents, alone(task))
+        assert (ran.restarts, pool.replaced) == (0, [])
+        assert "out of memory in step 2" in ran.timeline.changes[0]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=2)], ids=str)
+def test_the_predicted_traffic_between_machines_is_what_workers_receive(
+    mesh: Mesh, processes: Any, process_pools: Any, make_task: MakeTask
+) -> None:
+    task = make_task()
+    registry = ExpertsRegistry()
+    job = request_job(registry.get(task.experts), task.request, torch.device("cpu"))
+    registry.free()
+    with process_pools.ProcessPool(processes, 2, first=WORKERS, machines={1: "other"}) as pool:
+        driver = driver_of(pool, mesh)
+        ran = driver.denoise(task.experts, task.request, task.policy)
+        ((_, facts),) = driver.workers
+    traffic = wire_traffic(mesh, [each.machine for each in facts], job)
+    assert traffic is not None
+    # Each worker receives what the other one sends. Ulysses gathers its output too, once per lane.
+    lanes, shares = 2, 2
+    output = lanes * job.tokens // shares * 64 * job.value_bytes if mesh.ulysses > 1 else 0
+    steps = len(ran.timeline.steps)
+    assert ran.gathered_bytes == 2 * steps * (traffic.bytes + output)

@@ -1,4 +1,4 @@
-"""Process groups: join, consensus and leave; loss or hang of a worker is reported, and the others can join again."""
+"""Process groups: join, decide and leave; loss or hang of a worker is reported, and the others can join again."""
 
 from __future__ import annotations
 
@@ -62,11 +62,9 @@ def job_leave_if_joined(here: SimpleNamespace) -> None:
         here.groups.leave()
 
 
-def job_consensus(here: SimpleNamespace, wishes: list[list[bool]]) -> list[bool]:
-    """Call the consensus once per wish of this process."""
-    own_wishes = iter(wishes[here.number])
-    any_wants = here.groups.consensus(lambda: next(own_wishes))
-    return [any_wants() for _ in wishes[here.number]]
+def job_decide(here: SimpleNamespace, wishes: list[list[bool]]) -> list[bool]:
+    """Decide once per wish of this process."""
+    return [here.groups.any_wants(wish) for wish in wishes[here.number]]
 
 
 def job_reduce(here: SimpleNamespace, name: str) -> list[int]:
@@ -119,20 +117,20 @@ def test_every_group_has_the_workers_of_its_axis(processes: Processes, joined: A
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=4)])
-def test_consensus_is_the_same_on_all_ranks(mesh: Mesh, processes: Processes, joined: Any) -> None:
+def test_a_decision_is_the_same_on_all_ranks(mesh: Mesh, processes: Processes, joined: Any) -> None:
     joined(mesh)
     wishes = [[rank == 1 and at == 2 for at in range(5)] for rank in range(mesh.size)]
-    assert processes.all(job_consensus, wishes, count=mesh.size) == [[at == 2 for at in range(5)]] * mesh.size
+    assert processes.all(job_decide, wishes, count=mesh.size) == [[at == 2 for at in range(5)]] * mesh.size
 
 
 def test_the_same_processes_join_five_times_and_one_of_them_is_replaced(processes: Processes, joined: Any) -> None:
     pids = []
     for turn in range(5):
         pids.append({each["pid"] for each in joined(Mesh(ulysses=3))})
-        assert processes.all(job_consensus, [[True], [False], [False]], count=3) == [[True]] * 3
+        assert processes.all(job_decide, [[True], [False], [False]], count=3) == [[True]] * 3
         if turn == 2:
             doomed = processes[1].start(job_die)
-            answers = [processes[rank].start(job_consensus, [[False]] * 3) for rank in (0, 2)]
+            answers = [processes[rank].start(job_decide, [[False]] * 3) for rank in (0, 2)]
             for answer in answers:
                 with pytest.raises(PeerLostError, match="no sign of rank 1"):
                     answer.result()
@@ -152,7 +150,7 @@ def test_a_worker_that_hangs_is_named(processes: Processes, joined: Any) -> None
     joined(Mesh(ulysses=3), timeout_s=SHORT_S)
     processes[2].signal(signal.SIGSTOP)
     try:
-        answers = [processes[rank].start(job_consensus, [[False]] * 3) for rank in range(2)]
+        answers = [processes[rank].start(job_decide, [[False]] * 3) for rank in range(2)]
         errors = []
         for answer in answers:
             with pytest.raises((WorkerTimeoutError, PeerLostError)) as caught:
@@ -180,13 +178,13 @@ def test_a_worker_leaves_from_another_thread_while_it_waits_and_joins_again(
         processes[2].signal(signal.SIGCONT)
     processes.all(job_leave, count=3)
     joined(Mesh(ulysses=3))
-    assert processes.all(job_consensus, [[False], [True], [False]], count=3) == [[True]] * 3
+    assert processes.all(job_decide, [[False], [True], [False]], count=3) == [[True]] * 3
 
 
 def test_the_loss_of_rank_0_is_reported(processes: Processes, joined: Any) -> None:
     joined(Mesh(ulysses=3))
     processes[0].start(job_die)
-    answers = [processes[rank].start(job_consensus, [[False]] * 3) for rank in (1, 2)]
+    answers = [processes[rank].start(job_decide, [[False]] * 3) for rank in (1, 2)]
     for answer in answers:
         with pytest.raises(PeerLostError, match="rank 0, which runs the store, is gone"):
             answer.result()
@@ -215,7 +213,8 @@ def test_a_port_that_is_taken_is_named(processes: Processes) -> None:
 def test_a_group_of_one_worker_opens_no_connection() -> None:
     groups = join_groups(rendezvous(Mesh())[0])
     assert group_forward(groups).alone
-    assert groups.consensus(wish := lambda: True) is wish
+    assert group_forward(groups).any_stops(True, 3)
+    assert not group_forward(groups).any_stops(False, 0)
     assert not torch.distributed.is_initialized()
     groups.leave()
     assert groups.state is GroupsState.LEFT

@@ -14,9 +14,10 @@ from wanstream.sampling import DenoiseRequest
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.mesh import Mesh
-from wanstream.tests.support.split_jobs import SplitProcesses, job_run_until
+from wanstream.tests.support.split_jobs import SplitProcesses, job_count_votes, job_run_and_leave, job_run_until
 from wanstream.wan import Nag
 
+BLOCKS = 4
 LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
 CFG = Mesh(cfg=2)
 STEPS = 4
@@ -116,3 +117,50 @@ def test_a_wish_of_one_stops_both_before_the_same_block_and_they_go_on_after(
     alone = split.alone(*given)
     for side in split.run(*given):
         assert torch.equal(side["latents"], alone)
+
+
+@pytest.mark.parametrize("spans_machines", [False, True], ids=["one machine", "several machines"])
+def test_a_group_votes_before_every_block_or_between_machines_before_every_step(
+    spans_machines: bool,
+    split: SplitProcesses,
+    experts_ref: Callable[..., ExpertsRef],
+    make_request: Callable[..., DenoiseRequest],
+) -> None:
+    split.leave()
+    split.join(CFG, spans_machines=spans_machines)
+    given = experts_ref(), make_request(), LAYERWISE
+    alone = split.alone(*given)
+    for latents, polls, votes in split.all(job_count_votes, *given):
+        assert torch.equal(latents, alone)
+        assert polls == STEPS * BLOCKS, "each block is a sign of life"
+        assert votes == (STEPS if spans_machines else STEPS * BLOCKS)
+
+
+@pytest.mark.parametrize(("rank", "visits", "stop"), [(0, 0, (0, 0)), (1, 5, (2, 0)), (0, 8, (2, 0))])
+def test_between_machines_a_wish_of_one_stops_both_before_the_same_step_and_they_go_on_after(
+    rank: int,
+    visits: int,
+    stop: tuple[int, int],
+    split: SplitProcesses,
+    experts_ref: Callable[..., ExpertsRef],
+    make_request: Callable[..., DenoiseRequest],
+) -> None:
+    split.leave()
+    split.join(CFG, spans_machines=True)
+    given = experts_ref(), make_request(), LAYERWISE
+    assert split.all(job_run_until, *given, {rank: visits}, None) == [stop] * 2
+    alone = split.alone(*given)
+    for side in split.run(*given):
+        assert torch.equal(side["latents"], alone)
+
+
+def test_between_machines_a_worker_that_has_left_ends_before_its_next_block(
+    split: SplitProcesses, experts_ref: Callable[..., ExpertsRef], make_request: Callable[..., DenoiseRequest]
+) -> None:
+    """After an error of one worker the driver makes all leave; a step may take minutes."""
+    split.leave()
+    split.join(CFG, spans_machines=True)
+    given = experts_ref(), make_request(), LAYERWISE
+    (first, polls), (second, _) = split.all(job_run_and_leave, *given, BLOCKS + 2)
+    assert (first, polls) == ("PeerLostError", BLOCKS + 2)
+    assert second == "PeerLostError"

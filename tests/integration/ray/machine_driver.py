@@ -52,11 +52,11 @@ def request(videos: int, steps: int) -> DenoiseRequest:
     )
 
 
-def begin(count: int, address: str, **settings: Any) -> dict[str, Any]:
-    """Start workers; where they are."""
+def begin(count: int, address: str, mesh: dict[str, int], **settings: Any) -> dict[str, Any]:
+    """Start workers, placed for a layout; where they are."""
     end()
     held["ref"] = WorkersRef(count=count, address=address, threads=1, timeout_s=60.0, **settings)
-    held["pool"] = RayPool(held["ref"], store_bytes=STORE_BYTES)
+    held["pool"] = RayPool(replace(held["ref"], mesh=Mesh(**mesh)), store_bytes=STORE_BYTES)
     return {"nodes": nodes(), "addresses": [worker.started.facts.address for worker in held["pool"].workers]}
 
 
@@ -86,12 +86,14 @@ def run(mesh: dict[str, int], videos: int, steps: int, path_map: str) -> dict[st
     def on_step(step: StepProgress) -> None:
         send(step=step.done, of=step.total, at_s=round(time.monotonic() - began, 2))
 
-    ran = Driver(held["pool"], ref, Mesh(**mesh)).denoise(experts, request(videos, steps), policy, on_step)
+    driver = Driver(held["pool"], ref, Mesh(**mesh))
+    ran = driver.denoise(experts, request(videos, steps), policy, on_step)
     wanted = held["alone"]
     return {
         "digest": tensor_digest(ran.latents),
         "difference": ((ran.latents - wanted).norm() / wanted.norm()).item(),
         "nodes": nodes(),
+        "apart": [list(ranks) for ranks, facts in driver.workers if len({each.machine for each in facts}) > 1],
         "ranks": sorted(ran.timelines),
         "gathered_bytes": ran.gathered_bytes,
         "max_restarts": ran.restarts,

@@ -134,6 +134,25 @@ def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path) ->
     assert (found["left"], found["left at the end"], found["folders"]) == ([], [], [])
 
 
+def test_a_group_is_reserved_on_one_machine_where_it_fits_and_all_or_nothing_is(tmp_path: Path) -> None:
+    """A cluster of two machines A and B with 5 and 3 GPUs."""
+    with tempfile.TemporaryDirectory() as folder:  # of a short name, as Ray makes sockets there
+        found = output_of([sys.executable, str(HERE / "ray_placement.py"), folder], tmp_path)
+    refused = found.pop("refused")
+    machines = {layout: each["machines"] for layout, each in found.items()}
+    assert machines == {
+        "data 2 x ulysses 4": "AAAAABBB",
+        "data 2 x ulysses 3": "AAABBB",
+        "data 4 x cfg 2": "AAAAABBB",
+        "cfg 2 x ulysses 4": "AAAAABBB",
+        "data 8": "AAAAABBB",
+    }
+    assert {each["free after it"] for each in found.values()} == {8}
+    assert found["data 2 x ulysses 3"]["shared"] == [3, 3]
+    assert "no free slots for 6 workers within 1 s: at first 4 of 8 GPUs" in refused["message"]
+    assert refused["free after it"] == 4
+
+
 SURVIVOR = """
 import os, sys, time
 from wanstream.distributed.transport.pool import WorkerLostError

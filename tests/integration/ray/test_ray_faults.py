@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -22,6 +23,8 @@ from wanstream.distributed.ray.connection import FOLDER_PREFIX, RayConnection, R
 from wanstream.distributed.ray.environment import LostAtStartError, RaySetupError
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.distributed.ray.worker import Started
+from wanstream.distributed.transport.pool import replace_lost
+from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.distributed.worker.worker import Worker
 from wanstream.schema import WorkersRef
 
@@ -109,7 +112,7 @@ class FakePlacement:
     def workers_on_machine_of(self, rank: int) -> int:
         return 1
 
-    def describe_delay(self) -> str:
+    def describe_delay(self, rank: int) -> str:
         return "see whether its machine is busy"
 
     def close(self) -> None:
@@ -169,6 +172,73 @@ def test_a_worker_that_cannot_be_replaced_makes_the_pool_unusable(answers: list[
         assert not pool.usable
         pool.replace(0)
         assert pool.usable
+
+
+def test_three_of_four_workers_start_side_by_side_in_one_start(
+    ray: FakeRay, answers: list[float | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers += [0.0] * 4
+    with RayPool(WorkersRef(count=4), start_timeout_s=60.0) as pool:
+        before, starting = pool.workers, threading.Barrier(3)
+        answers += [0.0] * 3
+        get, timeouts = ray.get, []
+
+        def meet(answer: float | Exception, timeout: float) -> Started:
+            timeouts.append(timeout)
+            starting.wait(timeout)  # a replacement that waits for another one never comes here
+            return get(answer, timeout)
+
+        monkeypatch.setattr(ray, "get", meet)
+        replace_lost(pool, [1, 2, 3])
+        assert len(timeouts) == 3
+        assert [old is new for old, new in zip(before, pool.workers, strict=True)] == [True, False, False, False]
+        assert pool.usable
+
+
+def test_a_worker_that_cannot_be_replaced_does_not_end_the_others_that_start(
+    answers: list[float | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers += [0.0] * 3
+    with RayPool(WorkersRef(count=3), start_timeout_s=10.0) as pool:
+        before = pool.workers
+        answers += [RayActorError("Worker exit detail: gone."), 0.0, 0.0]
+        with pytest.raises(LostAtStartError, match="does not start: gone"):
+            replace_lost(pool, [0, 1, 2])
+        kept = [old is new for old, new in zip(before, pool.workers, strict=True)]
+        assert kept.count(True) == 1, "two of them were replaced"
+        assert not pool.usable
+        answers += [0.0]
+        pool.replace(kept.index(True))
+        assert pool.usable
+
+
+def test_closing_ends_all_replacements_that_are_in_flight(
+    ray: FakeRay, answers: list[float | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers += [0.0] * 3
+    pool = RayPool(WorkersRef(count=3), start_timeout_s=60.0)
+    killed, starting, ended = list[object](), threading.Barrier(3), threading.Event()
+
+    def get(answer: float | Exception, timeout: float) -> Started:
+        starting.wait(timeout)
+        assert ended.wait(10), "only some of the replacements were ended"
+        raise RayActorError("Worker exit detail: killed.")
+
+    def kill(actor: object) -> None:
+        killed.append(actor)
+        if len(killed) == 2:
+            ended.set()
+
+    answers += [0.0] * 2
+    monkeypatch.setattr(ray, "get", get)
+    replacing = [run_in_thread("replace", pool.replace, rank) for rank in (0, 1)]
+    starting.wait(10)
+    killed.clear()
+    monkeypatch.setattr(ray, "kill", kill)
+    pool.close()
+    for each in replacing:
+        with pytest.raises(RaySetupError, match=r"the pool was closed|does not start: killed"):
+            each.result(10)
 
 
 def test_a_machine_that_ray_has_lost_makes_the_connection_unusable(

@@ -155,7 +155,8 @@ def driver(machines: Any, address: str) -> Iterator[Program]:
 
 @pytest.fixture(scope="module")
 def begun(driver: Program, address: str) -> Any:
-    return driver.call("begin", count=WORKERS, address=address, beyond_loopback=True, token_file="~/.ray/auth_token")
+    given = {"count": WORKERS, "address": address, "mesh": {"data": 2, "cfg": 2}}
+    return driver.call("begin", **given, beyond_loopback=True, token_file="~/.ray/auth_token")
 
 
 def test_workers_are_on_two_machines_and_listen_there(begun: Any, machines: Any) -> None:
@@ -192,6 +193,7 @@ def test_several_machines_make_what_one_worker_makes(
     else:
         assert ran["digest"] == alone["digest"]
     assert ran["ranks"] == list(range(WORKERS))
+    assert ran["apart"] == ([list(range(WORKERS))] if "ulysses" in mesh else []), "a group of four on two machines"
     assert (ran["gathered_bytes"] > 0) == crosses
     assert ran["max_restarts"] == 0
 

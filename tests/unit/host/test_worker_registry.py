@@ -117,7 +117,7 @@ def test_another_reference_ends_the_former_workers_first(
     kept.get(ONE, Mesh(), CPU)
     kept.get(other[0], Mesh(), other[1])
     assert [pool.said for pool in started] == [["end"], []]
-    assert (started[1].ref, started[1].device) == other
+    assert (started[1].ref, started[1].device) == (replace(other[0], mesh=Mesh()), other[1])
 
 
 def test_workers_that_cannot_be_replaced_any_more_are_started_anew(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from wanstream.host.workers import SharedRun, WorkerRegistry, plan_workers
+from wanstream.distributed.messages import WorkerFacts
+from wanstream.host.workers import SharedRun, WorkerRegistry, plan_workers, wire_notes
 from wanstream.plan import AutoOffload, Budgets, DoesNotFitError, Machine, OffloadJob
 from wanstream.plan.machine import expected_machine
 from wanstream.schema import T2V_A14B, Mesh, MeshError, OffloadPolicy, VideoShape, WorkersError, WorkersRef
@@ -134,3 +136,22 @@ def test_equal_runs_get_the_same_plan_and_measure_once() -> None:
     assert len(measured) == 1
     planned.plan(replace(run, videos=2, job=a_job(2)), machine)
     assert len(measured) == 2
+
+
+def facts(machine: str, *, link: int = 0) -> WorkerFacts:
+    versions = dict.fromkeys(("wanstream", "torch", "diffusers", "python"), "0")
+    where = {"node": f"node-{machine}", "address": f"10.0.0.{machine}", "machine": machine}
+    return WorkerFacts(pid=1, device="cuda:0", link_bytes_per_s=link, **where, **versions)
+
+
+def test_each_group_that_is_apart_gets_a_line_with_its_workers_and_its_cost() -> None:
+    mesh = Mesh(data=2, ulysses=2)
+    groups = [(range(2), (facts("1"), facts("1"))), (range(2, 4), (facts("1", link=10**9), facts("2", link=10**8)))]
+    driver: Any = SimpleNamespace(mesh=mesh, workers=groups)
+    (note,) = wire_notes(a_run(WorkersRef(count=4, mesh=mesh), videos=2), driver)
+    assert note.startswith(
+        "workers that share a video are apart: 2 on node-1 (10.0.0.1), 3 on node-2 (10.0.0.2); each step "
+    )
+    assert "(ulysses 26.8 GB) in 321 exchanges, at least 268.4 s at 0.8 Gb/s (the link speed" in note
+    driver.workers = [(range(2), ()), *groups[:1]]
+    assert wire_notes(a_run(WorkersRef(count=4, mesh=mesh), videos=2), driver) == ()

@@ -19,6 +19,7 @@ from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.host.workers import VARIABLE
 from wanstream.nodes import WanStreamExtension
+from wanstream.nodes.runs import run_experts
 from wanstream.schema import Cancelled, Timeline, WorkersRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
@@ -95,6 +96,11 @@ def test_the_run_knows_its_workers_and_is_announced_with_what_each_did(run: Run)
     assert len(Timeline.from_dict(end["ranks"]["0"]).steps) == 4
     (kept,) = history.outputs["sampler"]["wanstream_timeline"]
     assert end["timeline"] == kept
+
+
+def test_a_group_that_is_apart_is_reported_in_the_samplers_text(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_experts, "wire_notes", lambda shared, driver: (f"{driver.mesh}: {shared.videos} apart",))
+    assert "one worker: 1 apart" in run(workflow(HERE)).outputs["sampler"]["text"]
 
 
 def test_progress_is_told_step_by_step(run: Run) -> None:

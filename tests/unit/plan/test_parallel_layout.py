@@ -10,7 +10,14 @@ import pytest
 from wanstream.plan import Budgets, DoesNotFitError, Machine, OffloadJob, plan_offload
 from wanstream.plan.machine import expected_machine
 from wanstream.plan.memory import VRAM_RESERVE, VRAM_SHARE, memory_needs
-from wanstream.plan.parallel_layout import check_layout, choose_layout, describe_layout, worker_share
+from wanstream.plan.parallel_layout import (
+    check_layout,
+    choose_layout,
+    describe_layout,
+    describe_wire,
+    wire_traffic,
+    worker_share,
+)
 from wanstream.schema import T2V_A14B, Mesh, MeshError, OffloadPolicy, VideoShape
 
 MakeJob, MakeMachine = Callable[..., OffloadJob], Callable[..., Machine]
@@ -196,4 +203,53 @@ def test_a_layout_is_described_by_shared_work() -> None:
     assert (
         describe_layout(Mesh(cfg=2, ring=2, ulysses=4))
         == "cfg 2 x ring 2 x ulysses 4: both prompts side by side, the tokens of each lane shared by 8 workers"
+    )
+
+
+VELOCITY = 2 * 16 * 21 * 90 * 160
+"""Bytes of a bf16 velocity of 1280x720x81."""
+HIDDEN = 2 * 75600 * 5120
+"""Bytes of a bf16 hidden state of 1280x720x81."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "machines", "wanted", "exchanges"),
+    [
+        (Mesh(cfg=2), "AA", None, 0),
+        (Mesh(cfg=2), "AB", {"cfg": VELOCITY}, 2),
+        (Mesh(cfg=2, ulysses=2), "AABB", {"cfg": 2 * VELOCITY}, 2),
+        (Mesh(ulysses=2), "AB", {"ulysses": 80 * 4 * HIDDEN // 4}, 1 + 4 * 80),
+        (Mesh(ulysses=4), "AABB", {"ulysses": 4 * 80 * 4 * HIDDEN // 16}, 1 + 4 * 80),
+        (Mesh(ulysses=4), "AAAB", {"ulysses": 3 * 80 * 4 * HIDDEN // 16}, 1 + 4 * 80),
+        (Mesh(cfg=2, ulysses=2), "ABAB", {"ulysses": 2 * 40 * 4 * HIDDEN // 4}, 1 + 4 * 40),
+        (Mesh(ring=2, ulysses=2), "AABB", {"ring": 2 * 80 * 2 * HIDDEN // 4}, 1 + 80),
+        (Mesh(ring=3), "ABC", {"ring": 2 * 80 * 2 * HIDDEN // 3}, 1 + 80),
+    ],
+    ids=str,
+)
+def test_the_traffic_between_machines_is_that_of_the_splits(
+    layout: Mesh, machines: str, wanted: dict[str, int] | None, exchanges: int
+) -> None:
+    traffic = wire_traffic(layout, machines, a14b())
+    if wanted is None:
+        assert traffic is None
+    else:
+        assert traffic is not None
+        assert dict(traffic.bytes_by_axis) == wanted
+        assert (traffic.bytes, traffic.exchanges) == (sum(wanted.values()), exchanges)
+
+
+def test_a_group_that_is_apart_is_described_with_bytes_and_seconds() -> None:
+    job = a14b()
+    sides = wire_traffic(Mesh(cfg=2), "AB", job)
+    tokens = wire_traffic(Mesh(ulysses=4), "AABB", job)
+    assert sides is not None
+    assert tokens is not None
+    assert describe_wire(sides, 0) == (
+        "each step moves 9.68 MB between the machines (cfg 9.68 MB) in 2 exchanges, at least 0.0774 s at 1 Gb/s "
+        "(assumed: the network card reports none)"
+    )
+    assert describe_wire(tokens, 1_250_000_000) == (
+        "each step moves 61.9 GB between the machines (ulysses 61.9 GB) in 321 exchanges, at least 49.55 s at 10 Gb/s "
+        "(the link speed of the network card); only data or cfg between the machines costs less"
     )

@@ -99,6 +99,42 @@ def test_every_mesh_gives_what_one_worker_gives(
         assert all(len({step.expert for step in each.steps}) == 1 for each in result.timelines.values())
 
 
+@pytest.mark.parametrize("mesh", [Mesh(cfg=2, ulysses=2), Mesh(data=2, cfg=2), Mesh(data=4)], ids=str)
+def test_three_of_four_workers_are_replaced_side_by_side(
+    mesh: Mesh, fakes: Any, request_of: Any, experts_ref: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one group, and in several: no replacement ends before all three have begun."""
+    pool, starting = fakes.FakePool(4), threading.Barrier(3)
+    for rank in (1, 2, 3):
+        pool.workers[rank].kill()
+    replace_worker = pool.replace
+
+    def replace_with_others(rank: int) -> Any:
+        starting.wait(20)
+        return replace_worker(rank)
+
+    monkeypatch.setattr(pool, "replace", replace_with_others)
+    request = request_of(mesh.data)
+    result = driver_of(pool, mesh).denoise(experts_ref(), request, LAYERWISE)
+    assert torch.equal(result.latents, fakes.expected(request.noise, range(STEPS)))
+    assert sorted(pool.replaced) == [1, 2, 3]
+
+
+def test_a_group_on_several_machines_is_logged_and_votes_once_per_step(
+    fakes: Any, request_of: Any, experts_ref: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = fakes.FakePool(4, machines={3: "other"})
+    driver = driver_of(pool, Mesh(data=2, cfg=2))
+    with caplog.at_level(logging.WARNING, "wanstream.distributed"):
+        driver.denoise(experts_ref(), request_of(2), LAYERWISE)
+    assert [record.getMessage() for record in caplog.records] == [
+        "workers that share a video are apart: 2 on node-2 (127.0.0.1), 3 on node-3 (127.0.0.1)"
+    ]
+    spans = {rank: rendezvous.spans_machines for rank, rendezvous in pool.joined}
+    assert spans == {0: False, 1: False, 2: True, 3: True}
+    assert [[each.machine for each in facts] for _, facts in driver.workers] == [["", ""], ["", "other"]]
+
+
 def test_without_data_and_stages_a_batch_is_one_task(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     pool, request = fakes.FakePool(2), request_of(3)
     driver_of(pool, Mesh(cfg=2)).denoise(experts_ref(), request, LAYERWISE)

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from wanstream.distributed.driver.stage_run import GroupEnd, StepTaken
 from wanstream.distributed.driver.worker_group import WorkerFailedError, WorkerGroup
 from wanstream.distributed.messages import RunTask, StepReport, TaskResult
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
+from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling import InsufficientMemoryError, RunState, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import Mesh, OffloadPolicy, StepRecord, Timeline, WorkersRef
 
@@ -182,6 +184,30 @@ def test_a_group_that_begins_blocks_is_not_silent_however_long_its_step_takes(
     for handle in handles:
         handle.end(CANCELLED)
     assert isinstance(ended(group).error, WorkerTimeoutError)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one machine", "several machines"])
+def test_a_stop_waits_for_the_step_of_a_group_on_several_machines(
+    apart: bool, start_group: StartGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers stop before their next step, which may be further away than the timeout."""
+    killed: list[int] = []
+    monkeypatch.setattr(Handle, "kill", lambda handle: killed.append(handle.rank))
+    group, handles = start_group(2, timeout_s=0.05)
+    group.rendezvous.facts = tuple(
+        replace(Worker("cpu").facts(), machine=name) for name in ("a", "b" if apart else "a")
+    )
+    group.stop()
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        handles[0].begun += 1
+        assert group.poll() == []
+        time.sleep(0.01)
+    assert [handle.calls for handle in handles] == [["stop"], ["stop"]]
+    assert killed == ([] if apart else [0, 1])
+    for handle in handles:
+        handle.end(CANCELLED)
+    assert ended(group).error is CANCELLED
 
 
 def test_the_silence_limit_is_somewhat_longer_than_the_timeout_of_workers() -> None:
