@@ -77,6 +77,7 @@ def _traits(request: DenoiseRequest) -> dict[str, object]:
         "cache": "none" if request.cache is None else request.cache.words,
         "every number of the cache, as a digest,": _digest(request.cache),
         "guidance": tuple(request.guidance),
+        "context guidance": request.context_guidance,
         "tokens next to the video": " and ".join(tokens.words for tokens in request.tokens_of_sides),
         "image embedding": "none" if seen is None else f"{seen.shape[1]} x {seen.shape[2]}",
         "noise": "added" if request.add_noise else "not added",
