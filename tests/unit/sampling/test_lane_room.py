@@ -19,6 +19,7 @@ from wanstream.sampling import (
     InsufficientMemoryError,
     check_room,
     denoise,
+    tokens_of,
     working_bytes,
 )
 from wanstream.sampling.cache.settings import FirstBlockCache
@@ -103,14 +104,17 @@ def test_lanes_without_guidance_take_half(open_pair: OpenPair, lanes: Callable[.
         check_room(pair, lanes(4, guidance=(1.0, 3.0)), LAYERWISE, CPU, free=free)
 
 
-@pytest.mark.parametrize("side", ["tokens", "negative_tokens"])
+@pytest.mark.parametrize(("side", "on_positive"), [("tokens", 1), ("negative_tokens", 0)])
 def test_tokens_next_to_the_video_take_room(
-    side: str, open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]
+    side: str, on_positive: int, open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]
 ) -> None:
-    """A context of the video's size, on one side: the room of a video of twice the length."""
+    """A context of the video's size: on both sides it takes the room of a video of twice the length."""
     pair, context = open_pair(), ExtraTokens(context=(torch.zeros(1, 1, 1, 1, 1).expand(1, *LARGE),))
     channels, frames, *size = LARGE
-    working = working_bytes(pair, (2, channels, 2 * frames, *size), sides=(0, 0), chunk_tokens=2048)
+    twice = working_bytes(pair, (2, channels, 2 * frames, *size), sides=(0, 0), chunk_tokens=2048)
+    tokens = tokens_of((2, *LARGE))
+    working = working_bytes(pair, (2, *LARGE), sides=(on_positive * tokens, tokens), chunk_tokens=2048)
+    assert (working == twice) if on_positive else (working < twice)
     enough = working + pair.device_bytes(LAYERWISE, device=CPU)
     assert enough > needed(pair, 2, chunk=2048)
     check_room(pair, lanes(2, **{side: context}), LAYERWISE, CPU, free=enough)

@@ -219,7 +219,7 @@ def test_a_table_for_another_run_is_refused(
 @pytest.mark.parametrize(
     ("calibrated", "requested", "said"),
     [
-        ((1.0,), (4.0,), "without guidance around step 1, this run has a guidance of 4 there"),
+        ((1.0,), (4.0,), "without guidance around step 1, and this run has it there"),
         ((4.0,) * 6 + (1.0,), (4.0,), "without guidance around step 6"),
         ((4.0,) * 3 + (1.0, 4.0), (4.0,), "without guidance around step 3"),
         ((4.0,), (1.0,), None),
