@@ -278,6 +278,11 @@ class DenoiseRequest:
         """Tokens next to those of the video, of the positive and the negative lanes."""
         return self.tokens, self.tokens if self.negative_tokens is None else self.negative_tokens
 
+    @property
+    def tokens_words(self) -> str:
+        """Description of the tokens next to those of the video, equal in requests that can be merged."""
+        return " and ".join(tokens.words for tokens in self.tokens_of_sides)
+
     def lanes_at(self, step: int) -> int:
         """Return the number of lanes that each sample has in a step of the whole schedule."""
         sides = len(self.sides_at(step))

@@ -152,6 +152,20 @@ def test_requests_with_other_shapes_are_not_merged(make_request: Request) -> Non
         merge_requests([one, other])
 
 
+def test_ignored_references_keep_no_requests_apart(open_pair: OpenPair, make_request: Request) -> None:
+    pair = open_pair()
+    with_one, without = make_request(tokens=ExtraTokens(reference=REFERENCE)), make_request(noise=-SOURCE)
+    foreign = replace(without, tokens=ExtraTokens(foreign_reference="a picture"))
+    merged = merge_requests([with_one, without, foreign], reads_reference=pair.reads_reference)
+    expected = [run(pair, request).latents for request in (with_one, without, without)]
+    assert torch.equal(run(pair, merged).latents, torch.cat(expected))
+    with pytest.raises(RequestError, match="next to the video none and none, in lane 1 reference, 1 x 4 x 6"):
+        merge_requests([with_one, without])
+    contexts = [make_request(tokens=ExtraTokens(context=(each,))) for each in (SOURCE, IMAGE)]
+    with pytest.raises(RequestError, match="next to the video 1 x 4 x 10"):
+        merge_requests(contexts, reads_reference=False)
+
+
 def test_the_planner_and_the_memory_count_all_tokens(open_pair: OpenPair, make_request: Request) -> None:
     pair, request = open_pair(), make_request(tokens=CONTEXT)
     extra = VIDEO_TOKENS + IMAGE_TOKENS
