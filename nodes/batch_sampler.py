@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..host import io, search_aliases
+from ..host import current_host, io, search_aliases
 from ..plan import AutoOffload
 from ..sampling import DenoiseRequest, RequestError, merge_requests, native_latent
 from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
@@ -106,7 +106,8 @@ class WanStreamLaneSampler(io.ComfyNode):
         settings = settings_for(experts, settings)
         requests = [_request(number, lane, settings) for number, lane in enumerate(lanes, 1)]
         policy = policy or OffloadPolicy.layerwise()
-        merged, node_id = merge_requests(requests), cls.hidden.unique_id
+        reads_reference = current_host().experts(experts).reads_reference
+        merged, node_id = merge_requests(requests, reads_reference=reads_reference), cls.hidden.unique_id
         run = run_experts(experts, merged, policy, node_id=node_id, workers=workers, preview=preview)
         samples, timeline = run.result.latents.split([request.batch for request in requests]), run.timeline
         latents = tuple(  # each with the size of its own input

@@ -1,4 +1,4 @@
-"""Node for guidance per step and for NAG."""
+"""Node for guidance per step, for NAG, and for the guidance of context tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..wan import Nag
 from . import sockets
 
 OFF = 1.0
-"""NAG scale without an effect."""
+"""Scale of NAG, or of the context, without an effect."""
 
 GUIDANCE_INPUTS: tuple[io.Input, ...] = (
     io.String.Input(
@@ -42,11 +42,22 @@ GUIDANCE_INPUTS: tuple[io.Input, ...] = (
         step=0.01,
         tooltip="Share of the result with NAG; the rest is without it. 0: no effect. Costs nothing.",
     ),
+    io.Float.Input(
+        "context_guidance",
+        default=OFF,
+        min=0.0,
+        max=100.0,
+        step=0.1,
+        optional=True,
+        tooltip="Strength of the source and the references of Bernini. 1: off. Raise it where the video departs from "
+        "them. Guided steps compute the negative prompt once more without them: 16 % more compute with a source video, "
+        "47 % with one image alone (832x480x81, counted operations).",
+    ),
 )
 
 
 class WanStreamGuidance(io.ComfyNode):
-    """Guidance scale per step, and a negative prompt for steps without guidance."""
+    """Guidance scale per step, a negative prompt for steps without guidance, and a scale of the context."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -54,9 +65,10 @@ class WanStreamGuidance(io.ComfyNode):
             node_id="WanStreamGuidance",
             display_name="Wan Guidance",
             category="WanStream/sampling",
-            **search_aliases("nag", "normalized attention guidance", "cfg", "cfg schedule"),
+            **search_aliases("nag", "normalized attention guidance", "cfg", "cfg schedule", "dual cfg"),
             description="Guidance for each step instead of each expert; and NAG, which applies the negative prompt in "
-            "steps of guidance 1, as with distilled LoRAs, without the second pass of guidance.",
+            "steps of guidance 1, as with distilled LoRAs, without the second pass of guidance. For Bernini also the "
+            "strength of source and references.",
             inputs=[*GUIDANCE_INPUTS],
             outputs=[sockets.Guidance.Output(display_name="guidance")],
         )
@@ -67,6 +79,8 @@ class WanStreamGuidance(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(cls, guidance_steps: str, nag_scale: float, nag_tau: float, nag_alpha: float) -> io.NodeOutput:
+    def execute(
+        cls, guidance_steps: str, nag_scale: float, nag_tau: float, nag_alpha: float, context_guidance: float = OFF
+    ) -> io.NodeOutput:
         nag = None if nag_scale == OFF else Nag(scale=nag_scale, tau=nag_tau, alpha=nag_alpha)
-        return io.NodeOutput(Guidance(steps=parse_scales(guidance_steps), nag=nag))
+        return io.NodeOutput(Guidance(steps=parse_scales(guidance_steps), nag=nag, context=context_guidance))

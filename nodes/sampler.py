@@ -203,7 +203,9 @@ def request_of(
     # A negative that no step reads is not checked: its keys must not refuse the run.
     needs_negative = guidance.nag is not None or any(scale != 1 for scale in scales)
     inputs = native_inputs(positive, negative if needs_negative else None, latent)
-    return _request(inputs, guidance_steps=guidance.steps, nag=guidance.nag, **settings)
+    return _request(
+        inputs, guidance_steps=guidance.steps, nag=guidance.nag, context_guidance=guidance.context, **settings
+    )
 
 
 def _request(

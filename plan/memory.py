@@ -133,10 +133,10 @@ def memory_needs(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> Me
 
 
 def working_bytes(job: OffloadJob, chunk_tokens: int | None) -> int:
-    """Return the activation bytes of a step of the expert with the most lanes."""
-    return job.expert.working_bytes(
-        job.tokens * job.ring * job.ulysses,
-        lanes=max(job.lanes.values()),
+    """Return the activation bytes of a step of the expert with the most tokens."""
+    lane_tokens = max(map(job.lane_tokens, job.lanes), key=sum)
+    return job.expert.lanes_bytes(
+        [tokens * job.ring * job.ulysses for tokens in lane_tokens],
         value_bytes=job.value_bytes,
         chunk_tokens=chunk_tokens,
         ring=job.ring,

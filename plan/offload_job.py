@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..schema import ExpertShape, Storage
 from .machine import LINEAR_FORMATS
@@ -57,8 +57,13 @@ class OffloadJob:
     """Lanes of each step if they vary between the steps of an expert, else (). The planner uses `lanes`, the maximum;
     predictions of a chosen plan and corrections by a first step use these."""
     extra_tokens: tuple[int, ...] = ()
-    """Tokens of a lane next to those of its video (references), for each CFG side; `tokens` includes the largest
-    number. (): none, or those of one worker."""
+    """Tokens of a lane next to those of its video (references), for each CFG side in the order of the lanes; `tokens`
+    includes the largest number. (): none."""
+    sides: Mapping[str, int] = field(default_factory=dict)
+    """Number of CFG sides of each expert, all with equally many lanes. An expert with fewer of them than others has the
+    first ones. {}: every lane counts as one of `tokens`."""
+    sides_of_steps: tuple[int, ...] = ()
+    """Those of each step, next to `lanes_of_steps`; (): those of its expert."""
     patches_of_steps: tuple[int, ...] = ()
     """`BlockKey.patch` in each step; (): 0 in all of them."""
     skipped_steps: frozenset[int] = frozenset()
@@ -72,22 +77,25 @@ class OffloadJob:
         for name in ("tokens", "stored_bytes", "file_bytes", "computed_bytes", "value_bytes", "ring", "ulysses"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be 1 or more")
-        if self.lanes_of_steps and len(self.lanes_of_steps) != len(self.experts_of_steps):
-            raise ValueError(
-                f"lanes_of_steps has {len(self.lanes_of_steps)} values for {len(self.experts_of_steps)} steps: "
-                "give one for each step, or none"
-            )
-        if self.patches_of_steps and len(self.patches_of_steps) != len(self.experts_of_steps):
-            raise ValueError(
-                f"patches_of_steps has {len(self.patches_of_steps)} values for {len(self.experts_of_steps)} steps: "
-                "give one for each step, or none"
-            )
+        for name in ("lanes_of_steps", "sides_of_steps", "patches_of_steps"):
+            if (count := len(getattr(self, name))) not in (0, len(self.experts_of_steps)):
+                raise ValueError(
+                    f"{name} has {count} values for {len(self.experts_of_steps)} steps: give one for each step, or none"
+                )
         if self.extra_tokens and not 0 <= min(self.extra_tokens) <= max(self.extra_tokens) < self.tokens:
             raise ValueError(f"extra_tokens are {self.extra_tokens} of {self.tokens} tokens: give 0 or more, and fewer")
         if self.linear_format not in ("", *LINEAR_FORMATS):
             raise ValueError(f"linear_format is {self.linear_format!r}, choose '' or one of {LINEAR_FORMATS}")
+        self._check_lanes()
+
+    def _check_lanes(self) -> None:
         if min(self.lanes.values()) < 1:
             raise ValueError(f"lanes are {dict(self.lanes)}, each must be 1 or more")
+        for expert, sides in self.sides.items():
+            if sides < 1 or self.lanes.get(expert, 0) % sides:
+                raise ValueError(
+                    f"sides are {dict(self.sides)} and lanes {dict(self.lanes)}: give multiples of the sides"
+                )
 
     def of_steps(self, steps: Sequence[int]) -> OffloadJob:
         """Return the job of these steps alone, given as indices of `experts_of_steps`, with all values of each step."""
@@ -95,6 +103,7 @@ class OffloadJob:
             self,
             experts_of_steps=tuple(self.experts_of_steps[step] for step in steps),
             lanes_of_steps=tuple(self.lanes_of_steps[step] for step in steps) if self.lanes_of_steps else (),
+            sides_of_steps=tuple(self.sides_of_steps[step] for step in steps) if self.sides_of_steps else (),
             patches_of_steps=tuple(self.patches_of_steps[step] for step in steps) if self.patches_of_steps else (),
             skipped_steps=frozenset(place for place, step in enumerate(steps) if step in self.skipped_steps),
         )
@@ -112,6 +121,24 @@ class OffloadJob:
     def tokens_of_sides(self) -> tuple[int, ...]:
         """Tokens of a lane of each CFG side; one number if they are equal."""
         return tuple(dict.fromkeys(self.video_tokens + extra for extra in self.extra_tokens or (0,)))
+
+    def lane_tokens(self, expert: str) -> tuple[int, ...]:
+        """Return the tokens of each lane of an expert, in the order of its lanes."""
+        return self._lane_tokens(self.lanes[expert], self.sides.get(expert))
+
+    def lane_tokens_of_step(self, number: int) -> tuple[int, ...]:
+        """Return the tokens of each lane of a step, an index of `experts_of_steps`."""
+        expert = self.experts_of_steps[number]
+        if not self.lanes_of_steps:
+            return self.lane_tokens(expert)
+        sides = self.sides_of_steps[number] if self.sides_of_steps else self.sides.get(expert)
+        return self._lane_tokens(self.lanes_of_steps[number], sides)
+
+    def _lane_tokens(self, lanes: int, sides: int | None) -> tuple[int, ...]:
+        extras = self.extra_tokens[:sides]
+        if sides is None or not extras:
+            return (self.tokens,) * lanes
+        return tuple(self.video_tokens + extra for extra in extras for _ in range(lanes // len(extras)))
 
     @property
     def visits(self) -> tuple[Visit, ...]:

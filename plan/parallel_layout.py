@@ -20,6 +20,7 @@ from ..schema import (
     WeightPlacement,
     format_seconds,
     format_size,
+    largest_share,
 )
 from .candidates import fitting_policies
 from .machine import Machine
@@ -141,17 +142,26 @@ def _list_divisors(number: int) -> str:
     return f"{', '.join(divisors)} {'do' if len(divisors) > 1 else 'does'}"
 
 
+SIDE_NAMES = {2: ("positive", "negative"), 3: ("positive", "without context", "negative")}
+"""Names of the CFG sides of a step, in the order of the lanes, by their number."""
+
+
 def _token_words(job: OffloadJob) -> str:
     """Return the number of tokens of a lane: `30 tokens (positive) and 27 (negative)` if the sides differ."""
-    first, *others = job.tokens_of_sides
-    return f"{first} tokens (positive) and {others[0]} (negative)" if others else f"{first} tokens"
+    named: dict[int, list[str]] = {}
+    for name, extra in zip(SIDE_NAMES.get(len(job.extra_tokens), ()), job.extra_tokens, strict=False):
+        named.setdefault(job.video_tokens + extra, []).append(name)
+    if len(named) < 2:
+        return f"{job.tokens} tokens"
+    first, *others = ((tokens, ", ".join(names)) for tokens, names in named.items())
+    return " and ".join([f"{first[0]} tokens ({first[1]})", *(f"{tokens} ({names})" for tokens, names in others)])
 
 
 def _scale_references(job: OffloadJob, parts: int) -> str:
     """Return the remedy for references that `parts` workers cannot share, as the end of a message; "" without any."""
     if not any(job.extra_tokens):
         return ""
-    numbers = " and ".join(map(str, dict.fromkeys(job.extra_tokens)))
+    numbers = " and ".join(map(str, dict.fromkeys(filter(None, job.extra_tokens))))
     multiple = parts * PIXELS_PER_LATENT * PATCH[1]
     return (
         f"; {numbers} of them belong to sources and references: give every reference a side of a multiple of "
@@ -234,15 +244,27 @@ def worker_share(
     parts = stage_boundaries(job.experts_of_steps, [1.0] * len(job.experts_of_steps), mesh.stage)
     steps = max(parts, key=len)
     part = job.of_steps(steps)
-    lanes = {expert: -(-count // mesh.cfg) for expert, count in job.lanes.items() if expert in part.experts_of_steps}
+    shares = {
+        expert: largest_share(job.lane_tokens(expert), mesh.cfg)
+        for expert in job.lanes
+        if expert in part.experts_of_steps
+    }
+    lanes = {expert: len(share) for expert, share in shares.items()}
+    most = next(share for share in shares.values() if len(share) == max(lanes.values()))
+    video, *tokens = (
+        -(-count // (mesh.ring * mesh.ulysses)) for count in (job.video_tokens, *sorted(most, reverse=True))
+    )
+    # The lanes of a rank need not be equally many of each side, so each of them is listed as a side.
     worker = replace(
         part,
         tokens=-(-job.tokens // (mesh.ring * mesh.ulysses)),
-        extra_tokens=(),
+        extra_tokens=tuple(count - video for count in tokens) if len(set(tokens)) > 1 else (),
+        sides=lanes,
         ring=mesh.ring,
         ulysses=mesh.ulysses,
         lanes=lanes,
         lanes_of_steps=(),
+        sides_of_steps=(),
         resident_bytes=job.resident_bytes * len(lanes) // len(job.lanes),
     )
     here = min(mesh.size, workers_per_machine)
@@ -371,13 +393,19 @@ def _no_layout(workers: int, job: OffloadJob, samples: int, *, rings: bool) -> s
 
 def _order(mesh: Mesh, job: OffloadJob, samples: int, workers_per_machine: int) -> tuple[float, ...]:
     """Return the sort key of a layout, the best first: worker-seconds, then traffic between workers and machines."""
-    experts, lanes = job.experts_of_steps, job.lanes
     rounds = -(-samples // mesh.data)
-    sides = mesh.cfg * sum(-(-lanes[expert] // mesh.cfg) for expert in experts) / sum(lanes[e] for e in experts)
+    lanes = [job.lane_tokens(expert) for expert in job.experts_of_steps]
+    shares = [largest_share(lane_tokens, mesh.cfg) for lane_tokens in lanes]
+    sides = mesh.cfg * _flops(job, shares) / _flops(job, lanes)
     sharing = mesh.ring * mesh.ulysses > 1
     seconds = rounds * mesh.data * sides * (1 + TOKEN_SHARING_COST * sharing)
     spans_machines = mesh.size > workers_per_machine and workers_per_machine % mesh.ulysses != 0
     return (seconds, spans_machines, mesh.ring, -mesh.data, -mesh.cfg)
+
+
+def _flops(job: OffloadJob, steps: Sequence[Sequence[int]]) -> int:
+    """Return the operations of one block in steps with lanes of these tokens."""
+    return sum(job.expert.block_flops(tokens) for lane_tokens in steps for tokens in lane_tokens)
 
 
 def _heads(job: OffloadJob) -> int:

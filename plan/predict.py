@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -83,20 +85,27 @@ def hardware_of(job: OffloadJob, machine: Machine, chunk_tokens: int | None) -> 
 
 def visit_seconds(job: OffloadJob, machine: Machine, expert: str, chunk_tokens: int | None) -> float:
     """Return the seconds that all lanes spend in one block."""
-    lane_s = equivalent_flops(job, machine) / machine.flops_per_s
+    return _lanes_seconds(job, machine, job.lane_tokens(expert), chunk_tokens)
+
+
+def _lanes_seconds(job: OffloadJob, machine: Machine, lane_tokens: Sequence[int], chunk_tokens: int | None) -> float:
+    seconds = equivalent_flops(job, machine, lane_tokens) / machine.flops_per_s
     if chunk_tokens is not None:
         # Every chunk but the first reads the feed-forward weights from device memory again.
-        lane_s += (math.ceil(job.tokens / chunk_tokens) - 1) * CHUNK_S
-    return job.lanes[expert] * lane_s
+        seconds += sum(math.ceil(tokens / chunk_tokens) - 1 for tokens in lane_tokens) * CHUNK_S
+    return seconds
 
 
-def equivalent_flops(job: OffloadJob, machine: Machine) -> float:
-    """Return the operations in the compute dtype that take as long as those of one block for one lane.
+def equivalent_flops(job: OffloadJob, machine: Machine, lane_tokens: Sequence[int]) -> float:
+    """Return the operations in the compute dtype that take as long as those of one block for lanes of these tokens.
 
     Linear layers in another format count as fewer; attention counts in full.
     """
-    linear = job.expert.linear_flops(job.tokens) / machine.linear_speedup(job.linear_format)
-    return linear + job.expert.attention_flops(job.tokens)
+    speedup = machine.linear_speedup(job.linear_format)
+    return sum(
+        count * (job.expert.linear_flops(tokens) / speedup + job.expert.attention_flops(tokens))
+        for tokens, count in Counter(lane_tokens).items()
+    )
 
 
 def read_seconds(job: OffloadJob, machine: Machine) -> float:
@@ -132,8 +141,9 @@ def predict(
     programs = programs or compile_programs(job, machine, policy)
     hardware = hardware_of(job, machine, policy.chunk_tokens)
     if by_step:
-        lane_s = {expert: seconds / job.lanes[expert] for expert, seconds in hardware.visit_s.items()}
-        steps = zip(job.lanes_of_steps, job.experts_of_steps, strict=False)
-        visit_s = {number: lanes * lane_s[expert] for number, (lanes, expert) in enumerate(steps)}
+        visit_s = {
+            number: _lanes_seconds(job, machine, job.lane_tokens_of_step(number), policy.chunk_tokens)
+            for number in range(len(job.lanes_of_steps))
+        }
         hardware = replace(hardware, step_visit_s=visit_s)
     return Prediction(policy=policy, timeline=simulate(programs.device, hardware, programs.ram))

@@ -62,7 +62,8 @@ def _with_speedup(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured
     if not job.linear_format or job.linear_format in machine.linear_speedups:
         return None
     # Without a speed-up, equivalent flops are all flops: in the measured time, this many pass at the known rate.
-    whole, linear = equivalent_flops(job, machine), job.expert.linear_flops(job.tokens)
+    lane_tokens = job.lane_tokens(measured.expert)
+    whole, linear = equivalent_flops(job, machine, lane_tokens), sum(map(job.expert.linear_flops, lane_tokens))
     passed = whole * machine.flops_per_s / _flops_per_s(machine, job, plan, measured)
     left = passed - (whole - linear)
     if left <= 0:
@@ -72,21 +73,22 @@ def _with_speedup(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured
 
 def _flops_per_s(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> float:
     """Return the rate that explains the step's compute time, without the time that chunks add."""
-    chunk = plan.policy.chunk_tokens
-    lanes, blocks = job.lanes[measured.expert], job.expert.blocks
+    chunk, blocks = plan.policy.chunk_tokens, job.expert.blocks
     added_s = visit_seconds(job, machine, measured.expert, chunk) - visit_seconds(job, machine, measured.expert, None)
     visit_s = measured.compute_s / blocks
-    flops = lanes * equivalent_flops(job, machine)
+    flops = equivalent_flops(job, machine, job.lane_tokens(measured.expert))
     # The chunk cost is an estimate: never let it explain more than half of the measured time.
     return flops / max(visit_s - added_s, visit_s / 2)
 
 
 def _of_first_step(job: OffloadJob) -> OffloadJob:
     """Return the job of the first step alone, with its own number of lanes."""
-    lanes = dict(job.lanes)
+    lanes, sides, expert = dict(job.lanes), dict(job.sides), job.experts_of_steps[0]
     if job.lanes_of_steps:
-        lanes[job.experts_of_steps[0]] = job.lanes_of_steps[0]
-    return replace(job.of_steps(range(1)), lanes=lanes, lanes_of_steps=())
+        lanes[expert] = job.lanes_of_steps[0]
+    if job.sides_of_steps:
+        sides[expert] = job.sides_of_steps[0]
+    return replace(job.of_steps(range(1)), lanes=lanes, sides=sides, lanes_of_steps=(), sides_of_steps=())
 
 
 def _transfer_rates(machine: Machine, job: OffloadJob, measured: StepRecord) -> list[str]:

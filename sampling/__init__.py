@@ -38,6 +38,7 @@ from .inputs.control import (
 from .inputs.extra_tokens import CONTEXT_KEY, REFERENCE_KEY, ExtraTokens, native_tokens
 from .inputs.first_frame import latent_with_first_frames, start_end_mask, start_frames, start_mask, video_with_start_end
 from .inputs.request import DenoiseRequest, Guidance, check_nag, parse_scales
+from .inputs.sides import sides_at
 from .loop.denoiser import StepProgress
 from .loop.lanes import LaneInputs, lane_names
 from .loop.model_calls import ModelCalls
@@ -125,6 +126,7 @@ __all__ = [
     "request_job",
     "schedule_sigmas",
     "seeded_noise",
+    "sides_at",
     "single_entry",
     "split_request",
     "start_end_mask",

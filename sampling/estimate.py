@@ -15,7 +15,7 @@ from .cache.settings import CacheSettings, FirstBlockCache, policy_with_cache
 from .cache.stages import start_cache
 from .inputs.request import DenoiseRequest
 from .loop.lanes import names_at, patches_at
-from .memory import expert_shape, kernel_needs, tokens_of
+from .memory import expert_shape, extra_tokens_of, kernel_needs, tokens_of
 
 
 def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
@@ -27,19 +27,11 @@ def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device)
         device,
         experts_of_steps=[request.step_plan.experts[step] for step in steps],
         lanes_of_steps=[request.batch * request.lanes_at(step) for step in steps],
-        guided={expert: _guided(request, expert) for expert in ("high", "low")},
-        extra_tokens=request.extra_tokens_of_sides(reads_reference=pair.reads_reference),
+        sides_of_steps=[len(request.sides_at(step)) for step in steps],
+        sides={expert: extra_tokens_of(pair, request, expert) for expert in ("high", "low")},
         cache=request.cache,
         patches_of_steps=list(patches_at(pair, request).values()) if pair.strengths_vary else (),
     )
-
-
-def _guided(request: DenoiseRequest, expert: str) -> bool:
-    """Return True if a step of this expert may have negative lanes."""
-    if request.guidance_steps is None:
-        return request.guidance_of(expert) != 1
-    step_plan = request.step_plan
-    return any(step_plan.guidance[step] != 1 for step in step_plan.steps if step_plan.experts[step] == expert)
 
 
 def offload_job(  # noqa: PLR0913 (the planner's description of a run)
@@ -48,9 +40,9 @@ def offload_job(  # noqa: PLR0913 (the planner's description of a run)
     device: torch.device,
     *,
     experts_of_steps: Sequence[str],
-    guided: Mapping[str, bool],
+    sides: Mapping[str, Sequence[int]],
     lanes_of_steps: Sequence[int] = (),
-    extra_tokens: Sequence[int] = (),
+    sides_of_steps: Sequence[int] = (),
     cache: CacheSettings | None = None,
     patches_of_steps: Sequence[int] = (),
 ) -> OffloadJob:
@@ -58,24 +50,28 @@ def offload_job(  # noqa: PLR0913 (the planner's description of a run)
 
     Args:
         experts_of_steps: expert of each step, in order.
-        guided: for each expert, True if it has negative lanes.
-        lanes_of_steps: lanes of each step; empty: those that follow from `shape` and `guided`.
-        extra_tokens: tokens of a lane next to those of its video, for each CFG side; empty: none.
+        sides: for each expert, the tokens of a lane next to those of its video on each CFG side, as of
+            `extra_tokens_of`.
+        lanes_of_steps: lanes of each step; empty: those that follow from `shape` and `sides`.
+        sides_of_steps: number of CFG sides of each step; empty: those of its expert.
         cache: step cache, whose device memory is counted.
         patches_of_steps: `BlockKey.patch` in each step; empty: 0 in all of them.
 
     Raises:
         ValueError: there are no steps.
     """
-    lanes = {expert: shape[0] * (2 if guided[expert] else 1) for expert in pair.block_counts}
-    usual = [lanes[expert] for expert in experts_of_steps]
+    numbers = {expert: len(sides[expert]) for expert in pair.block_counts}
+    lanes = {expert: shape[0] * number for expert, number in numbers.items()}
+    varying = list(lanes_of_steps) != [lanes[expert] for expert in experts_of_steps]
+    extra_tokens = max((tuple(sides[expert]) for expert in numbers), key=len)
     # The first block is resident with this cache. Under a policy with residents this counts one buffer too many.
     first = pair.computed_bytes if isinstance(cache, FirstBlockCache) else 0
     return OffloadJob(
         expert=expert_shape(pair),
-        tokens=tokens_of(shape) + max(extra_tokens, default=0),
-        extra_tokens=tuple(extra_tokens) if any(extra_tokens) else (),
+        tokens=tokens_of(shape) + max(extra_tokens),
+        extra_tokens=extra_tokens if any(extra_tokens) else (),
         lanes=lanes,
+        sides=numbers,
         experts_of_steps=tuple(experts_of_steps),
         stored_bytes=pair.stored_bytes,
         file_bytes=pair.file_bytes,
@@ -90,7 +86,8 @@ def offload_job(  # noqa: PLR0913 (the planner's description of a run)
         host_resident_bytes=pair.host_resident_bytes,
         converts=pair.decodes,
         cached_states=0 if cache is None else cache.cached_states,
-        lanes_of_steps=() if list(lanes_of_steps) == usual else tuple(lanes_of_steps),
+        lanes_of_steps=tuple(lanes_of_steps) if varying else (),
+        sides_of_steps=tuple(sides_of_steps) if varying else (),
         patches_of_steps=tuple(patches_of_steps) if any(patches_of_steps) else (),
     )
 

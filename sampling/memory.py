@@ -9,10 +9,11 @@ import torch
 
 from ..devices import available_bytes, free_bytes
 from ..plan import CHUNKS, shrink_to_budget
-from ..schema import HEAD_DIM, PATCH, ExpertShape, KernelNeeds, OffloadPolicy
+from ..schema import HEAD_DIM, PATCH, ExpertShape, KernelNeeds, OffloadPolicy, largest_share
 from ..wan import ATTENTIONS, ExpertPair
 from .cache.settings import CacheSettings
 from .errors import InsufficientMemoryError
+from .inputs.extra_tokens import tokens_by_side
 from .inputs.request import DenoiseRequest
 from .loop.parallel import WHOLE_STEP, Share
 
@@ -21,8 +22,7 @@ def working_bytes(
     pair: ExpertPair,
     shape: Sequence[int],
     *,
-    guided: bool,
-    extra_tokens: int = 0,
+    sides: Sequence[int],
     chunk_tokens: int | None = None,
     share: Share = WHOLE_STEP,
     cache: CacheSettings | None = None,
@@ -30,17 +30,14 @@ def working_bytes(
     """Estimate the bytes in addition to the weights for steps on latents of `shape` [B, 16, T, h, w].
 
     Args:
-        guided: count a negative lane for each positive one.
-        extra_tokens: tokens of a lane next to those of its video.
+        sides: for each CFG side, the tokens of a lane next to those of its video, as of `extra_tokens_of`.
         chunk_tokens: tokens computed at once, of the policy; None: all.
         share: this worker's share of a step.
         cache: step cache, whose tensors are included.
     """
     expert = expert_shape(pair)
-    lanes = shape[0] * (2 if guided else 1)
-    return expert.working_bytes(
-        tokens_of(shape) + extra_tokens,
-        lanes=-(-lanes // share.cfg),
+    return expert.lanes_bytes(
+        largest_share(lane_tokens(shape, sides), share.cfg),
         value_bytes=pair.compute_dtype.itemsize,
         chunk_tokens=chunk_tokens,
         ring=share.ring,
@@ -76,9 +73,23 @@ def tokens_of(shape: Sequence[int]) -> int:
     return (frames // PATCH[0]) * (height // PATCH[1]) * (width // PATCH[2])
 
 
-def extra_tokens_of(pair: ExpertPair, request: DenoiseRequest) -> int:
-    """Return the tokens of a lane of `request` next to those of its video."""
-    return request.extra_tokens(reads_reference=pair.reads_reference)
+def lane_tokens(shape: Sequence[int], sides: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens of each lane of a step on latents [B, 16, T, h, w]; for `sides` see `working_bytes`."""
+    return tuple(tokens_of(shape) + extra for extra in sides for _ in range(shape[0]))
+
+
+def extra_tokens_of(pair: ExpertPair, request: DenoiseRequest, expert: str | None = None) -> tuple[int, ...]:
+    """Return the tokens of a lane next to those of its video for each CFG side, in the order of the lanes.
+
+    They are those of the step with most sides that `expert` may take; None: either expert.
+    """
+    frames, windows = request.noise.shape[2], request.windows
+    window = frames if windows is None else windows.frames
+    tokens = tokens_by_side(*request.tokens_of_sides)
+    return tuple(
+        tokens[side].count(reads_reference=pair.reads_reference, frames=frames, window=window)
+        for side in request.sides_of(expert)
+    )
 
 
 def check_room(
@@ -101,15 +112,15 @@ def check_room(
     # A single sample has no smaller batch to propose: its run falls back to smaller policies on its own.
     if request.batch == 1:
         return
-    extra = extra_tokens_of(pair, request)
-    smallest = smallest_policy(pair, policy, tokens_of(request.computed_shape) + extra, device)
+    sides = extra_tokens_of(pair, request)
+    smallest = smallest_policy(pair, policy, tokens_of(request.computed_shape) + max(sides), device)
     weights = pair.device_bytes(smallest, device=device)
 
     def needed(samples: int) -> int:
         lanes, *size = request.computed_shape
         shape = (samples * lanes // request.batch, *size)
         chunk, cache = smallest.chunk_tokens, request.cache
-        return working_bytes(pair, shape, guided=request.guided, extra_tokens=extra, chunk_tokens=chunk, cache=cache)
+        return working_bytes(pair, shape, sides=sides, chunk_tokens=chunk, cache=cache)
 
     if free is None:
         on_device = free_bytes(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .clusters import BUILTIN_CLUSTERS, Cluster, check_address, cluster_named, host_and_port, is_loopback, read_clusters
 from .context_windows import BLENDS, ContextWindows, Windows
 from .errors import Cancelled, StateError
-from .mesh import Mesh, MeshError
+from .mesh import Mesh, MeshError, lanes_of_rank, largest_share
 from .policy import OffloadPolicy, PolicyKind, Residency, SourceKind, plan_residency, spread_evenly, spread_over_largest
 from .refs import (
     GOALS,
@@ -135,7 +135,9 @@ __all__ = [
     "format_size",
     "host_and_port",
     "is_loopback",
+    "lanes_of_rank",
     "largest_known",
+    "largest_share",
     "parse_step_strengths",
     "piece_tokens",
     "plan_residency",

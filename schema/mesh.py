@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 
 
@@ -65,3 +65,19 @@ class Mesh:
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees if degree > 1) or "one worker"
+
+
+def lanes_of_rank(count: int, cfg_rank: int, cfg: int = 2) -> slice:
+    """Return the lanes of a cfg rank: the first half or the last; with an odd count both compute the middle one.
+
+    Computing the middle lane twice costs no time, because the ranks wait for each other anyway, and every rank then
+    contributes the same number of velocities.
+    """
+    half = -(-count // cfg)
+    return slice(0, half) if cfg_rank == 0 else slice(count - half, count)
+
+
+def largest_share(lane_tokens: Sequence[int], cfg: int) -> tuple[int, ...]:
+    """Return the tokens of the lanes of the cfg rank that computes the most of them; `lane_tokens` has all lanes."""
+    shares = [tuple(lane_tokens[lanes_of_rank(len(lane_tokens), rank, cfg)]) for rank in range(cfg)]
+    return max(shares, key=sum)

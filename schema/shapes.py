@@ -6,8 +6,10 @@ feed-forward layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 PIXELS_PER_LATENT = 8
 """Pixels per latent pixel along each side, for the VAE of Wan2.1 and Wan2.2 A14B."""
@@ -180,7 +182,7 @@ class ExpertShape:
         """
         return 4 * tokens**2 * self.width + 4 * tokens * self._attended * self.width
 
-    def working_bytes(
+    def working_bytes(  # noqa: PLR0913 (the values of a step)
         self,
         tokens: int,
         *,
@@ -191,16 +193,17 @@ class ExpertShape:
         ulysses: int = 1,
         cached_states: int = 0,
         kernels: KernelNeeds = PLAIN_KERNELS,
+        shorter: Sequence[int] = (),
     ) -> int:
         """Return the peak device memory of a step's activations, in addition to the weights.
 
         It is the sum of the hidden states of all lanes (D values of `value_bytes` per token each), the rotary tables
-        (2 x 128 fp32 values per token, shared by the lanes), the embedded texts of both experts, and the activations of
-        one block for one lane. It is at least the size of the time embedder, which is loaded before the blocks begin.
-        The latents (a 100th of a hidden state) are not counted.
+        (2 x 128 fp32 values per token, shared by lanes of equal length), the embedded texts of both experts, and the
+        activations of one block for one lane. It is at least the size of the time embedder, which is loaded before the
+        blocks begin. The latents (a 100th of a hidden state) are not counted.
 
         Args:
-            tokens: sequence length of one lane, of all workers together.
+            tokens: sequence length of the longest lane, of all workers together.
             lanes: lanes of the step.
             value_bytes: bytes of one activation value.
             chunk_tokens: tokens that go through feed-forward and norms at once; None: all of them.
@@ -209,6 +212,7 @@ class ExpertShape:
             ulysses: workers along the Ulysses axis.
             cached_states: tensors of the size of a hidden state that a cache keeps for each lane.
             kernels: what the kernels of the blocks allocate.
+            shorter: sequence lengths of those of the lanes that have fewer than `tokens`.
         """
         width, value = self.width, value_bytes
         local_tokens = -(-tokens // (ring * ulysses))
@@ -225,15 +229,22 @@ class ExpertShape:
             in_block = max(in_block, self._int8_block_bytes(local_tokens, chunk, value, whole=chunk_tokens is None))
         if local_tokens < tokens:
             in_block = max(in_block, local_tokens * self._shared_bytes_per_token(value, chunk_tokens, ring, ulysses))
-        rotary = tokens * 2 * HEAD_DIM * FP32_BYTES
+        rotary = (tokens + sum(set(shorter))) * 2 * HEAD_DIM * FP32_BYTES
         # Hidden states of the lanes that are not in the block, and embedded texts, in rows of D values.
         waiting = (lanes - 1) * local_tokens + tokens - local_tokens + (2 * lanes + 2) * TEXT_TOKENS
         waiting += cached_states * lanes * local_tokens
+        waiting -= (1 + cached_states) * sum(local_tokens - -(-length // (ring * ulysses)) for length in shorter)
         if self.image_width is not None:
             # Every lane has one tensor of image and text rows, and a block their keys and values.
             waiting += (lanes + 2) * (TEXT_TOKENS + IMAGE_TOKENS)
         embedding = self._time_embedder * FP32_BYTES + self._time_projection * value
         return max(in_block + rotary + waiting * width * value, embedding)
+
+    def lanes_bytes(self, lane_tokens: Sequence[int], **settings: Any) -> int:
+        """Return `working_bytes` of lanes with these sequence lengths, which may differ."""
+        longest = max(lane_tokens)
+        shorter = [tokens for tokens in lane_tokens if tokens < longest]
+        return self.working_bytes(longest, lanes=len(lane_tokens), shorter=shorter, **settings)
 
     def _shared_bytes_per_token(self, value: int, chunk_tokens: int | None, ring: int, ulysses: int) -> int:
         """Return the peak bytes per local token while workers share an attention.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ...devices import dtype_name
 from ...sampling import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, Share
-from ...schema import PATCH, MeshError
+from ...schema import PATCH, MeshError, lanes_of_rank
 from ...wan import INT8_ATTENTION, ExpertEngine, Lane
 from .groups import ProcessGroups
 
@@ -213,16 +213,6 @@ def _output_counter(groups: ProcessGroups) -> Callable[..., None]:
         groups.count_gathered(output.nbytes * (tokens - 1) // tokens)
 
     return count
-
-
-def lanes_of_rank(count: int, cfg_rank: int) -> slice:
-    """Return the lanes of a cfg rank: the first half or the last; with an odd count both compute the middle one.
-
-    Lanes are in the order of `LaneInputs.lanes`, so the halves are the positive and the negative ones. Computing the
-    middle lane twice costs no time, because the ranks wait for each other anyway, and keeps the shapes equal.
-    """
-    half = (count + 1) // 2
-    return slice(0, half) if cfg_rank == 0 else slice(count - half, count)
 
 
 class GroupForward(ParallelForward):

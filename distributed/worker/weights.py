@@ -43,6 +43,7 @@ from ...schema import (
     format_need,
     format_rate,
     format_size,
+    largest_share,
 )
 from ...wan import ExpertPair, probe_block
 from ..transport.threads import run_in_thread
@@ -356,19 +357,17 @@ def _visit_s(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest) -
     """Measure the seconds of this worker's share of one visit."""
     job = request_job(pair, request, groups.device)
     mesh = groups.mesh
-    lanes = math.ceil(max(job.lanes.values()) / mesh.cfg)
+    lane_tokens = max((largest_share(job.lane_tokens(expert), mesh.cfg) for expert in job.lanes), key=sum)
     shares = mesh.ring * mesh.ulysses
     tokens = math.ceil(job.tokens / shares)
     rate = probe_block(job.expert, tokens, groups.device, most_s=COMPUTE_PROBE_S).flops_per_s
-    return lanes * job.expert.block_flops(job.tokens) / shares / rate
+    return sum(map(job.expert.block_flops, lane_tokens)) / shares / rate
 
 
 def taken_bytes(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> int:
     """Return the device memory that this worker needs for its share of a run with whole weights, in bytes."""
     shape, share = request.computed_shape, group_forward(groups).share
     chunk, cache = policy.chunk_tokens, request.cache
-    extra = extra_tokens_of(pair, request)
-    working = working_bytes(
-        pair, shape, guided=request.guided, extra_tokens=extra, chunk_tokens=chunk, share=share, cache=cache
-    )
+    sides = extra_tokens_of(pair, request)
+    working = working_bytes(pair, shape, sides=sides, chunk_tokens=chunk, share=share, cache=cache)
     return pair.device_bytes(policy, device=groups.device) + working

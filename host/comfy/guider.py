@@ -26,6 +26,7 @@ from ...sampling import (
     native_tokens,
     policy_with_cache,
     predicted_calls,
+    sides_at,
     single_entry,
     working_bytes,
 )
@@ -45,6 +46,9 @@ HIGHEST_SIGMA = 1 + 1e-4
 
 CONDITIONS = "sampler_calc_cond_batch_function"
 """ComfyUI's model option for a function that computes the predictions of all conditions of a call."""
+
+UNGUIDED, GUIDED = sides_at(1), sides_at(0)
+"""CFG sides of a call without and with a negative."""
 
 logger = logging.getLogger("wanstream.host")
 
@@ -102,8 +106,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             return working_bytes(
                 pair,
                 computed,
-                guided=True,
-                extra_tokens=steps.extra_tokens(pair),
+                sides=steps.extra_tokens(pair, GUIDED),
                 chunk_tokens=chunk_tokens,
                 cache=steps.settings.cache,
             )
@@ -188,8 +191,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             raise RequestError(f"another node overrides the computation of conditions ({CONDITIONS}): remove it")
 
         def conditions(call: Mapping[str, Any]) -> list[torch.Tensor]:
-            with_negative = call["conds"][1] is not None
-            return run.denoised(call["input"], sigma, with_negative=with_negative)
+            return run.denoised(call["input"], sigma, with_negative=call["conds"][1] is not None)
 
         denoised: torch.Tensor = comfy.samplers.sampling_function(
             self.inner_model,
@@ -261,8 +263,7 @@ class _GuiderRun:
             policy,
             engine.device,
             shape=steps.computed_shape,
-            guided=any(steps.guided.values()),
-            extra_tokens=steps.extra_tokens(pair),
+            sides=steps.extra_tokens(pair, max(steps.sides.values(), key=len)),
             cache=settings.cache,
             revise=guider.choice.revise_under(policy),
         )
@@ -305,7 +306,8 @@ class _GuiderRun:
         settings, windows = self.steps.settings, self.steps.windows(sigma)
         expert = settings.expert(sigma)
         attach_nag = self.steps.scale(sigma) == 1 and settings.more_guidance.nag is not None
-        lanes = self.inputs.lanes(x, with_negative=with_negative, attach_nag=attach_nag, windows=windows)
+        given = GUIDED if with_negative else UNGUIDED
+        lanes = self.inputs.lanes(x, given, attach_nag=attach_nag, windows=windows)
         velocities = self.model_calls.forward(expert, lanes, sigma)
         self.events.step(self.recorder.last)
         velocity = torch.cat(velocities if windows is None else windows.whole(velocities)).float()

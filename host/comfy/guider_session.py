@@ -23,6 +23,7 @@ from ...sampling import (
     computed_shape,
     lane_names,
     offload_job,
+    sides_at,
 )
 from ...schema import ContextWindows
 from ...wan import ExpertPair
@@ -43,6 +44,11 @@ class GuiderSettings:
     """Context windows for a video that is too long for the experts."""
 
     def __post_init__(self) -> None:
+        if self.more_guidance.context != 1:
+            raise RequestError(
+                f"context_guidance is {self.more_guidance.context:g}, which Wan Guider does not apply, because ComfyUI "
+                "combines two predictions there: use Wan Sampler (streamed), or set it to 1 in Wan Guidance"
+            )
         if not 0 <= self.boundary_ratio <= 1:
             raise RequestError(
                 f"boundary ratio {self.boundary_ratio:g}: give 0 to 1 (Wan2.2: 0.875 for text, 0.9 for images)"
@@ -85,7 +91,8 @@ class GuiderSteps:
             mag_steps = range(steps) if isinstance(cache, MagCache) else ()
             check_windows(windows, self.shape[2], mag_steps=mag_steps)
         if isinstance(cache, MagCache):
-            cache.table.check_steps(self.sigmas, [self.settings.expert(level) for level in levels], scales)
+            experts = [self.settings.expert(level) for level in levels]
+            cache.table.check_steps(self.sigmas, experts, [sides_at(scale) for scale in scales])
 
     @property
     def steps(self) -> int:
@@ -109,18 +116,19 @@ class GuiderSteps:
         return scales[min(self.step(sigma), len(scales) - 1)]
 
     @property
-    def guided(self) -> dict[str, bool]:
-        """For each expert, True if some of its calls have negative lanes."""
-        guided = {"high": False, "low": False}
+    def sides(self) -> dict[str, tuple[int, ...]]:
+        """For each expert, the CFG sides of that of its calls with most of them."""
+        sides = dict.fromkeys(("high", "low"), sides_at(1))
         for level in self.levels:
-            guided[self.settings.expert(level)] |= self.scale(level) != 1
-        return guided
+            expert = self.settings.expert(level)
+            sides[expert] = max(sides[expert], sides_at(self.scale(level)), key=len)
+        return sides
 
     @property
     def needs_negative(self) -> dict[str, bool]:
         """For each expert, True if some of its calls read the negative text."""
         nag = self.settings.more_guidance.nag is not None
-        return {expert: guided or nag for expert, guided in self.guided.items()}
+        return {expert: nag or len(sides) > 1 for expert, sides in self.sides.items()}
 
     def windows(self, sigma: float) -> StepWindows | None:
         """Return the context windows of a call."""
@@ -133,7 +141,7 @@ class GuiderSteps:
         return {
             call: (
                 self.settings.expert(level),
-                lane_names(self.shape[0], with_negative=self.scale(level) != 1, windows=self.windows(level)),
+                lane_names(self.shape[0], sides_at(self.scale(level)), self.windows(level)),
             )
             for call, level in enumerate(self.levels)
         }
@@ -152,19 +160,19 @@ class GuiderSteps:
             device,
             experts_of_steps=[expert for expert, _ in calls],
             lanes_of_steps=[len(names) for _, names in calls],
-            guided=self.guided,
-            extra_tokens=(self.extra_tokens(pair),),
+            sides_of_steps=[len({name.side for name in names}) for _, names in calls],
+            sides={expert: self.extra_tokens(pair, sides) for expert, sides in self.sides.items()},
             cache=self.settings.cache,
         )
 
-    def extra_tokens(self, pair: ExpertPair) -> int:
-        """Return the tokens of a lane next to those of its video."""
+    def extra_tokens(self, pair: ExpertPair, sides: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of a lane next to those of its video for each of the CFG `sides`."""
         frames, windows = self.shape[2], self.settings.windows
         window = frames if windows is None else windows.frames
         counts = [
             side.count(reads_reference=pair.reads_reference, frames=frames, window=window) for side in self.tokens
         ]
-        return max(counts, default=0)
+        return tuple(counts[side] if counts else 0 for side in sides)
 
     def check_calls(self, levels: Sequence[float] | None, sampler: str) -> None:
         """Refuse MagCache unless the sampler calls the model once per step at the step's sigma; None: unknown calls."""

@@ -45,7 +45,7 @@ class ExpertsModel(comfy.model_base.BaseModel):  # type: ignore[misc]
         self.keeps_frames = keeps_frames
         """True if masked frames stay noise-free with timestep 0, as in TI2V-5B; other models get them with noise."""
         self.memory = PolicyMemory("experts")
-        self.activation_bytes: Callable[[ExpertPair, Sequence[int]], int] = partial(working_bytes, guided=True)
+        self.activation_bytes: Callable[[ExpertPair, Sequence[int]], int] = partial(working_bytes, sides=(0, 0))
         """Estimate for the next run; set here, because ComfyUI queries `memory_required` before it loads the policy."""
 
     def __getattr__(self, name: str) -> Any:

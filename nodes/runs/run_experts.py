@@ -60,8 +60,7 @@ def prepare_here(
     needed = working_bytes(
         pair,
         request.computed_shape,
-        guided=request.guided,
-        extra_tokens=extra_tokens_of(pair, request),
+        sides=extra_tokens_of(pair, request),
         chunk_tokens=choice.policy.chunk_tokens,
         cache=request.cache,
     )

@@ -14,7 +14,7 @@ class LaneName(NamedTuple):
     """Name of a lane: in every step, the same name means the same piece of the same video under the same text."""
 
     side: int
-    """0: positive text; 1: negative text."""
+    """Number of the CFG side: `POSITIVE`, `NEGATIVE` or `NO_CONTEXT`."""
     sample: int
     frames: tuple[int, ...] | None = None
     """Latent frames of the context window; None: the whole video."""

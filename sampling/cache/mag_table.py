@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import RequestError
+from ..inputs.sides import NEGATIVE, NO_CONTEXT, POSITIVE
 
 FORMAT = "wanstream magnitude ratios 1"
 """Identifies the file format."""
@@ -22,6 +23,8 @@ MARK_VALUES = 8
 NEAR_MARK = 0.02
 """Largest relative difference between equal marks: files store the same weights as fp32, bf16 or fp16."""
 
+SIDE_WORDS = {NEGATIVE: "guidance", NO_CONTEXT: "context_guidance"}
+"""Settings that add lanes of these CFG sides."""
 CALIBRATE_REMEDY = "calibrate a table for this run with Wan Cache Calibration, or use the first-block cache"
 
 
@@ -38,7 +41,7 @@ class MagTable:
     experts: tuple[str, ...]
     """Expert of each step."""
     ratios: tuple[tuple[float, ...], ...]
-    """Ratios by step, of the positive lanes and, if there were any, of the negative lanes.
+    """Ratios by step, for each CFG side from the positive one on that had lanes.
 
     1 in the first step of an expert, and where there were no such lanes in that step or the one before.
     """
@@ -59,13 +62,13 @@ class MagTable:
         if not all(map(math.isfinite, chain(self.sigmas, *self.marks.values()))):
             raise RequestError("a noise level or a mark of an expert is NaN or infinite: calibrate the table again")
 
-    def check_steps(self, sigmas: Sequence[float], experts: Sequence[str], guidance: Sequence[float]) -> None:
+    def check_steps(self, sigmas: Sequence[float], experts: Sequence[str], sides: Sequence[Sequence[int]]) -> None:
         """Raise RequestError unless the table was measured under these conditions.
 
         Args:
             sigmas: all noise levels of the schedule.
             experts: expert of each step that the run takes, from the first one of the schedule on.
-            guidance: CFG scale of each of these steps: a table without negative lanes does not serve a guided step.
+            sides: CFG sides of each of these steps, all of which must have been measured.
         """
         steps, measured = len(sigmas) - 1, len(self.experts)
         if steps != measured:
@@ -84,12 +87,12 @@ class MagTable:
                     f"the cache was calibrated with the {known}-noise expert in step {step}, this run takes the "
                     f"{expert}-noise expert there: {CALIBRATE_REMEDY}"
                 )
-        for step in range(1, len(guidance)):
-            lasting = experts[step - 1] == experts[step] and 1 not in (guidance[step - 1], guidance[step])
-            if lasting and not self._has_negative(step):
+        for step in range(1, len(sides)):
+            lasting = set(sides[step - 1]) & set(sides[step]) if experts[step - 1] == experts[step] else set()
+            if missing := [side for side in sorted(lasting) if not self._has(side, step)]:
                 raise RequestError(
-                    f"the cache was calibrated without guidance around step {step}, this run has a guidance of "
-                    f"{guidance[step]:g} there: {CALIBRATE_REMEDY}"
+                    f"the cache was calibrated without {SIDE_WORDS[missing[0]]} around step {step}, and this run has "
+                    f"it there: {CALIBRATE_REMEDY}"
                 )
 
     def check_model(self, expert: str, mark: Sequence[float]) -> None:
@@ -103,9 +106,9 @@ class MagTable:
                 f"{mark[0]:.4f}, those of the calibrated one with {known[0]:.4f}: {CALIBRATE_REMEDY}"
             )
 
-    def _has_negative(self, step: int) -> bool:
-        """Return True if negative lanes were measured in that step and the one before."""
-        return len(self.ratios) > 1 and self.ratios[1][step] != 1
+    def _has(self, side: int, step: int) -> bool:
+        """Return True if lanes of a CFG side were measured in that step and the one before."""
+        return side == POSITIVE or (len(self.ratios) > side and self.ratios[side][step] != 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that JSON can encode."""

@@ -20,20 +20,27 @@ TENSORS = ("noise", "image_condition", "latent", "mask", "image_embedding")
 """Fields of a request with a tensor for each sample, or one for all of them; texts may also be sequences."""
 
 
-def merge_requests(requests: Sequence[DenoiseRequest]) -> DenoiseRequest:
+def merge_requests(requests: Sequence[DenoiseRequest], *, reads_reference: bool = True) -> DenoiseRequest:
     """Return one request for the samples of all `requests`, in their order; a single request is returned as it is.
 
     The result of each sample is bit-equal to that of its own request; the weights are streamed once for all. Settings
     of steps must be equal in all requests; noise, texts, images and latents may differ.
+
+    Args:
+        requests: of one or more samples each.
+        reads_reference: the model has a `ref_conv`. Others ignore reference images, which some of the requests may
+            then lack.
 
     Raises:
         RequestError: there is no request, or one does not fit the first; the message has both values.
     """
     if not requests:
         raise RequestError("no lanes: give at least one")
+    if len(requests) == 1:
+        return requests[0]
+    if not reads_reference and len({request.tokens_words for request in requests}) > 1:
+        requests = [_without_reference(request) for request in requests]
     first, *others = requests
-    if not others:
-        return first
     for number, other in enumerate(others, 2):
         _check_fits(number, _traits(other), _traits(first))
     batches = [request.batch for request in requests]
@@ -49,6 +56,15 @@ def merge_requests(requests: Sequence[DenoiseRequest]) -> DenoiseRequest:
         if all(request.negative_tokens is None for request in requests)
         else stacked_tokens([request.tokens_of_sides[1] for request in requests], batches),
         **tensors,
+    )
+
+
+def _without_reference(request: DenoiseRequest) -> DenoiseRequest:
+    negative = request.negative_tokens
+    return replace(
+        request,
+        tokens=replace(request.tokens, reference=None),
+        negative_tokens=None if negative is None else replace(negative, reference=None),
     )
 
 
@@ -77,7 +93,8 @@ def _traits(request: DenoiseRequest) -> dict[str, object]:
         "cache": "none" if request.cache is None else request.cache.words,
         "every number of the cache, as a digest,": _digest(request.cache),
         "guidance": tuple(request.guidance),
-        "tokens next to the video": " and ".join(tokens.words for tokens in request.tokens_of_sides),
+        "context guidance": request.context_guidance,
+        "tokens next to the video": request.tokens_words,
         "image embedding": "none" if seen is None else f"{seen.shape[1]} x {seen.shape[2]}",
         "noise": "added" if request.add_noise else "not added",
         **{f"expert of step {step}": step_plan.experts[step] for step in step_plan.steps},

@@ -85,6 +85,11 @@ class ExtraTokens:
 NO_TOKENS = ExtraTokens()
 
 
+def tokens_by_side(positive: ExtraTokens, negative: ExtraTokens) -> tuple[ExtraTokens, ExtraTokens, ExtraTokens]:
+    """Return the tokens of each CFG side, at the index of its number."""
+    return positive, negative, replace(negative, context=())
+
+
 def is_cut(context: torch.Tensor, frames: int) -> bool:
     """Return True if a context is cut with the windows of a video of `frames` latent frames, as in ComfyUI.
 

@@ -30,7 +30,8 @@ from .checks import (
     check_texts,
     check_windows,
 )
-from .extra_tokens import NO_TOKENS, ExtraTokens, check_tokens
+from .extra_tokens import CONTEXT_KEY, NO_TOKENS, ExtraTokens, check_tokens
+from .sides import NEGATIVE, sides_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class Guidance:
     """See `DenoiseRequest.guidance_steps`."""
     nag: Nag | None = None
     """See `DenoiseRequest.nag`."""
+    context: float = 1.0
+    """See `DenoiseRequest.context_guidance`."""
 
 
 def parse_scales(text: str) -> tuple[float, ...] | None:
@@ -157,6 +160,9 @@ class DenoiseRequest:
     """Tokens next to those of the video: a reference image, context videos and images."""
     negative_tokens: ExtraTokens | None = None
     """Those of the negative lanes; None: `tokens`."""
+    context_guidance: float = 1.0
+    """Scale of the context tokens in guided steps: their effect on the velocity of the negative text is multiplied by
+    it. That needs lanes with the negative text and without context; 1 computes none."""
 
     def __post_init__(self) -> None:
         self._check_tensors()
@@ -185,6 +191,7 @@ class DenoiseRequest:
             scales = self.guidance_steps or self.guidance
             raise RequestError(f"guidance {scales} needs a negative text: give one, or {remedy}")
         step_plan = self.step_plan
+        check_context_guidance(self)
         if self.nag is not None:
             check_nag([step_plan.guidance[step] for step in step_plan.steps], has_negative=self.negative is not None)
         if self.windows is not None:
@@ -193,7 +200,8 @@ class DenoiseRequest:
         if self.solver not in SOLVERS:
             raise RequestError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
         if isinstance(self.cache, MagCache):
-            self.cache.table.check_steps(self._schedule().sigmas, step_plan.experts, step_plan.guidance)
+            sides = [self.sides_at(step) for step in range(step_plan.schedule.steps)]
+            self.cache.table.check_steps(self._schedule().sigmas, step_plan.experts, sides)
         check_start(
             step_plan.start_sigma,
             step=self.start_step,
@@ -238,6 +246,22 @@ class DenoiseRequest:
         """True if a step may have negative lanes."""
         return any(scale != 1 for scale in self.guidance_steps or self.guidance)
 
+    def sides_at(self, step: int) -> tuple[int, ...]:
+        """Return the CFG sides of a step of the whole schedule, in the order of its lanes."""
+        return sides_at(self.step_plan.guidance[step], self.context_guidance)
+
+    def sides_of(self, expert: str | None = None) -> tuple[int, ...]:
+        """Return the CFG sides of the step with most of them that `expert` may take; None: either of them."""
+        scales: tuple[float, ...]
+        if self.guidance_steps is None:
+            scales = self.guidance if expert is None else (self.guidance_of(expert),)
+        elif expert is None:
+            scales = self.guidance_steps
+        else:
+            step_plan = self.step_plan
+            scales = tuple(step_plan.guidance[step] for step in step_plan.steps if step_plan.experts[step] == expert)
+        return max((sides_at(scale, self.context_guidance) for scale in scales), key=len, default=sides_at(1))
+
     @property
     def computed_shape(self) -> tuple[int, ...]:
         """Shape [lanes of one CFG side, 16, T, h, w] in the step with most lanes, context windows included."""
@@ -254,27 +278,14 @@ class DenoiseRequest:
         """Tokens next to those of the video, of the positive and the negative lanes."""
         return self.tokens, self.tokens if self.negative_tokens is None else self.negative_tokens
 
-    def extra_tokens(self, *, reads_reference: bool) -> int:
-        """Return the tokens of a lane next to those of its video, of the side that has more of them.
-
-        `reads_reference`: the model has a `ref_conv`.
-        """
-        return max(self.extra_tokens_of_sides(reads_reference=reads_reference))
-
-    def extra_tokens_of_sides(self, *, reads_reference: bool) -> tuple[int, ...]:
-        """Return the tokens of a lane next to those of its video, for each CFG side that has lanes.
-
-        `reads_reference`: the model has a `ref_conv`.
-        """
-        frames = self.noise.shape[2]
-        window = frames if self.windows is None else self.windows.frames
-        # NAG reads the negative text in positive lanes.
-        sides = self.tokens_of_sides if self.guided else self.tokens_of_sides[:1]
-        return tuple(side.count(reads_reference=reads_reference, frames=frames, window=window) for side in sides)
+    @property
+    def tokens_words(self) -> str:
+        """Description of the tokens next to those of the video, equal in requests that can be merged."""
+        return " and ".join(tokens.words for tokens in self.tokens_of_sides)
 
     def lanes_at(self, step: int) -> int:
         """Return the number of lanes that each sample has in a step of the whole schedule."""
-        sides = 1 if self.step_plan.guidance[step] == 1 else 2
+        sides = len(self.sides_at(step))
         return sides if self.windows is None else sides * len(self.windows.at(step, self.noise.shape[2]))
 
     @cached_property
@@ -326,6 +337,26 @@ def check_nag(guidance: Sequence[float], *, has_negative: bool) -> None:
         raise RequestError(
             "NAG acts in steps of guidance 1, and this run has none: set the guidance of an expert or a step to 1, or "
             "remove NAG"
+        )
+
+
+def check_context_guidance(request: DenoiseRequest) -> None:
+    """Raise RequestError for a scale that is not finite, or that no lane of the request needs."""
+    scale = request.context_guidance
+    if not math.isfinite(scale):
+        raise RequestError(f"context_guidance is {scale}: give a finite number; 1 computes no lanes without context")
+    if scale == 1:
+        return
+    if not request.tokens_of_sides[NEGATIVE].context:
+        raise RequestError(
+            f"context_guidance is {scale:g}, and the negative has no context ({CONTEXT_KEY}) that could be left out: "
+            "connect positive and negative through WanStream Bernini, or set it to 1"
+        )
+    step_plan = request.step_plan
+    if all(step_plan.guidance[step] == 1 for step in step_plan.steps):
+        raise RequestError(
+            f"context_guidance is {scale:g}, and it acts in steps whose guidance is not 1, of which this run has none: "
+            "set it to 1, or give an expert or a step another guidance"
         )
 
 

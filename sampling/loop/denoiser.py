@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from ..cache.stages import start_cache
 from ..errors import NonFiniteLatentError, RequestError
 from ..inputs.mask import MaskedPart
 from ..inputs.request import DenoiseRequest, StepPlan
+from ..inputs.sides import guided_velocity
 from ..schedules import PURE_NOISE, step_seeds
 from ..solvers import Solver
 from .lanes import LaneInputs, names_at, patches_at, windows_at
@@ -126,8 +127,11 @@ class Denoiser:
         state = latents if self._masked is None else self._masked.model_input(latents, sigma)
         windows = windows_at(self._request, step)
         nag = guidance == 1 and self._request.nag is not None
-        velocities = compute(self._inputs.lanes(state, with_negative=guidance != 1, attach_nag=nag, windows=windows))
-        velocity = _guided(velocities if windows is None else windows.whole(velocities), guidance)
+        sides = self._request.sides_at(step)
+        velocities = compute(self._inputs.lanes(state, sides, attach_nag=nag, windows=windows))
+        if windows is not None:
+            velocities = windows.whole(velocities)
+        velocity = guided_velocity(velocities, sides, guidance, self._request.context_guidance)
         denoised = state - sigma * velocity
         if self._masked is not None:
             denoised = self._masked.merge_kept(denoised)
@@ -195,12 +199,3 @@ def _masked_part(request: DenoiseRequest, device: torch.device) -> MaskedPart | 
     # TI2V-5B reads given frames without noise and with their own timestep, A14B at the noise level of the step.
     without_noise = request.channels == WAN22.channels
     return MaskedPart.of(placed(request.mask), placed(latent), None if without_noise else placed(noise))
-
-
-def _guided(velocities: Sequence[torch.Tensor], guidance: float) -> torch.Tensor:
-    """Apply CFG to the velocities of all lanes; returns [B, 16, T, h, w] float32."""
-    stacked = torch.cat(list(velocities)).float()
-    if guidance == 1:
-        return stacked
-    positive, negative = stacked.chunk(2)
-    return negative + guidance * (positive - negative)

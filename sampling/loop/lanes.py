@@ -11,21 +11,20 @@ from ...wan import ExpertEngine, ExpertPair, Lane, Positions, TokenPart, frame_t
 from ..cache.base import LaneName
 from ..context_windows import StepWindows
 from ..inputs.checks import Texts
-from ..inputs.extra_tokens import is_cut
+from ..inputs.extra_tokens import is_cut, tokens_by_side
 from ..inputs.request import DenoiseRequest
+from ..inputs.sides import POSITIVE
 
 
-def lane_names(samples: int, *, with_negative: bool, windows: StepWindows | None = None) -> tuple[LaneName, ...]:
+def lane_names(samples: int, sides: Sequence[int], windows: StepWindows | None = None) -> tuple[LaneName, ...]:
     """Return the names of the lanes that `LaneInputs.lanes` returns, in their order."""
     pieces = (None,) if windows is None else windows.frames
-    sides = range(2 if with_negative else 1)
     return tuple(LaneName(side, sample, piece) for side in sides for sample in range(samples) for piece in pieces)
 
 
 def names_at(request: DenoiseRequest, step: int) -> tuple[LaneName, ...]:
     """Return the names of the lanes in a step of the whole schedule."""
-    with_negative = request.step_plan.guidance[step] != 1
-    return lane_names(request.batch, with_negative=with_negative, windows=windows_at(request, step))
+    return lane_names(request.batch, request.sides_at(step), windows_at(request, step))
 
 
 def patches_at(pair: ExpertPair, request: DenoiseRequest) -> dict[int, int]:
@@ -63,23 +62,24 @@ class LaneInputs:
         # Both sides usually have the same tokens, of which one copy on the device is enough.
         self._tokens = [
             [tokens.of_sample(sample, reads_reference=reads_reference) for sample in range(request.batch)]
-            for tokens in (moved, moved if negative is positive else negative.to(device))
+            for tokens in tokens_by_side(moved, moved if negative is positive else negative.to(device))
         ]
 
     def lanes(
         self,
         latents: torch.Tensor,
+        sides: Sequence[int],
         *,
-        with_negative: bool,
         attach_nag: bool = False,
         windows: StepWindows | None = None,
     ) -> list[Lane]:
-        """Return one lane per sample for the positive text, then one per sample for the negative text.
+        """Return one lane per sample for each of the CFG `sides`, in their order.
 
         Every lane has batch 1. With `windows`, each of them is replaced by one lane per window, in order.
 
         Args:
-            with_negative: make negative lanes too, for CFG.
+            latents: [B, C, T, h, w] of the step.
+            sides: see `sides_at`.
             attach_nag: give the positive lanes the negative text too, for NAG.
         """
         states = list(latents.split(1))
@@ -89,18 +89,18 @@ class LaneInputs:
         first = latents.shape[1] + self._control_channels
         parts = [[state] if windows is None else windows.cut(state, first) for state in states]
         scales = [[own] if windows is None else windows.cut_timestep_scales(own) for own in self._timestep_scales]
-        sides, pieces = (self._positive, self._negative), len(parts[0])
+        texts, pieces = (self._positive, self._negative, self._negative), len(parts[0])
         return [
             Lane(
                 latents=parts[name.sample][number % pieces],
-                text=sides[name.side][name.sample],
+                text=texts[name.side][name.sample],
                 image=self._embedding[name.sample] if self._embedding else None,
-                negative_text=self._negative[name.sample] if attach_nag and name.side == 0 else None,
+                negative_text=self._negative[name.sample] if attach_nag and name.side == POSITIVE else None,
                 timestep_scales=scales[name.sample][number % pieces],
                 name=name,
                 **self._parts(name, latents.shape[2]),
             )
-            for number, name in enumerate(lane_names(len(states), with_negative=with_negative, windows=windows))
+            for number, name in enumerate(lane_names(len(states), sides, windows))
         ]
 
     def _parts(self, name: LaneName, frames: int) -> dict[str, Any]:

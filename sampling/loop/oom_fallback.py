@@ -16,7 +16,7 @@ from ...schema import FP32_BYTES, OffloadPolicy, StepRecord
 from ...wan import ExpertEngine, ExpertPair
 from ..cache.settings import CacheSettings, policy_with_cache
 from ..errors import InsufficientMemoryError, SmallerPolicyError
-from ..memory import bytes_text, expert_shape, smallest_policy, tokens_of, working_bytes
+from ..memory import bytes_text, expert_shape, lane_tokens, smallest_policy, tokens_of, working_bytes
 from .interruptible import LONG_VISIT_FLOPS
 from .parallel import LOCAL_FORWARD, ParallelForward
 
@@ -34,22 +34,20 @@ class RunPolicy:
 
     Args:
         shape: shape of the latents [B, 16, T, h, w].
-        guided: True if there are negative lanes.
-        extra_tokens: tokens of a lane next to those of its video.
+        sides: see `working_bytes`.
         split: parallel forward; a worker of a group does not repeat a step on its own.
         cache: settings of the step cache, whose tensors take device memory too.
         revise: called once with the record of the first step, unless memory was short in it.
     """
 
-    def __init__(  # noqa: PLR0913 (the values of a run)
+    def __init__(
         self,
         pair: ExpertPair,
         policy: OffloadPolicy,
         device: torch.device,
         *,
         shape: Sequence[int],
-        guided: bool,
-        extra_tokens: int = 0,
+        sides: Sequence[int],
         split: ParallelForward = LOCAL_FORWARD,
         cache: CacheSettings | None = None,
         revise: Revise | None = None,
@@ -59,9 +57,8 @@ class RunPolicy:
         self.changes: list[str] = []
         """Changes of the policy so far, as text for `Timeline.changes`."""
         self.pair, self.device = pair, device
-        self._shape, self._guided, self.split = shape, guided, split
-        self._extra_tokens = extra_tokens
-        self._tokens = tokens_of(shape) + extra_tokens
+        self._shape, self._sides, self.split = shape, sides, split
+        self._tokens = tokens_of(shape) + max(sides)
         self._tried = [self.policy]
 
     def engine(self) -> ExpertEngine:
@@ -77,8 +74,8 @@ class RunPolicy:
         # in a group, whose workers must all stop at the same block.
         if self.device.type != "cpu" or not self.split.alone or self.pair.kernels.compiler is not None:
             return False
-        lanes = self._shape[0] * (2 if self._guided else 1)
-        return lanes * expert_shape(self.pair).block_flops(self._tokens) >= LONG_VISIT_FLOPS
+        expert = expert_shape(self.pair)
+        return sum(map(expert.block_flops, lane_tokens(self._shape, self._sides))) >= LONG_VISIT_FLOPS
 
     def refuse_without_ram(self, *, available: int | None = None) -> None:
         """Refuse a run on a CPU that is estimated to need more RAM than there is.
@@ -171,8 +168,7 @@ class RunPolicy:
         return working_bytes(
             self.pair,
             self._shape,
-            guided=self._guided,
-            extra_tokens=self._extra_tokens,
+            sides=self._sides,
             chunk_tokens=policy.chunk_tokens,
             share=self.split.share,
             cache=self._cache,

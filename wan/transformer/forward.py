@@ -178,26 +178,20 @@ def _rotary(model: WanTransformer3DModel, lane: Lane, select: TokenSelector) -> 
 
 
 def _frame_key(model: WanTransformer3DModel, lane: Lane) -> Hashable:
-    scales = tuple(part.timestep_scale for part in (*lane.front, *lane.behind))
-    return (lane.timestep_scales, scales, _layout(model, lane))
+    return (lane.timestep_scales, _layout(model, lane))
 
 
 def _timestep_runs(model: WanTransformer3DModel, lane: Lane) -> list[tuple[float, int]]:
     """Return the timestep scale and the number of tokens of each part, and of each frame of the video; () if all are 1.
 
-    Consecutive tokens, in order.
+    Consecutive tokens, in order. Parts next to the video have the timestep of the step.
     """
-    parts = (*lane.front, *lane.behind)
-    if lane.timestep_scales is None and all(part.timestep_scale is None for part in parts):
+    if lane.timestep_scales is None:
         return []
     patch = model.config.patch_size
-    frames, height, width = patch_grid(lane.latents.shape, patch)
-
-    def of(part: TokenPart) -> tuple[float, int]:
-        return 1.0 if part.timestep_scale is None else part.timestep_scale, math.prod(part.grid(patch))
-
-    video = [(scale, height * width) for scale in lane.timestep_scales or (1.0,) * frames]
-    return [*map(of, lane.front), *video, *map(of, lane.behind)]
+    _, height, width = patch_grid(lane.latents.shape, patch)
+    front, behind = ([(1.0, math.prod(part.grid(patch))) for part in parts] for parts in (lane.front, lane.behind))
+    return [*front, *((scale, height * width) for scale in lane.timestep_scales), *behind]
 
 
 def _frame_times(

@@ -30,11 +30,10 @@ Rotary: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 @dataclass(frozen=True, kw_only=True)
 class Positions:
-    """Rotary positions of a part: patch i along an axis has the position `start + i * step`."""
+    """Rotary positions of a part: patch i along an axis has the position `start + i`."""
 
     start: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Along time, height and width."""
-    step: tuple[float, float, float] = (1.0, 1.0, 1.0)
     source: int = 0
     """Number of the source: a constant rotation of all tokens by `source` positions of a 1-D table over the whole head,
     added to that of the axes (Bernini). 0: none."""
@@ -52,8 +51,6 @@ class TokenPart:
     positions: Positions = FROM_ORIGIN
     through_ref_conv: bool = False
     """Embed the only frame by the model's `ref_conv` (Fun Control) in place of the patch embedding."""
-    timestep_scale: float | None = None
-    """Multiplier of the step's timestep for these tokens; None: 1. Needs blocks with per-frame timesteps (TI2V-5B)."""
 
     def grid(self, patch_size: Sequence[int]) -> Grid:
         """Return the patches along time, height and width."""
@@ -106,8 +103,7 @@ def _part_tables(rope: WanRotaryPosEmbed, grid: Grid, positions: Positions, of_a
     cosines, sines = [], []
     first, device = 0, rope.freqs_cos.device
     for axis, (count, width) in enumerate(zip(grid, (rope.t_dim, rope.h_dim, rope.w_dim), strict=True)):
-        start, step = positions.start[axis], positions.step[axis]
-        cosine, sine = of_axis(count, start, step, positions.source, first, width, device)
+        cosine, sine = of_axis(count, positions.start[axis], positions.source, first, width, device)
         shape = [1, 1, 1, width]
         shape[axis] = count
         cosines.append(cosine.view(shape).expand(*grid, width))
@@ -117,15 +113,13 @@ def _part_tables(rope: WanRotaryPosEmbed, grid: Grid, positions: Positions, of_a
     return torch.cat(cosines, dim=-1).reshape(1, tokens, 1, -1), torch.cat(sines, dim=-1).reshape(1, tokens, 1, -1)
 
 
-def _axis_tables(
-    count: int, start: float, step: float, source: int, first: int, width: int, device: torch.device
-) -> Rotary:
+def _axis_tables(count: int, start: float, source: int, first: int, width: int, device: torch.device) -> Rotary:
     """Return cosines and sines [count, width] of one axis, whose pairs are `first` and the following ones of a head."""
     # The tables outlive the run that first needs them, and a later run may be outside inference mode.
     with torch.inference_mode(False), torch.no_grad():
         pairs = torch.arange(0, width, 2, dtype=torch.float64)
         frequencies = 1.0 / (THETA ** (pairs / width))
-        angles = torch.outer(start + step * torch.arange(count, dtype=torch.float64), frequencies)
+        angles = torch.outer(start + torch.arange(count, dtype=torch.float64), frequencies)
         if source:
             angles += source / (THETA ** ((2 * first + pairs) / HEAD_DIM))
         tables = [table.repeat_interleave(2, dim=1).float().to(device) for table in (angles.cos(), angles.sin())]

@@ -74,7 +74,7 @@ def test_windows_and_nag_take_the_estimated_memory(
     gpu.runtime.reset_peaks()
     denoise(pair, request, policy=policy, device=gpu.device)
     taken = gpu.runtime.allocated_bytes(peak=True) - before
-    assert taken <= 1.15 * working_bytes(pair, request.computed_shape, guided=True, chunk_tokens=chunk)
+    assert taken <= 1.15 * working_bytes(pair, request.computed_shape, sides=(0, 0), chunk_tokens=chunk)
 
 
 def test_a_cache_in_windows_takes_the_estimated_memory(
@@ -91,7 +91,7 @@ def test_a_cache_in_windows_takes_the_estimated_memory(
     gpu.runtime.reset_peaks()
     denoise(pair, always, policy=LAYERWISE, device=gpu.device)
     taken = gpu.runtime.allocated_bytes(peak=True) - before
-    assert taken <= 1.15 * working_bytes(pair, always.computed_shape, guided=True, cache=always.cache)
+    assert taken <= 1.15 * working_bytes(pair, always.computed_shape, sides=(0, 0), cache=always.cache)
 
 
 def test_the_noise_of_steps_is_drawn_as_on_a_cpu(gpu: Accelerator, pair: ExpertPair, long: DenoiseRequest) -> None:

@@ -72,7 +72,7 @@ def test_lanes_take_the_estimated_memory(gpu: Accelerator, pair: ExpertPair, lan
     gpu.runtime.reset_peaks()
     denoise(pair, request, policy=LAYERWISE, device=gpu.device)
     taken = gpu.runtime.allocated_bytes(peak=True) - before
-    estimated = working_bytes(pair, request.noise.shape, guided=True)
+    estimated = working_bytes(pair, request.noise.shape, sides=(0, 0))
     assert taken <= 1.15 * estimated
 
 
@@ -83,7 +83,7 @@ def test_lanes_that_do_not_fit_are_refused_before_they_are_computed(
     check_room(pair, request, LAYERWISE, gpu.device)
     free = free_bytes(gpu.device)
     assert free is not None
-    needed = working_bytes(pair, request.noise.shape, guided=True) + pair.device_bytes(LAYERWISE, device=gpu.device)
+    needed = working_bytes(pair, request.noise.shape, sides=(0, 0)) + pair.device_bytes(LAYERWISE, device=gpu.device)
     others = torch.empty(free - needed // 4, dtype=torch.uint8, device=gpu.device)
     with pytest.raises(InsufficientMemoryError, match="4 videos at once need"):
         check_room(pair, request, LAYERWISE, gpu.device)

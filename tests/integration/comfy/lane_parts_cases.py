@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from unittest.mock import patch
 import comfy.sample
 import comfy.samplers
 import torch
-from comfy_extras import nodes_wan
+from comfy_extras import nodes_custom_sampler, nodes_wan
 from fun_cases import (
     BOUNDARY,
     FUN_CASES,
@@ -46,6 +47,7 @@ from wanstream.nodes.guider import WanStreamGuider
 from wanstream.nodes.sampler import WanStreamSampler
 from wanstream.nodes.variants.bernini import WanStreamBernini
 from wanstream.nodes.variants.fun_control import WanStreamFunControl
+from wanstream.sampling import Guidance
 from wanstream.schema.refs import ExpertsRef
 from wanstream.wan import WAN21, WAN22
 
@@ -135,6 +137,55 @@ def context_case(files: FunFiles, case: FunCase, sizes: list[tuple[int, int, int
     return {
         **parity_case(files, case, inputs),
         "effect": _difference(native_forward(files, case, inputs)[:1], plain),
+    }
+
+
+@torch.inference_mode()
+def masked_case(files: FunFiles, case: FunCase) -> float:
+    """Return the difference of a run whose latent keeps its first frame, without a reference image."""
+    inputs = inputs_of(case, without=("ref_image",))
+    samples, mask = _normal(*inputs.latent["samples"].shape, seed=95), torch.ones(1, 1, 3, LATENT_HEIGHT, LATENT_WIDTH)
+    mask[:, :, 0] = 0
+    inputs = replace(inputs, latent={"samples": samples, "noise_mask": mask})
+    return _difference(by_our_sampler(files, case, inputs), native_run(files, case, inputs))
+
+
+CONTEXT_SCALE = 1.75
+
+
+def _without_context(side: list[Any]) -> list[Any]:
+    return [[text, {key: value for key, value in values.items() if key != "context_latents"}] for text, values in side]
+
+
+def native_dual_run(files: FunFiles, case: FunCase, inputs: FunInputs) -> torch.Tensor:
+    """Return the raw latent of ComfyUI's Dual CFG Guider, with the steps, noise and guidance of `native_run`."""
+    samples = latent = inputs.latent["samples"]
+    sampling = files.model(case).get_model_object("model_sampling")
+    sigmas, sampler = comfy.samplers.calculate_sigmas(sampling, "simple", STEPS), comfy.samplers.sampler_object("euler")
+    noise = comfy.sample.prepare_noise(samples, SEED)
+    stages = (("high", 0, SWITCH), ("low", SWITCH, STEPS)) if case.pair else (("high", 0, STEPS),)
+    for (expert, start, end), scale in zip(stages, GUIDANCE, strict=False):
+        guider = nodes_custom_sampler.Guider_DualCFG(files.model(case, expert))
+        guider.set_conds(inputs.positive, inputs.negative, _without_context(inputs.negative))
+        guider.set_cfg(scale, CONTEXT_SCALE)
+        given = noise if start == 0 else torch.zeros_like(noise)
+        latent = guider.sample(given, latent, sampler, sigmas[start : end + 1], disable_pbar=True, seed=SEED).cpu()
+    return latent
+
+
+@torch.inference_mode()
+def dual_case(files: FunFiles, case: FunCase, batch: int = 1) -> dict[str, Any]:
+    """Return differences of runs with `context_guidance` from ComfyUI's, and from our runs without it."""
+    if importlib.util.find_spec("comfy_extras.nodes_bernini") is None:
+        return {"skip_reason": "this ComfyUI does not read context latents"}
+    inputs = context_inputs(CONTEXTS["a source and images"], batch=batch)
+    ours = by_our_sampler(files, case, inputs, guidance=Guidance(context=CONTEXT_SCALE))
+    plain = by_our_sampler(files, case, inputs)
+    guider = partial(guider_of, files, case, inputs, guidance=Guidance(context=CONTEXT_SCALE))
+    return {
+        "run": _difference(ours, native_dual_run(files, case, inputs)),
+        "effect": _difference(ours, plain),
+        "refused": _refusal(guider),
     }
 
 
@@ -239,6 +290,11 @@ def answers(folder: str) -> dict[str, Any]:
         for name, sizes in CONTEXTS.items():
             kind = "pair" if pair else "single"
             cases[f"Bernini {kind}, {name}"] = partial(context_case, files, bernini(pair=pair), sizes)
+    for name in ("fun_control_5b", "fun_inp_5b"):
+        cases[f"{name}, first frame kept"] = partial(masked_case, files, FUN_CASES[name])
+    for pair, batch in ((False, 1), (True, 1), (True, 2)):
+        name = f"context guidance, {'pair' if pair else 'single'}, {batch}"
+        cases[name] = partial(dual_case, files, bernini(pair=pair), batch)
     cases["Bernini pair, two videos"] = partial(context_case, files, bernini(pair=True), CONTEXTS["images"], 2)
     found = results_of(cases)
     current_host().free_experts()

@@ -46,7 +46,7 @@ PLENTY = 100 * 2**30
 WORKING = 3 * 2**30
 SCALE = 1000
 """A tiny block counts as 0.8 GB: ComfyUI's own margins are of that size."""
-NO_LANES = {"high": False, "low": False}
+UNGUIDED = {"high": (0,), "low": (0,)}
 BLOCK_SWAP, LAYERWISE, RESIDENT = OffloadPolicy.block_swap(6), OffloadPolicy.layerwise(1), OffloadPolicy.resident()
 
 
@@ -559,7 +559,7 @@ def chosen_by_the_planner(files: Files) -> Any:
             here.capacity = int(here.planned(BLOCK_SWAP) + mm.minimum_inference_memory() + 2**29)
             mm.EXTRA_RESERVED_VRAM += reserve * here.block
             experts = ["high"] * 4 + ["low"] * 4
-            job = _scaled(offload_job(pair, (1, 16, 1, 4, 4), GPU, experts_of_steps=experts, guided=NO_LANES))
+            job = _scaled(offload_job(pair, (1, 16, 1, 4, 4), GPU, experts_of_steps=experts, sides=UNGUIDED))
             choice = here.host.choose_policy(here.ref, AutoOffload(), job)
             loaded = here.host.load_experts(here.ref, choice.policy, working_bytes=0)
             mm.EXTRA_RESERVED_VRAM -= reserve * here.block
@@ -634,7 +634,7 @@ def as_a_model(files: Files) -> Any:
             "latent": torch.allclose(latent, returned, atol=1e-5),
             "dtype": str(patcher.model_dtype()),
             "memory grows": 0 < sizes[0] < sizes[1] < 2 * sizes[0],
-            "both lanes": sizes[0] == working_bytes(here.pair, [1, 16, 3, 60, 104], guided=True),
+            "both lanes": sizes[0] == working_bytes(here.pair, [1, 16, 3, 60, 104], sides=(0, 0)),
             "parameters": len(list(patcher.model.parameters())),
         }
 

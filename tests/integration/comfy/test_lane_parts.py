@@ -51,6 +51,21 @@ def test_contexts_are_read_as_by_comfyui(case: Case, name: str) -> None:
     assert found["effect"] > 0.01
 
 
+@pytest.mark.parametrize("name", ["fun_control_5b", "fun_inp_5b"])
+def test_frames_that_a_fun_model_keeps_have_their_own_timestep(case: Case, name: str) -> None:
+    """Without a reference image: ComfyUI then spreads the timesteps of the frames over other tokens than ours."""
+    assert case(f"{name}, first frame kept") <= NEAR
+
+
+@pytest.mark.parametrize("name", ["single, 1", "pair, 1", "pair, 2"])
+def test_context_guidance_is_that_of_comfyuis_dual_guider(case: Case, name: str) -> None:
+    """A whole run of each expert or pair, for one and two videos; not checked against the original."""
+    found = case(f"context guidance, {name}")
+    assert found["run"] <= NEAR
+    assert found["effect"] > 0.01
+    assert "context_guidance is 1.75, which Wan Guider does not apply" in found["refused"][1]
+
+
 REFUSED = {
     "control on plain experts": "image-to-video experts, and the conditioning of Wan2.2 Fun Control is connected",
     "older control on newer experts": "Wan2.2 Fun Control experts, and the conditioning of Wan2.1 Fun Control",

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.worker.parallel_forward import lanes_of_rank
 from wanstream.sampling import DenoiseRequest
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
-from wanstream.schema.mesh import Mesh
+from wanstream.schema.mesh import Mesh, lanes_of_rank
 from wanstream.tests.support.split_jobs import SplitProcesses, job_count_votes, job_run_and_leave, job_run_until
 from wanstream.wan import Nag
 

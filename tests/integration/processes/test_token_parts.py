@@ -72,6 +72,29 @@ def test_two_workers_give_what_one_gives(
             assert difference(worker["latents"], alone) <= ROUNDING
 
 
+THREE_SIDES: dict[str, Any] = {**BERNINI, "context_guidance": 1.5}
+"""Lanes of 52, 24 and 52 tokens."""
+
+
+@pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2), Mesh(cfg=2, ulysses=2)], ids=str)
+def test_lanes_without_context_are_shared(
+    mesh: Mesh, policy: OffloadPolicy, split: SplitProcesses, given: Given
+) -> None:
+    """With cfg 2 both ranks compute the lane in the middle, or half of two samples' lanes there."""
+    split.join(mesh)
+    pictures = ExtraTokens(context=(torch.cat([SOURCE, -SOURCE]), IMAGE))
+    two = {"noise": _normal(2, *SHAPE[1:], seed=20), "tokens": pictures}
+    steps = {"guidance_steps": (4.0, 1.0, 3.0)}
+    for more in ({}, {"cache": FirstBlockCache(threshold=0.05)}, steps, two):
+        job = *given({}, **{**THREE_SIDES, **more}), policy
+        alone = split.alone(*job)
+        results = split.run(*job)
+        for worker in results:
+            assert torch.equal(worker["latents"], results[0]["latents"])
+            assert difference(worker["latents"], alone) <= ROUNDING
+
+
 def _odd() -> dict[str, Any]:
     """Return changes to a request by which a lane has 27 tokens."""
     return {"tokens": ExtraTokens(context=(_normal(1, 16, 1, 2, 6, seed=5),))}

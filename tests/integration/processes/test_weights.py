@@ -286,8 +286,8 @@ def test_a_worker_estimates_its_share_of_a_step(mesh: Mesh, processes: Processes
     taken = processes.all(job_taken, task, rendezvous(mesh), count=2, timeout=SHORT_S)
     with open_pair(task.experts) as pair:
         weights = pair.device_bytes(task.policy, device=torch.device("cpu"))
-        own = working_bytes(pair, task.request.noise.shape, guided=True, share=share)
-        whole = working_bytes(pair, task.request.noise.shape, guided=True)
+        own = working_bytes(pair, task.request.noise.shape, sides=(0, 0), share=share)
+        whole = working_bytes(pair, task.request.noise.shape, sides=(0, 0))
     assert taken == [weights + own] * 2
     assert own < whole
 

@@ -53,10 +53,10 @@ def test_guidance_is_that_of_the_expert_or_of_the_step() -> None:
     assert [guider_steps().scale(level) for level in levels] == [4, 4, 4, 3, 3, 3]
     listed = guider_steps(more_guidance=Guidance(steps=(6.0, 5.0, 1.0)), levels=levels)
     assert [listed.scale(level) for level in levels] == [6, 6, 5, 1, 1, 1]
-    assert listed.guided == {"high": True, "low": False}
+    assert listed.sides == {"high": (0, 1), "low": (0,)}
     assert listed.needs_negative == {"high": True, "low": False}
     early = guider_steps(more_guidance=Guidance(steps=(6.0, 1.0)), levels=levels)
-    assert early.guided == {"high": True, "low": False}, "a call with negative lanes is enough"
+    assert early.sides == {"high": (0, 1), "low": (0,)}, "a call with negative lanes is enough"
     held = guider_steps(more_guidance=Guidance(steps=(6.0, 5.0, 1.0), nag=Nag()), levels=levels)
     assert held.needs_negative == {"high": True, "low": True}
 
@@ -64,7 +64,7 @@ def test_guidance_is_that_of_the_expert_or_of_the_step() -> None:
 def test_one_expert_takes_every_call() -> None:
     one = guider_steps(ONE)
     assert [expert for expert, _ in one.calls.values()] == ["high"] * 4
-    assert one.guided == {"high": True, "low": False}
+    assert one.sides == {"high": (0, 1), "low": (0,)}
 
 
 def test_calls_of_a_step_have_its_windows_and_lanes() -> None:
@@ -86,6 +86,10 @@ def test_calls_of_a_step_have_its_windows_and_lanes() -> None:
     ("changes", "message"),
     [
         ({"more_guidance": Guidance(steps=(4.0,) * 5)}, "guidance_steps has 5 numbers for 4 steps"),
+        (
+            {"more_guidance": Guidance(context=1.5)},
+            r"context_guidance is 1.5, which Wan Guider does not apply.* to 1 in",
+        ),
         ({"more_guidance": Guidance(nag=Nag())}, "NAG acts in steps of guidance 1, and this run has none"),
         ({"windows": ContextWindows(frames=8, overlap=0)}, "longer than the video"),
         ({"cache": MagCache(table=table(3), rule=SkipRule(threshold=1.0))}, "calibrated for 3 steps, this run has 4"),

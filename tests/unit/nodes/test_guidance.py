@@ -104,6 +104,11 @@ def test_nag_without_a_step_to_act_in_is_refused(run: Run) -> None:
         run(workflow(guidance=guided(nag_scale=11.0)))
 
 
+def test_a_scale_of_a_context_that_is_not_there_is_refused(run: Run) -> None:
+    with pytest.raises(NodeFailedError, match=r"context_guidance is 1.5, and the negative has no context .* Bernini"):
+        run(workflow(guidance=guided(context_guidance=1.5)))
+
+
 @pytest.mark.parametrize(
     ("nodes", "message"),
     [

@@ -163,7 +163,7 @@ def test_the_host_is_asked_for_what_all_lanes_compute_in(run: Run, monkeypatch: 
 
     def load_experts(ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         pair = embedded_host.experts(ref)
-        one, four = (needed(pair, (lanes, 16, 2, 4, 4), guided=True) for lanes in (1, 4))
+        one, four = (needed(pair, (lanes, 16, 2, 4, 4), sides=(0, 0)) for lanes in (1, 4))
         assert one < four
         asked.append((working_bytes, four))
         return LoadedExperts(pair=pair, policy=policy, device=torch.device("cpu"))

@@ -65,7 +65,7 @@ SNAPSHOT = {
         "clip_1 clip_2 overlap shared_frames clip_3 clip_4 clip_5 clip_6 clip_7 clip_8",
         "IMAGE",
     ),
-    "WanStreamGuidance": ("guidance_steps nag_scale nag_tau nag_alpha", "WANSTREAM_GUIDANCE"),
+    "WanStreamGuidance": ("guidance_steps nag_scale nag_tau nag_alpha context_guidance", "WANSTREAM_GUIDANCE"),
     "WanStreamContextWindows": ("frames overlap stride blend repeat_image shift_windows", "WANSTREAM_WINDOWS"),
     "WanStreamPreview": ("vae latent_scale frames every_s", "WANSTREAM_PREVIEW"),
     "WanStreamSampler": (

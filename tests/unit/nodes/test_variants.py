@@ -11,12 +11,13 @@ import torch
 
 from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes import latents
+from wanstream.nodes.guidance import WanStreamGuidance
 from wanstream.nodes.latents import UnsupportedImageError
 from wanstream.nodes.sampler import request_of
 from wanstream.nodes.variants import bernini
 from wanstream.nodes.variants.bernini import WanStreamBernini
 from wanstream.nodes.variants.fun_control import WAN21_CONTROL, WanStreamFunControl
-from wanstream.sampling import InsufficientMemoryError, denoise
+from wanstream.sampling import InsufficientMemoryError, RequestError, denoise
 from wanstream.sampling.inputs.control import control_mask, fitted_reference, whole_latent_frames
 from wanstream.schema import OffloadPolicy, VideoShape
 from wanstream.tests.support.embedded import embedded_host
@@ -158,6 +159,18 @@ class TestBernini:
         assert request_of(positive, positive, latent, **SETTINGS).negative_tokens is None, "equal on both sides"
         unguided = {**SETTINGS, "guidance_high": 1.0, "guidance_low": 1.0}
         assert request_of(positive, negative, latent, **unguided).negative_tokens is None, "not read"
+
+    def test_wan_guidance_scales_the_sources(self) -> None:
+        positive, negative, latent = _bernini(source_video=CONTROL)
+        values = {"guidance_steps": "", "nag_scale": 1.0, "nag_tau": 2.5, "nag_alpha": 0.25}
+        (guidance,) = WanStreamGuidance.execute(**values, context_guidance=1.5).args
+        request = request_of(positive, negative, latent, guidance=guidance, **SETTINGS)
+        assert (request.context_guidance, request.lanes_at(0)) == (1.5, 3)
+        (off,) = WanStreamGuidance.execute(**values).args
+        assert request_of(positive, negative, latent, guidance=off, **SETTINGS).lanes_at(0) == 2
+        unguided = {**SETTINGS, "guidance_high": 1.0, "guidance_low": 1.0}
+        with pytest.raises(RequestError, match="acts in steps whose guidance is not 1"):
+            request_of(positive, negative, latent, guidance=guidance, **unguided)
 
     def test_nothing_is_text_to_video(self) -> None:
         positive, negative, _ = _bernini()

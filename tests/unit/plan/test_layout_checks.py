@@ -79,6 +79,11 @@ def test_a_mesh_that_keeps_every_worker_busy_has_no_warnings(mesh: Mesh, changes
         ),
         (
             Mesh(ring=2),
+            {"tokens": 30, "extra_tokens": (15, 0, 15)},
+            r"= 2 does not divide 30 tokens \(positive, negative\) and 15 \(without context\): 3, 5, 15 do$",
+        ),
+        (
+            Mesh(ring=2),
             {"tokens": 31, "extra_tokens": (4,)},
             "ring 2 x ulysses 1 = 2 does not divide 31 tokens: only 1 does$",
         ),

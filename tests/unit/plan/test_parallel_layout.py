@@ -18,6 +18,7 @@ from wanstream.plan.parallel_layout import (
     wire_traffic,
     worker_share,
 )
+from wanstream.plan.predict import visit_seconds
 from wanstream.schema import T2V_A14B, Mesh, MeshError, OffloadPolicy, VideoShape
 
 MakeJob, MakeMachine = Callable[..., OffloadJob], Callable[..., Machine]
@@ -117,6 +118,37 @@ def test_references_that_workers_cannot_share(make_job: MakeJob, rate_machine: M
     assert choose_layout(3, equal, rate_machine(), NO_LIMIT) == Mesh(ring=3)
     share = worker_share(Mesh(ring=3), equal, rate_machine(), NO_LIMIT, workers_per_machine=3)
     assert share.job.tokens_of_sides == (1029 // 3,)
+
+
+@pytest.mark.parametrize(
+    ("videos", "share"), [(1, (2000, 1000)), (2, (2000, 2000, 1000)), (4, (2000,) * 4 + (1000,) * 2)]
+)
+def test_two_cfg_ranks_share_long_and_short_lanes_evenly(
+    videos: int, share: tuple[int, ...], make_job: MakeJob, rate_machine: MakeMachine
+) -> None:
+    """Lanes without context are half as long, and in the middle."""
+    job = make_job(
+        tokens=2000,
+        extra_tokens=(1000, 0, 1000),
+        lanes={"high": 3 * videos, "low": videos},
+        sides={"high": 3, "low": 1},
+    )
+    worker = worker_share(Mesh(cfg=2), job, rate_machine(), NO_LIMIT, workers_per_machine=2).job
+    assert worker.lane_tokens("high") == share
+    assert worker.lane_tokens("low") == (2000,) * -(-videos // 2)
+    by_four = worker_share(Mesh(cfg=2, ulysses=2), job, rate_machine(), NO_LIMIT, workers_per_machine=4).job
+    assert by_four.lane_tokens("high") == tuple(tokens // 2 for tokens in share)
+    assert visit_seconds(worker, rate_machine(), "high", None) == pytest.approx(
+        sum(visit_seconds(make_job(tokens=tokens), rate_machine(), "high", None) for tokens in share)
+    )
+
+
+def test_a_short_lane_on_both_cfg_ranks_counts_as_a_loss(make_job: MakeJob, rate_machine: MakeMachine) -> None:
+    """The short one is computed twice, which costs more than sharing tokens."""
+    three = dict.fromkeys(GUIDED, 3)
+    job = make_job(tokens=2 * 32_760, extra_tokens=(32_760, 0, 32_760), lanes=three, sides=three)
+    assert choose_layout(2, job, rate_machine(vram_bytes=10**12), NO_LIMIT) == Mesh(ulysses=2)
+    assert choose_layout(2, make_job(lanes=GUIDED), rate_machine(), NO_LIMIT) == Mesh(cfg=2)
 
 
 @pytest.mark.parametrize(("workers", "samples"), [(0, 1), (1, 0)])

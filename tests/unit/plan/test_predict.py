@@ -54,6 +54,22 @@ def test_steps_have_lanes_of_their_own_where_a_job_tells_them(rate_machine: Rate
         replace(job, lanes_of_steps=(1, 2))
 
 
+def test_lanes_of_each_side_have_their_own_tokens(rate_machine: Rated, make_job: Job) -> None:
+    long, short = (make_job(tokens=tokens) for tokens in (1000, 400))
+    seconds = [visit_seconds(job, rate_machine(), "high", None) for job in (long, short)]
+    sides = {"lanes": {"high": 3, "low": 1}, "sides": {"high": 3, "low": 1}, "extra_tokens": (600, 0, 600)}
+    job = make_job(2, 1, tokens=1000, **sides, lanes_of_steps=(3, 1, 1), sides_of_steps=(3, 1, 1))
+    assert visit_seconds(job, rate_machine(), "high", None) == pytest.approx(2 * seconds[0] + seconds[1])
+    assert visit_seconds(job, rate_machine(), "low", None) == pytest.approx(seconds[0])
+    predicted = predict(job, rate_machine(), LAYERWISE, by_step=True).timeline.steps
+    expected = [8 * (2 * seconds[0] + seconds[1]), 8 * seconds[0], 8 * seconds[0]]
+    assert [step.compute_s for step in predicted] == pytest.approx(expected)
+    added = visit_seconds(job, rate_machine(), "high", 500) - visit_seconds(job, rate_machine(), "high", None)
+    assert added == pytest.approx(2 * CHUNK_S), "the short lane has one chunk"
+    with pytest.raises(ValueError, match=r"sides are .*: give multiples of the sides"):
+        replace(job, lanes={"high": 4, "low": 1})
+
+
 @pytest.mark.parametrize(
     ("stored", "file", "read_s"),
     [(1.0, 1.0, 0.5), (0.5, 0.5, 0.25), (0.5, 1.0, 0.5)],

@@ -61,6 +61,17 @@ def test_a_first_step_of_fewer_lanes_is_not_taken_for_fast_computing(rate_machin
     assert found.disk_bytes_per_s == pytest.approx(believed.disk_bytes_per_s)
 
 
+def test_a_step_with_short_lanes_is_not_taken_for_fast_computing(rate_machine: Rated, make_job: Job) -> None:
+    sides = {"extra_tokens": (600, 0, 600), "sides": {"high": 3, "low": 1}, "lanes": {"high": 3, "low": 1}}
+    job, believed = make_job(tokens=1000, **sides), rate_machine(read=0.01, copy=0.01)
+    chosen = plan_offload(job, believed, Budgets())
+    found = calibrate_machine(believed, job, chosen, _first_step(job, believed, chosen.policy))
+    assert found.flops_per_s == pytest.approx(believed.flops_per_s, rel=1e-6)
+    slow = replace(believed, flops_per_s=believed.flops_per_s / 3)
+    found = calibrate_machine(believed, job, chosen, _first_step(job, slow, chosen.policy))
+    assert found.flops_per_s == pytest.approx(slow.flops_per_s, rel=1e-6)
+
+
 def test_a_machine_that_is_corrected_again_says_so_once(rate_machine: Rated, make_job: Job) -> None:
     job, machine = make_job(), rate_machine()
     chosen = plan_offload(job, machine, Budgets())

@@ -152,35 +152,49 @@ def test_requests_with_other_shapes_are_not_merged(make_request: Request) -> Non
         merge_requests([one, other])
 
 
+def test_ignored_references_keep_no_requests_apart(open_pair: OpenPair, make_request: Request) -> None:
+    pair = open_pair()
+    with_one, without = make_request(tokens=ExtraTokens(reference=REFERENCE)), make_request(noise=-SOURCE)
+    foreign = replace(without, tokens=ExtraTokens(foreign_reference="a picture"))
+    merged = merge_requests([with_one, without, foreign], reads_reference=pair.reads_reference)
+    expected = [run(pair, request).latents for request in (with_one, without, without)]
+    assert torch.equal(run(pair, merged).latents, torch.cat(expected))
+    with pytest.raises(RequestError, match="next to the video none and none, in lane 1 reference, 1 x 4 x 6"):
+        merge_requests([with_one, without])
+    contexts = [make_request(tokens=ExtraTokens(context=(each,))) for each in (SOURCE, IMAGE)]
+    with pytest.raises(RequestError, match="next to the video 1 x 4 x 10"):
+        merge_requests(contexts, reads_reference=False)
+
+
 def test_the_planner_and_the_memory_count_all_tokens(open_pair: OpenPair, make_request: Request) -> None:
     pair, request = open_pair(), make_request(tokens=CONTEXT)
     extra = VIDEO_TOKENS + IMAGE_TOKENS
-    assert extra_tokens_of(pair, request) == extra
+    assert extra_tokens_of(pair, request) == (extra, extra)
     cpu = torch.device("cpu")
     assert request_job(pair, request, cpu).tokens == VIDEO_TOKENS + extra
     shape = request.computed_shape
     longer = (*shape[:2], shape[2] * 3, *shape[3:])
-    needs = working_bytes(pair, shape, guided=True, extra_tokens=2 * VIDEO_TOKENS)
-    assert needs == working_bytes(pair, longer, guided=True)
+    needs = working_bytes(pair, shape, sides=(2 * VIDEO_TOKENS,) * 2)
+    assert needs == working_bytes(pair, longer, sides=(0, 0))
     reference = make_request(tokens=ExtraTokens(reference=REFERENCE))
-    assert extra_tokens_of(pair, reference) == 0, "ignored"
-    assert extra_tokens_of(open_pair(**CONTROL), reference) == REFERENCE_TOKENS
+    assert extra_tokens_of(pair, reference) == (0, 0), "ignored"
+    assert extra_tokens_of(open_pair(**CONTROL), reference) == (REFERENCE_TOKENS,) * 2
     unequal = make_request(tokens=CONTEXT, negative_tokens=ExtraTokens(context=(SOURCE, IMAGE, IMAGE)))
-    assert extra_tokens_of(pair, unequal) == extra + IMAGE_TOKENS
+    assert extra_tokens_of(pair, unequal) == (extra, extra + IMAGE_TOKENS)
     more = VIDEO_TOKENS + extra + IMAGE_TOKENS
     assert request_job(pair, unequal, cpu).tokens == more
     assert request_job(pair, unequal, cpu).tokens_of_sides == (more - IMAGE_TOKENS, more)
     assert request_job(pair, request, cpu).tokens_of_sides == (more - IMAGE_TOKENS,)
     for nag in (None, Nag()):
         without = replace(unequal, guidance=(1.0, 1.0), nag=nag)
-        assert extra_tokens_of(pair, without) == extra, "no negative lanes"
+        assert extra_tokens_of(pair, without) == (extra,), "no negative lanes"
         assert request_job(pair, without, cpu).tokens_of_sides == (VIDEO_TOKENS + extra,)
 
 
 def test_both_sides_share_one_copy_on_the_device(make_request: Request) -> None:
     def contexts(**changes: Any) -> list[torch.Tensor]:
         request, meta = make_request(tokens=CONTEXT, **changes), torch.device("meta")
-        lanes = LaneInputs(request, meta).lanes(request.noise.to(meta), with_negative=True)
+        lanes = LaneInputs(request, meta).lanes(request.noise.to(meta), (0, 1))
         return [lane.behind[0].latents for lane in lanes]
 
     positive, negative = contexts()
@@ -190,14 +204,14 @@ def test_both_sides_share_one_copy_on_the_device(make_request: Request) -> None:
     assert [positive.shape, negative.shape] == [SOURCE.shape, IMAGE.shape]
 
 
-def test_windows_cut_a_context_of_the_videos_length_alone(make_request: Request) -> None:
+def test_windows_cut_a_context_of_the_videos_length_alone(open_pair: OpenPair, make_request: Request) -> None:
     noise = _normal(1, 16, 5, 4, 6, seed=1)
     source, shorter = _normal(1, 16, 5, 4, 6, seed=2), _normal(1, 16, 3, 4, 6, seed=3)
     windows = ContextWindows(frames=3, overlap=1, shift_windows=False)
     request = make_request(noise=noise, tokens=ExtraTokens(context=(source, shorter, IMAGE)), windows=windows)
-    assert request.extra_tokens(reads_reference=False) == 3 * 6 + 3 * 6 + IMAGE_TOKENS
+    assert extra_tokens_of(open_pair(), request) == (3 * 6 + 3 * 6 + IMAGE_TOKENS,) * 2
     inputs = LaneInputs(request, torch.device("cpu"))
-    lanes = inputs.lanes(noise, with_negative=True, windows=windows_at(request, 0))
+    lanes = inputs.lanes(noise, (0, 1), windows=windows_at(request, 0))
     assert [lane.name.frames for lane in lanes] == [(0, 1, 2), (2, 3, 4)] * 2
     for lane in lanes:
         cut, whole, image = (part.latents for part in lane.behind)
@@ -211,7 +225,7 @@ def test_windows_begin_with_the_start_image_and_not_with_the_control(make_reques
     windows = ContextWindows(frames=3, overlap=1, shift_windows=False)
     request = make_request(noise=noise, image_condition=condition, windows=windows)
     inputs = LaneInputs(request, torch.device("cpu"))
-    _, second = inputs.lanes(noise, with_negative=False, windows=windows_at(request, 0))
+    _, second = inputs.lanes(noise, (0,), windows=windows_at(request, 0))
     assert second.name.frames == (2, 3, 4)
     state = torch.cat([noise, condition], dim=1)
     assert torch.equal(second.latents[:, :, 1:], state[:, :, 3:])

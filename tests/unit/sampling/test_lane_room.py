@@ -19,6 +19,7 @@ from wanstream.sampling import (
     InsufficientMemoryError,
     check_room,
     denoise,
+    tokens_of,
     working_bytes,
 )
 from wanstream.sampling.cache.settings import FirstBlockCache
@@ -37,7 +38,7 @@ OpenPair = Callable[..., ExpertPair]
 
 def needed(pair: ExpertPair, samples: int, *, guided: bool = True, chunk: int | None = None) -> int:
     """Bytes of a run with two buffers."""
-    working = working_bytes(pair, (samples, *LARGE), guided=guided, chunk_tokens=chunk)
+    working = working_bytes(pair, (samples, *LARGE), sides=(0, 0) if guided else (0,), chunk_tokens=chunk)
     return working + pair.device_bytes(LAYERWISE, device=CPU)
 
 
@@ -84,7 +85,7 @@ def test_the_number_that_fits_is_told(fitting: int, open_pair: OpenPair, lanes: 
 
 def test_the_numbers_are_those_of_a_run(open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]) -> None:
     pair = open_pair()
-    working = working_bytes(pair, (8, *LARGE), guided=True, chunk_tokens=2048)
+    working = working_bytes(pair, (8, *LARGE), sides=(0, 0), chunk_tokens=2048)
     weights = pair.device_bytes(LAYERWISE, device=CPU)
     with pytest.raises(InsufficientMemoryError) as refused:
         check_room(pair, lanes(8), LAYERWISE, CPU, free=20_000_000)
@@ -103,14 +104,17 @@ def test_lanes_without_guidance_take_half(open_pair: OpenPair, lanes: Callable[.
         check_room(pair, lanes(4, guidance=(1.0, 3.0)), LAYERWISE, CPU, free=free)
 
 
-@pytest.mark.parametrize("side", ["tokens", "negative_tokens"])
+@pytest.mark.parametrize(("side", "on_positive"), [("tokens", 1), ("negative_tokens", 0)])
 def test_tokens_next_to_the_video_take_room(
-    side: str, open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]
+    side: str, on_positive: int, open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]
 ) -> None:
-    """A context of the video's size, on one side: the room of a video of twice the length."""
+    """A context of the video's size: on both sides it takes the room of a video of twice the length."""
     pair, context = open_pair(), ExtraTokens(context=(torch.zeros(1, 1, 1, 1, 1).expand(1, *LARGE),))
     channels, frames, *size = LARGE
-    working = working_bytes(pair, (2, channels, 2 * frames, *size), guided=True, chunk_tokens=2048)
+    twice = working_bytes(pair, (2, channels, 2 * frames, *size), sides=(0, 0), chunk_tokens=2048)
+    tokens = tokens_of((2, *LARGE))
+    working = working_bytes(pair, (2, *LARGE), sides=(on_positive * tokens, tokens), chunk_tokens=2048)
+    assert (working == twice) if on_positive else (working < twice)
     enough = working + pair.device_bytes(LAYERWISE, device=CPU)
     assert enough > needed(pair, 2, chunk=2048)
     check_room(pair, lanes(2, **{side: context}), LAYERWISE, CPU, free=enough)
@@ -137,12 +141,12 @@ def test_this_machine_has_room_for_tiny_lanes(open_pair: OpenPair, make_request:
 def estimate(
     pair: ExpertPair, *, guided: bool = True, chunk: int | None = None, shape: Sequence[int] = (1, *LARGE)
 ) -> int:
-    working = working_bytes(pair, shape, guided=guided, chunk_tokens=chunk)
+    working = working_bytes(pair, shape, sides=(0, 0) if guided else (0,), chunk_tokens=chunk)
     return working + pair.device_bytes(LAYERWISE, device=CPU) + LATENT_COPIES * prod(shape) * 4
 
 
 def refuse(pair: ExpertPair, policy: OffloadPolicy, *, available: int, device: torch.device = CPU) -> None:
-    RunPolicy(pair, policy, device, shape=(1, *LARGE), guided=True).refuse_without_ram(available=available)
+    RunPolicy(pair, policy, device, shape=(1, *LARGE), sides=(0, 0)).refuse_without_ram(available=available)
 
 
 def test_a_run_on_a_cpu_is_refused_where_it_surely_takes_more_ram_than_there_is(open_pair: OpenPair) -> None:
@@ -166,7 +170,7 @@ def test_what_another_policy_keeps_in_ram_is_given_back_before_ram_is_counted(
     without = pair.host_bytes
     denoise(pair, request, policy=OffloadPolicy.layerwise(1, source="pinned"), device="cpu")
     kept = pair.host_bytes - without
-    needed = working_bytes(pair, request.computed_shape, guided=request.guided, chunk_tokens=None)
+    needed = working_bytes(pair, request.computed_shape, sides=(0, 0), chunk_tokens=None)
     # Just enough once the blocks of the former policy are freed.
     left = needed + LATENT_COPIES * prod(request.computed_shape) * 4
 

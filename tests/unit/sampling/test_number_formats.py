@@ -213,7 +213,7 @@ def test_codes_halve_the_buffers(name: str, make_tiny_expert: Callable[..., Any]
     assert decoded.identity != int8.identity
     shape = (1, 16, 5, 40, 56)
     job, usual = (
-        offload_job(pair, shape, torch.device("cpu"), experts_of_steps=["high"], guided={"high": False, "low": False})
+        offload_job(pair, shape, torch.device("cpu"), experts_of_steps=["high"], sides={"high": (0,), "low": (0,)})
         for pair in (int8, decoded)
     )
     assert (job.linear_format, usual.linear_format, job.compute_dtype) == (
@@ -222,7 +222,7 @@ def test_codes_halve_the_buffers(name: str, make_tiny_expert: Callable[..., Any]
         "bfloat16",
     )
     # Three fp32 copies of the inner state of a feed-forward layer are more than a norm takes.
-    assert working_bytes(int8, shape, guided=False) > working_bytes(decoded, shape, guided=False)
+    assert working_bytes(int8, shape, sides=(0,)) > working_bytes(decoded, shape, sides=(0,))
 
 
 def test_a_step_in_int8_moves_half_the_bytes(
@@ -280,7 +280,7 @@ def test_a_lora_beside_codes(
             request.computed_shape,
             torch.device("cpu"),
             experts_of_steps=["high"],
-            guided=dict.fromkeys(pair.experts, False),
+            sides=dict.fromkeys(pair.experts, (0,)),
         )
         assert job.patch_bytes == pair.patch_bytes > 0
     plain, full, weak, again, without = found[0]

@@ -124,7 +124,7 @@ def test_an_unusable_request_of_the_environment_is_refused_before_the_run(
 
 def test_passes_are_watched_from_entering_to_leaving(open_pair: OpenPair) -> None:
     recorder = Recorder(CPU)
-    policy = RunPolicy(open_pair(), LAYERWISE, CPU, shape=(1, 16, 2, 4, 6), guided=False)
+    policy = RunPolicy(open_pair(), LAYERWISE, CPU, shape=(1, 16, 2, 4, 6), sides=(0,))
     with ModelCalls(policy, ["high"], recorder=recorder):
         assert len(samplers()) == 1
     assert samplers() == []

@@ -11,7 +11,7 @@ from wanstream.sampling import offload_job
 from wanstream.schema import OffloadPolicy, VideoShape
 from wanstream.wan.experts.open import open_experts, open_single_model
 
-UNGUIDED = {"high": False, "low": False}
+UNGUIDED = {"high": (0,), "low": (0,)}
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -28,7 +28,7 @@ def test_the_planner_knows_which_files_are_decoded_on_arrival(tiny_expert_file, 
     path = tiny_expert_file(dtype=stored)
     with open_experts(path, path, compute_dtype=torch.bfloat16, storage=storage) as pair:
         on_cpu, on_gpu = (
-            offload_job(pair, (1, 16, 1, 4, 4), device, experts_of_steps=["high"], guided=UNGUIDED)
+            offload_job(pair, (1, 16, 1, 4, 4), device, experts_of_steps=["high"], sides=UNGUIDED)
             for device in (CPU, GPU)
         )
         assert on_cpu.decodes == on_gpu.decodes == decodes
@@ -56,8 +56,8 @@ def test_the_planner_hears_of_the_5b_model_what_it_is(tiny_expert_file):
     """Widths, channels and bytes from the file headers; 16 pixels per latent pixel; a single model."""
     path = tiny_expert_file(dtype=torch.bfloat16, in_channels=48, heads=3, ffn_dim=640, layers=2)
     with open_single_model(path, compute_dtype=torch.bfloat16) as pair:
-        guided = {"high": True, "low": True}
-        job = offload_job(pair, (1, 48, 31, 44, 80), GPU, experts_of_steps=["high"] * 2, guided=guided)
+        sides = {"high": (0, 0), "low": (0, 0)}
+        job = offload_job(pair, (1, 48, 31, 44, 80), GPU, experts_of_steps=["high"] * 2, sides=sides)
         expert = job.expert
         assert (expert.width, expert.ffn_width, expert.blocks) == (384, 640, 2)
         assert (expert.in_channels, expert.out_channels) == (48, 48)

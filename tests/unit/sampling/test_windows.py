@@ -164,7 +164,7 @@ def test_memory_and_time_are_estimated_by_windows(open_pair: OpenPair, make_long
     assert job.tokens == tokens_of((1, 16, 3, 4, 6))
     assert job.lanes == {"high": 4 * most, "low": 4 * most}
     assert job.lanes_of_steps == tuple(2 * request.lanes_at(step) for step in range(5))
-    needed = working_bytes(pair, request.computed_shape, guided=True)
+    needed = working_bytes(pair, request.computed_shape, sides=(0, 0))
     room = pair.device_bytes(OffloadPolicy.layerwise(0), device=CPU)
     check_room(pair, request, LAYERWISE, CPU, free=room + 2 * needed)
     with pytest.raises(InsufficientMemoryError, match="2 videos at once"):

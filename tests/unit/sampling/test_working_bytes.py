@@ -286,21 +286,21 @@ def test_short_videos_need_memory_for_int8_and_long_ones_none() -> None:
 def test_the_planner_hears_of_an_image_branch(open_one: Any) -> None:
     with_images, shape = open_one(in_channels=36, image_dim=1280), (1, 16, 5, 40, 56)
     tiny = ExpertShape(width=256, ffn_width=512, blocks=4, in_channels=36, image_width=1280)
-    options = {"experts_of_steps": ["high"], "guided": {"high": True}}
+    options = {"experts_of_steps": ["high"], "sides": {"high": (0, 0)}}
     job = offload_job(with_images, shape, torch.device("cpu"), **options)
     assert job.expert == tiny
     assert job.computed_bytes == 2 * tiny.streamed_bytes()  # fp32
-    assert working_bytes(with_images, shape, guided=True) == tiny.working_bytes(TOKENS, lanes=2, value_bytes=4)
+    assert working_bytes(with_images, shape, sides=(0, 0)) == tiny.working_bytes(TOKENS, lanes=2, value_bytes=4)
 
 
 def test_a_pair_says_it_for_latents(open_pair: Any) -> None:
     pair, shape = open_pair(), (2, 16, 5, 40, 56)
     tiny = ExpertShape(width=256, ffn_width=512)
-    assert working_bytes(pair, shape, guided=False) == tiny.working_bytes(TOKENS, lanes=2, value_bytes=4)
-    assert working_bytes(pair, shape, guided=True) == tiny.working_bytes(TOKENS, lanes=4, value_bytes=4)
-    assert working_bytes(open_pair(dtype=torch.bfloat16), shape, guided=True) == tiny.working_bytes(TOKENS, lanes=4)
-    chunked = working_bytes(pair, shape, guided=True, chunk_tokens=100)
+    assert working_bytes(pair, shape, sides=(0,)) == tiny.working_bytes(TOKENS, lanes=2, value_bytes=4)
+    assert working_bytes(pair, shape, sides=(0, 0)) == tiny.working_bytes(TOKENS, lanes=4, value_bytes=4)
+    assert working_bytes(open_pair(dtype=torch.bfloat16), shape, sides=(0, 0)) == tiny.working_bytes(TOKENS, lanes=4)
+    chunked = working_bytes(pair, shape, sides=(0, 0), chunk_tokens=100)
     assert chunked == tiny.working_bytes(TOKENS, lanes=4, value_bytes=4, chunk_tokens=100)
-    assert chunked < working_bytes(pair, shape, guided=True)
+    assert chunked < working_bytes(pair, shape, sides=(0, 0))
     pair.kernels = Kernels(attention="int8")
-    assert working_bytes(pair, shape, guided=True, chunk_tokens=100) > chunked
+    assert working_bytes(pair, shape, sides=(0, 0), chunk_tokens=100) > chunked

@@ -54,7 +54,7 @@ def test_memory_counts_what_a_cache_keeps(guided: bool, open_pair: OpenPair, mag
     state = 3 * (2 if guided else 1) * 2 * 20 * 30 * 256 * 4  # lanes x tokens x width x fp32
 
     def needed(cache: Any) -> int:
-        return working_bytes(pair, shape, guided=guided, cache=cache)
+        return working_bytes(pair, shape, sides=(0, 0) if guided else (0,), cache=cache)
 
     assert needed(FirstBlockCache()) - needed(None) == 3 * state
     assert needed(magnitudes) - needed(None) == state
@@ -64,7 +64,7 @@ def test_memory_counts_what_a_cache_keeps(guided: bool, open_pair: OpenPair, mag
 def test_what_is_counted_is_what_two_steps_really_hold(lanes: int, chunk: int | None, make_tiny_expert: Any) -> None:
     model, latents = make_tiny_expert(layers=2), torch.randn(2, 1, 16, 3, 32, 24)
     blocks = None if chunk is None else ChunkedBlocks(model.blocks, chunk)
-    names, text = lane_names(lanes, with_negative=False), torch.zeros(1, 8, 4096)
+    names, text = lane_names(lanes, (0,)), torch.zeros(1, 8, 4096)
 
     def peak(steps: FirstBlockSteps | None) -> int:
         with torch.no_grad(), TensorMemoryTracker() as counted:

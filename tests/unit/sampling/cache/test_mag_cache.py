@@ -219,7 +219,7 @@ def test_a_table_for_another_run_is_refused(
 @pytest.mark.parametrize(
     ("calibrated", "requested", "said"),
     [
-        ((1.0,), (4.0,), "without guidance around step 1, this run has a guidance of 4 there"),
+        ((1.0,), (4.0,), "without guidance around step 1, and this run has it there"),
         ((4.0,) * 6 + (1.0,), (4.0,), "without guidance around step 6"),
         ((4.0,) * 3 + (1.0, 4.0), (4.0,), "without guidance around step 3"),
         ((4.0,), (1.0,), None),
@@ -265,8 +265,8 @@ def test_what_measuring_keeps_is_counted_and_what_a_cache_would_keep_is_not(
     request, plain = make_eight_steps(noise=noise, cache=Calibration()), make_eight_steps(noise=noise)
     assert request_job(pair, request, cpu) == replace(request_job(pair, plain, cpu), cached_states=1)
     state = 2 * (2 * 20 * 30) * 256 * 4  # lanes x tokens x width x fp32
-    usual = working_bytes(pair, noise.shape, guided=True)
-    assert working_bytes(pair, noise.shape, guided=True, cache=request.cache) - usual == state
+    usual = working_bytes(pair, noise.shape, sides=(0, 0))
+    assert working_bytes(pair, noise.shape, sides=(0, 0), cache=request.cache) - usual == state
 
 
 def test_a_part_of_a_schedule_is_not_measured(open_pair: OpenPair, make_eight_steps: Request) -> None:

@@ -121,9 +121,9 @@ def test_passes_of_other_samplers_stop_inside_too(
     open_pair: Callable[..., ExpertPair], make_request: Callable[..., DenoiseRequest]
 ) -> None:
     pair, request = open_pair(), make_request()
-    policy = RunPolicy(pair, LAYERWISE, CPU, shape=request.noise.shape, guided=False)
+    policy = RunPolicy(pair, LAYERWISE, CPU, shape=request.noise.shape, sides=(0,))
     should_stop, polls = stop_after(LINEARS // 2)
-    lanes = LaneInputs(request, CPU).lanes(request.noise, with_negative=False)
+    lanes = LaneInputs(request, CPU).lanes(request.noise, (0,))
     passes = ModelCalls(policy, ["high"], recorder=Recorder(CPU), should_stop=should_stop)
     with pytest.raises(SamplingCancelled), passes:
         passes.forward("high", lanes, sigma=1.0)
@@ -132,8 +132,8 @@ def test_passes_of_other_samplers_stop_inside_too(
 
 def test_only_long_blocks_of_a_cpu_that_computes_alone_stop_inside(open_pair: Callable[..., ExpertPair]) -> None:
     pair, large = open_pair(), (1, 16, 5, 128, 160)
-    assert RunPolicy(pair, LAYERWISE, CPU, shape=large, guided=False).stops_inside
-    assert not RunPolicy(pair, LAYERWISE, CPU, shape=(1, 16, 2, 4, 6), guided=True).stops_inside
-    assert not RunPolicy(pair, LAYERWISE, torch.device("cuda"), shape=large, guided=False).stops_inside
+    assert RunPolicy(pair, LAYERWISE, CPU, shape=large, sides=(0,)).stops_inside
+    assert not RunPolicy(pair, LAYERWISE, CPU, shape=(1, 16, 2, 4, 6), sides=(0, 0)).stops_inside
+    assert not RunPolicy(pair, LAYERWISE, torch.device("cuda"), shape=large, sides=(0,)).stops_inside
     pair.kernels = replace(pair.kernels, compiler="inductor")
-    assert not RunPolicy(pair, LAYERWISE, CPU, shape=large, guided=False).stops_inside
+    assert not RunPolicy(pair, LAYERWISE, CPU, shape=large, sides=(0,)).stops_inside

@@ -26,7 +26,7 @@ def test_a_lane_is_called_by_its_text_its_video_and_its_frames(request_in_window
     inputs = LaneInputs(request_in_windows, torch.device("cpu"))
     for step, sides in ((0, 2), (1, 2), (2, 1)):
         windows = windows_at(request_in_windows, step)
-        lanes = inputs.lanes(request_in_windows.noise, with_negative=sides == 2, windows=windows)
+        lanes = inputs.lanes(request_in_windows.noise, range(sides), windows=windows)
         pieces = WINDOWS.at(step, 7)
         expected = [LaneName(side, sample, piece) for side in range(sides) for sample in (0, 1) for piece in pieces]
         assert list(names_of(lanes)) == list(names_at(request_in_windows, step)) == expected
@@ -38,15 +38,15 @@ def test_a_lane_is_called_by_its_text_its_video_and_its_frames(request_in_window
 
 
 def test_a_whole_video_has_a_lane_for_each_text() -> None:
-    assert lane_names(2, with_negative=True) == ((0, 0, None), (0, 1, None), (1, 0, None), (1, 1, None))
-    assert lane_names(1, with_negative=False) == ((0, 0, None),)
+    assert lane_names(2, (0, 1)) == ((0, 0, None), (0, 1, None), (1, 0, None), (1, 1, None))
+    assert lane_names(1, (0,)) == ((0, 0, None),)
 
 
 def test_only_positive_lanes_hold_the_negative_text(make_request: Request) -> None:
     request = make_request()
     inputs = LaneInputs(request, torch.device("cpu"))
-    positive, negative = inputs.lanes(request.noise, with_negative=True, attach_nag=True)
+    positive, negative = inputs.lanes(request.noise, (0, 1), attach_nag=True)
     assert torch.equal(positive.negative_text, request.negative)
     assert negative.negative_text is None
-    (alone,) = inputs.lanes(request.noise, with_negative=False)
+    (alone,) = inputs.lanes(request.noise, (0,))
     assert alone.negative_text is None

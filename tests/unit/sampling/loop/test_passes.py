@@ -49,7 +49,7 @@ def _passes(
     recorder: Recorder | None = None,
     **settings: Any,
 ) -> ModelCalls:
-    run_policy = RunPolicy(pair, policy, CPU, shape=(1, 16, 2, 4, 6), guided=True)
+    run_policy = RunPolicy(pair, policy, CPU, shape=(1, 16, 2, 4, 6), sides=(0, 0))
     return ModelCalls(run_policy, predicted, recorder=recorder or Recorder(CPU), **settings)
 
 

@@ -44,7 +44,7 @@ class Calls:
         *,
         revise: Revise | None = None,
     ) -> None:
-        self.policy = RunPolicy(pair, policy, CPU, shape=(1, 16, 2, 4, 6), guided=True, revise=revise)
+        self.policy = RunPolicy(pair, policy, CPU, shape=(1, 16, 2, 4, 6), sides=(0, 0), revise=revise)
         self.recorder = Recorder(CPU)
         self._uses, self._short = 0, short
         self._hooks = [

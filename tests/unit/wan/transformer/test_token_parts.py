@@ -91,35 +91,35 @@ def test_the_tables_of_a_part_from_the_origin_are_diffusers_own(model: WanTransf
         assert torch.equal(table, expected)
 
 
-def test_positions_are_start_and_step_of_every_axis(model: WanTransformer3DModel) -> None:
+def test_positions_start_anywhere_on_every_axis(model: WanTransformer3DModel) -> None:
     whole = layout_tables(model, [((5, 5, 5), FROM_ORIGIN)])
-    placed = Positions(start=(1.0, 2.0, 0.0), step=(1.0, 1.0, 2.0))
+    placed = Positions(start=(1.0, 2.0, 0.0))
     for table, every in zip(layout_tables(model, [((2, 3, 2), placed)]), whole, strict=True):
-        expected = every.view(5, 5, 5, 128)[1:3, 2:5, 0:3:2].reshape(1, 12, 1, 128)
+        expected = every.view(5, 5, 5, 128)[1:3, 2:5, 0:2].reshape(1, 12, 1, 128)
         assert torch.equal(table, expected)
     between = layout_tables(model, [((1, 1, 1), Positions(start=(0.5, 0.0, 0.0)))])
     assert torch.allclose(between[0][0, 0, 0, 0], torch.tensor(0.5).cos())
 
 
 def test_the_first_frames_as_a_part_in_front_are_those_of_the_whole_video(make_tiny_expert: Experts) -> None:
-    """The same tokens at the same positions with the same timesteps, put together in another way."""
+    """The same tokens at the same positions, put together in another way; parts have the timestep of the step."""
     model = make_tiny_expert(seed=5, layers=3, text_dim=TEXT_DIM, in_channels=48)
     kernels = BlockKernels(model.blocks, timed=True)
     kernels.set(Kernels(), None)
     latents = _normal(1, 48, 4, 4, 6, seed=1)
-    whole = Lane(latents=latents, text=_normal(1, 5, TEXT_DIM, seed=2), timestep_scales=(0.0, 1.0, 1.0, 1.0))
+    whole = Lane(latents=latents, text=_normal(1, 5, TEXT_DIM, seed=2), timestep_scales=(1.0, 0.0, 0.5, 1.0))
     parted = replace(
         whole,
         latents=latents[:, :, 1:3],
-        timestep_scales=None,
+        timestep_scales=(0.0, 0.5),
         positions=Positions(start=(1.0, 0.0, 0.0)),
-        front=(TokenPart(latents=latents[:, :, :1], timestep_scale=0.0),),
+        front=(TokenPart(latents=latents[:, :, :1]),),
         behind=(TokenPart(latents=latents[:, :, 3:], positions=Positions(start=(3.0, 0.0, 0.0))),),
     )
     (expected,), (velocity,) = _forward(model, whole), _forward(model, parted)
     # Not to the last bit: the patch embedding chooses its kernel by the number of patches.
     assert _distance(velocity, expected[:, :, 1:3]) <= 1e-6
-    (untimed,) = _forward(model, replace(parted, front=(TokenPart(latents=latents[:, :, :1]),)))
+    (untimed,) = _forward(model, replace(parted, timestep_scales=None))
     assert _distance(untimed, velocity) > 0.01
 
 
