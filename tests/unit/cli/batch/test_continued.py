@@ -26,6 +26,7 @@ from wanstream.cli.batch.backend import (
     own_nodes,
 )
 from wanstream.cli.batch.continued import continue_from, latent_name
+from wanstream.cli.batch.job_queue import JobQueue
 from wanstream.cli.batch.journal import Journal, State
 from wanstream.cli.batch.lanes import lane_jobs
 from wanstream.cli.batch.output_store import OutputStore, UnreadableFileError, check_media, stored_prompt
@@ -190,6 +191,7 @@ class Killed(BaseException):
 class Machine:
     """A backend in memory whose videos are the hashes of their seed and of the latent that they continue."""
 
+    name = address = "http://there"
     window = 2
 
     def __init__(self, chance: Callable[[str], None] = lambda call: None) -> None:
@@ -258,7 +260,7 @@ class Bar:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def failed(self, row: Row, reason: str) -> None:
+    def failed(self, row: Row, reason: str, backend: str | None = None) -> None:
         self.lines.append(f"{row.name}: {reason}")
 
     def note(self, text: str) -> None:
@@ -273,17 +275,16 @@ def run(folder: Path, machine: Any, rows: Sequence[Row], **limits: Any) -> tuple
     bar, store = Bar(), OutputStore(folder)
     with Journal(folder / "journal.sqlite", workflow="w") as journal:
         resume(journal, store, rows)
-        runner = Runner(
-            backend=machine,
+        queue = JobQueue(
             journal=journal,
-            store=store,
             planner=plan,
             reporter=bar,  # type: ignore[arg-type]
             stop=StopRequest(),
-            sleep=lambda seconds: None,
+            backends=[machine],
             **limits,
         )
-        runner.run(rows)
+        queue.enter(rows)
+        Runner(backend=machine, queue=queue, store=store, sleep=lambda seconds: None).run()
         return {str(row.name): journal.entries[row.hash].state for row in rows}, bar
 
 
