@@ -64,7 +64,7 @@ class Requirements:
         more = [f"and {len(lacking) - MAX_LINES} more"] if len(lacking) > MAX_LINES else []
         if lacking:
             faults += [
-                f"{report.url} lacks {len(lacking)} values that rows use, and another server has:",
+                f"{report.url} lacks {len(lacking)} choices of the rows that another server has:",
                 *lines,
                 *more,
             ]

@@ -159,3 +159,34 @@ def test_a_bar_starts_no_thread() -> None:
     before = threading.active_count()
     with BatchBar(rows=2, ended=0):
         assert threading.active_count() == before
+
+
+def test_jobs_of_several_servers_count_by_the_last_job_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    with BatchBar(rows=8, ended=0, backends=2, clock=lambda: now[0]) as bar:
+        for server in ("a", "b"):
+            bar.running(server, f"1 of {server}", 1)
+        now[0] = 10.0
+        bar.done("a")
+        now[0] = 40.0
+        bar.done("b")
+        for server in ("a", "b"):
+            bar.running(server, f"2 of {server}", 1)
+        now[0] = 45.0
+        assert bar.passed == 2 + 0.5 + 0.125
+
+
+def test_the_bar_names_servers_that_do_not_respond(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [1000.0]
+    with BatchBar(rows=4, ended=0, backends=4, clock=lambda: now[0]) as bar:
+        bar.unresponsive("http://a", True)
+        assert "3 of 4 servers, no answer from http://a" in capsys.readouterr().err.split("\r")[-1]
+        for server in ("http://b", "http://c"):
+            bar.unresponsive(server, True)
+        assert "1 of 4 servers, no answer from http://a, http://b, 1 more" in capsys.readouterr().err.split("\r")[-1]
+        bar.unresponsive("http://d", True)
+        now[0] += 30
+        bar.refresh()
+        assert "no answer for 30 s" in capsys.readouterr().err.split("\r")[-1]
+        bar.unresponsive("http://b", False)
+        assert "1 of 4 servers" in capsys.readouterr().err.split("\r")[-1]

@@ -156,6 +156,9 @@ class Silent:
     def note(self, text: str) -> None:
         self.told.append(text)
 
+    def excluded(self, backend: str) -> None:
+        pass
+
     def unresponsive(self, backend: str, unresponsive: bool) -> None:
         self.told.append("silent" if unresponsive else "answers")
 
