@@ -212,15 +212,17 @@ class JobQueue:
         with self.lock:
             return min(seconds or 0.0 for seconds in self._silences.values())
 
-    def give_back(self, name: str) -> list[Submission]:
+    def give_back(self, name: str, *, only_unposted: bool = False) -> list[Submission]:
         """Let other backends take the rows of this one, if one of them responds; return its former submissions.
 
-        In the journal the rows stay posted until they are taken.
+        In the journal the rows stay posted until they are taken. `only_unposted`: without those whose post had a
+        response.
         """
         with self.lock:
             if not any(other != name for other in self._alive()):
                 return []
-            given, self._held[name] = self._held[name], []
+            given = [each for each in self._held[name] if each.post_error or not only_unposted]
+            self._held[name] = [each for each in self._held[name] if each not in given]
             self._add([submission.rows for submission in given], first=True)
             return given
 

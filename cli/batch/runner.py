@@ -69,6 +69,10 @@ class _Setback:
         return self.tries >= _MAX_TRIES and succeeded > self.succeeded
 
 
+class UnpostedError(UnreachableError):
+    """The backend responds, but not to a post."""
+
+
 class UnsentError(UnreachableError):
     """The backend responds, but not with the files of one row."""
 
@@ -133,7 +137,7 @@ class Runner:
             self.queue.silence(self._name, 0.0)
         try:
             while self.queue.needs(self._name) and not self._stop.immediate:
-                changed = self._try_post_and_poll()
+                changed = self._try_poll_and_post()
                 if changed is None:
                     if self._stop.requested:
                         return
@@ -151,10 +155,10 @@ class Runner:
             rows = sum(len(submission.rows) for submission in self._given)
             self._reporter.note(f"{self._name} may still compute {rows} rows that other backends have taken")
 
-    def _try_post_and_poll(self) -> bool | None:
-        """Post and poll; return True if anything has changed. Without a response, wait and return None."""
+    def _try_poll_and_post(self) -> bool | None:
+        """Poll and post; return True if anything has changed. Without a response, wait and return None."""
         try:
-            changed = self._post_and_poll()
+            changed = self._poll_and_post()
         except UnsentError as err:
             if not self._stop.requested:
                 err.setback.waited_s = self._wait(err, err.setback.waited_s, self.timeout_s - err.setback.waited_s)
@@ -172,21 +176,16 @@ class Runner:
             self._silence, self._given_noted = 0.0, False
         return changed
 
-    def _post_and_poll(self) -> bool:
-        """Post jobs until the window is full, and poll all submissions; return True if anything has changed."""
-        changed = False
+    def _poll_and_post(self) -> bool:
+        """Poll all submissions, and post jobs until the window is full; return True if anything has changed."""
         if self._away:
             self._return()
-        while len(self.queue.submissions(self._name)) < self.backend.window:
-            taken = self.queue.take(self.backend)
-            if taken is None:
-                break
-            self._post(*taken)
-            changed = True
         submissions = self.queue.submissions(self._name)
         if submissions:
             self._reporter.running(self._name, submissions[0].prompt_id, len(submissions[0].rows))
+        changed = False
         unsent: UnsentError | None = None
+        # Before the posts, so that a backend that takes no more workflows still delivers what it has.
         for submission in submissions:
             if self.queue.is_superfluous(self._name, submission):
                 self.backend.withdraw(submission.prompt_id)
@@ -194,6 +193,12 @@ class Runner:
                 changed |= self._poll(submission)
             except UnsentError as err:
                 unsent = err
+        while len(self.queue.submissions(self._name)) < self.backend.window:
+            taken = self.queue.take(self.backend)
+            if taken is None:
+                break
+            self._post(*taken)
+            changed = True
         if unsent is not None and not changed:
             raise unsent
         return changed
@@ -233,12 +238,14 @@ class Runner:
         except RefusedError as err:
             self._accepted(submission)
             self._fail(submission, str(err))
-        except UnreachableError as err:
+        except (UnreachableError, ForeignResponseError) as err:
             submission.post_error = str(err)
             self._outage = True
             for row in submission.rows:
                 self._post_setbacks.setdefault(row.hash, _Setback(succeeded=self._posted)).tries += 1
-            raise
+            if isinstance(err, ForeignResponseError):
+                raise
+            raise UnpostedError(str(err)) from err
         else:
             self._accepted(submission)
 
@@ -407,11 +414,11 @@ class Runner:
             ) from err
         # A request that times out takes longer than several that are refused.
         if max(self._silence, self.clock() - self._answered_at) >= GRACE_SECONDS:
-            self._give_back()
+            self._give_back(only_unposted=isinstance(err, UnpostedError))
         self._silence = self._wait(err, self._silence, self.timeout_s - total)
 
-    def _give_back(self) -> None:
-        given = self.queue.give_back(self._name)
+    def _give_back(self, *, only_unposted: bool) -> None:
+        given = self.queue.give_back(self._name, only_unposted=only_unposted)
         if given and not self._given_noted:
             rows = sum(len(submission.rows) for submission in given)
             self._reporter.note(f"{self._name} has not responded for some time: other backends take its {rows} rows")

@@ -246,6 +246,22 @@ def test_a_server_behind_whose_address_another_program_listens_counts_as_gone(tm
     fleet.check(range(1, 25))
 
 
+def test_a_server_that_takes_no_posts_still_delivers_what_it_has(tmp_path: Path) -> None:
+    class Closing(Server):
+        def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
+            if self.ids:
+                raise UnreachableError("http://closing answers with status 500")
+            super().post(prompt_id, prompt)
+
+    closing, other = Closing("closing", steps=200), Server("other", steps=2)
+    fleet = Fleet(tmp_path, [closing, other])
+    fleet.run()
+    fleet.check(range(1, 25))
+    assert len(closing.made) == 1
+    assert closing.ids[0] not in closing.ended_by_us
+    assert not any(told.startswith("failed") for told in fleet.reporter.told)
+
+
 def test_a_server_that_fails_every_row_costs_none(tmp_path: Path) -> None:
     broken, sound = Server("broken"), Server("sound", steps=5)
     broken.bad = lambda prompt: "CUDA error: no device"
