@@ -286,7 +286,7 @@ class Journal(AbstractContextManager["Journal"]):
     """Open journal of one batch, for several threads. Only the process that has its lock may use it."""
 
     entries: dict[str, Entry]
-    """All rows by their hash, in the order of their lines; replaced as a whole by every change."""
+    """All rows by their hash, in the order of their lines. Entries are replaced, not changed."""
     workflow: str
     """Digest of the workflow."""
 
@@ -345,7 +345,8 @@ class Journal(AbstractContextManager["Journal"]):
             if entry.state in {State.waiting, State.failed} or row.hash in missing:
                 entry = replace(entry, state=State.failed if fault else State.waiting, error=fault)
             entries[row.hash] = entry
-        self._save(entries)
+        self._save({**dict.fromkeys(self.entries), **entries})
+        self.entries = entries
         return [row for row in rows if row.hash in missing and row.fault is None]
 
     @_exclusive
@@ -368,7 +369,7 @@ class Journal(AbstractContextManager["Journal"]):
             replace(row, state=State.posted, prompt_id=prompt_id, saves=nodes, backend=backend) for row, nodes in found
         ]
         self._save(
-            self.entries | {row.hash: replace(row, attempts=row.attempts + 1) for row in rows},
+            {row.hash: replace(row, attempts=row.attempts + 1) for row in rows},
             attempts=[(prompt_id, row.hash) for row in rows],
         )
 
@@ -391,8 +392,7 @@ class Journal(AbstractContextManager["Journal"]):
         row = self._row(digest, State.waiting, State.posted, State.failed)
         owners = [each for each in self.entries.values() if (each.stem or "").casefold() == stem.casefold()]
         self._save(
-            self.entries
-            | {owner.hash: replace(owner, stem=None, files=()) for owner in owners}
+            {owner.hash: replace(owner, stem=None, files=()) for owner in owners}
             | {digest: replace(row, state=State.placing, stem=stem, files=tuple(files), error=None)}
         )
 
@@ -431,26 +431,26 @@ class Journal(AbstractContextManager["Journal"]):
     def wait(self, hashes: Iterable[str]) -> None:
         """Set these rows to waiting: the host does not have them."""
         rows = [self._row(digest, State.posted, State.placing) for digest in hashes]
-        self._save(self.entries | {row.hash: replace(row, state=State.waiting) for row in rows})
+        self._save({row.hash: replace(row, state=State.waiting) for row in rows})
 
     @_exclusive
     def fail(self, digest: str, error: str) -> None:
         """Set the row to failed, with the reason."""
         row = self._row(digest, State.waiting, State.posted)
-        self._save(self.entries | {digest: replace(row, state=State.failed, error=error)})
+        self._save({digest: replace(row, state=State.failed, error=error)})
 
     @_exclusive
     def place(self, digest: str, files: Sequence[KeptFile]) -> None:
         """Record the row's files, which are checked and synced to disk, before they are renamed."""
         assert files, "a row needs files to be placed"
         row = self._row(digest, State.posted)
-        self._save(self.entries | {digest: replace(row, state=State.placing, files=tuple(files))})
+        self._save({digest: replace(row, state=State.placing, files=tuple(files))})
 
     @_exclusive
     def finish(self, digest: str) -> None:
         """Set the row to done: all its files have their names."""
         row = self._row(digest, State.placing)
-        self._save(self.entries | {digest: replace(row, state=State.done, error=None)})
+        self._save({digest: replace(row, state=State.done, error=None)})
 
     def _check_or_create(self, execute: Callable[..., sqlite3.Cursor], workflow: str) -> None:
         """Create the tables in an empty file, or check that they are intact and of this workflow."""
@@ -508,20 +508,24 @@ class Journal(AbstractContextManager["Journal"]):
         assert self.entries[digest].state in states, f"{self.entries[digest]} is not {states}"
         return self.entries[digest]
 
-    def _save(self, entries: dict[str, Entry], *, attempts: Iterable[tuple[str, str]] = ()) -> None:
-        """Replace `entries`: one transaction writes the changed ones and the new attempts."""
-        pairs = [(digest, self.entries.get(digest), entries.get(digest)) for digest in self.entries | entries]
-        # Most entries are the same objects: to compare all of them by value would take as long as the transaction.
-        changed = [digest for digest, before, after in pairs if before is not after and before != after]
+    def _save(self, changes: Mapping[str, Entry | None], *, attempts: Iterable[tuple[str, str]] = ()) -> None:
+        """Write changed entries, and remove those that are None, in one transaction with the new attempts."""
+        # Without a look at the other entries: a batch of thousands of rows changes each of them three times.
+        changed = {digest: entry for digest, entry in changes.items() if entry != self.entries.get(digest)}
         with self._transaction() as execute:
             # Before any row is inserted: stems are unique, and a stem may pass from one row to another.
             for digest in changed:
                 execute("DELETE FROM rows WHERE hash = ?", (digest,))
-            for entry in (entries[digest] for digest in changed if digest in entries):
-                execute(_INSERT, _columns(entry))
+            for entry in changed.values():
+                if entry is not None:
+                    execute(_INSERT, _columns(entry))
             for attempt in attempts:
                 execute("INSERT INTO attempts VALUES (?, ?)", attempt)
-        self.entries = entries
+        for digest, entry in changed.items():
+            if entry is None:
+                self.entries.pop(digest)
+            else:
+                self.entries[digest] = entry
 
     @contextmanager
     def _transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
