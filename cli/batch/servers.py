@@ -45,6 +45,8 @@ class Requirements:
     url: str = ""
     """The server with that version."""
     choices: tuple[Choice, ...] = ()
+    instances: Mapping[str, str] = field(default_factory=dict)
+    """Address by id of the process of each server that responds."""
 
     def faults(self, report: ServerReport) -> list[str]:
         """Return the reasons why a server cannot run the batch, a line each."""
@@ -54,8 +56,11 @@ class Requirements:
         if missing:
             return [f"the workflow cannot run on {report.url} (ComfyUI {report.comfyui}):", *missing]
         faults = []
+        twin = self.instances.get(report.instance or "", report.url)
+        if twin != report.url:
+            faults.append(f"{report.url} and {twin} are one server")
         if None not in {report.wanstream, self.wanstream} and report.wanstream != self.wanstream:
-            faults = [
+            faults += [
                 f"{report.url} has WanStream {report.wanstream}, and {self.url} has {self.wanstream}: install the same "
                 "version on both"
             ]
@@ -185,6 +190,7 @@ def requirements(workflow: Prompt, reports: Sequence[ServerReport], prompts: Ite
         wanstream=first.wanstream,
         url=first.url,
         choices=tuple(choices),
+        instances={report.instance: report.url for report in reports if report.instance is not None},
     )
 
 

@@ -206,6 +206,14 @@ def test_a_server_that_returns_with_other_nodes_is_refused_by_its_check(serve: S
         backend.check()
 
 
+def test_a_server_that_comes_later_may_be_one_of_the_others(serve: Serve) -> None:
+    url, state = serve()
+    backend = ServerBackend(url)
+    backend.faults_of_server = Requirements(classes={}, instances={state.about["instance"]: "http://other"}).faults
+    with pytest.raises(UnsuitableError, match=f"{url} and http://other are one server"):
+        backend.check()
+
+
 def report_of(url: str, **known: Any) -> ServerReport:
     found = {"comfyui": "0.18.1", "wanstream": None, "instance": None, "sockets": {}}
     return ServerReport(url=url, **{**found, **known})
