@@ -1,4 +1,4 @@
-"""`wanstream batch`: many videos of one workflow, in this process or on a ComfyUI server; resumable."""
+"""`wanstream batch`: many videos of one workflow, in this process or on ComfyUI servers; resumable."""
 
 from __future__ import annotations
 
