@@ -105,11 +105,13 @@ class BatchOptions:
     )
     workflow: Path = option("--workflow", metavar="FILE", help="workflow in API format")
     output: Path = option("--out", metavar="DIR", help="output folder of this batch alone")
-    server: str | None = option(
+    servers: tuple[str, ...] = option(
         "--server",
-        default=None,
+        action="append",
+        default=(),
         metavar="URL",
-        help="address of a ComfyUI server, like http://127.0.0.1:8188 (default: run here)",
+        help="address of a ComfyUI server, like http://127.0.0.1:8188; may be repeated: rows go to any server that is "
+        "free (default: run here)",
     )
     models: Path = option(
         "--models", default=Path("models"), metavar="DIR", help="without --server: as for `wanstream run`"

@@ -1,1 +1,1 @@
-"""`wanstream batch`: many videos from one workflow, resumable, in this process or on a ComfyUI server."""
+"""`wanstream batch`: many videos from one workflow, resumable, in this process or on ComfyUI servers."""

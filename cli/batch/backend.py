@@ -22,6 +22,14 @@ class UnreachableError(OSError):
     """No response, or an incomplete one: the request may have been executed or not. A retry may succeed."""
 
 
+class ForeignResponseError(ValueError):
+    """Another program responds at the address of the backend. A retry may succeed while the backend restarts."""
+
+
+class UnsuitableError(ValueError):
+    """The backend cannot run the batch: it lacks a node or a model, or has another version than the others."""
+
+
 class RefusedError(ValueError):
     """The backend refuses a workflow; the message contains the reason."""
 
@@ -79,6 +87,10 @@ class BatchBackend(Protocol):
     Where a method has a default, that does nothing.
     """
 
+    name: str
+    """Unique name for messages."""
+    address: str | None = None
+    """Address under which a later command finds the same workflows; None: they end with this process."""
     window: int
     """Number of workflows to post at once, so that the backend is never idle."""
     sockets: Sockets
@@ -90,6 +102,13 @@ class BatchBackend(Protocol):
     def unchecked(self, prompt: Prompt) -> str:
         """Describe the checks that only a run can do; empty if there are none."""
         return ""
+
+    def check(self) -> None:
+        """Check again that it can run the workflow of the batch, after a time without responses.
+
+        Raises UnreachableError, or UnsuitableError.
+        """
+        return
 
     def opened(self, folder: Path, on_progress: OnProgress) -> AbstractContextManager[object]:
         """Keep it ready to run workflows inside the `with`; it may save files in `folder`."""

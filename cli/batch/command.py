@@ -1,11 +1,12 @@
-"""`wanstream batch`: many videos of one workflow, in this process or on a ComfyUI server; resumable."""
+"""`wanstream batch`: many videos of one workflow, in this process or on ComfyUI servers; resumable."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -23,10 +24,12 @@ from ..arguments import (
     handle_sigint,
     read_json,
 )
-from ..inputs import InputError
+from ..inputs import InputError, Sockets
 from ..options import BatchOptions
 from .backend import BatchBackend
 from .embedded_backend import EmbeddedBackend
+from .fleet import run_all
+from .job_queue import JobQueue
 from .journal import Journal, State, is_full_disk, locked
 from .lanes import MAX_LANES, digest_of_lane, lane_planner
 from .output_store import OutputStore, stored_prompt
@@ -34,24 +37,34 @@ from .progress import BatchBar
 from .resume import FindRows, open_journal, resume
 from .rows import Planner, Row, apply_row, fail_dependents, read_rows, workflow_digest, workflow_key
 from .runner import Runner
-from .server_backend import ServerBackend
+from .servers import connect_all, require
 
 JOURNAL = "journal.sqlite"
 _TICK_SECONDS = 0.1
+_REFRESH_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class _BatchSpec:
-    """Rows, workflow and backend of a batch. Rows that do not fit the workflow have a fault."""
+    """Rows, workflow and backends of a batch. Rows that do not fit the workflow have a fault."""
 
     rows: tuple[Row, ...]
     workflow: Prompt
-    backend: BatchBackend
+    backends: tuple[BatchBackend, ...]
+    """The first one responds, and stands for all in the checks of the rows."""
     lanes: int
+    silent: frozenset[str] = frozenset()
+    """Names of the backends that do not respond."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sockets(self) -> Sockets:
+        """Inputs of all node classes."""
+        return self.backends[0].sockets
 
     def planner(self, report: Callable[[str], None]) -> Planner:
         """Return the function that groups rows into jobs; it calls `report` with the rows that cannot share one."""
-        return lane_planner(self.workflow, self.backend.sockets, self.lanes, report)
+        return lane_planner(self.workflow, self.sockets, self.lanes, report)
 
 
 def batch(options: BatchOptions) -> int:
@@ -100,25 +113,42 @@ def _read(options: BatchOptions) -> _BatchSpec:
         raise ArgumentError(f"--share-weights {options.share_weights}: give a number of rows from 1 to {MAX_LANES}")
     rows = read_rows(options.jobs)
     workflow = api_prompt(read_json(options.workflow))
-    if options.strict and options.server is not None:
+    if options.strict and options.servers:
         raise ArgumentError("--strict has no effect on a server: enable its setting instead (Settings, WanStream)")
-    backend: BatchBackend
-    if options.server is not None:
-        backend = server = ServerBackend(options.server)
-        server.connect(workflow)
-    else:
-        backend = EmbeddedBackend(workflow, options)
-    checked = fail_dependents([_checked(row, workflow, backend) for row in rows])
-    return _BatchSpec(rows=tuple(checked), workflow=workflow, backend=backend, lanes=options.share_weights)
+    if options.servers:
+        return _server_spec(options, rows, workflow)
+    backend = EmbeddedBackend(workflow, options)
+    checked = _checked(rows, workflow, backend.sockets)
+    return _BatchSpec(rows=checked, workflow=workflow, backends=(backend,), lanes=options.share_weights)
 
 
-def _checked(row: Row, workflow: Prompt, backend: BatchBackend) -> Row:
-    """Return the row, with a fault if the workflow lacks one of its inputs."""
-    try:
-        apply_row(workflow, row, backend.sockets)
-    except InputError as err:
-        return replace(row, fault=str(err))
-    return row
+def _server_spec(options: BatchOptions, rows: Sequence[Row], workflow: Prompt) -> _BatchSpec:
+    """Return the batch for servers that are different and have everything that the rows need. Raises ValueError."""
+    servers = connect_all(options.servers, workflow)
+    sockets = servers.backends[0].sockets
+    checked = _checked(rows, workflow, sockets)
+    if len(servers.backends) > 1:
+        require(servers, workflow, [apply_row(workflow, row, sockets) for row in checked if row.fault is None])
+    return _BatchSpec(
+        rows=checked,
+        workflow=workflow,
+        backends=servers.backends,
+        lanes=options.share_weights,
+        silent=servers.silent,
+        notes=servers.notes,
+    )
+
+
+def _checked(rows: Sequence[Row], workflow: Prompt, sockets: Sockets) -> tuple[Row, ...]:
+    """Return the rows, with a fault for each whose inputs the workflow lacks."""
+    checked = []
+    for row in rows:
+        try:
+            apply_row(workflow, row, sockets)
+        except InputError as err:
+            row = replace(row, fault=str(err))
+        checked.append(row)
+    return tuple(fail_dependents(checked))
 
 
 def _dry_run(spec: _BatchSpec) -> int:
@@ -127,14 +157,13 @@ def _dry_run(spec: _BatchSpec) -> int:
     for row in spec.rows:
         # The latent that a row continues does not exist yet.
         alone = replace(row, source=None)
-        sockets = spec.backend.sockets
-        faults = [row.fault] if row.fault else spec.backend.faults(apply_row(spec.workflow, alone, sockets))
+        faults = [row.fault] if row.fault else spec.backends[0].faults(apply_row(spec.workflow, alone, spec.sockets))
         for fault in faults:
             print(f"{row}: {fault}", file=sys.stderr)
         valid += [] if faults else [row]
-    unchecked = spec.backend.unchecked(spec.workflow)
-    if unchecked:
-        print(unchecked, file=sys.stderr)
+    unchecked = spec.backends[0].unchecked(spec.workflow)
+    for note in filter(None, [unchecked, *spec.notes]):
+        print(note, file=sys.stderr)
     jobs = spec.planner(lambda text: print(text, file=sys.stderr))(valid)
     passes = f", in {len(jobs)} passes" if spec.lanes > 1 else ""
     print(f"{len(valid)} of {len(spec.rows)} rows are valid{passes}; nothing was queued")
@@ -166,8 +195,8 @@ def _row_finder(spec: _BatchSpec) -> FindRows:
         found: dict[str, list[str]] = {}
         for row in spec.rows:
             if row.fault is None:
-                prompt = apply_row(spec.workflow, row, spec.backend.sockets)
-                for key in (workflow_key(prompt, spec.backend.sockets), workflow_digest(prompt)):
+                prompt = apply_row(spec.workflow, row, spec.sockets)
+                for key in (workflow_key(prompt, spec.sockets), workflow_digest(prompt)):
                     found.setdefault(key, []).append(row.hash)
         return found
 
@@ -177,7 +206,7 @@ def _row_finder(spec: _BatchSpec) -> FindRows:
             prompt = api_prompt(stored)
         except ValueError:
             return []
-        keys = (str(digest_of_lane(prompt, str(node_id))), workflow_key(prompt, spec.backend.sockets))
+        keys = (str(digest_of_lane(prompt, str(node_id))), workflow_key(prompt, spec.sockets))
         return next((hashes for key in keys if (hashes := hashes_by_key().get(key))), [])
 
     return find_rows
@@ -192,39 +221,51 @@ def _run(
     ended = sum(entry.state in {State.done, State.failed} for entry in entries)
     faults = [f"line {entry.line}: {entry.error}" for entry in entries if entry.state is State.failed]
     with ExitStack() as opened:
-        bar = opened.enter_context(BatchBar(rows=len(spec.rows), ended=ended))
-        for note in (*faults, *notes):
+        bar = opened.enter_context(BatchBar(rows=len(spec.rows), ended=ended, backends=len(spec.backends)))
+        for note in (*faults, *spec.notes, *notes):
             bar.note(note)
-        opened.enter_context(spec.backend.opened(store.backend_folder, bar.show))
-        runner = Runner(
-            backend=spec.backend,
+        for backend in spec.backends:
+            opened.enter_context(backend.opened(store.backend_folder, bar.show))
+        queue = JobQueue(
             journal=journal,
-            store=store,
             planner=spec.planner(bar.note),
             reporter=bar,
             stop=stop,
-            sleep=lambda seconds: _sleep(seconds, stop, bar),
+            backends=spec.backends,
             max_failures=options.max_failures,
-            timeout_s=options.timeout_s,
         )
-        with handle_sigint(lambda: _on_stop(stop, spec.backend), requests=2):
-            runner.run(spec.rows)
+        queue.enter(spec.rows)
+        runners = [
+            Runner(
+                backend=backend,
+                queue=queue,
+                store=store,
+                sleep=partial(_sleep, queue=queue, shown=bar if len(spec.backends) == 1 else None),
+                timeout_s=options.timeout_s,
+                reachable=backend.name not in spec.silent,
+            )
+            for backend in spec.backends
+        ]
+        with handle_sigint(lambda: _on_stop(stop, spec.backends), requests=2):
+            run_all(runners, queue, partial(_sleep, _REFRESH_SECONDS, queue=queue, shown=bar))
     return stop
 
 
-def _sleep(seconds: float, stop: StopRequest, bar: BatchBar) -> None:
-    """Sleep until the time is over or the user makes a stop request."""
-    end = time.monotonic() + seconds
+def _sleep(seconds: float, *, queue: JobQueue, shown: BatchBar | None) -> None:
+    """Sleep until the time is over, the batch is, or the user makes a stop request; then refresh the bar."""
+    end, stop = time.monotonic() + seconds, queue.stop
     requested = stop.requested
-    while (left := end - time.monotonic()) > 0 and stop.requested == requested and not stop.immediate:
+    while (left := end - time.monotonic()) > 0 and stop.requested == requested and not (stop.immediate or queue.over):
         time.sleep(min(left, _TICK_SECONDS))
-    bar.refresh()
+    if shown is not None:
+        shown.refresh()
 
 
-def _on_stop(stop: StopRequest, backend: BatchBackend) -> None:
+def _on_stop(stop: StopRequest, backends: Sequence[BatchBackend]) -> None:
     stop.count += 1
     if stop.immediate:
-        backend.halt()
+        for backend in backends:
+            backend.halt()
     else:
         # Not `print`: this is a signal handler, and the interrupted code may be printing.
         os.write(2, b"\nstopping after the running job; press Ctrl-C again to stop it too\n")
@@ -242,6 +283,12 @@ def _summary(options: BatchOptions, spec: _BatchSpec, journal: Journal, stop: St
     parts += [f"{len(failed)} failed"] if failed else []
     parts += [f"{left} are left: run the same command again to resume"] if left else []
     print("; ".join(parts))
+    if len(spec.backends) > 1:
+        made = Counter(entry.backend for entry in entries if entry.state is State.done)
+        for backend in spec.backends:
+            print(f"{backend.name}: {made.pop(backend.address, 0)} rows")
+        for address, count in made.items():
+            print(f"{address or 'elsewhere'}: {count} rows")
     if stop.requested and left:
         return INTERRUPTED
     return FAILED if left or failed else DONE

@@ -46,6 +46,7 @@ class EmbeddedBackend(BatchBackend):
 
     The experts are kept open between rows and closed at the end of the `with`."""
 
+    name = "this process"
     window = 1
 
     def __init__(self, workflow: Prompt, options: BatchOptions) -> None:

@@ -8,14 +8,16 @@ import os
 import re
 import sqlite3
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from functools import wraps
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, get_type_hints
 
 from .rows import FILE_NAME, Row
 
@@ -87,7 +89,8 @@ class Entry:
 
     `stem` is the stem of its file names, `saves` are the nodes that save them; None: all nodes. `line` is None for a
     former row, which is no longer in the file of rows. `attempts` is the number of times that it was posted. `files` of
-    a row that is neither `placing` nor `done` are former ones, some of which are missing.
+    a row that is neither `placing` nor `done` are former ones, some of which are missing. `backend` is the address of
+    the backend that it was posted to last; None: this process, or the journal was begun before addresses were recorded.
     """
 
     hash: str
@@ -99,6 +102,7 @@ class Entry:
     error: str | None = None
     saves: frozenset[str] | None = None
     files: tuple[KeptFile, ...] = ()
+    backend: str | None = None
 
 
 _COLUMNS = get_type_hints(Entry) | {"state": str, "saves": str | None, "files": str}
@@ -223,11 +227,16 @@ def locked(path: Path, *, of: str) -> Iterator[None]:
 
 
 _APPLICATION = 0x57535442  # "WSTB" identifies a journal among SQLite files
-_VERSION = 2
+_VERSION = 3
+_WITHOUT_BACKEND = 2
+"""The version before the column `backend`. A journal of this version gets the column when it is opened."""
+_ADDED = ", backend TEXT"
+"""The column as SQLite writes it into the statement of a table that it is added to."""
 _TABLES = (
     "CREATE TABLE batch (workflow TEXT NOT NULL)",
     "CREATE TABLE rows (hash TEXT PRIMARY KEY, line INTEGER, stem TEXT UNIQUE COLLATE NOCASE, state TEXT NOT NULL, "
-    "prompt_id TEXT, attempts INTEGER NOT NULL DEFAULT 0, error TEXT, saves TEXT, files TEXT NOT NULL DEFAULT '[]')",
+    "prompt_id TEXT, attempts INTEGER NOT NULL DEFAULT 0, error TEXT, saves TEXT, files TEXT NOT NULL DEFAULT '[]'"
+    f"{_ADDED})",
     "CREATE TABLE attempts (prompt_id TEXT NOT NULL, hash TEXT NOT NULL)",
 )
 """Tables of the file. `attempts` contains all prompt ids under which a row was ever posted."""
@@ -258,11 +267,26 @@ def copy_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.before")
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _exclusive(method: Callable[Concatenate[Journal, _P], _R]) -> Callable[Concatenate[Journal, _P], _R]:
+    """Run a method of the journal in one thread at a time: it reads entries and replaces all of them."""
+
+    @wraps(method)
+    def locked_method(journal: Journal, /, *arguments: _P.args, **named: _P.kwargs) -> _R:
+        with journal.lock:
+            return method(journal, *arguments, **named)
+
+    return locked_method
+
+
 class Journal(AbstractContextManager["Journal"]):
-    """Open journal of one batch. Only the process that has its lock may use it."""
+    """Open journal of one batch, for several threads. Only the process that has its lock may use it."""
 
     entries: dict[str, Entry]
-    """All rows by their hash, in the order of their lines; replaced as a whole by every change."""
+    """All rows by their hash, in the order of their lines. Entries are replaced, not changed."""
     workflow: str
     """Digest of the workflow."""
 
@@ -271,8 +295,12 @@ class Journal(AbstractContextManager["Journal"]):
         self._path = path
         self.workflow = workflow
         self._backed_up = time.monotonic()
+        self.lock = threading.RLock()
         try:
-            self._connection = sqlite3.connect(path, isolation_level=None, timeout=_LOCKED_SECONDS)
+            # `lock` keeps the threads apart.
+            self._connection = sqlite3.connect(
+                path, isolation_level=None, timeout=_LOCKED_SECONDS, check_same_thread=False
+            )
             # Before anything is read: an untrusted file may contain triggers, views and functions.
             self._connection.execute("PRAGMA trusted_schema = OFF")
         except sqlite3.Error as err:
@@ -291,6 +319,7 @@ class Journal(AbstractContextManager["Journal"]):
     def __exit__(self, *error: object) -> None:
         self._connection.close()
 
+    @_exclusive
     def enter(self, rows: Sequence[Row], *, gone: Callable[[Entry], bool]) -> list[Row]:
         """Replace the rows of the journal, but keep former ones that are `placing`, or done and not `gone`.
 
@@ -316,20 +345,35 @@ class Journal(AbstractContextManager["Journal"]):
             if entry.state in {State.waiting, State.failed} or row.hash in missing:
                 entry = replace(entry, state=State.failed if fault else State.waiting, error=fault)
             entries[row.hash] = entry
-        self._save(entries)
+        self._save({**dict.fromkeys(self.entries), **entries})
+        self.entries = entries
         return [row for row in rows if row.hash in missing and row.fault is None]
 
-    def post(self, saves: Mapping[str, frozenset[str] | None], prompt_id: str) -> None:
-        """Record that rows are about to be sent under this id; `saves` maps row hashes to the nodes of their files."""
+    @_exclusive
+    def post(
+        self,
+        saves: Mapping[str, frozenset[str] | None],
+        prompt_id: str,
+        backend: str | None = None,
+        *,
+        elsewhere: bool = False,
+    ) -> None:
+        """Record that rows are about to be sent under this id to the backend with this address.
+
+        `saves` maps row hashes to the nodes of their files. `elsewhere`: the rows are posted to a backend that does not
+        respond; results of their former id are not used any more.
+        """
+        state = State.posted if elsewhere else State.waiting
+        found = [(self._row(digest, state), nodes) for digest, nodes in saves.items()]
         rows = [
-            replace(self._row(digest, State.waiting), state=State.posted, prompt_id=prompt_id, saves=nodes)
-            for digest, nodes in saves.items()
+            replace(row, state=State.posted, prompt_id=prompt_id, saves=nodes, backend=backend) for row, nodes in found
         ]
         self._save(
-            self.entries | {row.hash: replace(row, attempts=row.attempts + 1) for row in rows},
+            {row.hash: replace(row, attempts=row.attempts + 1) for row in rows},
             attempts=[(prompt_id, row.hash) for row in rows],
         )
 
+    @_exclusive
     def lines_left(self, prompt_id: str) -> list[int] | None:
         """Return the lines of the unfinished rows that were posted under this id; None for an unknown id."""
         with self._transaction() as execute:
@@ -339,6 +383,7 @@ class Journal(AbstractContextManager["Journal"]):
             return None
         return sorted(entry.line for entry in posted if entry.state is not State.done and entry.line is not None)
 
+    @_exclusive
     def adopt(self, digest: str, stem: str, files: Sequence[KeptFile]) -> None:
         """Assign finished files with this stem to an unfinished row, and set it to `placing`.
 
@@ -347,16 +392,17 @@ class Journal(AbstractContextManager["Journal"]):
         row = self._row(digest, State.waiting, State.posted, State.failed)
         owners = [each for each in self.entries.values() if (each.stem or "").casefold() == stem.casefold()]
         self._save(
-            self.entries
-            | {owner.hash: replace(owner, stem=None, files=()) for owner in owners}
+            {owner.hash: replace(owner, stem=None, files=()) for owner in owners}
             | {digest: replace(row, state=State.placing, stem=stem, files=tuple(files), error=None)}
         )
 
+    @_exclusive
     def back_up_if_old(self) -> None:
         """Write a copy as `back_up`, unless the last attempt was less than a minute ago."""
         if time.monotonic() - self._backed_up > _BACK_UP_SECONDS:
             self.back_up()
 
+    @_exclusive
     def back_up(self) -> None:
         """Write a copy of the journal next to it, atomically.
 
@@ -381,32 +427,36 @@ class Journal(AbstractContextManager["Journal"]):
         finally:
             unfinished.unlink(missing_ok=True)
 
+    @_exclusive
     def wait(self, hashes: Iterable[str]) -> None:
         """Set these rows to waiting: the host does not have them."""
         rows = [self._row(digest, State.posted, State.placing) for digest in hashes]
-        self._save(self.entries | {row.hash: replace(row, state=State.waiting) for row in rows})
+        self._save({row.hash: replace(row, state=State.waiting) for row in rows})
 
+    @_exclusive
     def fail(self, digest: str, error: str) -> None:
         """Set the row to failed, with the reason."""
         row = self._row(digest, State.waiting, State.posted)
-        self._save(self.entries | {digest: replace(row, state=State.failed, error=error)})
+        self._save({digest: replace(row, state=State.failed, error=error)})
 
+    @_exclusive
     def place(self, digest: str, files: Sequence[KeptFile]) -> None:
         """Record the row's files, which are checked and synced to disk, before they are renamed."""
         assert files, "a row needs files to be placed"
         row = self._row(digest, State.posted)
-        self._save(self.entries | {digest: replace(row, state=State.placing, files=tuple(files))})
+        self._save({digest: replace(row, state=State.placing, files=tuple(files))})
 
+    @_exclusive
     def finish(self, digest: str) -> None:
         """Set the row to done: all its files have their names."""
         row = self._row(digest, State.placing)
-        self._save(self.entries | {digest: replace(row, state=State.done, error=None)})
+        self._save({digest: replace(row, state=State.done, error=None)})
 
     def _check_or_create(self, execute: Callable[..., sqlite3.Cursor], workflow: str) -> None:
         """Create the tables in an empty file, or check that they are intact and of this workflow."""
         (application,) = execute("PRAGMA application_id").fetchone()
         (version,) = execute("PRAGMA user_version").fetchone()
-        tables = [row[:2] for row in execute("SELECT sql, type FROM sqlite_master")]
+        tables = [*execute("SELECT sql, type FROM sqlite_master")]
         if not tables:
             for statement in (*_TABLES, f"PRAGMA application_id = {_APPLICATION}"):
                 execute(statement)
@@ -415,9 +465,9 @@ class Journal(AbstractContextManager["Journal"]):
             return
         if application != _APPLICATION:
             raise JournalError(f"{self._path} is a database, but not a journal of a batch: give another --journal")
-        if version != _VERSION:
+        if version not in {_VERSION, _WITHOUT_BACKEND}:
             raise JournalError(f"{self._path} was written by another version ({version}, this one writes {_VERSION})")
-        self._check_tables(tables)
+        self._check_tables(tables, [sql.replace(_ADDED, "") if version < _VERSION else sql for sql in _TABLES])
         (found,) = execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise DamagedJournalError(f"the journal {self._path} is damaged: {found}")
@@ -429,13 +479,16 @@ class Journal(AbstractContextManager["Journal"]):
                 f"{self._path} is the journal of another workflow, and the workflow of a batch cannot change: give "
                 "another --out (or --journal), or the original workflow"
             )
+        if version < _VERSION:
+            execute(f"ALTER TABLE rows ADD COLUMN {_ADDED.strip(', ')}")
+            execute(f"PRAGMA user_version = {_VERSION}")
 
-    def _check_tables(self, tables: Sequence[Sequence[object]]) -> None:
+    def _check_tables(self, tables: Sequence[Sequence[object]], expected: Sequence[str]) -> None:
         """Raise JournalError for triggers, views and other objects that this module does not create."""
         # SQLite creates an index without SQL for a PRIMARY KEY or UNIQUE column.
         created = {sql for sql, kind in tables if (kind, sql) != ("index", None)}
-        if created != {*_TABLES}:
-            found = repr([*created.difference(_TABLES)] or "a table is missing")
+        if created != {*expected}:
+            found = repr([*created.difference(expected)] or "a table is missing")
             raise JournalError(
                 f"{self._path} was changed by another program ({found:.80}): move it away and run the same command "
                 "again, which resumes with the videos in the folder"
@@ -455,20 +508,24 @@ class Journal(AbstractContextManager["Journal"]):
         assert self.entries[digest].state in states, f"{self.entries[digest]} is not {states}"
         return self.entries[digest]
 
-    def _save(self, entries: dict[str, Entry], *, attempts: Iterable[tuple[str, str]] = ()) -> None:
-        """Replace `entries`: one transaction writes the changed ones and the new attempts."""
-        pairs = [(digest, self.entries.get(digest), entries.get(digest)) for digest in self.entries | entries]
-        # Most entries are the same objects: to compare all of them by value would take as long as the transaction.
-        changed = [digest for digest, before, after in pairs if before is not after and before != after]
+    def _save(self, changes: Mapping[str, Entry | None], *, attempts: Iterable[tuple[str, str]] = ()) -> None:
+        """Write changed entries, and remove those that are None, in one transaction with the new attempts."""
+        # Without a look at the other entries: a batch of thousands of rows changes each of them three times.
+        changed = {digest: entry for digest, entry in changes.items() if entry != self.entries.get(digest)}
         with self._transaction() as execute:
             # Before any row is inserted: stems are unique, and a stem may pass from one row to another.
             for digest in changed:
                 execute("DELETE FROM rows WHERE hash = ?", (digest,))
-            for entry in (entries[digest] for digest in changed if digest in entries):
-                execute(_INSERT, _columns(entry))
+            for entry in changed.values():
+                if entry is not None:
+                    execute(_INSERT, _columns(entry))
             for attempt in attempts:
                 execute("INSERT INTO attempts VALUES (?, ?)", attempt)
-        self.entries = entries
+        for digest, entry in changed.items():
+            if entry is None:
+                self.entries.pop(digest)
+            else:
+                self.entries[digest] = entry
 
     @contextmanager
     def _transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:

@@ -222,6 +222,11 @@ class OutputStore:
         for part in self._parts.iterdir():
             part.unlink()
 
+    def remove_parts(self, parts: Iterable[Path]) -> None:
+        """Remove these parts, if they exist."""
+        for part in parts:
+            part.unlink(missing_ok=True)
+
     def foreign_files(self, stems: Collection[str]) -> list[str]:
         """Return existing files with names that rows with these stems would use."""
         wanted = {stem.casefold() for stem in stems}

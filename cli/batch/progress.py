@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -18,43 +20,77 @@ _MAX_FRACTION = 0.99
 
 _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}<{remaining}{postfix}]"
 _SILENT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}, no answer for {silence:.0f} s]"
-"""Without a remaining time, which cannot be estimated while the backend does not respond."""
+"""Without a remaining time, which cannot be estimated while no backend responds."""
+
+_MAX_NAMED = 2
+"""Maximum number of silent backends that the bar lists by name."""
+
+
+@dataclass(kw_only=True)
+class _Progress:
+    """Progress of the running, or next, job of one backend."""
+
+    job: str | None = None
+    together: int = 0
+    """Rows of the job that are not finished."""
+    begin: float = 0.0
+    duration: float = 0.0
+    """Seconds of the previous job; 0 before its end."""
+    steps: int = 1
+    """Steps of the longest node of the job."""
+    reached: float = 0.0
+    """Largest fraction of it shown so far."""
+
+    def passed(self, now: float) -> float:
+        """Return the number of rows that count as finished, never decreasing during a job.
+
+        It is that of the reported steps; without any, as from a server, that of the previous job's duration.
+        """
+        if self.job is None:
+            return 0.0
+        if self.steps == 1 and self.duration:
+            self.reached = min((now - self.begin) / self.duration, _MAX_FRACTION)
+        return self.together * self.reached
 
 
 class BatchBar(tqdm):  # type: ignore[misc]
-    """Output of a batch for the user, with a progress bar.
+    """Output of a batch for the user, with a progress bar. All methods may be called by any thread.
 
     The remaining time uses the mean duration of rows finished by this process. The running rows count
-    fractionally: by their steps or, on a server, by the duration of the previous job.
+    fractionally: by their steps or, on a server, by the duration of the previous job there.
     """
 
     # No monitor thread of tqdm: `refresh` redraws the bar, and when memory is short a thread start may never return.
     monitor_interval = 0
 
-    def __init__(self, *, rows: int, ended: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, rows: int, ended: int, backends: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
-        self._job: str | None = None
-        self._ended, self._together = ended, 0
-        """Finished rows, and rows of the running job."""
-        self._begin = self._duration = 0.0
-        """Start of the running job, and seconds of the previous one; 0 before its end."""
-        self._steps, self._reached = 1, 0.0
-        """Steps of the longest node of the job; largest fraction of it shown so far."""
+        self._ended, self._backends = ended, backends
+        self._progress: dict[str, _Progress] = {}
+        self._silent: dict[str, float] = {}
+        """Time of the last response, by backends that do not respond."""
         self._silent_since: float | None = None
+        """Time since which no backend responds."""
         self._silent_before = 0.0
-        """Total seconds of earlier silences, which the rate excludes."""
+        """Total seconds of earlier silences of all backends, which the rate excludes."""
+        self._exclusive = threading.RLock()
         super().__init__(total=rows, initial=ended, desc="batch", smoothing=0, bar_format=_FORMAT, file=sys.stderr)
 
     def __exit__(self, *error: object) -> None:
-        self._together = 0
-        self.set_postfix_str("", refresh=False)
-        self.refresh()
-        self.close()
+        with self._exclusive:
+            self._progress = {}
+            self.set_postfix_str("", refresh=False)
+            self.refresh()
+            self.close()
 
     @property
     def passed(self) -> float:
         """Number of finished rows, including fractions of the running ones."""
-        return float(self._ended + self._together * self._fraction())
+        with self._exclusive:
+            now = self._clock()
+            return self._ended + sum(progress.passed(now) for progress in self._progress.values())
 
     @property
     def format_dict(self) -> dict[str, Any]:
@@ -66,55 +102,74 @@ class BatchBar(tqdm):  # type: ignore[misc]
         rows = f"{self._ended}/{self.total}"
         return {**known, "n": self.passed, "rate": rate, "rows": rows, "silence": silence}
 
-    def running(self, job: str, rows: int) -> None:
-        """Report the running, or next, job and its number of rows; called at every poll."""
-        if job != self._job:
-            self._job, self._begin = job, self._clock()
-            self._steps, self._reached = 1, 0.0
-        self._together = rows
+    def running(self, backend: str, job: str, rows: int) -> None:
+        """Report the running, or next, job of a backend and its number of rows; called at every poll."""
+        with self._exclusive:
+            progress = self._progress.setdefault(backend, _Progress())
+            if job != progress.job:
+                progress.job, progress.begin = job, self._clock()
+                progress.steps, progress.reached = 1, 0.0
+            progress.together = rows
 
-    def done(self) -> None:
-        """Report a finished or failed row."""
-        self._ended += 1
-        self._together = max(0, self._together - 1)
-        if not self._together and self._job is not None:
-            self._duration, self._job = self._clock() - self._begin, None
-        self.refresh()
+    def done(self, backend: str | None = None) -> None:
+        """Report a finished or failed row, of a job of this backend."""
+        with self._exclusive:
+            self._ended += 1
+            progress = self._progress.get(backend or "")
+            if progress is not None:
+                progress.together = max(0, progress.together - 1)
+                if not progress.together and progress.job is not None:
+                    progress.duration, progress.job = self._clock() - progress.begin, None
+            self.refresh()
 
-    def failed(self, row: Row, reason: str) -> None:
+    def failed(self, row: Row, reason: str, backend: str | None = None) -> None:
         """Report a failed row, with the reason."""
-        self.note(f"{row}: {reason}")
-        self.done()
+        with self._exclusive:
+            self.note(f"{row}: {reason}")
+            self.done(backend)
 
     def note(self, text: str) -> None:
         """Print any other message."""
-        tqdm.write(text, file=sys.stderr)
+        with self._exclusive:
+            tqdm.write(text, file=sys.stderr)
 
-    def unresponsive(self, unresponsive: bool) -> None:
-        """Report that the backend does not respond, or that it responds again."""
-        if unresponsive and self._silent_since is None:
-            self._silent_since, self.bar_format = self._clock(), _SILENT
-        elif not unresponsive and self._silent_since is not None:
-            self._silent_before += self._clock() - self._silent_since
-            self._silent_since, self.bar_format = None, _FORMAT
-        self.refresh()
+    def unresponsive(self, backend: str, unresponsive: bool) -> None:
+        """Report that a backend does not respond, or that it responds again."""
+        with self._exclusive:
+            if unresponsive:
+                self._silent.setdefault(backend, self._clock())
+            elif self._silent.pop(backend, None) is None:
+                return
+            if len(self._silent) == self._backends and self._silent_since is None:
+                self._silent_since, self.bar_format = self._clock(), _SILENT
+            elif len(self._silent) < self._backends and self._silent_since is not None:
+                self._silent_before += self._clock() - self._silent_since
+                self._silent_since, self.bar_format = None, _FORMAT
+            if self._backends > 1:
+                self.set_postfix_str(self._servers(), refresh=False)
+            self.refresh()
+
+    def excluded(self, backend: str) -> None:
+        """Report that a backend gets no more rows."""
+        with self._exclusive:
+            self._backends -= 1
+            self._progress.pop(backend, None)
+            self._silent.pop(backend, None)
 
     def show(self, progress: NodeProgress) -> None:
         """Show the progress of the node that is running in this process."""
-        if progress.total >= max(self._steps, 2):  # a shorter node that follows does not start again
-            self._steps = progress.total
-            self._reached = max(self._reached, min(progress.done / progress.total, _MAX_FRACTION))
-        part = f" {progress.done}/{progress.total}" if progress.total > 1 else ""
-        self.set_postfix_str(f"{progress.node_id}{part}", refresh=False)
-        self.refresh()
+        with self._exclusive:
+            for each in self._progress.values():
+                if progress.total >= max(each.steps, 2):  # a shorter node that follows does not start again
+                    each.steps = progress.total
+                    each.reached = max(each.reached, min(progress.done / progress.total, _MAX_FRACTION))
+            part = f" {progress.done}/{progress.total}" if progress.total > 1 else ""
+            self.set_postfix_str(f"{progress.node_id}{part}", refresh=False)
+            self.refresh()
 
-    def _fraction(self) -> float:
-        """Return the finished fraction of the running job, 0 to 1, never decreasing; 0 without a job.
-
-        It is that of the reported steps; without any, as from a server, that of the previous job's duration.
-        """
-        if self._job is None:
-            return 0.0
-        if self._steps == 1 and self._duration:
-            self._reached = min((self._clock() - self._begin) / self._duration, _MAX_FRACTION)
-        return self._reached
+    def _servers(self) -> str:
+        """Return the number of responding backends, and the names of the others."""
+        names = [*self._silent][:_MAX_NAMED]
+        more = [f"{len(self._silent) - _MAX_NAMED} more"] if len(self._silent) > _MAX_NAMED else []
+        silent = f", no answer from {', '.join([*names, *more])}" if names else ""
+        return f"{self._backends - len(self._silent)} of {self._backends} servers{silent}"

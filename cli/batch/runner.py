@@ -1,19 +1,20 @@
-"""Main loop of a batch: posts, polls, fetches, and writes every step to the journal before it is done.
+"""Main loop of one backend of a batch: posts, polls, fetches, and writes every step to the journal before it is done.
 
-Four rules guarantee that every row gets its files exactly once, whichever process is killed at any time:
+Five rules guarantee that every row gets its files exactly once, whichever process is killed at any time:
 * an id is in the journal before it is sent, and its outcome is polled before its rows are posted again;
 * each attempt has its own id, so that the results of an earlier attempt are never mistaken for those of a later one;
 * files are renamed after their sizes and digests are in the journal, and renaming is idempotent;
-* rows are posted again only if the backend reports their id as unknown, not if it does not respond.
+* rows are posted again only if the backend reports their id as unknown, or if another backend takes them from one that
+  does not respond;
+* only the runner that holds a row fetches and places its files, and only it gives the row away.
 
 A row that continues another one is posted when that row is done, with the latent among its checked files.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from ..arguments import StopRequest
 from .backend import (
     BatchBackend,
     Ended,
+    ForeignResponseError,
     Interrupted,
     JobFailed,
     NoSuchFileError,
@@ -29,15 +31,19 @@ from .backend import (
     UnderWay,
     Unknown,
     UnreachableError,
+    UnsuitableError,
 )
 from .continued import latent_name
-from .journal import DamagedJournalError, Entry, Journal, KeptFile, State
+from .job_queue import JobQueue, Submission
+from .journal import DamagedJournalError, Entry, Journal, KeptFile
 from .output_store import OutputStore, UnreadableFileError, file_names
 from .progress import BatchBar
-from .rows import BatchJob, Planner, Row
+from .rows import BatchJob, Row
 
-MAX_LOSSES = 5
-"""Maximum number of times a row may be lost while it runs: it may be the row that crashes the server."""
+GRACE_SECONDS = 10.0
+"""Time without a response after which other backends take the rows of a backend: longer than a short network fault.
+
+The rows of a ComfyUI that restarts are lost in any case."""
 
 _MAX_TRIES = 5
 """Maximum number of failed requests for a row while the same requests succeed for other rows."""
@@ -47,7 +53,7 @@ _FIRST_RETRY, _LAST_RETRY = 0.5, 30.0
 
 
 class BackendTimeoutError(OSError):
-    """The backend has not responded within the time limit."""
+    """No backend has responded within the time limit."""
 
 
 @dataclass(kw_only=True)
@@ -63,6 +69,10 @@ class _Setback:
         return self.tries >= _MAX_TRIES and succeeded > self.succeeded
 
 
+class UnpostedError(UnreachableError):
+    """The backend responds, but not to a post."""
+
+
 class UnsentError(UnreachableError):
     """The backend responds, but not with the files of one row."""
 
@@ -72,37 +82,18 @@ class UnsentError(UnreachableError):
 
 
 @dataclass(kw_only=True)
-class Submission:
-    """Rows that were posted under one id."""
-
-    prompt_id: str
-    rows: list[Row]
-    begun: bool | None = None
-    """True if it is running, False if it is queued; None: not seen on the backend yet."""
-    post_error: str = ""
-    """Error of a post without a response."""
-
-
-@dataclass(kw_only=True)
 class Runner:
-    """Runs rows until they are finished. `sleep` waits for some seconds."""
+    """Runs rows of the queue on one backend until all rows are finished. `sleep` waits for some seconds."""
 
     backend: BatchBackend
-    journal: Journal
+    queue: JobQueue
     store: OutputStore
-    planner: Planner
-    reporter: BatchBar
-    stop: StopRequest
     sleep: Callable[[float], None]
-    max_failures: int | None = None
-    """Number of failed rows after which no more rows are started; None: no limit."""
+    clock: Callable[[], float] = time.monotonic
     timeout_s: float = 600.0
-    """Seconds without a response after which the batch ends."""
-    failures: int = 0
-    """Number of failed rows, except those that continue a failed row."""
-    _waiting: deque[BatchJob] = field(default_factory=deque)
-    _submissions: list[Submission] = field(default_factory=list)
-    _losses: Counter[str] = field(default_factory=Counter)
+    """Seconds without a response of any backend after which the batch ends."""
+    reachable: bool = True
+    """False if the backend did not respond at the start of the batch."""
     _posted: int = 0
     _fetched: int = 0
     _post_setbacks: dict[str, _Setback] = field(default_factory=dict)
@@ -110,103 +101,107 @@ class Runner:
     _outage: bool = False
     """True if the last post got no response; responses to other requests do not end the outage."""
     _copy_failed: bool = False
+    _away: bool = False
+    """True if the backend has to be checked before it gets rows: it did not respond for some time."""
+    _given: list[Submission] = field(default_factory=list)
+    """Former submissions that the backend may still run, while other backends take their rows."""
+    _given_noted: bool = False
+    _silence: float = 0.0
+    """Seconds of waiting since the last response."""
+    _answered_at: float = 0.0
 
-    def run(self, rows: Iterable[Row]) -> None:
-        """Run the waiting ones of these rows, and finish those that an earlier command has posted.
+    @property
+    def _name(self) -> str:
+        return self.backend.name
+
+    @property
+    def _journal(self) -> Journal:
+        return self.queue.journal
+
+    @property
+    def _reporter(self) -> BatchBar:
+        return self.queue.reporter
+
+    @property
+    def _stop(self) -> StopRequest:
+        return self.queue.stop
+
+    def run(self) -> None:
+        """Run rows until no backend has any left.
 
         Raises BackendTimeoutError, or OSError if a file cannot be written; submissions stay posted in the journal.
         """
-        by_state: dict[State, list[Row]] = {state: [] for state in State}
-        for row in rows:
-            by_state[self.journal.entries[row.hash].state].append(row)
-        self.failures = sum(not row.is_blocked for row in by_state[State.failed])
-        self._waiting = deque(self.planner(by_state[State.waiting]))
-        posted: dict[str, list[Row]] = {}
-        for row in by_state[State.posted]:
-            posted.setdefault(self.journal.entries[row.hash].prompt_id or "", []).append(row)
-        self._submissions = [Submission(prompt_id=prompt_id, rows=rows) for prompt_id, rows in posted.items()]
-        poll, silence = _FIRST_POLL, 0.0
-        while (self._submissions or (self._waiting and not self._stopping())) and not self.stop.immediate:
-            try:
-                changed = self._post_and_poll()
-            except UnreachableError as err:
-                if self.stop.requested:
-                    return
-                if isinstance(err, UnsentError):
-                    err.setback.waited_s = self._wait_for_host(err, err.setback.waited_s)
-                    silence = max(silence, _FIRST_RETRY) if self._outage else _FIRST_RETRY
-                else:
-                    silence = self._wait_for_host(err, silence)
-                continue
-            if silence and not self._outage:
-                self.reporter.unresponsive(False)
-                silence = 0.0
-            poll = _FIRST_POLL if changed else min(poll * _SLOWER, _LAST_POLL)
-            if self._submissions and not changed:
-                self.sleep(poll)
-        self._cancel_all()
+        poll, self._answered_at = _FIRST_POLL, self.clock()
+        if not self.reachable:
+            self._away, self._silence = True, _FIRST_RETRY
+            self.queue.silence(self._name, 0.0)
+        try:
+            while self.queue.needs(self._name) and not self._stop.immediate:
+                changed = self._try_poll_and_post()
+                if changed is None:
+                    if self._stop.requested:
+                        return
+                    continue
+                poll = _FIRST_POLL if changed else min(poll * _SLOWER, _LAST_POLL)
+                if not changed:
+                    self.sleep(poll)
+        except UnsuitableError as err:
+            if not self.queue.exclude(self._name):
+                raise
+            self._reporter.note(f"{err}; it gets no more rows")
+        if self._stop.immediate and not self.queue.aborted:
+            self._cancel_all()
+        if self._given:
+            rows = sum(len(submission.rows) for submission in self._given)
+            self._reporter.note(f"{self._name} may still compute {rows} rows that other backends have taken")
 
-    def _stopping(self) -> bool:
-        """Return True if no more rows are to be started."""
-        return self.stop.requested or (self.max_failures is not None and self.failures >= self.max_failures)
+    def _try_poll_and_post(self) -> bool | None:
+        """Poll and post; return True if anything has changed. Without a response, wait and return None."""
+        try:
+            changed = self._poll_and_post()
+        except UnsentError as err:
+            if not self._stop.requested:
+                err.setback.waited_s = self._wait(err, err.setback.waited_s, self.timeout_s - err.setback.waited_s)
+                self._silence = max(self._silence, _FIRST_RETRY) if self._outage else _FIRST_RETRY
+            return None
+        except (UnreachableError, ForeignResponseError) as err:
+            if isinstance(err, ForeignResponseError) and len(self.queue.backends) == 1:
+                raise
+            if not self._stop.requested:
+                self._wait_for_backend(err)
+            return None
+        self._answered_at = self.clock()
+        if self._silence and not self._outage:
+            self.queue.silence(self._name, None)
+            self._silence, self._given_noted = 0.0, False
+        return changed
 
-    def _post_and_poll(self) -> bool:
-        """Post jobs until the window is full, and poll all submissions; return True if anything has changed."""
+    def _poll_and_post(self) -> bool:
+        """Poll all submissions, and post jobs until the window is full; return True if anything has changed."""
+        if self._away:
+            self._return()
+        submissions = self.queue.submissions(self._name)
+        if submissions:
+            self._reporter.running(self._name, submissions[0].prompt_id, len(submissions[0].rows))
         changed = False
-        while len(self._submissions) < self.backend.window and not self._stopping():
-            job = self._take_ready()
-            if job is None:
-                break
-            self._post(job)
-            changed = True
-        if self._submissions:
-            self.reporter.running(self._submissions[0].prompt_id, len(self._submissions[0].rows))
         unsent: UnsentError | None = None
-        for submission in list(self._submissions):
-            if self._stopping() and not submission.begun:
+        # Before the posts, so that a backend that takes no more workflows still delivers what it has.
+        for submission in submissions:
+            if self.queue.is_superfluous(self._name, submission):
                 self.backend.withdraw(submission.prompt_id)
             try:
                 changed |= self._poll(submission)
             except UnsentError as err:
                 unsent = err
+        while len(self.queue.submissions(self._name)) < self.backend.window:
+            taken = self.queue.take(self.backend)
+            if taken is None:
+                break
+            self._post(*taken)
+            changed = True
         if unsent is not None and not changed:
             raise unsent
         return changed
-
-    def _take_ready(self) -> BatchJob | None:
-        """Remove and return the first waiting job that continues finished rows only, or none; None without one.
-
-        Rows that continue a failed one fail.
-        """
-        at = 0
-        while at < len(self._waiting):
-            job = self._waiting[at]
-            states = {self.journal.entries[row.source].state for row in job.rows if row.source is not None}
-            if State.failed in states:
-                del self._waiting[at]
-                self._fail_continuing(job)
-                at = 0
-            elif states <= {State.done}:
-                del self._waiting[at]
-                return job
-            else:
-                at += 1
-        return None
-
-    def _fail_continuing(self, job: BatchJob) -> None:
-        """Fail the rows of a job that continue a failed row, and plan the others again."""
-        kept: list[Row] = []
-        for row in job.rows:
-            source = self.journal.entries[row.source] if row.source is not None else None
-            if source is None or source.state is not State.failed:
-                kept.append(row)
-                continue
-            # Not counted as failures, of which the user may allow only some: nothing was run.
-            reason = f"not run: it continues '{row.continues}' (line {source.line}), which failed"
-            self.journal.fail(row.hash, reason)
-            self.reporter.failed(row, reason)
-        if kept:
-            self._waiting.extendleft(reversed(self.planner(kept)))
 
     def _latents_of(self, row: Row) -> list[tuple[Path, str]]:
         """Return the latent that a row continues, and its name for the workflow; none for a row that continues none.
@@ -215,7 +210,7 @@ class Runner:
         """
         if row.source is None:
             return []
-        files = self.journal.entries[row.source].files
+        files = self._journal.entries[row.source].files
         latents = [file for file in files if file.name.endswith(LATENT)]
         if len(latents) != 1 or not self.store.has(latents):
             found = ", ".join(file.name for file in latents) or "no latent"
@@ -228,16 +223,13 @@ class Runner:
                 f"it continues '{row.continues}', whose {latents[0].name} in {self.store.folder} was changed after it "
                 "was made: remove it, and run the same command again, which makes it again"
             )
-        return [(self.store.folder / latents[0].name, latent_name(self.journal.workflow, row.source))]
+        return [(self.store.folder / latents[0].name, latent_name(self._journal.workflow, row.source))]
 
-    def _post(self, job: BatchJob) -> None:
-        submission = Submission(prompt_id=str(uuid.uuid4()), rows=list(job.rows))
-        self.journal.post(job.saves, submission.prompt_id)
-        self._submissions.append(submission)
+    def _post(self, submission: Submission, job: BatchJob) -> None:
         try:
             latents = [latent for row in job.rows for latent in self._latents_of(row)]
         except RefusedError as err:
-            self._fail(submission, str(err))
+            self._fail(submission, str(err), everywhere=True)
             return
         try:
             for path, name in latents:
@@ -246,12 +238,14 @@ class Runner:
         except RefusedError as err:
             self._accepted(submission)
             self._fail(submission, str(err))
-        except UnreachableError as err:
+        except (UnreachableError, ForeignResponseError) as err:
             submission.post_error = str(err)
             self._outage = True
             for row in submission.rows:
                 self._post_setbacks.setdefault(row.hash, _Setback(succeeded=self._posted)).tries += 1
-            raise
+            if isinstance(err, ForeignResponseError):
+                raise
+            raise UnpostedError(str(err)) from err
         else:
             self._accepted(submission)
 
@@ -276,7 +270,7 @@ class Runner:
         elif isinstance(outcome, Interrupted) and submission.begun is None:
             self._handle_lost(submission)  # by an earlier command that could not record it
         elif isinstance(outcome, Interrupted):
-            self._fail(submission, "interrupted on the server")
+            self._fail(submission, "interrupted on the server", everywhere=True)
         elif isinstance(outcome, JobFailed):
             self._fail(submission, outcome.reason)
         else:
@@ -288,20 +282,18 @@ class Runner:
         while submission.rows:
             row = submission.rows[0]
             try:
-                kept = self._fetch(self.journal.entries[row.hash], ended)
+                kept = self._fetch(self._journal.entries[row.hash], ended)
             except (NoSuchFileError, UnreadableFileError) as err:
-                self.store.clear_parts()
-                self._fail_row(row, str(err))
+                self.queue.fail(row, str(err), on=self._name)
             except UnreachableError as err:
-                self.store.clear_parts()
                 self._handle_unsent(submission, err)
             else:
-                self.journal.place(row.hash, kept)
+                self._journal.place(row.hash, kept)
                 if not self.store.place(kept):
                     names = ", ".join(file.name for file in kept)
                     raise FileNotFoundError(f"{names}: removed from {self.store.work_folder} after the check")
-                self.journal.finish(row.hash)
-                self.reporter.done()
+                self._journal.finish(row.hash)
+                self._reporter.done(self._name)
                 self._fetched += 1
             submission.rows.remove(row)
             self._fetch_setbacks.pop(row.hash, None)
@@ -317,7 +309,8 @@ class Runner:
         setback = self._fetch_setbacks.setdefault(row.hash, _Setback(succeeded=self._fetched))
         setback.tries += 1
         if setback.is_row_fault(self._fetched) or setback.waited_s >= self.timeout_s:
-            self._fail_row(row, f"{err}; {setback.tries} requests in {setback.waited_s:.0f} s")
+            reason = f"{err}; {setback.tries} requests in {setback.waited_s:.0f} s"
+            self.queue.fail(row, reason, on=self._name)
             return
         submission.rows.append(submission.rows.pop(0))
         raise UnsentError(err, setback) from err
@@ -325,31 +318,32 @@ class Runner:
     def _back_up(self) -> None:
         """Back up the journal if the last copy is old. A failed copy is reported once; a damaged journal raises."""
         try:
-            self.journal.back_up_if_old()
+            self._journal.back_up_if_old()
         except DamagedJournalError:
             raise
         except OSError as err:
             if not self._copy_failed:
-                self.reporter.note(f"the journal was not copied: {err}")
+                self._reporter.note(f"the journal was not copied: {err}")
             self._copy_failed = True
 
     def _fetch(self, entry: Entry, ended: Ended) -> list[KeptFile]:
-        """Fetch and check the files of a row."""
+        """Fetch and check the files of a row; no part of them is left after an error."""
         saved = [file for file in ended.files if entry.saves is None or file.node_id in entry.saves]
         if not saved:
             raise NoSuchFileError("no file was saved: the workflow needs a node that saves in the output folder")
         assert entry.stem is not None, f"row {entry.hash} has failed before it could run"
         parts = [self.store.part_path(name) for name in file_names(entry.stem, [file.filename for file in saved])]
-        for file, part in zip(saved, parts, strict=True):
-            self.backend.fetch(file, part)
-        return [self.store.check_file(part) for part in parts]
+        try:
+            for file, part in zip(saved, parts, strict=True):
+                self.backend.fetch(file, part)
+            return [self.store.check_file(part) for part in parts]
+        except (NoSuchFileError, UnreadableFileError, UnreachableError):
+            self.store.remove_parts(parts)
+            raise
 
     def _handle_lost(self, submission: Submission) -> None:
-        """Post the rows again: first, or after the others if their post has failed."""
-        self._end(submission)
-        self.journal.wait(row.hash for row in submission.rows)
-        if self._stopping():
-            return
+        """Let the rows wait again: before the others, or after them if their post has failed."""
+        self.backend.release(submission.prompt_id)
         faults: dict[str, str] = {}
         if submission.post_error:
             # A row fails only if posts of other rows succeed.
@@ -358,58 +352,85 @@ class Runner:
                 if setback.is_row_fault(self._posted):
                     last = submission.post_error
                     faults[row.hash] = f"{setback.tries} posts of it failed; error of the last one: {last}"
-        elif submission.begun is not False:
-            self._losses.update(row.hash for row in submission.rows)
-            lost = [row.hash for row in submission.rows if self._losses[row.hash] >= MAX_LOSSES]
-            faults = dict.fromkeys(lost, f"lost {MAX_LOSSES} times while running")
-        for row in submission.rows:
-            if row.hash in faults:
-                self._fail_row(row, faults[row.hash])
-        jobs = self.planner([row for row in submission.rows if row.hash not in faults])
-        if submission.post_error:
-            self._waiting.extend(jobs)
-        else:
-            self._waiting.extendleft(reversed(jobs))
+        elif submission.begun is not False and not self.queue.stopping:
+            faults = self.queue.lose(self._name, submission.rows)
+        for row in [row for row in submission.rows if row.hash in faults]:
+            submission.rows.remove(row)
+            self.queue.fail(row, faults[row.hash], on=self._name if submission.post_error else None)
+        self.queue.wait_again(self._name, submission, first=not submission.post_error)
 
-    def _fail(self, submission: Submission, reason: str) -> None:
-        """Fail a submission of one row; of several rows each is tried alone."""
-        self._end(submission)
+    def _fail(self, submission: Submission, reason: str, *, everywhere: bool = False) -> None:
+        """Fail a submission of one row, `everywhere` or on this backend only; of several rows each is tried alone."""
+        self.backend.release(submission.prompt_id)
         if len(submission.rows) == 1:
-            self._fail_row(submission.rows[0], reason)
+            self.queue.fail(submission.rows[0], reason, on=None if everywhere else self._name)
+            self.queue.end(self._name, submission)
             return
-        self.journal.wait(row.hash for row in submission.rows)
-        self.reporter.note(f"{len(submission.rows)} rows that ran together failed and are retried one by one: {reason}")
-        self._waiting.extendleft(job for row in reversed(submission.rows) for job in self.planner([row]))
-
-    def _fail_row(self, row: Row, reason: str) -> None:
-        self.journal.fail(row.hash, reason)
-        self.failures += 1
-        self.reporter.failed(row, reason)
+        self._reporter.note(
+            f"{len(submission.rows)} rows that ran together failed and are retried one by one: {reason}"
+        )
+        self.queue.wait_again(self._name, submission, first=True, apart=True)
 
     def _end(self, submission: Submission) -> None:
-        self._submissions.remove(submission)
+        self.queue.end(self._name, submission)
         self.backend.release(submission.prompt_id)
 
     def _cancel_all(self) -> None:
         """Cancel all submissions; if the backend does not respond, the next command polls them by their ids."""
-        for submission in list(self._submissions):
+        for submission in self.queue.submissions(self._name):
             try:
                 self.backend.withdraw(submission.prompt_id)
                 self.backend.interrupt(submission.prompt_id)
             except UnreachableError:
                 return
-            self._end(submission)
-            self.journal.wait(row.hash for row in submission.rows)
+            self.backend.release(submission.prompt_id)
+            self.queue.cancel(self._name, submission)
 
-    def _wait_for_host(self, err: UnreachableError, silence: float) -> float:
-        """Wait before the next try, longer each time; return the total seconds of silence."""
-        if silence >= self.timeout_s:
+    def _return(self) -> None:
+        """Use a backend again that has responded: reclaim its rows, and end those that others have taken.
+
+        Raises UnreachableError, or UnsuitableError if it cannot run the batch any more.
+        """
+        self.backend.check()
+        while self._given:
+            submission = self._given[0]
+            if not self.queue.reclaim(self._name, submission):
+                self.backend.withdraw(submission.prompt_id)
+                self.backend.interrupt(submission.prompt_id)
+                self.backend.release(submission.prompt_id)
+            self._given.pop(0)
+        self._away = False
+
+    def _wait_for_backend(self, err: Exception) -> None:
+        """Wait before the next try. Other backends take the rows after some time.
+
+        Raises BackendTimeoutError if no backend has responded for too long.
+        """
+        self.queue.silence(self._name, self._silence)
+        total = self.queue.all_silent_for()
+        if total >= self.timeout_s:
             raise BackendTimeoutError(
-                f"{err}; gave up after {silence:.0f} s: run the same command again to resume"
+                f"{err}; gave up after {total:.0f} s: run the same command again to resume"
             ) from err
-        if not silence:
-            self.reporter.note(f"{err}; trying again")
-        self.reporter.unresponsive(True)
-        delay = min(max(silence, _FIRST_RETRY), _LAST_RETRY, max(self.timeout_s - silence, 0.1))
+        # A request that times out takes longer than several that are refused.
+        if max(self._silence, self.clock() - self._answered_at) >= GRACE_SECONDS:
+            self._give_back(only_unposted=isinstance(err, UnpostedError))
+        self._silence = self._wait(err, self._silence, self.timeout_s - total)
+
+    def _give_back(self, *, only_unposted: bool) -> None:
+        given = self.queue.give_back(self._name, only_unposted=only_unposted)
+        if given and not self._given_noted:
+            rows = sum(len(submission.rows) for submission in given)
+            self._reporter.note(f"{self._name} has not responded for some time: other backends take its {rows} rows")
+            self._given_noted = True
+        self._given += given
+        self._away |= bool(given)
+
+    def _wait(self, err: Exception, waited: float, left: float) -> float:
+        """Wait before the next try, longer each time but not longer than `left`; return the total seconds."""
+        if not waited:
+            self._reporter.note(f"{err}; trying again")
+        self._reporter.unresponsive(self._name, True)
+        delay = min(max(waited, _FIRST_RETRY), _LAST_RETRY, max(left, 0.1))
         self.sleep(delay)
-        return silence + delay
+        return waited + delay

@@ -10,8 +10,9 @@ import json
 import ssl
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -26,6 +27,7 @@ from ..inputs import Sockets
 from .backend import (
     BatchBackend,
     Ended,
+    ForeignResponseError,
     Interrupted,
     JobFailed,
     MadeFile,
@@ -35,6 +37,7 @@ from .backend import (
     UnderWay,
     Unknown,
     UnreachableError,
+    UnsuitableError,
     check_classes,
     output_files,
     own_nodes,
@@ -50,12 +53,29 @@ _NEVER = (400, 403, _NOT_FOUND, 410)
 """Permanent error codes of `/view`, for which a retry is useless."""
 _MOVED = (301, 302, 303, 307, 308)
 _PIECE = 1 << 20
-_FILES = {"WanStreamContinueVideo": "previous_file", "WanStreamLoadLatent": "file"}
+ANY_FILE = {"WanStreamContinueVideo": "previous_file", "WanStreamLoadLatent": "file"}
 """Inputs of this pack's nodes that take any file below the server's folders, of which their choices are some."""
 
 
-class NotComfyUIError(ValueError):
+_UNKNOWN_VERSION = "(a version that does not report itself)"
+
+
+class NotComfyUIError(ForeignResponseError):
     """The address is not that of a ComfyUI server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerReport:
+    """Description of a server."""
+
+    url: str
+    comfyui: str
+    """Version of ComfyUI."""
+    wanstream: str | None
+    """Version of this pack; None without it."""
+    instance: str | None
+    """Id of the process; None if the pack is missing or older than the route."""
+    sockets: Sockets
 
 
 class ServerBackend(BatchBackend):
@@ -76,6 +96,8 @@ class ServerBackend(BatchBackend):
         if parts.scheme not in {"http", "https"} or not host or parts.query or parts.fragment:
             raise NotComfyUIError(f"--server {url}: write an address like http://127.0.0.1:8188")
         self.url = url.rstrip("/")
+        self.name = _normalised(parts)
+        self.address = self.name.replace("//localhost", "//127.0.0.1", 1)
         try:
             self._client = httpx.Client(
                 base_url=self.url,
@@ -96,6 +118,8 @@ class ServerBackend(BatchBackend):
         self.sockets: Sockets = {}
         self._whole: set[str] = set()
         self._uploaded: set[str] = set()
+        self.faults_of_server: Callable[[ServerReport], Sequence[str]] = lambda report: ()
+        """Returns the reasons why the server cannot run the batch; used by `check`."""
 
     def version(self) -> str:
         """Return ComfyUI's version. Raises NotComfyUIError for any other server."""
@@ -113,6 +137,25 @@ class ServerBackend(BatchBackend):
         """Read the server's description of every node class."""
         self._info = self._accepted("/object_info")
         self.sockets = {name: sockets_of(node.get("input") or {}) for name, node in self._info.items()}
+
+    def describe(self) -> ServerReport:
+        """Return the versions and nodes of the server. Raises NotComfyUIError for any other server."""
+        version = self.version()
+        self.read_nodes()
+        _, about = self._ask("/wanstream/about")
+        known = about if isinstance(about, dict) else {}
+        has_pack = not own_nodes().keys().isdisjoint(self.sockets)
+        return ServerReport(
+            url=self.url,
+            comfyui=version,
+            wanstream=str(known.get("version", _UNKNOWN_VERSION)) if has_pack else None,
+            instance=str(known["instance"]) if "instance" in known else None,
+            sockets=self.sockets,
+        )
+
+    def check(self) -> None:
+        if faults := self.faults_of_server(self.describe()):
+            raise UnsuitableError("\n".join(faults))
 
     def connect(self, workflow: Prompt) -> None:
         """Prepare for a workflow. Raises ValueError without a ComfyUI server, or if it lacks a node of the workflow."""
@@ -243,7 +286,7 @@ class ServerBackend(BatchBackend):
                 for name in here.keys() & sockets.keys()
                 if sockets[name].options.get("options") != here[name].options.get("options")
             ),
-            unchecked=frozenset({_FILES[class_type]} if class_type in _FILES else ()),
+            unchecked=frozenset({ANY_FILE[class_type]} if class_type in ANY_FILE else ()),
             others_refused=False,
         )
 
@@ -297,6 +340,13 @@ class ServerBackend(BatchBackend):
                 yield answer
         except httpx.HTTPError as err:
             raise UnreachableError(f"no complete answer from {self.url}{route}: {err}") from err
+
+
+def _normalised(parts: urllib.parse.SplitResult) -> str:
+    """Return an address in the form that is equal for equal addresses."""
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    port = "" if parts.port in {None, {"http": 80, "https": 443}[parts.scheme]} else f":{parts.port}"
+    return f"{parts.scheme}://{host}{port}{parts.path.rstrip('/')}"
 
 
 def _proxy(address: urllib.parse.SplitResult) -> str | None:

@@ -1,19 +1,22 @@
-"""Events of runs from a ComfyUI server to all browsers, and the route that returns the last runs.
+"""Events of runs from a ComfyUI server to all browsers, and the routes that return the last runs and the version.
 
 `PromptServer` sends the events and serves the route; its queue contains the graph of the running item. Nothing in
 ComfyUI is patched.
 
     GET  /wanstream/runs    {"runs": [...]}: the last runs of this server, for a page that is opened later
+    GET  /wanstream/about   {"version": "...", "instance": "..."}: for `wanstream batch` with several servers
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
 from server import PromptServer
 
+from ...schema import VERSION
 from ..run_events import BEGIN, RunLog, short_text
 
 
@@ -22,13 +25,15 @@ class ServerEvents:
 
     def __init__(self) -> None:
         self.log = RunLog()
+        self._instance = str(uuid.uuid4())
 
     def open(self) -> None:
-        """Serve the route; called once, before the server starts to listen. Does nothing without a server."""
+        """Serve the routes; called once, before the server starts to listen. Does nothing without a server."""
         server = getattr(PromptServer, "instance", None)
         if server is None or any(getattr(route, "path", None) == "/wanstream/runs" for route in server.routes):
-            return  # another copy of this pack serves it
+            return  # another copy of this pack serves them
         server.routes.get("/wanstream/runs")(self._runs)
+        server.routes.get("/wanstream/about")(self._about)
 
     def has_viewers(self) -> bool:
         """Return True if at least one websocket is connected: a page, or a client of the API."""
@@ -51,6 +56,10 @@ class ServerEvents:
 
     async def _runs(self, request: web.Request) -> web.Response:
         return web.json_response(self.log.snapshot())
+
+    async def _about(self, request: web.Request) -> web.Response:
+        # The id differs from process to process: two addresses with one id are one server.
+        return web.json_response({"version": VERSION, "instance": self._instance})
 
 
 def _queued(prompt_id: str | None) -> tuple[Mapping[str, Any], str | None]:

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import urllib.parse
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from wanstream.host.embedded.adapter import Folders
 from wanstream.host.embedded.graph import nodes_by_id
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs.video_file import write_mp4
+from wanstream.schema import VERSION
 from wanstream.tests.faults.replaced import SAVE, frames_of, seed_behind
 from wanstream.tests.support.embedded import embedded_host
 
@@ -49,6 +51,8 @@ class State:
     output: Path
     models: Path
     seconds: float = 0.0
+    comfyui: str = "0.18.1"
+    about: dict[str, str] = field(default_factory=lambda: {"version": VERSION, "instance": str(uuid.uuid4())})
     pending: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     running: str | None = None
     stopped: set[str] = field(default_factory=set)
@@ -85,7 +89,9 @@ class State:
     def answer(self, route: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
         """The status, and JSON or bytes."""
         if route == "/system_stats":
-            return 200, {"system": {"comfyui_version": "0.18.1"}}
+            return 200, {"system": {"comfyui_version": self.comfyui}}
+        if route == "/wanstream/about":
+            return (200, self.about) if self.about else (404, b"")
         if route == "/object_info":
             return 200, object_info(self.models)
         if route == "/view":
@@ -108,9 +114,12 @@ class State:
         return 200, b""
 
 
+_DESCRIBING = threading.Lock()
+
+
 def object_info(models: Path) -> dict[str, Any]:
     """The description of its nodes by a ComfyUI with this pack alone."""
-    with embedded_host.opened(Folders(models=models, output=models, input=models)):
+    with _DESCRIBING, embedded_host.opened(Folders(models=models, output=models, input=models)):
         return _described()
 
 
@@ -138,7 +147,7 @@ def handler_of(state: State, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
             body = json.loads(self.rfile.read(length)) if length else None
             parts = urllib.parse.urlsplit(self.path)
             kind = chance.choice(trouble.kinds) if chance.random() < trouble.share else ""
-            if parts.path in {"/system_stats", "/object_info"}:
+            if parts.path in {"/system_stats", "/object_info", "/wanstream/about"}:
                 kind = ""  # A command that finds no server at its start runs nothing: exit code 2.
             if kind == "drop":
                 return

@@ -14,8 +14,8 @@ def test_the_bar_counts_rows_that_ended_and_tells_what_failed(capsys: pytest.Cap
     row = Row(line=7, position=6, hash="h")
     with BatchBar(rows=4, ended=1) as bar:
         bar.show(NodeProgress(node_id="sampler", class_type="S", done=3, total=20))
-        bar.done()
-        bar.failed(row, "too big")
+        bar.done("a server")
+        bar.failed(row, "too big", "a server")
         bar.refresh()
     told = capsys.readouterr().err
     assert "line 7: too big\n" in told
@@ -28,18 +28,18 @@ def test_the_bar_counts_rows_that_ended_and_tells_what_failed(capsys: pytest.Cap
 def test_a_row_counts_as_far_as_it_is_and_lanes_together(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
     with BatchBar(rows=8, ended=2, clock=lambda: now[0]) as bar:
-        bar.running("a", 1)
+        bar.running("a server", "a", 1)
         bar.show(NodeProgress(node_id="sampler", class_type="S", done=5, total=20))
         assert bar.passed == 2.25
         now[0] = 10.0
-        bar.done()
+        bar.done("a server")
         assert bar.passed == 3.0
-        bar.running("b", 4)
+        bar.running("a server", "b", 4)
         now[0] = 15.0
         bar.show(NodeProgress(node_id="sampler", class_type="S", done=10, total=20))
         assert bar.passed == 5.0, "half of four rows that run together"
         for whole in (4, 5, 6, 7):
-            bar.done()
+            bar.done("a server")
             assert whole <= bar.passed <= 7.0
         assert bar.passed == 7.0
     told = capsys.readouterr().err.split("\r")
@@ -58,14 +58,14 @@ class Clocked:
 
     def begin(self, job: str, now: float) -> None:
         self.now = now
-        self.bar.running(job, 1)
+        self.bar.running("a server", job, 1)
 
     def report(self, done: int, total: int) -> None:
         self.bar.show(NodeProgress(node_id="n", class_type="N", done=done, total=total))
 
     def end(self, now: float) -> None:
         self.now = now
-        self.bar.done()
+        self.bar.done("a server")
         self.before += 1
 
     def fraction(self, now: float) -> float:
@@ -140,15 +140,15 @@ def test_the_bar_says_that_nothing_answers_and_its_time_left_does_not_grow(
     with BatchBar(rows=4, ended=0, clock=lambda: now[0]) as bar:
         bar._time, bar.start_t = lambda: now[0], now[0]
         now[0] += 60
-        bar.done()
+        bar.done("a server")
         assert "<03:00" in capsys.readouterr().err.split("\r")[-1]
-        bar.unresponsive(True)
+        bar.unresponsive("a server", True)
         now[0] += 300
         bar.refresh()
         gone = capsys.readouterr().err.split("\r")[-1]
         assert "1/4 [06:00, no answer for 300 s]" in gone
         assert "<" not in gone
-        bar.unresponsive(False)
+        bar.unresponsive("a server", False)
         back = capsys.readouterr().err.split("\r")[-1]
         assert "1/4 [06:00<03:00" in back
         assert "answer" not in back
@@ -159,3 +159,34 @@ def test_a_bar_starts_no_thread() -> None:
     before = threading.active_count()
     with BatchBar(rows=2, ended=0):
         assert threading.active_count() == before
+
+
+def test_jobs_of_several_servers_count_by_the_last_job_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    with BatchBar(rows=8, ended=0, backends=2, clock=lambda: now[0]) as bar:
+        for server in ("a", "b"):
+            bar.running(server, f"1 of {server}", 1)
+        now[0] = 10.0
+        bar.done("a")
+        now[0] = 40.0
+        bar.done("b")
+        for server in ("a", "b"):
+            bar.running(server, f"2 of {server}", 1)
+        now[0] = 45.0
+        assert bar.passed == 2 + 0.5 + 0.125
+
+
+def test_the_bar_names_servers_that_do_not_respond(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [1000.0]
+    with BatchBar(rows=4, ended=0, backends=4, clock=lambda: now[0]) as bar:
+        bar.unresponsive("http://a", True)
+        assert "3 of 4 servers, no answer from http://a" in capsys.readouterr().err.split("\r")[-1]
+        for server in ("http://b", "http://c"):
+            bar.unresponsive(server, True)
+        assert "1 of 4 servers, no answer from http://a, http://b, 1 more" in capsys.readouterr().err.split("\r")[-1]
+        bar.unresponsive("http://d", True)
+        now[0] += 30
+        bar.refresh()
+        assert "no answer for 30 s" in capsys.readouterr().err.split("\r")[-1]
+        bar.unresponsive("http://b", False)
+        assert "1 of 4 servers" in capsys.readouterr().err.split("\r")[-1]

@@ -29,11 +29,12 @@ from wanstream.cli.batch.backend import (
     Unknown,
     UnreachableError,
 )
+from wanstream.cli.batch.job_queue import MAX_LOSSES, JobQueue
 from wanstream.cli.batch.journal import Journal, KeptFile, State
 from wanstream.cli.batch.output_store import OutputStore
 from wanstream.cli.batch.resume import resume
 from wanstream.cli.batch.rows import BatchJob, Row
-from wanstream.cli.batch.runner import MAX_LOSSES, BackendTimeoutError, Runner
+from wanstream.cli.batch.runner import BackendTimeoutError, Runner
 
 ROWS = 12
 
@@ -64,6 +65,7 @@ def plan_of(size: int) -> Callable[[Sequence[Row]], list[BatchJob]]:
 class World:
     """A server: each poll advances the first job in its queue by one step."""
 
+    name = address = "http://there"
     window = 2
 
     def __init__(self, *, steps: int = 1) -> None:
@@ -142,19 +144,22 @@ class Silent:
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def running(self, job: str, rows: int) -> None:
+    def running(self, backend: str, job: str, rows: int) -> None:
         pass
 
-    def done(self) -> None:
+    def done(self, backend: str | None = None) -> None:
         pass
 
-    def failed(self, row: Row, reason: str) -> None:
+    def failed(self, row: Row, reason: str, backend: str | None = None) -> None:
         self.told.append(f"failed {row.position}: {reason}")
 
     def note(self, text: str) -> None:
         self.told.append(text)
 
-    def unresponsive(self, unresponsive: bool) -> None:
+    def excluded(self, backend: str) -> None:
+        pass
+
+    def unresponsive(self, backend: str, unresponsive: bool) -> None:
         self.told.append("silent" if unresponsive else "answers")
 
 
@@ -165,24 +170,24 @@ class Bench:
         self.folder, self.backend, self.rows, self.size = folder, backend, rows or rows_of(ROWS), size
         self.reporter, self.stop = Silent(), StopRequest()
         self.limits: dict[str, Any] = {}
+        self.max_failures: int | None = None
         self.slept: list[float] = []
 
-    def run(self, journal: Journal | None = None, store: OutputStore | None = None) -> Runner:
+    def run(self, journal: Journal | None = None, store: OutputStore | None = None) -> JobQueue:
         store = store or OutputStore(self.folder)
         with journal or Journal(self.folder / "journal.sqlite", workflow="w") as journal:
             resume(journal, store, self.rows)
-            runner = Runner(
-                backend=self.backend,
+            queue = JobQueue(
                 journal=journal,
-                store=store,
                 planner=plan_of(self.size),
-                reporter=self.reporter,
+                reporter=self.reporter,  # type: ignore[arg-type]
                 stop=self.stop,
-                sleep=self.slept.append,
-                **self.limits,
+                backends=[self.backend],
+                max_failures=self.max_failures,
             )
-            runner.run(self.rows)
-            return runner
+            queue.enter(self.rows)
+            Runner(backend=self.backend, queue=queue, store=store, sleep=self.slept.append, **self.limits).run()
+            return queue
 
     def states(self) -> list[State]:
         with Journal(self.folder / "journal.sqlite", workflow="w") as journal:
@@ -246,6 +251,7 @@ class Chance:
 class Wire:
     """A host as it is seen over a network that fails."""
 
+    name = address = "http://there"
     window = 2
 
     def __init__(self, world: World, chance: Chance) -> None:
@@ -270,8 +276,8 @@ class MortalJournal(Journal):
     def enter(self, *arguments: Any, **named: Any) -> list[Row]:
         return list(self.chance.around(lambda: super(MortalJournal, self).enter(*arguments, **named), remote=False))
 
-    def post(self, *arguments: Any) -> None:
-        self.chance.around(super().post, *arguments, remote=False)
+    def post(self, *arguments: Any, **named: Any) -> None:
+        self.chance.around(lambda: super(MortalJournal, self).post(*arguments, **named), remote=False)
 
     def fail(self, *arguments: Any) -> None:
         self.chance.around(super().fail, *arguments, remote=False)
@@ -484,7 +490,7 @@ def test_after_so_many_failures_nothing_more_is_begun(tmp_path: Path) -> None:
     world = World()
     world.bad = lambda prompt: "always"
     bench = Bench(tmp_path, world)
-    bench.limits = {"max_failures": 2}
+    bench.max_failures = 2
     bench.run()
     states = bench.states()
     assert 2 <= states.count(State.failed) <= 3

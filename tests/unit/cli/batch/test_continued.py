@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from wanstream.cli.batch.backend import (
     own_nodes,
 )
 from wanstream.cli.batch.continued import continue_from, latent_name
+from wanstream.cli.batch.fleet import run_all
+from wanstream.cli.batch.job_queue import JobQueue
 from wanstream.cli.batch.journal import Journal, State
 from wanstream.cli.batch.lanes import lane_jobs
 from wanstream.cli.batch.output_store import OutputStore, UnreadableFileError, check_media, stored_prompt
@@ -190,6 +193,7 @@ class Killed(BaseException):
 class Machine:
     """A backend in memory whose videos are the hashes of their seed and of the latent that they continue."""
 
+    name = address = "http://there"
     window = 2
 
     def __init__(self, chance: Callable[[str], None] = lambda call: None) -> None:
@@ -199,6 +203,9 @@ class Machine:
         self.files: dict[str, str] = {}
         self.posted: list[str] = []
         self.bad: frozenset[str] = frozenset()
+
+    def check(self) -> None:
+        self.chance("check")
 
     def provide(self, prompt_id: str, latent: Path, name: str) -> None:
         self.chance("provide")
@@ -258,7 +265,7 @@ class Bar:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def failed(self, row: Row, reason: str) -> None:
+    def failed(self, row: Row, reason: str, backend: str | None = None) -> None:
         self.lines.append(f"{row.name}: {reason}")
 
     def note(self, text: str) -> None:
@@ -268,22 +275,28 @@ class Bar:
         return lambda *_: None
 
 
-def run(folder: Path, machine: Any, rows: Sequence[Row], **limits: Any) -> tuple[dict[str, State], Bar]:
-    """Run a batch; the states by the names of the rows, and the messages."""
+def run(folder: Path, machine: Any, rows: Sequence[Row], *others: Any, **limits: Any) -> tuple[dict[str, State], Bar]:
+    """Run a batch on one or several machines; the states by the names of the rows, and the messages."""
+    machines = [machine, *others]
     bar, store = Bar(), OutputStore(folder)
     with Journal(folder / "journal.sqlite", workflow="w") as journal:
         resume(journal, store, rows)
-        runner = Runner(
-            backend=machine,
+        queue = JobQueue(
             journal=journal,
-            store=store,
             planner=plan,
             reporter=bar,  # type: ignore[arg-type]
             stop=StopRequest(),
-            sleep=lambda seconds: None,
+            backends=machines,
             **limits,
         )
-        runner.run(rows)
+        queue.enter(rows)
+        # Several runners take turns while one of them sleeps.
+        pause = 0.0 if len(machines) == 1 else 0.001
+        runners = [
+            Runner(backend=each, queue=queue, store=store, sleep=lambda seconds: time.sleep(seconds * pause))
+            for each in machines
+        ]
+        run_all(runners, queue, lambda: time.sleep(0.001))
         return {str(row.name): journal.entries[row.hash].state for row in rows}, bar
 
 
@@ -320,6 +333,28 @@ def test_rows_run_after_those_that_they_continue(tmp_path: Path) -> None:
     assert {*states.values()} == {State.done}
     assert machine.posted == [str(number) for number in range(10)]
     assert contents(tmp_path / "out") == expected_of_ten()
+
+
+@IN_MEMORY
+def test_a_chain_goes_on_at_another_server(tmp_path: Path) -> None:
+    """The latent of the row before is here, whichever server has made it."""
+    lost, other = Machine(), Machine()
+    other.name = other.address = "http://other"
+
+    def leave(call: str) -> None:
+        if len(lost.posted) >= 3 and call != "fetch":
+            raise UnreachableError("no answer")
+
+    def wait(call: str) -> None:
+        if call == "post" and len(lost.posted) < 3:
+            raise UnreachableError("no answer yet")
+
+    lost.chance, other.chance = leave, wait
+    states, _ = run(tmp_path / "out", lost, ten(tmp_path), other)
+    assert {*states.values()} == {State.done}
+    assert contents(tmp_path / "out") == expected_of_ten()
+    assert lost.posted == ["0", "1", "2"]
+    assert other.posted == [str(number) for number in range(2, 10)]
 
 
 @IN_MEMORY

@@ -8,6 +8,8 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -356,3 +358,75 @@ def test_a_lock_that_cannot_be_made_says_so(tmp_path: Path) -> None:
     with pytest.raises(LockedError, match="cannot be locked"):
         with locked(tmp_path / "none" / "lock", of="x"):
             pass
+
+
+_BEFORE_BACKENDS = (
+    "CREATE TABLE batch (workflow TEXT NOT NULL)",
+    "CREATE TABLE rows (hash TEXT PRIMARY KEY, line INTEGER, stem TEXT UNIQUE COLLATE NOCASE, state TEXT NOT NULL, "
+    "prompt_id TEXT, attempts INTEGER NOT NULL DEFAULT 0, error TEXT, saves TEXT, files TEXT NOT NULL DEFAULT '[]')",
+    "CREATE TABLE attempts (prompt_id TEXT NOT NULL, hash TEXT NOT NULL)",
+    "INSERT INTO batch VALUES ('w')",
+    "INSERT INTO rows VALUES ('hash 1', 2, '00001', 'posted', 'id', 1, NULL, NULL, '[]')",
+    "INSERT INTO attempts VALUES ('id', 'hash 1')",
+    "PRAGMA application_id = 1465078850",
+    "PRAGMA user_version = 2",
+)
+"""A journal as it was written before addresses of backends were recorded."""
+
+
+def old_journal(path: Path, *changes: str) -> Path:
+    with closing(sqlite3.connect(path)) as connection:
+        for statement in (*_BEFORE_BACKENDS, *changes):
+            connection.execute(statement)
+        connection.commit()
+    return path
+
+
+def test_a_journal_without_addresses_opens_and_gets_them(tmp_path: Path) -> None:
+    path = old_journal(tmp_path / "journal.sqlite")
+    for _ in range(2):
+        with Journal(path, workflow="w") as journal:
+            (entry,) = journal.entries.values()
+            assert (entry.state, entry.prompt_id, entry.backend) == (State.posted, "id", None)
+    with Journal(path, workflow="w") as journal:
+        journal.wait(["hash 1"])
+        journal.post({"hash 1": None}, "next", "http://a")
+    with Journal(path, workflow="w") as journal:
+        assert journal.entries["hash 1"].backend == "http://a"
+
+
+def test_a_changed_journal_without_addresses_is_refused_and_not_changed(tmp_path: Path) -> None:
+    path = old_journal(tmp_path / "journal.sqlite", "CREATE VIEW mine AS SELECT 1")
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match="changed by another program"):
+        Journal(path, workflow="w")
+    assert path.read_bytes() == before
+
+
+def test_rows_move_to_another_backend_only_if_it_is_said(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
+        journal.enter([row_of(1)], gone=never)
+        with pytest.raises(AssertionError):
+            journal.post({"hash 1": None}, "id", "http://a", elsewhere=True)
+        journal.post({"hash 1": None}, "id", "http://a")
+        journal.post({"hash 1": None}, "other", "http://b", elsewhere=True)
+        entry = journal.entries["hash 1"]
+        assert (entry.prompt_id, entry.backend, entry.attempts) == ("other", "http://b", 2)
+        assert journal.lines_left("id") == journal.lines_left("other") == [2]
+
+
+def test_threads_change_the_journal_one_after_the_other(tmp_path: Path) -> None:
+    rows = [row_of(number) for number in range(1, 41)]
+    with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
+        journal.enter(rows, gone=never)
+
+        def work(share: list[Row]) -> None:
+            for row in share:
+                journal.post({row.hash: None}, f"id {row.position}".replace(" ", "-"), "http://a")
+                journal.fail(row.hash, "too big")
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, [rows[start::4] for start in range(4)]))
+        assert states(journal) == [State.failed] * 40
+    with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
+        assert states(journal) == [State.failed] * 40

@@ -1,0 +1,123 @@
+"""A hundred rows on four servers, with servers and the client killed at fifty seeded points: each is there, once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.cli.arguments import DONE
+from wanstream.cli.batch import runner
+from wanstream.tests.faults import comfy_like
+from wanstream.tests.faults.campaign import small_workflow
+from wanstream.tests.faults.comfy_like import forked_server
+from wanstream.tests.faults.replaced import computing_replaced, named_models
+from wanstream.tests.faults.stage import Stage
+from wanstream.tools.comfyui import free_port
+
+SEED, ROWS, SERVERS, KILLS = 20, 100, 4, 50
+PATIENCE_SECONDS = 60.0
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="clients are forked"),
+    # Python warns about a fork in a process with threads; a client does not use the threads of the test run.
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+]
+
+
+class Machine:
+    """A server that is killed and started again at its port, after some time."""
+
+    def __init__(self, folder: Path, models: Path) -> None:
+        self._output, self._models, self._port = folder, models, free_port()
+        folder.mkdir()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._pid: int | None = None
+        self._starts_at = 0.0
+        self.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._pid is not None
+
+    def start(self, *, now: bool = False) -> None:
+        """Start it, unless it runs, or its time has not come yet."""
+        if self._pid is None and (now or time.monotonic() >= self._starts_at):
+            self._pid = forked_server(self._port, self._output, self._models, seconds=0.05)
+
+    def kill(self, absence_s: float = 0.0) -> None:
+        """End it as `kill -9` does, for at least some seconds."""
+        if self._pid is None:
+            return
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        self._pid, self._starts_at = None, time.monotonic() + absence_s
+
+
+def undisturbed(
+    folder: Path, models: Path, workflow: Mapping[str, Any], rows: Sequence[object]
+) -> dict[str, list[bytes]]:
+    """The files of one process without servers."""
+    stage = Stage(folder, workflow, rows, ["--models", str(models)])
+    with computing_replaced():
+        assert stage.run() == DONE, stage.stderr()
+    return {path.name: [path.read_bytes()] for path in stage.out.glob("*.mp4")}
+
+
+@pytest.mark.timeout(600)
+def test_fifty_kills_cost_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)  # A child of a process with a pool of threads would wait for threads that it lacks.
+    chance, workflow = random.Random(SEED), small_workflow()
+    models = named_models(tmp_path / "models", workflow)
+    rows = [{"sampler.seed": 1000 + number} for number in range(ROWS)]
+    expected = undisturbed(tmp_path / "one", models, workflow, rows)
+    assert len(expected) == ROWS
+    info = comfy_like.object_info(models)
+    monkeypatch.setattr(comfy_like, "object_info", lambda models: info)
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.5)
+    machines = [Machine(tmp_path / f"served{number}", models) for number in range(SERVERS)]
+    where = [word for machine in machines for word in ("--server", machine.url)]
+    stage = Stage(tmp_path / "four", workflow, rows, [*where, "--timeout", "60"])
+    killed = {"client": 0, "server": 0}
+    try:
+        client = stage.start()
+        for number in range(1, KILLS + 1):
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while len([*stage.out.glob("*.mp4")]) < number * (ROWS - 10) // KILLS:
+                assert time.monotonic() < deadline, stage.stderr()[-3000:]
+                for machine in machines:
+                    machine.start()
+                time.sleep(0.005)
+            time.sleep(chance.uniform(0.0, 0.1))
+            alive = [machine for machine in machines if machine.alive]
+            # A command that finds no server at its start runs nothing, so one server is always there.
+            if chance.random() < 0.6 and len(alive) > 1:
+                chance.choice(alive).kill(chance.choice([0.0, 0.3, 2.0]))
+                killed["server"] += 1
+                continue
+            stage.signal(client, signal.SIGKILL)
+            assert stage.wait(client) == -signal.SIGKILL, stage.stderr()[-3000:]
+            killed["client"] += 1
+            client = stage.start()
+        for machine in machines:
+            machine.start(now=True)
+        stage.wait(client)
+        stage.finish()
+        findings = stage.judge(expected)
+        assert findings.clean, findings
+        assert sum(killed.values()) == KILLS
+        assert min(killed.values()) >= 10, killed
+        assert "other backends take its" in stage.stderr(), "rows have changed servers"
+    finally:
+        for machine in machines:
+            machine.kill()
+        stage.clear()

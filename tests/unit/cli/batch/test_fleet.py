@@ -1,0 +1,542 @@
+"""Batches on several servers: sharing, servers that are gone and return, resumption, and whatever is killed."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanstream.cli.arguments import StopRequest
+from wanstream.cli.batch.backend import (
+    ForeignResponseError,
+    MadeFile,
+    Outcome,
+    RefusedError,
+    UnreachableError,
+    UnsuitableError,
+)
+from wanstream.cli.batch.fleet import run_all
+from wanstream.cli.batch.job_queue import MAX_LOSSES, JobQueue, RowHistory, Submission
+from wanstream.cli.batch.journal import Journal, State
+from wanstream.cli.batch.output_store import OutputStore
+from wanstream.cli.batch.resume import resume
+from wanstream.cli.batch.runner import BackendTimeoutError, Runner
+from wanstream.tests.unit.cli.batch.test_batch_runner import Bench, Killed, Silent, World, plan_of, rows_of
+
+SPEED = 1000.0
+"""Seconds that a runner sleeps in a second of these tests."""
+
+
+class Server(World):
+    """A server of several; every call fails while it is `gone`. `called` is called before each call."""
+
+    def __init__(self, name: str, *, steps: int = 1) -> None:
+        super().__init__(steps=steps)
+        self.name = self.address = f"http://{name}"
+        self.gone = False
+        self.most = 0
+        self.called: Callable[[str], None] = lambda call: None
+        self.ids: list[str] = []
+        self.ended_by_us: list[str] = []
+
+    def check(self) -> None:
+        self._enter("check")
+
+    def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
+        self._enter("post")
+        self.ids.append(prompt_id)
+        super().post(prompt_id, prompt)
+        self.most = max(self.most, len(self.queue))
+
+    def outcome(self, prompt_id: str) -> Outcome:
+        self._enter("outcome")
+        return super().outcome(prompt_id)
+
+    def fetch(self, file: MadeFile, part: Path) -> None:
+        self._enter("fetch")
+        super().fetch(file, part)
+
+    def withdraw(self, prompt_id: str) -> None:
+        self._enter("withdraw")
+        self.ended_by_us.append(prompt_id)
+        super().withdraw(prompt_id)
+
+    def interrupt(self, prompt_id: str) -> None:
+        self._enter("interrupt")
+        super().interrupt(prompt_id)
+
+    def _enter(self, call: str) -> None:
+        self.called(call)
+        if self.gone:
+            raise UnreachableError(f"no answer from {self.name}")
+
+
+class Fleet(Bench):
+    """A client of several servers that can be started again and again on one folder."""
+
+    def __init__(self, folder: Path, servers: Sequence[Any], *, rows: int = 24, size: int = 1) -> None:
+        super().__init__(folder, None, rows=rows_of(rows), size=size)
+        self.servers = servers
+        self.unreachable: set[str] = set()
+
+    def run(self, journal: Journal | None = None, store: OutputStore | None = None) -> JobQueue:
+        store = store or OutputStore(self.folder)
+        with journal or Journal(self.folder / "journal.sqlite", workflow="w") as journal:
+            resume(journal, store, self.rows)
+            queue = JobQueue(
+                journal=journal,
+                planner=plan_of(self.size),
+                reporter=self.reporter,  # type: ignore[arg-type]
+                stop=self.stop,
+                backends=self.servers,
+                max_failures=self.max_failures,
+            )
+            queue.enter(self.rows)
+            runners = [
+                Runner(
+                    backend=server,
+                    queue=queue,
+                    store=store,
+                    sleep=lambda seconds: time.sleep(seconds / SPEED),
+                    reachable=server.name not in self.unreachable,
+                    **self.limits,
+                )
+                for server in self.servers
+            ]
+            run_all(runners, queue, lambda: time.sleep(0.001))
+            return queue
+
+    def made(self) -> list[str]:
+        return [made for server in self.servers for made in server.made]
+
+
+def test_rows_are_shared_and_each_is_made_once(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, [Server(name, steps=3) for name in "abc"])
+    fleet.run()
+    fleet.check(range(1, 25))
+    assert sorted(fleet.made(), key=int) == [str(number) for number in range(1, 25)]
+    assert all(len(server.made) >= 3 for server in fleet.servers)
+
+
+def test_no_server_has_more_than_two_jobs(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, [Server(name, steps=3) for name in "ab"])
+    fleet.run()
+    assert [server.most for server in fleet.servers] == [2, 2]
+
+
+def test_a_slow_server_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    slow, fast = Server("slow", steps=40), Server("fast")
+    fleet = Fleet(tmp_path, [slow, fast])
+    fleet.run()
+    fleet.check(range(1, 25))
+    assert len(slow.made) < len(fast.made)
+
+
+def test_a_hanging_request_of_one_server_delays_no_other(tmp_path: Path) -> None:
+    hung, ended = Server("hung"), threading.Event()
+    other = Server("other")
+
+    def hang(call: str) -> None:
+        if call == "outcome" and not ended.wait(30):
+            raise AssertionError("the other server did not run on")
+
+    def count(call: str) -> None:
+        if len(other.made) >= 20:
+            ended.set()
+
+    hung.called, other.called = hang, count
+    fleet = Fleet(tmp_path, [hung, other])
+    fleet.run()
+    fleet.check(range(1, 25))
+    assert len(other.made) >= 20
+
+
+def test_rows_of_a_server_that_is_gone_are_made_by_another(tmp_path: Path) -> None:
+    lost, other = Server("lost", steps=5), Server("other", steps=2)
+
+    def leave(call: str) -> None:
+        lost.gone |= len(lost.made) == 2
+
+    lost.called = leave
+    fleet = Fleet(tmp_path, [lost, other])
+    fleet.run()
+    fleet.check(range(1, 25))
+    assert len(other.made) >= 22
+    assert any(
+        "http://lost has not responded for some time: other backends take its" in told for told in fleet.reporter.told
+    )
+
+
+def test_a_server_that_returns_gets_rows_again_and_its_former_ones_are_ended(tmp_path: Path) -> None:
+    back, other = Server("back", steps=5), Server("other", steps=2)
+
+    def leave_and_return(call: str) -> None:
+        back.gone = len(back.made) == 2 and len(other.made) < 12
+
+    back.called = leave_and_return
+    fleet = Fleet(tmp_path, [back, other], rows=60)
+    fleet.run()
+    fleet.check(range(1, 61))
+    assert len(back.made) > 4, "it has made rows after its return"
+    assert len(fleet.made()) <= 62, "its two rows may have been made twice, and no other"
+    assert not any("may still compute" in told for told in fleet.reporter.told)
+
+
+def test_a_server_that_never_returns_is_named_at_the_end(tmp_path: Path) -> None:
+    lost = Server("lost", steps=5)
+    lost.called = lambda call: setattr(lost, "gone", lost.gone or len(lost.made) == 2)
+    fleet = Fleet(tmp_path, [lost, Server("other", steps=2)])
+    fleet.run()
+    (told,) = [told for told in fleet.reporter.told if "may still compute" in told]
+    assert told.startswith("http://lost may still compute")
+
+
+def test_the_batch_ends_when_all_servers_are_silent_and_not_before(tmp_path: Path) -> None:
+    first, second = Server("first"), Server("second")
+    first.gone = True
+    second.called = lambda call: setattr(second, "gone", second.gone or len(second.made) == 5)
+    fleet = Fleet(tmp_path, [first, second])
+    fleet.limits = {"timeout_s": 100.0}
+    with pytest.raises(BackendTimeoutError, match=r"gave up after \d+ s: run the same command again"):
+        fleet.run()
+    assert len(second.made) == 5
+    assert State.failed not in fleet.states()
+    first.gone = second.gone = False
+    second.called = lambda call: None
+    fleet.run()
+    fleet.check(range(1, 25))
+    assert len(fleet.made()) == 24, "what was posted before the end of the first run was found by its id"
+
+
+def test_a_server_that_is_away_at_the_start_works_when_it_comes(tmp_path: Path) -> None:
+    late, other = Server("late", steps=2), Server("other", steps=5)
+    late.called = lambda call: setattr(late, "gone", len(other.made) < 5)
+    fleet = Fleet(tmp_path, [other, late], rows=40)
+    fleet.unreachable = {late.name}
+    fleet.run()
+    fleet.check(range(1, 41))
+    assert len(late.made) >= 5
+
+
+def test_a_server_that_comes_with_another_version_gets_no_rows(tmp_path: Path) -> None:
+    class Other(Server):
+        def check(self) -> None:
+            raise UnsuitableError(f"{self.name} has WanStream 0.0.1, and http://a has 0.1.0")
+
+    fleet = Fleet(tmp_path, [Server("a"), Other("b")])
+    fleet.unreachable = {"http://b"}
+    fleet.run()
+    fleet.check(range(1, 25))
+    assert fleet.servers[1].made == []
+    assert "http://b has WanStream 0.0.1, and http://a has 0.1.0; it gets no more rows" in fleet.reporter.told
+
+
+def test_a_server_behind_whose_address_another_program_listens_counts_as_gone(tmp_path: Path) -> None:
+    class Taken(Server):
+        def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
+            raise ForeignResponseError("http://taken does not accept workflows (status 403)")
+
+    fleet = Fleet(tmp_path, [Taken("taken"), Server("a")])
+    fleet.run()
+    fleet.check(range(1, 25))
+
+
+def test_a_server_that_takes_no_posts_still_delivers_what_it_has(tmp_path: Path) -> None:
+    class Closing(Server):
+        def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
+            if self.ids:
+                raise UnreachableError("http://closing answers with status 500")
+            super().post(prompt_id, prompt)
+
+    closing, other = Closing("closing", steps=200), Server("other", steps=2)
+    fleet = Fleet(tmp_path, [closing, other])
+    fleet.run()
+    fleet.check(range(1, 25))
+    assert len(closing.made) == 1
+    assert closing.ids[0] not in closing.ended_by_us
+    assert not any(told.startswith("failed") for told in fleet.reporter.told)
+
+
+def test_a_server_that_fails_every_row_costs_none(tmp_path: Path) -> None:
+    broken, sound = Server("broken"), Server("sound", steps=5)
+    broken.bad = lambda prompt: "CUDA error: no device"
+    fleet = Fleet(tmp_path, [broken, sound])
+    assert fleet.run().failures == 0
+    fleet.check(range(1, 25))
+    assert any(
+        told.endswith("failed on http://broken and is tried on another backend: CUDA error: no device")
+        for told in fleet.reporter.told
+    )
+
+
+def test_a_row_that_fails_everywhere_fails_once_with_both_reasons(tmp_path: Path) -> None:
+    servers = [Server(name) for name in "abc"]
+    for server in servers:
+        server.bad = lambda prompt, name=server.name: f"too big for {name}" if "5" in prompt else None
+    fleet = Fleet(tmp_path, servers)
+    assert fleet.run().failures == 1
+    fleet.check(number for number in range(1, 25) if number != 5)
+    (failed,) = [told for told in fleet.reporter.told if told.startswith("failed")]
+    assert failed.count("too big for http://") == 2
+
+
+def test_a_refused_row_is_tried_on_one_other_server(tmp_path: Path) -> None:
+    class Refusing(Server):
+        def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
+            if "3" in prompt:
+                raise RefusedError("'x.safetensors' not in []")
+            super().post(prompt_id, prompt)
+
+    fleet = Fleet(tmp_path, [Refusing("a"), Server("b", steps=5)])
+    fleet.run()
+    fleet.check(range(1, 25))
+
+
+def test_a_row_that_takes_servers_down_fails_and_the_others_are_done(tmp_path: Path) -> None:
+    servers = [Server(name, steps=2) for name in "ab"]
+    for server in servers:
+        server.deadly = "4"
+    fleet = Fleet(tmp_path, servers)
+    fleet.run()
+    fleet.check(number for number in range(1, 25) if number != 4)
+    assert f"failed 4: lost {MAX_LOSSES} times while running" in fleet.reporter.told
+
+
+def test_the_error_of_one_runner_ends_the_batch(tmp_path: Path) -> None:
+    class Full(Server):
+        def fetch(self, file: MadeFile, part: Path) -> None:
+            raise OSError(28, "No space left on device")
+
+    fleet = Fleet(tmp_path, [Full("full"), Server("other", steps=1000)])
+    with pytest.raises(OSError, match="No space left on device"):
+        fleet.run()
+    assert State.failed not in fleet.states()
+    fleet.servers = [Server("full"), Server("other")]
+    fleet.run()
+    fleet.check(range(1, 25))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_leaves_nothing_on_any_server(tmp_path: Path, times: int) -> None:
+    servers = [Server(name, steps=5) for name in "abc"]
+    fleet = Fleet(tmp_path, servers)
+
+    def press(call: str) -> None:
+        if len(servers[0].made) == 2:
+            fleet.stop.count = times
+
+    servers[0].called = press
+    fleet.run()
+    assert [server.queue for server in servers] == [[], [], []]
+    states = fleet.states()
+    assert set(states) == {State.done, State.waiting}
+    assert states.count(State.done) == len([*tmp_path.glob("*.txt")])
+    fleet.stop, servers[0].called = StopRequest(), lambda call: None
+    fleet.run()
+    fleet.check(range(1, 25))
+
+
+def test_a_resumed_command_polls_the_server_of_each_id(tmp_path: Path) -> None:
+    class Cut(Server):
+        def fetch(self, file: MadeFile, part: Path) -> None:
+            raise Killed
+
+    servers = [Cut("a"), Cut("b")]
+    fleet = Fleet(tmp_path, servers, rows=4)
+    with pytest.raises(Killed):
+        fleet.run()
+    with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
+        posted = {entry.prompt_id: entry.backend for entry in journal.entries.values() if entry.state is State.posted}
+    assert len(posted) >= 2
+    for server in servers:
+        assert all(prompt_id in server.ids for prompt_id, address in posted.items() if address == server.address)
+    again = [Server("b"), Server("a")]
+    for before, after in zip(servers, again[::-1], strict=True):
+        after.queue, after.history, after.files, after.made = before.queue, before.history, before.files, before.made
+    fleet.servers = again
+    fleet.run()
+    fleet.check(range(1, 5))
+    assert sorted(fleet.made()) == ["1", "2", "3", "4"], "nothing is made twice"
+
+
+def test_rows_of_a_server_that_is_not_in_the_next_command_are_made_elsewhere(tmp_path: Path) -> None:
+    silent = Server("a", steps=1000)
+    fleet = Fleet(tmp_path, [silent], rows=4)
+    silent.called = lambda call: setattr(silent, "gone", call == "outcome")
+    fleet.limits = {"timeout_s": 1.0}
+    with pytest.raises(BackendTimeoutError):
+        fleet.run()
+    fleet.servers, fleet.limits = [Server("b"), Server("c")], {}
+    fleet.run()
+    fleet.check(range(1, 5))
+    assert (
+        "line 1 and 1 more were posted to http://a, which is not in this command: computed again elsewhere, while "
+        "http://a may still compute them"
+    ) in fleet.reporter.told
+
+
+class Desk:
+    """A queue of two servers without runners."""
+
+    def __init__(self, folder: Path, rows: int) -> None:
+        self.a, self.b = Server("a"), Server("b")
+        self.journal = Journal(folder / "journal.sqlite", workflow="w")
+        self.rows = rows_of(rows)
+        self.journal.enter(self.rows, gone=lambda entry: True)
+        self.queue = JobQueue(
+            journal=self.journal,
+            planner=plan_of(1),
+            reporter=Silent(),  # type: ignore[arg-type]
+            stop=StopRequest(),
+            backends=[self.a, self.b],
+        )
+        self.queue.enter(self.rows)
+
+    def take(self, server: Server) -> Submission:
+        taken = self.queue.take(server)  # type: ignore[arg-type]
+        assert taken is not None
+        return taken[0]
+
+    def where(self, row: int) -> tuple[State, str | None, str | None]:
+        entry = self.journal.entries[f"hash {row}"]
+        return entry.state, entry.backend, entry.prompt_id
+
+
+def test_a_row_that_nobody_has_taken_is_reclaimed_with_its_id(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, 2)
+    first = desk.take(desk.a)
+    desk.queue.silence("http://a", 10.0)
+    assert desk.queue.give_back("http://a") == [first]
+    assert desk.where(1) == (State.posted, "http://a", first.prompt_id), "a killed client would poll it there"
+    desk.queue.silence("http://a", None)
+    assert desk.queue.reclaim("http://a", first)
+    assert desk.queue.submissions("http://a") == [first]
+    assert desk.where(1) == (State.posted, "http://a", first.prompt_id)
+    assert [row.hash for row in desk.take(desk.b).rows] == ["hash 2"], "it waits no more"
+
+
+def test_a_row_that_another_server_has_taken_is_not_reclaimed(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, 2)
+    first = desk.take(desk.a)
+    desk.queue.silence("http://a", 10.0)
+    desk.queue.give_back("http://a")
+    taken = desk.take(desk.b)
+    assert taken.rows == first.rows
+    assert desk.where(1) == (State.posted, "http://b", taken.prompt_id)
+    assert not desk.queue.reclaim("http://a", first)
+    # Also if it waits again, after the other server has lost it.
+    desk.queue.wait_again("http://b", taken, first=True)
+    assert not desk.queue.reclaim("http://a", first)
+
+
+def test_a_server_keeps_its_rows_if_no_other_one_responds(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, 2)
+    first = desk.take(desk.a)
+    for name in ("http://a", "http://b"):
+        desk.queue.silence(name, 10.0)
+    assert desk.queue.give_back("http://a") == []
+    assert desk.queue.submissions("http://a") == [first]
+
+
+def test_the_last_rows_go_to_servers_without_any(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, 2)
+    desk.take(desk.a)
+    assert desk.queue.take(desk.a) is None, "the other server has none"  # type: ignore[arg-type]
+    desk.take(desk.b)
+
+
+def test_a_queued_row_is_withdrawn_for_an_idle_server_when_no_row_waits(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, 4)
+    running, queued = desk.take(desk.a), desk.take(desk.a)
+    running.begun, queued.begun = True, False
+    other = desk.take(desk.b)
+    assert not desk.queue.is_superfluous("http://a", queued), "a row waits"
+    last = desk.take(desk.b)
+    assert not desk.queue.is_superfluous("http://a", queued), "the other server is not idle"
+    for submission in (other, last):
+        desk.queue.end("http://b", submission)
+    assert desk.queue.is_superfluous("http://a", queued)
+    assert not desk.queue.is_superfluous("http://a", running)
+
+
+@pytest.mark.parametrize(
+    ("losses", "reasons", "alive", "suits"),
+    [
+        ({}, {}, ["a", "b"], True),
+        ({"a": 1}, {}, ["a", "b"], False),
+        ({"a": 1}, {}, ["a"], True),
+        ({"a": 1}, {}, [], True),
+        ({"a": 1, "b": 1}, {}, ["a", "b"], True),
+        ({"b": 1}, {}, ["a", "b"], True),
+        ({}, {"a": "x"}, ["a", "b"], False),
+        ({"b": 1}, {"a": "x"}, ["a", "b"], True),
+    ],
+)
+def test_a_row_goes_to_a_server_that_has_failed_or_lost_it_less_often(
+    losses: dict[str, int], reasons: dict[str, str], alive: list[str], suits: bool
+) -> None:
+    assert RowHistory(losses=losses, reasons=reasons).suits("a", alive) == suits
+
+
+@pytest.mark.parametrize(
+    ("reasons", "alive", "retry"),
+    [
+        ({}, ["a", "b"], True),
+        ({}, ["a"], False),
+        ({"a": "x"}, ["a", "b"], True),
+        ({"b": "x"}, ["a", "b", "c"], False),
+    ],
+)
+def test_a_failed_row_is_tried_on_one_more_server(reasons: dict[str, str], alive: list[str], retry: bool) -> None:
+    assert RowHistory(reasons=reasons).retry("a", alive) == retry
+
+
+class Mishaps:
+    """Kills of the client, restarts and absences of servers, at calls chosen by a seed; at most so many."""
+
+    def __init__(self, seed: int, count: int, share: float) -> None:
+        self._random, self.left, self._share = random.Random(seed), count, share
+        self._lock = threading.Lock()
+        self.happened: list[str] = []
+
+    def before(self, server: Server) -> Callable[[str], None]:
+        def call(name: str) -> None:
+            with self._lock:
+                server.gone = server.gone and self._random.random() > 0.05
+                if not self.left or self._random.random() > self._share:
+                    return
+                self.left -= 1
+                self.happened.append(self._random.choice(["kill", "restart", "gone"]))
+                what = self.happened[-1]
+            if what == "kill":
+                raise Killed
+            if what == "restart":
+                server.restart()
+            server.gone = what == "gone"
+
+        return call
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_fifty_mishaps_in_a_hundred_rows_on_four_servers_cost_nothing(tmp_path: Path, size: int) -> None:
+    mishaps = Mishaps(size, 50, 0.25)
+    servers = [Server(name, steps=number % 3) for number, name in enumerate("abcd")]
+    fleet = Fleet(tmp_path, servers, rows=100, size=size)
+    for server in servers:
+        server.called = mishaps.before(server)
+    for _ in range(mishaps.left + 1):
+        try:
+            fleet.run()
+        except Killed:
+            time.sleep(0.01)  # the other threads of the killed client end
+            continue
+        break
+    fleet.check(range(1, 101))
+    assert not any(told.startswith("failed") for told in fleet.reporter.told)
+    assert {"kill", "restart", "gone"} == set(mishaps.happened)
+    assert mishaps.left == 0

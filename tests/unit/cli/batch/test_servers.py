@@ -1,0 +1,258 @@
+"""Servers of one batch: everything that is refused before a row is queued, and what is only noted."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanstream.cli import main
+from wanstream.cli.arguments import DONE, INVALID
+from wanstream.cli.batch.backend import UnsuitableError
+from wanstream.cli.batch.server_backend import ServerBackend, ServerReport
+from wanstream.cli.batch.servers import Choice, Requirements, endpoints, same_server
+from wanstream.host.embedded import sockets_of
+from wanstream.schema import VERSION
+from wanstream.tests.faults.comfy_like import State, Trouble, handler_of
+from wanstream.tests.faults.replaced import named_models
+from wanstream.tests.unit.cli.batch.test_dry_run import T2V
+
+Serve = Callable[..., tuple[str, State]]
+
+
+@contextmanager
+def served(state: State) -> Iterator[str]:
+    """A server that speaks as ComfyUI with this pack does."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(state, Trouble()))
+    server.daemon_threads = True
+    threading.Thread(target=state.work, daemon=True).start()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """`serve(comfyui=..., about=...)`: the address of a server that has the models of the workflow, and its state."""
+    with ExitStack() as opened:
+
+        def start(**settings: Any) -> tuple[str, State]:
+            folder = tmp_path / f"server{len([*tmp_path.glob('server*')])}"
+            (folder / "output").mkdir(parents=True)
+            state = State(folder / "output", named_models(folder / "models", T2V), **settings)
+            return opened.enter_context(served(state)), state
+
+        yield start
+
+
+def call_of(folder: Path, *urls: str, rows: int = 6, more: tuple[str, ...] = ()) -> list[str]:
+    """The command line of a batch of these servers."""
+    lines = [json.dumps({"sampler.seed": seed}) for seed in range(1, rows + 1)]
+    (folder / "jobs.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "workflow.json").write_text(json.dumps(T2V), encoding="utf-8")
+    files = [str(folder / "jobs.jsonl"), "--workflow", str(folder / "workflow.json"), "--out", str(folder / "out")]
+    return ["batch", *files, *(word for url in urls for word in ("--server", url)), *more]
+
+
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], *urls: str) -> str:
+    """The message of a batch that is refused."""
+    assert main(call_of(folder, *urls)) == INVALID
+    assert not (folder / "out").exists(), "nothing was written or queued"
+    return capsys.readouterr().err
+
+
+def closed_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def test_two_servers_share_the_rows_and_the_summary_says_how(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (first, a), (second, b) = serve(seconds=0.05), serve(seconds=0.05)
+    assert main(call_of(tmp_path, first, second)) == DONE
+    assert len([*(tmp_path / "out").glob("*.mp4")]) == 6
+    printed = capsys.readouterr()
+    counts = [len([*state.output.glob("*.mp4")]) for state in (a, b)]
+    assert sum(counts) == 6
+    assert min(counts) >= 1
+    assert printed.out.splitlines() == [
+        f"6 of 6 rows are done in {tmp_path / 'out'}",
+        *(f"{url}: {count} rows" for url, count in zip((first, second), counts, strict=True)),
+    ]
+    assert "2 of 2 servers" not in printed.err, "the bar names servers only when one does not respond"
+
+
+@pytest.mark.parametrize("other", ["{url}", "{url}/", "http://localhost:{port}", "HTTP://LOCALHOST:{port}/"])
+def test_the_same_server_twice_is_refused(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str], other: str
+) -> None:
+    url, _ = serve()
+    again = other.format(url=url, port=url.rpartition(":")[2])
+    assert f"--server {url} and --server {again} are one server" in refused(tmp_path, capsys, url, again)
+
+
+def test_one_process_behind_two_ports_is_refused(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"version": VERSION, "instance": "one"}
+    (first, _), (second, _) = serve(about=about), serve(about=about)
+    assert "are one server: give each server once" in refused(tmp_path, capsys, first, second)
+
+
+def test_servers_with_different_versions_of_this_pack_are_refused(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (first, _), (second, _) = serve(), serve(about={"version": "0.0.9", "instance": "b"})
+    told = refused(tmp_path, capsys, first, second)
+    assert f"{second} has WanStream 0.0.9, and {first} has {VERSION}: install the same version on both" in told
+
+
+def test_a_pack_that_does_not_report_its_version_is_another_version(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (first, _), (second, _) = serve(), serve(about={})
+    assert f"{second} has WanStream (a version that does not report itself)" in refused(tmp_path, capsys, first, second)
+
+
+def test_a_server_without_a_node_of_the_workflow_is_refused(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, _), (second, state) = serve(), serve()
+    answer = State.answer
+
+    def without(self: State, route: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        return (200, {}) if self is state and route == "/object_info" else answer(self, route, query, body)
+
+    monkeypatch.setattr(State, "answer", without)
+    told = refused(tmp_path, capsys, first, second)
+    assert f"the workflow cannot run on {second} (ComfyUI 0.18.1):" in told
+    assert "node sampler: unknown class WanStreamSampler" in told
+    assert first not in told
+
+
+def test_a_server_without_a_model_of_the_workflow_is_refused(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (first, _), (second, state) = serve(), serve()
+    name = T2V["experts"]["inputs"]["high_noise"]
+    (missing,) = (state.models / "diffusion_models").glob(name)
+    missing.unlink()
+    told = refused(tmp_path, capsys, first, second)
+    assert f"{second} lacks 1 choices of the rows that another server has:" in told
+    assert f"WanStreamExperts.high_noise '{name}'" in told
+
+
+def test_different_versions_of_comfyui_are_noted(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (first, _), (second, _) = serve(), serve(comfyui="0.3.64")
+    assert main(call_of(tmp_path, first, second, more=("--dry-run",))) == DONE
+    told = capsys.readouterr().err
+    assert "the servers have different versions of ComfyUI, with which videos may differ" in told
+    assert f"0.18.1 at {first}, 0.3.64 at {second}" in told
+
+
+def test_a_server_that_is_down_is_noted_and_the_others_run(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    down, (url, _) = f"http://127.0.0.1:{closed_port()}", serve()
+    assert main(call_of(tmp_path, down, url, rows=2)) == DONE
+    printed = capsys.readouterr()
+    assert f"no complete answer from {down}/system_stats" in printed.err
+    assert "it gets rows when it responds" in printed.err
+    assert f"1 of 2 servers, no answer from {down}" in printed.err
+    assert f"{url}: 2 rows\n{down}: 0 rows\n" in printed.out
+
+
+def test_servers_that_are_all_down_are_refused_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    urls = [f"http://127.0.0.1:{closed_port()}", f"http://127.0.0.1:{closed_port()}"]
+    told = refused(tmp_path, capsys, *urls)
+    assert told.startswith("none of the servers responds; is ComfyUI running there?")
+    assert all(url in told for url in urls)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8188", "ftp://x", "http://"])
+def test_a_bad_address_among_good_ones_is_refused(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str
+) -> None:
+    assert f"--server {url}" in refused(tmp_path, capsys, serve()[0], url)
+
+
+def test_a_server_that_returns_with_other_nodes_is_refused_by_its_check(serve: Serve) -> None:
+    url, state = serve()
+    backend = ServerBackend(url)
+    report = backend.describe()
+    backend.faults_of_server = Requirements(
+        classes={"1": "WanStreamSampler"}, wanstream=report.wanstream, url="http://other"
+    ).faults
+    backend.check()
+    state.about = {"version": "0.0.9", "instance": "later"}
+    with pytest.raises(UnsuitableError, match=r"has WanStream 0\.0\.9, and http://other has 0"):
+        backend.check()
+
+
+def test_a_server_that_comes_later_may_be_one_of_the_others(serve: Serve) -> None:
+    url, state = serve()
+    backend = ServerBackend(url)
+    backend.faults_of_server = Requirements(classes={}, instances={state.about["instance"]: "http://other"}).faults
+    with pytest.raises(UnsuitableError, match=f"{url} and http://other are one server"):
+        backend.check()
+
+
+def report_of(url: str, **known: Any) -> ServerReport:
+    found = {"comfyui": "0.18.1", "wanstream": None, "instance": None, "sockets": {}}
+    return ServerReport(url=url, **{**found, **known})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ("http://127.0.0.1:8188", "http://127.0.0.1:8189", False),
+        ("http://127.0.0.1:8188", "http://[::ffff:127.0.0.1]:8188/", True),
+        ("http://127.0.0.1", "http://127.0.0.1:80", True),
+        ("http://127.0.0.1/a", "http://127.0.0.1/b", False),
+        ("http://no-such-host.invalid", "http://no-such-host.invalid:80/", True),
+    ],
+)
+def test_addresses_of_one_server(first: str, second: str, same: bool) -> None:
+    assert same_server(first, second) == same
+    assert same_server(report_of(first), second) == same
+
+
+def test_ids_of_processes_are_believed_before_addresses() -> None:
+    """One name may stand for several machines, and one machine may have several names."""
+    url = "http://127.0.0.1:8188"
+    assert not same_server(report_of(url, instance="a"), report_of(url, instance="b"))
+    assert same_server(report_of(url, instance="a"), report_of("http://127.0.0.1:9999", instance="a"))
+    assert endpoints(url) == {("127.0.0.1", 8188, "")}
+
+
+def test_choices_of_a_workflow_without_a_list_are_any() -> None:
+    sockets = {"Load": sockets_of({"required": {"file": [["a", "b"]], "text": ["STRING"]}})}
+    needed = Requirements(
+        classes={"1": "Load"},
+        choices=(
+            Choice(class_type="Load", name="file", value="a"),
+            Choice(class_type="Load", name="file", value="c"),
+            Choice(class_type="Load", name="text", value="any"),
+        ),
+    )
+    assert needed.faults(report_of("http://x", sockets=sockets)) == [
+        "http://x lacks 1 choices of the rows that another server has:",
+        "Load.file 'c'",
+    ]
