@@ -43,6 +43,7 @@ from native_families import _normal, results_of
 
 from wanstream.host import current_host
 from wanstream.nodes.guider import WanStreamGuider
+from wanstream.nodes.latents import vae_of
 from wanstream.nodes.sampler import WanStreamSampler
 from wanstream.nodes.variants.bernini import WanStreamBernini
 from wanstream.nodes.variants.fun_control import WanStreamFunControl
@@ -144,11 +145,10 @@ SIZE = {"width": 48, "height": 32}
 
 def _ours(node: Any, vae: Vae, **inputs: Any) -> list[Any]:
     """Return what a node of ours hands on, with the VAE of the tests in place of a file."""
-    module = f"{node.__module__}."
     space = WAN22 if vae.latent_channels == WAN22.channels else WAN21
     with (
-        patch(f"{module}open_vae", lambda path: Namespace(space=space)),
-        patch(f"{module}encode_here", lambda path, video: vae.encode(video)),
+        patch(f"{vae_of.__module__}.open_vae", lambda path: Namespace(space=space)),
+        patch(f"{node.__module__}.encode_here", lambda path, video: vae.encode(video)),
         patch.object(type(current_host()), "model_path", lambda *_: Path("vae")),
     ):
         texts = [[[_normal(1, 3, 4096, seed=seed), {}]] for seed in (1, 2)]
