@@ -50,6 +50,9 @@ from wanstream.nodes.variants.fun_control import WanStreamFunControl
 from wanstream.schema.refs import ExpertsRef
 from wanstream.wan import WAN21, WAN22
 
+TWO_VIDEOS = ("fun_control_22", "fun_control_21_reference", "fun_control_5b")
+"""Together they have every value that is per video: image, mask, reference and CLIP, in a pair and with 48 channels."""
+
 CONTEXTS = {
     "a source": [(3, 4, 6)],
     "a source and images": [(3, 4, 6), (1, 8, 4), (1, 2, 10)],
@@ -234,6 +237,8 @@ def answers(folder: str) -> dict[str, Any]:
     cases: dict[str, Callable[[], object]] = {"refusals": partial(refusal_cases, files), "nodes": node_cases}
     for name, case in FUN_CASES.items():
         cases[name] = lambda case=case: parity_case(files, case, inputs_of(case))
+    for name in TWO_VIDEOS:
+        case = FUN_CASES[name]
         cases[f"{name}, two videos"] = lambda case=case: parity_case(files, case, inputs_of(case, batch=2))
     for pair in (False, True):
         for name, sizes in CONTEXTS.items():
