@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .arguments import DONE, FAILED, INTERRUPTED, Parser
+from .arguments import INTERRUPTED, Parser
 from .options import (
     BatchOptions,
     BenchOptions,
@@ -46,19 +46,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_test_model(options: ModelOptions) -> int:
-    """Write the model, print its summary, and return the exit code."""
-    from ..testing import TinyModelError, write_tiny_model
-
-    try:
-        model = write_tiny_model(options.folder, on_progress=lambda part: print(part, file=sys.stderr))
-    except TinyModelError as err:
-        print(err, file=sys.stderr)
-        return FAILED
-    print(model.summary())
-    return DONE
-
-
 _COMMANDS: dict[str, tuple[str, type[Any], str, str]] = {
     "run": (
         ".run:run",
@@ -76,12 +63,13 @@ _COMMANDS: dict[str, tuple[str, type[Any], str, str]] = {
         "Exit code 0: all rows are done; 1: some failed; 2: nothing ran; 130: stopped by Ctrl-C.",
     ),
     "make-test-model": (
-        ":make_test_model",
+        ".make_test_model:make_test_model",
         ModelOptions,
         "write a tiny random model under the real file names",
         "Writes a models folder with tiny random weights under the names of the real files, so that the workflows of "
         "this pack run on it, except native_mixed: ComfyUI's CLIPLoader does not read a text encoder as small as this "
-        "one. Its videos show noise.",
+        "one. Its videos show noise. "
+        "Exit code 0: it is there; 1: it cannot be written; 2: a workflow is invalid.",
     ),
     "quantise": (
         ".quantise:quantise",

@@ -148,6 +148,13 @@ class ModelOptions:
     """Options of `wanstream make-test-model`."""
 
     folder: Path = option("folder", metavar="DIR", help="the models folder to create")
+    workflows: tuple[Path, ...] = option(
+        "--workflow",
+        nargs="+",
+        default=(),
+        metavar="WORKFLOW",
+        help="write only the files that these API workflows name, next to those that DIR has (default: all files)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

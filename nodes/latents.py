@@ -88,6 +88,17 @@ def check_tensor_ram(nbytes: int, name: str) -> None:
         )
 
 
+def check_video_ram(shape: VideoShape, name: str) -> None:
+    """Raise InsufficientMemoryError if the frames of a video, in float32, do not fit into RAM."""
+    check_tensor_ram(shape.width * shape.height * shape.frames * 3 * FP32_BYTES, name)
+
+
+def vae_of(name: str) -> tuple[Path, LatentSpace]:
+    """Return the path of the VAE that `vae_input` names, and the space of its latents."""
+    path = current_host().model_path(name, "diffusers", "vae")
+    return path, open_vae(path).space
+
+
 def empty_latent(space: LatentSpace, shape: VideoShape, batch_size: int) -> dict[str, torch.Tensor]:
     """Return a LATENT of zeros, float32; raises InsufficientMemoryError if there is too little RAM for it."""
     check_tensor_ram(batch_size * space.channels * prod(shape.latent) * FP32_BYTES, "the latent")
@@ -145,11 +156,44 @@ NONE = "none"
 CROPS = {"none": False, "center": True}
 
 
+def prompt_inputs() -> list[io.Input]:
+    """Return the inputs for both prompts of a node that adds values to them."""
+    tooltip = "From Wan Text Encode; goes on to the sampler."
+    return [io.Conditioning.Input(name, tooltip=tooltip) for name in ("positive", "negative")]
+
+
+def clip_vision_input(tooltip: str) -> io.Input:
+    names = [NONE, *current_host().model_names("diffusers", "clip_vision")]
+    return io.Combo.Input("clip_vision", options=names, default=NONE, optional=True, tooltip=tooltip)
+
+
+def condition_outputs() -> list[io.Output]:
+    """Return the outputs of a node with both prompts and a latent."""
+    prompts = [io.Conditioning.Output(display_name=name) for name in ("positive", "negative")]
+    return [*prompts, io.Latent.Output(display_name="latent")]
+
+
+def conditioned(
+    positive: Conditioning, negative: Conditioning, values: Mapping[str, object], latent: Mapping[str, torch.Tensor]
+) -> io.NodeOutput:
+    """Return both prompts with `values`, and the latent."""
+    return io.NodeOutput(added(positive, values), added(negative, values), latent)
+
+
+class SizedNode(io.ComfyNode):
+    """Node with `SIZE_INPUTS`, which are checked before any node runs."""
+
+    @classmethod
+    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
+        check_size(width=width, height=height, frames=frames)
+        return True
+
+
 class UnsupportedImageError(ValueError):
     """An input was connected for a model that does not take it, or one is missing that a model needs."""
 
 
-class WanStreamImageToVideo(io.ComfyNode):
+class WanStreamImageToVideo(SizedNode):
     """First and last frames of an image-to-video run, in the format of ComfyUI's own nodes."""
 
     @classmethod
@@ -162,8 +206,7 @@ class WanStreamImageToVideo(io.ComfyNode):
             description="Encodes a start image and an optional end image for the sampler and adds them to both "
             "prompts. Needs I2V experts, or Wan2.2 5B and its VAE.",
             inputs=[
-                io.Conditioning.Input("positive", tooltip="From Wan Text Encode; goes on to the sampler."),
-                io.Conditioning.Input("negative", tooltip="From Wan Text Encode; goes on to the sampler."),
+                *prompt_inputs(),
                 vae_input(),
                 io.Image.Input("image", tooltip="The first frame; several images are the first frames in order."),
                 *SIZE_INPUTS,
@@ -173,14 +216,9 @@ class WanStreamImageToVideo(io.ComfyNode):
                     tooltip="The last frame; several images are the last frames in order. Costs nothing: the whole "
                     "video is encoded in any case. Not for Wan2.2 5B.",
                 ),
-                io.Combo.Input(
-                    "clip_vision",
-                    options=[NONE, *current_host().model_names("diffusers", "clip_vision")],
-                    default=NONE,
-                    optional=True,
-                    tooltip="For Wan2.1 I2V: clip_vision_h.safetensors, or the diffusers pipeline folder with the "
-                    "image encoder. Its layers are streamed (0.2 GB of device memory, 1.3 GB read). Wan2.2 needs "
-                    "none.",
+                clip_vision_input(
+                    "For Wan2.1 I2V: clip_vision_h.safetensors, or the diffusers pipeline folder with the image "
+                    "encoder. Its layers are streamed (0.2 GB of device memory, 1.3 GB read). Wan2.2 needs none."
                 ),
                 io.Combo.Input(
                     "clip_crop",
@@ -191,17 +229,8 @@ class WanStreamImageToVideo(io.ComfyNode):
                     "code. center: its central square, as in diffusers. Costs nothing.",
                 ),
             ],
-            outputs=[
-                io.Conditioning.Output(display_name="positive"),
-                io.Conditioning.Output(display_name="negative"),
-                io.Latent.Output(display_name="latent"),
-            ],
+            outputs=condition_outputs(),
         )
-
-    @classmethod
-    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
-        check_size(width=width, height=height, frames=frames)
-        return True
 
     @classmethod
     def execute(
@@ -216,19 +245,18 @@ class WanStreamImageToVideo(io.ComfyNode):
         clip_crop: str = "none",
         **size: int,
     ) -> io.NodeOutput:
-        path = current_host().model_path(vae, "diffusers", "vae")
-        space = open_vae(path).space
+        path, space = vae_of(vae)
         shape = video_shape(space, **size)
         if space != WAN21:
             _check_one_image(end_image, clip_vision)
             return io.NodeOutput(positive, negative, _latent_from_image(path, image, shape, batch_size))
-        check_tensor_ram(shape.width * shape.height * shape.frames * 3 * FP32_BYTES, "the video with the start image")
+        check_video_ram(shape, "the video with the start image")
         video = video_with_start_end(image, end_image, shape)
         mask = _start_mask(image, end_image, shape)
         values: dict[str, object] = {"concat_latent_image": encode_here(path, video), "concat_mask": mask}
         if clip_vision != NONE:
             values[IMAGE_EMBEDDING_KEY] = image_embedding(image, clip_vision, crop=CROPS[clip_crop])
-        return io.NodeOutput(added(positive, values), added(negative, values), empty_latent(space, shape, batch_size))
+        return conditioned(positive, negative, values, empty_latent(space, shape, batch_size))
 
 
 def image_embedding(image: torch.Tensor, clip_vision: str, *, crop: bool = False) -> object:

@@ -1,14 +1,14 @@
 """Folder of a test model. Files that do not belong to the test model are never changed or deleted.
 
 A record in the folder lists the test model's files and their sizes. New files are first written to a subfolder and
-replace the old ones at the end, so the folder contains a complete test model or none.
+replace the old ones at the end, so the folder contains all files that were to be written, or none.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,10 +27,16 @@ class ModelFolder:
         self.folder = folder
         self._recipe = dict(recipe)
 
-    def is_complete(self) -> bool:
-        """Return True if the folder contains all files of the test model of this recipe."""
+    def is_complete(self, names: Collection[str]) -> bool:
+        """Return True if the folder contains a test model of this recipe with these files and folders, unchanged."""
         record = self._read_record()
-        return record is not None and record["recipe"] == self._recipe and self._changed(record) == []
+        if record is None or record["recipe"] != self._recipe or self._changed(record):
+            return False
+        return self.names().issuperset(names)
+
+    def names(self) -> set[str]:
+        """Return the names of the test model's files and of the folders that contain them."""
+        return {part for path in self.files() for part in path.parts}
 
     def files(self) -> dict[Path, int]:
         """Return the test model's files, relative to the folder, and their sizes in bytes."""

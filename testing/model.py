@@ -2,22 +2,23 @@
 
 File names and depth are those of Wan2.2 A14B and 5B, of Wan2.1, and of Fun and Bernini-R, so every workflow runs on it
 unchanged. It has two attention heads instead of forty, so it takes 1.1 GB and its videos show noise. The weights are
-drawn from fixed seeds.
+drawn from fixed seeds, so a file has the same values whatever else is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import CLIPVisionConfig, CLIPVisionModel
+from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5EncoderModel
 
 from ..schema import format_size
-from ..wan import HEADS, PREFIX, WAN21, WAN22, WIDTH
+from ..wan import HEADS, PREFIX, WAN21, WAN22, WIDTH, LatentSpace
 from .components import (
     SHARED,
     link_components,
@@ -42,7 +43,7 @@ from .weights import (
     randomised,
 )
 
-__all__ = ["TinyModel", "TinyModelError", "write_tiny_model"]
+__all__ = ["TinyModel", "TinyModelError", "model_names", "write_tiny_model"]
 
 A14B_LAYERS = 40
 RECIPE = 10
@@ -96,6 +97,16 @@ class Family:
     """True for a model with the `ref_conv` of Fun Control."""
     layers: int = A14B_LAYERS
     """Blocks of the real model."""
+
+    @property
+    def experts(self) -> dict[str, int]:
+        """Seeds by expert, high or low; a single one is "high"."""
+        return dict(zip(("high", "low"), self.seeds, strict=False))
+
+    def names(self, expert: str) -> set[str]:
+        """Return the names of the files and of the pipeline that contain this expert or a LoRA for it."""
+        files = {str(file.name).format(expert, expert.upper()) for file in (*self.files, *self.loras)}
+        return files if self.pipeline is None else {*files, self.pipeline.name}
 
 
 FAMILIES = (
@@ -172,6 +183,12 @@ FAMILIES = (
     Family(name="Bernini-R 1.3B", seeds=(62,), files=(BERNINI13_FILE,), layers=30),
 )
 
+NAMES = frozenset(
+    {file.name for file in (VAE_FILE, WAN22_VAE_FILE, *TINY_VAE_FILES, TEXT_ENCODER_FILE, CLIP_FILE)}
+    | {name for family in FAMILIES for expert in family.experts for name in family.names(expert)}
+)
+"""Names of all files and pipelines."""
+
 
 def make_image_encoder(*, seed: int, layers: int = 2, image_size: int = 224) -> CLIPVisionModel:
     """Return a random CLIP vision model in fp32 with the width of ViT-H (1280) and small other sizes."""
@@ -208,8 +225,18 @@ class TinyModel:
         return "\n".join([*lines, f"{format_size(self.nbytes):>8}  on disk, in {self.folder}"])
 
 
+def model_names(prompt: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Return the names of the model files and pipelines in the inputs of an API workflow."""
+    values = [value for node in prompt.values() for value in node.get("inputs", {}).values() if isinstance(value, str)]
+    return {value for value in values if value in NAMES or value.endswith(".safetensors")}
+
+
 def write_tiny_model(
-    folder: Path | str, *, layers: int = A14B_LAYERS, on_progress: Callable[[str], object] | None = None
+    folder: Path | str,
+    *,
+    layers: int = A14B_LAYERS,
+    names: Collection[str] | None = None,
+    on_progress: Callable[[str], object] | None = None,
 ) -> TinyModel:
     """Write a test model into a new or empty folder, or replace an older test model.
 
@@ -217,16 +244,20 @@ def write_tiny_model(
 
     Args:
         layers: number of blocks of each expert.
+        names: files and pipelines to write next to those that the folder has; None: all.
         on_progress: called with the name of the part that is written next.
 
     Raises:
-        TinyModelError: the folder contains other files, or it cannot be written.
+        TinyModelError: the folder contains other files, it cannot be written, or the test model lacks one of `names`.
     """
+    wanted = NAMES if names is None else frozenset(names)
+    if unknown := sorted(wanted - NAMES):
+        raise TinyModelError(f"the test model has no {', '.join(unknown)}: leave the model or the workflow out")
     target = ModelFolder(Path(folder), recipe={"recipe": RECIPE, "layers": layers})
-    if not target.is_complete():
+    if not target.is_complete(wanted):
         try:
             with target.replacing() as empty:
-                _write_all(empty, layers, on_progress or _nothing)
+                _write(empty, layers, wanted | (target.names() & NAMES), on_progress or _nothing)
         except TinyModelError:
             raise
         except (SafetensorError, OSError) as err:
@@ -238,32 +269,54 @@ def _nothing(_: str) -> None:
     pass
 
 
-def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) -> None:
+def _write(folder: Path, layers: int, wanted: Collection[str], on_progress: Callable[[str], object]) -> None:
+    if any(family.pipeline is not None and family.pipeline.name in wanted for family in FAMILIES):
+        wanted = {*wanted, A14B_PIPELINE.name}  # the others link its components
     on_progress("VAE and text encoder")
-    vae, encoder = make_vae(seed=VAE_SEED), make_text_encoder(seed=TEXT_SEED, vocabulary=len(VOCABULARY))
-    save_vae_file(vae, folder / VAE_FILE)
-    save_text_encoder_file(encoder, folder / TEXT_ENCODER_FILE, dtype=torch.float16, fp8=Fp8Layout())
-    save_vae_folder(vae, folder / A14B_PIPELINE / "vae")
-    save_text_encoder_folders(encoder, folder / A14B_PIPELINE, dtype=torch.bfloat16)
-    save_image_encoder(make_image_encoder(seed=CLIP_SEED), folder / CLIP_FILE, dtype=torch.float16)
-    wan22_vae = make_wan22_vae(seed=WAN22_VAE_SEED)
-    save_vae_file(wan22_vae, folder / WAN22_VAE_FILE)
-    save_vae_folder(wan22_vae, folder / TI2V_PIPELINE / "vae")
-    for seed, (path, space) in enumerate(TINY_VAE_FILES.items(), TINY_VAE_SEED):
-        tensors = make_tiny_vae(space, seed=seed)
-        save_single_file({name: tensor.to(torch.float16) for name, tensor in tensors.items()}, folder / path)
+    _write_components(folder, wanted)
     for family in FAMILIES:
-        if family.pipeline is not None:
+        if family.pipeline is not None and family.pipeline.name in wanted:
             link_components(folder / A14B_PIPELINE, folder / family.pipeline, family.linked)
             write_settings(folder / family.pipeline, **family.settings)
-        # One seed or two.
-        for seed, expert in zip(family.seeds, ("high", "low"), strict=False):
-            on_progress(family.name.format(expert))
-            _write_expert(family, folder, layers, seed, expert)
+        for expert, seed in family.experts.items():
+            if not family.names(expert).isdisjoint(wanted):
+                on_progress(family.name.format(expert))
+                _write_expert(family, folder, layers, seed, expert, wanted)
 
 
-def _write_expert(family: Family, folder: Path, layers: int, seed: int, expert: str) -> None:
-    """Write an expert in the most common layouts, and its LoRAs."""
+def _write_components(folder: Path, wanted: Collection[str]) -> None:
+    """Write VAEs, text encoder and image encoder, as files and in the pipelines that others link."""
+    files: dict[Path, Callable[[Path], None]] = {
+        VAE_FILE: lambda path: save_vae_file(make_vae(seed=VAE_SEED), path),
+        WAN22_VAE_FILE: lambda path: save_vae_file(make_wan22_vae(seed=WAN22_VAE_SEED), path),
+        TEXT_ENCODER_FILE: lambda path: save_text_encoder_file(
+            _text_encoder(), path, dtype=torch.float16, fp8=Fp8Layout()
+        ),
+        CLIP_FILE: lambda path: save_image_encoder(make_image_encoder(seed=CLIP_SEED), path, dtype=torch.float16),
+    }
+    for seed, (path, space) in enumerate(TINY_VAE_FILES.items(), TINY_VAE_SEED):
+        files[path] = partial(_save_tiny_vae, space, seed)
+    for path, save in files.items():
+        if path.name in wanted:
+            save(folder / path)
+    if A14B_PIPELINE.name in wanted:
+        save_vae_folder(make_vae(seed=VAE_SEED), folder / A14B_PIPELINE / "vae")
+        save_text_encoder_folders(_text_encoder(), folder / A14B_PIPELINE, dtype=torch.bfloat16)
+    if TI2V_PIPELINE.name in wanted:
+        save_vae_folder(make_wan22_vae(seed=WAN22_VAE_SEED), folder / TI2V_PIPELINE / "vae")
+
+
+def _text_encoder() -> UMT5EncoderModel:
+    return make_text_encoder(seed=TEXT_SEED, vocabulary=len(VOCABULARY))
+
+
+def _save_tiny_vae(space: LatentSpace, seed: int, path: Path) -> None:
+    tensors = make_tiny_vae(space, seed=seed)
+    save_single_file({name: tensor.to(torch.float16) for name, tensor in tensors.items()}, path)
+
+
+def _write_expert(family: Family, folder: Path, layers: int, seed: int, expert: str, wanted: Collection[str]) -> None:
+    """Write the wanted files of an expert, in the most common layouts, and its LoRAs."""
     shape = TinyShape(
         layers=min(layers, family.layers),
         in_channels=family.in_channels,
@@ -273,13 +326,15 @@ def _write_expert(family: Family, folder: Path, layers: int, seed: int, expert: 
         **TINY_WIDTH,
     )
     model = make_expert(shape, seed=seed)
-    if family.pipeline is not None:
+    if family.pipeline is not None and family.pipeline.name in wanted:
         component = "transformer" if expert == "high" else "transformer_2"
         save_expert_folder(model, folder / family.pipeline / component, dtype=torch.bfloat16)
     for file in family.files:
-        fp8 = Fp8Layout() if "fp8" in file.name else None
-        dtype = torch.bfloat16 if "bf16" in file.name else torch.float16
-        save_expert_file(model, folder / str(file).format(expert), dtype=dtype, fp8=fp8)
+        path = folder / str(file).format(expert)
+        if path.name in wanted:
+            fp8 = Fp8Layout() if "fp8" in file.name else None
+            save_expert_file(model, path, dtype=torch.bfloat16 if "bf16" in file.name else torch.float16, fp8=fp8)
     for number, lora in enumerate(family.loras, 1):
         path = folder / str(lora).format(expert, expert.upper())
-        save_lora(make_lora(model, seed=seed + number * LORA_SEED), path, dtype=torch.bfloat16)
+        if path.name in wanted:
+            save_lora(make_lora(model, seed=seed + number * LORA_SEED), path, dtype=torch.bfloat16)

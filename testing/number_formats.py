@@ -6,7 +6,6 @@ readers.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -106,9 +105,9 @@ def tiled(scales: torch.Tensor) -> torch.Tensor:
     """Return scales [rows, columns] in the order of cuBLAS, with the shape of the padded matrix."""
     rows, columns = -(-scales.shape[0] // 128) * 128, -(-scales.shape[1] // 4) * 4
     flat = torch.zeros(rows * columns, dtype=scales.dtype)
-    for row, column in itertools.product(*map(range, scales.shape)):
-        tile = row // 128 * (columns // 4) + column // 4
-        flat[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = scales[row, column]
+    row, column = torch.arange(scales.shape[0]).unsqueeze(1), torch.arange(scales.shape[1])
+    tile = row // 128 * (columns // 4) + column // 4
+    flat[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = scales
     return flat.view(rows, columns)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -45,6 +47,30 @@ MAX_FUNCTION_LINES = 60
 MAX_MODULES = 15
 
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+Found = TypeVar("Found")
+EACH_PACKAGE = pytest.mark.parametrize("package", PACKAGES)
+
+
+def _files(package: str) -> list[Path]:
+    return [path for path in FILES if _package(path) == package]
+
+
+def _in_files(package: str, find: Callable[[Path], Iterable[Found]]) -> Iterator[tuple[Path, Found]]:
+    for path in _files(package):
+        for found in find(path):
+            yield path, found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drop_trees() -> Iterator[None]:
+    """Half a million objects would slow down every garbage collection of later tests."""
+    yield
+    _tree.cache_clear()
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _package(path: Path) -> str:
@@ -54,7 +80,7 @@ def _package(path: Path) -> str:
 def _imports(path: Path) -> Iterator[tuple[int, str, bool]]:
     """(line, dotted name from the package root or absolute name, is ours)."""
     parents = ("wanstream", *path.relative_to(ROOT).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name, False
@@ -78,7 +104,7 @@ def _imported_at_top_level(path: Path) -> Iterator[str]:
     The imported name counts too, because `from .package import name` may import the submodule `name`.
     """
     parents = ("wanstream", *path.relative_to(ROOT).parts[:-1])
-    body = ast.parse(path.read_text(encoding="utf-8")).body
+    body = _tree(path).body
     for node in [*body, *(each for check in body if isinstance(check, ast.If) for each in check.body)]:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = (*parents[: len(parents) - node.level + 1][1:], *([node.module] if node.module else []))
@@ -87,10 +113,9 @@ def _imported_at_top_level(path: Path) -> Iterator[str]:
             yield from (".".join((*base, alias.name)) for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_upwards(path: Path) -> None:
-    package = _package(path)
-    for line, name, ours in _imports(path):
+@EACH_PACKAGE
+def test_imports_point_upwards(package: str) -> None:
+    for path, (line, name, ours) in _in_files(package, _imports):
         where = f"{path.relative_to(ROOT)}:{line} imports {name}"
         top = name.split(".")[0]
         if ours:
@@ -113,17 +138,17 @@ def test_modules_do_not_name_each_other_in_cycles() -> None:
     assert not edges, f"these modules are in a cycle, or import one: {sorted(edges)}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_other_packages_are_imported_by_their_public_surface(path: Path) -> None:
-    for line, name, ours in _imports(path):
-        if ours and name and name.split(".")[0] != _package(path):
+@EACH_PACKAGE
+def test_other_packages_are_imported_by_their_public_surface(package: str) -> None:
+    for path, (line, name, ours) in _in_files(package, _imports):
+        if ours and name and name.split(".")[0] != package:
             target = ROOT.joinpath(*name.split("."))
             assert (target / "__init__.py").is_file(), f"{path.relative_to(ROOT)}:{line} imports the module {name}"
 
 
 @pytest.mark.parametrize("package", [package for package in PACKAGES if package not in {"cli", "tools"}])
 def test_public_surfaces_list_their_names(package: str) -> None:
-    tree = ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8"))
+    tree = _tree(ROOT / package / "__init__.py")
     listed = [
         [constant.value for constant in node.value.elts if isinstance(constant, ast.Constant)]
         for node in tree.body
@@ -148,40 +173,42 @@ def test_host_and_nodes_do_not_know_each_other_backwards() -> None:
         assert not [name for _, name, ours in _imports(path) if ours and name.startswith(("nodes", "cli"))], path
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_functions_fit_on_a_screen(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, f"{path.relative_to(ROOT)}: {node.name} has {length} lines"
+@EACH_PACKAGE
+def test_functions_fit_on_a_screen(package: str) -> None:
+    for path in _files(package):
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                assert length <= MAX_FUNCTION_LINES, f"{path.relative_to(ROOT)}: {node.name} has {length} lines"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_module_docstrings_start_with_a_noun_or_a_verb(path: Path) -> None:
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    assert docstring, path
-    assert docstring.split(maxsplit=1)[0] not in {"What", "Which", "Where", "Whether", "How", "Who"}, path
-    assert path.stem not in {"utils", "common", "helpers", "manager"}, path
+@EACH_PACKAGE
+def test_module_docstrings_start_with_a_noun_or_a_verb(package: str) -> None:
+    for path in _files(package):
+        docstring = ast.get_docstring(_tree(path))
+        assert docstring, path
+        assert docstring.split(maxsplit=1)[0] not in {"What", "Which", "Where", "Whether", "How", "Who"}, path
+        assert path.stem not in {"utils", "common", "helpers", "manager"}, path
 
 
 def _docstrings(path: Path) -> Iterator[tuple[ast.AST, str]]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             yield node, ast.get_docstring(node) or ""
 
 
 def test_docstrings_name_errors_that_exist() -> None:
     known = set(vars(builtins)) | {"OutOfMemoryError"}  # the last is of torch
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
+    trees = [_tree(path) for path in FILES]
     known |= {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     for path in FILES:
         for _, text in _docstrings(path):
             assert set(re.findall(r"\b[A-Z]\w+Error\b", text)) <= known, path
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_docstrings_describe_arguments_that_exist(path: Path) -> None:
-    for node, text in _docstrings(path):
+@EACH_PACKAGE
+def test_docstrings_describe_arguments_that_exist(package: str) -> None:
+    for path, (node, text) in _in_files(package, _docstrings):
         if isinstance(node, ast.ClassDef):
             inits = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
             node = inits[0] if inits else node
@@ -193,10 +220,10 @@ def test_docstrings_describe_arguments_that_exist(path: Path) -> None:
         assert set(described) <= arguments, f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@EACH_PACKAGE
 def test_only_one_file_may_synchronise_a_device(package: str) -> None:
     for path in (ROOT / package).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.Attribute) and node.attr == "synchronize":
                 # A fetch or read thread may wait for its own copies.
                 assert path.relative_to(ROOT).as_posix() in {
@@ -210,7 +237,7 @@ def test_only_one_file_may_synchronise_a_device(package: str) -> None:
 @pytest.mark.parametrize("package", sorted(set(PACKAGES) - {"devices"}))
 def test_only_devices_calls_the_modules_of_a_device(package: str) -> None:
     for path in (ROOT / package).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(_tree(path)):
             called = isinstance(node, ast.Attribute) and node.attr in {"cuda", "xpu", "mps", "accelerator"}
             if called and isinstance(node.value, ast.Name) and node.value.id == "torch":
                 pytest.fail(

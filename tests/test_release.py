@@ -65,6 +65,13 @@ def test_the_archive_leaves_out_only_what_is_there_and_nothing_that_runs(project
     assert not left_out & {*rooms, "web", "workflows", "locales"}
 
 
+def test_every_package_is_installed(project: dict[str, Any]) -> None:
+    listed = project["tool"]["setuptools"]["packages"]
+    tops = {name.split(".")[1] for name in listed if "." in name}
+    folders = {path.parent.relative_to(ROOT) for top in tops for path in (ROOT / top).rglob("*.py")}
+    assert sorted(listed) == sorted(["wanstream", *(".".join(("wanstream", *folder.parts)) for folder in folders)])
+
+
 def test_the_changelog_has_what_is_to_come_and_every_release_once() -> None:
     headings = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", CHANGELOG, re.MULTILINE)
     assert headings[0] == ("Unreleased", "")

@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..nodes.runs import write_mp4
-from ..testing import write_tiny_model
+from ..testing import model_names, write_tiny_model
 from .model_files import MODEL_FILES
 from .thumbnails import landscape
 
@@ -31,15 +31,25 @@ PACK = "WanStream"
 """Name of the pack's folder, which is the title of its section in the template browser."""
 
 
-def populate(base: Path) -> None:
-    """Put this pack, the test model, a picture and a video into a base directory."""
+def populate(base: Path, *, workflows: Iterable[str] | None = None) -> None:
+    """Put this pack, the test model, a picture and a video into a base directory.
+
+    Args:
+        workflows: the shipped workflows that will run; the test model has only their files. None: all files.
+    """
     for folder in ("custom_nodes", "input", "output"):
         (base / folder).mkdir()
     (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
-    write_tiny_model(base / "models")
+    write_tiny_model(base / "models", names=None if workflows is None else names_of_workflows(workflows))
     name_model_files(base / "models")
     landscape(832, 480).save(base / "input" / "example.png")
     write_mp4(base / "input" / "example.mp4", [torch.zeros(480, 832, 3)], fps=16, crf=30, metadata={})
+
+
+def names_of_workflows(workflows: Iterable[str]) -> set[str]:
+    """Return the names of the model files in these shipped workflows."""
+    files = [ROOT / "workflows" / "api" / f"{name}.json" for name in workflows]
+    return {name for file in files for name in model_names(json.loads(file.read_text(encoding="utf-8")))}
 
 
 def name_model_files(models: Path) -> None:

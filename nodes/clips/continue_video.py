@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ...host import io, search_aliases
-from ...sampling import Continuation, continuation, leftover_sigma
+from ...sampling import continuation, leftover_sigma
 from ...schema import FRAMES_PER_LATENT
-from ..latents import MAX_SIZE, Conditioning, added
+from ..latents import MAX_SIZE, Conditioning, condition_outputs, conditioned
 from .latent_files import NONE, check_latent_name, latent_stamp, load_latent, saved_latent_input
 
 MAX_OVERLAP = 64
@@ -62,15 +62,6 @@ def check_prompts(positive: Conditioning, negative: Conditioning) -> None:
                     f"first, the first one is {int(known[0]) + 1}), and a continued clip has one anchor: give "
                     "WanStream Image to Video one start image and no end image"
                 )
-
-
-def continued(
-    positive: Conditioning, negative: Conditioning, condition: Continuation
-) -> tuple[Conditioning, Conditioning, dict[str, torch.Tensor]]:
-    """Return both sides with the condition, and an empty LATENT of its shape."""
-    values = {"concat_latent_image": condition.image, "concat_mask": condition.mask}
-    empty = {"samples": torch.zeros_like(condition.image)}
-    return added(positive, values), added(negative, values), empty
 
 
 class WanStreamContinueVideo(io.ComfyNode):
@@ -126,11 +117,7 @@ class WanStreamContinueVideo(io.ComfyNode):
                     "the prompts, without one the first frame of the previous clip.",
                 ),
             ],
-            outputs=[
-                io.Conditioning.Output(display_name="positive"),
-                io.Conditioning.Output(display_name="negative"),
-                io.Latent.Output(display_name="latent"),
-            ],
+            outputs=condition_outputs(),
         )
 
     @classmethod
@@ -165,7 +152,8 @@ class WanStreamContinueVideo(io.ComfyNode):
             overlap=overlap,
             frames=(frames - 1) // FRAMES_PER_LATENT + 1,
         )
-        return io.NodeOutput(*continued(positive, negative, condition))
+        values = {"concat_latent_image": condition.image, "concat_mask": condition.mask}
+        return conditioned(positive, negative, values, {"samples": torch.zeros_like(condition.image)})
 
 
 def check_clip(frames: int | None, overlap: int | None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ...host import current_host, io, search_aliases
+from ...host import io, search_aliases
 from ...sampling import (
     CONTEXT_KEY,
     fitted_reference,
@@ -17,16 +17,19 @@ from ...sampling import (
     whole_latent_frames,
 )
 from ...schema import FP32_BYTES, VideoShape
-from ...wan import WAN21, open_vae
+from ...wan import WAN21
 from ..decode import vae_input
 from ..latents import (
     SIZE_INPUTS,
     Conditioning,
+    SizedNode,
     UnsupportedImageError,
-    added,
-    check_size,
     check_tensor_ram,
+    condition_outputs,
+    conditioned,
     empty_latent,
+    prompt_inputs,
+    vae_of,
     video_shape,
 )
 from ..runs.decode import encode_here
@@ -34,7 +37,7 @@ from ..runs.decode import encode_here
 REFERENCES = ("reference_image", "reference_image_2", "reference_image_3", "reference_image_4")
 
 
-class WanStreamBernini(io.ComfyNode):
+class WanStreamBernini(SizedNode):
     """Source video and references of Bernini, in the format of ComfyUI's own node."""
 
     @classmethod
@@ -47,8 +50,7 @@ class WanStreamBernini(io.ComfyNode):
             description="Encodes a source video, a reference video and reference images, and adds them to both "
             "prompts. Needs the experts of Bernini-R; the connected inputs determine the task.",
             inputs=[
-                io.Conditioning.Input("positive", tooltip="From Wan Text Encode; goes on to the sampler."),
-                io.Conditioning.Input("negative", tooltip="From Wan Text Encode; goes on to the sampler."),
+                *prompt_inputs(),
                 vae_input(),
                 *SIZE_INPUTS,
                 io.Image.Input(
@@ -83,17 +85,8 @@ class WanStreamBernini(io.ComfyNode):
                     "fewer tokens, and so costs less in every step.",
                 ),
             ],
-            outputs=[
-                io.Conditioning.Output(display_name="positive"),
-                io.Conditioning.Output(display_name="negative"),
-                io.Latent.Output(display_name="latent"),
-            ],
+            outputs=condition_outputs(),
         )
-
-    @classmethod
-    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
-        check_size(width=width, height=height, frames=frames)
-        return True
 
     @classmethod
     def execute(  # noqa: PLR0913, PLR0917 (the inputs of the node)
@@ -114,13 +107,12 @@ class WanStreamBernini(io.ComfyNode):
         images = [references[name] for name in REFERENCES if references.get(name) is not None]
         context = _contexts(path, shape, source_video, reference_video, images, longest_side)
         values: dict[str, object] = {CONTEXT_KEY: context} if context else {}
-        prompts = (added(side, values) for side in (positive, negative))
-        return io.NodeOutput(*prompts, empty_latent(WAN21, shape, batch_size))
+        return conditioned(positive, negative, values, empty_latent(WAN21, shape, batch_size))
 
 
 def _vae(name: str) -> Path:
-    path = current_host().model_path(name, "diffusers", "vae")
-    if open_vae(path).space != WAN21:
+    path, space = vae_of(name)
+    if space != WAN21:
         raise UnsupportedImageError(
             f"{name} is the VAE of Wan2.2 5B, and Bernini takes latents of wan_2.1_vae: choose it"
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ...host import current_host, io, search_aliases
+from ...host import io, search_aliases
 from ...sampling import (
     IMAGE_EMBEDDING_KEY,
     IMAGE_KEY,
@@ -17,19 +17,23 @@ from ...sampling import (
     control_mask,
     fitted_video,
 )
-from ...schema import FP32_BYTES, VideoShape
-from ...wan import WAN21, LatentSpace, open_vae
+from ...schema import VideoShape
+from ...wan import WAN21, LatentSpace
 from ..decode import vae_input
 from ..latents import (
     NONE,
     SIZE_INPUTS,
     Conditioning,
+    SizedNode,
     UnsupportedImageError,
-    added,
-    check_size,
-    check_tensor_ram,
+    check_video_ram,
+    clip_vision_input,
+    condition_outputs,
+    conditioned,
     empty_latent,
     image_embedding,
+    prompt_inputs,
+    vae_of,
     video_shape,
 )
 from ..runs.decode import encode_here
@@ -37,7 +41,7 @@ from ..runs.decode import encode_here
 WAN22_CONTROL, WAN21_CONTROL = "Wan2.2 Fun Control", "Wan2.1 Fun Control"
 
 
-class WanStreamFunControl(io.ComfyNode):
+class WanStreamFunControl(SizedNode):
     """Control video, start image and reference image of Fun Control, in the format of ComfyUI's own nodes."""
 
     @classmethod
@@ -50,8 +54,7 @@ class WanStreamFunControl(io.ComfyNode):
             description="Encodes a control video (pose, depth, edges), an optional start image and an optional "
             "reference image, and adds them to both prompts. Needs the experts of Fun Control.",
             inputs=[
-                io.Conditioning.Input("positive", tooltip="From Wan Text Encode; goes on to the sampler."),
-                io.Conditioning.Input("negative", tooltip="From Wan Text Encode; goes on to the sampler."),
+                *prompt_inputs(),
                 vae_input(),
                 io.Image.Input(
                     "control_video",
@@ -79,27 +82,14 @@ class WanStreamFunControl(io.ComfyNode):
                     tooltip="Model of the experts: Wan2.2 has a mask between control video and start image, Wan2.1 has "
                     "none and needs clip_vision. Costs nothing.",
                 ),
-                io.Combo.Input(
-                    "clip_vision",
-                    options=[NONE, *current_host().model_names("diffusers", "clip_vision")],
-                    default=NONE,
-                    optional=True,
-                    tooltip="For Wan2.1: clip_vision_h.safetensors, or the diffusers pipeline folder with the image "
+                clip_vision_input(
+                    "For Wan2.1: clip_vision_h.safetensors, or the diffusers pipeline folder with the image "
                     "encoder. It reads the start image, without one the reference image. Its layers are streamed (0.2 "
-                    "GB of device memory, 1.3 GB read).",
+                    "GB of device memory, 1.3 GB read)."
                 ),
             ],
-            outputs=[
-                io.Conditioning.Output(display_name="positive"),
-                io.Conditioning.Output(display_name="negative"),
-                io.Latent.Output(display_name="latent"),
-            ],
+            outputs=condition_outputs(),
         )
-
-    @classmethod
-    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
-        check_size(width=width, height=height, frames=frames)
-        return True
 
     @classmethod
     def execute(  # noqa: PLR0913, PLR0917 (the inputs of the node)
@@ -115,16 +105,14 @@ class WanStreamFunControl(io.ComfyNode):
         clip_vision: str = NONE,
         **size: int,
     ) -> io.NodeOutput:
-        path = current_host().model_path(vae, "diffusers", "vae")
-        space = open_vae(path).space
+        path, space = vae_of(vae)
         shape = video_shape(space, **size)
         values = _control_values(path, space, shape, control_video, start_image, masked=model == WAN22_CONTROL)
         if reference_image is not None:
             values[REFERENCE_KEY] = [encode_here(path, fitted_video(reference_image[:1], shape))]
         if model == WAN21_CONTROL:
             values[IMAGE_EMBEDDING_KEY] = _image_embedding(start_image, reference_image, clip_vision)
-        prompts = (added(side, values) for side in (positive, negative))
-        return io.NodeOutput(*prompts, empty_latent(space, shape, batch_size))
+        return conditioned(positive, negative, values, empty_latent(space, shape, batch_size))
 
 
 def _control_values(
@@ -141,7 +129,7 @@ def _control_values(
         raise UnsupportedImageError(
             f"model is {WAN21_CONTROL} with the VAE of Wan2.2 5B: choose wan_2.1_vae, or {WAN22_CONTROL} for Fun 5B"
         )
-    check_tensor_ram(shape.width * shape.height * shape.frames * 3 * FP32_BYTES, "the control video")
+    check_video_ram(shape, "the control video")
     control = encode_here(vae, fitted_video(control_video, shape))
     start = None if start_image is None else encode_here(vae, fitted_video(start_image, shape))
     values: dict[str, object] = {IMAGE_KEY: control_latents(control, start, shape, space)}

@@ -184,6 +184,32 @@ def test_sample_model_writes_once_and_says_what(tmp_path: Path, capsys: pytest.C
     assert str(tmp_path) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("workflow", "result", "reason"),
+    [("native_flux.json", FAILED, "the test model has no"), ("none.json", INVALID, "none.json cannot be read")],
+)
+def test_a_test_model_for_a_workflow_that_it_cannot_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], workflow: str, result: int, reason: str
+) -> None:
+    call = ["make-test-model", str(tmp_path / "models"), "--workflow", str(T2V), str(WORKFLOWS / workflow)]
+    assert main(call) == result
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "models").exists()
+
+
+def test_a_test_model_for_a_workflow_is_small_and_runs_it(arguments: Arguments, tmp_path: Path) -> None:
+    """As `scripts/demo` does; the README has the size."""
+    models = tmp_path / "models"
+    assert main(["make-test-model", str(models), "--workflow", str(T2V)]) == DONE
+    files = [path for path in models.rglob("*.safetensors") if path.is_file()]
+    assert len(files) == 4
+    assert 65e6 < sum(path.stat().st_size for path in files) < 75e6
+    assert (
+        main(arguments("latent.width=32", "latent.height=32", "latent.frames=5", "sampler.steps=1", models=models))
+        == DONE
+    )
+
+
 def command(arguments: Sequence[str], before: str = "") -> list[str]:
     return [sys.executable, "-c", f"{before}\nimport sys\nfrom wanstream.cli import main\nsys.exit(main())", *arguments]
 

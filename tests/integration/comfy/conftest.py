@@ -93,19 +93,33 @@ def vae_width(comfyui: ComfyUI) -> int:
 def base(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base directory with this pack, the nodes of tests, the names of a few models and a picture in it."""
     base = tmp_path_factory.mktemp("comfyui")
-    models = ("diffusion_models", "vae_approx", "diffusers/wan/transformer")
-    for folder in ("custom_nodes", "input", "output", *(f"models/{name}" for name in models)):
-        (base / folder).mkdir(parents=True)
+    _create_named_files(base)
+    (base / "custom_nodes").mkdir()
     (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
     (base / "custom_nodes" / "gate.py").write_text(GATE)
     (base / "custom_nodes" / "clip_node.py").symlink_to(Path(__file__).with_name("clip_node.py"))
+    return base
+
+
+@pytest.fixture(scope="session")
+def named_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base directory with the files that `base` has before any test adds models or latents to it. Read only."""
+    base = tmp_path_factory.mktemp("names")
+    _create_named_files(base)
+    return base
+
+
+def _create_named_files(base: Path) -> None:
+    """Create empty folders and the names of a few models and of a picture, for the lists of nodes."""
+    models = ("diffusion_models", "vae_approx", "diffusers/wan/transformer")
+    for folder in ("input", "output", *(f"models/{name}" for name in models)):
+        (base / folder).mkdir(parents=True)
     for name in ("high.safetensors", "low.safetensors", "pickle.pt"):
         (base / "models" / "diffusion_models" / name).touch()
     (base / "models" / "vae_approx" / "tiny.safetensors").touch()
     for name in ("model_index.json", "transformer/config.json"):
         (base / "models" / "diffusers" / "wan" / name).touch()
     (base / "input" / "picture.png").touch()
-    return base
 
 
 @pytest.fixture(scope="session")

@@ -180,7 +180,7 @@ class FunFiles:
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self._models: dict[Path, Any] = {}
-        self._plain: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._forwards: dict[str, list[torch.Tensor]] = {}
 
     def paths(self, case: FunCase) -> dict[str, Path]:
         """Return the file of every expert: "high" and "low", or "high" alone."""
@@ -199,11 +199,11 @@ class FunFiles:
             (self._models[path],) = node_results(nodes_model_advanced.ModelSamplingSD3, model=loaded, shift=SHIFT)
         return self._models[path]
 
-    def plain(self, case: FunCase) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `native_forward` and `native_run` with the case's own inputs, the same ones for each call."""
-        if case.name not in self._plain:
-            self._plain[case.name] = native_forward(self, case), native_run(self, case)
-        return self._plain[case.name]
+    def forwards(self, case: FunCase) -> list[torch.Tensor]:
+        """Return `native_forward` at each of `SIGMAS` with the case's own inputs, computed once."""
+        if case.name not in self._forwards:
+            self._forwards[case.name] = [native_forward(self, case, sigma=sigma) for sigma in SIGMAS]
+        return self._forwards[case.name]
 
 
 def _pictures(frames: int, height: int, width: int, *, seed: int) -> torch.Tensor:
@@ -333,7 +333,7 @@ def native_case(files: FunFiles, case: FunCase) -> dict[str, Any]:
     with Seen(models[0]) as seen:
         forward = native_forward(files, case, inputs)
     run, reference = native_run(files, case, inputs), inputs.values.get("reference_latents")
-    again = files.plain(case)
+    again = native_forward(files, case), native_run(files, case)
     extra = seen.x[:, case.latent_channels :]
     found = {
         "warnings": warnings,
@@ -358,9 +358,9 @@ def native_case(files: FunFiles, case: FunCase) -> dict[str, Any]:
 
 @torch.inference_mode()
 def effect_case(files: FunFiles, case: FunCase, changed: FunInputs) -> list[float]:
-    """Return how far one forward pass and a whole run with changed inputs are from those with the case's own."""
-    results = native_forward(files, case, changed), native_run(files, case, changed)
-    return [_difference(result, plain) for result, plain in zip(results, files.plain(case), strict=True)]
+    """Return how far a forward pass of each expert with changed inputs is from that with the case's own."""
+    results = [native_forward(files, case, changed, sigma=sigma) for sigma in SIGMAS]
+    return [_difference(result, plain) for result, plain in zip(results, files.forwards(case), strict=True)]
 
 
 @torch.inference_mode()

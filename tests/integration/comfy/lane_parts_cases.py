@@ -44,12 +44,16 @@ from native_families import _normal, results_of
 
 from wanstream.host import current_host
 from wanstream.nodes.guider import WanStreamGuider
+from wanstream.nodes.latents import vae_of
 from wanstream.nodes.sampler import WanStreamSampler
 from wanstream.nodes.variants.bernini import WanStreamBernini
 from wanstream.nodes.variants.fun_control import WanStreamFunControl
 from wanstream.sampling import Guidance
 from wanstream.schema.refs import ExpertsRef
 from wanstream.wan import WAN21, WAN22
+
+TWO_VIDEOS = ("fun_control_22", "fun_control_21_reference", "fun_control_5b")
+"""Together they have every value that is per video: image, mask, reference and CLIP, in a pair and with 48 channels."""
 
 CONTEXTS = {
     "a source": [(3, 4, 6)],
@@ -195,11 +199,10 @@ SIZE = {"width": 48, "height": 32}
 
 def _ours(node: Any, vae: Vae, **inputs: Any) -> list[Any]:
     """Return what a node of ours hands on, with the VAE of the tests in place of a file."""
-    module = f"{node.__module__}."
     space = WAN22 if vae.latent_channels == WAN22.channels else WAN21
     with (
-        patch(f"{module}open_vae", lambda path: Namespace(space=space)),
-        patch(f"{module}encode_here", lambda path, video: vae.encode(video)),
+        patch(f"{vae_of.__module__}.open_vae", lambda path: Namespace(space=space)),
+        patch(f"{node.__module__}.encode_here", lambda path, video: vae.encode(video)),
         patch.object(type(current_host()), "model_path", lambda *_: Path("vae")),
     ):
         texts = [[[_normal(1, 3, 4096, seed=seed), {}]] for seed in (1, 2)]
@@ -285,6 +288,8 @@ def answers(folder: str) -> dict[str, Any]:
     cases: dict[str, Callable[[], object]] = {"refusals": partial(refusal_cases, files), "nodes": node_cases}
     for name, case in FUN_CASES.items():
         cases[name] = lambda case=case: parity_case(files, case, inputs_of(case))
+    for name in TWO_VIDEOS:
+        case = FUN_CASES[name]
         cases[f"{name}, two videos"] = lambda case=case: parity_case(files, case, inputs_of(case, batch=2))
     for pair in (False, True):
         for name, sizes in CONTEXTS.items():

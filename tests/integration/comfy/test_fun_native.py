@@ -71,8 +71,7 @@ def test_every_input_changes_the_result(answers: dict[str, Any], case: Case, nam
     assert len(changes) >= 4
     assert (f"{name}, mask" in changes) == (MASK in MODELS[name][2])
     for change in sorted(changes):
-        forward, run = case(change)
-        assert min(forward, run) > EFFECT, change
+        assert min(case(change)) > EFFECT, change
 
 
 @pytest.mark.parametrize("name", MODELS)

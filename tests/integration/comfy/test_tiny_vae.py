@@ -17,12 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from wanstream.testing.model import write_tiny_model
 from wanstream.testing.weights import TINY_VAE_WIDTHS, make_tiny_vae
-from wanstream.tools.comfyui import ComfyUI, Server
+from wanstream.tools.comfyui import ComfyUI, Server, names_of_workflows
 from wanstream.wan import WAN21, WAN22, LatentSpace, open_vae
 
 pytestmark = pytest.mark.comfy
 
 ROOT = Path(__file__).parents[3]
+OTHER_SPACE = "taew2_2.safetensors"
+"""A tiny VAE for the latents of another model than the workflow's."""
 FILES = {"lighttaew2_1": WAN21, "lighttaew2_2": WAN22}
 
 # Files of 16 channels in fp32 are those of Wan for ComfyUI.
@@ -96,7 +98,8 @@ def test_frames_are_those_of_comfyui(their_frames: tuple[Path, dict[str, torch.T
 
 @pytest.fixture(scope="module")
 def stocked(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sample = write_tiny_model(tmp_path_factory.mktemp("sample")).folder
+    names = names_of_workflows(["draft"]) | {OTHER_SPACE}
+    sample = write_tiny_model(tmp_path_factory.mktemp("sample"), names=names).folder
     for entry in sample.glob("*/*"):
         link = base / "models" / entry.relative_to(sample)
         link.parent.mkdir(exist_ok=True)
@@ -156,7 +159,7 @@ def test_previews_arrive_at_a_page_and_change_nothing(comfyui: ComfyUI, server: 
 
 def test_a_tiny_vae_of_the_other_space_is_refused_with_both_numbers(server: Server, stocked: Path) -> None:
     prompt = draft(seed=8)
-    prompt["save"]["inputs"]["vae"] = "taew2_2.safetensors"
+    prompt["save"]["inputs"]["vae"] = OTHER_SPACE
     history = server.wait(server.queue(prompt))
     (failed,) = (data for event, data in history["status"]["messages"] if event == "execution_error")
     assert failed["node_id"] == "save"

@@ -12,6 +12,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -313,8 +314,10 @@ def _verdict(error: Mapping[str, Any] | None, node_errors: Mapping[str, Any]) ->
 
 
 @pytest.fixture(scope="module")
-def sockets(base: Any) -> Sockets:
-    with embedded_host.opened(Folders(models=base / "models", output=base / "output", input=base / "input")):
+def sockets(named_files: Path) -> Sockets:
+    """The inputs of all nodes. Their lists have no files of other tests, on which the drawn workflows would depend."""
+    folders = Folders(models=named_files / "models", output=named_files / "output", input=named_files / "input")
+    with embedded_host.opened(folders):
         return {name: [*sockets_of(node.INPUT_TYPES()).values()] for name, node in CLASSES.items()}
 
 
@@ -334,9 +337,7 @@ def _either(verdict: tuple[str, dict[str, list[str]]]) -> object:
 
 def _judge_twice(server: Any, prompt: Prompt) -> tuple[Any, Any]:
     """Return the verdicts of the embedded host and of the server."""
-    # All of the server's folders: earlier tests of the session may have left files, which are choices of some nodes.
-    base = server.base
-    folders = {"models": base / "models", "output": base / "output", "input_dir": base / "input"}
+    folders = {"models": server.base / "models", "input_dir": server.base / "input", "output": server.base / "output"}
     ours = validate_workflow(prompt, NODES, **folders)
     status, theirs = server.post("/prompt", {"prompt": prompt})
     assert status in {200, 400}, theirs

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
 GONE_SECONDS = 60
 SEEDS = (5, 6)
+VARIANTS = ("fun_control", "fun_inp", "bernini")
 
 Prompt = dict[str, dict[str, Any]]
 
@@ -40,7 +41,7 @@ def with_ray(comfyui: ComfyUI) -> ComfyUI:
 def served(with_ray: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with the test model. It ends as by Ctrl-C, together with all processes that its tests have started."""
     base = tmp_path_factory.mktemp("workers")
-    populate(base)
+    populate(base, workflows=["workers", *(f"{name}_workers" for name in VARIANTS)])
     # A shell in the background lets its programs ignore Ctrl-C, and so would the server.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with running_server(with_ray, base) as server:
@@ -88,7 +89,7 @@ def variant_prompt(name: str, *, workers: bool) -> Prompt:
     return {**nodes, "save": {"class_type": "SaveLatent", "inputs": tap}}
 
 
-@pytest.mark.parametrize("name", ["fun_control", "fun_inp", "bernini"])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_over_workers_gives_the_latent_of_one_process(served: Server, name: str) -> None:
     alone = latent_of(served, served.run(variant_prompt(name, workers=False)))
     history = served.run(variant_prompt(name, workers=True))

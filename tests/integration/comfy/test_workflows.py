@@ -22,7 +22,7 @@ from wanstream.nodes.runs import write_mp4
 from wanstream.testing.components import save_vae_file
 from wanstream.testing.model import VAE_FILE, write_tiny_model
 from wanstream.testing.weights import make_vae
-from wanstream.tools.comfyui import ComfyUI, Server, name_model_files
+from wanstream.tools.comfyui import ComfyUI, Server, name_model_files, names_of_workflows
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
 
@@ -115,7 +115,8 @@ def _embedded_prompts() -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def stocked(vae_width: int, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The base directory with the test model and the start image in it."""
-    sample = write_tiny_model(tmp_path_factory.mktemp("sample")).folder
+    names = names_of_workflows([*OURS, "native_mixed", "guider", "benchmark"])
+    sample = write_tiny_model(tmp_path_factory.mktemp("sample"), layers=4, names=names).folder
     for entry in sample.glob("*/*"):
         link = base / "models" / entry.relative_to(sample)
         link.parent.mkdir(exist_ok=True)

@@ -59,6 +59,9 @@ def test_a_run_of_gguf_is_the_textbook_loop_to_the_bit(
     assert torch.equal(latents, plain_denoise(models, request))
 
 
+SHORT = {"steps": 3, "switch_step": 1}
+"""Settings of a request with one step of the high-noise expert and two of the other."""
+
 LAYOUTS: dict[str, MixedLayout | Fp8Layout] = {
     **{name: MixedLayout(format_of=lambda _, name=name: name) for name in ENCODERS},
     "mixed": MixedLayout(format_of=mixture),
@@ -72,7 +75,7 @@ def test_a_run_of_marked_layers_is_the_textbook_loop_to_the_bit(
     layout: str, make_tiny_expert: Callable[..., Any], plain_denoise: Any, make_request: Any, tmp_path: Path
 ) -> None:
     files, models = save_pair(tmp_path, make_tiny_expert, LAYOUTS[layout])
-    request = make_request()
+    request = make_request(**SHORT)
     expected = plain_denoise(models, request)
     for name, policy in POLICIES.items():
         with open_experts(*files.values(), compute_dtype=torch.float32) as pair:
@@ -86,7 +89,7 @@ def test_mixed_blocks_have_one_result_whatever_keeps_them(
 ) -> None:
     """With fp8 storage, only the matrix that is not quantised in the file changes."""
     files, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["mixed"])
-    request, every = make_request(), []
+    request, every = make_request(**SHORT), []
     for policy in POLICIES.values():
         with open_experts(*files.values(), compute_dtype=torch.float32, storage=storage) as pair:
             every.append(denoise(pair, request, policy=policy, device="cpu").latents)
@@ -157,7 +160,7 @@ def test_a_run_of_codes_is_the_textbook_loop_with_such_layers_to_the_bit(
     layout, storage = CODES[name]
     cast = torch.float8_e4m3fn if "cast" in name else torch.float32
     files, models = save_pair(tmp_path, make_tiny_expert, layout, dtype=cast)
-    request = make_request()
+    request = make_request(**SHORT)
     expected = plain_denoise(plain_models(files, models, storage), request)
     for each, policy in POLICIES.items():
         with open_experts(
@@ -179,7 +182,7 @@ def test_blocks_of_codes_have_one_graph(
         file = tmp_path / f"lora {rank}.safetensors"
         save_lora(make_lora(make_tiny_expert(layers=2), seed=3, rank=rank), file, dtype=torch.float32)
         stacks += [[(open_lora(file), strength)] for strength in (1.0, 0.5)]
-    request = make_request()
+    request = make_request(**SHORT)
     torch._dynamo.reset()
     counters.clear()
     with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="as stored") as pair:
@@ -251,7 +254,7 @@ def test_a_lora_beside_codes(
 ) -> None:
     files, _ = save_pair(tmp_path, make_tiny_expert, layout)
     save_lora(make_lora(make_tiny_expert(layers=2), seed=3), tmp_path / "lora.safetensors", dtype=torch.float32)
-    lora, request = open_lora(tmp_path / "lora.safetensors"), make_request()
+    lora, request = open_lora(tmp_path / "lora.safetensors"), make_request(**SHORT)
 
     def runs(pair: ExpertPair, policy: OffloadPolicy) -> list[torch.Tensor]:
         every = []
@@ -321,7 +324,7 @@ def test_two_ranks_gather_shards_of_mixed_blocks(
 ) -> None:
     files, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["mixed"])
     save_lora(make_lora(make_tiny_expert(layers=2), seed=3), tmp_path / "lora.safetensors", dtype=torch.float32)
-    lora, request = open_lora(tmp_path / "lora.safetensors"), make_request()
+    lora, request = open_lora(tmp_path / "lora.safetensors"), make_request(**SHORT)
 
     def run(sharded: Sharded | None) -> torch.Tensor:
         with open_experts(*files.values(), compute_dtype=torch.float32, **how) as pair:

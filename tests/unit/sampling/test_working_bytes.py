@@ -120,9 +120,11 @@ def test_attention_to_a_second_text_takes_no_more_than_the_estimate(
 
 
 @pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("chunk", [None, 200])
+@pytest.mark.parametrize(
+    ("lanes", "dtype", "chunk"),
+    [(1, torch.bfloat16, None), (2, torch.float32, None), (2, torch.bfloat16, 700), (1, torch.float32, 700)],
+    ids=str,
+)
 def test_the_estimate_counts_the_tokens_beside_the_video(
     lanes: int, dtype: torch.dtype, chunk: int | None, make_tiny_expert: Any
 ) -> None:
@@ -234,12 +236,18 @@ def test_the_estimate_of_chunks_is_what_a_forward_pass_holds_at_once(
     assert 0.97 * (estimate - texts) <= alive.peak <= 1.01 * (estimate - texts) + patches
 
 
+CODE_CASES = [
+    (EightBit(group=256) if kind == "int8" else EightBit(dtype=FP8), dtype, chunk, at_once, ffn_dim)
+    for dtype, other in ((torch.bfloat16, 0), (torch.float32, 1))
+    for code, kind in enumerate(("int8", "fp8"))
+    for index, chunk in enumerate((None, 200, 700))
+    for at_once, ffn_dim in [((2**26, 2**18)[code ^ other], (512, 4096)[(code + index) % 2])]
+]
+"""Every pair of values of two parameters."""
+
+
 @pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("chunk", [None, 200, 700])
-@pytest.mark.parametrize("at_once", [2**26, 2**18])
-@pytest.mark.parametrize("ffn_dim", [512, 4096])
-@pytest.mark.parametrize("packing", [EightBit(group=256), EightBit(dtype=FP8)], ids=["int8", "fp8"])
+@pytest.mark.parametrize(("packing", "dtype", "chunk", "at_once", "ffn_dim"), CODE_CASES, ids=str)
 def test_the_estimate_has_the_scratch_memory_of_codes(
     packing: EightBit,
     dtype: torch.dtype,

@@ -14,12 +14,14 @@ from safetensors.torch import load_file
 from wanstream.testing import components as sample_pipeline
 from wanstream.testing.folder import RECORD, TinyModelError
 from wanstream.testing.model import (
+    A14B_PIPELINE,
     CLIP_FILE,
     I2V_FILE,
     T2V_FILE,
     T2V_PIPELINE,
     TI2V_FILE,
     TI2V_PIPELINE,
+    model_names,
     write_tiny_model,
 )
 from wanstream.wan import open_text_encoder, open_vae
@@ -173,6 +175,46 @@ class TestContents:
         assert len(lines) == 48
         assert lines[-1].endswith(f"on disk, in {model.folder}")
         assert "3.72 MB  vae/wan_2.1_vae.safetensors" in model.summary()
+
+
+FAST = "wan2.2_t2v_lightx2v_4steps_lora_v1.1_high_noise.safetensors"
+
+
+class TestNames:
+    def test_only_named_files_are_written_with_the_values_of_the_whole_model(self, sample_models, tmp_path):
+        names = {T2V_FILE.name, FAST, "taew2_2.safetensors"}
+        model = write_tiny_model(tmp_path, layers=4, names=names)
+        assert {path.name for path in model.files} == names
+        for path in model.files:
+            assert (tmp_path / path).read_bytes() == (sample_models / path).read_bytes(), path
+
+    def test_a_pipeline_comes_with_the_one_that_it_links(self, tmp_path):
+        model = write_tiny_model(tmp_path, layers=1, names=[T2V_PIPELINE.name])
+        assert {path.parts[1] for path in model.files} == {T2V_PIPELINE.name, A14B_PIPELINE.name}
+        assert {path.parts[0] for path in model.files} == {"diffusers"}
+        with open_single_model(tmp_path / T2V_PIPELINE) as pair, open_vae(tmp_path / T2V_PIPELINE):
+            assert pair.is_single
+
+    def test_more_names_are_added_and_fewer_change_nothing(self, tmp_path):
+        write_tiny_model(tmp_path, layers=1, names=[T2V_FILE.name])
+        write_tiny_model(tmp_path, layers=1, names=[CLIP_FILE.name])
+        before = (tmp_path / CLIP_FILE).stat().st_mtime_ns
+        model = write_tiny_model(tmp_path, layers=1, names=[T2V_FILE.name])
+        assert {*model.files} == {T2V_FILE, CLIP_FILE}
+        assert (tmp_path / CLIP_FILE).stat().st_mtime_ns == before
+
+    def test_a_name_that_the_test_model_lacks_is_refused_before_anything_is_written(self, tmp_path):
+        with pytest.raises(TinyModelError, match=r"no flux1-dev\.safetensors"):
+            write_tiny_model(tmp_path / "models", names=["flux1-dev.safetensors", T2V_FILE.name])
+        assert entries(tmp_path) == []
+
+    def test_names_of_a_workflow(self):
+        prompt = {
+            "a": {"inputs": {"high": FAST, "steps": 4, "pipeline": T2V_PIPELINE.name, "link": ["b", 0]}},
+            "b": {"inputs": {"file": "mine.safetensors", "prompt": "a cat", "image": "example.png"}},
+            "c": {"class_type": "Nothing"},
+        }
+        assert model_names(prompt) == {FAST, T2V_PIPELINE.name, "mine.safetensors"}
 
 
 class TestFolder:

@@ -37,11 +37,12 @@ SAME = {"VAE", "Latent", "Sigmas"}
 IDEOGRAPH = re.compile(r"[\u4e00-\u9fff]")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
-PAIRS = [
-    pytest.param(english, texts(CHINESE)[key], id=key)
+PAIRS = {
+    key: (english, texts(CHINESE)[key])
     for key, english in texts(ENGLISH).items()
     if key in texts(CHINESE) and not key.endswith(".name")
-]
+}
+"""English and Chinese texts by key."""
 
 
 def glossary() -> list[tuple[str, str]]:
@@ -121,30 +122,32 @@ def test_one_thing_has_one_name() -> None:
     assert {thing: found for thing, found in called.items() if len(found) > 1} == {}
 
 
-@pytest.mark.parametrize(("english", "chinese"), PAIRS)
-def test_a_translation_has_the_same_figures(english: str, chinese: str) -> None:
-    assert Counter(NUMBER.findall(chinese)) == Counter(NUMBER.findall(english))
+def test_a_translation_has_the_same_figures() -> None:
+    for key, (english, chinese) in PAIRS.items():
+        assert Counter(NUMBER.findall(chinese)) == Counter(NUMBER.findall(english)), key
 
 
-@pytest.mark.parametrize(("english", "chinese"), PAIRS)
-def test_a_translation_names_the_same_nodes_and_settings(english: str, chinese: str) -> None:
-    for name, translated in names("nodes").items():
-        for form in (name, name.partition(" (")[0]):
-            if form in english:
-                assert translated.partition("（")[0] in chinese, form
-    for name, translated in names("inputs").items():
-        if re.search(rf"\b{name}\b", english):
-            assert translated in chinese, name
+def test_a_translation_names_the_same_nodes_and_settings() -> None:
+    nodes, inputs = names("nodes"), names("inputs")
+    for key, (english, chinese) in PAIRS.items():
+        for name, translated in nodes.items():
+            for form in (name, name.partition(" (")[0]):
+                if form in english:
+                    assert translated.partition("（")[0] in chinese, f"{key}: {form}"
+        for name, translated in inputs.items():
+            if re.search(rf"\b{name}\b", english):
+                assert translated in chinese, f"{key}: {name}"
 
 
-@pytest.mark.parametrize(("english", "chinese"), PAIRS)
-def test_a_translation_keeps_to_the_glossary(english: str, chinese: str) -> None:
-    for name in names("nodes"):
-        english = english.replace(name, "").replace(name.partition(" (")[0], "")
-    for term, translated in glossary():
-        # Before a colon stands a choice of the list, which stays as it is.
-        english, found = re.subn(rf"\b{term}\b(?!:)", "", english)
-        assert not found or translated in chinese, term
+def test_a_translation_keeps_to_the_glossary() -> None:
+    nodes, terms = names("nodes"), glossary()
+    for key, (english, chinese) in PAIRS.items():
+        for name in nodes:
+            english = english.replace(name, "").replace(name.partition(" (")[0], "")
+        for term, translated in terms:
+            # Before a colon stands a choice of the list, which stays as it is.
+            english, found = re.subn(rf"\b{term}\b(?!:)", "", english)
+            assert not found or translated in chinese, f"{key}: {term}"
 
 
 @pytest.mark.parametrize("locale", [ENGLISH, CHINESE], ids=["en", "zh"])
