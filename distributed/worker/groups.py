@@ -161,6 +161,14 @@ class ProcessGroups:
                 raise
             raise self._peer_error(doing, err) from err
 
+    def abort_gathers(self) -> None:
+        """End gathers of weights that wait, here and on the other workers (any thread). All must leave afterwards."""
+        with self._lock:
+            if self.device.type != "cuda":
+                shut_down(self._connections)  # of all process groups
+            elif "weights" in self._groups:
+                self._groups["weights"].abort()
+
     def leave(self) -> None:
         """End the groups (any thread). Leaving twice is allowed.
 

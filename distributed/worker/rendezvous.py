@@ -1,7 +1,8 @@
 """Rendezvous of the workers of a group: the store, and the sockets of gloo that can be closed under it.
 
-gloo cannot cancel a collective that waits, and its groups are freed only after the wait. Shutting a connection down
-ends the wait immediately, as if the other worker were gone.
+gloo cannot cancel a collective that waits, and its groups are freed only after the wait. `abort` and `shutdown` of
+`ProcessGroupGloo` do nothing in torch 2.11 and 2.13: it inherits them, and the wait lasts until its timeout. Shutting a
+connection down ends the wait immediately, as if the other worker were gone.
 
 Rank 0 of the group runs it, on the host of the rendezvous and on no other address. Every worker sets a key when it
 joins, so that a timeout names the missing ones.

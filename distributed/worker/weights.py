@@ -26,7 +26,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,26 +46,20 @@ from ...schema import (
 )
 from ...wan import ExpertPair, probe_block
 from ..transport.threads import run_in_thread
-from .groups import GroupsState, ProcessGroups
+from .groups import ProcessGroups
 from .parallel_forward import group_forward
 
 COMPARED_BYTES = 64
 
 
 class GroupGather:
-    """See `Gather`. Each worker of a group has one shard of every block, by its group rank.
-
-    A gather on a CPU cannot be cancelled: gloo waits until the other workers call or leave, and destroying the group
-    waits for gloo. So after an abort a thread keeps the tensors and the group alive until gloo returns. This worker
-    leaves the rendezvous, which ends the gather on the other workers.
-    """
+    """See `Gather`. Each worker of a group has one shard of every block, by its group rank."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         # Process groups are looked up for each call: a reference to one would keep its connections open.
         self._groups = groups
         self.rank, self.size = groups.rank, groups.size
-        self._aborted = False
-        self._wake = threading.Event()
+        self._is_aborted = False
 
     def compare(self, said: bytes) -> tuple[bytes, ...]:
         """See `Gather.compare`. Raises WorkerTimeoutError and PeerLostError."""
@@ -76,49 +70,24 @@ class GroupGather:
 
     def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
         """See `Gather.all_gather`. Raises WorkerTimeoutError and PeerLostError too."""
+        # torch 2.13 renamed it, and warns about the old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self._groups.translate_errors("gathered weights"):
             group = self._groups.group("weights")
-            if self._aborted:
+            if self._is_aborted:
                 raise GatherBrokenError("the gathers of this rendezvous were aborted")
-            # torch 2.13 renamed it, and warns about the old name.
-            issue = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            work = issue(into, own, group=group, async_op=True)
-            if own.is_cuda:
-                work.wait()  # makes the current stream wait, not the host
-            else:
-                self._wait_on_host(work, [into, own, group])
+            try:
+                gather(into, own, group=group)
+            except RuntimeError as err:
+                if self._is_aborted:
+                    raise GatherBrokenError("the run ended while its weights were gathered") from err
+                raise
         self._groups.count_gathered(into.numel() - own.numel())
 
     def abort(self) -> None:
-        """See `Gather.abort`."""
-        self._aborted = True
-        self._wake.set()
-        # Only NCCL has `abort`; gloo ends when its connections are shut down.
-        if self._groups.device.type == "cuda" and self._groups.state is GroupsState.JOINED:
-            self._groups.group("weights").abort()
-
-    def _wait_on_host(self, work: Any, used: list[Any]) -> None:
-        ended = threading.Event()
-
-        def on_done(_: object) -> None:
-            ended.set()
-            self._wake.set()
-
-        # An event instead of `work.wait()`, which could not be interrupted by `abort`.
-        work.get_future().add_done_callback(on_done)
-        self._wake.wait()
-        if not self._aborted:
-            self._wake.clear()
-        if not ended.is_set():
-            # gloo's thread must not drop the last reference to the group, because freeing the group joins that thread.
-            run_in_thread("wanstream-aborted-gather", _hold_until_done, ended, [work, *used])
-            raise GatherBrokenError("the run ended while its weights were gathered")
-        work.wait()  # raises the error of a gather that failed
-
-
-def _hold_until_done(ended: threading.Event, used: list[Any]) -> None:
-    ended.wait()
-    used.clear()
+        """See `Gather.abort`. No worker of the group can use the rendezvous any more."""
+        self._is_aborted = True
+        self._groups.abort_gathers()
 
 
 MIN_GAIN = 0.05
