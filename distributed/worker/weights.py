@@ -20,18 +20,16 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ...devices import DeviceRuntime, available_bytes, clock_for, free_bytes, runtime_for
+from ...devices import available_bytes, free_bytes, runtime_for
 from ...offload import GatherBrokenError, LockedBlocks, Sharded, copy_to_device, map_memory, shard_bytes, typical_s
 from ...sampling import DenoiseRequest, extra_tokens_of, request_job, working_bytes
 from ...schema import (
@@ -45,7 +43,6 @@ from ...schema import (
     format_size,
 )
 from ...wan import ExpertPair, probe_block
-from ..transport.threads import run_in_thread
 from .groups import ProcessGroups
 from .parallel_forward import group_forward
 
@@ -180,74 +177,45 @@ def probe_weights(groups: ProcessGroups, block_bytes: int) -> dict[str, float]:
 
     Every worker of the group returns the same figures. Raises WorkerTimeoutError and PeerLostError.
     """
-    device, gather = groups.device, GroupGather(groups)
+    device, gather, runtime = groups.device, GroupGather(groups), runtime_for(groups.device)
     most = CPU_PROBE_BYTES if device.type == "cpu" else PROBE_BYTES
     shard = shard_bytes(min(block_bytes, most), groups.size)
     host = map_memory(shard * groups.size)
     host.zero_()
     copied, gathered = (torch.empty(host.numel(), dtype=torch.uint8, device=device) for _ in range(2))
     own = torch.zeros(shard, dtype=torch.uint8, device=device)
-
-    def copy(nbytes: int) -> None:
-        copy_to_device(copied[:nbytes], host[:nbytes])
-
-    def wait_for_all() -> None:
-        gather.compare(b"probe")
-
-    copy_block, copy_shard = partial(copy, host.numel()), partial(copy, shard)
+    copy_block = partial(copy_to_device, copied, host)
+    copy_shard = partial(copy_to_device, copied[:shard], host[:shard])
     gather_block = partial(gather.all_gather, gathered, own)
+    on_copies: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def copy_meanwhile() -> None:  # on a CPU, which has no streams, before the gather
+        with on_copies():
+            copy_shard()
+
+    def measured(work: Callable[[], None], **concurrent: Any) -> float:
+        gather.compare(b"probe")  # all workers begin together
+        return typical_s(work, device, repeats=REPEATS, **concurrent)
+
     times = {}
-    with _page_locked(host, runtime_for(device)):
+    with ExitStack() as undo:
+        if runtime is not None:
+            locked, copies = LockedBlocks(runtime), runtime.stream()
+            locked.add(host)
+            undo.callback(locked.release)
+            undo.callback(copies.synchronize)
+            on_copies = partial(runtime.on_stream, copies)
         for rank in range(groups.size):
-            wait_for_all()
+            gather.compare(b"probe")
             if rank == groups.rank:
                 times["h2d_s"] = typical_s(copy_block, device, repeats=REPEATS)
-        wait_for_all()
-        times["h2d_concurrent_s"] = typical_s(copy_block, device, repeats=REPEATS)
-        wait_for_all()
-        times["gather_s"] = typical_s(gather_block, device, repeats=REPEATS)
-        wait_for_all()
-        times["shard_h2d_s"], times["gather_during_h2d_s"] = _both_s(copy_shard, gather_block, device)
+        times["h2d_concurrent_s"] = measured(copy_block)
+        times["gather_s"] = measured(gather_block)
+        times["shard_h2d_s"] = measured(copy_shard, on_stream=on_copies, meanwhile=gather_block)
+        times["gather_during_h2d_s"] = measured(gather_block, meanwhile=copy_meanwhile)
     scale = block_bytes / host.numel()
     scaled = [scale * max(seconds, 1e-9) for seconds in times.values()]
     return dict(zip(times, groups.all_reduce_max(scaled, "compared the times of weights"), strict=True))
-
-
-@contextmanager
-def _page_locked(host: torch.Tensor, runtime: DeviceRuntime | None) -> Iterator[None]:
-    """Lock the pages of `host` for a GPU, if the driver does not refuse it."""
-    if runtime is None:
-        yield
-        return
-    locked = LockedBlocks(runtime)
-    locked.add(host)
-    try:
-        yield
-    finally:
-        clock_for(runtime.device).settle()
-        locked.release()
-
-
-def _both_s(copy: Callable[[], None], gather: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Return the median seconds of a copy and of a gather, both at the same time.
-
-    The number of gathers is fixed, because they are collective; copies are repeated until the gathers are done.
-    """
-    finished, copied = threading.Event(), list[float]()
-    runtime = runtime_for(device)
-
-    def copy_until_finished() -> None:
-        with nullcontext() if runtime is None else runtime.on_stream(runtime.stream()):
-            while not (copied and finished.is_set()):
-                copied.append(typical_s(copy, device, repeats=1))
-
-    copying = run_in_thread("wanstream-probe", copy_until_finished)
-    try:
-        gathered = typical_s(gather, device, repeats=REPEATS)
-    finally:
-        finished.set()
-        copying.result()
-    return median(copied), gathered
 
 
 COMPUTE_PROBE_S = 0.5
