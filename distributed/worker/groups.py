@@ -32,11 +32,11 @@ from .rendezvous import (
     WorkerTimeoutError,
     connections_of,
     format_ranks,
-    interface_towards,
     is_peer_error,
     is_timeout,
     open_sockets,
     shut_down,
+    use_interface_towards,
 )
 
 SIGN_OF_LIFE_S = 2.0
@@ -90,8 +90,8 @@ class ProcessGroups:
                 raise StateError("this process has joined another rendezvous: leave that first")
             self._store = RendezvousStore(self.rendezvous, self._is_left)
             try:
-                host, port = self.rendezvous.host, self.rendezvous.port
-                with self.translate_errors("created its process groups"), interface_towards(host, port):
+                use_interface_towards(self.rendezvous.host, self.rendezvous.port)
+                with self.translate_errors("created its process groups"):
                     self._make_groups(self._store)
             except BaseException:
                 self.leave()
