@@ -277,8 +277,7 @@ def measure(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest, po
         free = available_bytes()
     free += pair.loaded_bytes - taken_bytes(groups, pair, request, policy)
     # The free bytes are negated, so that their maximum over the workers is the minimum of free memory.
-    figures = [_visit_s(groups, pair, request), -free]
-    visit_s, negated = groups.all_reduce_max(figures, "compared the needs of a run")
+    visit_s, negated = groups.all_reduce_max([_visit_s(groups, pair, request), -free], "compared the needs of a run")
     return WeightFigures(
         workers=groups.size,
         block_bytes=pair.stored_bytes,
