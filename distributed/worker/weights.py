@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...devices import available_bytes, free_bytes, runtime_for
+from ...devices import available_bytes, clock_for, free_bytes, runtime_for
 from ...offload import GatherBrokenError, LockedBlocks, Sharded, copy_to_device, map_memory, shard_bytes, typical_s
 from ...sampling import DenoiseRequest, extra_tokens_of, request_job, working_bytes
 from ...schema import (
@@ -148,12 +148,10 @@ def choose_placement(figures: WeightFigures) -> PlacementChoice:
 def _reason(figures: WeightFigures, fetches: dict[WeightPlacement, float], best: WeightPlacement, *, fits: bool) -> str:
     hidden = "hidden behind compute" if fetches[best] <= figures.visit_s else "not hidden behind compute"
     costs = ", ".join(f"{placement} {_ms(fetch_s)}" for placement, fetch_s in fetches.items())
-    slower = figures.h2d_concurrent_s / figures.h2d_s
-    bus = f"the bus gives {format_rate(figures.block_bytes / figures.h2d_s)} to one of {figures.workers} workers"
-    if slower > 1.1:
-        bus += f" and {format_rate(figures.block_bytes / figures.h2d_concurrent_s)} to each of them at once"
-    else:
-        bus += " and as much to each of them at once"
+    alone, at_once = (format_rate(figures.block_bytes / each) for each in (figures.h2d_s, figures.h2d_concurrent_s))
+    if figures.h2d_concurrent_s <= 1.1 * figures.h2d_s:
+        at_once = "as much"
+    bus = f"the bus gives {alone} to one of {figures.workers} workers and {at_once} to each of them at once"
     shards = f"; shards in VRAM need {format_need(figures.shards_bytes)}, {format_need(figures.free_bytes)} are free"
     return (
         f"{best} weights: a block of {format_size(figures.block_bytes)} in {_ms(fetches[best])}, {hidden} "
@@ -189,9 +187,9 @@ def probe_weights(groups: ProcessGroups, block_bytes: int) -> dict[str, float]:
     gather_block = partial(gather.all_gather, gathered, own)
     on_copies: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def copy_meanwhile() -> None:  # on a CPU, which has no streams, before the gather
+    def aside(work: Callable[[], None]) -> None:  # on a CPU, which has no streams, before what follows
         with on_copies():
-            copy_shard()
+            work()
 
     def measured(work: Callable[[], None], **concurrent: Any) -> float:
         gather.compare(b"probe")  # all workers begin together
@@ -200,11 +198,11 @@ def probe_weights(groups: ProcessGroups, block_bytes: int) -> dict[str, float]:
     times = {}
     with ExitStack() as undo:
         if runtime is not None:
-            locked, copies = LockedBlocks(runtime), runtime.stream()
+            on_copies = partial(runtime.on_stream, runtime.stream())
+            locked = LockedBlocks(runtime)
             locked.add(host)
             undo.callback(locked.release)
-            undo.callback(copies.synchronize)
-            on_copies = partial(runtime.on_stream, copies)
+            undo.callback(aside, clock_for(device).settle)
         for rank in range(groups.size):
             gather.compare(b"probe")
             if rank == groups.rank:
@@ -212,7 +210,7 @@ def probe_weights(groups: ProcessGroups, block_bytes: int) -> dict[str, float]:
         times["h2d_concurrent_s"] = measured(copy_block)
         times["gather_s"] = measured(gather_block)
         times["shard_h2d_s"] = measured(copy_shard, on_stream=on_copies, meanwhile=gather_block)
-        times["gather_during_h2d_s"] = measured(gather_block, meanwhile=copy_meanwhile)
+        times["gather_during_h2d_s"] = measured(gather_block, meanwhile=partial(aside, copy_shard))
     scale = block_bytes / host.numel()
     scaled = [scale * max(seconds, 1e-9) for seconds in times.values()]
     return dict(zip(times, groups.all_reduce_max(scaled, "compared the times of weights"), strict=True))
