@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from .rendezvous import (
     PeerLostError,
     RendezvousStore,
     WorkerTimeoutError,
-    connections_of,
+    connections_since,
     format_ranks,
     is_peer_error,
     is_timeout,
@@ -41,9 +40,6 @@ from .rendezvous import (
 
 SIGN_OF_LIFE_S = 2.0
 """Time after a broken collective in which the other workers may still report that they are alive."""
-NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-NCCL_NO_ABORT = "0"
-"""Keeps the process alive when another worker is lost; by default NCCL's watchdog ends it."""
 
 
 class GroupsState(Enum):
@@ -201,14 +197,15 @@ class ProcessGroups:
         self._groups["control"] = dist.group.WORLD
         on_gpu = self.device.type == "cuda"  # as NCCL; a `RayPool` refuses other devices than these and CPUs
         if on_gpu:
-            os.environ.setdefault(NCCL_ERRORS, NCCL_NO_ABORT)
+            # Keeps the process alive when another worker is lost; by default NCCL's watchdog ends it.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         # Every worker creates every group, also those that it is not in: `new_group` is collective.
         for name, members in group_members(self.mesh).items():
             for ranks in members:
                 created = dist.new_group(list(ranks), backend="nccl" if on_gpu else "gloo", timeout=timeout)
                 if self.rank in ranks:
                     self._groups[name] = created
-        self._connections = connections_of(before, partial(store.exchange, "listens"))
+        self._connections = connections_since(before, store)
         # No worker may leave before all have joined: the store ends with rank 0, and others may still read it.
         dist.barrier(group=self._groups["control"])
 

@@ -58,15 +58,15 @@ def open_sockets() -> frozenset[Any]:
     return frozenset(psutil.Process().net_connections("tcp"))
 
 
-def connections_of(before: Collection[Any], exchange: Callable[[str], list[str]]) -> frozenset[Any]:
+def connections_since(before: frozenset[Any], store: RendezvousStore) -> frozenset[Any]:
     """Return the connections between workers of the group that were opened since `before`.
 
-    Other threads may have opened sockets too. So `exchange` sends the new listening ports of this worker and returns
-    those of all workers, and only connections to one of these ports count.
+    Other threads may have opened sockets too. So the workers exchange their new listening ports, and only connections
+    to one of these ports count.
     """
-    opened = open_sockets() - frozenset(before)
+    opened = open_sockets() - before
     own_ports = {each.laddr.port for each in opened if each.status == psutil.CONN_LISTEN}
-    published = exchange(",".join(map(str, sorted(own_ports))))
+    published = store.exchange("listens", ",".join(map(str, sorted(own_ports))))
     all_ports = {int(port) for ports in published for port in ports.split(",") if port}
     return frozenset(
         each for each in opened if each.raddr and (each.laddr.port in own_ports or each.raddr.port in all_ports)
