@@ -82,27 +82,19 @@ class InProcessWorker:
 class InProcessPool:
     """Pool of one worker in this process; implements `Pool`. `device` is "cpu" or for example "cuda:0"."""
 
+    usable = True
+
     def __init__(self, device: str) -> None:
         self._device = device
-        self._worker = InProcessWorker(Worker(device))
-
-    @property
-    def workers(self) -> tuple[InProcessWorker]:
-        """The only worker."""
-        return (self._worker,)
-
-    @property
-    def usable(self) -> bool:
-        """See `Pool.usable`."""
-        return True
+        self.workers = (InProcessWorker(Worker(device)),)
 
     def replace(self, rank: int) -> InProcessWorker:
         """See `Pool.replace`."""
         assert rank == 0, f"rank {rank} of one worker"
-        self._worker.end()
-        self._worker = InProcessWorker(Worker(self._device))
-        return self._worker
+        self.close()
+        self.workers = (InProcessWorker(Worker(self._device)),)
+        return self.workers[0]
 
     def close(self) -> None:
         """See `Pool.close`."""
-        self._worker.end()
+        self.workers[0].end()

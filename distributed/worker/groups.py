@@ -56,7 +56,7 @@ class ProcessGroups:
     def __init__(self, rendezvous: RendezvousSpec, device: torch.device) -> None:
         assert rendezvous.mesh.data == rendezvous.mesh.stage == 1, "the driver makes one group for each part and stage"
         self.rendezvous, self.device = rendezvous, device
-        self.mesh, self.rank = rendezvous.mesh, rendezvous.rank
+        self.mesh, self.rank, self.size = rendezvous.mesh, rendezvous.rank, rendezvous.mesh.size
         self.gathered_bytes = 0
         """Bytes received from other workers in this rendezvous, without those of `consensus`."""
         self.state = GroupsState.NEW
@@ -64,11 +64,6 @@ class ProcessGroups:
         self._store: RendezvousStore | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._connections: frozenset[Any] = frozenset()
-
-    @property
-    def size(self) -> int:
-        """Number of workers that compute one step together."""
-        return self.mesh.size
 
     def join(self) -> None:
         """Join the rendezvous. Blocks until all workers of the group have joined.
@@ -195,16 +190,13 @@ class ProcessGroups:
         sys.excepthook = hook  # torch wraps it again in every rendezvous, and never unwraps it
         assert dist.group.WORLD is not None
         self._groups["control"] = dist.group.WORLD
-        on_gpu = self.device.type == "cuda"  # as NCCL; a `RayPool` refuses other devices than these and CPUs
-        if on_gpu:
+        backend = "gloo"
+        if self.device.type == "cuda":  # a `RayPool` refuses other devices than these and CPUs
+            backend = "nccl"
             # Keeps the process alive when another worker is lost; by default NCCL's watchdog ends it.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        # Every worker creates every group, also those that it is not in: `new_group` is collective.
         for name, members in group_members(self.mesh).items():
-            for ranks in members:
-                created = dist.new_group(list(ranks), backend="nccl" if on_gpu else "gloo", timeout=timeout)
-                if self.rank in ranks:
-                    self._groups[name] = created
+            self._groups[name], _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend=backend)
         self._connections = connections_since(before, store)
         # No worker may leave before all have joined: the store ends with rank 0, and others may still read it.
         dist.barrier(group=self._groups["control"])
@@ -230,14 +222,14 @@ class ProcessGroups:
         return PeerLostError(f"the connection to another worker broke while {where} ({error})")
 
 
-def group_members(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:
+def group_members(mesh: Mesh) -> dict[str, list[list[int]]]:
     """Return the group ranks of each process group on the device, by name and in the order of creation."""
     ranks = range(mesh.size)
-    groups = {"weights": [tuple(ranks)]}
+    groups = {"weights": [list(ranks)]}
     for axis in ("cfg", "ring", "ulysses"):
         if getattr(mesh, axis) > 1:
-            groups[axis] = sorted({mesh.group(axis, rank) for rank in ranks})
+            groups[axis] = [list(group) for group in sorted({mesh.group(axis, rank) for rank in ranks})]
     tokens = mesh.ring * mesh.ulysses
     if tokens > 1:
-        groups["context"] = [tuple(ranks[first : first + tokens]) for first in ranks[::tokens]]
+        groups["context"] = [list(ranks[first : first + tokens]) for first in ranks[::tokens]]
     return groups

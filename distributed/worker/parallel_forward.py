@@ -217,9 +217,11 @@ class GroupForward(ParallelForward):
     alone = False
 
     def __init__(self, groups: ProcessGroups) -> None:
-        self._groups = groups
+        mesh, self._groups = groups.mesh, groups
         self._configs: list[ContextParallelConfig] = []
-        self.share = Share(cfg=groups.mesh.cfg, ring=groups.mesh.ring, ulysses=groups.mesh.ulysses)
+        self._context_size = mesh.ring * mesh.ulysses
+        """Number of workers that share the tokens of a lane; their group ranks are consecutive."""
+        self.share = Share(cfg=mesh.cfg, ring=mesh.ring, ulysses=mesh.ulysses)
 
     @contextmanager
     def attached(self, engine: ExpertEngine) -> Iterator[None]:
@@ -288,11 +290,6 @@ class GroupForward(ParallelForward):
         # Every worker adds in the same order, so the sums are bit-equal on all of them.
         totals = [torch.stack(parts[first : first + shares]).sum(dim=0) for first in range(0, len(parts), shares)]
         return AllReduced(totals[self._groups.rank // shares], torch.cat(totals))
-
-    @property
-    def _context_size(self) -> int:
-        """Number of workers that share the tokens of a lane; their group ranks are consecutive."""
-        return self._groups.mesh.ring * self._groups.mesh.ulysses
 
 
 def group_forward(groups: ProcessGroups) -> ParallelForward:
