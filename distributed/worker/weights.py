@@ -258,11 +258,6 @@ class GroupWeights:
             self._sharded[placement] = Sharded(gather=GroupGather(self._groups), on_device=placement == ON_DEVICE)
         return self._sharded[placement], reason
 
-    def abort(self) -> None:
-        """Abort gathers that wait (any thread)."""
-        for sharded in tuple(self._sharded.values()):  # a run that begins on another thread may add one
-            sharded.gather.abort()
-
 
 def measure(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> WeightFigures:
     """Measure the group for runs like this one. All workers must call it; all return the same figures.
