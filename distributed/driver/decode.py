@@ -105,7 +105,6 @@ class _Decode:
         self._columns = max(tile.column for tile in tiles) + 1
         self._tiles = [(video, tile) for video in range(len(self._videos)) for tile in tiles]
         self._waiting = list(range(len(self._tiles)))
-        self._done: set[int] = set()
         self._lost: list[int] = []
         """Ranks of lost workers that were not replaced yet."""
         self._in_flight: dict[Future[torch.Tensor], _TileInFlight] = {}
@@ -115,11 +114,10 @@ class _Decode:
     def run(self, check: Callable[[], None], on_tile: Callable[[int, int], None]) -> torch.Tensor:
         limit_s, paths = min(self._timeout_s, FACTS_TIMEOUT_S), self._task.paths
         check_paths(_facts(self._pool, check, limit_s, [str(self._task.vae)], paths), paths)
-        while len(self._done) < len(self._tiles):
+        while self._waiting or self._in_flight:
             check()
             self._submit_tiles()
-            ended, _ = wait(self._in_flight, timeout=POLL_S, return_when=FIRST_COMPLETED)
-            for future in ended:
+            for future in wait(self._in_flight, timeout=POLL_S, return_when=FIRST_COMPLETED).done:
                 number, worker, _ = self._in_flight.pop(future)
                 try:
                     decoded = future.result()
@@ -128,8 +126,7 @@ class _Decode:
                 else:
                     video, tile = self._tiles[number]
                     self._blenders[video].put(tile, decoded)
-                    self._done.add(number)
-                    on_tile(len(self._done), len(self._tiles))
+                    on_tile(len(self._tiles) - len(self._waiting) - len(self._in_flight), len(self._tiles))
             self._kill_hung()
             replace_lost(self._pool, self._lost)
             self._lost = []
@@ -137,19 +134,17 @@ class _Decode:
 
     def end(self) -> None:
         """Stop all tiles in flight and release the VAE's weights on the workers. Errors of these tiles are ignored."""
-        if self._in_flight:
-            for tile in self._in_flight.values():
-                tile.worker.call("stop", self._task.run_id)
-            _, unfinished = wait(self._in_flight, timeout=self._timeout_s)
-            for future in unfinished:
-                self._in_flight[future].worker.kill()
+        for tile in self._in_flight.values():
+            tile.worker.call("stop", self._task.run_id)
+        for future in wait(self._in_flight, timeout=self._timeout_s).not_done:
+            self._in_flight[future].worker.kill()
         wait([worker.call("free_vae") for worker in self._pool.workers], timeout=self._timeout_s)
 
     def _submit_tiles(self) -> None:
         """Submit the next tile to every idle worker, unless it is too far ahead of the next one to be blended."""
         busy = {tile.worker.rank for tile in self._in_flight.values()}
         # Tiles that are decoded early stay in RAM until their neighbours are blended.
-        first_missing = next(number for number in range(len(self._tiles)) if number not in self._done)
+        first_missing = min([*self._waiting[:1], *(tile.number for tile in self._in_flight.values())])
         furthest = first_missing + self._columns + EARLY_TILES * len(self._pool.workers)
         for worker in self._pool.workers:
             if worker.rank in busy or not self._waiting or self._waiting[0] > furthest:
@@ -166,9 +161,9 @@ class _Decode:
             if heartbeat.is_overdue():
                 worker.kill()
                 del self._in_flight[future]
-                limit_s = heartbeat.limit_s
-                message = f"worker {worker.rank} began no frame for {limit_s:g} s and was killed\n{worker.log_tail()}"
-                self._lose(number, worker, WorkerLostError(message.strip(), worker.rank))
+                message = f"worker {worker.rank} began no frame for {heartbeat.limit_s:g} s and was killed"
+                error = WorkerLostError(f"{message}\n{worker.log_tail()}".strip(), worker.rank)
+                self._lose(number, worker, error)
 
     def _lose(self, number: int, worker: WorkerHandle, error: WorkerLostError) -> None:
         """Record a lost worker and queue its tile again; raise `error` if no restarts are left."""

@@ -1,7 +1,7 @@
 """Connection of this process to Ray, and the process that ends our Ray when this one is gone.
 
-The kernel ends the processes that Ray started from here, and these end their workers. But two helpers of Ray would run
-for another minute, trying to report the loss to a server that is gone too.
+The kernel ends the processes that Ray started from here, and these end their workers. But two agents of Ray would run
+for another minute, trying to report the loss to a server that is gone too; Ray 2.60 has no setting for that time.
 """
 
 from __future__ import annotations
@@ -90,15 +90,14 @@ def gcs_address(ray: Any) -> str:
     return str(ray.get_runtime_context().gcs_address) if ray.is_initialized() else ""
 
 
-def is_listening(server: str) -> bool:
-    """Return True if a process listens at host:port."""
-    with suppress(OSError), socket.create_connection(host_and_port(server), timeout=LISTENING_TIMEOUT_S):
+def is_listening(host: str, port: int) -> bool:
+    """Return True if a process listens at that port."""
+    with suppress(OSError), socket.create_connection((host, port), timeout=LISTENING_TIMEOUT_S):
         return True
     return False
 
 
 END_TIMEOUT_S = 20.0
-RAYLET = "raylet"
 
 REAPER = """
 import sys
@@ -141,29 +140,15 @@ class RayReaper:
         """Send the ids of the processes that this Ray has now to the reaper; sending one twice is allowed."""
         pipe = self._process.stdin
         assert pipe is not None
-        for child in self._children():
+        for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
-                pipe.writelines(f"{each.pid}\n" for each in (child, *child.children(recursive=True)))
+                if child.pid != self._process.pid and any(str(self._folder) in word for word in child.cmdline()):
+                    pipe.writelines(f"{each.pid}\n" for each in (child, *child.children(recursive=True)))
         pipe.flush()
-
-    def raylet_is_alive(self) -> bool:
-        """Return False after the raylet has ended, even as a zombie, which has no command line."""
-        with suppress(psutil.NoSuchProcess):
-            return any(child.name().startswith(RAYLET) for child in self._children())
-        return False
 
     def close(self) -> None:
         """End the tracked processes now."""
         self._process.communicate(timeout=END_TIMEOUT_S)
-
-    def _children(self) -> list[psutil.Process]:
-        """Return the processes that this one has started for Ray."""
-        found = []
-        for child in psutil.Process().children():
-            with suppress(psutil.NoSuchProcess):
-                if child.pid != self._process.pid and any(str(self._folder) in word for word in child.cmdline()):
-                    found.append(child)
-        return found
 
 
 CPU_SLOT = 0.5
@@ -212,16 +197,15 @@ class RayConnection:
 
         The server can outlive the raylet of this machine, and without the raylet no worker starts here.
         """
-        ray, reaper = import_ray(), self._reaper
-        if gcs_address(ray) != self._server or not is_listening(self._server):
-            return False
-        if reaper is not None and not reaper.raylet_is_alive():
+        ray = import_ray()
+        if gcs_address(ray) != self._server or not is_listening(*host_and_port(self._server)):
             return False
         node_id = ray.get_runtime_context().get_node_id()
-        try:
-            return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id)
-        except ray.exceptions.RayError:  # the server ended after the check above
-            return False
+        with suppress(ray.exceptions.RayError):  # the server ended after the check above
+            raylets = [node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]]
+            # Connected to as well, because the server takes some seconds to miss one that was killed.
+            return any(is_listening(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in raylets)
+        return False
 
     def track_processes(self) -> None:
         """Record the processes that Ray has started, so that the reaper ends them after this one is gone."""
@@ -272,14 +256,12 @@ def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -
 def _init_local(ray: Any, store_bytes: int, undo: ExitStack) -> RayReaper:
     try:
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-    except OSError as err:
-        raise _not_started(ray, err) from err
-    # Registered before `shutdown`, so that it runs after it and ends the processes that `shutdown` has not.
-    reaper = RayReaper(folder)
-    undo.callback(reaper.close)
-    undo.callback(ray.shutdown)
-    with local_ray_environment():
-        try:
+        # Registered before `shutdown`, so that it runs after it and ends the processes that `shutdown` has not.
+        reaper = RayReaper(folder)
+        undo.callback(reaper.close)
+        undo.callback(ray.shutdown)
+        with local_ray_environment(), ExitStack() as started:
+            started.callback(reaper.track)  # also after an error: `ray.init` does not end the processes it has started
             ray.init(
                 address="local",
                 num_cpus=LOCAL_CPUS,
@@ -294,21 +276,14 @@ def _init_local(ray: Any, store_bytes: int, undo: ExitStack) -> RayReaper:
                 _temp_dir=str(folder / "r"),
                 _system_config={"prestart_worker_first_driver": False, RECONNECT: RECONNECT_S},
             )
-        except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as err:
-            raise _not_started(ray, err) from err
-        except Exception as err:
-            raise LateRayletError(str(_not_started(ray, err))) from err
-        finally:
-            reaper.track()  # also after an error: `ray.init` does not end the processes it has started
+    except Exception as err:
+        is_final = isinstance(err, ray.exceptions.RayError | RuntimeError | OSError | ValueError)
+        reason = str(err).rstrip(".")
+        raise (RaySetupError if is_final else LateRayletError)(
+            f"Ray {ray.__version__} does not start on this machine: {reason}. Check that disk, RAM and shared memory "
+            "have free space, and that the folder for temporary files (TMPDIR) exists, has a short name and is writable"
+        ) from err
     return reaper
-
-
-def _not_started(ray: Any, error: Exception) -> RaySetupError:
-    reason = str(error).rstrip(".")
-    return RaySetupError(
-        f"Ray {ray.__version__} does not start on this machine: {reason}. Check that disk, RAM and shared memory have "
-        "free space, and that the folder for temporary files (TMPDIR) exists, has a short name and is writable"
-    )
 
 
 def _join_cluster(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:

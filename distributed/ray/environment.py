@@ -92,11 +92,10 @@ def token_of_cluster(token_file: str) -> Iterator[None]:
     Raises:
         RaySetupError: the file cannot be read, is empty, or can be read by other users.
     """
+    values = {MODE: "disabled", TOKEN: None, TOKEN_FILE: None}
     if token_file:
         check_token_file(token_file)
-        values = {MODE: "token", TOKEN: None, TOKEN_FILE: str(Path(token_file).expanduser())}
-    else:
-        values = {MODE: "disabled", TOKEN: None, TOKEN_FILE: None}
+        values |= {MODE: "token", TOKEN_FILE: str(Path(token_file).expanduser())}
     with temporary_environment(values):
         reset_token_cache()
         yield

@@ -96,7 +96,6 @@ def actor_class(ray: Any) -> Any:
 
     class WanStreamWorker:
         def start(self, package: str, folders: list[str], threads: int | None, workers_on_machine: int) -> Any:
-            import importlib
             import importlib.util
             import sys
             from pathlib import Path

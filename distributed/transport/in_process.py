@@ -42,7 +42,7 @@ class InProcessWorker:
         """See `WorkerHandle.run`."""
         with self._lock:
             if self._killed:  # its thread ends
-                return run_in_thread("wanstream run", self._alive, self._worker.run, task, on_report)
+                return self.call("run", task, on_report)
             self._run_ids.append(task.run_id)
             return self._thread.submit(self._alive, self._worker.run, task, on_report)
 
@@ -68,43 +68,33 @@ class InProcessWorker:
 
     def _alive(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a function. Raises WorkerLostError if the worker was killed before or during the call."""
-        if self._killed:
-            raise self._lost()
+        cause = None
         try:
-            return function(*args, **kwargs)
+            if not self._killed:
+                return function(*args, **kwargs)
         except Exception as err:
-            if self._killed:
-                raise self._lost() from err
-            raise
-
-    def _lost(self) -> WorkerLostError:
-        return WorkerLostError("the worker in this process was ended", self.rank)
+            if not self._killed:
+                raise
+            cause = err
+        raise WorkerLostError("the worker in this process was ended", self.rank) from cause
 
 
 class InProcessPool:
     """Pool of one worker in this process; implements `Pool`. `device` is "cpu" or for example "cuda:0"."""
 
+    usable = True
+
     def __init__(self, device: str) -> None:
         self._device = device
-        self._worker = InProcessWorker(Worker(device))
-
-    @property
-    def workers(self) -> tuple[InProcessWorker]:
-        """The only worker."""
-        return (self._worker,)
-
-    @property
-    def usable(self) -> bool:
-        """See `Pool.usable`."""
-        return True
+        self.workers = (InProcessWorker(Worker(device)),)
 
     def replace(self, rank: int) -> InProcessWorker:
         """See `Pool.replace`."""
         assert rank == 0, f"rank {rank} of one worker"
-        self._worker.end()
-        self._worker = InProcessWorker(Worker(self._device))
-        return self._worker
+        self.close()
+        self.workers = (InProcessWorker(Worker(self._device)),)
+        return self.workers[0]
 
     def close(self) -> None:
         """See `Pool.close`."""
-        self._worker.end()
+        self.workers[0].end()

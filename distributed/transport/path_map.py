@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from ...schema import ExpertsRef, PathMap
 from ..messages import WorkerFacts
@@ -96,13 +96,9 @@ def check_paths(workers: Sequence[WorkerFacts], maps: Sequence[PathMap]) -> None
 
 def _mapped(path: Path, each: PathMap) -> Path | None:
     """Return the path under the target of a map; None if the folder of the map does not contain it."""
-    here = type(path)(each.here)
-    if path != here and here not in path.parents:
+    if not path.is_relative_to(each.here):
         return None
     # The worker's machine may have another path syntax than this one; that of `there` is used.
-    return Path(str(_pure(each.there).joinpath(*path.relative_to(here).parts)))
-
-
-def _pure(path: str) -> PurePath:
-    windows = PureWindowsPath(path)
-    return windows if windows.drive else PurePosixPath(path)
+    windows = PureWindowsPath(each.there)
+    there = windows if windows.drive else PurePosixPath(each.there)
+    return Path(str(there.joinpath(*path.relative_to(each.here).parts)))

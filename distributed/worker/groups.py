@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,20 +29,17 @@ from .rendezvous import (
     PeerLostError,
     RendezvousStore,
     WorkerTimeoutError,
-    connections_of,
+    connections_since,
     format_ranks,
-    interface_towards,
     is_peer_error,
     is_timeout,
     open_sockets,
     shut_down,
+    use_interface_towards,
 )
 
 SIGN_OF_LIFE_S = 2.0
 """Time after a broken collective in which the other workers may still report that they are alive."""
-NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-NCCL_NO_ABORT = "0"
-"""Keeps the process alive when another worker is lost; by default NCCL's watchdog ends it."""
 
 
 class GroupsState(Enum):
@@ -60,7 +56,7 @@ class ProcessGroups:
     def __init__(self, rendezvous: RendezvousSpec, device: torch.device) -> None:
         assert rendezvous.mesh.data == rendezvous.mesh.stage == 1, "the driver makes one group for each part and stage"
         self.rendezvous, self.device = rendezvous, device
-        self.mesh, self.rank = rendezvous.mesh, rendezvous.rank
+        self.mesh, self.rank, self.size = rendezvous.mesh, rendezvous.rank, rendezvous.mesh.size
         self.gathered_bytes = 0
         """Bytes received from other workers in this rendezvous, without those of `any_wants`."""
         self.state = GroupsState.NEW
@@ -68,11 +64,6 @@ class ProcessGroups:
         self._store: RendezvousStore | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._connections: frozenset[Any] = frozenset()
-
-    @property
-    def size(self) -> int:
-        """Number of workers that compute one step together."""
-        return self.mesh.size
 
     def join(self) -> None:
         """Join the rendezvous. Blocks until all workers of the group have joined.
@@ -90,8 +81,8 @@ class ProcessGroups:
                 raise StateError("this process has joined another rendezvous: leave that first")
             self._store = RendezvousStore(self.rendezvous, self._is_left)
             try:
-                host, port = self.rendezvous.host, self.rendezvous.port
-                with self.translate_errors("created its process groups"), interface_towards(host, port):
+                use_interface_towards(self.rendezvous.host, self.rendezvous.port)
+                with self.translate_errors("created its process groups"):
                     self._make_groups(self._store)
             except BaseException:
                 self.leave()
@@ -164,6 +155,14 @@ class ProcessGroups:
                 raise
             raise self._peer_error(doing, err) from err
 
+    def abort_gathers(self) -> None:
+        """End gathers of weights that wait, here and on the other workers (any thread). All must leave afterwards."""
+        with self._lock:
+            if self.device.type != "cuda":
+                shut_down(self._connections)  # of all process groups
+            elif "weights" in self._groups:
+                self._groups["weights"].abort()
+
     def leave(self) -> None:
         """End the groups (any thread). Leaving twice is allowed.
 
@@ -194,16 +193,14 @@ class ProcessGroups:
         sys.excepthook = hook  # torch wraps it again in every rendezvous, and never unwraps it
         assert dist.group.WORLD is not None
         self._groups["control"] = dist.group.WORLD
-        on_gpu = self.device.type == "cuda"  # as NCCL; a `RayPool` refuses other devices than these and CPUs
-        if on_gpu:
-            os.environ.setdefault(NCCL_ERRORS, NCCL_NO_ABORT)
-        # Every worker creates every group, also those that it is not in: `new_group` is collective.
+        backend = "gloo"
+        if self.device.type == "cuda":  # a `RayPool` refuses other devices than these and CPUs
+            backend = "nccl"
+            # Keeps the process alive when another worker is lost; by default NCCL's watchdog ends it.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         for name, members in group_members(self.mesh).items():
-            for ranks in members:
-                created = dist.new_group(list(ranks), backend="nccl" if on_gpu else "gloo", timeout=timeout)
-                if self.rank in ranks:
-                    self._groups[name] = created
-        self._connections = connections_of(before, partial(store.exchange, "listens"))
+            self._groups[name], _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend=backend)
+        self._connections = connections_since(before, store)
         # No worker may leave before all have joined: the store ends with rank 0, and others may still read it.
         dist.barrier(group=self._groups["control"])
 
@@ -228,14 +225,14 @@ class ProcessGroups:
         return PeerLostError(f"the connection to another worker broke while {where} ({error})")
 
 
-def group_members(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:
+def group_members(mesh: Mesh) -> dict[str, list[list[int]]]:
     """Return the group ranks of each process group on the device, by name and in the order of creation."""
     ranks = range(mesh.size)
-    groups = {"weights": [tuple(ranks)]}
+    groups = {"weights": [list(ranks)]}
     for axis in ("cfg", "ring", "ulysses"):
         if getattr(mesh, axis) > 1:
-            groups[axis] = sorted({mesh.group(axis, rank) for rank in ranks})
+            groups[axis] = [list(group) for group in sorted({mesh.group(axis, rank) for rank in ranks})]
     tokens = mesh.ring * mesh.ulysses
     if tokens > 1:
-        groups["context"] = [tuple(ranks[first : first + tokens]) for first in ranks[::tokens]]
+        groups["context"] = [list(ranks[first : first + tokens]) for first in ranks[::tokens]]
     return groups

@@ -50,15 +50,13 @@ def backend_for(
     name = _AttentionBackendRegistry.get_active_backend()[0] if set_backend is None else set_backend
     name = str(AttentionBackendName(name).value)
     parallel = _AttentionBackendRegistry._supports_context_parallel
+    if name in (parallel if ring == 1 else parallel & WITH_LSE):
+        return set_backend
     if ring == 1:
-        if name not in parallel:
-            raise MeshError(
-                f"ulysses {ulysses}: the attention backend {name!r} does not support several workers; choose one of "
-                f"{', '.join(sorted(parallel))}"
-            )
-        return set_backend
-    if name in WITH_LSE and name in parallel:
-        return set_backend
+        raise MeshError(
+            f"ulysses {ulysses}: the attention backend {name!r} does not support several workers; choose one of "
+            f"{', '.join(sorted(parallel))}"
+        )
     # The flash attention kernel, which returns one, is CUDA's.
     if name == AttentionBackendName.NATIVE.value and device.type == "cuda" and dtype in HALF:
         return RING_BACKEND
@@ -68,30 +66,28 @@ def backend_for(
     )
 
 
-AXES = ("ring", "ulysses")
-"""Axis names, the same in diffusers and in `Mesh`."""
-
-
 class ContextMesh:
     """The part of the DeviceMesh interface that diffusers uses, backed by existing process groups.
 
-    A real DeviceMesh creates process groups itself when diffusers flattens it, at a time that `ProcessGroups` does not
-    control and with connections that it could not shut down.
+    A real DeviceMesh creates a process group itself when diffusers flattens it: with torch's timeout of 30 minutes, at
+    a time that `ProcessGroups` does not control, and with connections that it could not shut down.
+
+    Args:
+        axes: "ring", "ulysses", or both; the names are the same in diffusers and in `Mesh`.
     """
 
-    def __init__(self, groups: ProcessGroups, axes: tuple[str, ...] = AXES) -> None:
+    def __init__(self, groups: ProcessGroups, *axes: str) -> None:
         self._groups, self._axes = groups, axes
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> ContextMesh:
-        return ContextMesh(self._groups, (axes,) if isinstance(axes, str) else axes)
+        return ContextMesh(self._groups, *([axes] if isinstance(axes, str) else axes))
 
     def _flatten(self) -> ContextMesh:
         return self
 
     def size(self) -> int:
         """Return the number of workers along these axes."""
-        degrees = dict(self._groups.mesh.degrees)
-        return math.prod(degrees[axis] for axis in self._axes)
+        return math.prod(getattr(self._groups.mesh, axis) for axis in self._axes)
 
     def get_group(self) -> dist.ProcessGroup:
         """Return the process group of these workers."""
@@ -123,7 +119,7 @@ def context_parallel(groups: ProcessGroups, model: WanTransformer3DModel) -> Ite
         raise MeshError(f"ulysses {mesh.ulysses} cannot split {heads} heads evenly: choose another degree")
     parallel = ContextParallelConfig(ring_degree=mesh.ring, ulysses_degree=mesh.ulysses)
     config = ParallelConfig(context_parallel_config=parallel)
-    config.setup(groups.rank, groups.size, groups.device, mesh=ContextMesh(groups))
+    config.setup(groups.rank, groups.size, groups.device, mesh=ContextMesh(groups, "ring", "ulysses"))
     # The unnamed entry of the plan is for the forward of the whole model, which `forward_lanes` does not call.
     plan = {name: part for name, part in model._cp_plan.items() if name}
     dtype = model.patch_embedding.weight.dtype
@@ -139,10 +135,9 @@ def context_parallel(groups: ProcessGroups, model: WanTransformer3DModel) -> Ite
             )
             processor._parallel_config = config
             attached.callback(block.attn1.register_forward_pre_hook(_attention_counter(groups)).remove)
-        padding = UnevenOutput(groups, parallel)
-        attached.callback(model.proj_out.register_forward_pre_hook(padding.pad).remove)
-        attached.callback(model.proj_out.register_forward_hook(padding.cut).remove)
-        attached.callback(model.proj_out.register_forward_hook(_output_counter(groups)).remove)
+        output = OutputHooks(groups, parallel)
+        attached.callback(model.proj_out.register_forward_pre_hook(output.pad).remove)
+        attached.callback(model.proj_out.register_forward_hook(output.cut_and_count).remove)
         attached.callback(remove_context_parallel, model, plan)
         apply_context_parallel(model, parallel, plan)
         yield parallel
@@ -151,20 +146,19 @@ def context_parallel(groups: ProcessGroups, model: WanTransformer3DModel) -> Ite
 @contextmanager
 def _restored(thing: object, *names: str) -> Iterator[None]:
     """Restore these instance attributes on exit, including their absence."""
-    attributes = vars(thing)
-    before = {name: attributes[name] for name in names if name in attributes}
+    before = {name: value for name, value in vars(thing).items() if name in names}
     try:
         yield
     finally:
         for name in names:
-            attributes.pop(name, None)
-        attributes.update(before)
+            vars(thing).pop(name, None)
+        vars(thing).update(before)
 
 
-class UnevenOutput:
-    """Hooks of the output projection that make unequal shares of tokens equal while diffusers gathers them.
+class OutputHooks:
+    """Hooks of the output projection: equal shares of tokens while diffusers gathers them, and the bytes received.
 
-    diffusers gathers unequal shares by `all_gather` of unequal tensors, which Gloo does not support.
+    diffusers gathers unequal shares by `all_gather` of unequal tensors, which gloo refuses (in torch 2.11 and 2.13).
     """
 
     def __init__(self, groups: ProcessGroups, parallel: ContextParallelConfig) -> None:
@@ -181,12 +175,14 @@ class UnevenOutput:
         self._shares = gather_size_by_comm(tokens, self._groups.group("context"))
         return (torch.nn.functional.pad(inputs[0], (0, 0, 0, max(self._shares) - tokens)),)
 
-    def cut(self, module: object, inputs: object, output: torch.Tensor) -> torch.Tensor | None:
-        """Cut what `pad` appended, on every worker, off the gathered tokens."""
-        if not self._parallel.ulysses_anything:
-            return None
-        parts = output.chunk(len(self._shares), dim=1)
-        return torch.cat([part[:, :share] for part, share in zip(parts, self._shares, strict=True)], dim=1)
+    def cut_and_count(self, module: object, inputs: object, output: torch.Tensor) -> torch.Tensor:
+        """Cut what `pad` appended, on every worker, off the gathered tokens, and count those of other workers."""
+        if self._parallel.ulysses_anything:
+            parts = output.chunk(len(self._shares), dim=1)
+            output = torch.cat([part[:, :share] for part, share in zip(parts, self._shares, strict=True)], dim=1)
+        workers = self._parallel.ring_degree * self._parallel.ulysses_degree
+        self._groups.count_gathered(output.nbytes * (workers - 1) // workers)
+        return output
 
 
 def _attention_counter(groups: ProcessGroups) -> Callable[..., None]:
@@ -205,25 +201,17 @@ def _attention_counter(groups: ProcessGroups) -> Callable[..., None]:
     return count
 
 
-def _output_counter(groups: ProcessGroups) -> Callable[..., None]:
-    """Return a hook that counts the bytes this worker receives when all tokens are gathered at the output."""
-    tokens = groups.mesh.ring * groups.mesh.ulysses
-
-    def count(module: object, inputs: object, output: torch.Tensor) -> None:
-        groups.count_gathered(output.nbytes * (tokens - 1) // tokens)
-
-    return count
-
-
 class GroupForward(ParallelForward):
     """Share of one worker in a group of two or more; see `ParallelForward`."""
 
     alone = False
 
     def __init__(self, groups: ProcessGroups) -> None:
-        self._groups = groups
+        mesh, self._groups = groups.mesh, groups
         self._configs: list[ContextParallelConfig] = []
-        self.share = Share(cfg=groups.mesh.cfg, ring=groups.mesh.ring, ulysses=groups.mesh.ulysses)
+        self._context_size = mesh.ring * mesh.ulysses
+        """Number of workers that share the tokens of a lane; their group ranks are consecutive."""
+        self.share = Share(cfg=mesh.cfg, ring=mesh.ring, ulysses=mesh.ulysses)
 
     @contextmanager
     def attached(self, engine: ExpertEngine) -> Iterator[None]:
@@ -243,12 +231,9 @@ class GroupForward(ParallelForward):
             PeerLostError: another worker is gone.
         """
         mesh = self._groups.mesh
-        uneven = False
-        for lane in lanes:
+        uneven = [lane for lane in lanes if lane.tokens(PATCH) % self._context_size]
+        for lane in uneven:
             tokens = lane.tokens(PATCH)
-            if tokens % self._context_size == 0:
-                continue
-            uneven = True
             if mesh.ring > 1 or tokens < mesh.ulysses:
                 others = ", or of its references" if lane.front or lane.behind else ""
                 raise MeshError(
@@ -257,7 +242,7 @@ class GroupForward(ParallelForward):
                 )
         for config in self._configs:
             # Only where it is needed: it costs exchanges of the sizes, for which the host waits.
-            config.ulysses_anything = uneven
+            config.ulysses_anything = bool(uneven)
         # torch cannot trace the exchange of sizes, so compiled blocks compute these passes as they are.
         traced = torch.compiler.set_stance("force_eager") if uneven else nullcontext()
         with traced, self._groups.translate_errors("computed a step"):
@@ -311,11 +296,6 @@ class GroupForward(ParallelForward):
         # Every worker adds in the same order, so the sums are bit-equal on all of them.
         totals = [torch.stack(parts[first : first + shares]).sum(dim=0) for first in range(0, len(parts), shares)]
         return AllReduced(totals[self._groups.rank // shares], torch.cat(totals))
-
-    @property
-    def _context_size(self) -> int:
-        """Number of workers that share the tokens of a lane; their group ranks are consecutive."""
-        return self._groups.mesh.ring * self._groups.mesh.ulysses
 
 
 def group_forward(groups: ProcessGroups) -> ParallelForward:

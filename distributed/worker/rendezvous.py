@@ -1,7 +1,8 @@
 """Rendezvous of the workers of a group: the store, and the sockets of gloo that can be closed under it.
 
-gloo cannot cancel a collective that waits, and its groups are freed only after the wait. Shutting a connection down
-ends the wait immediately, as if the other worker were gone.
+gloo cannot cancel a collective that waits, and its groups are freed only after the wait. `abort` and `shutdown` of
+`ProcessGroupGloo` do nothing in torch 2.11 and 2.13: it inherits them, and the wait lasts until its timeout. Shutting a
+connection down ends the wait immediately, as if the other worker were gone.
 
 Rank 0 of the group runs it, on the host of the rendezvous and on no other address. Every worker sets a key when it
 joins, so that a timeout names the missing ones.
@@ -13,8 +14,8 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -57,15 +58,15 @@ def open_sockets() -> frozenset[Any]:
     return frozenset(psutil.Process().net_connections("tcp"))
 
 
-def connections_of(before: Collection[Any], exchange: Callable[[str], list[str]]) -> frozenset[Any]:
+def connections_since(before: frozenset[Any], store: RendezvousStore) -> frozenset[Any]:
     """Return the connections between workers of the group that were opened since `before`.
 
-    Other threads may have opened sockets too. So `exchange` sends the new listening ports of this worker and returns
-    those of all workers, and only connections to one of these ports count.
+    Other threads may have opened sockets too. So the workers exchange their new listening ports, and only connections
+    to one of these ports count.
     """
-    opened = open_sockets() - frozenset(before)
+    opened = open_sockets() - before
     own_ports = {each.laddr.port for each in opened if each.status == psutil.CONN_LISTEN}
-    published = exchange(",".join(map(str, sorted(own_ports))))
+    published = store.exchange("listens", ",".join(map(str, sorted(own_ports))))
     all_ports = {int(port) for ports in published for port in ports.split(",") if port}
     return frozenset(
         each for each in opened if each.raddr and (each.laddr.port in own_ports or each.raddr.port in all_ports)
@@ -89,8 +90,6 @@ POLL_S = 0.05
 """Interval at which a waiting worker polls the keys of the others, and whether it should stop waiting."""
 STORE_GRACE_S = 1.0
 """Extra time for rank 0: the store must outlive the timeout of the others, which read from it who is missing."""
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
 class RendezvousStore:
@@ -109,18 +108,15 @@ class RendezvousStore:
 
         self._rendezvous, self._ranks, self._is_left = rendezvous, range(rendezvous.mesh.size), is_left
         self._deadline = time.monotonic() + rendezvous.timeout_s + (STORE_GRACE_S if rendezvous.rank == 0 else 0)
+        self._endpoint = (rendezvous.host, rendezvous.port)
         self._address = f"{rendezvous.host}:{rendezvous.port}"
-        listening = self._listen() if rendezvous.rank == 0 else None
-        if listening is None:
-            self._wait_for_server()
-        self.store = PrefixStore(f"wanstream/{rendezvous.generation}", self._store(listening))
+        self.store = PrefixStore(f"wanstream/{rendezvous.generation}", self._connect())
         self.exchange("here", "")
 
     def missing(self, name: str, within_s: float) -> list[int] | None:
         """Set this worker's key, and return the ranks that have not set theirs in time; None: the store is gone."""
         try:
-            self.store.set(_key(name, self._rendezvous.rank), "1")
-            return self._wait_for(name, time.monotonic() + within_s)
+            return self._set_and_wait(name, "1", time.monotonic() + within_s)
         except dist.DistError:
             return None
 
@@ -132,10 +128,9 @@ class RendezvousStore:
             PeerLostError: the store is gone.
         """
         try:
-            self.store.set(_key(name, self._rendezvous.rank), value)
-            missing = self._wait_for(name, self._deadline)
+            missing = self._set_and_wait(name, value, self._deadline)
             if not missing:
-                return [self.store.get(_key(name, rank)).decode() for rank in self._ranks]
+                return [self.store.get(f"{name}/{rank}").decode() for rank in self._ranks]
         except dist.DistError as err:
             raise PeerLostError(f"the store at {self._address}, which rank 0 runs, is gone ({err})") from err
         raise WorkerTimeoutError(
@@ -144,21 +139,39 @@ class RendezvousStore:
             "hang, or raise timeout_s"
         )
 
-    def _wait_for(self, name: str, deadline: float) -> list[int]:
-        """Return the ranks that have not set the key `name` at the deadline."""
-        missing = list(self._ranks)
-        while True:
-            missing = [rank for rank in missing if not self.store.check([_key(name, rank)])]
-            if not missing or time.monotonic() >= deadline:
-                return missing
+    def _set_and_wait(self, name: str, value: str, deadline: float) -> list[int]:
+        """Set this worker's key, and return the ranks that have not set theirs at the deadline."""
+        self.store.set(f"{name}/{self._rendezvous.rank}", value)
+        while missing := [rank for rank in self._ranks if not self.store.check([f"{name}/{rank}"])]:
+            if time.monotonic() >= deadline:
+                break
             self._pause()
+        return missing
+
+    def _connect(self) -> TCPStore:
+        """Serve the store as rank 0; connect to it as another rank."""
+        from torch._C._distributed_c10d import TCPStore
+
+        is_master = self._rendezvous.rank == 0
+        if not is_master:
+            self._wait_for_server()
+        try:
+            return TCPStore(
+                *self._endpoint,
+                is_master=is_master,
+                timeout=timedelta(seconds=max(self._remaining_s(), 1)),
+                wait_for_workers=False,
+                master_listen_fd=self._listen() if is_master else None,
+            )
+        except dist.DistError as err:
+            kind = WorkerTimeoutError if is_timeout(err) else PeerLostError
+            raise kind(f"the store at {self._address}, which rank 0 runs, does not respond: {err}") from err
 
     def _wait_for_server(self) -> None:
         """Poll until the store listens. TCPStore can wait too, but its wait cannot be cancelled."""
-        address = (self._rendezvous.host, self._rendezvous.port)
         while True:
             try:
-                socket.create_connection(address, timeout=self._remaining_s()).close()
+                socket.create_connection(self._endpoint, timeout=self._remaining_s()).close()
                 return
             except OSError as err:
                 if self._remaining_s() <= POLL_S:
@@ -169,37 +182,14 @@ class RendezvousStore:
                 self._pause()
 
     def _listen(self) -> int:
-        """Return the descriptor of a socket that listens."""
-        family = socket.AF_INET6 if ":" in self._rendezvous.host else socket.AF_INET
+        """Return the descriptor of a socket that listens. TCPStore itself would listen on all interfaces."""
+        host, port = self._endpoint
         try:
-            # Bound here, because TCPStore itself would listen on all interfaces.
-            listening = socket.create_server(
-                (self._rendezvous.host, self._rendezvous.port), family=family, backlog=1024
-            )
+            return socket.create_server(self._endpoint, family=_family(host), backlog=1024).detach()
         except OSError as err:
             if err.errno == errno.EADDRINUSE:
-                raise OSError(
-                    errno.EADDRINUSE,
-                    f"port {self._rendezvous.port} at {self._rendezvous.host} is taken: use another port",
-                ) from err
+                raise OSError(errno.EADDRINUSE, f"port {port} at {host} is taken: use another port") from err
             raise
-        return listening.detach()
-
-    def _store(self, listening: int | None) -> TCPStore:
-        from torch._C._distributed_c10d import TCPStore
-
-        try:
-            return TCPStore(
-                self._rendezvous.host,
-                self._rendezvous.port,
-                is_master=listening is not None,
-                timeout=timedelta(seconds=max(self._remaining_s(), 1)),
-                wait_for_workers=False,
-                master_listen_fd=listening,
-            )
-        except dist.DistError as err:
-            kind = WorkerTimeoutError if is_timeout(err) else PeerLostError
-            raise kind(f"the store at {self._address}, which rank 0 runs, does not respond: {err}") from err
 
     def _remaining_s(self) -> float:
         return max(self._deadline - time.monotonic(), POLL_S)
@@ -210,22 +200,19 @@ class RendezvousStore:
         time.sleep(POLL_S)
 
 
-@contextmanager
-def interface_towards(host: str, port: int) -> Iterator[None]:
+def use_interface_towards(host: str, port: int) -> None:
     """Make gloo and NCCL listen only on the interface towards `host`: on loopback, if `host` is loopback.
 
-    Variables that the user has set are kept. The one of NCCL is not removed, because NCCL reads it when it first
-    connects, which is after this context.
+    Variables that are set are kept: by the user, or by an earlier rendezvous of this worker's process. NCCL reads its
+    own when it first connects, which is after the rendezvous.
     """
-    name, is_set = _interface(host, port), GLOO_INTERFACE in os.environ
-    if name is not None:
-        for variable in (NCCL_INTERFACE, GLOO_INTERFACE):
-            os.environ.setdefault(variable, name)
-    try:
-        yield
-    finally:
-        if not is_set:
-            os.environ.pop(GLOO_INTERFACE, None)
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:  # connecting UDP sends no packet
+        probe.connect((host, port))
+        source = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if source in {each.address for each in addresses}:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -234,15 +221,5 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
-def _interface(host: str, port: int) -> str | None:
-    """Return the network interface of the route to `host`; None if it is not known."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting UDP sends no packet
-        probe.connect((host, port))
-        source = probe.getsockname()[0]
-    interfaces = psutil.net_if_addrs().items()
-    return next((str(name) for name, addresses in interfaces if source in {each.address for each in addresses}), None)
-
-
-def _key(name: str, rank: int) -> str:
-    return f"{name}/{rank}"
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

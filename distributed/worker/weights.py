@@ -20,18 +20,16 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ...devices import DeviceRuntime, available_bytes, clock_for, free_bytes, runtime_for
+from ...devices import available_bytes, clock_for, free_bytes, runtime_for
 from ...offload import GatherBrokenError, LockedBlocks, Sharded, copy_to_device, map_memory, shard_bytes, typical_s
 from ...sampling import DenoiseRequest, extra_tokens_of, request_job, working_bytes
 from ...schema import (
@@ -46,27 +44,20 @@ from ...schema import (
     largest_share,
 )
 from ...wan import ExpertPair, probe_block
-from ..transport.threads import run_in_thread
-from .groups import GroupsState, ProcessGroups
+from .groups import ProcessGroups
 from .parallel_forward import group_forward
 
 COMPARED_BYTES = 64
 
 
 class GroupGather:
-    """See `Gather`. Each worker of a group has one shard of every block, by its group rank.
-
-    A gather on a CPU cannot be cancelled: gloo waits until the other workers call or leave, and destroying the group
-    waits for gloo. So after an abort a thread keeps the tensors and the group alive until gloo returns. This worker
-    leaves the rendezvous, which ends the gather on the other workers.
-    """
+    """See `Gather`. Each worker of a group has one shard of every block, by its group rank."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         # Process groups are looked up for each call: a reference to one would keep its connections open.
         self._groups = groups
         self.rank, self.size = groups.rank, groups.size
-        self._aborted = False
-        self._wake = threading.Event()
+        self._is_aborted = False
 
     def compare(self, said: bytes) -> tuple[bytes, ...]:
         """See `Gather.compare`. Raises WorkerTimeoutError and PeerLostError."""
@@ -77,49 +68,24 @@ class GroupGather:
 
     def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
         """See `Gather.all_gather`. Raises WorkerTimeoutError and PeerLostError too."""
+        # torch 2.13 renamed it, and warns about the old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self._groups.translate_errors("gathered weights"):
             group = self._groups.group("weights")
-            if self._aborted:
+            if self._is_aborted:
                 raise GatherBrokenError("the gathers of this rendezvous were aborted")
-            # torch 2.13 renamed it, and warns about the old name.
-            issue = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            work = issue(into, own, group=group, async_op=True)
-            if own.is_cuda:
-                work.wait()  # makes the current stream wait, not the host
-            else:
-                self._wait_on_host(work, [into, own, group])
+            try:
+                gather(into, own, group=group)
+            except RuntimeError as err:
+                if self._is_aborted:
+                    raise GatherBrokenError("the run ended while its weights were gathered") from err
+                raise
         self._groups.count_gathered(into.numel() - own.numel())
 
     def abort(self) -> None:
-        """See `Gather.abort`."""
-        self._aborted = True
-        self._wake.set()
-        # Only NCCL has `abort`; gloo ends when its connections are shut down.
-        if self._groups.device.type == "cuda" and self._groups.state is GroupsState.JOINED:
-            self._groups.group("weights").abort()
-
-    def _wait_on_host(self, work: Any, used: list[Any]) -> None:
-        ended = threading.Event()
-
-        def on_done(_: object) -> None:
-            ended.set()
-            self._wake.set()
-
-        # An event instead of `work.wait()`, which could not be interrupted by `abort`.
-        work.get_future().add_done_callback(on_done)
-        self._wake.wait()
-        if not self._aborted:
-            self._wake.clear()
-        if not ended.is_set():
-            # gloo's thread must not drop the last reference to the group, because freeing the group joins that thread.
-            run_in_thread("wanstream-aborted-gather", _hold_until_done, ended, [work, *used])
-            raise GatherBrokenError("the run ended while its weights were gathered")
-        work.wait()  # raises the error of a gather that failed
-
-
-def _hold_until_done(ended: threading.Event, used: list[Any]) -> None:
-    ended.wait()
-    used.clear()
+        """See `Gather.abort`. No worker of the group can use the rendezvous any more."""
+        self._is_aborted = True
+        self._groups.abort_gathers()
 
 
 MIN_GAIN = 0.05
@@ -183,12 +149,10 @@ def choose_placement(figures: WeightFigures) -> PlacementChoice:
 def _reason(figures: WeightFigures, fetches: dict[WeightPlacement, float], best: WeightPlacement, *, fits: bool) -> str:
     hidden = "hidden behind compute" if fetches[best] <= figures.visit_s else "not hidden behind compute"
     costs = ", ".join(f"{placement} {_ms(fetch_s)}" for placement, fetch_s in fetches.items())
-    slower = figures.h2d_concurrent_s / figures.h2d_s
-    bus = f"the bus gives {format_rate(figures.block_bytes / figures.h2d_s)} to one of {figures.workers} workers"
-    if slower > 1.1:
-        bus += f" and {format_rate(figures.block_bytes / figures.h2d_concurrent_s)} to each of them at once"
-    else:
-        bus += " and as much to each of them at once"
+    alone, at_once = (format_rate(figures.block_bytes / each) for each in (figures.h2d_s, figures.h2d_concurrent_s))
+    if figures.h2d_concurrent_s <= 1.1 * figures.h2d_s:
+        at_once = "as much"
+    bus = f"the bus gives {alone} to one of {figures.workers} workers and {at_once} to each of them at once"
     shards = f"; shards in VRAM need {format_need(figures.shards_bytes)}, {format_need(figures.free_bytes)} are free"
     return (
         f"{best} weights: a block of {format_size(figures.block_bytes)} in {_ms(fetches[best])}, {hidden} "
@@ -212,74 +176,45 @@ def probe_weights(groups: ProcessGroups, block_bytes: int) -> dict[str, float]:
 
     Every worker of the group returns the same figures. Raises WorkerTimeoutError and PeerLostError.
     """
-    device, gather = groups.device, GroupGather(groups)
+    device, gather, runtime = groups.device, GroupGather(groups), runtime_for(groups.device)
     most = CPU_PROBE_BYTES if device.type == "cpu" else PROBE_BYTES
     shard = shard_bytes(min(block_bytes, most), groups.size)
     host = map_memory(shard * groups.size)
     host.zero_()
     copied, gathered = (torch.empty(host.numel(), dtype=torch.uint8, device=device) for _ in range(2))
     own = torch.zeros(shard, dtype=torch.uint8, device=device)
-
-    def copy(nbytes: int) -> None:
-        copy_to_device(copied[:nbytes], host[:nbytes])
-
-    def wait_for_all() -> None:
-        gather.compare(b"probe")
-
-    copy_block, copy_shard = partial(copy, host.numel()), partial(copy, shard)
+    copy_block = partial(copy_to_device, copied, host)
+    copy_shard = partial(copy_to_device, copied[:shard], host[:shard])
     gather_block = partial(gather.all_gather, gathered, own)
+    on_copies: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def aside(work: Callable[[], None]) -> None:  # on a CPU, which has no streams, before what follows
+        with on_copies():
+            work()
+
+    def measured(work: Callable[[], None], **concurrent: Any) -> float:
+        gather.compare(b"probe")  # all workers begin together
+        return typical_s(work, device, repeats=REPEATS, **concurrent)
+
     times = {}
-    with _page_locked(host, runtime_for(device)):
+    with ExitStack() as undo:
+        if runtime is not None:
+            on_copies = partial(runtime.on_stream, runtime.stream())
+            locked = LockedBlocks(runtime)
+            locked.add(host)
+            undo.callback(locked.release)
+            undo.callback(aside, clock_for(device).settle)
         for rank in range(groups.size):
-            wait_for_all()
+            gather.compare(b"probe")
             if rank == groups.rank:
                 times["h2d_s"] = typical_s(copy_block, device, repeats=REPEATS)
-        wait_for_all()
-        times["h2d_concurrent_s"] = typical_s(copy_block, device, repeats=REPEATS)
-        wait_for_all()
-        times["gather_s"] = typical_s(gather_block, device, repeats=REPEATS)
-        wait_for_all()
-        times["shard_h2d_s"], times["gather_during_h2d_s"] = _both_s(copy_shard, gather_block, device)
+        times["h2d_concurrent_s"] = measured(copy_block)
+        times["gather_s"] = measured(gather_block)
+        times["shard_h2d_s"] = measured(copy_shard, on_stream=on_copies, meanwhile=gather_block)
+        times["gather_during_h2d_s"] = measured(gather_block, meanwhile=partial(aside, copy_shard))
     scale = block_bytes / host.numel()
     scaled = [scale * max(seconds, 1e-9) for seconds in times.values()]
     return dict(zip(times, groups.all_reduce_max(scaled, "compared the times of weights"), strict=True))
-
-
-@contextmanager
-def _page_locked(host: torch.Tensor, runtime: DeviceRuntime | None) -> Iterator[None]:
-    """Lock the pages of `host` for a GPU, if the driver does not refuse it."""
-    if runtime is None:
-        yield
-        return
-    locked = LockedBlocks(runtime)
-    locked.add(host)
-    try:
-        yield
-    finally:
-        clock_for(runtime.device).settle()
-        locked.release()
-
-
-def _both_s(copy: Callable[[], None], gather: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Return the median seconds of a copy and of a gather, both at the same time.
-
-    The number of gathers is fixed, because they are collective; copies are repeated until the gathers are done.
-    """
-    finished, copied = threading.Event(), list[float]()
-    runtime = runtime_for(device)
-
-    def copy_until_finished() -> None:
-        with nullcontext() if runtime is None else runtime.on_stream(runtime.stream()):
-            while not (copied and finished.is_set()):
-                copied.append(typical_s(copy, device, repeats=1))
-
-    copying = run_in_thread("wanstream-probe", copy_until_finished)
-    try:
-        gathered = typical_s(gather, device, repeats=REPEATS)
-    finally:
-        finished.set()
-        copying.result()
-    return median(copied), gathered
 
 
 COMPUTE_PROBE_S = 0.5
@@ -324,11 +259,6 @@ class GroupWeights:
             self._sharded[placement] = Sharded(gather=GroupGather(self._groups), on_device=placement == ON_DEVICE)
         return self._sharded[placement], reason
 
-    def abort(self) -> None:
-        """Abort gathers that wait (any thread)."""
-        for sharded in tuple(self._sharded.values()):  # a run that begins on another thread may add one
-            sharded.gather.abort()
-
 
 def measure(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> WeightFigures:
     """Measure the group for runs like this one. All workers must call it; all return the same figures.
@@ -341,8 +271,7 @@ def measure(groups: ProcessGroups, pair: ExpertPair, request: DenoiseRequest, po
         free = available_bytes()
     free += pair.loaded_bytes - taken_bytes(groups, pair, request, policy)
     # The free bytes are negated, so that their maximum over the workers is the minimum of free memory.
-    figures = [_visit_s(groups, pair, request), -free]
-    visit_s, negated = groups.all_reduce_max(figures, "compared the needs of a run")
+    visit_s, negated = groups.all_reduce_max([_visit_s(groups, pair, request), -free], "compared the needs of a run")
     return WeightFigures(
         workers=groups.size,
         block_bytes=pair.stored_bytes,

@@ -190,9 +190,8 @@ class Worker:
 
     def leave(self) -> None:
         """Leave the rendezvous (any thread). A collective that waits in it raises PeerLostError."""
-        groups, weights = self._groups, self._weights
+        groups = self._groups
         self._groups, self._weights = self._alone()
-        weights.abort()
         groups.leave()
 
     def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> TaskResult:

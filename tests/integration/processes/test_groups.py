@@ -230,11 +230,11 @@ def test_groups_out_of_order_are_refused() -> None:
 
 
 def test_group_members_are_listed_in_one_order() -> None:
-    assert group_members(Mesh(cfg=2)) == {"weights": [(0, 1)], "cfg": [(0, 1)]}
+    assert group_members(Mesh(cfg=2)) == {"weights": [[0, 1]], "cfg": [[0, 1]]}
     assert group_members(Mesh(cfg=2, ring=2, ulysses=2)) == {
-        "weights": [(0, 1, 2, 3, 4, 5, 6, 7)],
-        "cfg": [(0, 4), (1, 5), (2, 6), (3, 7)],
-        "ring": [(0, 2), (1, 3), (4, 6), (5, 7)],
-        "ulysses": [(0, 1), (2, 3), (4, 5), (6, 7)],
-        "context": [(0, 1, 2, 3), (4, 5, 6, 7)],
+        "weights": [[0, 1, 2, 3, 4, 5, 6, 7]],
+        "cfg": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        "ring": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "ulysses": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "context": [[0, 1, 2, 3], [4, 5, 6, 7]],
     }

@@ -97,9 +97,8 @@ def job_run_and_fail(here: SimpleNamespace, task: RunTask, number: int, how: int
     here.worker.run(task, record)
 
 
-def job_leave_meeting(here: SimpleNamespace) -> list[str]:
+def job_leave_meeting(here: SimpleNamespace) -> None:
     here.worker.leave()
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("wanstream-gather")]
 
 
 @pytest.fixture(scope="module")
@@ -197,12 +196,11 @@ def test_a_rank_that_fails_alone_holds_nobody_up(
         failed.result(SHORT_S)
     with pytest.raises(GatherBrokenError, match="restart the worker group"):
         processes[1].start(job_run, task).result(SHORT_S)
-    assert processes[1].start(job_leave_meeting).result(SHORT_S) in ([], ["wanstream-gather-left"])
+    processes[1].start(job_leave_meeting).result(SHORT_S)
     with pytest.raises(PeerLostError):
         other.result(SHORT_S)
     join("sharded")
     assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
-    assert processes[1].start(job_leave_meeting).result(SHORT_S) == []
 
 
 def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> str:

@@ -1,14 +1,24 @@
-"""Choice of the placement of weights between workers, machine by machine."""
+"""Choice of the placement of weights between workers, machine by machine, and the probe behind it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.distributed.worker.weights import MIN_GAIN, PlacementChoice, WeightFigures, choose_placement
+from wanstream.distributed.worker import weights
+from wanstream.distributed.worker.weights import (
+    MIN_GAIN,
+    GroupGather,
+    PlacementChoice,
+    WeightFigures,
+    choose_placement,
+    probe_weights,
+)
+from wanstream.tests.support.accelerator import Accelerator
 
 MS, GB = 1e-3, 10**9
 BLOCK, BLOCKS = 702_788_608, 80
@@ -123,3 +133,35 @@ def test_the_chosen_placement_is_the_fastest(
     assert block_seconds(choice, figures) <= max(visit_s, min(fetches)) + MIN_GAIN * visit_s
     if choice.placement == "sharded in VRAM":
         assert figures.shards_bytes <= free_bytes
+
+
+class GroupOfOne:
+    """The part of `ProcessGroups` that the probe uses, in a group of one worker."""
+
+    rank, size = 0, 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.gathers = device, 0
+
+    def all_gather_cpu(self, values: torch.Tensor, doing: str) -> list[torch.Tensor]:
+        return [values]
+
+    def all_reduce_max(self, values: list[float], doing: str) -> list[float]:
+        return values
+
+    def all_gather(self, gather: GroupGather, into: torch.Tensor, own: torch.Tensor) -> None:
+        into.copy_(own, non_blocking=True)
+        self.gathers += 1
+
+
+def test_copies_and_gathers_are_measured_on_two_streams(gpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, held = GroupOfOne(gpu.device), gpu.runtime.allocated_bytes()
+    monkeypatch.setattr(GroupGather, "all_gather", lambda *args: groups.all_gather(*args))
+    if gpu.machine is not None:
+        monkeypatch.setattr(weights, "PROBE_BYTES", 2**16)
+    times = probe_weights(groups, 2 * weights.PROBE_BYTES)
+    gather_times = ["gather_s", "shard_h2d_s", "gather_during_h2d_s"]
+    assert list(times) == ["h2d_s", "h2d_concurrent_s", *gather_times]
+    assert all(seconds > 0 for seconds in times.values())
+    assert groups.gathers == len(gather_times) * (weights.REPEATS + 1), "as many as on every other worker"
+    assert gpu.runtime.allocated_bytes() == held
