@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from operator import methodcaller
 from typing import Any, ParamSpec, TypeVar
 
+from ...sampling import DenoiseRequest
 from ..messages import RunTask, TaskResult
 from ..worker.worker import Worker
 from .pool import OnReport, WorkerLostError
@@ -97,6 +99,10 @@ class InProcessPool:
     def usable(self) -> bool:
         """See `Pool.usable`."""
         return True
+
+    def share(self, requests: Sequence[DenoiseRequest]) -> AbstractContextManager[object]:
+        """See `Pool.share`. Tasks are not sent."""
+        return nullcontext()
 
     def replace(self, rank: int) -> InProcessWorker:
         """See `Pool.replace`."""

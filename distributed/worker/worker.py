@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import platform
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +19,7 @@ import torch
 
 from ...devices import auto_dtype, available_bytes, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
 from ...plan import VRAM_RESERVE
-from ...sampling import RunSlice, StepProgress, denoise
+from ...sampling import RunSlice, RunState, StepProgress, denoise
 from ...schema import VERSION, Mesh, PathMap
 from ...wan import ExpertsRegistry, WanVae, multiplied_formats, open_pair, open_vae
 from ..messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
@@ -133,6 +135,8 @@ class Worker:
         self._running = threading.Lock()
         self._stopped: deque[str] = deque(maxlen=MAX_STOPS)
         self._blocks_begun = 0
+        self._last_state: tuple[str, RunState] | None = None
+        """Id of the current or last run and its last state, which the driver may lack."""
 
     def facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
         """Return facts about this worker, and the sizes of `paths`, mapped by `maps`, on its machine.
@@ -187,12 +191,15 @@ class Worker:
     def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> TaskResult:
         """Compute `task`, and call `on_report` after every step, on the calling thread.
 
+        The leader keeps its last state for `last_state` until its next run.
+
         Raises as `denoise` and as opening the experts does, and:
             Cancelled: any worker of the group was stopped.
             WorkerTimeoutError: another worker did not respond in time.
             PeerLostError: another worker is gone, or this one has left the rendezvous.
         """
         groups, weights, is_stopped = self._groups, self._weights, partial(self._is_stopped, task.run_id)
+        self._last_state = None
         is_free = self._running.acquire(blocking=False)
         assert is_free, f"run {task.run_id} was assigned to a worker that computes another run"
         try:
@@ -207,13 +214,19 @@ class Worker:
                 RunSlice(split=group_forward(groups), resume=task.resume, until=task.until),
                 policy=task.policy,
                 device=self._device,
-                on_step=partial(_report_step, on_report, groups.rank == 0),
+                on_step=self._reporter(task, on_report, is_leader=groups.rank == 0),
                 # All workers of a group must stop before the same block, or the others would wait in a collective.
                 should_stop=groups.consensus(is_stopped),
             ).with_note(reason)
+            self._last_state = None  # the driver has it
         finally:
             self._running.release()
         return TaskResult(timeline=ended.timeline, gathered_bytes=groups.gathered_bytes - gathered_before)
+
+    def last_state(self, run_id: str) -> RunState | None:
+        """Return the state after the last step of a run that did not end well; None if there is none of that id."""
+        kept = self._last_state
+        return kept[1] if kept is not None and kept[0] == run_id else None
 
     def decode_tile(self, task: DecodeTask) -> torch.Tensor:
         """Decode a tile as `TileDecoder.decode` does.
@@ -251,8 +264,28 @@ class Worker:
     def close(self) -> None:
         """Leave the rendezvous, close experts and VAE. Closing twice is allowed; a closed worker can be used again."""
         self.leave()
+        self._last_state = None
         self._experts.free()
         self._tiles.free()
+
+    def _reporter(
+        self, task: RunTask, on_report: Callable[[StepReport], None], *, is_leader: bool
+    ) -> Callable[[StepProgress], None]:
+        """Return the callback of a run: it reports every record, and of the leader the tensors that are due."""
+        if not is_leader:
+            return lambda step: on_report(StepReport(record=step.record))
+        end = task.request.step_plan.steps.stop if task.until is None else task.until
+        handover, preview = _Interval(task.handover_s), _Interval(task.preview_s, since_s=-math.inf)
+
+        def report(step: StepProgress) -> None:
+            state = step.state()
+            self._last_state = task.run_id, state
+            is_due = handover.is_over() or state.next_step == end
+            shown = step.denoised if preview.is_over() else None
+            denoised = None if shown is None else shown.to("cpu", copy=True)
+            on_report(StepReport(record=step.record, denoised=denoised, state=state if is_due else None))
+
+        return report
 
     def _alone(self) -> tuple[ProcessGroups, GroupWeights]:
         """Return groups and weights of a worker outside of a rendezvous: those of a group of one."""
@@ -265,14 +298,18 @@ class Worker:
         return run_id in self._stopped
 
 
-def _report_step(on_report: Callable[[StepReport], None], is_leader: bool, step: StepProgress) -> None:
-    on_report(
-        StepReport(
-            record=step.record,
-            denoised=step.denoised.to("cpu", copy=True) if is_leader else None,
-            state=step.state() if is_leader else None,
-        )
-    )
+class _Interval:
+    """Interval of `seconds` between two events; None: never over."""
+
+    def __init__(self, seconds: float | None, *, since_s: float | None = None) -> None:
+        self._seconds, self._since_s = seconds, time.monotonic() if since_s is None else since_s
+
+    def is_over(self) -> bool:
+        """Return True if the interval is over, and begin the next one."""
+        if self._seconds is None or (now_s := time.monotonic()) - self._since_s < self._seconds:
+            return False
+        self._since_s = now_s
+        return True
 
 
 def _check_rendezvous(task: RunTask, groups: ProcessGroups) -> None:

@@ -33,8 +33,9 @@ class StepProgress:
     """Steps finished so far."""
     total: int
     """Steps of this run, which may start after step 0 of the schedule."""
-    denoised: torch.Tensor
-    """Current estimate of the final latents: [B, 16, T, h, w] float32, normalised, on the run's device."""
+    denoised: torch.Tensor | None
+    """Current estimate of the final latents: [B, 16, T, h, w] float32, normalised, on the run's device. None for a step
+    of workers that send no preview of it."""
     state: Callable[[], RunState]
     """Return a CPU copy of the run's state after this step; nothing is copied unless it is called."""
     part: int = 0
