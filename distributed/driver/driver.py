@@ -75,8 +75,7 @@ class Driver:
         if mesh.size > len(pool.workers):
             raise ValueError(f"{mesh}: a layout of {mesh.size} workers, but there are {len(pool.workers)}")
         self.ref, self.mesh, self._follows = ref, mesh, follows
-        self._running = threading.Lock()
-        self._pool = pool
+        self._running, self._pool = threading.Lock(), pool
         layout = replace(mesh, data=1, stage=1)
         self._groups = {
             GroupId(*place): WorkerGroup(Rendezvous(pool, ref, mesh.worker_group(*place), layout))
@@ -102,9 +101,10 @@ class Driver:
 
         Args:
             on_step: called on this thread with every step of every part, once. `done` and `total` count the steps of
-                all parts; `denoised` has all samples, on the CPU, with noise in place of those that have not started.
+                all parts.
             should_stop: called often, on this thread.
-            preview_s: shortest interval between two values of `denoised` of a part; None: it is always None.
+            preview_s: shortest interval between two values of `denoised`, which the part with the first sample has;
+                None: no part has it.
             states: folder for the last state of every part. A run whose process was killed continues from its states
                 when it is started again. They are removed at its end and after a cancel, not after errors.
 
@@ -118,7 +118,6 @@ class Driver:
         parts = split_request(request, part_sizes(request.batch, self.mesh))
         with self._exclusive():
             log = TaskLog()
-            steps = [stage_steps(part, self.mesh.stage) for part in parts]
             facts = self._connect(experts, parts[0].start_step, should_stop)
             experts = _in_one_precision(experts, facts)
             interval_s = handover_interval_s(max(map(state_bytes, parts)), len(self._groups))
@@ -129,20 +128,17 @@ class Driver:
                 paths=self.ref.paths,
                 # Without restarts, a lost worker ends the run whatever the driver has.
                 handover_s=interval_s if self.ref.max_restarts else None,
-                preview_s=preview_s,
             )
+            intervals = [preview_s, *[None] * (len(parts) - 1)]
+            tasks = [replace(task, request=part, preview_s=each) for part, each in zip(parts, intervals, strict=True)]
             # Everything else that determines the result. The layout does not, up to rounding.
             inputs = experts, file_versions(paths_of(experts)), facts[0].sizes, policy.chunk_tokens
             with SavedRun(states, parts, inputs, log.add_change) as saved, self._pool.share(parts):
                 begun = saved.load()
                 for group in self._groups.values():
-                    group.assign([replace(task, request=part) for part in parts], log)
-                run = StageRun(
-                    [_after(*each) for each in zip(begun, steps, strict=True)],
-                    self._groups,
-                    begun,
-                    max_restarts=self.ref.max_restarts,
-                )
+                    group.assign(tasks, log)
+                steps = [stage_steps(part, self.mesh.stage, state) for part, state in zip(parts, begun, strict=True)]
+                run = StageRun(steps, self._groups, begun, max_restarts=self.ref.max_restarts)
                 ended = run.run(MergedProgress(parts, begun, on_step, saved).add, should_stop)
         return log.result(parts[0].step_plan.end_sigma, ended, restarts=run.schedule.lost)
 
@@ -218,22 +214,18 @@ def part_sizes(batch: int, mesh: Mesh) -> list[int]:
     return [each + (number < more) for number in range(parts)]
 
 
-def stage_steps(request: DenoiseRequest, stages: int) -> list[range]:
+def stage_steps(request: DenoiseRequest, stages: int, begun: RunState | None = None) -> list[range]:
     """Return the steps of each stage, cut at the switch of experts first, then by the number of lanes to compute.
 
-    Raises MeshError if there are more stages than steps.
+    Steps before the state `begun` are left out. Raises MeshError if there are more stages than steps.
     """
     step_plan = request.step_plan
     experts = [step_plan.experts[step] for step in step_plan.steps]
     lanes = [float(request.lanes_at(step)) for step in step_plan.steps]
-    first = step_plan.start_step
-    return [range(first + each.start, first + each.stop) for each in stage_boundaries(experts, lanes, stages)]
-
-
-def _after(state: RunState | None, stages: Sequence[range]) -> list[range]:
-    """Return the steps of each stage that come after a state; without one, all steps."""
-    first = stages[0].start if state is None else state.next_step
-    return [range(max(each.start, first), max(each.stop, first)) for each in stages]
+    start = step_plan.start_step
+    first = start if begun is None else begun.next_step
+    cuts = stage_boundaries(experts, lanes, stages)
+    return [range(max(start + each.start, first), max(start + each.stop, first)) for each in cuts]
 
 
 class MergedProgress:
@@ -257,7 +249,6 @@ class MergedProgress:
         self._next = [first if state is None else state.next_step for first, state in zip(firsts, begun, strict=True)]
         """First step of each part that was not reported yet. Steps after the last state of a lost worker come again."""
         self._done = sum(self._next) - sum(firsts)
-        self._denoised = [part.noise.cpu() for part in parts]
         self._on_step, self._saved = on_step, saved
 
     def add(self, part: int, step: StepTaken[RunState]) -> None:
@@ -268,14 +259,12 @@ class MergedProgress:
         if report is None or self._on_step is None or step.next_step <= self._next[part]:
             return
         self._next[part], self._done = step.next_step, self._done + 1
-        if report.denoised is not None:
-            self._denoised[part] = report.denoised
         progress = StepProgress(
             record=report.record,
             done=self._done,
             total=self._total,
-            denoised=None if report.denoised is None else torch.cat(self._denoised),
-            state=partial(_state, step.state if len(self._denoised) == 1 else None),
+            denoised=report.denoised,
+            state=partial(_state, step.state if len(self._next) == 1 else None),
             part=part,
         )
         self._on_step(progress)

@@ -275,13 +275,13 @@ class Worker:
         if not is_leader:
             return lambda step: on_report(StepReport(record=step.record))
         end = task.request.step_plan.steps.stop if task.until is None else task.until
-        handover, preview = _Interval(task.handover_s), _Interval(task.preview_s, since_s=-math.inf)
+        state_due, preview_due = _every(task.handover_s), _every(task.preview_s, first=True)
 
         def report(step: StepProgress) -> None:
             state = step.state()
             self._last_state = task.run_id, state
-            is_due = handover.is_over() or state.next_step == end
-            shown = step.denoised if preview.is_over() else None
+            is_due = state_due() or state.next_step == end
+            shown = step.denoised if preview_due() else None
             denoised = None if shown is None else shown.to("cpu", copy=True)
             on_report(StepReport(record=step.record, denoised=denoised, state=state if is_due else None))
 
@@ -298,18 +298,17 @@ class Worker:
         return run_id in self._stopped
 
 
-class _Interval:
-    """Interval of `seconds` between two events; None: never over."""
+def _every(seconds: float | None, *, first: bool = False) -> Callable[[], bool]:
+    """Return a check that is True every `seconds` (None: never), and in its first call if `first`."""
+    last_s = -math.inf if first else time.monotonic()
 
-    def __init__(self, seconds: float | None, *, since_s: float | None = None) -> None:
-        self._seconds, self._since_s = seconds, time.monotonic() if since_s is None else since_s
+    def is_due() -> bool:
+        nonlocal last_s
+        is_over = seconds is not None and time.monotonic() - last_s >= seconds
+        last_s = time.monotonic() if is_over else last_s
+        return is_over
 
-    def is_over(self) -> bool:
-        """Return True if the interval is over, and begin the next one."""
-        if self._seconds is None or (now_s := time.monotonic()) - self._since_s < self._seconds:
-            return False
-        self._since_s = now_s
-        return True
+    return is_due
 
 
 def _check_rendezvous(task: RunTask, groups: ProcessGroups) -> None:

@@ -85,13 +85,11 @@ def test_every_mesh_gives_what_one_worker_gives(
     assert torch.equal(result.latents, fakes.expected(request_of(batch).noise, range(STEPS)))
     parts = batch if mesh.stage > 1 else min(batch, mesh.data)
     assert [(step.done, step.total) for step in steps] == [(n + 1, parts * STEPS) for n in range(parts * STEPS)]
-    shown = [step.denoised for step in steps if step.denoised is not None]
-    assert [each.shape for each in shown] == [result.latents.shape] * len(steps)
+    shown = [step.denoised for step in steps if step.part == 0]
+    assert all(step.denoised is None for step in steps if step.part > 0), "only the first video is shown"
     for part in range(parts):
         assert [step.index for step in steps if step.part == part] == list(range(STEPS))
-    for step, (before, after) in zip(steps[1:], itertools.pairwise(shown), strict=True):
-        assert step.part == 0 or torch.equal(after[0], before[0]), "the first video is in part 0"
-    assert torch.equal(shown[-1], result.latents)
+    assert torch.equal(shown[-1], result.latents[: -(-batch // parts)])
     assert [step.index for step in result.timeline.steps] == list(range(STEPS))
     assert result.timeline.switch_step == SWITCH
     assert result.sigma == 0.0
