@@ -139,7 +139,7 @@ class Driver:
                     group.assign(tasks, log)
                 steps = [stage_steps(part, self.mesh.stage, state) for part, state in zip(parts, begun, strict=True)]
                 run = StageRun(steps, self._groups, begun, max_restarts=self.ref.max_restarts)
-                ended = run.run(MergedProgress(parts, begun, on_step, saved).add, should_stop)
+                ended = run.run(MergedProgress(request.step_plan.steps, begun, on_step, saved).add, should_stop)
         return log.result(parts[0].step_plan.end_sigma, ended, restarts=run.schedule.lost)
 
     def disable(self) -> None:
@@ -229,27 +229,18 @@ def stage_steps(request: DenoiseRequest, stages: int, begun: RunState | None = N
 
 
 class MergedProgress:
-    """Progress of a run that is computed in several parts, given in the order of its samples.
+    """Progress of a run that is computed in several parts.
 
     Args:
-        begun: states that the parts start from.
+        begun: state that each part starts from, in the order of their samples.
         on_step: called with the progress after every step that was not reported before.
         saved: where new states are saved.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[DenoiseRequest],
-        begun: Sequence[RunState | None],
-        on_step: OnStep | None,
-        saved: SavedRun,
-    ) -> None:
-        self._total = sum(len(part.step_plan.steps) for part in parts)
-        firsts = [part.start_step for part in parts]
-        self._next = [first if state is None else state.next_step for first, state in zip(firsts, begun, strict=True)]
+    def __init__(self, steps: range, begun: Sequence[RunState | None], on_step: OnStep | None, saved: SavedRun) -> None:
+        self._steps, self._on_step, self._saved = steps, on_step, saved
+        self._next = [steps.start if state is None else state.next_step for state in begun]
         """First step of each part that was not reported yet. Steps after the last state of a lost worker come again."""
-        self._done = sum(self._next) - sum(firsts)
-        self._on_step, self._saved = on_step, saved
 
     def add(self, part: int, step: StepTaken[RunState]) -> None:
         """Add a step of one part, reported by the leader of its group, or its state."""
@@ -258,13 +249,14 @@ class MergedProgress:
         report: StepReport | None = step.report
         if report is None or self._on_step is None or step.next_step <= self._next[part]:
             return
-        self._next[part], self._done = step.next_step, self._done + 1
+        self._next[part] = step.next_step
+        parts = len(self._next)
         progress = StepProgress(
             record=report.record,
-            done=self._done,
-            total=self._total,
+            done=sum(self._next) - parts * self._steps.start,
+            total=parts * len(self._steps),
             denoised=report.denoised,
-            state=partial(_state, step.state if len(self._next) == 1 else None),
+            state=partial(_state, step.state if parts == 1 else None),
             part=part,
         )
         self._on_step(progress)
