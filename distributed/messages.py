@@ -51,6 +51,10 @@ class RunTask:
     resume: RunState | None = None
     until: int | None = None
     """See `RunSlice`."""
+    handover_s: float | None = None
+    """Interval in seconds at which the leader reports its state; None: after the last step only, as always."""
+    preview_s: float | None = None
+    """Shortest interval in seconds at which the leader reports its estimate of the latents; None: never."""
     generation: int = 0
     """Rendezvous that the worker must be in; 0: any, or none."""
 
@@ -61,9 +65,9 @@ class StepReport:
 
     record: StepRecord
     denoised: torch.Tensor | None = None
-    """[B, 16, T, h, w] float32 on the CPU; None unless this is the leader."""
+    """[B, 16, T, h, w] float32 on the CPU, in reports of the leader in which it is due; see `RunTask.preview_s`."""
     state: RunState | None = None
-    """State after the step; None unless this is the leader."""
+    """State after the step, in reports of the leader in which it is due; see `RunTask.handover_s`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

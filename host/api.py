@@ -27,7 +27,7 @@ from ..telemetry import QueueItemPhases, TelemetryOptions
 from ..wan import ExpertPair
 from .auto_policy import AutoPlanner, PolicyChoice, free_memory, usable_bytes
 from .comfy.guider_session import GuiderSettings
-from .folders import OutputFile, check_output, find_model, latent_names, latent_path, output_file
+from .folders import STATE_FOLDER, OutputFile, check_output, find_model, latent_names, latent_path, output_file
 from .workers import SharedRun, WorkerRegistry, WorkersPlan
 
 SAVING_NODE = "wanstream_node"
@@ -142,6 +142,10 @@ class HostApi(Protocol):
     def output_folder(self) -> Path:
         """Return the root folder of `output_file`; it may not exist yet."""
 
+    def state_folder(self) -> Path:
+        """Return the folder of states of unfinished runs, which may not exist. Equal runs must get the same one."""
+        return self.output_folder() / STATE_FOLDER
+
     def input_folder(self) -> Path:
         """Return the folder of the user's files; it may not exist."""
 
@@ -164,6 +168,10 @@ class HostApi(Protocol):
 
         With a `unit`, the console of a server shows a line for it too.
         """
+
+    def shows_latents(self) -> bool:
+        """Return True if progress bars show previews of the `denoised` that they are given."""
+        return False
 
     def should_stop(self) -> bool:
         """Return True if the user wants the run to end. Has no side effect and may be called on any thread."""

@@ -135,6 +135,8 @@ def find_model(name: str, folders_by_kind: Mapping[str, Sequence[Path]]) -> Path
     raise ModelNotFoundError(f"Model in folder '{', '.join(folders_by_kind)}' with filename '{name}' not found.")
 
 
+STATE_FOLDER = ".wanstream-states"
+"""Folder of states of unfinished runs below the output folder; ComfyUI shows no files of hidden folders."""
 LATENT_FOLDER = "latents"
 """Folder of latents below the output folder; ComfyUI's SaveLatent uses the same."""
 LATENT = ".latent"

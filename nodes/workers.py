@@ -79,8 +79,9 @@ LIFE_INPUTS: tuple[io.Input, ...] = (
         min=0,
         max=100,
         optional=True,
-        tooltip="Number of dead workers to replace in a run. It continues from its last whole step; each restart "
-        "costs the start of a worker and at most one step.",
+        tooltip="Restarts of each worker group within an hour, after a worker died. A restart costs the start of a "
+        "worker and about a minute of steps, or one step if the group's first worker is alive. 0: a dead worker ends "
+        "the run.",
     ),
     io.Float.Input(
         "timeout_s",

@@ -45,6 +45,7 @@ from .loop.model_calls import ModelCalls
 from .loop.oom_fallback import RunPolicy
 from .loop.parallel import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, RunSlice, RunState, Share
 from .memory import check_room, extra_tokens_of, tokens_of, working_bytes
+from .saved_states import SavedRun, file_versions, state_bytes
 from .schedules import SCHEDULES, check_flow_shift, check_steps, schedule_sigmas, seeded_noise
 from .solvers import SOLVERS
 
@@ -84,6 +85,7 @@ __all__ = [
     "RunSlice",
     "RunState",
     "SamplingCancelled",
+    "SavedRun",
     "Share",
     "SmallerPolicyError",
     "StepLanes",
@@ -105,6 +107,7 @@ __all__ = [
     "control_mask",
     "denoise",
     "extra_tokens_of",
+    "file_versions",
     "fitted_reference",
     "fitted_video",
     "lane_names",
@@ -132,6 +135,7 @@ __all__ = [
     "start_end_mask",
     "start_frames",
     "start_mask",
+    "state_bytes",
     "tokens_of",
     "video_with_start_end",
     "whole_latent_frames",

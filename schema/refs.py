@@ -121,7 +121,7 @@ class WorkersRef:
     """True if workers may listen on addresses that other machines can reach; needed for a remote cluster, and refused
     without its token."""
     max_restarts: int = 3
-    """Number of lost workers that are replaced in one run."""
+    """Number of losses after which each worker group is restarted within an hour. 0: the first loss ends a run."""
     timeout_s: float = 300.0
     """Seconds that a worker waits for the others of its group before it reports a hang."""
 

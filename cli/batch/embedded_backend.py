@@ -122,7 +122,12 @@ class EmbeddedBackend(BatchBackend):
             prompt,
             host=self._host,
             nodes=[*own_nodes().values()],
-            folders=Folders(models=self._options.models, output=output, input=self._options.input),
+            folders=Folders(
+                models=self._options.models,
+                output=output,
+                input=self._options.input,
+                states=self._folder.parent / "states",  # not below `output`, which is another one after a restart
+            ),
             device=self._device,
             strict=self._options.strict,
         )

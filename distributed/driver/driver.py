@@ -4,7 +4,7 @@
     result = driver.denoise(experts, request, policy)
 
 Videos go to different groups of workers, their stages one after the other. The workers of a group compute the same
-steps together. The driver keeps the last state of every video, so that the loss of a worker costs at most one step.
+steps together. The driver has a recent state of every video (see `WorkerGroup`), also on disk if it is given a folder.
 """
 
 from __future__ import annotations
@@ -15,13 +15,25 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
 from ...devices import AUTO, common_dtype, dtype_name
 from ...plan import stage_boundaries
-from ...sampling import DenoiseRequest, RequestError, RunState, SamplingCancelled, StepProgress, split_request
+from ...sampling import (
+    DenoiseRequest,
+    RequestError,
+    RunState,
+    SamplingCancelled,
+    SavedRun,
+    StepProgress,
+    file_versions,
+    split_request,
+    state_bytes,
+)
 from ...schema import ExpertsRef, Mesh, OffloadPolicy, StateError, WorkersRef
 from ...wan import arithmetic_of
 from ..messages import RunTask, StepReport, WorkerFacts
@@ -31,12 +43,23 @@ from ..transport.threads import run_in_thread
 from .rendezvous import Rendezvous
 from .results import DistributedResult, TaskLog
 from .schedule import GroupId
-from .stage_run import POLL_S, RestartLimitError, StageRun
+from .stage_run import POLL_S, RestartLimitError, StageRun, StepTaken
 from .worker_group import WorkerGroup
 
 logger = logging.getLogger("wanstream.distributed")
 
 ShouldStop: TypeAlias = "Callable[[], bool]"
+OnStep: TypeAlias = "Callable[[StepProgress], None]"
+
+HANDOVER_S = 60.0
+"""Shortest interval between two states of a group: what the loss of its leader costs, and the start of another one."""
+HANDOVER_BYTES_PER_S = 10e6
+"""Highest rate of the states of all groups together, a twelfth of a line of 1 Gb/s, and of the driver's disk."""
+
+
+def handover_interval_s(nbytes: int, groups: int) -> float:
+    """Return the interval at which each of `groups` hands over a state of `nbytes`: longer for many groups."""
+    return max(HANDOVER_S, nbytes * groups / HANDOVER_BYTES_PER_S)
 
 
 class Driver:
@@ -52,7 +75,7 @@ class Driver:
         if mesh.size > len(pool.workers):
             raise ValueError(f"{mesh}: a layout of {mesh.size} workers, but there are {len(pool.workers)}")
         self.ref, self.mesh, self._follows = ref, mesh, follows
-        self._running = threading.Lock()
+        self._running, self._pool = threading.Lock(), pool
         layout = replace(mesh, data=1, stage=1)
         self._groups = {
             GroupId(*place): WorkerGroup(Rendezvous(pool, ref, mesh.worker_group(*place), layout))
@@ -73,37 +96,56 @@ class Driver:
         experts: ExpertsRef,
         request: DenoiseRequest,
         policy: OffloadPolicy,
-        on_step: Callable[[StepProgress], None] | None = None,
+        on_step: OnStep | None = None,
         should_stop: ShouldStop | None = None,
+        *,
+        preview_s: float | None = None,
+        states: Path | None = None,
     ) -> DistributedResult:
         """Compute one request. Its samples are distributed if the mesh has data or stages; otherwise they are lanes.
 
         Args:
-            on_step: called on this thread with every step of every part. `done` and `total` count the steps of all
-                parts; `denoised` has all samples, on the CPU, with noise in place of those that have not started.
+            on_step: called on this thread with every step of every part, once. `done` and `total` count the steps of
+                all parts.
             should_stop: called often, on this thread.
+            preview_s: shortest interval between two values of `denoised`, which the part with the first sample has;
+                None: no part has it.
+            states: folder for the last state of every part. A run whose process was killed continues from its states
+                when it is started again. They are removed at its end and after a cancel, not after errors.
 
         Raises:
             SamplingCancelled: `should_stop` returned True. The workers can be used again at once, as after any error.
             MissingPathError: a file is missing on the machine of a worker.
             WorkerFailedError: a worker cannot compute the task.
-            RestartLimitError: more losses than `ref.max_restarts`; the message has the last one.
+            RestartLimitError: more losses of a group than `ref.max_restarts`; the message has the last one.
             MeshError: the mesh has more stages than the request has steps.
         """
         parts = split_request(request, part_sizes(request.batch, self.mesh))
-        progress = MergedProgress(parts)
         with self._exclusive():
             log = TaskLog()
-            steps = [stage_steps(part, self.mesh.stage) for part in parts]
-            experts = _in_one_precision(experts, self._connect(experts, parts[0].start_step, should_stop))
-            tasks = [RunTask(experts=experts, request=part, policy=policy, paths=self.ref.paths) for part in parts]
-            for group in self._groups.values():
-                group.assign(tasks, log)
-            run: StageRun[StepReport] = StageRun(
-                steps, self._groups, [None] * len(parts), max_restarts=self.ref.max_restarts
+            facts = self._connect(experts, parts[0].start_step, should_stop)
+            experts = _in_one_precision(experts, facts)
+            interval_s = handover_interval_s(max(map(state_bytes, parts)), len(self._groups))
+            task = RunTask(
+                experts=experts,
+                request=request,
+                policy=policy,
+                paths=self.ref.paths,
+                # Without restarts, a lost worker ends the run whatever the driver has.
+                handover_s=interval_s if self.ref.max_restarts else None,
             )
-            reports = run.run(None if on_step is None else lambda *step: on_step(progress.add(*step)), should_stop)
-        return log.result(parts[0].step_plan.end_sigma, reports, restarts=run.schedule.lost)
+            intervals = [preview_s, *[None] * (len(parts) - 1)]
+            tasks = [replace(task, request=part, preview_s=each) for part, each in zip(parts, intervals, strict=True)]
+            # Everything else that determines the result. The layout does not, up to rounding.
+            inputs = experts, file_versions(paths_of(experts)), facts[0].sizes, policy.chunk_tokens
+            with SavedRun(states, parts, inputs, log.add_change) as saved, self._pool.share(parts):
+                begun = saved.load()
+                for group in self._groups.values():
+                    group.assign(tasks, log)
+                steps = [stage_steps(part, self.mesh.stage, state) for part, state in zip(parts, begun, strict=True)]
+                run = StageRun(steps, self._groups, begun, max_restarts=self.ref.max_restarts)
+                ended = run.run(MergedProgress(request.step_plan.steps, begun, on_step, saved).add, should_stop)
+        return log.result(parts[0].step_plan.end_sigma, ended, restarts=run.schedule.lost)
 
     def disable(self) -> None:
         """Make all later repairs do nothing, because another driver has the workers. Waits for repairs in progress."""
@@ -177,41 +219,55 @@ def part_sizes(batch: int, mesh: Mesh) -> list[int]:
     return [each + (number < more) for number in range(parts)]
 
 
-def stage_steps(request: DenoiseRequest, stages: int) -> list[range]:
+def stage_steps(request: DenoiseRequest, stages: int, begun: RunState | None = None) -> list[range]:
     """Return the steps of each stage, cut at the switch of experts first, then by the number of lanes to compute.
 
-    Raises MeshError if there are more stages than steps.
+    Steps before the state `begun` are left out. Raises MeshError if there are more stages than steps.
     """
     step_plan = request.step_plan
     experts = [step_plan.experts[step] for step in step_plan.steps]
     lanes = [float(request.lanes_at(step)) for step in step_plan.steps]
-    first = step_plan.start_step
-    return [range(first + each.start, first + each.stop) for each in stage_boundaries(experts, lanes, stages)]
+    start = step_plan.start_step
+    first = start if begun is None else begun.next_step
+    cuts = stage_boundaries(experts, lanes, stages)
+    return [range(max(start + each.start, first), max(start + each.stop, first)) for each in cuts]
 
 
 class MergedProgress:
-    """Progress of a run that is computed in several parts, given in the order of its samples."""
+    """Progress of a run that is computed in several parts.
 
-    def __init__(self, parts: Sequence[DenoiseRequest]) -> None:
-        self._total = sum(len(part.step_plan.steps) for part in parts)
-        self._done = 0
-        self._denoised = [part.noise.cpu() for part in parts]
+    Args:
+        begun: state that each part starts from, in the order of their samples.
+        on_step: called with the progress after every step that was not reported before.
+        saved: where new states are saved.
+    """
 
-    def add(self, part: int, report: StepReport) -> StepProgress:
-        """Return the progress of the run after a step of one part, reported by the leader of its group."""
-        assert report.denoised is not None
-        self._done += 1
-        self._denoised[part] = report.denoised
-        return StepProgress(
+    def __init__(self, steps: range, begun: Sequence[RunState | None], on_step: OnStep | None, saved: SavedRun) -> None:
+        self._steps, self._on_step, self._saved = steps, on_step, saved
+        self._next = [steps.start if state is None else state.next_step for state in begun]
+        """First step of each part that was not reported yet. Steps after the last state of a lost worker come again."""
+
+    def add(self, part: int, step: StepTaken[RunState]) -> None:
+        """Add a step of one part, reported by the leader of its group, or its state."""
+        if step.state is not None:
+            self._saved.save(part, step.state)
+        report: StepReport | None = step.report
+        if report is None or self._on_step is None or step.next_step <= self._next[part]:
+            return
+        self._next[part] = step.next_step
+        parts = len(self._next)
+        progress = StepProgress(
             record=report.record,
-            done=self._done,
-            total=self._total,
-            denoised=torch.cat(self._denoised),
-            state=lambda: self._state(report),
+            done=sum(self._next) - parts * self._steps.start,
+            total=parts * len(self._steps),
+            denoised=report.denoised,
+            state=partial(_state, step.state if parts == 1 else None),
             part=part,
         )
+        self._on_step(progress)
 
-    def _state(self, report: StepReport) -> RunState:
-        if len(self._denoised) > 1 or report.state is None:
-            raise RequestError("the samples of this run are at different steps, so there is no common state")
-        return report.state
+
+def _state(state: RunState | None) -> RunState:
+    if state is None:
+        raise RequestError("a worker keeps the state after this step, or the samples of the run are at different steps")
+    return state

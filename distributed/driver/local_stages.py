@@ -185,9 +185,9 @@ def run_stages(
         stages: step function of each stage, called on a thread of its own.
         states: initial state of each item.
         steps: steps of each item, from 0; at least one for each stage.
-        on_step: see `StageRun.run`.
+        on_step: called on this thread with an item and its new state. Its errors end the run.
         should_stop: see `StageRun.run`.
-        max_restarts: losses (WorkerLostError) after which a step is taken again.
+        max_restarts: losses (WorkerLostError) of a stage within an hour after which a step is taken again.
 
     Raises:
         ValueError: there are no stages, no items, or fewer steps than stages.
@@ -201,5 +201,8 @@ def run_stages(
     borders = [number * steps // len(stages) for number in range(len(stages) + 1)]
     ranges = [range(first, end) for first, end in pairwise(borders)]
     groups = {GroupId(0, number): StepGroup(step) for number, step in enumerate(stages)}
-    ended = StageRun([ranges] * len(states), groups, states, max_restarts=max_restarts).run(on_step, should_stop)
+    run = StageRun([ranges] * len(states), groups, states, max_restarts=max_restarts)
+    ended = run.run(
+        None if on_step is None else lambda item, step: on_step(item, _checked(step.state, "a state")), should_stop
+    )
     return [_checked(state, f"the state of item {item}") for item, state in enumerate(ended)]

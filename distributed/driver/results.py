@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ...sampling import DenoiseResult
+from ...sampling import DenoiseResult, RunState
 from ...schema import StepRecord, Timeline, together
-from ..messages import StepReport, TaskResult
+from ..messages import TaskResult
 from .schedule import Assignment
 
 SUMMED_TIMES = ("wall_s", "compute_s", "stall_s", "decode_s", "stall_on_read_s", "copy_s", "read_s")
@@ -108,15 +108,12 @@ class TaskRecord:
     """Ranks of the workers in their pool, the leader's first."""
     start_s: float
     """Time at which the task was sent, in seconds since the start of the run."""
+    next_step: int
+    """First step after the last state that the leader handed over."""
     steps: list[list[StepRecord]] = field(default_factory=list)
     """Reported steps of each worker, by place in the group."""
     results: dict[int, TaskResult] = field(default_factory=dict)
     """Results of the workers that finished, by place."""
-
-    @property
-    def next_step(self) -> int:
-        """First step after the last state that the leader reported."""
-        return self.steps[0][-1].index + 1 if self.steps[0] else self.assignment.steps.start
 
     def timeline(self, place: int) -> Timeline | None:
         """Return the timeline of the worker in that place, with times of the run; None if it has reported nothing."""
@@ -124,6 +121,10 @@ class TaskRecord:
             return shifted_timeline(self.results[place].timeline, self.start_s)
         measured = Timeline(kind="measured", steps=tuple(self.steps[place]))
         return shifted_timeline(measured, self.start_s) if measured.steps else None
+
+    def without_repeated(self, timeline: Timeline) -> Timeline:
+        """Return the timeline without steps that were lost with their states, and taken again in another task."""
+        return replace(timeline, steps=tuple(step for step in timeline.steps if step.index < self.next_step))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,7 +164,8 @@ class TaskLog:
 
     def add_task(self, assignment: Assignment, ranks: Sequence[int]) -> TaskRecord:
         """Add a task that is sent to the workers of a group now, and return its record."""
-        task = TaskRecord(assignment=assignment, ranks=ranks, start_s=self.now_s, steps=[[] for _ in ranks])
+        first, steps = assignment.steps.start, [list[StepRecord]() for _ in ranks]
+        task = TaskRecord(assignment=assignment, ranks=ranks, start_s=self.now_s, next_step=first, steps=steps)
         self._tasks.append(task)
         return task
 
@@ -172,10 +174,10 @@ class TaskLog:
         logger.warning("%s", message)
         self._changes.append(message)
 
-    def result(self, sigma: float, reports: Sequence[StepReport | None], *, restarts: int) -> DistributedResult:
-        """Return the result of the run from the reports of the last step of each part."""
-        latents = [report.state.latents for report in reports if report is not None and report.state is not None]
-        assert len(latents) == len(reports), "a part did not end"
+    def result(self, sigma: float, states: Sequence[RunState | None], *, restarts: int) -> DistributedResult:
+        """Return the result of the run from the last state of each part."""
+        latents = [state.latents for state in states if state is not None]
+        assert len(latents) == len(states), "a part did not end"
         leaders: list[tuple[int, Timeline]] = []
         parts: dict[int, list[Timeline]] = {}
         for task in self._tasks:
@@ -183,7 +185,7 @@ class TaskLog:
                 if (timeline := task.timeline(place)) is not None:
                     parts.setdefault(rank, []).append(timeline)
                     if place == 0:
-                        leaders.append((task.assignment.group.data, timeline))
+                        leaders.append((task.assignment.group.data, task.without_repeated(timeline)))
         return DistributedResult(
             latents=torch.cat(latents),
             sigma=sigma,

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from ...schema import StateError
 
+RESTARTS_WITHIN_S = 3600.0
+"""Period in which a group is restarted `max_restarts` times at most. One that is lost more often has a lasting cause;
+rarer losses do not end a run, however long it is."""
 WAITING_PER_GROUP = 4
 """Largest number of items that wait before a stage, for each of its groups. Their states are in RAM."""
 
@@ -67,19 +70,19 @@ class JobSchedule:
     Args:
         steps: steps of each item, by stage.
         groups: all groups in the order of their ranks, as many for each stage.
-        max_restarts: number of losses that are repaired.
+        max_restarts: number of losses of a group that are repaired within `RESTARTS_WITHIN_S`.
 
     Raises:
-        ValueError: no items, items without steps, or gaps between the stages of an item.
+        ValueError: no items, no item with steps, or gaps between the stages of an item.
     """
 
     def __init__(self, steps: Sequence[Sequence[range]], groups: Sequence[GroupId], *, max_restarts: int) -> None:
         if not steps or len({len(stages) for stages in steps}) != 1 or not steps[0]:
             raise ValueError("nothing to schedule: give at least one item, and as many stages for each of them")
+        if not any(each for stages in steps for each in stages):
+            raise ValueError("nothing to schedule: no item has steps")
         for number, stages in enumerate(steps):
             taken = [each for each in stages if each]
-            if not taken:
-                raise ValueError(f"item {number} has no steps: remove it")
             if any(before.stop != after.start for before, after in pairwise(taken)):
                 raise ValueError(f"the stages of item {number} have gaps between their steps: {taken}")
         self.items = [Item(steps=stages) for stages in steps]
@@ -92,6 +95,8 @@ class JobSchedule:
         """Groups that get no jobs until their repair has ended."""
         self.lost = 0
         """Number of losses so far."""
+        self._losses: dict[GroupId, list[float]] = {}
+        """Times of the losses of each group within the last `RESTARTS_WITHIN_S`."""
 
     @property
     def is_done(self) -> bool:
@@ -99,8 +104,8 @@ class JobSchedule:
 
     @property
     def is_running(self) -> bool:
-        """False when all items are done, and after more losses than `max_restarts`."""
-        return not self.is_done and self.lost <= self.max_restarts
+        """False when all items are done, and after more losses of a group than `max_restarts`."""
+        return not self.is_done and all(len(times) <= self.max_restarts for times in self._losses.values())
 
     def next(self) -> Assignment | None:
         """Return the next job for the first free group that can take one; None if there is none."""
@@ -138,7 +143,7 @@ class JobSchedule:
         del self.busy[group]
         item.enter(item.stage + 1)
 
-    def interrupt(self, group: GroupId, *, counts_as_failure: bool) -> None:
+    def interrupt(self, group: GroupId, *, counts_as_failure: bool, now_s: float) -> None:
         """Record a group that stopped before the end of its job, or whose repair failed, and that needs a repair.
 
         The job waits again, at its last state. `counts_as_failure` is False for a group that only needs another policy.
@@ -150,7 +155,10 @@ class JobSchedule:
             # A job whose last state has arrived is complete, even if the worker is lost before the end of its task.
             if not item.remaining:
                 item.enter(item.stage + 1)
-        self.lost += counts_as_failure
+        if counts_as_failure:
+            self.lost += 1
+            recent = [each for each in self._losses.get(group, ()) if now_s - each < RESTARTS_WITHIN_S]
+            self._losses[group] = [*recent, now_s]
 
     def _item_of(self, group: GroupId) -> Item:
         if group not in self.busy:

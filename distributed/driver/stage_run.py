@@ -6,10 +6,11 @@ The state of an item is passed from one stage to the next; several items are com
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from ...sampling import SamplingCancelled
 from .schedule import Assignment, GroupId, JobSchedule
@@ -22,10 +23,14 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTaken(Generic[S]):
-    """A group finished a step of its job; `state` is the new state of the item."""
+    """A group finished a step of its job, handed over the state of the item, or both."""
 
     next_step: int
-    state: S
+    """First step that was not taken."""
+    state: S | None
+    """State before that step; None while the group keeps it."""
+    report: Any = None
+    """Report of the step; None if the state alone was handed over."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,12 +67,12 @@ class StageGroup(Protocol[S]):
 
 
 class RestartLimitError(OSError):
-    """More workers were lost in one run than may be replaced. The message has the last loss."""
+    """More workers of a group were lost than may be replaced. The message has the last loss."""
 
     @classmethod
     def after(cls, error: BaseException, max_restarts: int) -> RestartLimitError:
         """Return the error for a loss that exceeds `max_restarts`."""
-        return cls(f"{error}\ngiving up after {max_restarts} worker restarts in one run")
+        return cls(f"{error}\ngiving up after {max_restarts} worker restarts of one group within an hour")
 
 
 class StageRun(Generic[S]):
@@ -77,7 +82,7 @@ class StageRun(Generic[S]):
         steps: steps of each item, by stage.
         groups: one group for each place of the grid of data and stages.
         states: initial state of each item.
-        max_restarts: how many losses of groups are repaired.
+        max_restarts: how many losses of a group are repaired within an hour.
     """
 
     def __init__(
@@ -94,17 +99,19 @@ class StageRun(Generic[S]):
         self._polled: deque[tuple[GroupId, GroupEvent[S]]] = deque()
 
     def run(
-        self, on_step: Callable[[int, S], None] | None = None, should_stop: Callable[[], bool] | None = None
+        self,
+        on_step: Callable[[int, StepTaken[S]], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
     ) -> list[S | None]:
         """Run to the end, and return the last state of every item. After an error, no group has a job any more.
 
         Args:
-            on_step: called on this thread with an item and its new state. Its errors end the run.
+            on_step: called on this thread with an item and its event. Its errors end the run.
             should_stop: called often on this thread.
 
         Raises:
             SamplingCancelled: `should_stop` returned True.
-            RestartLimitError: more than `max_restarts` losses; the message has the last one.
+            RestartLimitError: more than `max_restarts` losses of a group; the message has the last one.
         """
         for group in self._groups.values():
             group.poll()  # an earlier run may have ended before it took all events
@@ -121,7 +128,7 @@ class StageRun(Generic[S]):
                     if event.error is not None:
                         self._repair_after(place, event.error, can_resume=event.can_resume)
                 elif on_step is not None:
-                    on_step(self.schedule.busy[place], event.state)
+                    on_step(self.schedule.busy[place], event)
         finally:
             cancelled = self._stop()
         if stopped:
@@ -140,12 +147,13 @@ class StageRun(Generic[S]):
 
     def _apply(self, group: GroupId, event: GroupEvent[S]) -> None:
         if isinstance(event, StepTaken):
-            self.schedule.step(group, event.next_step)
-            self._states[self.schedule.busy[group]] = event.state
+            if event.state is not None:
+                self.schedule.step(group, event.next_step)
+                self._states[self.schedule.busy[group]] = event.state
         elif event.error is None:
             self.schedule.finish(group)
         else:
-            self.schedule.interrupt(group, counts_as_failure=event.counts_as_failure)
+            self.schedule.interrupt(group, counts_as_failure=event.counts_as_failure, now_s=time.monotonic())
 
     def _repair_after(self, group: GroupId, error: BaseException, *, can_resume: bool) -> None:
         """Start a repair while the other groups compute. Raises the error if no repair can help."""

@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ...offload import GatherBrokenError
-from ...sampling import SamplingCancelled, SmallerPolicyError
+from ...sampling import RunState, SamplingCancelled, SmallerPolicyError
 from ..messages import RunTask, StepReport, TaskResult
 from ..transport.pool import WorkerLostError
 from ..transport.threads import run_in_thread
@@ -91,6 +91,8 @@ HUNG_GRACE_S = 5.0
 """Longest time that workers get to end a task after a peer waited for them in vain."""
 KILL_S = 30.0
 """Longest wait for the end of a killed process."""
+LAST_STATE_S = 30.0
+"""Longest wait for the last state of a leader whose group has to be repaired."""
 
 
 class WorkerFailedError(ValueError):
@@ -98,7 +100,11 @@ class WorkerFailedError(ValueError):
 
 
 class WorkerGroup:
-    """Workers that compute jobs together; implements `StageGroup`. A job's state is the last report of their leader."""
+    """Workers that compute jobs together; implements `StageGroup`.
+
+    Their leader keeps the state of a job, and hands it over at intervals, at the end of the job, and after a failure of
+    another worker. So the loss of the leader costs the steps since the last handover, any other loss one step at most.
+    """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
@@ -114,21 +120,21 @@ class WorkerGroup:
         # last task. Their ends are not events of this run.
         self._repairing = self._task = None
 
-    def start(self, assignment: Assignment, state: StepReport | None, wake: threading.Event) -> None:
+    def start(self, assignment: Assignment, state: RunState | None, wake: threading.Event) -> None:
         """See `StageGroup.start`."""
         assert self._task is None, "this group has not finished its last task"
         task = replace(
             self._tasks[assignment.item],
             run_id=uuid.uuid4().hex,
-            resume=None if state is None else state.state,
+            resume=state,
             until=assignment.steps.stop,
             generation=self.rendezvous.generation,
         )
         self._task = _Task(self.rendezvous, task, self._log.add_task(assignment, self.rendezvous.ranks), wake)
 
-    def poll(self) -> list[GroupEvent[StepReport]]:
+    def poll(self) -> list[GroupEvent[RunState]]:
         """See `StageGroup.poll`."""
-        events: list[GroupEvent[StepReport]] = []
+        events: list[GroupEvent[RunState]] = []
         if self._repairing is not None and self._repairing.done():
             error, self._repairing = self._repairing.exception(), None
             is_loss = isinstance(error, WorkerLostError)
@@ -180,7 +186,9 @@ class _Task:
     def __init__(self, rendezvous: Rendezvous, task: RunTask, record: TaskRecord, wake: threading.Event) -> None:
         self.record = record
         self.end: TaskEnd | None = None
-        """Set when no worker computes the task any more."""
+        """Set when no worker computes the task any more, and the leader's last state has arrived if it is needed."""
+        self._before_state: tuple[TaskEnd, Future[RunState | None]] | None = None
+        """End of the task while the leader's last state is awaited."""
         self._rendezvous, self._run_id, self._timeout_s = rendezvous, task.run_id, rendezvous.timeout_s
         self._workers = rendezvous.workers
         self._pending = set(range(len(self._workers)))
@@ -197,10 +205,12 @@ class _Task:
         for place, worker in enumerate(self._workers):
             worker.run(task, partial(self._put, place)).add_done_callback(partial(self._put, place))
 
-    def poll(self) -> list[StepTaken[StepReport]]:
+    def poll(self) -> list[StepTaken[RunState]]:
         """Return the leader's new steps, update `record` and `end`, and end the task if workers are hung."""
-        steps: list[StepTaken[StepReport]] = []
+        steps: list[StepTaken[RunState]] = []
         while self.end is None:
+            if self._before_state is not None:
+                return [*steps, *self._last_state(*self._before_state)]
             try:
                 place, message = self._inbox.get_nowait()
             except queue.Empty:
@@ -213,10 +223,25 @@ class _Task:
             self._heartbeat.record_sign(message.record.wall_s)
             self.record.steps[place].append(message.record)
             if place == 0:
-                assert message.state is not None, "the leader of a group reports the state after every step"
-                report = replace(message, record=shifted(message.record, self.record.start_s))
-                steps.append(StepTaken(next_step=message.state.next_step, state=report))
+                report = replace(message, record=shifted(message.record, self.record.start_s), state=None)
+                steps.append(self._taken(message.record.index + 1, message.state, report))
         return steps
+
+    def _taken(self, next_step: int, state: RunState | None, report: StepReport | None = None) -> StepTaken[RunState]:
+        if state is not None:
+            self.record.next_step = next_step
+        return StepTaken(next_step=next_step, state=state, report=report)
+
+    def _last_state(self, end: TaskEnd, request: Future[RunState | None]) -> list[StepTaken[RunState]]:
+        """End the task when the leader has answered, or not in time; return the state if it is a new one."""
+        if not request.done() and time.monotonic() < (self._deadline_s or 0.0):
+            return []
+        self.end = end
+        # An error is the leader's loss, which only costs the steps since its last handover.
+        state = request.result() if request.done() and request.exception() is None else None
+        if state is None or state.next_step <= self.record.next_step:
+            return []
+        return [self._taken(state.next_step, state)]
 
     def stop(self) -> None:
         """Make all workers stop before their next block; on several machines before their next step."""
@@ -293,4 +318,10 @@ class _Task:
         # After any other end, the workers of a group may stand at different points of the run.
         if not all(isinstance(error, SamplingCancelled) for error in self._errors.values()):
             self._rendezvous.is_joined = False
-        self.end = end
+        is_resumed = end.outcome.is_loss or end.outcome is TaskOutcome.SMALLER_POLICY
+        if is_resumed and not isinstance(self._errors.get(0), WorkerLostError):
+            request = self._workers[0].call("last_state", self._run_id)
+            self._before_state, self._deadline_s = (end, request), time.monotonic() + LAST_STATE_S
+            request.add_done_callback(lambda _: self._wake.set())
+        else:
+            self.end = end

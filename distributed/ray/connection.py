@@ -156,7 +156,7 @@ CPU_SLOT = 0.5
 LOCAL_CPUS = 16
 """CPU resource of this machine in a Ray that is started here."""
 OBJECT_STORE_BYTES = 1 << 30
-"""Size of the object store, for step reports: five tensors of 19 MB for a sample of 1280x720x81."""
+"""Size of the object store: 77 MB for a state of 1280x720x81, 36 MB for its request. Ray spills more to disk."""
 FOLDER_PREFIX = "wanstream-ray-"
 
 

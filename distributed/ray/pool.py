@@ -6,15 +6,17 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ...offload import sweep
+from ...sampling import DenoiseRequest
 from ...schema import LOCAL, WorkersError, WorkersRef, check_address, is_loopback
 from ..messages import RunTask, TaskResult, WorkerFacts
 from ..transport.path_map import places
@@ -32,10 +34,10 @@ OF_RAY = (":job_id:", ":actor_name:", ":task_name:")
 
 
 class RayWorkerHandle:
-    """See `WorkerHandle`."""
+    """See `WorkerHandle`. `shared` has Ray's references to requests in its object store, by `id`."""
 
-    def __init__(self, ray: Any, actor: Any, rank: int, started: Started) -> None:
-        self._ray, self._actor, self.rank = ray, actor, rank
+    def __init__(self, ray: Any, shared: Mapping[int, Any], actor: Any, rank: int, started: Started) -> None:
+        self._ray, self._shared, self._actor, self.rank = ray, shared, actor, rank
         self._lock = threading.Lock()
         self._killed = False
         self.started = started
@@ -85,7 +87,9 @@ class RayWorkerHandle:
             return call(self._actor)
 
     def _run(self, task: RunTask, on_report: OnReport) -> TaskResult:
-        messages = self._remote(lambda actor: actor.run.remote(task))
+        # An argument of its own: Ray replaces a reference by its value there, and not inside of others.
+        request, rest = self._shared.get(id(task.request), task.request), replace(task, request=None)  # type: ignore[arg-type]
+        messages = self._remote(lambda actor: actor.run.remote(rest, request))
         try:
             for message in messages:
                 report = self._ray.get(message)
@@ -192,6 +196,7 @@ class RayPool(AbstractContextManager["RayPool"]):
         """Ranks whose last worker was lost and not replaced."""
         self._starting: dict[int, Any] = {}
         """Actors that are not ready yet, by rank."""
+        self._shared: dict[int, Any] = {}
         with ExitStack() as undo:
             undo.callback(sweep)  # runs last: removes shared memory of workers that were killed
             self._ray = CONNECTION.acquire(ref, store_bytes=store_bytes)
@@ -213,6 +218,16 @@ class RayPool(AbstractContextManager["RayPool"]):
     def usable(self) -> bool:
         """See `Pool.usable`."""
         return not self._closed and not self._failed and CONNECTION.is_alive()
+
+    @contextmanager
+    def share(self, requests: Sequence[DenoiseRequest]) -> Iterator[None]:
+        """See `Pool.share`. Ray's object store has the requests until the end of the context."""
+        self._check_open()  # a call after Ray's end would start Ray again
+        self._shared.update((id(request), self._ray.put(request)) for request in requests)
+        try:
+            yield
+        finally:
+            self._shared.clear()
 
     def replace(self, rank: int) -> RayWorkerHandle:
         """See `Pool.replace`. Raises as `RayPool` if the new worker does not start, or after `close`."""
@@ -263,7 +278,7 @@ class RayPool(AbstractContextManager["RayPool"]):
             check_versions(Worker("cpu").facts(), [each.facts for each in started])
             check_exposure(started, beyond_loopback=self._ref.beyond_loopback)
             undo.pop_all()
-        return [RayWorkerHandle(self._ray, *each) for each in zip(actors, ranks, started, strict=True)]
+        return [RayWorkerHandle(self._ray, self._shared, *each) for each in zip(actors, ranks, started, strict=True)]
 
     def _restart(self, rank: int) -> RayWorkerHandle:
         """Start a new worker with that rank, and try again as long as Ray assigns it to another machine.

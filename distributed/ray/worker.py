@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import queue
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from ...sampling import DenoiseRequest
 from ..messages import RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.threads import WorkThread
 from ..worker.worker import Worker
@@ -55,11 +56,11 @@ class RayWorker(Worker):
         """Return facts and log files of this worker."""
         return Started(facts=self.facts(), logs=_logs(), requires_token=os.environ.get("RAY_AUTH_MODE") == "token")
 
-    def stream(self, task: RunTask) -> Iterator[StepReport | TaskResult]:
-        """Run a task, and yield a report after every step, then the result. Raises as `run`."""
+    def stream(self, task: RunTask, request: DenoiseRequest) -> Iterator[StepReport | TaskResult]:
+        """Run a task of this request, and yield a report after every step, then the result. Raises as `run`."""
         # The run has its own thread, because this generator is suspended while Ray sends a report.
         reports: queue.SimpleQueue[StepReport | None] = queue.SimpleQueue()
-        result = self._thread.submit(self.run, task, reports.put)
+        result = self._thread.submit(self.run, replace(task, request=request), reports.put)
         result.add_done_callback(lambda _: reports.put(None))
         while (report := reports.get()) is not None:
             yield report
@@ -130,7 +131,7 @@ def actor_class(ray: Any) -> Any:
             return getattr(self._worker, method)(*args)
 
         @ray.method(concurrency_group="runs", num_returns="streaming")  # type: ignore[untyped-decorator]
-        def run(self, task: Any) -> Iterator[Any]:
-            yield from self._worker.stream(task)
+        def run(self, task: Any, request: Any) -> Iterator[Any]:
+            yield from self._worker.stream(task, request)
 
     return ray.remote(concurrency_groups={"calls": CONCURRENT_CALLS, "runs": 1})(WanStreamWorker)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from operator import methodcaller
 from typing import Any, ParamSpec, TypeVar
 
+from ...sampling import DenoiseRequest
 from ..messages import RunTask, TaskResult
 from ..worker.worker import Worker
 from .pool import OnReport, WorkerLostError
@@ -87,6 +89,10 @@ class InProcessPool:
     def __init__(self, device: str) -> None:
         self._device = device
         self.workers = (InProcessWorker(Worker(device)),)
+
+    def share(self, requests: Sequence[DenoiseRequest]) -> AbstractContextManager[object]:
+        """See `Pool.share`. Tasks are not sent."""
+        return nullcontext()
 
     def replace(self, rank: int) -> InProcessWorker:
         """See `Pool.replace`."""

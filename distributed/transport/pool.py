@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
+from ...sampling import DenoiseRequest
 from ..messages import RunTask, StepReport, TaskResult
 from .threads import run_in_thread
 
@@ -57,6 +59,9 @@ class Pool(Protocol):
     @property
     def usable(self) -> bool:
         """True if lost workers can be replaced; if not, the caller needs another pool."""
+
+    def share(self, requests: Sequence[DenoiseRequest]) -> AbstractContextManager[object]:
+        """Send these requests to each machine at most once in the context, however many tasks have them."""
 
     def replace(self, rank: int) -> WorkerHandle:
         """Start a new worker in place of one that was lost or killed. Blocks until it answers.

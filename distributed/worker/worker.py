@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import platform
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +20,7 @@ import torch
 
 from ...devices import auto_dtype, available_bytes, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
 from ...plan import VRAM_RESERVE
-from ...sampling import RunSlice, StepProgress, denoise
+from ...sampling import RunSlice, RunState, StepProgress, denoise
 from ...schema import VERSION, Mesh, PathMap
 from ...wan import ExpertsRegistry, WanVae, multiplied_formats, open_pair, open_vae
 from ..messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
@@ -143,6 +145,8 @@ class Worker:
         self._running = threading.Lock()
         self._stopped: deque[str] = deque(maxlen=MAX_STOPS)
         self._blocks_begun = 0
+        self._last_state: tuple[str, RunState] | None = None
+        """Id of the current or last run and its last state, which the driver may lack."""
 
     def facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
         """Return facts about this worker, and the sizes of `paths`, mapped by `maps`, on its machine.
@@ -197,12 +201,15 @@ class Worker:
     def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> TaskResult:
         """Compute `task`, and call `on_report` after every step, on the calling thread.
 
+        The leader keeps its last state for `last_state` until its next run.
+
         Raises as `denoise` and as opening the experts does, and:
             Cancelled: any worker of the group was stopped.
             WorkerTimeoutError: another worker did not respond in time.
             PeerLostError: another worker is gone, or this one has left the rendezvous.
         """
         groups, weights, is_stopped = self._groups, self._weights, partial(self._is_stopped, task.run_id)
+        self._last_state = None
         is_free = self._running.acquire(blocking=False)
         assert is_free, f"run {task.run_id} was assigned to a worker that computes another run"
         try:
@@ -217,12 +224,18 @@ class Worker:
                 RunSlice(split=group_forward(groups), resume=task.resume, until=task.until),
                 policy=task.policy,
                 device=self._device,
-                on_step=partial(_report_step, on_report, groups.rank == 0),
+                on_step=self._reporter(task, on_report, is_leader=groups.rank == 0),
                 should_stop=is_stopped,
             ).with_note(reason)
+            self._last_state = None  # the driver has it
         finally:
             self._running.release()
         return TaskResult(timeline=ended.timeline, gathered_bytes=groups.gathered_bytes - gathered_before)
+
+    def last_state(self, run_id: str) -> RunState | None:
+        """Return the state after the last step of a run that did not end well; None if there is none of that id."""
+        kept = self._last_state
+        return kept[1] if kept is not None and kept[0] == run_id else None
 
     def decode_tile(self, task: DecodeTask) -> torch.Tensor:
         """Decode a tile as `TileDecoder.decode` does.
@@ -263,8 +276,28 @@ class Worker:
     def close(self) -> None:
         """Leave the rendezvous, close experts and VAE. Closing twice is allowed; a closed worker can be used again."""
         self.leave()
+        self._last_state = None
         self._experts.free()
         self._tiles.free()
+
+    def _reporter(
+        self, task: RunTask, on_report: Callable[[StepReport], None], *, is_leader: bool
+    ) -> Callable[[StepProgress], None]:
+        """Return the callback of a run: it reports every record, and of the leader the tensors that are due."""
+        if not is_leader:
+            return lambda step: on_report(StepReport(record=step.record))
+        end = task.request.step_plan.steps.stop if task.until is None else task.until
+        state_due, preview_due = _every(task.handover_s), _every(task.preview_s, first=True)
+
+        def report(step: StepProgress) -> None:
+            state = step.state()
+            self._last_state = task.run_id, state
+            is_due = state_due() or state.next_step == end
+            shown = step.denoised if preview_due() else None
+            denoised = None if shown is None else shown.to("cpu", copy=True)
+            on_report(StepReport(record=step.record, denoised=denoised, state=state if is_due else None))
+
+        return report
 
     def _alone(self) -> tuple[ProcessGroups, GroupWeights]:
         """Return groups and weights of a worker outside of a rendezvous: those of a group of one."""
@@ -277,14 +310,17 @@ class Worker:
         return run_id in self._stopped
 
 
-def _report_step(on_report: Callable[[StepReport], None], is_leader: bool, step: StepProgress) -> None:
-    on_report(
-        StepReport(
-            record=step.record,
-            denoised=step.denoised.to("cpu", copy=True) if is_leader else None,
-            state=step.state() if is_leader else None,
-        )
-    )
+def _every(seconds: float | None, *, first: bool = False) -> Callable[[], bool]:
+    """Return a check that is True every `seconds` (None: never), and in its first call if `first`."""
+    last_s = -math.inf if first else time.monotonic()
+
+    def is_due() -> bool:
+        nonlocal last_s
+        is_over = seconds is not None and time.monotonic() - last_s >= seconds
+        last_s = time.monotonic() if is_over else last_s
+        return is_over
+
+    return is_due
 
 
 def _check_rendezvous(task: RunTask, groups: ProcessGroups) -> None:

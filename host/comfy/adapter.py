@@ -123,6 +123,9 @@ class ComfyHost(HostApi):
     def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> ProgressBar:
         return NodeBar(total, node_id, unit)
 
+    def shows_latents(self) -> bool:
+        return comfy.cli_args.args.preview_method is not comfy.cli_args.LatentPreviewMethod.NoPreviews
+
     def should_stop(self) -> bool:
         stop: bool = comfy.model_management.processing_interrupted()
         return stop

@@ -53,6 +53,8 @@ class Folders:
     models: Path
     output: Path
     input: Path
+    states: Path | None = None
+    """Folder of states of unfinished runs; None: one below `output`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +183,9 @@ class EmbeddedHost(HostApi):
 
     def output_folder(self) -> Path:
         return self.folders.output
+
+    def state_folder(self) -> Path:
+        return self.folders.states or super().state_folder()
 
     def input_folder(self) -> Path:
         return self.folders.input

@@ -32,6 +32,9 @@ from .preview import MovingPreviews, PreviewSettings
 
 OnStep: TypeAlias = Callable[[StepProgress], None]
 
+LATENT_PREVIEW_S = 1.0
+"""Shortest interval between two latents that workers send for the preview of a progress bar."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedRun:
@@ -94,8 +97,15 @@ def prepare_shared(
     ref: ExpertsRef,
     request: DenoiseRequest,
     requested: OffloadPolicy | AutoOffload,
+    preview: PreviewSettings | None,
+    *,
+    is_measured: bool,
 ) -> PreparedRun:
     """Prepare a run on `workers` and start them if necessary; the host's Cancel ends it before the next block.
+
+    Args:
+        preview: Settings of moving previews. Without them, workers send latents if progress bars show them.
+        is_measured: True to take all steps and show no previews, False to continue from states of an interrupted run.
 
     Raises:
         MeshError: the layout does not suit the run.
@@ -104,9 +114,21 @@ def prepare_shared(
     run = SharedRun(workers=workers, job=job, videos=request.batch, requested=requested)
     plan = current_host().plan_workers(run, ref)
     driver = current_host().workers(workers, plan.mesh)
+    states = None if is_measured else current_host().state_folder()
+    preview_s = None if is_measured or not current_host().shows_latents() else LATENT_PREVIEW_S
+    if preview is not None:
+        preview_s = preview.every_s / 2  # half of it, because steps do not end when a preview is due
 
     def compute(on_step: OnStep) -> DenoiseResult:
-        shared = driver.denoise(ref, request, plan.policy, on_step=on_step, should_stop=current_host().should_stop)
+        shared = driver.denoise(
+            ref,
+            request,
+            plan.policy,
+            on_step=on_step,
+            should_stop=current_host().should_stop,
+            preview_s=preview_s,
+            states=states,
+        )
         result: DenoiseResult = replace(shared, latents=shared.latents.to(request.noise.device))
         # Reversed, because `with_note` puts a note in front of the others.
         for reason in reversed((*plan.reasons, *wire_notes(run, driver))):
@@ -167,7 +189,7 @@ def run_experts(
     if workers is None:
         prepared = prepare_here(pair, job, ref, request, requested, traces=traces)
     else:
-        prepared = prepare_shared(workers, job, ref, request, requested)
+        prepared = prepare_shared(workers, job, ref, request, requested, preview, is_measured=on_step is not None)
     step_plan = request.step_plan
     experts = [step_plan.experts[step] for step in step_plan.steps]
     report = on_step or _progress_bar(len(experts) * prepared.parts, node_id, with_latents=previews is None)
@@ -178,8 +200,7 @@ def run_experts(
     def report_step(step: StepProgress) -> None:
         events.step(step.record)
         report(step)
-        image = previews.update(step.denoised) if previews and step.part == 0 else None  # part 0 has the first video
-        if image is not None:
+        if (image := _image(previews, step)) is not None:
             events.preview(step.index - step_plan.start_step + 1, image)
 
     try:
@@ -201,6 +222,13 @@ def run_experts(
         block_counts=pair.block_counts,
         workers=workers,
     )
+
+
+def _image(previews: MovingPreviews | None, step: StepProgress) -> bytes | None:
+    """Return a moving preview of the first video, which part 0 has; None if none is due."""
+    if previews is None or step.denoised is None or step.part != 0:
+        return None
+    return previews.update(step.denoised)
 
 
 def _progress_bar(total: int, node_id: str | None, *, with_latents: bool) -> OnStep:

@@ -34,8 +34,9 @@ class StepProgress:
     """Steps finished so far."""
     total: int
     """Steps of this run, which may start after step 0 of the schedule."""
-    denoised: torch.Tensor
-    """Current estimate of the final latents: [B, 16, T, h, w] float32, normalised, on the run's device."""
+    denoised: torch.Tensor | None
+    """Current estimate of the final latents: [B, 16, T, h, w] float32, normalised, on the run's device. In
+    a run of workers, that of the part on the CPU; None for a step that they send no preview of."""
     state: Callable[[], RunState]
     """Return a CPU copy of the run's state after this step; nothing is copied unless it is called."""
     part: int = 0

@@ -10,8 +10,9 @@ import errno
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from wanstream.distributed.messages import RendezvousSpec, RunTask, StepReport, 
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
-from wanstream.sampling import RunState, SamplingCancelled
+from wanstream.sampling import SOLVERS, DenoiseRequest, RunState, SamplingCancelled
 from wanstream.schema import PathMap, StepRecord, Timeline
 from wanstream.wan import CodeFormat
 
@@ -81,6 +82,7 @@ class FakeWorker:
         self._busy = threading.Lock()
         self._votes = itertools.count()
         self._begun = 0
+        self._kept: tuple[str, RunState] | None = None
 
     @property
     def rank(self) -> int:
@@ -162,6 +164,10 @@ class FakeWorker:
     def _blocks_begun(self) -> int:
         return self._begun
 
+    def _last_state(self, run_id: str) -> RunState | None:
+        kept = self._kept
+        return kept[1] if kept is not None and kept[0] == run_id else None
+
     def _stop(self, run_id: str) -> None:
         self._stopped.add(run_id)
 
@@ -176,9 +182,7 @@ class FakeWorker:
         assert self._rendezvous is not None, "a task without a rendezvous"
         rendezvous, votes = self._rendezvous
         step_plan, began, taken = task.request.step_plan, time.perf_counter(), list[StepRecord]()
-        state = task.resume or RunState(
-            next_step=step_plan.start_step, latents=task.request.noise, history={"steps": ()}
-        )
+        state = task.resume or RunState(next_step=step_plan.start_step, latents=task.request.noise, history={})
         assert task.until is not None
         leads = rendezvous.rank == 0
         for step in range(state.next_step, task.until):
@@ -188,7 +192,7 @@ class FakeWorker:
                 raise SamplingCancelled(step, 0)
             time.sleep(self._pool.step_s)
             expert = step_plan.experts[step]
-            history = {"steps": (*state.history["steps"], step)}
+            history: dict[str, Any] = dict.fromkeys(SOLVERS[task.request.solver].history, step)
             state = RunState(next_step=step + 1, latents=state.latents * 0.75 + step, history=history)
             record = StepRecord(
                 index=step,
@@ -203,14 +207,12 @@ class FakeWorker:
             taken.append(record)
             if self._gone.is_set():
                 break
-            denoised = state.latents if leads else None
-            on_report(
-                StepReport(
-                    record=record,
-                    denoised=denoised,
-                    state=state if leads else None,
-                )
-            )
+            if leads:
+                self._kept = task.run_id, state
+            # With an interval of 0 after every step; with another one, at the end.
+            is_due = leads and (task.handover_s == 0 or state.next_step == task.until)
+            denoised = state.latents if leads and task.preview_s == 0 else None
+            on_report(StepReport(record=record, denoised=denoised, state=state if is_due else None))
         self._fail(task.until, after_reports=True)
         return TaskResult(
             timeline=Timeline(steps=tuple(taken), kind="measured"),
@@ -244,6 +246,8 @@ class FakePool:
     """Seconds that a worker takes to leave its rendezvous, by rank."""
     sent: list[tuple[int, RunTask]] = field(default_factory=list)
     joined: list[tuple[int, RendezvousSpec]] = field(default_factory=list)
+    shared: list[DenoiseRequest] = field(default_factory=list)
+    """Requests that are shared now."""
     killed: list[int] = field(default_factory=list)
     replaced: list[int] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
@@ -273,6 +277,14 @@ class FakePool:
     def __post_init__(self) -> None:
         self.lock, self.ports, self._pids = threading.Lock(), itertools.count(5000), itertools.count(100)
         self.workers = [FakeWorker(self, rank, next(self._pids)) for rank in range(self.count)]
+
+    @contextmanager
+    def share(self, requests: Sequence[DenoiseRequest]) -> Iterator[None]:
+        self.shared = list(requests)
+        try:
+            yield
+        finally:
+            self.shared.clear()
 
     def replace(self, rank: int) -> FakeWorker:
         self.replaced.append(rank)

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from wanstream.distributed.messages import RunTask, StepReport, TaskResult
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import WorkThread, run_in_thread
 from wanstream.distributed.worker.worker import Worker
+from wanstream.sampling import DenoiseRequest
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.engine import ExpertEngine
@@ -204,6 +205,9 @@ class ProcessPool:
         started = sorted((self._accept() for _ in range(count)), key=lambda worker: worker.rank)
         self.workers = list(started)
         self.replaced: list[int] = []
+
+    def share(self, requests: Sequence[DenoiseRequest]) -> AbstractContextManager[object]:
+        return nullcontext()  # each is sent with its task
 
     def replace(self, rank: int) -> ProcessWorker:
         with self._replacing:

@@ -124,16 +124,28 @@ def test_another_seed_and_other_experts_are_what_the_next_queue_gets(
     assert not torch.equal(made[1], made[2])
 
 
-@pytest.mark.parametrize("mesh", [Mesh(stage=2), Mesh(cfg=2)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "rank", "handover_s"),
+    [(Mesh(stage=2), 1, 0.0), (Mesh(cfg=2), 1, 60.0), (Mesh(cfg=2), 0, 60.0), (Mesh(cfg=2), 0, 0.1)],
+    ids=str,
+)
 def test_a_killed_worker_is_replaced_and_no_bit_changes(
-    mesh: Mesh, pool: Any, batch_task: MakeTask, alone: ComputeAlone
+    mesh: Mesh,
+    rank: int,
+    handover_s: float,
+    pool: Any,
+    batch_task: MakeTask,
+    alone: ComputeAlone,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also between two handovers, after which the leader's steps are taken again."""
+    monkeypatch.setattr("wanstream.distributed.driver.driver.handover_interval_s", lambda nbytes, groups: handover_s)
     task, steps = batch_task(2, request={"solver": "unipc"}), list[StepProgress]()
 
     def on_step(step: StepProgress) -> None:
         steps.append(step)
         if len(steps) == 2:
-            os.kill(pool.workers[1].pid, signal.SIGKILL)
+            os.kill(pool.workers[rank].pid, signal.SIGKILL)
 
     ran = driver_of(pool, mesh).denoise(task.experts, task.request, task.policy, on_step=on_step)
     assert torch.equal(ran.latents, alone(task))

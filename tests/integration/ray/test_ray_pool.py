@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.messages import RendezvousSpec, RunTask, StepReport, WorkerFacts
 from wanstream.distributed.ray.environment import RaySetupError, import_ray
 from wanstream.distributed.ray.pool import RayPool
@@ -85,7 +86,7 @@ def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
 
 def test_two_workers_give_the_latents_of_one(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
     join(pool, Mesh(cfg=2), generation=1)
-    task, reports = make_task(), [Reports(), Reports()]
+    task, reports = make_task(handover_s=0.0, preview_s=0.0), [Reports(), Reports()]
     running = [worker.run(task, each) for worker, each in zip(pool.workers, reports, strict=True)]
     ended = [run.result(LIMIT_S) for run in running]
     assert torch.equal(reports[0].latents, alone(task))
@@ -94,6 +95,25 @@ def test_two_workers_give_the_latents_of_one(pool: RayPool, make_task: MakeTask,
     assert [[step.denoised is not None for step in each] for each in reports] == [[True] * 4, [False] * 4]
     velocity = task.request.noise.numel() * 4
     assert [each.gathered_bytes for each in ended] == [4 * velocity] * 2
+    leave(pool)
+
+
+def test_a_shared_request_is_in_the_object_store_once_and_until_the_end_of_the_run(
+    pool: RayPool, make_task: MakeTask, alone: LocalForward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, put, kept = make_task(), ray.put, list[object]()
+
+    def counting(value: object) -> object:
+        kept.append(put(value))
+        return kept[-1]
+
+    monkeypatch.setattr(ray, "put", counting)
+    driver = Driver(pool, WorkersRef(count=2, threads=1), Mesh(cfg=2))
+    for _ in range(2):
+        ran = driver.denoise(task.experts, task.request, task.policy)
+        assert torch.equal(ran.latents, alone(task))
+        assert pool._shared == {}
+    assert len(kept) == 2, "once per run, for two workers"
     leave(pool)
 
 

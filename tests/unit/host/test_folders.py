@@ -136,6 +136,7 @@ def test_gguf_files_are_offered_for_experts_only(tmp_path: Path) -> None:
         for name in ("a.safetensors", "b.gguf", "sub/C.GGUF", ".hidden/d.gguf"):
             _touch(tmp_path / "models" / kind / name)
     with embedded_host.opened(Folders(models=tmp_path / "models", output=tmp_path, input=tmp_path)):
+        assert embedded_host.state_folder() == tmp_path / ".wanstream-states"
         experts = embedded_host.model_names("diffusion_models", "diffusers")
         assert experts == ["a.safetensors", "b.gguf", str(Path("sub/C.GGUF"))]
         assert embedded_host.model_path("b.gguf", "diffusion_models").is_file()

@@ -112,6 +112,30 @@ def test_progress_is_told_step_by_step(run: Run) -> None:
     assert [step for step in told if step[1] == 4] == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
+def test_a_run_whose_process_ended_continues_and_says_so(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wanstream.distributed.driver.driver.handover_interval_s", lambda nbytes, groups: 0.0)
+    expected, states = latent(run(workflow(None))), tmp_path / ".wanstream-states"
+
+    def end_after_two_steps(progress: NodeProgress) -> None:
+        if (progress.node_id, progress.done, progress.total) == ("sampler", 2, 4):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(workflow(HERE), on_progress=end_after_two_steps)
+    assert len(list(states.iterdir())) == 1
+    told: list[tuple[int, int]] = []
+    history = run(
+        workflow(HERE),
+        on_progress=lambda p: told.append((p.done, p.total)) if p.node_id == "sampler" else None,
+    )
+    assert torch.equal(latent(history), expected)
+    assert [step for step in told if step[1] == 4] == [(3, 4), (4, 4)]
+    assert "continued from step 2 of an interrupted run" in json.dumps(history.outputs["sampler"]["text"])
+    assert not states.exists()
+
+
 def test_a_stop_ends_the_run_and_leaves_the_worker_usable(run: Run) -> None:
     steps: list[int] = []
 

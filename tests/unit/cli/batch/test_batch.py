@@ -16,7 +16,9 @@ import pytest
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INTERRUPTED, INVALID
+from wanstream.cli.batch import embedded_backend
 from wanstream.cli.batch.journal import locked
+from wanstream.host.embedded import Folders
 
 T2V = Path(__file__).parents[4] / "workflows" / "api" / "t2v.json"
 SMALL = {"latent": {"width": 32, "height": 32, "frames": 5}, "sampler": {"steps": 2}, "save": {"crf": 30}}
@@ -94,6 +96,24 @@ def test_a_batch_makes_a_file_for_each_row_and_names_the_lines_that_are_none(
     journals = {"journal.sqlite", "journal.sqlite.before", "journal.sqlite.lock"}
     assert {path.name for path in out.iterdir()} == {*made(out), *journals, ".wanstream"}
     assert [path for path in (out / ".wanstream").rglob("*") if path.is_file()] == [out / ".wanstream" / "lock"]
+
+
+def test_states_of_a_row_are_found_again_by_the_next_command(
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output folder of a row has another name in each attempt."""
+    places: list[Folders] = []
+
+    def refuse(prompt: object, *, folders: Folders, **_: object) -> None:
+        places.append(folders)
+        raise ValueError("only the folders count here")
+
+    monkeypatch.setattr(embedded_backend, "load_workflow", refuse)
+    for _ in range(2):
+        assert main(batch({"sampler.seed": 1})) != DONE
+    work = tmp_path / "out" / ".wanstream"
+    assert {each.states for each in places} == {work / "states"}
+    assert all(work / "made" in (each.output, *each.output.parents) for each in places)
 
 
 def test_the_same_command_again_makes_only_what_is_missing(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import os
 import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from wanstream.distributed.driver.driver import Driver
+from wanstream.distributed.driver.driver import Driver, handover_interval_s
 from wanstream.distributed.driver.rendezvous import Rendezvous
 from wanstream.distributed.driver.stage_run import GroupEnd, RestartLimitError
 from wanstream.distributed.driver.worker_group import WorkerFailedError, WorkerGroup
@@ -78,16 +80,16 @@ def test_every_mesh_gives_what_one_worker_gives(
 ) -> None:
     pool = fakes.FakePool(mesh.size)
     steps: list[StepProgress] = []
-    result = driver_of(pool, mesh).denoise(experts_ref(), request_of(batch), LAYERWISE, on_step=steps.append)
+    driver = driver_of(pool, mesh)
+    result = driver.denoise(experts_ref(), request_of(batch), LAYERWISE, on_step=steps.append, preview_s=0.0)
     assert torch.equal(result.latents, fakes.expected(request_of(batch).noise, range(STEPS)))
     parts = batch if mesh.stage > 1 else min(batch, mesh.data)
     assert [(step.done, step.total) for step in steps] == [(n + 1, parts * STEPS) for n in range(parts * STEPS)]
-    assert all(step.denoised.shape == result.latents.shape for step in steps)
+    shown = [step.denoised for step in steps if step.part == 0]
+    assert all(step.denoised is None for step in steps if step.part > 0), "only the first video is shown"
     for part in range(parts):
         assert [step.index for step in steps if step.part == part] == list(range(STEPS))
-    for before, step in itertools.pairwise(steps):
-        assert step.part == 0 or torch.equal(step.denoised[0], before.denoised[0]), "the first video is in part 0"
-    assert torch.equal(steps[-1].denoised, result.latents)
+    assert torch.equal(shown[-1], result.latents[: -(-batch // parts)])
     assert [step.index for step in result.timeline.steps] == list(range(STEPS))
     assert result.timeline.switch_step == SWITCH
     assert result.sigma == 0.0
@@ -220,12 +222,173 @@ def test_workers_that_die_cost_no_step_that_was_reported(
     assert [step.done for step in steps] == list(range(1, steps[-1].total + 1)), "no step is reported twice"
 
 
+@pytest.fixture
+def states_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaders hand over their state after every step."""
+    monkeypatch.setattr("wanstream.distributed.driver.driver.handover_interval_s", lambda nbytes, groups: 0.0)
+
+
+@pytest.mark.usefixtures("states_after_every_step")
 def test_a_loss_is_reported_with_its_worker_machine_and_step(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=4, failure="dies")])
     result = driver_of(pool, Mesh(stage=2)).denoise(experts_ref(), request_of(), LAYERWISE)
     assert result.timeline.changes == ("worker 1 (node-1, cpu): worker 1 is gone; its video goes on from step 4",)
     again = [task.resume.next_step for rank, task in pool.sent if rank == 1 and task.resume is not None]
     assert again == [SWITCH, 4]
+
+
+@pytest.mark.parametrize(("rank", "resumed"), [(0, 0), (1, 4)], ids=["leader", "follower"])
+def test_between_two_handovers_the_loss_of_a_leader_costs_its_steps_and_no_other(
+    rank: int, resumed: int, fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
+    pool, steps = fakes.FakePool(2, [fakes.Fault(rank=rank, step=4, failure="dies")]), list[StepProgress]()
+    result = driver_of(pool, Mesh(cfg=2)).denoise(experts_ref(), request_of(), LAYERWISE, on_step=steps.append)
+    assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))
+    assert result.timeline.changes[0].endswith(f"its video goes on from step {resumed}")
+    assert [task.resume.next_step if task.resume else 0 for _, task in pool.sent] == [0, 0, resumed, resumed]
+    assert [step.done for step in steps] == list(range(1, STEPS + 1)), "no step is reported twice"
+    assert [step.index for step in result.timeline.steps] == list(range(STEPS)), "each step is measured once"
+    taken = [step.index for step in result.timelines[1 - rank].steps]
+    assert taken == [*range(4), *range(resumed, STEPS)], "a worker that was not lost took some steps twice"
+
+
+def test_requests_are_shared_for_the_run_and_tasks_have_the_same(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool, shared = fakes.FakePool(4), list[list[DenoiseRequest]]()
+    driver = driver_of(pool, Mesh(data=2, cfg=2))
+    driver.denoise(experts_ref(), request_of(2), LAYERWISE, on_step=lambda step: shared.append([*pool.shared]))
+    (requests,) = {tuple(map(id, each)) for each in shared}
+    assert len(requests) == 2
+    assert {id(task.request) for _, task in pool.sent} == set(requests)
+    assert pool.shared == []
+    with pytest.raises(KeyboardInterrupt):
+        driver.denoise(experts_ref(), request_of(2), LAYERWISE, on_step=interrupt_at(1))
+    assert pool.shared == [], "also after an error"
+
+
+def interrupt_at(number: int) -> Callable[[StepProgress], None]:
+    """Return a callback that raises KeyboardInterrupt in the step with that number, as the end of a process would."""
+
+    def on_step(step: StepProgress) -> None:
+        if step.done == number:
+            raise KeyboardInterrupt
+
+    return on_step
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_without_restarts_no_state_is_handed_over_before_the_end(
+    max_restarts: int, fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
+    pool = fakes.FakePool(1)
+    driver_of(pool, Mesh(), max_restarts=max_restarts).denoise(experts_ref(), request_of(), LAYERWISE)
+    ((_, task),) = pool.sent
+    assert (task.handover_s, task.preview_s) == (60.0 if max_restarts else None, None)
+
+
+@pytest.mark.usefixtures("states_after_every_step")
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(stage=2), Mesh(data=2, stage=2), Mesh(cfg=2)], ids=str)
+@pytest.mark.parametrize("at", [1, 4, 13])
+def test_a_run_that_was_interrupted_continues_from_its_states_on_disk(
+    mesh: Mesh, at: int, fakes: Any, request_of: Any, experts_ref: Any, tmp_path: Path
+) -> None:
+    states, batch = tmp_path / "states", 3
+    total = STEPS * (batch if mesh.stage > 1 else 1)
+    at = min(at, total - 1)
+    with pytest.raises(KeyboardInterrupt):
+        driver_of(fakes.FakePool(mesh.size, step_s=0.01), mesh).denoise(
+            experts_ref(), request_of(batch), LAYERWISE, on_step=interrupt_at(at), states=states
+        )
+    saved = len(list(states.iterdir()))
+    assert saved > 0
+    pool, steps = fakes.FakePool(mesh.size), list[StepProgress]()
+    driver = driver_of(pool, mesh)
+    result = driver.denoise(experts_ref(), request_of(batch), LAYERWISE, on_step=steps.append, states=states)
+    assert torch.equal(result.latents, fakes.expected(request_of(batch).noise, range(STEPS)))
+    assert at < steps[0].done <= at + 1 + mesh.size
+    assert [step.done for step in steps] == list(range(steps[0].done, total + 1))
+    assert len(result.timeline.changes) == saved
+    assert all("of an interrupted run" in change for change in result.timeline.changes)
+    if mesh == Mesh():
+        assert result.timeline.changes == (f"continued from step {at} of an interrupted run",)
+    assert not states.exists(), "the run has ended well"
+
+
+@pytest.mark.usefixtures("states_after_every_step")
+def test_another_layout_continues_the_same_video_and_no_other_does(
+    fakes: Any, request_of: Any, experts_ref: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        driver_of(fakes.FakePool(1), Mesh()).denoise(
+            experts_ref(), request_of(), LAYERWISE, on_step=interrupt_at(4), states=tmp_path
+        )
+    others = [
+        (experts_ref(), request_of(seed=2)),
+        (experts_ref(), request_of(flow_shift=4.0)),
+        (experts_ref(high=2, low=1), request_of()),
+        (replace(experts_ref(), compute_dtype="bfloat16"), request_of()),
+    ]
+    for experts, request in others:
+        other = driver_of(fakes.FakePool(1), Mesh()).denoise(experts, request, LAYERWISE, states=tmp_path)
+        assert other.timeline.changes == ()
+    result = driver_of(fakes.FakePool(2), Mesh(cfg=2)).denoise(experts_ref(), request_of(), LAYERWISE, states=tmp_path)
+    assert result.timeline.changes == ("continued from step 4 of an interrupted run",)
+    assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))
+
+
+@pytest.mark.usefixtures("states_after_every_step")
+@pytest.mark.parametrize("how", ["cancelled", "given up", "failed"])
+def test_states_are_removed_after_a_cancel_and_kept_after_an_error(
+    how: str, fakes: Any, request_of: Any, experts_ref: Any, tmp_path: Path
+) -> None:
+    pool, states, steps = fakes.FakePool(1, step_s=0.01), tmp_path / "states", list[StepProgress]()
+    if how != "cancelled":
+        failure = "dies" if how == "given up" else NonFiniteLatentError("the latent is NaN")
+        pool.faults.append(fakes.Fault(rank=0, step=3, failure=failure, always=True))
+    errors = {"cancelled": SamplingCancelled, "given up": RestartLimitError, "failed": WorkerFailedError}
+    with pytest.raises(errors[how]):
+        driver_of(pool, Mesh(), max_restarts=1).denoise(
+            experts_ref(),
+            request_of(),
+            LAYERWISE,
+            on_step=steps.append,
+            should_stop=lambda: how == "cancelled" and len(steps) > 2,
+            states=states,
+        )
+    assert states.exists() == (how != "cancelled")
+    again = driver_of(fakes.FakePool(1), Mesh()).denoise(experts_ref(), request_of(), LAYERWISE, states=states)
+    assert torch.equal(again.latents, fakes.expected(request_of().noise, range(STEPS)))
+    continued = ("continued from step 3 of an interrupted run",)
+    assert again.timeline.changes == (() if how == "cancelled" else continued)
+
+
+@pytest.mark.usefixtures("states_after_every_step")
+def test_a_full_disk_is_reported_once_and_the_run_goes_on(
+    fakes: Any, request_of: Any, experts_ref: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def full(handle: int) -> None:
+        tries.append(handle)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = driver_of(fakes.FakePool(1), Mesh()).denoise(experts_ref(), request_of(), LAYERWISE, states=tmp_path / "s")
+    assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))
+    (change,) = result.timeline.changes
+    assert change == (
+        f"a state of this run cannot be saved in {tmp_path / 's'} (No space left on device): the run goes on, and "
+        "starts from an earlier step if its process ends"
+    )
+    assert len(tries) == STEPS - 1, "every state is tried: there may be room again"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "groups", "seconds"), [(0.1, 1, 60.0), (77.4, 1, 60.0), (77.4, 8, 61.92), (77.4, 64, 495.36)]
+)
+def test_many_groups_hand_over_less_often(megabytes: float, groups: int, seconds: float) -> None:
+    """77.4 MB is the state of one video of 1280x720x81."""
+    assert handover_interval_s(round(megabytes * 1e6), groups) == pytest.approx(seconds)
 
 
 def test_other_groups_go_on_undisturbed(fakes: Any, request_of: Any, experts_ref: Any) -> None:

@@ -50,6 +50,7 @@ class Simulation:
         """(item, stage) of every job."""
         self.stands: dict[GroupId, Assignment] = {}
         self.next_step: dict[int, int] = {}
+        self.lost = Counter[GroupId]()
 
     def play(self) -> JobSchedule:
         while self.schedule.is_running:
@@ -90,7 +91,7 @@ class Simulation:
         group = self.chance.choice(moves)
         if group in self.schedule.repairing:
             if self.chance.random() < self.losses:
-                self.schedule.interrupt(group, counts_as_failure=True)
+                self._lose(group)
             else:
                 self.schedule.finish(group)
             return
@@ -111,7 +112,14 @@ class Simulation:
             self._end(group, assignment)
         else:
             del self.stands[group]
-        self.schedule.interrupt(group, counts_as_failure=self.chance.random() < 0.8)
+        if self.chance.random() < 0.8:
+            self._lose(group)
+        else:
+            self.schedule.interrupt(group, counts_as_failure=False, now_s=0.0)
+
+    def _lose(self, group: GroupId) -> None:
+        self.lost[group] += 1
+        self.schedule.interrupt(group, counts_as_failure=True, now_s=0.0)
 
     def _end(self, group: GroupId, assignment: Assignment) -> None:
         del self.stands[group]
@@ -149,13 +157,53 @@ def test_losses_cost_no_reported_step_and_are_counted(
     items, data = grid
     played = Simulation(schedule_of(items, data=data, max_restarts=max_restarts), seed, losses=0.2)
     ended = played.play()
+    assert ended.lost == played.lost.total()
     if ended.is_done:
-        assert ended.lost <= max_restarts + 1
+        assert max(played.lost.values(), default=0) <= max_restarts + 1
         _check_all_done(items, played)
     else:
         assert not ended.is_running
-        assert ended.lost == max_restarts + 1
+        assert max(played.lost.values()) == max_restarts + 1
         assert ended.next() is None
+
+
+HOUR_S = 3600.0
+
+
+@pytest.mark.parametrize(
+    ("losses", "given_up_after"),
+    [
+        ([(0, 0.0), (0, 1.0), (0, 2.0)], 3),
+        ([(0, 0.0), (1, 1.0), (0, 2.0), (1, 3.0)], None),
+        ([(0, 0.0), (1, 1.0), (0, 2.0), (1, 3.0), (1, 4.0)], 5),
+        ([(0, 0.0), (0, 100.0), (0, HOUR_S + 50.0), (0, HOUR_S + 60.0)], 4),
+        ([(0, 0.0), (0, 100.0), (0, HOUR_S), (0, HOUR_S + 100.0), (0, 2 * HOUR_S)], None),
+        ([(0, number * (HOUR_S / 2 + 1)) for number in range(50)], None),
+        ([(0, number * (HOUR_S / 2 - 1)) for number in range(50)], 3),
+    ],
+    ids=["three at once", "two each", "three of the second", "the first is old", "old ones", "a day", "too often"],
+)
+def test_two_restarts_of_each_group_within_an_hour(losses: list[tuple[int, float]], given_up_after: int | None) -> None:
+    schedule = schedule_of([[range(4)]] * 2, data=2, max_restarts=2)
+    for number, (data, now_s) in enumerate(losses, 1):
+        while (each := schedule.next()) is not None:
+            schedule.start(each)
+        schedule.interrupt(GroupId(data, 0), counts_as_failure=True, now_s=now_s)
+        schedule.finish(GroupId(data, 0))
+        assert schedule.is_running == (number != given_up_after), number
+        if not schedule.is_running:
+            break
+    assert schedule.lost == (given_up_after or len(losses))
+
+
+def test_items_that_are_done_already_get_no_job() -> None:
+    schedule = schedule_of([[range(4, 4), range(4, 4)], [range(1, 1), range(2, 4)]], data=1, max_restarts=0)
+    each = schedule.next()
+    assert each == Assignment(GroupId(0, 1), 1, range(2, 4))
+    schedule.start(each)
+    schedule.step(each.group, 4)
+    schedule.finish(each.group)
+    assert schedule.is_done
 
 
 def test_a_pipeline_is_filled_and_drained_in_the_order_of_its_items() -> None:
@@ -179,7 +227,7 @@ def test_a_lost_job_goes_first_to_another_group_of_its_stage() -> None:
         assert each is not None
         schedule.start(each)
     schedule.step(GroupId(0, 0), 3)
-    schedule.interrupt(GroupId(0, 0), counts_as_failure=True)
+    schedule.interrupt(GroupId(0, 0), counts_as_failure=True, now_s=0.0)
     assert schedule.next() is None, "the other group goes on undisturbed"
     schedule.step(GroupId(1, 0), 4)
     schedule.finish(GroupId(1, 0))
@@ -205,7 +253,7 @@ def test_a_loss_after_the_last_state_costs_nothing(max_restarts: int) -> None:
     assert each is not None
     schedule.start(each)
     schedule.step(each.group, 2)
-    schedule.interrupt(each.group, counts_as_failure=True)
+    schedule.interrupt(each.group, counts_as_failure=True, now_s=0.0)
     assert schedule.is_done
 
 
@@ -225,7 +273,7 @@ def test_illegal_transitions_are_refused() -> None:
         lambda: new.finish(first),
         lambda: going.finish(first),
         lambda: going.finish(second),
-        lambda: new.interrupt(first, counts_as_failure=True),
+        lambda: new.interrupt(first, counts_as_failure=True, now_s=0.0),
     ):
         with pytest.raises(StateError):
             wrong()
@@ -237,7 +285,7 @@ def test_illegal_transitions_are_refused() -> None:
     [
         ([], "at least one item"),
         ([[range(2)], [range(1), range(1, 2)]], "as many stages"),
-        ([[range(0), range(0)]], "item 0 has no steps"),
+        ([[range(0), range(0)]], "no item has steps"),
         ([[range(2), range(3, 4)]], "gaps"),
     ],
 )

@@ -53,7 +53,8 @@ def run_groups(
     on_step: Callable[[int, Any], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[Any]:
-    return StageRun(steps, groups, states, max_restarts=max_restarts).run(on_step, should_stop)
+    run = StageRun(steps, groups, states, max_restarts=max_restarts)
+    return run.run(None if on_step is None else lambda item, step: on_step(item, step.state), should_stop)
 
 
 def stages_of(steps: dict[GroupId, StepFunction[Any]]) -> dict[GroupId, StepGroup[Any]]:

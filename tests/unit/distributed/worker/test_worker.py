@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pickle
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -85,7 +86,7 @@ def test_files_that_were_replaced_are_opened_anew(
 
 
 def test_steps_are_told_with_a_state_that_goes_on_elsewhere(worker: Worker, make_task: MakeTask) -> None:
-    task, reports = make_task(), Reports()
+    task, reports = make_task(handover_s=0.0, preview_s=0.0), Reports()
     ended = worker.run(task, reports)
     assert [step.record for step in reports] == list(ended.timeline.steps)
     assert [step.record.index for step in reports] == [0, 1, 2, 3]
@@ -95,6 +96,50 @@ def test_steps_are_told_with_a_state_that_goes_on_elsewhere(worker: Worker, make
     assert torch.equal(rest.latents, reports.latents)
     assert [step.index for step in resumed.timeline.steps] == [2, 3]
     assert torch.equal(latents_of(worker, make_task(until=2)), reports[1].state.latents)
+
+
+def test_states_stay_at_the_worker_until_the_last_step_or_an_interval_is_over(
+    worker: Worker, make_task: MakeTask, record_property: Any
+) -> None:
+    def reported(**intervals: float) -> tuple[list[tuple[bool, bool]], list[int]]:
+        reports = Reports()
+        worker.run(make_task(**intervals), reports)
+        tensors = [(each.state is not None, each.denoised is not None) for each in reports]
+        return tensors, [len(pickle.dumps(each)) for each in reports]
+
+    before, every_step = reported(handover_s=0.0, preview_s=0.0)
+    after, kept = reported(handover_s=60.0)
+    assert before == [(True, True)] * 4
+    assert after == [(False, False)] * 3 + [(True, False)]
+    assert reported() == (after, kept)
+    assert reported(handover_s=60.0, preview_s=60.0)[0] == [(False, True), *after[1:]], "the first preview is due"
+    record_property("bytes of each step's report, before and after", (every_step, kept))
+    latents = make_task().request.noise.numel() * 4
+    assert min(every_step) > 3 * latents
+    assert max(kept[:3]) < 1500, "a record"
+
+
+def test_the_last_state_of_a_run_that_failed_can_be_requested(worker: Worker, make_task: MakeTask) -> None:
+    task, wanted = make_task(), Reports()
+    worker.run(make_task(handover_s=0.0), wanted)
+    assert worker.last_state(task.run_id) is None
+    seen: list[StepReport] = []
+
+    def on_report(report: StepReport) -> None:
+        seen.append(report)
+        if len(seen) == 3:
+            worker.stop(task.run_id)
+
+    with pytest.raises(SamplingCancelled):
+        worker.run(task, on_report)
+    kept, third = worker.last_state(task.run_id), wanted[2].state
+    assert kept is not None
+    assert third is not None
+    assert kept.next_step == third.next_step == 3
+    assert torch.equal(kept.latents, third.latents)
+    assert worker.last_state("another run") is None
+    worker.run(make_task(), ignore)
+    assert worker.last_state(task.run_id) is None, "only that of the last run is kept"
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 3])
@@ -144,7 +189,7 @@ def test_a_worker_computes_with_the_attention_that_its_experts_name_or_says_why_
 def test_the_leader_of_a_group_returns_latents(worker: Worker, make_task: MakeTask) -> None:
     reports = Reports()
     worker.join(place(0, Mesh()))
-    worker.run(make_task(), reports)
+    worker.run(make_task(preview_s=0.0), reports)
     assert (reports[-1].state is not None, reports[-1].denoised is not None) == (True, True)
     worker.leave()
     assert torch.equal(latents_of(worker, make_task()), reports.latents)

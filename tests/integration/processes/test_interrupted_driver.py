@@ -1,0 +1,71 @@
+"""A driver that is killed in the middle of a run: the same run continues from the states on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.distributed.messages import RunTask
+from wanstream.schema import Mesh
+from wanstream.tests.support.interrupted_driver import drive
+from wanstream.tests.support.processes import Processes
+
+pytestmark = pytest.mark.integration
+
+NEVER_S = 1e9
+
+MakeTask = Callable[..., RunTask]
+
+
+@pytest.fixture
+def drivers() -> Any:
+    """Processes for drivers, which have processes of their own."""
+    started = Processes()
+    yield started.at_least(1)
+    started.close()
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "videos", "handover_s", "dies_at", "continued"),
+    [
+        (Mesh(cfg=2), 1, 0.0, 2, ("continued from step 2 of an interrupted run",)),
+        (Mesh(stage=2), 1, NEVER_S, 3, ("continued from step 2 of an interrupted run",)),
+        (Mesh(data=2), 3, 0.0, 3, None),
+    ],
+    ids=["cfg 2", "stage 2, at the end of a stage", "data 2"],
+)
+def test_a_run_whose_driver_was_killed_continues_and_no_bit_changes(
+    mesh: Mesh,
+    videos: int,
+    handover_s: float,
+    dies_at: int,
+    continued: tuple[str, ...] | None,
+    drivers: Any,
+    make_task: MakeTask,
+    alone: Callable[[RunTask], torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    task = make_task(request={"noise": normal(videos, 16, 2, 4, 6, seed=5), "solver": "unipc"})
+    states = tmp_path / "states"
+    given = {"over": "processes", "handover_s": handover_s}
+    with pytest.raises(RuntimeError, match="ended in the middle of a job"):
+        drivers[0].start(drive, task, mesh, states, given | {"dies_at": dies_at}).result()
+    drivers.replace(0)
+    latents, changes, done = drivers[0].start(drive, task, mesh, states, given | {"dies_at": None}).result()
+    assert torch.equal(latents, alone(task))
+    assert not states.exists()
+    assert done == list(range(done[0], done[-1] + 1))
+    if continued is None:
+        assert 1 <= len(changes) <= 2
+        assert dies_at < done[0] <= dies_at + 3
+    else:
+        assert changes == continued
+        assert done[0] == 3

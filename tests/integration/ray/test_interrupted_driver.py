@@ -1,0 +1,36 @@
+"""A driver with workers behind Ray that is killed in the middle of a run: the same run continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanstream.distributed.messages import RunTask
+from wanstream.schema import Mesh
+from wanstream.tests.support.interrupted_driver import drive
+from wanstream.tests.support.processes import Processes
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.integration
+
+
+def test_a_run_whose_driver_was_killed_continues_and_no_bit_changes(
+    make_task: Callable[..., RunTask], alone: Callable[[RunTask], torch.Tensor], tmp_path: Path
+) -> None:
+    task, states = make_task(request={"solver": "unipc"}), tmp_path / "states"
+    drivers = Processes().at_least(1)
+    given = {"over": "ray", "handover_s": 0.0}
+    try:
+        with pytest.raises(RuntimeError, match="ended in the middle of a job"):
+            drivers[0].start(drive, task, Mesh(cfg=2), states, given | {"dies_at": 2}).result()
+        drivers.replace(0)
+        latents, changes, done = drivers[0].start(drive, task, Mesh(cfg=2), states, given | {"dies_at": None}).result()
+    finally:
+        drivers.close()
+    assert torch.equal(latents, alone(task))
+    assert changes == ("continued from step 2 of an interrupted run",)
+    assert done == [3, 4]
+    assert not states.exists()

@@ -1,0 +1,60 @@
+"""Job for `processes.py`: a driver with workers of its own, which may be killed in the middle of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from wanstream.distributed.driver import driver as driver_module
+from wanstream.distributed.driver.driver import Driver
+from wanstream.distributed.messages import RunTask
+from wanstream.distributed.ray.pool import RayPool
+from wanstream.sampling import StepProgress
+from wanstream.schema import Mesh, WorkersRef
+
+Driven = tuple[torch.Tensor, tuple[str, ...], list[int]]
+"""Latents, changes, and `done` of every reported step, of a run that was not interrupted."""
+
+
+def drive(
+    here: SimpleNamespace,
+    task: RunTask,
+    mesh: Mesh,
+    states: Path,
+    options: Mapping[str, Any],
+) -> Driven:
+    """Run a task on workers, with these options.
+
+    over: "processes" or "ray".
+    handover_s: interval between two states.
+    dies_at: this process is killed in the step with that number; None: it is not.
+    """
+    driver_module.handover_interval_s = lambda nbytes, groups: options["handover_s"]
+    ref = WorkersRef(count=mesh.size, threads=1, timeout_s=60.0)
+    done: list[int] = []
+
+    def on_step(step: StepProgress) -> None:
+        done.append(step.done)
+        if step.done == options["dies_at"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with _pool(here, ref, options["over"]) as pool:
+        ran = Driver(pool, ref, mesh).denoise(task.experts, task.request, task.policy, on_step=on_step, states=states)
+    return ran.latents, ran.timeline.changes, done
+
+
+def _pool(here: SimpleNamespace, ref: WorkersRef, over: str) -> AbstractContextManager[Any]:
+    if over == "ray":
+        return RayPool(ref, "cpu", store_bytes=128 << 20)
+    folder = Path(__file__).parent
+    # Processes of its own, which end with this one.
+    processes = here.load(str(folder / "processes.py")).Processes()
+    pool: AbstractContextManager[Any] = here.load(str(folder / "process_pool.py")).ProcessPool(processes, ref.count)
+    return pool
