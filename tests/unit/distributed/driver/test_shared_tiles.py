@@ -50,10 +50,10 @@ def decode(vae: Path, needs: DecodeNeeds) -> Callable[..., torch.Tensor]:
 
 
 def no_room_above(size: int) -> Callable[[Any, DecodeTask], None]:
-    """Two workers, of which the second has no memory for tiles wider than `size` latent pixels."""
+    """Two workers, of which the first, which gets the first tile, has no memory for those wider than `size` latents."""
 
     def before(worker: Any, task: DecodeTask) -> None:
-        if worker.rank == 1 and task.latents.shape[4] > size:
+        if worker.rank == 0 and task.latents.shape[4] > size:
             raise torch.OutOfMemoryError("no room for a tile")
 
     return before
