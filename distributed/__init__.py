@@ -11,8 +11,11 @@ from .driver.stage_run import RestartLimitError
 from .driver.worker_group import WorkerFailedError
 from .messages import DecodeTask
 from .ray.environment import RayMissingError, check_token_file
-from .ray.pool import RayPool
+from .ray.pool import RayPool, RayWorkerHandle
+from .ray.services import open_services
+from .ray.worker import Service
 from .transport.in_process import InProcessPool
+from .transport.path_map import MissingPathError, resolve_path
 from .transport.pool import Pool, WorkerLostError
 
 __all__ = [
@@ -20,10 +23,13 @@ __all__ = [
     "DistributedResult",
     "Driver",
     "InProcessPool",
+    "MissingPathError",
     "Pool",
     "RayMissingError",
     "RayPool",
+    "RayWorkerHandle",
     "RestartLimitError",
+    "Service",
     "StepFunction",
     "StepProcess",
     "WorkerFailedError",
@@ -31,7 +37,9 @@ __all__ = [
     "check_token_file",
     "decode_in_shared_tiles",
     "format_machines",
+    "open_services",
     "part_sizes",
+    "resolve_path",
     "run_stages",
     "tiles_by_memory",
 ]
