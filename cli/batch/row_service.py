@@ -81,6 +81,7 @@ class RowService:
         self._rows = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wanstream rows")
         self._jobs: dict[str, Future[Outcome]] = {}
         self._running: str | None = None
+        self._interrupted: str | None = None
         self._progress: NodeProgress | None = None
         self._lock, self._undo = threading.RLock(), ExitStack()
         self._own: Path | None = None
@@ -142,6 +143,7 @@ class RowService:
         """Stop a running workflow; does nothing if it has ended."""
         with self._lock:
             if self._running == prompt_id:
+                self._interrupted = prompt_id
                 self._host.stop()
 
     def release(self, prompt_id: str) -> None:
@@ -155,8 +157,9 @@ class RowService:
     def stop(self) -> None:
         """Stop the running workflow, cancel the others and release everything."""
         with self._lock:
-            jobs = [*self._jobs.values()]
             self._rows.shutdown(wait=False, cancel_futures=True)
+            jobs = [job for job in self._jobs.values() if not job.cancelled()]  # `wait` would wait for cancelled ones
+            self._interrupted = self._running
             self._host.stop()
         wait(jobs, timeout=STOP_TIMEOUT_S)
         self._undo.close()
@@ -181,6 +184,9 @@ class RowService:
 
     def _show(self, progress: NodeProgress) -> None:
         self._progress = progress
+        # Again, because a host forgets a request from before its run.
+        if self._interrupted is not None and self._interrupted == self._running:
+            self._host.stop()
 
     def _backend(self, folder: Path) -> EmbeddedBackend:
         """Return the backend that reads input files from `folder`."""
