@@ -9,21 +9,22 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...distributed import Service, WorkerLostError, open_services
+from ...distributed import MissingPathError, Service, WorkerLostError, check_machine, open_services
 from ...host import OutsideFolderError, check_ray, cluster, inside
 from ...host.embedded import Prompt
 from ...schema import IN_PROCESS, LOCAL, WorkersRef
 from ..arguments import ArgumentError, check_models
 from ..inputs import Sockets
 from ..options import BatchOptions
-from .backend import BatchBackend, MadeFile, OnProgress, Outcome, UnreachableError
+from .backend import BatchBackend, MadeFile, OnProgress, Outcome, UnreachableError, UnsuitableError
 from .embedded_backend import embedded_sockets
 from .output_store import OutputStore
 from .row_service import PATH, STOP_TIMEOUT_S, RowReply, digest_of
@@ -58,14 +59,24 @@ class RayBackend(BatchBackend):
 
     window = 2
 
-    def __init__(self, actor: Actor, options: BatchOptions, sockets: Sockets, mark: str) -> None:
+    def __init__(
+        self, actor: Actor, options: BatchOptions, sockets: Sockets, mark: str, require: Callable[[Actor], None]
+    ) -> None:
+        """Create a backend.
+
+        Args:
+            actor: handle of the actor.
+            options: options of the batch.
+            sockets: inputs of all nodes.
+            mark: name of a folder by which the actor finds the output folder.
+            require: called after a restart, maybe on another machine; raises MissingPathError if it lacks a model.
+        """
         self._actor, self._options, self.sockets, self._mark = actor, options, sockets, mark
+        self.name = f"actor {actor.rank}"
+        self._require = require
         self._folder = options.output
         self._on_progress: OnProgress | None = None
         self._lost = False
-
-    def __str__(self) -> str:
-        return f"actor {self._actor.rank}"
 
     @contextmanager
     def opened(self, folder: Path, on_progress: OnProgress) -> Iterator[None]:
@@ -143,6 +154,10 @@ class RayBackend(BatchBackend):
         result = self._result(self._actor.serve(method, *args))
         if self._lost:
             self._actor.restarted(self._result(self._actor.call("started")))
+            try:
+                self._require(self._actor)
+            except MissingPathError as err:
+                raise UnsuitableError(f"{self.name} was restarted on another machine: {err}") from err
             self._lost = False
         return result
 
@@ -154,7 +169,7 @@ class RayBackend(BatchBackend):
             self._lost = True
             raise UnreachableError(f"{err}\nRay starts it again where a slot is free") from err
         except LateError as err:
-            raise UnreachableError(f"{self} has not answered within {LIMIT_S:g} s") from err
+            raise UnreachableError(f"{self.name} has not answered within {LIMIT_S:g} s") from err
 
 
 def input_files(prompt: Prompt, folder: Path) -> dict[str, Path]:
@@ -200,6 +215,7 @@ def ray_backends(options: BatchOptions, workflow: Prompt, rows: Sequence[Row]) -
     if ref.address == LOCAL:
         check_models(options.models)
     models = options.models.absolute()
+    needed = [models, *model_files(workflow, rows, models)]
     mark, output = uuid.uuid4().hex, OutputStore.backend_folder_of(options.output.absolute())
     settings: Mapping[str, Any] = {
         "workflow": workflow,
@@ -215,10 +231,11 @@ def ray_backends(options: BatchOptions, workflow: Prompt, rows: Sequence[Row]) -
         Service(path=PATH, settings=settings),
         device="cpu" if options.device == "cpu" else "cuda",
         count=options.workers,
-        paths=[models, *model_files(workflow, rows, models)],
+        paths=needed,
     ) as actors:
         try:
-            yield tuple(RayBackend(actor, options, sockets, mark) for actor in actors)
+            require = partial(check_machine, paths=needed, maps=ref.paths)
+            yield tuple(RayBackend(actor, options, sockets, mark, require) for actor in actors)
         finally:
             shutil.rmtree(output / mark, ignore_errors=True)
 
@@ -229,7 +246,7 @@ def check_ray_options(options: BatchOptions) -> None:
         if options.workers is not None:
             raise ArgumentError(f"--workers {options.workers} needs --ray, which starts them")
         return
-    if options.server is not None:
+    if options.servers:
         raise ArgumentError("--ray and --server: rows run on actors of Ray or on servers, so give one of them")
     if options.ray == IN_PROCESS:
         raise ArgumentError(f"--ray {IN_PROCESS}: leave out --ray to run the rows in this process")

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...schema import LOCAL, WorkersError, WorkersRef
+from ...schema import LOCAL, PathMap, WorkersError, WorkersRef
+from ..messages import WorkerFacts
 from ..transport.path_map import check_paths
 from .connection import CONNECTION
 from .pool import RayPool, RayWorkerHandle
@@ -39,12 +40,20 @@ def open_services(
     try:
         number = service_count(ray.cluster_resources(), ref.address, device=device, count=count)
         with RayPool(replace(ref, count=number), device, service=service) as pool:
-            named = [str(path) for path in paths]
-            facts = [worker.call("facts", named, ref.paths) for worker in pool.workers]
-            check_paths([each.result(FACTS_TIMEOUT_S) for each in facts], ref.paths)
+            check_paths([_facts(worker, paths, ref.paths) for worker in pool.workers], ref.paths)
             yield pool.workers
     finally:
         CONNECTION.release()
+
+
+def check_machine(worker: RayWorkerHandle, paths: Sequence[Path], maps: Sequence[PathMap]) -> None:
+    """Raise MissingPathError if the machine of a worker, which Ray may have restarted on another one, lacks a path."""
+    check_paths([_facts(worker, paths, maps)], maps)
+
+
+def _facts(worker: RayWorkerHandle, paths: Sequence[Path], maps: Sequence[PathMap]) -> WorkerFacts:
+    facts: WorkerFacts = worker.call("facts", [str(path) for path in paths], maps).result(FACTS_TIMEOUT_S)
+    return facts
 
 
 def service_count(resources: dict[str, Any], address: str, *, device: str, count: int | None) -> int:
@@ -54,6 +63,6 @@ def service_count(resources: dict[str, Any], address: str, *, device: str, count
         where = "this machine has" if address == LOCAL else f"the machines of the Ray cluster at {address} have"
         raise WorkersError(
             f"{where} no GPU that Ray can assign: start Ray on machines with GPUs, check that CUDA_VISIBLE_DEVICES "
-            "hides none, or compute on CPUs, which takes very long"
+            "hides none, or try it out on CPUs: device cpu, and a number of workers"
         )
     return count or gpus

@@ -84,4 +84,4 @@ def local_actor(options: BatchOptions, workflow: Any, output: Path, rank: int = 
 
 def local_backend(actor: LocalActor, options: BatchOptions) -> RayBackend:
     """The backend of an actor."""
-    return RayBackend(actor, options, {}, MARK)
+    return RayBackend(actor, options, {}, MARK, lambda _: None)

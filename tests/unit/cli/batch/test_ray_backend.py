@@ -354,7 +354,7 @@ def test_a_stop_ends_the_running_workflow(
     ("given", "message"),
     [
         ({"ray": None, "workers": 2}, "--workers 2 needs --ray, which starts them"),
-        ({"server": "http://127.0.0.1:8188"}, "--ray and --server: .* give one of them"),
+        ({"servers": ("http://127.0.0.1:8188",)}, "--ray and --server: .* give one of them"),
         ({"ray": "in-process"}, "--ray in-process: leave out --ray"),
         ({"device": "cuda:1"}, "--device cuda:1 with --ray: Ray assigns one GPU to each actor"),
         ({"device": "xpu"}, "--device xpu with --ray: .* leave out --device, or give cpu"),
@@ -379,7 +379,9 @@ def test_there_is_a_process_for_each_gpu_unless_a_number_is_given() -> None:
     assert service_count(resources, "local", device="cuda", count=None) == 8
     assert service_count(resources, "local", device="cuda", count=2) == 2
     assert service_count({"CPU": 16.0}, "local", device="cpu", count=4) == 4
-    with pytest.raises(WorkersError, match=r"this machine has no GPU that Ray can assign: .* compute on CPUs"):
+    with pytest.raises(
+        WorkersError, match=r"this machine has no GPU that Ray can assign: .* device cpu, and a number"
+    ):
         service_count({"CPU": 16.0}, "local", device="cuda", count=2)
     with pytest.raises(WorkersError, match=r"the machines of the Ray cluster at 10\.0\.0\.1:6379 have no GPU"):
         service_count({"CPU": 16.0}, "10.0.0.1:6379", device="cuda", count=None)
