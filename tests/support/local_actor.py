@@ -74,14 +74,12 @@ class LocalActor:
         self.restarts += 1
 
 
-def local_actor(options: BatchOptions, workflow: Any, output: Path, rank: int = 0) -> LocalActor:
-    """An actor for a batch whose hosts save in `output`, if its machine has that folder."""
+def row_service(options: BatchOptions, workflow: Any, output: Path) -> Callable[[], RowService]:
+    """Return the constructor of a service whose hosts save in `output`, if its machine has that folder."""
     settings = {"strict": False, "models": str(options.models), "input": str(options.input)}
-    return LocalActor(
-        lambda: RowService("cpu", workflow=workflow, **settings, output=str(output), mark=MARK), rank=rank
-    )
+    return lambda: RowService("cpu", workflow=workflow, **settings, output=str(output), mark=MARK)
 
 
 def local_backend(actor: LocalActor, options: BatchOptions) -> RayBackend:
-    """The backend of an actor."""
+    """Return the backend of an actor."""
     return RayBackend(actor, options, {}, MARK, lambda _: None)

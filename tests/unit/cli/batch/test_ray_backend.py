@@ -29,7 +29,7 @@ from wanstream.host.embedded.adapter import NodeProgress
 from wanstream.host.embedded.run import NodeFailedError, Workflow
 from wanstream.schema import WorkersError
 from wanstream.tests.faults.replaced import computing_replaced, named_models
-from wanstream.tests.support.local_actor import MARK, LocalActor, local_actor, local_backend
+from wanstream.tests.support.local_actor import MARK, LocalActor, local_backend, row_service
 
 WORKFLOWS = Path(__file__).parents[4] / "workflows" / "api"
 LIMIT_S = 20
@@ -64,7 +64,7 @@ def actor(
 ) -> Iterator[LocalActor]:
     """An actor on a machine with, or without, the output folder of the driver."""
     output = tmp_path / "made" if request.param == "shared folder" else tmp_path / "elsewhere"
-    actor = local_actor(options, workflow, output)
+    actor = LocalActor(row_service(options, workflow, output))
     yield actor
     actor.service.stop()
 
@@ -379,9 +379,7 @@ def test_there_is_a_process_for_each_gpu_unless_a_number_is_given() -> None:
     assert service_count(resources, "local", device="cuda", count=None) == 8
     assert service_count(resources, "local", device="cuda", count=2) == 2
     assert service_count({"CPU": 16.0}, "local", device="cpu", count=4) == 4
-    with pytest.raises(
-        WorkersError, match=r"this machine has no GPU that Ray can assign: .* device cpu, and a number"
-    ):
+    with pytest.raises(WorkersError, match=r"this machine has no GPU that Ray can assign: .* device cpu, and a number"):
         service_count({"CPU": 16.0}, "local", device="cuda", count=2)
     with pytest.raises(WorkersError, match=r"the machines of the Ray cluster at 10\.0\.0\.1:6379 have no GPU"):
         service_count({"CPU": 16.0}, "10.0.0.1:6379", device="cuda", count=None)
