@@ -119,7 +119,8 @@ class BatchOptions:
         const="local",
         default=None,
         metavar="ENTRY",
-        help="run rows at the same time, one on each GPU: those of this machine, or of an entry of clusters.json",
+        help="run rows at the same time, one on each GPU of this machine, or of the Ray cluster of an entry of "
+        "clusters.json",
     )
     workers: int | None = option(
         "--workers",
