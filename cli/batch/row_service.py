@@ -10,6 +10,7 @@ import errno
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -76,8 +77,8 @@ class RowService:
         maps = tuple(PathMap(here=here, there=there) for here, there in path_map)
         self._models, self._input = (resolve_path(Path(folder), maps) for folder in (models, input))
         self._marked = partial(resolve_path, Path(output, mark), maps)
-        # The processes of one machine share a copy of each block in RAM.
-        self._host = EmbeddedHost(experts=ExpertsRegistry(partial(open_pair, shared=True)))
+        # The processes of one machine share a copy of each block in RAM, except on Windows, which lacks the locks.
+        self._host = EmbeddedHost(experts=ExpertsRegistry(partial(open_pair, shared=sys.platform != "win32")))
         self._rows = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wanstream rows")
         self._jobs: dict[str, Future[Outcome]] = {}
         self._running: str | None = None
