@@ -86,9 +86,13 @@ class RayBackend(BatchBackend):
         try:
             yield
         finally:
-            # An actor that does not answer is ended afterwards in any case.
-            with suppress(WorkerLostError, LateError):
-                self._actor.serve("stop").result(2 * STOP_TIMEOUT_S)
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop the running workflow, and remove the folder of the actor; it may be stopped again."""
+        # An actor that does not answer is ended afterwards in any case.
+        with suppress(WorkerLostError, LateError):
+            self._actor.serve("stop").result(2 * STOP_TIMEOUT_S)
 
     def faults(self, prompt: Prompt) -> list[str]:
         lines: list[str] = self._call("faults", prompt, self._send_inputs(prompt))
@@ -233,10 +237,13 @@ def ray_backends(options: BatchOptions, workflow: Prompt, rows: Sequence[Row]) -
         count=options.workers,
         paths=needed,
     ) as actors:
+        require = partial(check_machine, paths=needed, maps=ref.paths)
+        backends = tuple(RayBackend(actor, options, sockets, mark, require) for actor in actors)
         try:
-            require = partial(check_machine, paths=needed, maps=ref.paths)
-            yield tuple(RayBackend(actor, options, sockets, mark, require) for actor in actors)
+            yield backends
         finally:
+            for backend in backends:  # again, because a dry run does not open them
+                backend.stop()
             shutil.rmtree(output / mark, ignore_errors=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -18,6 +19,7 @@ import pytest
 
 from wanstream.cli.arguments import ArgumentError
 from wanstream.cli.batch import ray_backend
+from wanstream.cli.batch import row_service as row_service_module
 from wanstream.cli.batch.backend import Ended, JobFailed, NoSuchFileError, Outcome, UnderWay, Unknown, UnreachableError
 from wanstream.cli.batch.output_store import check_media
 from wanstream.cli.batch.ray_backend import RayBackend, check_ray_options, input_files, model_files
@@ -27,7 +29,7 @@ from wanstream.cli.options import BatchOptions
 from wanstream.distributed.ray.services import service_count
 from wanstream.host.embedded.adapter import NodeProgress
 from wanstream.host.embedded.run import NodeFailedError, Workflow
-from wanstream.schema import WorkersError
+from wanstream.schema import ExpertsRef, WorkersError
 from wanstream.tests.faults.replaced import computing_replaced, named_models
 from wanstream.tests.support.local_actor import MARK, LocalActor, local_backend, row_service
 
@@ -387,3 +389,19 @@ def test_there_is_a_process_for_each_gpu_unless_a_number_is_given() -> None:
 
 def test_the_mark_is_in_the_folder_of_the_driver(backend: RayBackend, tmp_path: Path) -> None:
     assert (tmp_path / "made" / MARK).is_dir()
+
+
+def test_actors_of_one_machine_share_the_blocks_in_ram(
+    options: BatchOptions, workflow: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[bool] = []
+
+    def open_pair(ref: ExpertsRef, *, shared: bool) -> Any:
+        opened.append(shared)
+        raise InterruptedError
+
+    monkeypatch.setattr(row_service_module, "open_pair", open_pair)
+    service = row_service(options, workflow, tmp_path)()
+    with pytest.raises(InterruptedError):
+        service._host._experts.get(ExpertsRef(high_noise=tmp_path / "high", low_noise=tmp_path / "low"))
+    assert opened == [sys.platform != "win32"]
