@@ -20,16 +20,27 @@ import pytest
 from wanstream.cli.arguments import ArgumentError
 from wanstream.cli.batch import ray_backend
 from wanstream.cli.batch import row_service as row_service_module
-from wanstream.cli.batch.backend import Ended, JobFailed, NoSuchFileError, Outcome, UnderWay, Unknown, UnreachableError
+from wanstream.cli.batch.backend import (
+    Ended,
+    JobFailed,
+    NoSuchFileError,
+    Outcome,
+    UnderWay,
+    Unknown,
+    UnreachableError,
+    UnsuitableError,
+)
 from wanstream.cli.batch.output_store import check_media
 from wanstream.cli.batch.ray_backend import RayBackend, check_ray_options, input_files, model_files
-from wanstream.cli.batch.row_service import TEMPORARY
+from wanstream.cli.batch.row_service import TEMPORARY, RowService
 from wanstream.cli.batch.rows import Row
 from wanstream.cli.options import BatchOptions
-from wanstream.distributed.ray.services import service_count
+from wanstream.distributed import MissingPathError
+from wanstream.distributed.ray.services import check_machine, service_count
+from wanstream.distributed.worker.worker import Worker
 from wanstream.host.embedded.adapter import NodeProgress
 from wanstream.host.embedded.run import NodeFailedError, Workflow
-from wanstream.schema import ExpertsRef, WorkersError
+from wanstream.schema import ExpertsRef, PathMap, WorkersError
 from wanstream.tests.faults.replaced import computing_replaced, named_models
 from wanstream.tests.support.local_actor import MARK, LocalActor, local_backend, row_service
 
@@ -405,3 +416,63 @@ def test_actors_of_one_machine_share_the_blocks_in_ram(
     with pytest.raises(InterruptedError):
         service._host._experts.get(ExpertsRef(high_noise=tmp_path / "high", low_noise=tmp_path / "low"))
     assert opened == [sys.platform != "win32"]
+
+
+def test_folders_of_another_machine_are_those_of_the_path_map(
+    options: BatchOptions, workflow: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "made" / MARK).mkdir(parents=True)
+    folders = {"models": "/home/me/models", "input": "/home/me/input", "output": "/home/me/made"}
+    maps = [("/home/me", str(tmp_path / "not mounted")), ("/home/me", str(tmp_path))]
+    service = RowService("cpu", workflow=workflow, strict=False, **folders, mark=MARK, path_map=maps)
+    assert service.faults(workflow, {}) == []
+    assert (service._models, service._input) == (tmp_path / "models", tmp_path / "input")
+    assert service._output_folder() == tmp_path / "made"
+    service.stop()
+
+
+def test_a_folder_of_the_same_name_without_the_mark_is_not_shared(
+    options: BatchOptions, workflow: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "made").mkdir()
+    service = row_service(options, workflow, tmp_path / "made")()
+    assert service._output_folder().is_relative_to(tmp_path / "temporary")
+    service.stop()
+
+
+class OneWorker:
+    """The worker of an actor's process, on a machine with the files of this one."""
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(getattr(Worker("cpu"), method)(*args))
+        return future
+
+
+def test_a_machine_without_the_models_is_refused_with_the_paths_looked_for(tmp_path: Path) -> None:
+    maps = [PathMap(here=str(tmp_path), there=str(tmp_path / "mounted"))]
+    models = tmp_path / "models"
+    with pytest.raises(MissingPathError) as raised:
+        check_machine(OneWorker(), [models], maps)  # type: ignore[arg-type]
+    assert f"{tmp_path / 'mounted' / 'models'} or {models} does not exist on" in str(raised.value)
+    assert f"add its folder there to the path_map of the cluster in the list of clusters (the map is {tmp_path} ->" in (
+        str(raised.value)
+    )
+    (tmp_path / "mounted" / "models").mkdir(parents=True)
+    check_machine(OneWorker(), [models], maps)  # type: ignore[arg-type]
+
+
+def test_an_actor_that_restarts_on_a_machine_without_the_models_gets_no_rows(
+    actor: LocalActor, options: BatchOptions, workflow: dict[str, Any]
+) -> None:
+    def require(_: object) -> None:
+        raise MissingPathError("/models does not exist on another")
+
+    backend = RayBackend(actor, options, {}, MARK, require)
+    backend.post("row", workflow)
+    actor.kill()
+    for _ in range(2):
+        with pytest.raises(UnreachableError):
+            backend.outcome("row")
+    with pytest.raises(UnsuitableError, match="actor 0 was restarted on another machine: /models does not exist"):
+        backend.outcome("row")
