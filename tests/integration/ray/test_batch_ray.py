@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LIMIT_S = 400
 ROWS = 8
