@@ -27,12 +27,12 @@ from record import record
 
 from wanstream.cli import main as command_line
 from wanstream.cli.arguments import StopRequest
+from wanstream.cli.batch.actors.ray_backend import RayBackend
 from wanstream.cli.batch.fleet import run_all
 from wanstream.cli.batch.job_queue import JobQueue
 from wanstream.cli.batch.journal import Journal
 from wanstream.cli.batch.output_store import OutputStore
 from wanstream.cli.batch.progress import BatchBar
-from wanstream.cli.batch.ray_backend import RayBackend
 from wanstream.cli.batch.resume import resume
 from wanstream.cli.batch.rows import BatchJob, Row
 from wanstream.cli.batch.runner import Runner
@@ -44,7 +44,7 @@ from wanstream.tests.faults.campaign import small_workflow
 from wanstream.tests.faults.replaced import named_models
 from wanstream.tests.support.local_actor import LocalActor, local_backend, row_service
 
-REAL_ROWS, REAL_STEPS, REPEATS = 12, 12, 3
+REAL_ROWS, REAL_STEPS, REPEATS = 12, 12, 2
 WAIT_S, QUEUE_ROWS, SIZE = 4.0, 6, (81, 480, 832)
 
 

@@ -26,6 +26,7 @@ from ..arguments import (
 )
 from ..inputs import InputError, Sockets
 from ..options import BatchOptions
+from .actors.ray_backend import check_ray_options, ray_backends
 from .backend import BatchBackend
 from .embedded_backend import EmbeddedBackend
 from .fleet import run_all
@@ -34,7 +35,6 @@ from .journal import Journal, State, is_full_disk, locked
 from .lanes import MAX_LANES, digest_of_lane, lane_planner
 from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
-from .ray_backend import check_ray_options, ray_backends
 from .resume import FindRows, open_journal, resume
 from .rows import Planner, Row, apply_row, fail_dependents, read_rows, workflow_digest, workflow_key
 from .runner import Runner

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from wanstream.cli.batch.ray_backend import RayBackend
-from wanstream.cli.batch.row_service import RowService
+from wanstream.cli.batch.actors.ray_backend import RayBackend
+from wanstream.cli.batch.actors.row_service import RowService
 from wanstream.cli.options import BatchOptions
 from wanstream.distributed import WorkerLostError
 

@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from wanstream.cli.arguments import ArgumentError
-from wanstream.cli.batch import ray_backend
-from wanstream.cli.batch import row_service as row_service_module
+from wanstream.cli.batch.actors import ray_backend
+from wanstream.cli.batch.actors import row_service as row_service_module
+from wanstream.cli.batch.actors.ray_backend import RayBackend, check_ray_options, input_files, model_files
+from wanstream.cli.batch.actors.row_service import TEMPORARY, RowService
 from wanstream.cli.batch.backend import (
     Ended,
     JobFailed,
@@ -31,8 +33,6 @@ from wanstream.cli.batch.backend import (
     UnsuitableError,
 )
 from wanstream.cli.batch.output_store import check_media
-from wanstream.cli.batch.ray_backend import RayBackend, check_ray_options, input_files, model_files
-from wanstream.cli.batch.row_service import TEMPORARY, RowService
 from wanstream.cli.batch.rows import Row
 from wanstream.cli.options import BatchOptions
 from wanstream.distributed import MissingPathError

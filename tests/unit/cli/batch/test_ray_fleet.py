@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.batch import ray_backend
+from wanstream.cli.batch.actors import ray_backend
+from wanstream.cli.batch.actors.row_service import RowService
 from wanstream.cli.batch.job_queue import JobQueue
 from wanstream.cli.batch.output_store import OutputStore
-from wanstream.cli.batch.row_service import RowService
 from wanstream.cli.batch.rows import BatchJob, Row
 from wanstream.cli.options import BatchOptions
 from wanstream.host.embedded.run import History, Workflow

@@ -22,18 +22,18 @@ from pathlib import Path
 
 import psutil
 
-from ...distributed import resolve_path
-from ...host import inside
-from ...host.embedded import EmbeddedHost, NodeProgress, Prompt
-from ...schema import PathMap
-from ...wan import ExpertsRegistry, open_pair
-from ..options import BatchOptions
-from .backend import JobFailed, NoSuchFileError, Outcome, RefusedError, UnderWay, Unknown
-from .embedded_backend import EmbeddedBackend
-from .journal import is_full_disk
-from .output_store import sha256_of
+from ....distributed import resolve_path
+from ....host import inside
+from ....host.embedded import EmbeddedHost, NodeProgress, Prompt
+from ....schema import PathMap
+from ....wan import ExpertsRegistry, open_pair
+from ...options import BatchOptions
+from ..backend import JobFailed, NoSuchFileError, Outcome, RefusedError, UnderWay, Unknown
+from ..embedded_backend import EmbeddedBackend
+from ..journal import is_full_disk
+from ..output_store import sha256_of
 
-PATH = "cli.batch.row_service:RowService"
+PATH = "cli.batch.actors.row_service:RowService"
 TEMPORARY = "wanstream-batch-"
 """Prefix of the folders of these processes, before the process id."""
 STOP_TIMEOUT_S = 5.0

@@ -17,18 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...distributed import MissingPathError, Service, WorkerLostError, check_machine, open_services
-from ...host import OutsideFolderError, check_ray, cluster, inside
-from ...host.embedded import Prompt
-from ...schema import IN_PROCESS, LOCAL, WorkersRef
-from ..arguments import ArgumentError, check_models
-from ..inputs import Sockets
-from ..options import BatchOptions
-from .backend import BatchBackend, MadeFile, OnProgress, Outcome, UnreachableError, UnsuitableError
-from .embedded_backend import embedded_sockets
-from .output_store import OutputStore
+from ....distributed import MissingPathError, Service, WorkerLostError, check_machine, open_services
+from ....host import OutsideFolderError, check_ray, cluster, inside
+from ....host.embedded import Prompt
+from ....schema import IN_PROCESS, LOCAL, WorkersRef
+from ...arguments import ArgumentError, check_models
+from ...inputs import Sockets
+from ...options import BatchOptions
+from ..backend import BatchBackend, MadeFile, OnProgress, Outcome, UnreachableError, UnsuitableError
+from ..embedded_backend import embedded_sockets
+from ..output_store import OutputStore
+from ..rows import Row
 from .row_service import PATH, STOP_TIMEOUT_S, RowReply, digest_of
-from .rows import Row
 
 LIMIT_S = 15.0
 """Seconds for the answer to a call, all of which are short, until the actor counts as unreachable."""
