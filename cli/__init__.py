@@ -58,8 +58,9 @@ _COMMANDS: dict[str, tuple[str, type[Any], str, str]] = {
         ".batch.command:batch",
         BatchOptions,
         "make many videos with one workflow; resumable",
-        "Runs a workflow once for every row of a CSV or JSONL file, here or on ComfyUI servers. A journal next to the "
-        "output files records finished rows: run the same command again to resume after an interruption. "
+        "Runs a workflow once for every row of a CSV or JSONL file: here, on every GPU with Ray, or on ComfyUI "
+        "servers. A journal next to the output files records finished rows: run the same command again to resume "
+        "after an interruption. "
         "Exit code 0: all rows are done; 1: some failed; 2: nothing ran; 130: stopped by Ctrl-C.",
     ),
     "make-test-model": (

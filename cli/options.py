@@ -113,6 +113,22 @@ class BatchOptions:
         help="address of a ComfyUI server, like http://127.0.0.1:8188; may be repeated: rows go to any server that is "
         "free (default: run here)",
     )
+    ray: str | None = option(
+        "--ray",
+        nargs="?",
+        const="local",
+        default=None,
+        metavar="ENTRY",
+        help="run rows at the same time, one on each GPU of this machine, or of the Ray cluster of an entry of "
+        "clusters.json",
+    )
+    workers: int | None = option(
+        "--workers",
+        type=_count,
+        default=None,
+        metavar="N",
+        help="with --ray: use N GPUs (default: all); with --device cpu: N processes",
+    )
     models: Path = option(
         "--models", default=Path("models"), metavar="DIR", help="without --server: as for `wanstream run`"
     )

@@ -11,8 +11,11 @@ from .driver.stage_run import RestartLimitError
 from .driver.worker_group import WorkerFailedError
 from .messages import DecodeTask
 from .ray.environment import RayMissingError, check_token_file
-from .ray.pool import RayPool
+from .ray.pool import RayPool, RayWorkerHandle
+from .ray.services import check_machine, open_services
+from .ray.worker import Service
 from .transport.in_process import InProcessPool
+from .transport.path_map import MissingPathError, resolve_path
 from .transport.pool import Pool, WorkerLostError
 
 __all__ = [
@@ -20,18 +23,24 @@ __all__ = [
     "DistributedResult",
     "Driver",
     "InProcessPool",
+    "MissingPathError",
     "Pool",
     "RayMissingError",
     "RayPool",
+    "RayWorkerHandle",
     "RestartLimitError",
+    "Service",
     "StepFunction",
     "StepProcess",
     "WorkerFailedError",
     "WorkerLostError",
+    "check_machine",
     "check_token_file",
     "decode_in_shared_tiles",
     "format_machines",
+    "open_services",
     "part_sizes",
+    "resolve_path",
     "run_stages",
     "tiles_by_memory",
 ]

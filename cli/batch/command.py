@@ -1,4 +1,4 @@
-"""`wanstream batch`: many videos of one workflow, in this process or on ComfyUI servers; resumable."""
+"""`wanstream batch`: many videos of one workflow, in this process, on actors of Ray or on servers; resumable."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from ..arguments import (
 )
 from ..inputs import InputError, Sockets
 from ..options import BatchOptions
+from .actors.ray_backend import check_ray_options, ray_backends
 from .backend import BatchBackend
 from .embedded_backend import EmbeddedBackend
 from .fleet import run_all
@@ -71,7 +72,7 @@ def batch(options: BatchOptions) -> int:
     """Run the unfinished rows, print the failed ones and the number of finished ones, and return the exit code."""
     with ExitStack() as opened:
         try:
-            spec = _read(options)
+            spec = _read(options, opened)
             if options.dry_run:
                 return _dry_run(spec)
             store, journal, notes = _open_state(options, spec, opened)
@@ -107,19 +108,27 @@ def _clean_up(store: OutputStore, journal: Journal) -> None:
         print(f"the latent of {rows}, which is not done, is kept in {latent}", file=sys.stderr)
 
 
-def _read(options: BatchOptions) -> _BatchSpec:
-    """Return rows, workflow and backend of the options. Raises ValueError; runs nothing."""
+def _read(options: BatchOptions, opened: ExitStack) -> _BatchSpec:
+    """Return rows, workflow and backends of the options; `opened` ends the backends. Raises ValueError or OSError.
+
+    Runs nothing.
+    """
     if options.share_weights > MAX_LANES:
         raise ArgumentError(f"--share-weights {options.share_weights}: give a number of rows from 1 to {MAX_LANES}")
     rows = read_rows(options.jobs)
     workflow = api_prompt(read_json(options.workflow))
     if options.strict and options.servers:
         raise ArgumentError("--strict has no effect on a server: enable its setting instead (Settings, WanStream)")
+    check_ray_options(options)
     if options.servers:
         return _server_spec(options, rows, workflow)
-    backend = EmbeddedBackend(workflow, options)
-    checked = _checked(rows, workflow, backend.sockets)
-    return _BatchSpec(rows=checked, workflow=workflow, backends=(backend,), lanes=options.share_weights)
+    backends: tuple[BatchBackend, ...]
+    if options.ray is not None:
+        backends = opened.enter_context(ray_backends(options, workflow, rows))
+    else:
+        backends = (EmbeddedBackend(workflow, options),)
+    checked = _checked(rows, workflow, backends[0].sockets)
+    return _BatchSpec(rows=checked, workflow=workflow, backends=backends, lanes=options.share_weights)
 
 
 def _server_spec(options: BatchOptions, rows: Sequence[Row], workflow: Prompt) -> _BatchSpec:
@@ -221,11 +230,11 @@ def _run(
     ended = sum(entry.state in {State.done, State.failed} for entry in entries)
     faults = [f"line {entry.line}: {entry.error}" for entry in entries if entry.state is State.failed]
     with ExitStack() as opened:
-        bar = opened.enter_context(BatchBar(rows=len(spec.rows), ended=ended, backends=len(spec.backends)))
+        bar = opened.enter_context(_bar(options, spec, ended))
         for note in (*faults, *spec.notes, *notes):
             bar.note(note)
         for backend in spec.backends:
-            opened.enter_context(backend.opened(store.backend_folder, bar.show))
+            opened.enter_context(backend.opened(store.backend_folder, partial(bar.show, backend=backend.name)))
         queue = JobQueue(
             journal=journal,
             planner=spec.planner(bar.note),
@@ -249,6 +258,11 @@ def _run(
         with handle_sigint(lambda: _on_stop(stop, spec.backends), requests=2):
             run_all(runners, queue, partial(_sleep, _REFRESH_SECONDS, queue=queue, shown=bar))
     return stop
+
+
+def _bar(options: BatchOptions, spec: _BatchSpec, ended: int) -> BatchBar:
+    noun = "actors" if options.ray is not None else "servers"
+    return BatchBar(rows=len(spec.rows), ended=ended, backends=len(spec.backends), noun=noun)
 
 
 def _sleep(seconds: float, *, queue: JobQueue, shown: BatchBar | None) -> None:
@@ -283,7 +297,7 @@ def _summary(options: BatchOptions, spec: _BatchSpec, journal: Journal, stop: St
     parts += [f"{len(failed)} failed"] if failed else []
     parts += [f"{left} are left: run the same command again to resume"] if left else []
     print("; ".join(parts))
-    if len(spec.backends) > 1:
+    if options.servers and len(spec.backends) > 1:
         made = Counter(entry.backend for entry in entries if entry.state is State.done)
         for backend in spec.backends:
             print(f"{backend.name}: {made.pop(backend.address, 0)} rows")

@@ -41,6 +41,14 @@ from .journal import is_full_disk
 from .output_store import unfinished_latents
 
 
+def embedded_sockets(workflow: Prompt) -> Sockets:
+    """Return the inputs of all nodes of the embedded host. Raises ArgumentError for foreign nodes in the workflow."""
+    classes = {**own_nodes(), **nodes_by_id(CORE_NODES)}
+    hint = "only the nodes of this pack run without ComfyUI: start a server, and give its address with --server"
+    check_classes(workflow, classes, hint)
+    return {name: sockets_of(node.INPUT_TYPES()) for name, node in classes.items()}
+
+
 class EmbeddedBackend(BatchBackend):
     """Backend in this process. `outcome` blocks, so that no workflow is running when the batch calls `interrupt`.
 
@@ -49,17 +57,17 @@ class EmbeddedBackend(BatchBackend):
     name = "this process"
     window = 1
 
-    def __init__(self, workflow: Prompt, options: BatchOptions) -> None:
-        """Create a backend. Raises ValueError for foreign nodes in the workflow, or without models."""
+    def __init__(self, workflow: Prompt, options: BatchOptions, host: EmbeddedHost | None = None) -> None:
+        """Create a backend on `host`, by default a new one.
+
+        Raises ValueError for foreign nodes in the workflow, or without models.
+        """
         check_models(options.models)
         self._device = device_of(options.device)
-        classes = {**own_nodes(), **nodes_by_id(CORE_NODES)}
-        hint = "only the nodes of this pack run without ComfyUI: start a server, and give its address with --server"
-        check_classes(workflow, classes, hint)
-        self.sockets: Sockets = {name: sockets_of(node.INPUT_TYPES()) for name, node in classes.items()}
+        self.sockets = embedded_sockets(workflow)
         self._options, self._folder = options, options.output
         self._on_progress: OnProgress | None = None
-        self._host = EmbeddedHost()
+        self._host = host or EmbeddedHost()
         self._posted: dict[str, Workflow] = {}
 
     @contextmanager

@@ -98,21 +98,27 @@ class JobQueue:
             posted.setdefault(self.journal.entries[row.hash].prompt_id or "", []).append(row)
         names = {backend.address: backend.name for backend in reversed(self.backends)}
         gone: dict[str, list[Row]] = {}
+        ended: list[Row] = []
         for prompt_id, share in posted.items():
             address = self.journal.entries[share[0].hash].backend
-            # Without an address the journal is an old one, or the process that had the rows is this one's predecessor.
+            if address is None and self.backends[0].address is None:
+                ended += share  # with the process that had them
+                continue
+            # Without an address the journal is an old one.
             name = names.get(address, self.backends[0].name if address is None else None)
             if name is None:
                 gone.setdefault(str(address), []).extend(share)
             else:
                 self._held[name].append(Submission(prompt_id=prompt_id, rows=share))
+        self.journal.wait(row.hash for row in ended)
         for address, share in gone.items():
             self.journal.wait(row.hash for row in share)
             self.reporter.note(
                 f"{_counted(share)} posted to {address}, which is not in this command: computed again elsewhere, while "
                 f"{address} may still compute them"
             )
-        left = {row.hash for row in by_state[State.waiting]} | {row.hash for share in gone.values() for row in share}
+        again = [row for share in (ended, *gone.values()) for row in share]
+        left = {row.hash for row in (*by_state[State.waiting], *again)}
         self._waiting = deque(self.planner([row for row in rows if row.hash in left]))
 
     @property

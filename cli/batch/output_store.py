@@ -129,10 +129,15 @@ class OutputStore:
         """Create the folders. Raises OSError."""
         self.folder = folder
         self.work_folder = folder / _WORK_FOLDER
-        self.backend_folder = self.work_folder / "made"
+        self.backend_folder = self.backend_folder_of(folder)
         """Output folder of an embedded host, with a subfolder for each prompt id."""
         self._parts = self.work_folder / "parts"
         self._parts.mkdir(parents=True, exist_ok=True)
+
+    @staticmethod
+    def backend_folder_of(folder: Path) -> Path:
+        """Return the `backend_folder` of a store in `folder`, which may not exist yet."""
+        return folder / _WORK_FOLDER / "made"
 
     def part_path(self, name: str) -> Path:
         """Return the temporary path of the file `name`."""
@@ -144,7 +149,7 @@ class OutputStore:
         with path.open("rb+") as file:
             os.fsync(file.fileno())
         _sync_folder(path.parent)
-        return KeptFile(name=path.name, size=path.stat().st_size, sha256=_sha256(path))
+        return KeptFile(name=path.name, size=path.stat().st_size, sha256=sha256_of(path))
 
     def place(self, files: Iterable[KeptFile]) -> bool:
         """Rename checked parts to their final names; idempotent. Returns False if both part and file are missing."""
@@ -164,7 +169,7 @@ class OutputStore:
 
     def is_intact(self, files: Iterable[KeptFile]) -> bool:
         """Return True if all these files are in the folder, with their digests."""
-        return all(self.has([file]) and _sha256(self.folder / file.name) == file.sha256 for file in files)
+        return all(self.has([file]) and sha256_of(self.folder / file.name) == file.sha256 for file in files)
 
     def conflicts(self, files: Iterable[KeptFile]) -> list[str]:
         """Return the names of checked parts that another file in the folder has already."""
@@ -254,7 +259,8 @@ def _split(stem: str) -> tuple[str, int | None]:
     return (before, int(number)) if mark and number.isdecimal() else (stem, None)
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE):

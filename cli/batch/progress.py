@@ -64,9 +64,15 @@ class BatchBar(tqdm):  # type: ignore[misc]
     monitor_interval = 0
 
     def __init__(
-        self, *, rows: int, ended: int, backends: int = 1, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        rows: int,
+        ended: int,
+        backends: int = 1,
+        noun: str = "servers",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
+        self._clock, self._noun = clock, noun
         self._ended, self._backends = ended, backends
         self._progress: dict[str, _Progress] = {}
         self._silent: dict[str, float] = {}
@@ -156,13 +162,15 @@ class BatchBar(tqdm):  # type: ignore[misc]
             self._progress.pop(backend, None)
             self._silent.pop(backend, None)
 
-    def show(self, progress: NodeProgress) -> None:
-        """Show the progress of the node that is running in this process."""
+    def show(self, progress: NodeProgress, *, backend: str) -> None:
+        """Show the progress of the node that is running on this backend; its name, if there is only one backend."""
         with self._exclusive:
-            for each in self._progress.values():
-                if progress.total >= max(each.steps, 2):  # a shorter node that follows does not start again
-                    each.steps = progress.total
-                    each.reached = max(each.reached, min(progress.done / progress.total, _MAX_FRACTION))
+            each = self._progress.get(backend)
+            if each is not None and progress.total >= max(each.steps, 2):  # a shorter node does not start again
+                each.steps = progress.total
+                each.reached = max(each.reached, min(progress.done / progress.total, _MAX_FRACTION))
+            if self._backends > 1:
+                return  # redrawn by the thread that waits
             part = f" {progress.done}/{progress.total}" if progress.total > 1 else ""
             self.set_postfix_str(f"{progress.node_id}{part}", refresh=False)
             self.refresh()
@@ -172,4 +180,4 @@ class BatchBar(tqdm):  # type: ignore[misc]
         names = [*self._silent][:_MAX_NAMED]
         more = [f"{len(self._silent) - _MAX_NAMED} more"] if len(self._silent) > _MAX_NAMED else []
         silent = f", no answer from {', '.join([*names, *more])}" if names else ""
-        return f"{self._backends - len(self._silent)} of {self._backends} servers{silent}"
+        return f"{self._backends - len(self._silent)} of {self._backends} {self._noun}{silent}"

@@ -27,7 +27,7 @@ from .connection import CONNECTION, OBJECT_STORE_BYTES
 from .environment import LostAtStartError, RaySetupError
 from .placement import Placement
 from .placement_plan import nested_sizes
-from .worker import FOLDER, PACKAGE, Started, actor_class
+from .worker import FOLDER, PACKAGE, Service, Started, actor_class
 
 TAIL_LINES = 30
 OF_RAY = (":job_id:", ":actor_name:", ":task_name:")
@@ -40,18 +40,33 @@ class RayWorkerHandle:
         self._ray, self._shared, self._actor, self.rank = ray, shared, actor, rank
         self._lock = threading.Lock()
         self._killed = False
-        self.started = started
         self._processes: list[psutil.Process] = []
         """Its process, if it runs on the machine of its driver."""
-        if started.facts.machine == ray.get_runtime_context().get_node_id():
+        self.restarted(started)
+
+    def restarted(self, started: Started) -> None:
+        """Set the report of the process, which is another one after Ray has restarted it."""
+        self.started = started
+        self._processes = []
+        if started.facts.machine == self._ray.get_runtime_context().get_node_id():
             with suppress(psutil.NoSuchProcess):
                 self._processes.append(psutil.Process(started.facts.pid))
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         """See `WorkerHandle.call`."""
+        return self._answer(lambda actor: actor.call.remote(method, args))
+
+    def serve(self, method: str, *args: Any) -> Future[Any]:
+        """Call a short method of the `Service`, as `call`; the next call after a loss may reach a new process.
+
+        The values are of built-in types: a new process unpickles those of its first call before it imports this pack.
+        """
+        return self._answer(lambda actor: actor.serve.remote(method, args))
+
+    def _answer(self, call: Callable[[Any], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            answer = self._remote(lambda actor: actor.call.remote(method, args).future())
+            answer = self._remote(lambda actor: call(actor).future())
         except WorkerLostError as err:
             future.set_exception(err)
         else:
@@ -117,6 +132,8 @@ class RayWorkerHandle:
             return cause if isinstance(cause, Exception) else RuntimeError(str(error))
         if isinstance(error, self._ray.exceptions.UnserializableException):
             return RuntimeError(str(error))  # of a class that cannot be made again from its arguments
+        if not self._killed and isinstance(error, self._ray.exceptions.ActorUnavailableError):
+            return self._lost("it has ended or cannot be reached")  # before Ray has found the cause
         return self._lost("it was ended from here" if self._killed else describe_exit(str(error)))
 
     def _lost(self, how: str) -> WorkerLostError:
@@ -162,7 +179,8 @@ class RayPool(AbstractContextManager["RayPool"]):
 
     Args:
         device: device of local workers: "cuda" for one GPU each, "cpu", or "" for GPUs if the machine has any. Workers
-            of a cluster use GPUs if it has any.
+            of a cluster use GPUs if it has any, unless they have a service.
+        service: an object in each process, which Ray restarts after a loss, on the machine that has a free slot.
         store_bytes: size of Ray's object store, which holds the reports of the workers.
 
     Raises:
@@ -178,6 +196,7 @@ class RayPool(AbstractContextManager["RayPool"]):
         ref: WorkersRef,
         device: str = "",
         *,
+        service: Service | None = None,
         store_bytes: int = OBJECT_STORE_BYTES,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
@@ -188,7 +207,7 @@ class RayPool(AbstractContextManager["RayPool"]):
                 f"workers compute on CUDA devices or CPUs, which NCCL and gloo connect, and this is {device}: compute "
                 "without workers"
             )
-        self._ref, self._timeout_s = ref, start_timeout_s
+        self._ref, self._timeout_s, self._service = ref, start_timeout_s, service
         self._closed = False
         # One lock for each rank, so that lost workers are replaced side by side.
         self._replacing = [threading.Lock() for _ in range(ref.count)]
@@ -201,7 +220,7 @@ class RayPool(AbstractContextManager["RayPool"]):
             undo.callback(sweep)  # runs last: removes shared memory of workers that were killed
             self._ray = CONNECTION.acquire(ref, store_bytes=store_bytes)
             undo.callback(CONNECTION.release)
-            on_gpus = device == "cuda" if ref.address == LOCAL and device else None
+            on_gpus = device == "cuda" if (ref.address == LOCAL or service is not None) and device else None
             sizes = () if ref.mesh is None else nested_sizes(ref.mesh)
             self._placement = Placement(self._ray, ref.count, start_timeout_s, sizes=sizes, on_gpus=on_gpus)
             undo.callback(self._placement.close)
@@ -261,13 +280,10 @@ class RayPool(AbstractContextManager["RayPool"]):
         """Start the workers of these ranks at the same time; after an error none of them is left."""
         folders = [str(folder) for folder in places(FOLDER, self._ref.paths)]
         self._check_open()
-        actors = [self._class.options(**self._placement.options(rank)).remote() for rank in ranks]
+        actors = [self._actor(rank, folders) for rank in ranks]
         with ExitStack() as undo:
             undo.callback(self._kill, actors)
-            ready = [
-                actor.start.remote(PACKAGE, folders, self._ref.threads, self._placement.workers_on_machine_of(rank))
-                for actor, rank in zip(actors, ranks, strict=True)
-            ]
+            ready = [actor.started.remote() for actor in actors]
             undo.callback(self._forget, ranks)
             self._starting.update(zip(ranks, actors, strict=True))
             self._check_open()  # again: `close` on another thread may have missed actors added just now
@@ -279,6 +295,18 @@ class RayPool(AbstractContextManager["RayPool"]):
             check_exposure(started, beyond_loopback=self._ref.beyond_loopback)
             undo.pop_all()
         return [RayWorkerHandle(self._ray, self._shared, *each) for each in zip(actors, ranks, started, strict=True)]
+
+    def _actor(self, rank: int, folders: Sequence[str]) -> Any:
+        options = self._placement.options(rank)
+        service = None
+        if self._service is not None:
+            service = (self._service.path, dict(self._service.settings))
+            # A call that was lost is not repeated by Ray: the caller decides.
+            options |= {"max_restarts": -1, "max_task_retries": 0}
+        workers_on_machine = self._placement.workers_on_machine_of(rank)
+        return self._class.options(**options).remote(
+            PACKAGE, list(folders), self._ref.threads, workers_on_machine, service
+        )
 
     def _restart(self, rank: int) -> RayWorkerHandle:
         """Start a new worker with that rank, and try again as long as Ray assigns it to another machine.

@@ -7,8 +7,9 @@ ComfyUI names a pack after its folder.
 from __future__ import annotations
 
 import os
+import pkgutil
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,50 +89,108 @@ CONCURRENT_CALLS = 4
 """Threads of the actor for calls other than `run`, so that a stop is not blocked by a slow call."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """Object that runs in the process of each worker, and that `RayWorkerHandle.serve` calls.
+
+    Ray restarts a process that was lost, with a new object.
+    """
+
+    path: str
+    """Its class, as `module:name` below this pack; it is called with the device of its process, and `settings`."""
+    settings: Mapping[str, Any]
+    """Keyword arguments, of built-in types: they are unpickled before the pack is imported there."""
+
+
+def _pack_importer() -> Callable[[str, list[str]], None]:
+    """Return the function that imports this pack from one of several folders; pickled by value like `actor_class`."""
+
+    def import_pack(package: str, folders: list[str]) -> None:
+        import importlib.util
+        import sys
+        from pathlib import Path
+
+        if package in sys.modules:
+            return
+        installed = importlib.util.find_spec("wanstream")
+        if installed is not None and installed.origin is not None:
+            folders = [*folders, str(Path(installed.origin).parent)]
+        found = [folder for folder in folders if Path(folder, "__init__.py").is_file()]
+        if not found:
+            searched = " or ".join(folders)
+            raise ModuleNotFoundError(
+                f"WanStream is not at {searched}: install it, or add its folder to the path_map of the cluster"
+            )
+        # Ray adds the working directory. If that is the pack's folder, our packages would shadow top-level modules
+        # with the same names.
+        sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(found[0]).resolve()]
+        spec = importlib.util.spec_from_file_location(
+            package, Path(found[0], "__init__.py"), submodule_search_locations=[found[0]]
+        )
+        assert spec is not None, package
+        assert spec.loader is not None, package
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[package] = module
+        spec.loader.exec_module(module)
+
+    return import_pack
+
+
 def actor_class(ray: Any) -> Any:
     """Return the actor class, wrapped by `ray.remote`.
 
     It is defined inside this function, so that it is pickled by value, and refers to nothing of this package, which is
-    not importable in the worker's process until `start` has run.
+    not importable in the worker's process until `import_pack` has run.
     """
+    import_pack = _pack_importer()
 
     class WanStreamWorker:
-        def start(self, package: str, folders: list[str], threads: int | None, workers_on_machine: int) -> Any:
-            import importlib.util
-            import sys
-            from pathlib import Path
+        def __init__(self, *arguments: Any) -> None:
+            import threading
 
-            if package not in sys.modules:
-                installed = importlib.util.find_spec("wanstream")
-                if installed is not None and installed.origin is not None:
-                    folders = [*folders, str(Path(installed.origin).parent)]
-                found = [folder for folder in folders if Path(folder, "__init__.py").is_file()]
-                if not found:
-                    searched = " or ".join(folders)
-                    raise ModuleNotFoundError(
-                        f"WanStream is not at {searched}: install it, or add its folder to the path_map of the cluster"
-                    )
-                # Ray adds the working directory. If that is the pack's folder, our packages would shadow top-level
-                # modules with the same names.
-                sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(found[0]).resolve()]
-                spec = importlib.util.spec_from_file_location(
-                    package, Path(found[0], "__init__.py"), submodule_search_locations=[found[0]]
-                )
-                assert spec is not None, package
-                assert spec.loader is not None, package
-                module = importlib.util.module_from_spec(spec)
-                sys.modules[package] = module
-                spec.loader.exec_module(module)
+            # Not started here: Ray wraps errors of a constructor in text. After a restart the first call starts it.
+            self._arguments, self._lock = arguments, threading.Lock()
+            self._worker: Any = None
+
+        def started(self) -> Any:
+            return self._ready().started()
+
+        def _ready(self) -> Any:
+            with self._lock:
+                if self._worker is None:
+                    self._worker, self._service = self._start(*self._arguments)
+                return self._worker
+
+        def _start(
+            self, package: str, folders: list[str], threads: int | None, workers_on_machine: int, service: Any
+        ) -> Any:
+            import importlib
+
+            import_pack(package, folders)
             worker = importlib.import_module(f"{package}.distributed.ray.worker")
-            self._worker = worker.RayWorker(threads=threads, workers_on_machine=workers_on_machine)
-            return self._worker.started()
+            return worker.start_worker(threads, workers_on_machine, service)
 
         @ray.method(concurrency_group="calls")  # type: ignore[untyped-decorator]
         def call(self, method: str, args: tuple[Any, ...]) -> Any:
-            return getattr(self._worker, method)(*args)
+            return getattr(self._ready(), method)(*args)
+
+        @ray.method(concurrency_group="calls")  # type: ignore[untyped-decorator]
+        def serve(self, method: str, args: tuple[Any, ...]) -> Any:
+            self._ready()
+            return getattr(self._service, method)(*args)
 
         @ray.method(concurrency_group="runs", num_returns="streaming")  # type: ignore[untyped-decorator]
         def run(self, task: Any, request: Any) -> Iterator[Any]:
             yield from self._worker.stream(task, request)
 
     return ray.remote(concurrency_groups={"calls": CONCURRENT_CALLS, "runs": 1})(WanStreamWorker)
+
+
+def start_worker(threads: int | None, workers_on_machine: int, service: tuple[str, Any] | None) -> tuple[Any, Any]:
+    """Return the worker of this process, and the object of its `Service`, given by path and settings, if any."""
+    worker = RayWorker(threads=threads, workers_on_machine=workers_on_machine)
+    if service is None:
+        return worker, None
+    path, settings = service
+    make = pkgutil.resolve_name(f"{PACKAGE}.{path}")
+    return worker, make(worker.facts().device, **settings)

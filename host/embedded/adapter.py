@@ -70,7 +70,7 @@ class NodeProgress:
 class EmbeddedHost(HostApi):
     """`HostApi` for one run at a time; the experts are kept open between runs."""
 
-    def __init__(self, planner: AutoPlanner | None = None) -> None:
+    def __init__(self, planner: AutoPlanner | None = None, experts: ExpertsRegistry | None = None) -> None:
         self.planner = planner or AutoPlanner()
         self._busy = threading.Lock()
         self._folders: Folders | None = None
@@ -82,7 +82,7 @@ class EmbeddedHost(HostApi):
         self._stop = threading.Event()
         self._temp: Path | None = None
         self._run_id: str | None = None
-        self._experts, self._texts = ExpertsRegistry(), EmbeddingCache()
+        self._experts, self._texts = experts or ExpertsRegistry(), EmbeddingCache()
         self._ledger: QueueItemPhases | None = None
         self.worker_registry = WorkerRegistry()
 

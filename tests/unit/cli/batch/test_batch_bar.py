@@ -13,7 +13,8 @@ from wanstream.host.embedded.adapter import NodeProgress
 def test_the_bar_counts_rows_that_ended_and_tells_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
     row = Row(line=7, position=6, hash="h")
     with BatchBar(rows=4, ended=1) as bar:
-        bar.show(NodeProgress(node_id="sampler", class_type="S", done=3, total=20))
+        bar.running("a server", "a", 1)
+        bar.show(NodeProgress(node_id="sampler", class_type="S", done=3, total=20), backend="a server")
         bar.done("a server")
         bar.failed(row, "too big", "a server")
         bar.refresh()
@@ -29,14 +30,14 @@ def test_a_row_counts_as_far_as_it_is_and_lanes_together(capsys: pytest.CaptureF
     now = [0.0]
     with BatchBar(rows=8, ended=2, clock=lambda: now[0]) as bar:
         bar.running("a server", "a", 1)
-        bar.show(NodeProgress(node_id="sampler", class_type="S", done=5, total=20))
+        bar.show(NodeProgress(node_id="sampler", class_type="S", done=5, total=20), backend="a server")
         assert bar.passed == 2.25
         now[0] = 10.0
         bar.done("a server")
         assert bar.passed == 3.0
         bar.running("a server", "b", 4)
         now[0] = 15.0
-        bar.show(NodeProgress(node_id="sampler", class_type="S", done=10, total=20))
+        bar.show(NodeProgress(node_id="sampler", class_type="S", done=10, total=20), backend="a server")
         assert bar.passed == 5.0, "half of four rows that run together"
         for whole in (4, 5, 6, 7):
             bar.done("a server")
@@ -46,6 +47,18 @@ def test_a_row_counts_as_far_as_it_is_and_lanes_together(capsys: pytest.CaptureF
     assert "2/8" in told[1], "words count whole rows alone"
     assert any("28%" in line and "2/8" in line for line in told)
     assert any("62%" in line and "3/8" in line for line in told)
+
+
+def test_rows_of_several_actors_count_as_far_as_each_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with BatchBar(rows=8, ended=0, backends=2, noun="actors") as bar:
+        for actor, done in (("actor 0", 5), ("actor 1", 10)):
+            bar.running(actor, f"job of {actor}", 1)
+            bar.show(NodeProgress(node_id="sampler", class_type="S", done=done, total=20), backend=actor)
+        assert bar.passed == 0.75
+        bar.show(NodeProgress(node_id="sampler", class_type="S", done=15, total=20), backend="actor 0")
+        assert bar.passed == 1.25
+        bar.unresponsive("actor 1", True)
+    assert "1 of 2 actors, no answer from actor 1" in capsys.readouterr().err
 
 
 class Clocked:
@@ -61,7 +74,7 @@ class Clocked:
         self.bar.running("a server", job, 1)
 
     def report(self, done: int, total: int) -> None:
-        self.bar.show(NodeProgress(node_id="n", class_type="N", done=done, total=total))
+        self.bar.show(NodeProgress(node_id="n", class_type="N", done=done, total=total), backend="a server")
 
     def end(self, now: float) -> None:
         self.now = now

@@ -1,0 +1,276 @@
+"""Actors of Ray as batch backends: one for each GPU, with the embedded host in its process.
+
+Ray places the actors, ends them with this process, and restarts one that is lost. A restarted actor does not have the
+workflows of the one before, so they are unknown there, and the batch posts their rows again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from ....distributed import MissingPathError, Service, WorkerLostError, check_machine, open_services
+from ....host import OutsideFolderError, check_ray, cluster, inside
+from ....host.embedded import Prompt
+from ....schema import IN_PROCESS, LOCAL, WorkersRef
+from ...arguments import ArgumentError, check_models
+from ...inputs import Sockets
+from ...options import BatchOptions
+from ..backend import BatchBackend, MadeFile, OnProgress, Outcome, UnreachableError, UnsuitableError
+from ..embedded_backend import embedded_sockets
+from ..output_store import OutputStore
+from ..rows import Row
+from .row_service import PATH, STOP_TIMEOUT_S, RowReply, digest_of
+
+LIMIT_S = 15.0
+"""Seconds for the answer to a call, all of which are short, until the actor counts as unreachable."""
+PIECE = 8 << 20
+"""Bytes of a file in one message, which passes through Ray's object store."""
+_INPUT = " [input]"
+
+
+class Actor(Protocol):
+    """Handle of a `RowService` in another process."""
+
+    @property
+    def rank(self) -> int:
+        """Number of the actor, from 0."""
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """Call a method of the process's worker."""
+
+    def serve(self, method: str, *args: Any) -> Future[Any]:
+        """Call a method of the service with built-in types. The future raises its error, or WorkerLostError."""
+
+    def restarted(self, started: Any) -> None:
+        """Set the report of a new process."""
+
+
+class RayBackend(BatchBackend):
+    """Backend on one actor. It has two workflows, so that it computes one while files of the other are fetched."""
+
+    window = 2
+
+    def __init__(
+        self, actor: Actor, options: BatchOptions, sockets: Sockets, mark: str, require: Callable[[Actor], None]
+    ) -> None:
+        """Create a backend.
+
+        Args:
+            actor: handle of the actor.
+            options: options of the batch.
+            sockets: inputs of all nodes.
+            mark: name of a folder by which the actor finds the output folder.
+            require: called after a restart, maybe on another machine; raises MissingPathError if it lacks a model.
+        """
+        self._actor, self._options, self.sockets, self._mark = actor, options, sockets, mark
+        self.name = f"actor {actor.rank}"
+        self._require = require
+        self._folder = options.output
+        self._on_progress: OnProgress | None = None
+        self._lost = False
+
+    @contextmanager
+    def opened(self, folder: Path, on_progress: OnProgress) -> Iterator[None]:
+        """Inside the `with`, actors whose machine has `folder` save their files there, others send them."""
+        self._folder, self._on_progress = folder, on_progress
+        (folder / self._mark).mkdir(parents=True, exist_ok=True)
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop the running workflow, and remove the folder of the actor; it may be stopped again."""
+        # An actor that does not answer is ended afterwards in any case.
+        with suppress(WorkerLostError, LateError):
+            self._actor.serve("stop").result(2 * STOP_TIMEOUT_S)
+
+    def faults(self, prompt: Prompt) -> list[str]:
+        lines: list[str] = self._call("faults", prompt, self._send_inputs(prompt))
+        return lines
+
+    def provide(self, prompt_id: str, latent: Path, name: str) -> None:
+        self._send(latent, "write_latent", prompt_id, name)
+
+    def post(self, prompt_id: str, prompt: Prompt) -> None:
+        """Queue a workflow, which is validated when its turn comes."""
+        self._call("post", prompt_id, prompt, self._send_inputs(prompt))
+
+    def outcome(self, prompt_id: str) -> Outcome:
+        reply: RowReply = self._call("outcome", prompt_id)
+        if reply.progress is not None and self._on_progress is not None:
+            self._on_progress(reply.progress)
+        return reply.outcome
+
+    def fetch(self, file: MadeFile, part: Path) -> None:
+        name = os.path.join(file.subfolder, file.filename)
+        shared = self._folder / name
+        if shared.is_file():
+            # Not renamed: a fetch of several files that fails starts again with the first one.
+            part.unlink(missing_ok=True)
+            try:
+                os.link(shared, part)
+            except OSError:  # a file system without links; one that is full fails again
+                shutil.copyfile(shared, part)
+            return
+        with part.open("wb") as written:
+            piece = self._call("read", name, 0, PIECE)
+            while len(piece) == PIECE:
+                ahead = self._actor.serve("read", name, written.tell() + PIECE, PIECE)
+                written.write(piece)
+                piece = self._result(ahead)
+            written.write(piece)
+
+    def withdraw(self, prompt_id: str) -> None:
+        self._call("withdraw", prompt_id)
+
+    def interrupt(self, prompt_id: str) -> None:
+        self._call("interrupt", prompt_id)
+
+    def release(self, prompt_id: str) -> None:
+        # Not awaited: an actor that is lost has released them.
+        self._actor.serve("release", prompt_id)
+
+    def _send_inputs(self, prompt: Prompt) -> dict[str, str]:
+        """Send the input files of a workflow that the actor's machine lacks; return the digest of each by its name."""
+        found = input_files(prompt, self._options.input)
+        digests = {name: digest_of(path) for name, path in found.items()}
+        missing = self._call("missing_inputs", digests) if digests else []
+        for name in missing:
+            self._send(found[name], "write_input", name)
+        return digests
+
+    def _send(self, path: Path, method: str, *args: Any) -> None:
+        with path.open("rb") as file:
+            for offset in range(0, max(1, path.stat().st_size), PIECE):
+                self._call(method, *args, offset, file.read(PIECE))
+
+    def _call(self, method: str, *args: Any) -> Any:
+        result = self._result(self._actor.serve(method, *args))
+        if self._lost:
+            self._actor.restarted(self._result(self._actor.call("started")))
+            try:
+                self._require(self._actor)
+            except MissingPathError as err:
+                raise UnsuitableError(f"{self.name} was restarted on another machine: {err}") from err
+            self._lost = False
+        return result
+
+    def _result(self, answer: Future[Any]) -> Any:
+        """Return the answer of the actor. Raises UnreachableError while Ray restarts it."""
+        try:
+            return answer.result(LIMIT_S)
+        except WorkerLostError as err:
+            self._lost = True
+            raise UnreachableError(f"{err}\nRay starts it again where a slot is free") from err
+        except LateError as err:
+            raise UnreachableError(f"{self.name} has not answered within {LIMIT_S:g} s") from err
+
+
+def input_files(prompt: Prompt, folder: Path) -> dict[str, Path]:
+    """Return the files of the input folder that inputs of a workflow name, by their names in the folder."""
+    found: dict[str, Path] = {}
+    for node in prompt.values():
+        for value in node.get("inputs", {}).values():
+            name = value.removesuffix(_INPUT) if isinstance(value, str) else ""
+            with suppress(OutsideFolderError):
+                path = inside(folder, name)
+                if name and os.path.isfile(path):  # unlike Path.is_file, for any text
+                    found[name] = path
+    return found
+
+
+def model_files(workflow: Prompt, rows: Sequence[Row], models: Path) -> list[Path]:
+    """Return the files and folders in `models` that the workflow or a row names."""
+    values = [value for node in workflow.values() for value in node.get("inputs", {}).values()]
+    values += [value for row in rows for value in row.values.values()]
+    names = {value for value in values if isinstance(value, str) and value}
+    kinds = sorted(kind for kind in models.iterdir() if kind.is_dir()) if models.is_dir() else []
+    found = []
+    for kind in kinds:
+        for name in sorted(names):
+            with suppress(OutsideFolderError):
+                path = inside(kind, name)
+                found += [path] if os.path.exists(path) else []
+    return found
+
+
+@contextmanager
+def ray_backends(options: BatchOptions, workflow: Prompt, rows: Sequence[Row]) -> Iterator[tuple[RayBackend, ...]]:
+    """Start an actor on every GPU, or as the options say, and end them after the `with`.
+
+    Raises:
+        ArgumentError: foreign nodes in the workflow, or options that do not fit together.
+        ValueError, OSError: as `open_services`; nothing was queued.
+    """
+    check_ray_options(options)
+    sockets = embedded_sockets(workflow)
+    ref = _reference(str(options.ray))
+    check_ray(ref)
+    if ref.address == LOCAL:
+        check_models(options.models)
+    models = options.models.absolute()
+    needed = [models, *model_files(workflow, rows, models)]
+    mark, output = uuid.uuid4().hex, OutputStore.backend_folder_of(options.output.absolute())
+    settings: Mapping[str, Any] = {
+        "workflow": workflow,
+        "strict": options.strict,
+        "models": str(models),
+        "input": str(options.input.absolute()),
+        "output": str(output),
+        "mark": mark,
+        "path_map": [(each.here, each.there) for each in ref.paths],
+    }
+    with open_services(
+        ref,
+        Service(path=PATH, settings=settings),
+        device="cpu" if options.device == "cpu" else "cuda",
+        count=options.workers,
+        paths=needed,
+    ) as actors:
+        require = partial(check_machine, paths=needed, maps=ref.paths)
+        backends = tuple(RayBackend(actor, options, sockets, mark, require) for actor in actors)
+        try:
+            yield backends
+        finally:
+            for backend in backends:  # again, because a dry run does not open them
+                backend.stop()
+            shutil.rmtree(output / mark, ignore_errors=True)
+
+
+def check_ray_options(options: BatchOptions) -> None:
+    """Raise ArgumentError for options that do not fit together."""
+    if options.ray is None:
+        if options.workers is not None:
+            raise ArgumentError(f"--workers {options.workers} needs --ray, which starts them")
+        return
+    if options.servers:
+        raise ArgumentError("--ray and --server: rows run on actors of Ray or on servers, so give one of them")
+    if options.ray == IN_PROCESS:
+        raise ArgumentError(f"--ray {IN_PROCESS}: leave out --ray to run the rows in this process")
+    if options.device not in (None, "cpu", "cuda"):
+        raise ArgumentError(
+            f"--device {options.device} with --ray: Ray assigns one GPU to each actor; leave out --device, or give cpu"
+        )
+    if options.device == "cpu" and options.workers is None:
+        raise ArgumentError("--device cpu with --ray: give the number of actors with --workers N")
+
+
+def _reference(name: str) -> WorkersRef:
+    entry = cluster(name)
+    return WorkersRef(
+        count=1,
+        address=entry.address,
+        token_file=entry.token_file,
+        paths=entry.paths,
+        beyond_loopback=entry.remote_machines,
+    )

@@ -1,0 +1,262 @@
+"""Rows in the process of a Ray actor: a queue in front of the embedded host, and the files that it reads and writes.
+
+Nothing here depends on Ray. All methods may be called on any thread, and return at once: rows run on a thread of their
+own, one after the other, so that the next one starts while the driver fetches the files of the one before.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import psutil
+
+from ....distributed import resolve_path
+from ....host import inside
+from ....host.embedded import EmbeddedHost, NodeProgress, Prompt
+from ....schema import PathMap
+from ....wan import ExpertsRegistry, open_pair
+from ...options import BatchOptions
+from ..backend import JobFailed, NoSuchFileError, Outcome, RefusedError, UnderWay, Unknown
+from ..embedded_backend import EmbeddedBackend
+from ..journal import is_full_disk
+from ..output_store import sha256_of
+
+PATH = "cli.batch.actors.row_service:RowService"
+TEMPORARY = "wanstream-batch-"
+"""Prefix of the folders of these processes, before the process id."""
+STOP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowReply:
+    """Outcome of a workflow, and the progress of its node while it is running."""
+
+    outcome: Outcome
+    progress: NodeProgress | None = None
+
+
+class RowService:
+    """Queue of workflows in this process, whose host keeps experts and texts between them.
+
+    Args:
+        device: device of this process.
+        workflow: workflow of the batch.
+        strict: see `BatchOptions`.
+        models: folder of the driver's machine.
+        input: folder of the driver's machine.
+        output: folder of the driver's machine for the files of an embedded host.
+        mark: name of a folder in `output`, by which this process finds that its machine has the same folder.
+        path_map: pairs of a folder of the driver's machine and a folder here.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        workflow: Prompt,
+        strict: bool,
+        models: str,
+        input: str,
+        output: str,
+        mark: str,
+        path_map: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self._workflow, self._device, self._strict = workflow, device, strict
+        maps = tuple(PathMap(here=here, there=there) for here, there in path_map)
+        self._models, self._input = (resolve_path(Path(folder), maps) for folder in (models, input))
+        self._marked = partial(resolve_path, Path(output, mark), maps)
+        # The processes of one machine share a copy of each block in RAM, except on Windows, which lacks the locks.
+        self._host = EmbeddedHost(experts=ExpertsRegistry(partial(open_pair, shared=sys.platform != "win32")))
+        self._rows = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wanstream rows")
+        self._jobs: dict[str, Future[Outcome]] = {}
+        self._running: str | None = None
+        self._interrupted: str | None = None
+        self._progress: NodeProgress | None = None
+        self._lock, self._undo = threading.RLock(), ExitStack()
+        self._own: Path | None = None
+        self._output: Path | None = None
+        self._backends: dict[Path, EmbeddedBackend] = {}
+
+    def missing_inputs(self, inputs: Mapping[str, str]) -> list[str]:
+        """Return the names of the input files, given with their SHA-256, that `write_input` has to send first."""
+        folder = self._input_folder(inputs)
+        return [name for name, digest in inputs.items() if not _has(folder, name, digest)]
+
+    def write_input(self, name: str, offset: int, piece: bytes) -> None:
+        """Write a piece of an input file; the first one begins the file."""
+        _write(inside(self._own_folder() / "input", name), offset, piece)
+
+    def write_latent(self, prompt_id: str, name: str, offset: int, piece: bytes) -> None:
+        """Write a piece of a latent for the workflow that is posted next under this id."""
+        _write(inside(self._output_folder() / prompt_id, name), offset, piece)
+
+    def faults(self, prompt: Prompt, inputs: Mapping[str, str]) -> list[str]:
+        """Return the faults of a workflow, a line each. Not to be called while workflows run."""
+        return self._backend(self._input_folder(inputs)).faults(prompt)
+
+    def post(self, prompt_id: str, prompt: Prompt, inputs: Mapping[str, str]) -> None:
+        """Queue a workflow, whose input files are here. A second post of an id does nothing."""
+        with self._lock:
+            if prompt_id not in self._jobs:
+                self._jobs[prompt_id] = self._rows.submit(self._run, prompt_id, prompt, self._input_folder(inputs))
+
+    def outcome(self, prompt_id: str) -> RowReply:
+        """Return the state of a workflow until it is released. Raises OSError if the disk here is full."""
+        with self._lock:
+            job = self._jobs.get(prompt_id)
+            if job is None or job.cancelled():
+                return RowReply(outcome=Unknown())
+            if job.done():
+                return RowReply(outcome=job.result())
+            running = self._running == prompt_id
+            return RowReply(outcome=UnderWay(begun=running), progress=self._progress if running else None)
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Return up to `size` bytes of an output file; fewer at its end. Raises NoSuchFileError."""
+        path = inside(self._output_folder(), name)
+        try:
+            with path.open("rb") as opened:
+                opened.seek(offset)
+                return opened.read(size)
+        except FileNotFoundError as err:
+            raise NoSuchFileError(f"{path} was removed from {platform.node()} before it was fetched") from err
+
+    def withdraw(self, prompt_id: str) -> None:
+        """Remove a workflow from the queue; does nothing if it has started."""
+        with self._lock:
+            job = self._jobs.get(prompt_id)
+            if job is not None and job.cancel():
+                del self._jobs[prompt_id]
+
+    def interrupt(self, prompt_id: str) -> None:
+        """Stop a running workflow; does nothing if it has ended."""
+        with self._lock:
+            if self._running == prompt_id:
+                self._interrupted = prompt_id
+                self._host.stop()
+
+    def release(self, prompt_id: str) -> None:
+        """Remove a workflow's outcome and its files, after its end if it is running."""
+        with self._lock:
+            job = self._jobs.pop(prompt_id, None)
+            backend = next(iter(self._backends.values()), None)  # all of them have the same folder of outputs
+        if job is not None and backend is not None:
+            job.add_done_callback(lambda _: backend.release(prompt_id))
+
+    def stop(self) -> None:
+        """Stop the running workflow, cancel the others and release everything."""
+        with self._lock:
+            self._rows.shutdown(wait=False, cancel_futures=True)
+            jobs = [job for job in self._jobs.values() if not job.cancelled()]  # `wait` would wait for cancelled ones
+            self._interrupted = self._running
+            self._host.stop()
+        wait(jobs, timeout=STOP_TIMEOUT_S)
+        self._undo.close()
+
+    def _run(self, prompt_id: str, prompt: Prompt, folder: Path) -> Outcome:
+        with self._lock:
+            backend = self._backend(folder)
+            self._running, self._progress = prompt_id, None
+        try:
+            backend.post(prompt_id, prompt)
+            return backend.outcome(prompt_id)
+        except RefusedError as err:
+            return JobFailed(reason=str(err))
+        except OSError as err:
+            if not is_full_disk(err):
+                raise
+            # The causes of an error are lost on the way to the driver, and with them the number.
+            raise OSError(errno.ENOSPC, f"{err} (on {platform.node()}, in {self._output_folder()})") from None
+        finally:
+            with self._lock:
+                self._running = None
+
+    def _show(self, progress: NodeProgress) -> None:
+        self._progress = progress
+        # Again, because a host forgets a request from before its run.
+        if self._interrupted is not None and self._interrupted == self._running:
+            self._host.stop()
+
+    def _backend(self, folder: Path) -> EmbeddedBackend:
+        """Return the backend that reads input files from `folder`."""
+        with self._lock:
+            if folder not in self._backends:
+                options = BatchOptions(
+                    jobs=Path(),
+                    workflow=Path(),
+                    output=self._output_folder(),
+                    models=self._models,
+                    input=folder,
+                    device=self._device,
+                    strict=self._strict,
+                )
+                backend = EmbeddedBackend(self._workflow, options, host=self._host)
+                self._undo.enter_context(backend.opened(options.output, self._show))
+                self._backends[folder] = backend
+            return self._backends[folder]
+
+    def _input_folder(self, inputs: Mapping[str, str]) -> Path:
+        """Return the input folder of the machine if it has all these files, else that of the files that are sent."""
+        if all(_has(self._input, name, digest) for name, digest in inputs.items()):
+            return self._input
+        return self._own_folder() / "input"
+
+    def _output_folder(self) -> Path:
+        """Return the driver's folder if this machine has it, else one of this process."""
+        with self._lock:
+            if self._output is None:
+                marked = self._marked()
+                shared = marked.is_dir() and os.access(marked.parent, os.W_OK)
+                self._output = marked.parent if shared else self._own_folder() / "output"
+            return self._output
+
+    def _own_folder(self) -> Path:
+        with self._lock:
+            if self._own is None:
+                _sweep()
+                self._own = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-"))
+                self._undo.callback(shutil.rmtree, self._own, ignore_errors=True)
+            return self._own
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file, without reading it again while its size and time are the same."""
+    status = path.stat()
+    return _digest(path, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=1024)
+def _digest(path: Path, mtime_ns: int, size: int) -> str:
+    return sha256_of(path)
+
+
+def _has(folder: Path, name: str, digest: str) -> bool:
+    path = inside(folder, name)
+    return path.is_file() and digest_of(path) == digest
+
+
+def _write(path: Path, offset: int, piece: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("r+b" if offset else "wb") as written:
+        written.seek(offset)
+        written.write(piece)
+
+
+def _sweep() -> None:
+    """Remove the folders of this user's processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*-*"):
+        pid = folder.name.removeprefix(TEMPORARY).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,68 @@
+"""Services on every GPU of a Ray: independent processes, which Ray places, ends and restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...schema import LOCAL, PathMap, WorkersError, WorkersRef
+from ..messages import WorkerFacts
+from ..transport.path_map import check_paths
+from .connection import CONNECTION
+from .pool import RayPool, RayWorkerHandle
+from .worker import Service
+
+FACTS_TIMEOUT_S = 60.0
+
+
+@contextmanager
+def open_services(
+    ref: WorkersRef, service: Service, *, device: str, count: int | None, paths: Sequence[Path]
+) -> Iterator[Sequence[RayWorkerHandle]]:
+    """Start `service` in `count` processes of the Ray of `ref`, and end them after the `with`; `ref.count` is not used.
+
+    Args:
+        ref: the Ray, and settings of its processes.
+        service: the object in each process.
+        device: "cuda" for one GPU each, or "cpu".
+        count: number of processes; None: one on each GPU.
+        paths: files and folders of this machine that every machine of the processes must have, as the path map says.
+
+    Raises:
+        WorkersError: the Ray has no GPU, but the device is "cuda".
+        MissingPathError, DifferentFilesError: a machine has no such path, or another file.
+        ValueError, OSError: as `RayPool`.
+    """
+    ray = CONNECTION.acquire(ref)
+    try:
+        number = service_count(ray.cluster_resources(), ref.address, device=device, count=count)
+        with RayPool(replace(ref, count=number), device, service=service) as pool:
+            check_paths([_facts(worker, paths, ref.paths) for worker in pool.workers], ref.paths)
+            yield pool.workers
+    finally:
+        CONNECTION.release()
+
+
+def check_machine(worker: RayWorkerHandle, paths: Sequence[Path], maps: Sequence[PathMap]) -> None:
+    """Raise MissingPathError if the machine of a worker, which Ray may have restarted on another one, lacks a path."""
+    check_paths([_facts(worker, paths, maps)], maps)
+
+
+def _facts(worker: RayWorkerHandle, paths: Sequence[Path], maps: Sequence[PathMap]) -> WorkerFacts:
+    facts: WorkerFacts = worker.call("facts", [str(path) for path in paths], maps).result(FACTS_TIMEOUT_S)
+    return facts
+
+
+def service_count(resources: dict[str, Any], address: str, *, device: str, count: int | None) -> int:
+    """Return the number of processes on a Ray with these `resources`. Raises WorkersError for GPUs that it lacks."""
+    gpus = int(resources.get("GPU", 0))
+    if device == "cuda" and not gpus:
+        where = "this machine has" if address == LOCAL else f"the machines of the Ray cluster at {address} have"
+        raise WorkersError(
+            f"{where} no GPU that Ray can assign: start Ray on machines with GPUs, check that CUDA_VISIBLE_DEVICES "
+            "hides none, or try it out on CPUs: device cpu, and a number of workers"
+        )
+    return count or gpus

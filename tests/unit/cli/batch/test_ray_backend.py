@@ -1,0 +1,478 @@
+"""Actors of a batch, with their services in this process, and the computing replaced."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanstream.cli.arguments import ArgumentError
+from wanstream.cli.batch.actors import ray_backend
+from wanstream.cli.batch.actors import row_service as row_service_module
+from wanstream.cli.batch.actors.ray_backend import RayBackend, check_ray_options, input_files, model_files
+from wanstream.cli.batch.actors.row_service import TEMPORARY, RowService
+from wanstream.cli.batch.backend import (
+    Ended,
+    JobFailed,
+    NoSuchFileError,
+    Outcome,
+    UnderWay,
+    Unknown,
+    UnreachableError,
+    UnsuitableError,
+)
+from wanstream.cli.batch.output_store import check_media
+from wanstream.cli.batch.rows import Row
+from wanstream.cli.options import BatchOptions
+from wanstream.distributed import MissingPathError
+from wanstream.distributed.ray.services import check_machine, service_count
+from wanstream.distributed.worker.worker import Worker
+from wanstream.host.embedded.adapter import NodeProgress
+from wanstream.host.embedded.run import NodeFailedError, Workflow
+from wanstream.schema import ExpertsRef, PathMap, WorkersError
+from wanstream.tests.faults.replaced import computing_replaced, named_models
+from wanstream.tests.support.local_actor import MARK, LocalActor, local_backend, row_service
+
+WORKFLOWS = Path(__file__).parents[4] / "workflows" / "api"
+LIMIT_S = 20
+
+
+@pytest.fixture
+def workflow() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((WORKFLOWS / "t2v.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+@pytest.fixture
+def options(tmp_path: Path, workflow: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[BatchOptions]:
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "input").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    models = named_models(tmp_path / "models", workflow)
+    with computing_replaced():
+        yield BatchOptions(
+            jobs=Path("jobs.csv"),
+            workflow=Path("workflow.json"),
+            output=tmp_path / "out",
+            models=models,
+            input=tmp_path / "input",
+            ray="local",
+        )
+
+
+@pytest.fixture(params=["shared folder", "object store"])
+def actor(
+    request: pytest.FixtureRequest, options: BatchOptions, workflow: dict[str, Any], tmp_path: Path
+) -> Iterator[LocalActor]:
+    """An actor on a machine with, or without, the output folder of the driver."""
+    output = tmp_path / "made" if request.param == "shared folder" else tmp_path / "elsewhere"
+    actor = LocalActor(row_service(options, workflow, output))
+    yield actor
+    actor.service.stop()
+
+
+@pytest.fixture
+def shown() -> list[NodeProgress]:
+    return []
+
+
+@pytest.fixture
+def backend(
+    actor: LocalActor, options: BatchOptions, tmp_path: Path, shown: list[NodeProgress]
+) -> Iterator[RayBackend]:
+    backend = local_backend(actor, options)
+    with backend.opened(tmp_path / "made", shown.append):
+        yield backend
+
+
+def ended(backend: RayBackend, prompt_id: str) -> Outcome:
+    """The outcome of a workflow when it has ended."""
+    until = time.monotonic() + LIMIT_S
+    while isinstance(outcome := backend.outcome(prompt_id), UnderWay):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return outcome
+
+
+def with_seed(workflow: dict[str, Any], seed: int) -> dict[str, Any]:
+    changed = json.loads(json.dumps(workflow))
+    changed["sampler"]["inputs"]["seed"] = seed
+    return changed
+
+
+def fetched(backend: RayBackend, outcome: Outcome, part: Path) -> bytes:
+    assert isinstance(outcome, Ended)
+    (file,) = outcome.files
+    backend.fetch(file, part)
+    return part.read_bytes()
+
+
+def test_files_come_back_whole_in_pieces_or_by_a_shared_folder(
+    backend: RayBackend,
+    actor: LocalActor,
+    workflow: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_backend, "PIECE", 100)
+    for seed in (1, 2):
+        backend.post(f"row-{seed}", with_seed(workflow, seed))
+    (tmp_path / "part").write_text("of an earlier try")
+    first, second = (fetched(backend, ended(backend, f"row-{seed}"), tmp_path / "part") for seed in (1, 2))
+    assert first != second
+    (made,) = actor.service._output_folder().rglob("row-2/**/*.mp4")
+    assert made.read_bytes() == second
+    shared = made.is_relative_to(tmp_path / "made")
+    assert actor.calls.count("read") == (0 if shared else len(first) // 100 + len(second) // 100 + 2)
+    assert fetched(backend, ended(backend, "row-2"), tmp_path / "again") == second, "the outcome stays until a release"
+    backend.release("row-2")
+    assert not made.exists()
+    assert (backend.outcome("row-2"), (tmp_path / "part").read_bytes()) == (Unknown(), second)
+
+
+def test_a_file_of_whole_pieces_ends_with_an_empty_one(
+    backend: RayBackend, workflow: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.post("row", workflow)
+    outcome = ended(backend, "row")
+    whole = fetched(backend, outcome, tmp_path / "part")
+    monkeypatch.setattr(ray_backend, "PIECE", len(whole))
+    assert fetched(backend, outcome, tmp_path / "other") == whole
+
+
+def test_a_lost_actor_is_silent_and_then_has_no_workflows(
+    backend: RayBackend, actor: LocalActor, workflow: dict[str, Any], tmp_path: Path
+) -> None:
+    backend.post("row", workflow)
+    before = fetched(backend, ended(backend, "row"), tmp_path / "part")
+    actor.kill()
+    for _ in range(2):
+        with pytest.raises(UnreachableError, match="worker 0 is gone\nRay starts it again where a slot is free"):
+            backend.outcome("row")
+    assert (backend.outcome("row"), actor.restarts) == (Unknown(), 1)
+    backend.post("again", workflow)
+    assert fetched(backend, ended(backend, "again"), tmp_path / "part") == before
+    assert actor.restarts == 1
+
+
+def test_a_file_of_a_lost_actor_is_there_only_in_a_shared_folder(
+    backend: RayBackend, actor: LocalActor, workflow: dict[str, Any], tmp_path: Path
+) -> None:
+    backend.post("row", workflow)
+    outcome = ended(backend, "row")
+    assert isinstance(outcome, Ended)
+    actor.kill()
+    shared = actor.service._output_folder().is_relative_to(tmp_path / "made")
+    for error in () if shared else (UnreachableError, UnreachableError, NoSuchFileError):
+        with pytest.raises(error):
+            backend.fetch(outcome.files[0], tmp_path / "part")
+    if shared:
+        backend.fetch(outcome.files[0], tmp_path / "part")
+        check_media((tmp_path / "part").rename(tmp_path / "part.mp4"))
+
+
+def test_an_actor_that_does_not_answer_is_unreachable(
+    backend: RayBackend, actor: LocalActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_backend, "LIMIT_S", 0.02)
+    with monkeypatch.context() as patch:
+        patch.setattr(actor, "serve", lambda *_: Future())
+        with pytest.raises(UnreachableError, match=r"actor 0 has not answered within 0.02 s"):
+            backend.outcome("row")
+    assert backend.outcome("row") == Unknown()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Event for which every run waits, as long as nobody stops it."""
+    event, inner = threading.Event(), Workflow.run
+
+    def waiting(workflow: Workflow, *, on_progress: Callable[[NodeProgress], None]) -> Any:
+        with workflow.host.opened(workflow.folders, device=workflow.device):
+            while not event.wait(0.01):
+                on_progress(NodeProgress(node_id="sampler", class_type="WanStreamSampler", done=0, total=1))
+                workflow.host.raise_if_stopped()
+        return inner(workflow)
+
+    monkeypatch.setattr(Workflow, "run", waiting)
+    yield event
+    event.set()
+
+
+def test_one_workflow_runs_and_the_next_one_waits(
+    backend: RayBackend, workflow: dict[str, Any], gate: threading.Event, shown: list[NodeProgress]
+) -> None:
+    assert backend.window == 2
+    backend.post("first", workflow)
+    backend.post("second", with_seed(workflow, 2))
+    while backend.outcome("first") != UnderWay(begun=True):
+        time.sleep(0.01)
+    assert backend.outcome("second") == UnderWay(begun=False)
+    backend.withdraw("first")
+    assert backend.outcome("first") == UnderWay(begun=True), "it has started"
+    backend.withdraw("second")
+    assert backend.outcome("second") == Unknown()
+    backend.interrupt("second")
+    backend.interrupt("first")
+    assert ended(backend, "first") == Unknown()
+    backend.post("third", workflow)
+    gate.set()
+    assert isinstance(ended(backend, "third"), Ended)
+
+
+def test_progress_is_that_of_the_running_workflow_when_it_is_polled(
+    backend: RayBackend, workflow: dict[str, Any], monkeypatch: pytest.MonkeyPatch, shown: list[NodeProgress]
+) -> None:
+    begun, go_on, inner = threading.Event(), threading.Event(), Workflow.run
+    halfway = NodeProgress(node_id="sampler", class_type="WanStreamSampler", done=1, total=2)
+
+    def run(workflow: Workflow, *, on_progress: Callable[[NodeProgress], None], **_: Any) -> Any:
+        for done in range(1000):
+            on_progress(replace(halfway, done=done, total=1000))
+        on_progress(halfway)
+        begun.set()
+        assert go_on.wait(LIMIT_S)
+        return inner(workflow)
+
+    monkeypatch.setattr(Workflow, "run", run)
+    backend.post("row", workflow)
+    backend.post("next", workflow)
+    assert begun.wait(LIMIT_S)
+    assert shown == [], "steps are not sent"
+    backend.outcome("row")
+    backend.outcome("next")
+    go_on.set()
+    assert shown == [halfway]
+
+
+def test_a_refused_workflow_fails_with_the_words_of_its_validation(
+    backend: RayBackend, workflow: dict[str, Any]
+) -> None:
+    workflow["sampler"]["inputs"]["steps"] = 0
+    backend.post("row", workflow)
+    outcome = ended(backend, "row")
+    assert isinstance(outcome, JobFailed)
+    assert "node sampler (WanStreamSampler)" in outcome.reason
+    assert any("node sampler (WanStreamSampler)" in line for line in backend.faults(workflow))
+
+
+def test_a_full_disk_of_an_actor_ends_the_batch_with_its_number(
+    backend: RayBackend, workflow: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: Any, **__: Any) -> Any:
+        raise NodeFailedError("save", "WanStreamSaveVideo", OSError(errno.ENOSPC, "full")) from OSError(
+            errno.ENOSPC, "full"
+        )
+
+    monkeypatch.setattr(Workflow, "run", run)
+    backend.post("row", workflow)
+    with pytest.raises(OSError, match=r"node save .*\(on .*, in .*\)") as raised:
+        ended(backend, "row")
+    assert raised.value.errno == errno.ENOSPC
+
+
+def test_a_latent_is_sent_for_its_workflow(
+    backend: RayBackend, actor: LocalActor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_backend, "PIECE", 100)
+    (tmp_path / "latent").write_bytes(os.urandom(250))
+    for _ in range(2):
+        backend.provide("row", tmp_path / "latent", "continued/one.latent")
+    written = actor.service._output_folder() / "row" / "continued" / "one.latent"
+    assert written.read_bytes() == (tmp_path / "latent").read_bytes()
+    assert actor.calls == ["write_latent"] * 6
+
+
+IMAGE = {"image": {"class_type": "LoadImage", "inputs": {"image": "scene.png"}}}
+
+
+def test_input_files_are_sent_once_unless_the_machine_has_them(
+    backend: RayBackend, actor: LocalActor, options: BatchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (options.input / "scene.png").write_bytes(b"one")
+    backend.post("here", IMAGE)
+    assert "write_input" not in actor.calls, "its machine has the folder"
+    monkeypatch.setattr(actor.service, "_input", tmp_path / "not there")
+    backend.post("first", IMAGE)
+    backend.post("second", IMAGE)
+    assert actor.calls.count("write_input") == 1
+    (options.input / "scene.png").write_bytes(b"two")
+    os.utime(options.input / "scene.png", ns=(1, 1))  # of the same size, and older
+    backend.post("third", IMAGE)
+    assert actor.calls.count("write_input") == 2
+    sent = actor.service._own_folder() / "input"
+    assert (sent / "scene.png").read_bytes() == b"two"
+    assert actor.service._input_folder(backend._send_inputs(IMAGE)) == sent
+
+
+def test_input_files_of_a_workflow_are_those_below_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "input" / "below").mkdir(parents=True)
+    for name in ("input/a.png", "input/below/b.mp4", "outside.png"):
+        (tmp_path / name).touch()
+    inputs = {"image": "a.png", "file": "below/b.mp4 [input]", "text": "x" * 5000, "other": "../outside.png"}
+    inputs |= {"seed": 1, "link": ["node", 0], "empty": "", "nul": "a\0b", "absolute": str(tmp_path / "outside.png")}  # type: ignore[dict-item]
+    prompt = {"node": {"class_type": "Any", "inputs": inputs}}
+    folder = tmp_path / "input"
+    assert input_files(prompt, folder) == {"a.png": folder / "a.png", "below/b.mp4": folder / "below" / "b.mp4"}
+
+
+def test_model_files_are_those_that_the_workflow_or_a_row_names(tmp_path: Path) -> None:
+    for name in ("vae/a.safetensors", "loras/sub/b.safetensors", "loras/unused.safetensors", "text.safetensors"):
+        (tmp_path / "models" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "models" / name).touch()
+    workflow = {"vae": {"inputs": {"vae": "a.safetensors", "other": "../text.safetensors", "text": "a" * 5000}}}
+    rows = [Row(line=1, position=1, hash="1", values={"lora.file": "sub/b.safetensors", "sampler.seed": 3})]
+    models = tmp_path / "models"
+    found = [models / "loras" / "sub" / "b.safetensors", models / "vae" / "a.safetensors"]
+    assert model_files(workflow, rows, models) == found
+    assert model_files(workflow, rows, tmp_path / "not there") == []
+
+
+def test_folders_of_killed_processes_are_removed(actor: LocalActor, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    for pid in (os.getpid(), 4_194_305):  # above the largest process id of Linux
+        (temporary / f"{TEMPORARY}{pid}-x" / "output").mkdir(parents=True)
+    (temporary / f"{TEMPORARY}x-y").mkdir()
+    own = actor.service._own_folder()
+    assert set(temporary.iterdir()) == {own, temporary / f"{TEMPORARY}{os.getpid()}-x", temporary / f"{TEMPORARY}x-y"}
+    actor.service.stop()
+    assert not own.exists()
+
+
+def test_a_stop_ends_the_running_workflow(
+    backend: RayBackend, actor: LocalActor, workflow: dict[str, Any], gate: threading.Event
+) -> None:
+    backend.post("row", workflow)
+    backend.post("next", workflow)
+    while backend.outcome("row") != UnderWay(begun=True):
+        time.sleep(0.01)
+    began = time.monotonic()
+    actor.service.stop()
+    assert time.monotonic() - began < ray_backend.STOP_TIMEOUT_S
+    assert (backend.outcome("row"), backend.outcome("next")) == (Unknown(), Unknown())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ray": None, "workers": 2}, "--workers 2 needs --ray, which starts them"),
+        ({"servers": ("http://127.0.0.1:8188",)}, "--ray and --server: .* give one of them"),
+        ({"ray": "in-process"}, "--ray in-process: leave out --ray"),
+        ({"device": "cuda:1"}, "--device cuda:1 with --ray: Ray assigns one GPU to each actor"),
+        ({"device": "xpu"}, "--device xpu with --ray: .* leave out --device, or give cpu"),
+        ({"device": "cpu"}, "--device cpu with --ray: give the number of actors with --workers N"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(
+    options: BatchOptions, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        check_ray_options(replace(options, **given))
+
+
+@pytest.mark.parametrize("given", [{}, {"device": "cuda"}, {"device": "cpu", "workers": 4}, {"workers": 3}])
+def test_options_that_fit_together_are_accepted(options: BatchOptions, given: dict[str, Any]) -> None:
+    check_ray_options(replace(options, **given))
+    check_ray_options(replace(options, ray=None))
+
+
+def test_there_is_a_process_for_each_gpu_unless_a_number_is_given() -> None:
+    resources = {"GPU": 8.0, "CPU": 16.0}
+    assert service_count(resources, "local", device="cuda", count=None) == 8
+    assert service_count(resources, "local", device="cuda", count=2) == 2
+    assert service_count({"CPU": 16.0}, "local", device="cpu", count=4) == 4
+    with pytest.raises(WorkersError, match=r"this machine has no GPU that Ray can assign: .* device cpu, and a number"):
+        service_count({"CPU": 16.0}, "local", device="cuda", count=2)
+    with pytest.raises(WorkersError, match=r"the machines of the Ray cluster at 10\.0\.0\.1:6379 have no GPU"):
+        service_count({"CPU": 16.0}, "10.0.0.1:6379", device="cuda", count=None)
+
+
+def test_the_mark_is_in_the_folder_of_the_driver(backend: RayBackend, tmp_path: Path) -> None:
+    assert (tmp_path / "made" / MARK).is_dir()
+
+
+def test_actors_of_one_machine_share_the_blocks_in_ram(
+    options: BatchOptions, workflow: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[bool] = []
+
+    def open_pair(ref: ExpertsRef, *, shared: bool) -> Any:
+        opened.append(shared)
+        raise InterruptedError
+
+    monkeypatch.setattr(row_service_module, "open_pair", open_pair)
+    service = row_service(options, workflow, tmp_path)()
+    with pytest.raises(InterruptedError):
+        service._host._experts.get(ExpertsRef(high_noise=tmp_path / "high", low_noise=tmp_path / "low"))
+    assert opened == [sys.platform != "win32"]
+
+
+def test_folders_of_another_machine_are_those_of_the_path_map(
+    options: BatchOptions, workflow: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "made" / MARK).mkdir(parents=True)
+    folders = {"models": "/home/me/models", "input": "/home/me/input", "output": "/home/me/made"}
+    maps = [("/home/me", str(tmp_path / "not mounted")), ("/home/me", str(tmp_path))]
+    service = RowService("cpu", workflow=workflow, strict=False, **folders, mark=MARK, path_map=maps)
+    assert service.faults(workflow, {}) == []
+    assert (service._models, service._input) == (tmp_path / "models", tmp_path / "input")
+    assert service._output_folder() == tmp_path / "made"
+    service.stop()
+
+
+def test_a_folder_of_the_same_name_without_the_mark_is_not_shared(
+    options: BatchOptions, workflow: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "made").mkdir()
+    service = row_service(options, workflow, tmp_path / "made")()
+    assert service._output_folder().is_relative_to(tmp_path / "temporary")
+    service.stop()
+
+
+class OneWorker:
+    """The worker of an actor's process, on a machine with the files of this one."""
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(getattr(Worker("cpu"), method)(*args))
+        return future
+
+
+def test_a_machine_without_the_models_is_refused_with_the_paths_looked_for(tmp_path: Path) -> None:
+    maps = [PathMap(here=str(tmp_path), there=str(tmp_path / "mounted"))]
+    models = tmp_path / "models"
+    with pytest.raises(MissingPathError) as raised:
+        check_machine(OneWorker(), [models], maps)  # type: ignore[arg-type]
+    assert f"{tmp_path / 'mounted' / 'models'} or {models} does not exist on" in str(raised.value)
+    assert f"add its folder there to the path_map of the cluster in the list of clusters (the map is {tmp_path} ->" in (
+        str(raised.value)
+    )
+    (tmp_path / "mounted" / "models").mkdir(parents=True)
+    check_machine(OneWorker(), [models], maps)  # type: ignore[arg-type]
+
+
+def test_an_actor_that_restarts_on_a_machine_without_the_models_gets_no_rows(
+    actor: LocalActor, options: BatchOptions, workflow: dict[str, Any]
+) -> None:
+    def require(_: object) -> None:
+        raise MissingPathError("/models does not exist on another")
+
+    backend = RayBackend(actor, options, {}, MARK, require)
+    backend.post("row", workflow)
+    actor.kill()
+    for _ in range(2):
+        with pytest.raises(UnreachableError):
+            backend.outcome("row")
+    with pytest.raises(UnsuitableError, match="actor 0 was restarted on another machine: /models does not exist"):
+        backend.outcome("row")
