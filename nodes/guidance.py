@@ -65,7 +65,9 @@ class WanStreamGuidance(io.ComfyNode):
             node_id="WanStreamGuidance",
             display_name="Wan Guidance",
             category="WanStream/sampling",
-            **search_aliases("nag", "normalized attention guidance", "cfg", "cfg schedule", "dual cfg"),
+            **search_aliases(
+                "nag", "normalized attention guidance", "cfg", "cfg schedule", "dual cfg", "bernini guidance"
+            ),
             description="Guidance for each step instead of each expert; and NAG, which applies the negative prompt in "
             "steps of guidance 1, as with distilled LoRAs, without the second pass of guidance. For Bernini also the "
             "strength of source and references.",

@@ -328,11 +328,11 @@ def wire_traffic(layout: Mesh, machines: Sequence[object], job: OffloadJob) -> W
     assert len(machines) == layout.size == layout.cell_size, f"{len(machines)} machines for {layout}"
     if len(set(machines)) == 1:
         return None
-    lanes = -(-max(job.lanes[expert] for expert in job.experts_of_steps) // layout.cfg)
-    visits = lanes * job.expert.blocks
-    hidden = job.tokens / (layout.ring * layout.ulysses) * job.expert.width * job.value_bytes
+    lanes = max((largest_share(job.lane_tokens(expert), layout.cfg) for expert in job.experts_of_steps), key=sum)
+    visits = len(lanes) * job.expert.blocks
+    hidden = sum(lanes) * job.expert.blocks / (layout.ring * layout.ulysses) * job.expert.width * job.value_bytes
     velocity = job.video_tokens * prod(PATCH) * job.expert.out_channels * job.value_bytes
-    sent = {"ulysses": visits * 4 * hidden / layout.ulysses, "ring": visits * 2 * hidden, "cfg": lanes * velocity}
+    sent = {"ulysses": 4 * hidden / layout.ulysses, "ring": 2 * hidden, "cfg": len(lanes) * velocity}
     waits = {"ulysses": 4 * visits, "ring": visits, "cfg": 1}
     totals: dict[tuple[object, str], Counter[str]] = {}
     for axis, rank in product(sent, range(layout.size)):

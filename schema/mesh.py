@@ -29,7 +29,9 @@ class Mesh:
             if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
                 raise MeshError(f"{axis} is {degree!r}: give a whole number of 1 or more")
         if self.cfg > 2:
-            raise MeshError(f"cfg is {self.cfg}: there are two sides, positive and negative, so 1 or 2")
+            raise MeshError(
+                f"cfg is {self.cfg}: it divides the lanes of a step into two halves at most, so give 1 or 2"
+            )
 
     @property
     def degrees(self) -> tuple[tuple[str, int], ...]:

@@ -37,7 +37,7 @@ from ...host import ModelRun, OutputFile, current_host, ui
 from ...host import io as host_io
 from ...offload import InsufficientRamError
 from ...plan import DoesNotFitError, describe_ram
-from ...sampling import DenoiseRequest, RequestError, StepProgress, check_strengths
+from ...sampling import DenoiseRequest, ExtraTokens, RequestError, StepProgress, check_strengths
 from ...schema import (
     FRAMES_PER_LATENT,
     VERSION,
@@ -117,6 +117,9 @@ def _value_digest(value: object) -> str:
         return tensor_digest(value)
     if isinstance(value, tuple | list):
         return f"[{','.join(map(_value_digest, value))}]"
+    if isinstance(value, ExtraTokens):
+        # Not `repr`, which shows a large tensor's first and last values only.
+        return f"[{_value_digest(value.reference)},{_value_digest(value.context)},{value.foreign_reference!r}]"
     return repr(value)
 
 
@@ -145,6 +148,7 @@ def describe_request(request: DenoiseRequest) -> dict[str, str]:
         "Solver": request.solver,
         "Sigmas": levels,
         "Guidance": _guidance(request),
+        **({} if request.context_guidance == 1 else {"Context guidance": f"{request.context_guidance:g}"}),
         **({} if request.nag is None else {"NAG": _nag(request.nag)}),
         **_windows(request),
         **({} if request.cache is None else {"Cache": request.cache.words}),

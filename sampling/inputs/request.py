@@ -347,16 +347,18 @@ def check_context_guidance(request: DenoiseRequest) -> None:
         raise RequestError(f"context_guidance is {scale}: give a finite number; 1 computes no lanes without context")
     if scale == 1:
         return
-    if not request.tokens_of_sides[NEGATIVE].context:
-        raise RequestError(
-            f"context_guidance is {scale:g}, and the negative has no context ({CONTEXT_KEY}) that could be left out: "
-            "connect positive and negative through WanStream Bernini, or set it to 1"
-        )
+    # First, because a negative that no step reads is not passed on by the nodes, and so has no context here.
     step_plan = request.step_plan
     if all(step_plan.guidance[step] == 1 for step in step_plan.steps):
         raise RequestError(
             f"context_guidance is {scale:g}, and it acts in steps whose guidance is not 1, of which this run has none: "
-            "set it to 1, or give an expert or a step another guidance"
+            "set it to 1, or give an expert or a step another guidance; if another sampler runs the guided steps, give "
+            "this one a Wan Guidance of its own"
+        )
+    if not request.tokens_of_sides[NEGATIVE].context:
+        raise RequestError(
+            f"context_guidance is {scale:g}, and the negative has no context ({CONTEXT_KEY}) that could be left out: "
+            "connect positive and negative through WanStream Bernini, with a source or a reference, or set it to 1"
         )
 
 

@@ -17,7 +17,7 @@ from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.driver.worker_group import WorkerFailedError
 from wanstream.distributed.messages import RunTask
 from wanstream.plan import wire_traffic
-from wanstream.sampling import SamplingCancelled, StepProgress, request_job
+from wanstream.sampling import ExtraTokens, SamplingCancelled, StepProgress, request_job
 from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
 from wanstream.tests.support.rounding import ROUNDING
 from wanstream.wan.experts.open import ExpertsRegistry
@@ -249,11 +249,16 @@ def test_memory_that_is_short_between_machines_lets_the_group_go_on_in_less(
         assert "out of memory in step 2" in ran.timeline.changes[0]
 
 
+CONTEXT = {"tokens": ExtraTokens(context=(torch.ones(1, 16, 2, 4, 6),)), "context_guidance": 1.5}
+"""Lanes of 24, 12 and 24 tokens."""
+
+
+@pytest.mark.parametrize("changes", [{}, CONTEXT], ids=["two lanes", "three lanes"])
 @pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=2)], ids=str)
 def test_the_predicted_traffic_between_machines_is_what_workers_receive(
-    mesh: Mesh, processes: Any, process_pools: Any, make_task: MakeTask
+    mesh: Mesh, changes: dict[str, Any], processes: Any, process_pools: Any, make_task: MakeTask
 ) -> None:
-    task = make_task()
+    task = make_task(request=changes)
     registry = ExpertsRegistry()
     job = request_job(registry.get(task.experts), task.request, torch.device("cpu"))
     registry.free()
@@ -264,7 +269,7 @@ def test_the_predicted_traffic_between_machines_is_what_workers_receive(
     traffic = wire_traffic(mesh, [each.machine for each in facts], job)
     assert traffic is not None
     # Each worker receives what the other one sends. Ulysses gathers its output too, once per lane.
-    lanes, shares = 2, 2
-    output = lanes * job.tokens // shares * 64 * job.value_bytes if mesh.ulysses > 1 else 0
+    tokens, shares = sum(job.lane_tokens("high")), 2
+    output = tokens // shares * 64 * job.value_bytes if mesh.ulysses > 1 else 0
     steps = len(ran.timeline.steps)
     assert ran.gathered_bytes == 2 * steps * (traffic.bytes + output)

@@ -16,7 +16,7 @@ from wanstream.nodes.runs.benchmark import (
     tensor_digest,
     with_steps,
 )
-from wanstream.sampling import DenoiseRequest, RequestError
+from wanstream.sampling import DenoiseRequest, ExtraTokens, RequestError
 
 Request = Callable[..., DenoiseRequest]
 
@@ -72,6 +72,21 @@ def test_texts_of_lanes_count_one_by_one(make_request: Request) -> None:
     assert job_digest(one, "experts") == job_digest(same, "experts") != job_digest(other, "experts")
 
 
+def test_contexts_count_by_all_their_values(make_request: Request) -> None:
+    one, other = torch.ones(1, 16, 5, 20, 20), torch.ones(1, 16, 5, 20, 20)
+    other[0, 8, 2, 10, 10] = 2  # both print the same text
+    contexts = [ExtraTokens(context=(one,)), ExtraTokens(context=(other,)), ExtraTokens(context=(one, other))]
+    contexts.append(ExtraTokens(reference=other[:, :, :1], context=(one,)))
+    requests = [make_request(tokens=tokens) for tokens in contexts]
+    requests += [
+        make_request(tokens=contexts[0], **more)
+        for more in ({"negative_tokens": ExtraTokens()}, {"context_guidance": 1.5})
+    ]
+    digests = [job_digest(request, "experts") for request in requests]
+    assert len(set(digests)) == len(requests)
+    assert job_digest(make_request(tokens=ExtraTokens(context=(one.clone(),))), "experts") == digests[0]
+
+
 def test_steps_are_replaced_where_they_can_be(make_request: Request) -> None:
     request = make_request()
     assert with_steps(request, None) is request
@@ -92,6 +107,8 @@ def test_a_request_is_told_in_words(make_request: Request) -> None:
         "Sigmas": "wan, flow shift 5",
         "Guidance": "4 high-noise, 3 low-noise",
     }
+    context = ExtraTokens(context=(torch.ones(1, 16, 1, 4, 6),))
+    assert describe_request(make_request(tokens=context, context_guidance=1.5))["Context guidance"] == "1.5"
     own = make_request(
         steps=None, sigmas=[1.0, 0.5, 0.0], switch_step=1, start_step=1, latent=torch.ones(1, 16, 2, 4, 6)
     )

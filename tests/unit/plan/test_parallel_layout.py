@@ -271,6 +271,21 @@ def test_the_traffic_between_machines_is_that_of_the_splits(
         assert (traffic.bytes, traffic.exchanges) == (sum(wanted.values()), exchanges)
 
 
+def test_the_traffic_of_short_lanes_is_their_own() -> None:
+    """A source doubles the tokens of two of three lanes; both cfg ranks compute the third, which has half of them."""
+    video = a14b().tokens
+    three = dict.fromkeys(GUIDED, 3)
+    job = replace(a14b(), tokens=2 * video, extra_tokens=(video, 0, video), lanes=three, sides=three)
+    for layout, machines, wanted in [
+        (Mesh(ulysses=2), "AB", {"ulysses": 40 * 5 * 4 * HIDDEN // 4}),
+        (Mesh(cfg=2, ulysses=2), "ABAB", {"ulysses": 2 * 40 * 3 * 4 * HIDDEN // 4}),
+        (Mesh(cfg=2), "AB", {"cfg": 2 * VELOCITY}),
+    ]:
+        traffic = wire_traffic(layout, machines, job)
+        assert traffic is not None
+        assert dict(traffic.bytes_by_axis) == wanted
+
+
 def test_a_group_that_is_apart_is_described_with_bytes_and_seconds() -> None:
     job = a14b()
     sides = wire_traffic(Mesh(cfg=2), "AB", job)

@@ -229,10 +229,11 @@ def test_magcache_needs_a_table_of_all_sides(open_pair: OpenPair, make_guided: R
         ({"tokens": ExtraTokens()}, r"is 1.75, and the negative has no context \(context_latents\) that could be"),
         (
             {"negative_tokens": ExtraTokens()},
-            r"the negative has no context .* through WanStream Bernini, or set it to 1",
+            r"the negative has no context .* through WanStream Bernini, with a source or a reference, or set it to 1",
         ),
         ({"guidance": (1.0, 1.0)}, "acts in steps whose guidance is not 1, of which this run has none: set it to 1"),
-        ({"guidance": (1.0, 3.0), "end_step": 2}, "of which this run has none"),
+        ({"guidance": (1.0, 3.0), "end_step": 2}, "of which this run has none: .* a Wan Guidance of its own"),
+        ({"guidance": (1.0, 1.0), "tokens": ExtraTokens()}, "of which this run has none"),
         ({"context_guidance": math.nan}, "context_guidance is nan: give a finite number"),
         ({"context_guidance": math.inf}, "context_guidance is inf: give a finite number"),
         ({"negative": None}, "needs a negative text"),

@@ -61,7 +61,7 @@ def test_the_last_axis_changes_fastest() -> None:
         ({"data": 0}, "data is 0: give a whole number of 1 or more"),
         ({"ring": True}, "ring is True"),
         ({"ulysses": 2.0}, "ulysses is 2.0"),
-        ({"cfg": 3}, "cfg is 3: there are two sides, positive and negative, so 1 or 2"),
+        ({"cfg": 3}, "cfg is 3: it divides the lanes of a step into two halves at most, so give 1 or 2"),
     ],
 )
 def test_degrees_that_are_none(degrees: dict[str, int], message: str) -> None:
