@@ -148,6 +148,7 @@ class SavedRun(AbstractContextManager["SavedRun"]):
         is_over = [state is not None and self._is_over(part, state) for part, state in enumerate(found)]
         if all(is_over):  # a run that is over has removed its states: these were saved by other runs of these parts
             return [None] * len(found)
+        self._unfinished = {part for part, each in enumerate(is_over) if not each}
         for part, state in enumerate(found):
             if state is not None:
                 which = f" in part {part + 1} of {len(found)}" if len(found) > 1 else ""

@@ -159,6 +159,11 @@ def test_states_of_a_part_are_no_states_of_another(make_task: MakeTask, states_o
     run.save(1, states_of(tasks[1])[3])
     run.save(0, states_of(tasks[0])[3])
     assert [state and state.next_step for state in run.load()] == [None, 4], "the last part ends with the run"
+    again = SavedRun(tmp_path, [task.request for task in tasks], "inputs", ignore)
+    assert [state and state.next_step for state in again.load()] == [None, 4]
+    again.save(0, states_of(tasks[0])[2])
+    again.save(0, states_of(tasks[0])[3])
+    assert [state and state.next_step for state in again.load()] == [3, 4], "also if it is the last one left"
 
 
 @pytest.mark.parametrize(
