@@ -10,13 +10,15 @@ import hashlib
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,12 @@ from .loop.parallel import RunState
 from .solvers import SOLVERS
 
 SUFFIX = ".safetensors"
+OWN_NAME = re.compile(r"(part-.+|[0-9a-f]{64})\.safetensors")
+"""Names of states, and of what a killed process has written of one. Other files in the folder are not removed."""
 LATENTS, STATE = "latents", "wanstream_state"
 TENSOR = "tensor"
 """Key of a tensor's name in the JSON of a history."""
-WEIGHTS = (".safetensors", ".gguf", ".json")
+WEIGHTS = (".safetensors", ".sft", ".gguf", ".json")
 MAX_AGE_S = 14 * 24 * 3600.0
 """Age at which the state of a run that was never continued is removed."""
 MAX_BYTES = 8 << 30
@@ -52,19 +56,21 @@ def state_bytes(request: DenoiseRequest) -> int:
 
 
 def run_digest(*inputs: object) -> str:
-    """Return a digest of values, of the contents of tensors, and of the versions of this package and of torch.
+    """Return a digest of values, of the contents of tensors, and of the versions of this package, torch and diffusers.
 
     Raises TypeError for a value whose content is not compared.
     """
     digest = hashlib.sha256()
-    _update(digest, (VERSION, str(torch.__version__), inputs))
+    _update(digest, (VERSION, str(torch.__version__), version("diffusers"), inputs))
     return digest.hexdigest()
 
 
 def file_versions(paths: Iterable[Path]) -> tuple[object, ...]:
     """Return size and modification time of every file of models at these paths; nothing for missing ones."""
-    files = (file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*"))))
-    return tuple((str(file), file_version(file.stat())) for file in files if file.suffix in WEIGHTS)
+    # Not `rglob`, which does not follow links: a component of a pipeline folder may be a link to another folder.
+    files = (file for path in paths for file in (path, *sorted(path.glob("*")), *sorted(path.glob("*/*"))))
+    # Links of a download may be broken, for files that no expert reads.
+    return tuple((str(file), file_version(file.stat())) for file in files if file.suffix in WEIGHTS and file.is_file())
 
 
 def _update(digest: Any, value: object) -> None:
@@ -137,11 +143,12 @@ class SavedRun(AbstractContextManager["SavedRun"]):
         if self._folder is None:
             return [None] * len(self._parts)
         with suppress(OSError):
-            _remove_outdated(self._folder)
+            _remove_outdated(self._folder, {path.name for path in self._paths})
         found = [_read(path, request) for path, request in zip(self._paths, self._parts, strict=True)]
         is_over = [state is not None and self._is_over(part, state) for part, state in enumerate(found)]
         if all(is_over):  # a run that is over has removed its states: these were saved by other runs of these parts
             return [None] * len(found)
+        self._unfinished = {part for part, each in enumerate(is_over) if not each}
         for part, state in enumerate(found):
             if state is not None:
                 which = f" in part {part + 1} of {len(found)}" if len(found) > 1 else ""
@@ -177,13 +184,14 @@ class SavedRun(AbstractContextManager["SavedRun"]):
         return state.next_step >= self._parts[part].step_plan.steps.stop
 
 
-def _remove_outdated(folder: Path) -> None:
+def _remove_outdated(folder: Path, kept: Container[str]) -> None:
+    """Remove outdated states, but not those named `kept`: a batch may have more than `MAX_BYTES` of its own."""
     now = time.time()
-    found = [(path, path.stat()) for path in folder.iterdir()] if folder.is_dir() else []
+    found = [(path, path.lstat()) for path in folder.iterdir()] if folder.is_dir() else []
     files = [
         StateFile(name=path.name, nbytes=status.st_size, age_s=now - status.st_mtime)
         for path, status in found
-        if path.suffix == SUFFIX and path.is_file()
+        if OWN_NAME.fullmatch(path.name) and path.name not in kept and path.is_file()
     ]
     for name in outdated(files):
         logger.info("removed %s, the state of a run that was not continued", folder / name)
@@ -197,15 +205,16 @@ def _write(path: Path, state: RunState) -> None:
     metadata = {STATE: json.dumps({"next_step": state.next_step, "history": history})}
     data = safetensors.torch.save(tensors, metadata=metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix="part-", suffix=SUFFIX, delete=False) as file:
-        try:
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix="part-", suffix=SUFFIX)
+    try:
+        with open(handle, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
-        except OSError:
-            Path(file.name).unlink()
-            raise
-    Path(file.name).replace(path)
+            os.fsync(handle)
+        Path(part).replace(path)
+    except OSError:
+        Path(part).unlink()  # after it was closed: Windows does not remove open files
+        raise
     if sys.platform != "win32":  # folders cannot be opened there, and NTFS journals names
         opened = os.open(path.parent, os.O_RDONLY)
         try:
@@ -229,7 +238,8 @@ def _read(path: Path, request: DenoiseRequest) -> RunState | None:
     """Return the state in a file; None without one, and with a warning for one that is damaged."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            # Copies: tensors that are mapped from the file would not be aligned, and Windows would not replace it.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
             return _checked(json.loads((file.metadata() or {})[STATE]), tensors, request)
     except FileNotFoundError:
         return None

@@ -126,16 +126,18 @@ class Driver:
             facts = self._connect(experts, parts[0].start_step, should_stop)
             experts = _in_one_precision(experts, facts)
             interval_s = handover_interval_s(max(map(state_bytes, parts)), len(self._groups))
-            task = RunTask(
-                experts=experts,
-                request=request,
-                policy=policy,
-                paths=self.ref.paths,
-                # Without restarts, a lost worker ends the run whatever the driver has.
-                handover_s=interval_s if self.ref.max_restarts else None,
-            )
-            intervals = [preview_s, *[None] * (len(parts) - 1)]
-            tasks = [replace(task, request=part, preview_s=each) for part, each in zip(parts, intervals, strict=True)]
+            tasks = [
+                RunTask(
+                    experts=experts,
+                    request=part,
+                    policy=policy,
+                    paths=self.ref.paths,
+                    # Without restarts, a lost worker ends the run whatever the driver has.
+                    handover_s=interval_s if self.ref.max_restarts else None,
+                    preview_s=None if number else preview_s,
+                )
+                for number, part in enumerate(parts)
+            ]
             # Everything else that determines the result. The layout does not, up to rounding.
             inputs = experts, file_versions(paths_of(experts)), facts[0].sizes, policy.chunk_tokens
             with SavedRun(states, parts, inputs, log.add_change) as saved, self._pool.share(parts):

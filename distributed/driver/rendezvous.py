@@ -175,17 +175,13 @@ class Rendezvous:
         for worker, each in zip(workers, joining, strict=True):
             if not each.done():
                 worker.kill()
-        return self._first_cause(workers, joining)
+        return self._first_cause([each.exception() if each.done() else None for each in joining])
 
-    def _first_cause(self, workers: Sequence[WorkerHandle], joining: Sequence[Future[None]]) -> Exception:
+    def _first_cause(self, errors: Sequence[BaseException | None]) -> Exception:
         """Return the error that caused the others: a worker whose peer failed raises PeerLostError or a timeout."""
-        errors: list[tuple[WorkerHandle, BaseException]] = [
-            (worker, error)
-            for worker, each in zip(workers, joining, strict=True)
-            if each.done() and (error := each.exception()) is not None
-        ]
-        for _, error in errors:
+        for error in errors:
             if isinstance(error, Exception) and not isinstance(error, PeerLostError | WorkerTimeoutError):
                 return error
-        worker, error = errors[0] if errors else (workers[0], None)
-        return WorkerLostError(f"worker {worker.rank} could not join its group: {error}", worker.rank)
+        place = next((place for place, error in enumerate(errors) if error is not None), 0)
+        message = f"worker {self.ranks[place]} could not join its group: {errors[place]}"
+        return WorkerLostError(message, self.ranks[place])

@@ -79,10 +79,8 @@ class Placement:
             if not group.wait(max(0.0, until - time.monotonic())):
                 raise TimeoutError
             nodes = self._ray.util.placement_group_table(group)["bundles_to_node_id"]
-            used = [slot.node for slot in self._slots.values()]
-            order = list(dict.fromkeys([*used, *(nodes[bundle] for bundle in range(len(part.ranks)))]))
-            places = [order.index(nodes[bundle]) for bundle in range(len(part.ranks))]
-            bundles = sorted(range(len(part.ranks)), key=places.__getitem__)
+            order = list(dict.fromkeys([*(slot.node for slot in self._slots.values()), *nodes.values()]))
+            bundles = sorted(nodes, key=lambda bundle: (order.index(nodes[bundle]), bundle))
             for rank, bundle in zip(part.ranks, bundles, strict=True):
                 self._slots[rank] = _Slot(group, bundle, nodes[bundle])
 

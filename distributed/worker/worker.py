@@ -52,11 +52,9 @@ def import_models() -> None:
 
 def link_speed(address: str) -> int:
     """Return the speed of the network card with that address in bytes per second; 0 if the system reports none."""
-    of_cards = psutil.net_if_stats()
-    for name, addresses in psutil.net_if_addrs().items():
-        if name in of_cards and address in {each.address for each in addresses}:
-            return int(of_cards[name].speed) * 1_000_000 // 8
-    return 0
+    cards, addresses = psutil.net_if_stats(), psutil.net_if_addrs().items()
+    names = [name for name, every in addresses if name in cards and address in {each.address for each in every}]
+    return int(cards[names[0]].speed) * 125_000 if names else 0
 
 
 RAM_SHARE = 0.5

@@ -107,9 +107,7 @@ def prepare_shared(
         preview: Settings of moving previews. Without them, workers send latents if progress bars show them.
         is_measured: True to take all steps and show no previews, False to continue from states of an interrupted run.
 
-    Raises:
-        MeshError: the layout does not suit the run.
-        Exception: any error of starting the workers.
+    Raises MeshError if the layout does not suit the run, and any error of starting the workers.
     """
     run = SharedRun(workers=workers, job=job, videos=request.batch, requested=requested)
     plan = current_host().plan_workers(run, ref)
@@ -120,15 +118,31 @@ def prepare_shared(
         preview_s = preview.every_s / 2  # half of it, because steps do not end when a preview is due
 
     def compute(on_step: OnStep) -> DenoiseResult:
-        shared = driver.denoise(
-            ref,
-            request,
-            plan.policy,
-            on_step=on_step,
-            should_stop=current_host().should_stop,
-            preview_s=preview_s,
-            states=states,
-        )
+        interrupts: list[Exception] = []
+
+        def report(step: StepProgress) -> None:
+            # ComfyUI's bar and previews raise its interrupt, which to the driver would be an error that keeps states.
+            try:
+                on_step(step)
+            except Exception as err:
+                if not current_host().is_stop(err):
+                    raise
+                interrupts.append(err)
+
+        try:
+            shared = driver.denoise(
+                ref,
+                request,
+                plan.policy,
+                on_step=report,
+                should_stop=lambda: bool(interrupts) or current_host().should_stop(),
+                preview_s=preview_s,
+                states=states,
+            )
+        except SamplingCancelled:
+            if interrupts:
+                raise interrupts[0] from None
+            raise
         result: DenoiseResult = replace(shared, latents=shared.latents.to(request.noise.device))
         # Reversed, because `with_note` puts a note in front of the others.
         for reason in reversed((*plan.reasons, *wire_notes(run, driver))):

@@ -136,6 +136,21 @@ def test_a_run_whose_process_ended_continues_and_says_so(
     assert not states.exists()
 
 
+@pytest.mark.parametrize("error", [Cancelled, ValueError])
+def test_an_interrupt_of_the_progress_bar_is_a_cancel_and_removes_the_states(
+    error: type[Exception], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wanstream.distributed.driver.driver.handover_interval_s", lambda nbytes, groups: 0.0)
+
+    def raise_after_two_steps(progress: NodeProgress) -> None:
+        if (progress.node_id, progress.done, progress.total) == ("sampler", 2, 4):
+            raise error("of the bar")
+
+    with pytest.raises(Cancelled if error is Cancelled else NodeFailedError, match="of the bar"):
+        run(workflow(HERE), on_progress=raise_after_two_steps)
+    assert (tmp_path / ".wanstream-states").exists() == (error is ValueError)
+
+
 def test_a_stop_ends_the_run_and_leaves_the_worker_usable(run: Run) -> None:
     steps: list[int] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -16,7 +17,7 @@ import torch
 from wanstream.distributed.messages import RunTask
 from wanstream.sampling import DenoiseRequest, ExtraTokens, RunSlice, RunState, SamplingCancelled, SavedRun, denoise
 from wanstream.sampling.loop.denoiser import StepProgress
-from wanstream.sampling.saved_states import MAX_BYTES, StateFile, outdated, run_digest
+from wanstream.sampling.saved_states import MAX_BYTES, StateFile, file_versions, outdated, run_digest
 from wanstream.schema import ContextWindows
 from wanstream.wan.experts.open import ExpertsRegistry
 
@@ -158,6 +159,11 @@ def test_states_of_a_part_are_no_states_of_another(make_task: MakeTask, states_o
     run.save(1, states_of(tasks[1])[3])
     run.save(0, states_of(tasks[0])[3])
     assert [state and state.next_step for state in run.load()] == [None, 4], "the last part ends with the run"
+    again = SavedRun(tmp_path, [task.request for task in tasks], "inputs", ignore)
+    assert [state and state.next_step for state in again.load()] == [None, 4]
+    again.save(0, states_of(tasks[0])[2])
+    again.save(0, states_of(tasks[0])[3])
+    assert [state and state.next_step for state in again.load()] == [3, 4], "also if it is the last one left"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +218,7 @@ def test_the_digest_has_every_input_of_a_request(make_task: MakeTask) -> None:
         "windows": ContextWindows(frames=2, overlap=1),
         "tokens": ExtraTokens(reference=torch.zeros(1, 16, 1, *noise.shape[3:])),
         "negative_tokens": ExtraTokens(),
+        "context_guidance": 2.0,
     }
     assert set(other) == {field.name for field in fields(DenoiseRequest)}
     digests = {run_digest(base)}
@@ -274,10 +281,51 @@ def test_old_states_and_too_many_are_removed(ages_and_sizes: list[tuple[float, i
 def test_a_run_removes_outdated_states_of_others_and_no_other_files(
     make_task: MakeTask, states_of: Any, tmp_path: Path
 ) -> None:
-    old, new, foreign = (tmp_path / name for name in ("old.safetensors", "new.safetensors", "old.txt"))
-    for path in (old, new, foreign):
+    names = [f"{'a' * 64}.safetensors", "part-x.safetensors", f"{'b' * 64}.safetensors", "old.txt", "model.safetensors"]
+    old, part, new, *foreign = (tmp_path / name for name in names)
+    for path in (old, part, new, *foreign):
         path.write_bytes(b"x")
-    for path in (old, foreign):
+    for path in (old, part, *foreign):
         os.utime(path, (0, 0))
     assert saved_run(tmp_path, make_task().request).load() == [None]
-    assert sorted(tmp_path.iterdir()) == [new, foreign]
+    assert set(tmp_path.iterdir()) == {new, *foreign}
+
+
+def test_a_batch_keeps_its_own_states_above_the_limit_of_a_folder(
+    make_task: MakeTask, states_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outdated, "__kwdefaults__", {"max_age_s": DAY_S, "max_bytes": 1})
+    tasks = [make_task(seed=seed) for seed in (1, 2)]
+    batch = SavedRun(tmp_path, [task.request for task in tasks], (), ignore)
+    for part, task in enumerate(tasks):
+        batch.save(part, states_of(task)[1])
+    assert [state and state.next_step for state in batch.load()] == [2, 2]
+    assert saved_run(tmp_path, tasks[0].request, "another run").load() == [None]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loaded_state_does_not_keep_its_file_open(make_task: MakeTask, states_of: Any, tmp_path: Path) -> None:
+    task = make_task()
+    saved_run(tmp_path, task.request).save(0, states_of(task)[1])
+    (found,) = saved_run(tmp_path, task.request).load()
+    (file,) = tmp_path.iterdir()
+    assert found is not None
+    assert not found.latents.data_ptr() % 64
+    if sys.platform == "linux":
+        assert file.name not in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+def test_versions_of_files_follow_links_and_ignore_broken_ones(tmp_path: Path) -> None:
+    component, pipeline = tmp_path / "component", tmp_path / "pipeline"
+    for folder in (component, pipeline):
+        folder.mkdir()
+    weights, lora = component / "model.safetensors", tmp_path / "lora.sft"
+    for file in (weights, lora):
+        file.write_bytes(b"1")
+    (pipeline / "transformer").symlink_to(component)
+    (pipeline / "gone.safetensors").symlink_to(tmp_path / "gone")
+    for file in (weights, lora):
+        before = file_versions([pipeline, lora, tmp_path / "missing"])
+        assert len(before) == 2
+        os.utime(file, (0, 0))
+        assert file_versions([pipeline, lora, tmp_path / "missing"]) != before
