@@ -242,8 +242,8 @@ class RayPool(AbstractContextManager["RayPool"]):
     def share(self, requests: Sequence[DenoiseRequest]) -> Iterator[None]:
         """See `Pool.share`. Ray's object store has the requests until the end of the context."""
         self._check_open()  # a call after Ray's end would start Ray again
-        self._shared.update((id(request), self._ray.put(request)) for request in requests)
         try:
+            self._shared.update((id(request), self._ray.put(request)) for request in requests)
             yield
         finally:
             self._shared.clear()
