@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,7 +74,9 @@ class BatchBar(tqdm):  # type: ignore[misc]
         """Time since which no backend responds."""
         self._silent_before = 0.0
         """Total seconds of earlier silences of all backends, which the rate excludes."""
-        self._exclusive = threading.RLock()
+        # The lock with which `refresh` and `write` call back here: with another one, two threads could wait for each
+        # other, one in `refresh` and one in a method of this class.
+        self._exclusive = self.get_lock()
         super().__init__(total=rows, initial=ended, desc="batch", smoothing=0, bar_format=_FORMAT, file=sys.stderr)
 
     def __exit__(self, *error: object) -> None:

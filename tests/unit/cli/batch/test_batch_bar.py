@@ -190,3 +190,32 @@ def test_the_bar_names_servers_that_do_not_respond(capsys: pytest.CaptureFixture
         assert "no answer for 30 s" in capsys.readouterr().err.split("\r")[-1]
         bar.unresponsive("http://b", False)
         assert "1 of 4 servers" in capsys.readouterr().err.split("\r")[-1]
+
+
+def test_a_row_that_ends_while_the_bar_is_redrawn_blocks_no_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    inside, redrawn = threading.Event(), threading.Event()
+
+    def clock() -> float:
+        if threading.current_thread() is ending:
+            inside.set()
+            redrawn.wait(0.5)
+        return 0.0
+
+    def end_row() -> None:
+        bar.done("a")
+
+    def redraw() -> None:
+        inside.wait(5)
+        bar.refresh()
+        redrawn.set()
+
+    ending = threading.Thread(target=end_row, daemon=True)
+    bar = BatchBar(rows=2, ended=0, backends=2, clock=clock)
+    bar.running("a", "job", 1)
+    threads = [ending, threading.Thread(target=redraw, daemon=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    bar.close()
