@@ -171,7 +171,11 @@ class Runner:
                 self._wait_for_backend(err)
             return None
         self._answered_at = self.clock()
-        if self._silence and not self._outage:
+        if self._silence and self._outage:
+            # Only the next post shows if the outage is over, and without waiting rows it never comes: others have to
+            # be able to give it theirs.
+            self.queue.silence(self._name, self._silence, untried=True)
+        elif self._silence:
             self.queue.silence(self._name, None)
             self._silence, self._given_noted = 0.0, False
         return changed

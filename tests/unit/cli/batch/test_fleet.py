@@ -262,6 +262,43 @@ def test_a_server_that_takes_no_posts_still_delivers_what_it_has(tmp_path: Path)
     assert not any(told.startswith("failed") for told in fleet.reporter.told)
 
 
+def test_a_server_whose_last_post_failed_takes_the_rows_of_one_that_is_lost_later(tmp_path: Path) -> None:
+    # The other server takes all rows meanwhile, so that no post shows that the first one accepts them again.
+    first, second = Server("first"), Server("second", steps=10**6)
+    calls = 0
+
+    def refuse(call: str) -> None:
+        if call == "post" and not second.gone:
+            raise UnreachableError("http://first answers with status 500")
+
+    def leave(call: str) -> None:
+        nonlocal calls
+        calls += len(second.queue) == 2
+        second.gone = calls > 50
+
+    first.called, second.called = refuse, leave
+    fleet = Fleet(tmp_path, [first, second], rows=2)
+    running = threading.Thread(target=fleet.run, daemon=True)
+    running.start()
+    running.join(30)
+    assert not running.is_alive(), "the batch waits for the lost server for ever"
+    fleet.check([1, 2])
+    assert sorted(first.made) == ["1", "2"]
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_the_batch_ends_when_no_server_takes_posts(tmp_path: Path, rows: int) -> None:
+    class Closed(Server):
+        def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
+            raise UnreachableError(f"{self.name} answers with status 500")
+
+    fleet = Fleet(tmp_path, [Closed("a"), Closed("b")], rows=rows)
+    fleet.limits = {"timeout_s": 100.0}
+    with pytest.raises(BackendTimeoutError, match="answers with status 500; gave up after"):
+        fleet.run()
+    assert State.failed not in fleet.states()
+
+
 def test_a_server_that_fails_every_row_costs_none(tmp_path: Path) -> None:
     broken, sound = Server("broken"), Server("sound", steps=5)
     broken.bad = lambda prompt: "CUDA error: no device"
