@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from wanstream.cli.arguments import StopRequest
+from wanstream.cli.batch import fleet as fleet_module
 from wanstream.cli.batch.backend import (
     ForeignResponseError,
     MadeFile,
@@ -83,6 +84,7 @@ class Fleet(Bench):
         super().__init__(folder, None, rows=rows_of(rows), size=size)
         self.servers = servers
         self.unreachable: set[str] = set()
+        self.wait: Callable[[], None] = lambda: time.sleep(0.001)
 
     def run(self, journal: Journal | None = None, store: OutputStore | None = None) -> JobQueue:
         store = store or OutputStore(self.folder)
@@ -108,7 +110,7 @@ class Fleet(Bench):
                 )
                 for server in self.servers
             ]
-            run_all(runners, queue, lambda: time.sleep(0.001))
+            run_all(runners, queue, self.wait)
             return queue
 
     def made(self) -> list[str]:
@@ -378,6 +380,34 @@ def test_ctrl_c_leaves_nothing_on_any_server(tmp_path: Path, times: int) -> None
     fleet.check(range(1, 25))
 
 
+def test_a_second_ctrl_c_does_not_wait_for_a_server_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_END_SECONDS", 1.0)
+    hung, other, ended, pressed = Server("hung"), Server("other", steps=1000), threading.Event(), threading.Event()
+    fleet = Fleet(tmp_path, [hung, other])
+
+    def hang(call: str) -> None:
+        if call == "outcome":
+            pressed.set()
+            ended.wait(30)
+
+    def wait() -> None:
+        assert not fleet.stop.immediate, "it redraws the bar without a pause"
+        if pressed.wait(10) and other.queue:
+            fleet.stop.count = 2
+
+    hung.called, fleet.wait = hang, wait
+    start = time.monotonic()
+    fleet.run()
+    assert time.monotonic() - start < 20
+    assert other.queue == [], "its rows are cancelled"
+    assert hung.queue != [], "the next command polls them"
+    ended.set()
+    hung.called, fleet.stop, other.steps = (lambda call: None), StopRequest(), 1
+    fleet.wait = lambda: time.sleep(0.001)
+    fleet.run()
+    fleet.check(range(1, 25))
+
+
 def test_a_resumed_command_polls_the_server_of_each_id(tmp_path: Path) -> None:
     class Cut(Server):
         def fetch(self, file: MadeFile, part: Path) -> None:
@@ -442,6 +472,24 @@ class Desk:
     def where(self, row: int) -> tuple[State, str | None, str | None]:
         entry = self.journal.entries[f"hash {row}"]
         return entry.state, entry.backend, entry.prompt_id
+
+
+def test_an_error_of_the_main_thread_ends_the_runners(tmp_path: Path) -> None:
+    queue = Desk(tmp_path, 2).queue
+    ended = threading.Barrier(3)
+
+    class Endless:
+        def run(self) -> None:
+            while queue.needs("http://a"):
+                time.sleep(0.001)
+            ended.wait(10)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all([Endless(), Endless()], queue, interrupt)  # type: ignore[list-item]
+    ended.wait(10)
 
 
 def test_a_row_that_nobody_has_taken_is_reclaimed_with_its_id(tmp_path: Path) -> None:
