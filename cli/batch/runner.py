@@ -195,6 +195,7 @@ class Runner:
                 self.backend.withdraw(submission.prompt_id)
             try:
                 changed |= self._poll(submission)
+                self._answered_at = self.clock()  # after a long download, a short fault is still a short one
             except UnsentError as err:
                 unsent = err
         while len(self.queue.submissions(self._name)) < self.backend.window:
@@ -255,7 +256,7 @@ class Runner:
 
     def _accepted(self, submission: Submission) -> None:
         """Record that the backend has responded to a post."""
-        self._outage = False
+        self._outage, self._answered_at = False, self.clock()
         self._posted += 1
         for row in submission.rows:
             self._post_setbacks.pop(row.hash, None)

@@ -264,6 +264,31 @@ def test_a_server_that_takes_no_posts_still_delivers_what_it_has(tmp_path: Path)
     assert not any(told.startswith("failed") for told in fleet.reporter.told)
 
 
+def test_a_short_fault_after_a_long_download_moves_no_rows(tmp_path: Path) -> None:
+    now, failed = 0.0, threading.Event()
+
+    class Distant(Server):
+        def fetch(self, file: MadeFile, part: Path) -> None:
+            nonlocal now
+            super().fetch(file, part)
+            now += 60.0
+
+        def outcome(self, prompt_id: str) -> Outcome:
+            if now and not failed.is_set():
+                failed.set()
+                raise UnreachableError(f"connection reset by {self.name}")
+            return super().outcome(prompt_id)
+
+    distant = Distant("distant")
+    fleet = Fleet(tmp_path, [distant, Server("other", steps=5)])
+    fleet.limits = {"clock": lambda: now}
+    fleet.run()
+    fleet.check(range(1, 25))
+    assert failed.is_set()
+    assert not any("other backends take its" in told for told in fleet.reporter.told)
+    assert len(fleet.made()) == 24
+
+
 def test_a_server_whose_last_post_failed_takes_the_rows_of_one_that_is_lost_later(tmp_path: Path) -> None:
     # The other server takes all rows meanwhile, so that no post shows that the first one accepts them again.
     first, second = Server("first"), Server("second", steps=10**6)
