@@ -103,8 +103,8 @@ class BatchBar(tqdm):  # type: ignore[misc]
         rows = f"{self._ended}/{self.total}"
         return {**known, "n": self.passed, "rate": rate, "rows": rows, "silence": silence}
 
-    def running(self, backend: str, job: str, rows: int) -> None:
-        """Report the running, or next, job of a backend and its number of rows; called at every poll."""
+    def running(self, backend: str, job: str | None, rows: int) -> None:
+        """Report the running, or next, job of a backend and its number of rows; called at every poll. None: no job."""
         with self._exclusive:
             progress = self._progress.setdefault(backend, _Progress())
             if job != progress.job:
@@ -156,6 +156,7 @@ class BatchBar(tqdm):  # type: ignore[misc]
             self._backends -= 1
             self._progress.pop(backend, None)
             self._silent.pop(backend, None)
+            self.set_postfix_str(self._servers() if self._backends > 1 else "", refresh=False)
 
     def show(self, progress: NodeProgress) -> None:
         """Show the progress of the node that is running in this process."""

@@ -182,11 +182,10 @@ class Runner:
 
     def _poll_and_post(self) -> bool:
         """Poll all submissions, and post jobs until the window is full; return True if anything has changed."""
+        self._report_running()
         if self._away:
             self._return()
         submissions = self.queue.submissions(self._name)
-        if submissions:
-            self._reporter.running(self._name, submissions[0].prompt_id, len(submissions[0].rows))
         changed = False
         unsent: UnsentError | None = None
         # Before the posts, so that a backend that takes no more workflows still delivers what it has.
@@ -207,6 +206,12 @@ class Runner:
         if unsent is not None and not changed:
             raise unsent
         return changed
+
+    def _report_running(self) -> None:
+        """Report the oldest submission, or none: the last one may be lost, or another backend may have taken it."""
+        submissions = self.queue.submissions(self._name)
+        job, rows = (submissions[0].prompt_id, len(submissions[0].rows)) if submissions else (None, 0)
+        self._reporter.running(self._name, job, rows)
 
     def _latents_of(self, row: Row) -> list[tuple[Path, str]]:
         """Return the latent that a row continues, and its name for the workflow; none for a row that continues none.
