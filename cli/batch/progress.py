@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class BatchBar(tqdm):  # type: ignore[misc]
     fractionally: by their steps or, on a server, by the duration of the previous job there.
     """
 
+    # tqdm's own lock is shared with forked processes, in which it stays locked if one of them is killed.
+    _lock = threading.RLock()
     # No monitor thread of tqdm: `refresh` redraws the bar, and when memory is short a thread start may never return.
     monitor_interval = 0
 
@@ -132,7 +135,7 @@ class BatchBar(tqdm):  # type: ignore[misc]
     def note(self, text: str) -> None:
         """Print any other message."""
         with self._exclusive:
-            tqdm.write(text, file=sys.stderr)
+            self.write(text, file=sys.stderr)
 
     def unresponsive(self, backend: str, unresponsive: bool) -> None:
         """Report that a backend does not respond, or that it responds again."""

@@ -194,9 +194,9 @@ class Runner:
                 self.backend.withdraw(submission.prompt_id)
             try:
                 changed |= self._poll(submission)
-                self._answered_at = self.clock()  # after a long download, a short fault is still a short one
             except UnsentError as err:
                 unsent = err
+            self._answered_at = self.clock()  # after a long download, a short fault is still a short one
         while len(self.queue.submissions(self._name)) < self.backend.window:
             taken = self.queue.take(self.backend)
             if taken is None:

@@ -200,8 +200,6 @@ def requirements(workflow: Prompt, reports: Sequence[ServerReport], prompts: Ite
 
 def require(servers: Servers, workflow: Prompt, prompts: Sequence[Prompt]) -> None:
     """Check that the servers have the files of all rows, now and after each outage. Raises UnsuitableError."""
-    if not servers.reports:
-        return
     needed = requirements(workflow, servers.reports, prompts)
     if faults := [line for report in servers.reports for line in needed.faults(report)]:
         raise UnsuitableError("\n".join(faults))
