@@ -137,7 +137,8 @@ class ServerBackend(BatchBackend):
     def read_nodes(self) -> None:
         """Read the server's description of every node class."""
         self._info = self._accepted("/object_info")
-        self.sockets = {name: sockets_of(node.get("input") or {}) for name, node in self._info.items()}
+        with self._shape("/object_info"):
+            self.sockets = {name: sockets_of(node.get("input") or {}) for name, node in self._info.items()}
 
     def describe(self) -> ServerReport:
         """Return the versions and nodes of the server. Raises NotComfyUIError for any other server."""

@@ -221,17 +221,26 @@ def test_a_server_that_returns_with_other_nodes_is_refused_by_its_check(serve: S
         backend.check()
 
 
-def test_a_server_whose_description_fails_is_checked_again(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("failed", "found", "message"),
+    [
+        ("/wanstream/about", (500, b""), "answers with status 500"),
+        ("/object_info", (200, {"error": "the nodes are loading"}), "/object_info answers, but not as ComfyUI does"),
+    ],
+)
+def test_a_server_whose_description_fails_is_checked_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, failed: str, found: tuple[int, Any], message: str
+) -> None:
     answer = State.answer
 
     def failing(self: State, route: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
-        return (500, b"") if route == "/wanstream/about" else answer(self, route, query, body)
+        return found if route == failed else answer(self, route, query, body)
 
     url, _ = serve()
     backend = ServerBackend(url)
     backend.faults_of_server = Requirements(classes={}, wanstream=VERSION, url="http://other").faults
     monkeypatch.setattr(State, "answer", failing)
-    with pytest.raises(UnreachableError, match="answers with status 500"):
+    with pytest.raises(UnreachableError, match=message):
         backend.check()
     monkeypatch.setattr(State, "answer", answer)
     backend.check()
