@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from .job_queue import JobQueue
 from .runner import Runner
 
-_END_SECONDS = 2.0
-"""Time for the threads to end after the last row: one of them may wait for a server that does not respond."""
+_END_SECONDS = 5.0
+"""Time for the threads to end after the last row, or to cancel theirs: one may wait for a server that hangs."""
 
 
 def run_all(runners: Sequence[Runner], queue: JobQueue, wait: Callable[[], None]) -> None:
@@ -33,12 +33,15 @@ def run_all(runners: Sequence[Runner], queue: JobQueue, wait: Callable[[], None]
 
     # Daemons, because a request to a server that does not respond may take a minute, and cannot be interrupted.
     threads = [threading.Thread(target=run, args=[runner], daemon=True) for runner in runners]
-    for thread in threads:
-        thread.start()
-    while not queue.over and any(thread.is_alive() for thread in threads):
-        wait()
-    end = time.monotonic() + _END_SECONDS
-    for thread in threads:
-        thread.join(max(end - time.monotonic(), 0.0))
+    try:
+        for thread in threads:
+            thread.start()
+        while not (queue.over or queue.stop.immediate) and any(thread.is_alive() for thread in threads):
+            wait()
+        end = time.monotonic() + _END_SECONDS
+        for thread in threads:
+            thread.join(max(end - time.monotonic(), 0.0))
+    finally:
+        queue.abort()  # also for an error here, such as a third Ctrl-C: threads that are left post nothing more
     if errors:
         raise errors[0]

@@ -79,6 +79,8 @@ class JobQueue:
     _reasons: dict[str, dict[str, str]] = field(default_factory=dict)
     _silences: dict[str, float | None] = field(default_factory=dict)
     """Seconds without a response by the name of each backend in use; None: it responds."""
+    _untried: set[str] = field(default_factory=set)
+    """Backends that respond, but whose last post had no response: they may take rows, and their silence goes on."""
 
     def __post_init__(self) -> None:
         self._silences = dict.fromkeys((backend.name for backend in self.backends), None)
@@ -207,11 +209,12 @@ class JobQueue:
                     faults[row.hash] = f"lost {MAX_LOSSES} times while running"
             return faults
 
-    def silence(self, name: str, seconds: float | None) -> None:
-        """Record for how long a backend has not responded; None: it responds."""
+    def silence(self, name: str, seconds: float | None, *, untried: bool = False) -> None:
+        """Record for how long a backend has not responded; None: it responds. `untried`: only its posts did not."""
         with self.lock:
             self._silences[name] = seconds
-            self.reporter.unresponsive(name, seconds is not None)
+            (self._untried.add if untried else self._untried.discard)(name)
+            self.reporter.unresponsive(name, name not in self._alive())
 
     def all_silent_for(self) -> float:
         """Return the seconds for which no backend has responded."""
@@ -262,7 +265,7 @@ class JobQueue:
             self.aborted = True
 
     def _alive(self) -> list[str]:
-        return [name for name, seconds in self._silences.items() if seconds is None]
+        return [name for name, seconds in self._silences.items() if seconds is None or name in self._untried]
 
     def _may_take(self, name: str) -> bool:
         """Return True if a backend may have another job: it may queue one if enough are left for those with fewer."""

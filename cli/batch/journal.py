@@ -316,7 +316,9 @@ class Journal(AbstractContextManager["Journal"]):
                 raise
             raise DamagedJournalError(f"the journal {self._path} is damaged: {err}") from err
 
+    @_exclusive
     def __exit__(self, *error: object) -> None:
+        # Not while another thread writes: one that waits for a hung server may still run when the batch ends.
         self._connection.close()
 
     @_exclusive

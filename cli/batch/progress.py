@@ -60,6 +60,8 @@ class BatchBar(tqdm):  # type: ignore[misc]
     fractionally: by their steps or, on a server, by the duration of the previous job there.
     """
 
+    # tqdm's own lock is shared with forked processes, in which it stays locked if one of them is killed.
+    _lock = threading.RLock()
     # No monitor thread of tqdm: `refresh` redraws the bar, and when memory is short a thread start may never return.
     monitor_interval = 0
 
@@ -81,7 +83,9 @@ class BatchBar(tqdm):  # type: ignore[misc]
         """Time since which no backend responds."""
         self._silent_before = 0.0
         """Total seconds of earlier silences of all backends, which the rate excludes."""
-        self._exclusive = threading.RLock()
+        # The lock with which `refresh` and `write` call back here: with another one, two threads could wait for each
+        # other, one in `refresh` and one in a method of this class.
+        self._exclusive = self.get_lock()
         super().__init__(total=rows, initial=ended, desc="batch", smoothing=0, bar_format=_FORMAT, file=sys.stderr)
 
     def __exit__(self, *error: object) -> None:
@@ -108,8 +112,8 @@ class BatchBar(tqdm):  # type: ignore[misc]
         rows = f"{self._ended}/{self.total}"
         return {**known, "n": self.passed, "rate": rate, "rows": rows, "silence": silence}
 
-    def running(self, backend: str, job: str, rows: int) -> None:
-        """Report the running, or next, job of a backend and its number of rows; called at every poll."""
+    def running(self, backend: str, job: str | None, rows: int) -> None:
+        """Report the running, or next, job of a backend and its number of rows; called at every poll. None: no job."""
         with self._exclusive:
             progress = self._progress.setdefault(backend, _Progress())
             if job != progress.job:
@@ -137,7 +141,7 @@ class BatchBar(tqdm):  # type: ignore[misc]
     def note(self, text: str) -> None:
         """Print any other message."""
         with self._exclusive:
-            tqdm.write(text, file=sys.stderr)
+            self.write(text, file=sys.stderr)
 
     def unresponsive(self, backend: str, unresponsive: bool) -> None:
         """Report that a backend does not respond, or that it responds again."""
@@ -161,6 +165,7 @@ class BatchBar(tqdm):  # type: ignore[misc]
             self._backends -= 1
             self._progress.pop(backend, None)
             self._silent.pop(backend, None)
+            self.set_postfix_str(self._servers() if self._backends > 1 else "", refresh=False)
 
     def show(self, progress: NodeProgress, *, backend: str) -> None:
         """Show the progress of the node that is running on this backend; its name, if there is only one backend."""

@@ -171,18 +171,21 @@ class Runner:
                 self._wait_for_backend(err)
             return None
         self._answered_at = self.clock()
-        if self._silence and not self._outage:
+        if self._silence and self._outage:
+            # Only the next post shows if the outage is over, and without waiting rows it never comes: others have to
+            # be able to give it theirs.
+            self.queue.silence(self._name, self._silence, untried=True)
+        elif self._silence:
             self.queue.silence(self._name, None)
             self._silence, self._given_noted = 0.0, False
         return changed
 
     def _poll_and_post(self) -> bool:
         """Poll all submissions, and post jobs until the window is full; return True if anything has changed."""
+        self._report_running()
         if self._away:
             self._return()
         submissions = self.queue.submissions(self._name)
-        if submissions:
-            self._reporter.running(self._name, submissions[0].prompt_id, len(submissions[0].rows))
         changed = False
         unsent: UnsentError | None = None
         # Before the posts, so that a backend that takes no more workflows still delivers what it has.
@@ -193,6 +196,7 @@ class Runner:
                 changed |= self._poll(submission)
             except UnsentError as err:
                 unsent = err
+            self._answered_at = self.clock()  # after a long download, a short fault is still a short one
         while len(self.queue.submissions(self._name)) < self.backend.window:
             taken = self.queue.take(self.backend)
             if taken is None:
@@ -202,6 +206,12 @@ class Runner:
         if unsent is not None and not changed:
             raise unsent
         return changed
+
+    def _report_running(self) -> None:
+        """Report the oldest submission, or none: the last one may be lost, or another backend may have taken it."""
+        submissions = self.queue.submissions(self._name)
+        job, rows = (submissions[0].prompt_id, len(submissions[0].rows)) if submissions else (None, 0)
+        self._reporter.running(self._name, job, rows)
 
     def _latents_of(self, row: Row) -> list[tuple[Path, str]]:
         """Return the latent that a row continues, and its name for the workflow; none for a row that continues none.
@@ -251,7 +261,7 @@ class Runner:
 
     def _accepted(self, submission: Submission) -> None:
         """Record that the backend has responded to a post."""
-        self._outage = False
+        self._outage, self._answered_at = False, self.clock()
         self._posted += 1
         for row in submission.rows:
             self._post_setbacks.pop(row.hash, None)

@@ -7,6 +7,7 @@ here. The faults found here are a subset of the server's: a value that an own ch
 from __future__ import annotations
 
 import json
+import re
 import ssl
 import urllib.parse
 import urllib.request
@@ -97,7 +98,7 @@ class ServerBackend(BatchBackend):
             raise NotComfyUIError(f"--server {url}: write an address like http://127.0.0.1:8188")
         self.url = url.rstrip("/")
         self.name = _normalised(parts)
-        self.address = self.name.replace("//localhost", "//127.0.0.1", 1)
+        self.address = re.sub("//localhost(?=[:/]|$)", "//127.0.0.1", self.name)
         try:
             self._client = httpx.Client(
                 base_url=self.url,
@@ -136,13 +137,16 @@ class ServerBackend(BatchBackend):
     def read_nodes(self) -> None:
         """Read the server's description of every node class."""
         self._info = self._accepted("/object_info")
-        self.sockets = {name: sockets_of(node.get("input") or {}) for name, node in self._info.items()}
+        with self._shape("/object_info"):
+            self.sockets = {name: sockets_of(node.get("input") or {}) for name, node in self._info.items()}
 
     def describe(self) -> ServerReport:
         """Return the versions and nodes of the server. Raises NotComfyUIError for any other server."""
         version = self.version()
         self.read_nodes()
-        _, about = self._ask("/wanstream/about")
+        status, about = self._ask("/wanstream/about")
+        if status >= _BROKEN:  # not the same as no such route: the server counts as unsuitable for good then
+            raise UnreachableError(f"{self.url} answers with status {status}")
         known = about if isinstance(about, dict) else {}
         has_pack = not own_nodes().keys().isdisjoint(self.sockets)
         return ServerReport(

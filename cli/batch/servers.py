@@ -69,7 +69,8 @@ class Requirements:
         more = [f"and {len(lacking) - MAX_LINES} more"] if len(lacking) > MAX_LINES else []
         if lacking:
             faults += [
-                f"{report.url} lacks {len(lacking)} choices of the rows that another server has:",
+                f"{report.url} lacks {len(lacking)} choices of the rows that another server has: add them there, or "
+                "leave this server out",
                 *lines,
                 *more,
             ]
@@ -154,8 +155,11 @@ def connect_all(urls: Sequence[str], workflow: Prompt) -> Servers:
     # Side by side: a machine that is switched off costs a minute.
     with ThreadPoolExecutor(len(backends)) as pool:
         found = [*pool.map(_report, backends)]
-    for (first, a), (second, b) in combinations(zip(urls, found, strict=True), 2):
-        if same_server(first if isinstance(a, Exception) else a, second if isinstance(b, Exception) else b):
+    for (first, one, a), (second, two, b) in combinations(zip(urls, backends, found, strict=True), 2):
+        # Ids are not enough: a proxy that chooses a server for each request has several at one address.
+        if one.address == two.address or same_server(
+            first if isinstance(a, Exception) else a, second if isinstance(b, Exception) else b
+        ):
             raise ArgumentError(f"--server {first} and --server {second} are one server: give each server once")
     reports = [each for each in found if isinstance(each, ServerReport)]
     errors = [each for each in found if isinstance(each, Exception)]
@@ -196,8 +200,6 @@ def requirements(workflow: Prompt, reports: Sequence[ServerReport], prompts: Ite
 
 def require(servers: Servers, workflow: Prompt, prompts: Sequence[Prompt]) -> None:
     """Check that the servers have the files of all rows, now and after each outage. Raises UnsuitableError."""
-    if not servers.reports:
-        return
     needed = requirements(workflow, servers.reports, prompts)
     if faults := [line for report in servers.reports for line in needed.faults(report)]:
         raise UnsuitableError("\n".join(faults))

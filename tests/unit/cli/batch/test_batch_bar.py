@@ -203,3 +203,62 @@ def test_the_bar_names_servers_that_do_not_respond(capsys: pytest.CaptureFixture
         assert "no answer for 30 s" in capsys.readouterr().err.split("\r")[-1]
         bar.unresponsive("http://b", False)
         assert "1 of 4 servers" in capsys.readouterr().err.split("\r")[-1]
+
+
+def test_a_job_that_a_server_has_lost_does_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    with BatchBar(rows=2, ended=0, backends=2, clock=lambda: now[0]) as bar:
+        for job in ("1", "2"):
+            bar.running("a", job, 1)
+            now[0] += 10.0
+            if job == "1":
+                bar.done("a")
+        assert bar.passed == 1.99
+        bar.running("a", None, 0)
+        assert bar.passed == 1.0
+        bar.running("b", "2", 1)
+        bar.done("b")
+        assert bar.passed == 2.0
+    assert "100%" in capsys.readouterr().err.split("\r")[-1]
+
+
+@pytest.mark.parametrize(("servers", "left"), [(2, None), (3, "2 of 2 servers")])
+def test_an_excluded_server_is_not_named_any_more(
+    capsys: pytest.CaptureFixture[str], servers: int, left: str | None
+) -> None:
+    with BatchBar(rows=2, ended=0, backends=servers) as bar:
+        bar.unresponsive("http://b", True)
+        bar.excluded("http://b")
+        bar.refresh()
+        last = capsys.readouterr().err.split("\r")[-1]
+        assert "http://b" not in last
+        assert left is None or left in last
+
+
+def test_a_row_that_ends_while_the_bar_is_redrawn_blocks_no_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    inside, redrawn = threading.Event(), threading.Event()
+
+    def clock() -> float:
+        if threading.current_thread() is ending:
+            inside.set()
+            redrawn.wait(0.5)
+        return 0.0
+
+    def end_row() -> None:
+        bar.done("a")
+
+    def redraw() -> None:
+        inside.wait(5)
+        bar.refresh()
+        redrawn.set()
+
+    ending = threading.Thread(target=end_row, daemon=True)
+    bar = BatchBar(rows=2, ended=0, backends=2, clock=clock)
+    bar.running("a", "job", 1)
+    threads = [ending, threading.Thread(target=redraw, daemon=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    bar.close()

@@ -143,9 +143,10 @@ class Silent:
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.jobs: dict[str, str | None] = {}
 
-    def running(self, backend: str, job: str, rows: int) -> None:
-        pass
+    def running(self, backend: str, job: str | None, rows: int) -> None:
+        self.jobs[backend] = job
 
     def done(self, backend: str | None = None) -> None:
         pass

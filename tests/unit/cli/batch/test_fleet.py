@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from wanstream.cli.arguments import StopRequest
+from wanstream.cli.batch import fleet as fleet_module
 from wanstream.cli.batch.backend import (
     ForeignResponseError,
     MadeFile,
@@ -83,6 +84,7 @@ class Fleet(Bench):
         super().__init__(folder, None, rows=rows_of(rows), size=size)
         self.servers = servers
         self.unreachable: set[str] = set()
+        self.wait: Callable[[], None] = lambda: time.sleep(0.001)
 
     def run(self, journal: Journal | None = None, store: OutputStore | None = None) -> JobQueue:
         store = store or OutputStore(self.folder)
@@ -108,7 +110,7 @@ class Fleet(Bench):
                 )
                 for server in self.servers
             ]
-            run_all(runners, queue, lambda: time.sleep(0.001))
+            run_all(runners, queue, self.wait)
             return queue
 
     def made(self) -> list[str]:
@@ -167,6 +169,7 @@ def test_rows_of_a_server_that_is_gone_are_made_by_another(tmp_path: Path) -> No
     fleet.run()
     fleet.check(range(1, 25))
     assert len(other.made) >= 22
+    assert fleet.reporter.jobs["http://lost"] is None, "the bar does not count its last job any more"
     assert any(
         "http://lost has not responded for some time: other backends take its" in told for told in fleet.reporter.told
     )
@@ -262,6 +265,68 @@ def test_a_server_that_takes_no_posts_still_delivers_what_it_has(tmp_path: Path)
     assert not any(told.startswith("failed") for told in fleet.reporter.told)
 
 
+def test_a_short_fault_after_a_long_download_moves_no_rows(tmp_path: Path) -> None:
+    now, failed = 0.0, threading.Event()
+
+    class Distant(Server):
+        def fetch(self, file: MadeFile, part: Path) -> None:
+            nonlocal now
+            super().fetch(file, part)
+            now += 60.0
+
+        def outcome(self, prompt_id: str) -> Outcome:
+            if now and not failed.is_set():
+                failed.set()
+                raise UnreachableError(f"connection reset by {self.name}")
+            return super().outcome(prompt_id)
+
+    distant = Distant("distant")
+    fleet = Fleet(tmp_path, [distant, Server("other", steps=5)])
+    fleet.limits = {"clock": lambda: now}
+    fleet.run()
+    fleet.check(range(1, 25))
+    assert failed.is_set()
+    assert not any("other backends take its" in told for told in fleet.reporter.told)
+    assert len(fleet.made()) == 24
+
+
+def test_a_server_whose_last_post_failed_takes_the_rows_of_one_that_is_lost_later(tmp_path: Path) -> None:
+    # The other server takes all rows meanwhile, so that no post shows that the first one accepts them again.
+    first, second = Server("first"), Server("second", steps=10**6)
+    calls = 0
+
+    def refuse(call: str) -> None:
+        if call == "post" and not second.gone:
+            raise UnreachableError("http://first answers with status 500")
+
+    def leave(call: str) -> None:
+        nonlocal calls
+        calls += len(second.queue) == 2
+        second.gone = calls > 50
+
+    first.called, second.called = refuse, leave
+    fleet = Fleet(tmp_path, [first, second], rows=2)
+    running = threading.Thread(target=fleet.run, daemon=True)
+    running.start()
+    running.join(30)
+    assert not running.is_alive(), "the batch waits for the lost server for ever"
+    fleet.check([1, 2])
+    assert sorted(first.made) == ["1", "2"]
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_the_batch_ends_when_no_server_takes_posts(tmp_path: Path, rows: int) -> None:
+    class Closed(Server):
+        def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
+            raise UnreachableError(f"{self.name} answers with status 500")
+
+    fleet = Fleet(tmp_path, [Closed("a"), Closed("b")], rows=rows)
+    fleet.limits = {"timeout_s": 100.0}
+    with pytest.raises(BackendTimeoutError, match="answers with status 500; gave up after"):
+        fleet.run()
+    assert State.failed not in fleet.states()
+
+
 def test_a_server_that_fails_every_row_costs_none(tmp_path: Path) -> None:
     broken, sound = Server("broken"), Server("sound", steps=5)
     broken.bad = lambda prompt: "CUDA error: no device"
@@ -341,6 +406,34 @@ def test_ctrl_c_leaves_nothing_on_any_server(tmp_path: Path, times: int) -> None
     fleet.check(range(1, 25))
 
 
+def test_a_second_ctrl_c_does_not_wait_for_a_server_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_END_SECONDS", 1.0)
+    hung, other, ended, pressed = Server("hung"), Server("other", steps=1000), threading.Event(), threading.Event()
+    fleet = Fleet(tmp_path, [hung, other])
+
+    def hang(call: str) -> None:
+        if call == "outcome":
+            pressed.set()
+            ended.wait(30)
+
+    def wait() -> None:
+        assert not fleet.stop.immediate, "it redraws the bar without a pause"
+        if pressed.wait(10) and other.queue:
+            fleet.stop.count = 2
+
+    hung.called, fleet.wait = hang, wait
+    start = time.monotonic()
+    fleet.run()
+    assert time.monotonic() - start < 20
+    assert other.queue == [], "its rows are cancelled"
+    assert hung.queue != [], "the next command polls them"
+    ended.set()
+    hung.called, fleet.stop, other.steps = (lambda call: None), StopRequest(), 1
+    fleet.wait = lambda: time.sleep(0.001)
+    fleet.run()
+    fleet.check(range(1, 25))
+
+
 def test_a_resumed_command_polls_the_server_of_each_id(tmp_path: Path) -> None:
     class Cut(Server):
         def fetch(self, file: MadeFile, part: Path) -> None:
@@ -405,6 +498,24 @@ class Desk:
     def where(self, row: int) -> tuple[State, str | None, str | None]:
         entry = self.journal.entries[f"hash {row}"]
         return entry.state, entry.backend, entry.prompt_id
+
+
+def test_an_error_of_the_main_thread_ends_the_runners(tmp_path: Path) -> None:
+    queue = Desk(tmp_path, 2).queue
+    ended = threading.Barrier(3)
+
+    class Endless:
+        def run(self) -> None:
+            while queue.needs("http://a"):
+                time.sleep(0.001)
+            ended.wait(10)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all([Endless(), Endless()], queue, interrupt)  # type: ignore[list-item]
+    ended.wait(10)
 
 
 def test_a_row_that_nobody_has_taken_is_reclaimed_with_its_id(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import json
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -430,3 +432,21 @@ def test_threads_change_the_journal_one_after_the_other(tmp_path: Path) -> None:
         assert states(journal) == [State.failed] * 40
     with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
         assert states(journal) == [State.failed] * 40
+
+
+def test_a_journal_is_not_closed_while_a_thread_changes_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite", workflow="w")
+    changing, changed = threading.Event(), threading.Event()
+
+    def change() -> None:
+        with journal.lock:
+            changing.set()
+            time.sleep(0.2)
+            changed.set()
+
+    with journal:
+        thread = threading.Thread(target=change)
+        thread.start()
+        assert changing.wait(10)
+    assert changed.is_set()
+    thread.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import ThreadingHTTPServer
@@ -15,7 +16,7 @@ import pytest
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INVALID
-from wanstream.cli.batch.backend import UnsuitableError
+from wanstream.cli.batch.backend import UnreachableError, UnsuitableError
 from wanstream.cli.batch.server_backend import ServerBackend, ServerReport
 from wanstream.cli.batch.servers import Choice, Requirements, endpoints, same_server
 from wanstream.host.embedded import sockets_of
@@ -114,6 +115,20 @@ def test_one_process_behind_two_ports_is_refused(
     assert "are one server: give each server once" in refused(tmp_path, capsys, first, second)
 
 
+def test_one_address_with_several_processes_is_refused(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = State.answer
+
+    def changing(self: State, route: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        about = {"version": VERSION, "instance": str(uuid.uuid4())}
+        return (200, about) if route == "/wanstream/about" else answer(self, route, query, body)
+
+    monkeypatch.setattr(State, "answer", changing)
+    url, _ = serve()
+    assert "are one server: give each server once" in refused(tmp_path, capsys, url, url)
+
+
 def test_servers_with_different_versions_of_this_pack_are_refused(
     serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,7 +168,7 @@ def test_a_server_without_a_model_of_the_workflow_is_refused(
     (missing,) = (state.models / "diffusion_models").glob(name)
     missing.unlink()
     told = refused(tmp_path, capsys, first, second)
-    assert f"{second} lacks 1 choices of the rows that another server has:" in told
+    assert f"{second} lacks 1 choices of the rows that another server has: add them there, or leave" in told
     assert f"WanStreamExperts.high_noise '{name}'" in told
 
 
@@ -206,6 +221,44 @@ def test_a_server_that_returns_with_other_nodes_is_refused_by_its_check(serve: S
         backend.check()
 
 
+@pytest.mark.parametrize(
+    ("failed", "found", "message"),
+    [
+        ("/wanstream/about", (500, b""), "answers with status 500"),
+        ("/object_info", (200, {"error": "the nodes are loading"}), "/object_info answers, but not as ComfyUI does"),
+    ],
+)
+def test_a_server_whose_description_fails_is_checked_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, failed: str, found: tuple[int, Any], message: str
+) -> None:
+    answer = State.answer
+
+    def failing(self: State, route: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        return found if route == failed else answer(self, route, query, body)
+
+    url, _ = serve()
+    backend = ServerBackend(url)
+    backend.faults_of_server = Requirements(classes={}, wanstream=VERSION, url="http://other").faults
+    monkeypatch.setattr(State, "answer", failing)
+    with pytest.raises(UnreachableError, match=message):
+        backend.check()
+    monkeypatch.setattr(State, "answer", answer)
+    backend.check()
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://localhost:8188", "http://127.0.0.1:8188"),
+        ("http://localhost", "http://127.0.0.1"),
+        ("http://localhost/a", "http://127.0.0.1/a"),
+        ("http://localhost.example:8188", "http://localhost.example:8188"),
+    ],
+)
+def test_localhost_is_recorded_as_its_number(url: str, address: str) -> None:
+    assert ServerBackend(url).address == address
+
+
 def test_a_server_that_comes_later_may_be_one_of_the_others(serve: Serve) -> None:
     url, state = serve()
     backend = ServerBackend(url)
@@ -253,6 +306,6 @@ def test_choices_of_a_workflow_without_a_list_are_any() -> None:
         ),
     )
     assert needed.faults(report_of("http://x", sockets=sockets)) == [
-        "http://x lacks 1 choices of the rows that another server has:",
+        "http://x lacks 1 choices of the rows that another server has: add them there, or leave this server out",
         "Load.file 'c'",
     ]
