@@ -95,7 +95,9 @@ class FakeRay:
 
 
 def started(**changes: Any) -> Started:
-    return Started(**{"facts": Worker("cpu", machine=OTHER).facts(), "logs": (), "requires_token": True, **changes})
+    return Started(
+        **{"facts": Worker("cpu", machine=OTHER).facts(), "logs": (), "requires_token": True, "process": "", **changes}
+    )
 
 
 class FakePlacement:

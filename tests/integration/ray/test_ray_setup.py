@@ -77,7 +77,7 @@ def started(address: str, *, token: bool) -> Started:
         diffusers="0",
         python="0",
     )
-    return Started(facts=facts, logs=(), requires_token=token)
+    return Started(facts=facts, logs=(), requires_token=token, process="")
 
 
 def test_workers_on_loopback_need_no_token() -> None:
