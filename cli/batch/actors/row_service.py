@@ -34,8 +34,8 @@ from ..journal import is_full_disk
 from ..output_store import sha256_of
 
 PATH = "cli.batch.actors.row_service:RowService"
-TEMPORARY = "wanstream-batch-"
-"""Prefix of the folders of these processes, before the process id."""
+TEMPORARY = f"wanstream-batch-{platform.node()}-"
+"""Prefix of the folders of these processes, before the process id. Machines may share their folder of such files."""
 STOP_TIMEOUT_S = 5.0
 
 

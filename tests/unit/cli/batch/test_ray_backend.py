@@ -346,11 +346,13 @@ def test_model_files_are_those_that_the_workflow_or_a_row_names(tmp_path: Path) 
 
 def test_folders_of_killed_processes_are_removed(actor: LocalActor, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
-    for pid in (os.getpid(), 4_194_305):  # above the largest process id of Linux
-        (temporary / f"{TEMPORARY}{pid}-x" / "output").mkdir(parents=True)
-    (temporary / f"{TEMPORARY}x-y").mkdir()
+    kept = {temporary / f"{TEMPORARY}{os.getpid()}-x", temporary / f"{TEMPORARY}x-y"}
+    gone = 4_194_305  # above the largest process id of Linux
+    kept.add(temporary / f"wanstream-batch-another.machine-{gone}-x")  # in a folder that machines share
+    for folder in (*kept, temporary / f"{TEMPORARY}{gone}-x"):
+        (folder / "output").mkdir(parents=True)
     own = actor.service._own_folder()
-    assert set(temporary.iterdir()) == {own, temporary / f"{TEMPORARY}{os.getpid()}-x", temporary / f"{TEMPORARY}x-y"}
+    assert set(temporary.iterdir()) == {own, *kept}
     actor.service.stop()
     assert not own.exists()
 
