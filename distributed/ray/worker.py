@@ -65,7 +65,9 @@ class RayWorker(Worker):
         self._service: Any = None
         if service is not None:
             path, settings = service
-            self._service = pkgutil.resolve_name(f"{PACKAGE}.{path}")(self.facts().device, **settings)
+            self._service = pkgutil.resolve_name(f"{PACKAGE}.{path}")(
+                self.facts().device, workers_on_machine, **settings
+            )
 
     def started(self) -> Started:
         """Return facts and log files of this worker."""
@@ -122,7 +124,8 @@ class Service:
     """
 
     path: str
-    """Its class, as `module:name` below this pack; it is called with the device of its process, and `settings`."""
+    """Its class, as `module:name` below this pack; it is called with the device of its process, the number
+    of processes on its machine, and `settings`."""
     settings: Mapping[str, Any]
     """Keyword arguments, of built-in types: they are unpickled before the pack is imported there."""
 

@@ -87,7 +87,7 @@ def _answer(call: Callable[[], Any]) -> Future[Any]:
 def row_service(options: BatchOptions, workflow: Any, output: Path) -> Callable[[], RowService]:
     """Return the constructor of a service whose hosts save in `output`, if its machine has that folder."""
     settings = {"strict": False, "models": str(options.models), "input": str(options.input)}
-    return lambda: RowService("cpu", workflow=workflow, **settings, output=str(output), mark=MARK)
+    return lambda: RowService("cpu", 1, workflow=workflow, **settings, marked=str(output / MARK))
 
 
 def local_backend(actor: LocalActor, options: BatchOptions) -> RayBackend:

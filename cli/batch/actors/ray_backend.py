@@ -233,8 +233,7 @@ def ray_backends(options: BatchOptions, workflow: Prompt, rows: Sequence[Row]) -
         "strict": options.strict,
         "models": str(models),
         "input": str(options.input.absolute()),
-        "output": str(output),
-        "mark": mark,
+        "marked": str(output / mark),
         "path_map": [(each.here, each.there) for each in ref.paths],
     }
     with open_services(

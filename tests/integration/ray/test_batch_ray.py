@@ -150,7 +150,7 @@ def test_ctrl_c_lets_the_running_rows_finish(
 def test_a_process_that_ray_has_restarted_gets_no_calls_of_the_one_before(
     sample_models: Path,
 ) -> None:
-    settings = {"workflow": {}, "strict": False, "models": str(sample_models), "input": "", "output": "", "mark": ""}
+    settings = {"workflow": {}, "strict": False, "models": str(sample_models), "input": "", "marked": ""}
     local, service = WorkersRef(count=1), Service(path=PATH, settings=settings)
     with open_services(local, service, device="cpu", count=1, paths=[sample_models]) as ((actor,), check_machine):
         assert actor.serve("outcome", "row").result(LIMIT_S).outcome == Unknown()

@@ -419,19 +419,21 @@ def test_actors_of_one_machine_share_the_blocks_in_ram(
         raise InterruptedError
 
     monkeypatch.setattr(row_service_module, "open_pair", open_pair)
-    service = row_service(options, workflow, tmp_path)()
-    with pytest.raises(InterruptedError):
-        service._host._experts.get(ExpertsRef(high_noise=tmp_path / "high", low_noise=tmp_path / "low"))
-    assert opened == [sys.platform != "win32"]
+    folders = {"models": str(options.models), "input": "", "marked": ""}
+    for processes in (1, 2):
+        service = RowService("cpu", processes, workflow=workflow, strict=False, **folders)
+        with pytest.raises(InterruptedError):
+            service._host._experts.get(ExpertsRef(high_noise=tmp_path / "high", low_noise=tmp_path / "low"))
+    assert opened == [False, sys.platform != "win32"], "one alone does not share"
 
 
 def test_folders_of_another_machine_are_those_of_the_path_map(
     options: BatchOptions, workflow: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "made" / MARK).mkdir(parents=True)
-    folders = {"models": "/home/me/models", "input": "/home/me/input", "output": "/home/me/made"}
+    folders = {"models": "/home/me/models", "input": "/home/me/input", "marked": f"/home/me/made/{MARK}"}
     maps = [("/home/me", str(tmp_path / "not mounted")), ("/home/me", str(tmp_path))]
-    service = RowService("cpu", workflow=workflow, strict=False, **folders, mark=MARK, path_map=maps)
+    service = RowService("cpu", 1, workflow=workflow, strict=False, **folders, path_map=maps)
     assert service.faults(workflow, {}) == []
     assert (service._models, service._input) == (tmp_path / "models", tmp_path / "input")
     assert service._output_folder() == tmp_path / "made"
