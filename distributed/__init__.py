@@ -13,7 +13,6 @@ from .messages import DecodeTask
 from .ray.environment import RayMissingError, check_token_file
 from .ray.pool import RayPool, RayWorkerHandle
 from .ray.services import open_services
-from .ray.worker import Service
 from .transport.in_process import InProcessPool
 from .transport.path_map import MissingPathError, resolve_path
 from .transport.pool import Pool, WorkerLostError
@@ -29,7 +28,6 @@ __all__ = [
     "RayPool",
     "RayWorkerHandle",
     "RestartLimitError",
-    "Service",
     "StepFunction",
     "StepProcess",
     "WorkerFailedError",

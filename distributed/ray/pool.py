@@ -282,7 +282,7 @@ class RayPool(AbstractContextManager["RayPool"]):
         actors = [self._actor(rank, folders) for rank in ranks]
         with ExitStack() as undo:
             undo.callback(self._kill, actors)
-            ready = [actor.started.remote() for actor in actors]
+            ready = [actor.call.remote("started", ()) for actor in actors]
             undo.callback(self._forget, ranks)
             self._starting.update(zip(ranks, actors, strict=True))
             self._check_open()  # again: `close` on another thread may have missed actors added just now
@@ -297,15 +297,15 @@ class RayPool(AbstractContextManager["RayPool"]):
 
     def _actor(self, rank: int, folders: Sequence[str]) -> Any:
         options = self._placement.options(rank)
-        service = None
         if self._service is not None:
-            service = (self._service.path, dict(self._service.settings))
             # A call that was lost is not repeated by Ray: the caller decides.
             options |= {"max_restarts": -1, "max_task_retries": 0}
-        workers_on_machine = self._placement.workers_on_machine_of(rank)
-        return self._class.options(**options).remote(
-            PACKAGE, list(folders), self._ref.threads, workers_on_machine, service
-        )
+        settings = {
+            "threads": self._ref.threads,
+            "workers_on_machine": self._placement.workers_on_machine_of(rank),
+            "service": self._service,
+        }
+        return self._class.options(**options).remote(PACKAGE, list(folders), settings)
 
     def _restart(self, rank: int) -> RayWorkerHandle:
         """Start a new worker with that rank, and try again as long as Ray assigns it to another machine.

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 
@@ -41,18 +41,25 @@ class RestartedError(RuntimeError):
     """The call was meant for an earlier process of this actor."""
 
 
+Service: TypeAlias = "tuple[str, Mapping[str, Any]]"
+"""Object that runs in the process of each worker: its class, as `module:name` below this pack, and its settings.
+
+The class is called with the device of its process, the number of processes on its machine, and the settings as keyword
+arguments of built-in types: they are unpickled before the pack is imported there. Ray restarts a process that was lost,
+with a new object.
+"""
+
+
 class RayWorker(Worker):
     """Worker in a process that Ray has started.
 
     Args:
         threads: CPU threads to compute with; None: the cores of this machine divided by its number of workers.
         workers_on_machine: number of workers on this machine.
-        service: path and settings of its `Service`, if it has one.
+        service: its service, which `serve` calls, if it has one.
     """
 
-    def __init__(
-        self, *, threads: int | None, workers_on_machine: int, service: tuple[str, Mapping[str, Any]] | None
-    ) -> None:
+    def __init__(self, *, threads: int | None, workers_on_machine: int, service: Service | None) -> None:
         ray = import_ray()
         super().__init__(
             "cuda:0" if ray.get_gpu_ids() else "cpu",
@@ -116,20 +123,6 @@ CONCURRENT_CALLS = 4
 """Threads of the actor for calls other than `run`, so that a stop is not blocked by a slow call."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    """Object that runs in the process of each worker, and that `RayWorkerHandle.serve` calls.
-
-    Ray restarts a process that was lost, with a new object.
-    """
-
-    path: str
-    """Its class, as `module:name` below this pack; it is called with the device of its process, the number
-    of processes on its machine, and `settings`."""
-    settings: Mapping[str, Any]
-    """Keyword arguments, of built-in types: they are unpickled before the pack is imported there."""
-
-
 def _pack_importer() -> Callable[[str, list[str]], None]:
     """Return the function that imports this pack from one of several folders; pickled by value like `actor_class`."""
 
@@ -173,30 +166,22 @@ def actor_class(ray: Any) -> Any:
     import_pack = _pack_importer()
 
     class WanStreamWorker:
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, package: str, folders: list[str], settings: dict[str, Any]) -> None:
             import threading
 
             # Not started here: Ray wraps errors of a constructor in text. After a restart the first call starts it.
-            self._arguments, self._lock = arguments, threading.Lock()
-            self._worker: Any = None
-
-        def started(self) -> Any:
-            return self._ready().started()
+            self._package, self._folders, self._settings = package, folders, settings
+            self._lock, self._worker = threading.Lock(), None
 
         def _ready(self) -> Any:
-            with self._lock:
-                if self._worker is None:
-                    self._worker = self._start(*self._arguments)
-                return self._worker
-
-        def _start(
-            self, package: str, folders: list[str], threads: int | None, workers_on_machine: int, service: Any
-        ) -> Any:
             import importlib
 
-            import_pack(package, folders)
-            worker = importlib.import_module(f"{package}.distributed.ray.worker")
-            return worker.RayWorker(threads=threads, workers_on_machine=workers_on_machine, service=service)
+            with self._lock:
+                if self._worker is None:
+                    import_pack(self._package, self._folders)
+                    module = importlib.import_module(f"{self._package}.distributed.ray.worker")
+                    self._worker = module.RayWorker(**self._settings)
+                return self._worker
 
         @ray.method(concurrency_group="calls")  # type: ignore[untyped-decorator]
         def call(self, method: str, args: tuple[Any, ...]) -> Any:
@@ -204,6 +189,6 @@ def actor_class(ray: Any) -> Any:
 
         @ray.method(concurrency_group="runs", num_returns="streaming")  # type: ignore[untyped-decorator]
         def run(self, task: Any, request: Any) -> Iterator[Any]:
-            yield from self._worker.stream(task, request)
+            yield from self._ready().stream(task, request)
 
     return ray.remote(concurrency_groups={"calls": CONCURRENT_CALLS, "runs": 1})(WanStreamWorker)

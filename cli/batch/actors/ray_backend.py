@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ....distributed import Service, WorkerLostError, open_services
+from ....distributed import WorkerLostError, open_services
 from ....host import OutsideFolderError, check_ray, cluster, inside
 from ....host.embedded import Prompt
 from ....schema import IN_PROCESS, LOCAL, WorkersRef
@@ -238,7 +238,7 @@ def ray_backends(options: BatchOptions, workflow: Prompt, rows: Sequence[Row]) -
     }
     with open_services(
         ref,
-        Service(path=PATH, settings=settings),
+        (PATH, settings),
         device="cpu" if options.device == "cpu" else "cuda",
         count=options.workers,
         paths=needed,

@@ -18,7 +18,7 @@ import pytest
 
 from wanstream.cli.batch.actors.row_service import PATH
 from wanstream.cli.batch.backend import Unknown
-from wanstream.distributed import RayWorkerHandle, Service, WorkerLostError, open_services
+from wanstream.distributed import RayWorkerHandle, WorkerLostError, open_services
 from wanstream.schema import WorkersRef
 
 pytest.importorskip("ray")
@@ -151,7 +151,7 @@ def test_a_process_that_ray_has_restarted_gets_no_calls_of_the_one_before(
     sample_models: Path,
 ) -> None:
     settings = {"workflow": {}, "strict": False, "models": str(sample_models), "input": "", "marked": ""}
-    local, service = WorkersRef(count=1), Service(path=PATH, settings=settings)
+    local, service = WorkersRef(count=1), (PATH, settings)
     with open_services(local, service, device="cpu", count=1, paths=[sample_models]) as ((actor,), check_machine):
         assert actor.serve("outcome", "row").result(LIMIT_S).outcome == Unknown()
         psutil.Process(actor.started.facts.pid).kill()

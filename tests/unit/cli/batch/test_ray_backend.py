@@ -37,7 +37,7 @@ from wanstream.cli.batch.backend import (
 from wanstream.cli.batch.output_store import check_media
 from wanstream.cli.batch.rows import Row
 from wanstream.cli.options import BatchOptions
-from wanstream.distributed import MissingPathError, Service, WorkerLostError, open_services
+from wanstream.distributed import MissingPathError, WorkerLostError, open_services
 from wanstream.distributed.ray import services as services_module
 from wanstream.distributed.ray.pool import VersionsError
 from wanstream.distributed.ray.services import service_count
@@ -474,7 +474,7 @@ def services(
         SimpleNamespace(acquire=lambda _: SimpleNamespace(cluster_resources=dict), release=lambda: None),
     )
     ref = WorkersRef(count=1, paths=tuple(maps))
-    opened = open_services(ref, Service(path="", settings={}), device="cpu", count=len(workers), paths=paths)
+    opened = open_services(ref, ("", {}), device="cpu", count=len(workers), paths=paths)
     with opened as (_, check_machine):
         yield check_machine  # type: ignore[misc]
 
