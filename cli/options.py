@@ -120,7 +120,7 @@ class BatchOptions:
         default=None,
         metavar="ENTRY",
         help="run rows at the same time, one on each GPU of this machine, or of the Ray cluster of an entry of "
-        "clusters.json",
+        "clusters.json; JOBS comes before it",
     )
     workers: int | None = option(
         "--workers",

@@ -12,8 +12,7 @@ from .driver.worker_group import WorkerFailedError
 from .messages import DecodeTask
 from .ray.environment import RayMissingError, check_token_file
 from .ray.pool import RayPool, RayWorkerHandle
-from .ray.services import check_machine, open_services
-from .ray.worker import Service
+from .ray.services import open_services
 from .transport.in_process import InProcessPool
 from .transport.path_map import MissingPathError, resolve_path
 from .transport.pool import Pool, WorkerLostError
@@ -29,12 +28,10 @@ __all__ = [
     "RayPool",
     "RayWorkerHandle",
     "RestartLimitError",
-    "Service",
     "StepFunction",
     "StepProcess",
     "WorkerFailedError",
     "WorkerLostError",
-    "check_machine",
     "check_token_file",
     "decode_in_shared_tiles",
     "format_machines",

@@ -56,7 +56,8 @@ class PolicyChoice:
 
 def free_memory(pair: ExpertPair, device: torch.device, free_vram: int) -> Budgets:
     """Return the bytes that `pair` may use now, including those it uses already; no `vram_bytes` if those are RAM."""
-    ram = int(AVAILABLE_SHARE * available_bytes()) + pair.host_bytes
+    # Blocks that another process has filled are not available, but cost this one nothing.
+    ram = int(AVAILABLE_SHARE * available_bytes()) + max(pair.host_bytes, pair.shared_bytes)
     if runtime_for(device) is None:
         return Budgets(ram_bytes=ram + pair.loaded_bytes)
     return Budgets(vram_bytes=max(0, free_vram + pair.loaded_bytes), ram_bytes=ram)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,11 @@ class RayConnection:
         undo.callback(thread.close)
         undo.callback(reset_token_cache)
         start = _start_local if ref.address == LOCAL else _join_cluster
-        self._reaper = thread.submit(start, ray, ref, store_bytes, undo).result()
+        starting = thread.submit(start, ray, ref, store_bytes, undo)
+        try:
+            self._reaper = starting.result()
+        finally:
+            wait([starting])  # after Ctrl-C, too: else `undo` would miss what is started later
 
 
 CONNECTION = RayConnection()

@@ -27,7 +27,7 @@ from .connection import CONNECTION, OBJECT_STORE_BYTES
 from .environment import LostAtStartError, RaySetupError
 from .placement import Placement
 from .placement_plan import nested_sizes
-from .worker import FOLDER, PACKAGE, Service, Started, actor_class
+from .worker import FOLDER, PACKAGE, RestartedError, Service, Started, actor_class
 
 TAIL_LINES = 30
 OF_RAY = (":job_id:", ":actor_name:", ":task_name:")
@@ -54,24 +54,21 @@ class RayWorkerHandle:
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         """See `WorkerHandle.call`."""
-        return self._answer(lambda actor: actor.call.remote(method, args))
-
-    def serve(self, method: str, *args: Any) -> Future[Any]:
-        """Call a short method of the `Service`, as `call`; the next call after a loss may reach a new process.
-
-        The values are of built-in types: a new process unpickles those of its first call before it imports this pack.
-        """
-        return self._answer(lambda actor: actor.serve.remote(method, args))
-
-    def _answer(self, call: Callable[[Any], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            answer = self._remote(lambda actor: call(actor).future())
+            answer = self._remote(lambda actor: actor.call.remote(method, args).future())
         except WorkerLostError as err:
             future.set_exception(err)
         else:
             answer.add_done_callback(lambda answered: settle(future, self._result_of, answered))
         return future
+
+    def serve(self, method: str, *args: Any) -> Future[Any]:
+        """Call a short method of the `Service`, as `call`; after a loss every call fails until `restarted`.
+
+        The values are of built-in types: a new process unpickles those of its first call before it imports this pack.
+        """
+        return self.call("serve", self.started.process, method, args)
 
     def run(self, task: RunTask, on_report: OnReport) -> Future[TaskResult]:
         """See `WorkerHandle.run`."""
@@ -129,6 +126,8 @@ class RayWorkerHandle:
         """Return the worker's own error for an error of Ray, or WorkerLostError."""
         if isinstance(error, self._ray.exceptions.RayTaskError):
             cause = error.cause
+            if isinstance(cause, RestartedError):
+                return self._lost("Ray has started another process for it")
             return cause if isinstance(cause, Exception) else RuntimeError(str(error))
         if isinstance(error, self._ray.exceptions.UnserializableException):
             return RuntimeError(str(error))  # of a class that cannot be made again from its arguments
@@ -283,7 +282,7 @@ class RayPool(AbstractContextManager["RayPool"]):
         actors = [self._actor(rank, folders) for rank in ranks]
         with ExitStack() as undo:
             undo.callback(self._kill, actors)
-            ready = [actor.started.remote() for actor in actors]
+            ready = [actor.call.remote("started", ()) for actor in actors]
             undo.callback(self._forget, ranks)
             self._starting.update(zip(ranks, actors, strict=True))
             self._check_open()  # again: `close` on another thread may have missed actors added just now
@@ -298,15 +297,15 @@ class RayPool(AbstractContextManager["RayPool"]):
 
     def _actor(self, rank: int, folders: Sequence[str]) -> Any:
         options = self._placement.options(rank)
-        service = None
         if self._service is not None:
-            service = (self._service.path, dict(self._service.settings))
             # A call that was lost is not repeated by Ray: the caller decides.
             options |= {"max_restarts": -1, "max_task_retries": 0}
-        workers_on_machine = self._placement.workers_on_machine_of(rank)
-        return self._class.options(**options).remote(
-            PACKAGE, list(folders), self._ref.threads, workers_on_machine, service
-        )
+        settings = {
+            "threads": self._ref.threads,
+            "workers_on_machine": self._placement.workers_on_machine_of(rank),
+            "service": self._service,
+        }
+        return self._class.options(**options).remote(PACKAGE, list(folders), settings)
 
     def _restart(self, rank: int) -> RayWorkerHandle:
         """Start a new worker with that rank, and try again as long as Ray assigns it to another machine.

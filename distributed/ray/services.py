@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...schema import LOCAL, PathMap, WorkersError, WorkersRef
+from ...schema import LOCAL, WorkersError, WorkersRef
 from ..messages import WorkerFacts
 from ..transport.path_map import check_paths
+from ..transport.pool import WorkerLostError
+from ..worker.worker import Worker
 from .connection import CONNECTION
-from .pool import RayPool, RayWorkerHandle
+from .environment import LostAtStartError
+from .pool import RayPool, RayWorkerHandle, check_versions
 from .worker import Service
 
 FACTS_TIMEOUT_S = 60.0
+
+CheckMachine = Callable[[RayWorkerHandle], None]
+"""Check of the machine of a process that Ray has restarted, maybe on another one; raises as `open_services`, or
+WorkerLostError or TimeoutError."""
 
 
 @contextmanager
 def open_services(
     ref: WorkersRef, service: Service, *, device: str, count: int | None, paths: Sequence[Path]
-) -> Iterator[Sequence[RayWorkerHandle]]:
+) -> Iterator[tuple[Sequence[RayWorkerHandle], CheckMachine]]:
     """Start `service` in `count` processes of the Ray of `ref`, and end them after the `with`; `ref.count` is not used.
 
     Args:
@@ -36,24 +43,28 @@ def open_services(
         MissingPathError, DifferentFilesError: a machine has no such path, or another file.
         ValueError, OSError: as `RayPool`.
     """
+
+    def facts_of(worker: RayWorkerHandle) -> WorkerFacts:
+        facts: WorkerFacts = worker.call("facts", [str(path) for path in paths], ref.paths).result(FACTS_TIMEOUT_S)
+        return facts
+
+    def check_machine(worker: RayWorkerHandle) -> None:
+        facts = [*first[: worker.rank], facts_of(worker), *first[worker.rank + 1 :]]
+        check_versions(Worker("cpu").facts(), facts)
+        check_paths(facts, ref.paths)
+
     ray = CONNECTION.acquire(ref)
     try:
         number = service_count(ray.cluster_resources(), ref.address, device=device, count=count)
         with RayPool(replace(ref, count=number), device, service=service) as pool:
-            check_paths([_facts(worker, paths, ref.paths) for worker in pool.workers], ref.paths)
-            yield pool.workers
+            try:
+                first = [facts_of(worker) for worker in pool.workers]
+            except WorkerLostError as err:
+                raise LostAtStartError(str(err)) from err
+            check_paths(first, ref.paths)
+            yield pool.workers, check_machine
     finally:
         CONNECTION.release()
-
-
-def check_machine(worker: RayWorkerHandle, paths: Sequence[Path], maps: Sequence[PathMap]) -> None:
-    """Raise MissingPathError if the machine of a worker, which Ray may have restarted on another one, lacks a path."""
-    check_paths([_facts(worker, paths, maps)], maps)
-
-
-def _facts(worker: RayWorkerHandle, paths: Sequence[Path], maps: Sequence[PathMap]) -> WorkerFacts:
-    facts: WorkerFacts = worker.call("facts", [str(path) for path in paths], maps).result(FACTS_TIMEOUT_S)
-    return facts
 
 
 def service_count(resources: dict[str, Any], address: str, *, device: str, count: int | None) -> int:

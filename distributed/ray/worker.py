@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import pkgutil
 import queue
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 
@@ -32,6 +33,21 @@ class Started:
     """Log files on its machine, with its stdout and stderr."""
     requires_token: bool
     """True if Ray requires a token there."""
+    process: str
+    """Identifier of the process. Ray restarts an actor in another one, without an error if no call was running."""
+
+
+class RestartedError(RuntimeError):
+    """The call was meant for an earlier process of this actor."""
+
+
+Service: TypeAlias = "tuple[str, Mapping[str, Any]]"
+"""Object that runs in the process of each worker: its class, as `module:name` below this pack, and its settings.
+
+The class is called with the device of its process, the number of processes on its machine, and the settings as keyword
+arguments of built-in types: they are unpickled before the pack is imported there. Ray restarts a process that was lost,
+with a new object.
+"""
 
 
 class RayWorker(Worker):
@@ -40,9 +56,10 @@ class RayWorker(Worker):
     Args:
         threads: CPU threads to compute with; None: the cores of this machine divided by its number of workers.
         workers_on_machine: number of workers on this machine.
+        service: its service, which `serve` calls, if it has one.
     """
 
-    def __init__(self, *, threads: int | None, workers_on_machine: int) -> None:
+    def __init__(self, *, threads: int | None, workers_on_machine: int, service: Service | None) -> None:
         ray = import_ray()
         super().__init__(
             "cuda:0" if ray.get_gpu_ids() else "cpu",
@@ -51,11 +68,28 @@ class RayWorker(Worker):
             machine=str(ray.get_runtime_context().get_node_id()),
             threads=threads or max(1, _cores() // workers_on_machine),
         )
-        self._thread = WorkThread("wanstream worker")
+        self._thread, self._process = WorkThread("wanstream worker"), uuid.uuid4().hex
+        self._service: Any = None
+        if service is not None:
+            path, settings = service
+            self._service = pkgutil.resolve_name(f"{PACKAGE}.{path}")(
+                self.facts().device, workers_on_machine, **settings
+            )
 
     def started(self) -> Started:
         """Return facts and log files of this worker."""
-        return Started(facts=self.facts(), logs=_logs(), requires_token=os.environ.get("RAY_AUTH_MODE") == "token")
+        return Started(
+            facts=self.facts(),
+            logs=_logs(),
+            requires_token=os.environ.get("RAY_AUTH_MODE") == "token",
+            process=self._process,
+        )
+
+    def serve(self, process: str, method: str, args: tuple[Any, ...]) -> Any:
+        """Call a method of the service. Raises RestartedError unless this is that process."""
+        if process != self._process:
+            raise RestartedError
+        return getattr(self._service, method)(*args)
 
     def stream(self, task: RunTask, request: DenoiseRequest) -> Iterator[StepReport | TaskResult]:
         """Run a task of this request, and yield a report after every step, then the result. Raises as `run`."""
@@ -87,19 +121,6 @@ FOLDER = Path(__file__).resolve().parent.parent.parent
 
 CONCURRENT_CALLS = 4
 """Threads of the actor for calls other than `run`, so that a stop is not blocked by a slow call."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    """Object that runs in the process of each worker, and that `RayWorkerHandle.serve` calls.
-
-    Ray restarts a process that was lost, with a new object.
-    """
-
-    path: str
-    """Its class, as `module:name` below this pack; it is called with the device of its process, and `settings`."""
-    settings: Mapping[str, Any]
-    """Keyword arguments, of built-in types: they are unpickled before the pack is imported there."""
 
 
 def _pack_importer() -> Callable[[str, list[str]], None]:
@@ -145,52 +166,29 @@ def actor_class(ray: Any) -> Any:
     import_pack = _pack_importer()
 
     class WanStreamWorker:
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, package: str, folders: list[str], settings: dict[str, Any]) -> None:
             import threading
 
             # Not started here: Ray wraps errors of a constructor in text. After a restart the first call starts it.
-            self._arguments, self._lock = arguments, threading.Lock()
-            self._worker: Any = None
-
-        def started(self) -> Any:
-            return self._ready().started()
+            self._package, self._folders, self._settings = package, folders, settings
+            self._lock, self._worker = threading.Lock(), None
 
         def _ready(self) -> Any:
-            with self._lock:
-                if self._worker is None:
-                    self._worker, self._service = self._start(*self._arguments)
-                return self._worker
-
-        def _start(
-            self, package: str, folders: list[str], threads: int | None, workers_on_machine: int, service: Any
-        ) -> Any:
             import importlib
 
-            import_pack(package, folders)
-            worker = importlib.import_module(f"{package}.distributed.ray.worker")
-            return worker.start_worker(threads, workers_on_machine, service)
+            with self._lock:
+                if self._worker is None:
+                    import_pack(self._package, self._folders)
+                    module = importlib.import_module(f"{self._package}.distributed.ray.worker")
+                    self._worker = module.RayWorker(**self._settings)
+                return self._worker
 
         @ray.method(concurrency_group="calls")  # type: ignore[untyped-decorator]
         def call(self, method: str, args: tuple[Any, ...]) -> Any:
             return getattr(self._ready(), method)(*args)
 
-        @ray.method(concurrency_group="calls")  # type: ignore[untyped-decorator]
-        def serve(self, method: str, args: tuple[Any, ...]) -> Any:
-            self._ready()
-            return getattr(self._service, method)(*args)
-
         @ray.method(concurrency_group="runs", num_returns="streaming")  # type: ignore[untyped-decorator]
         def run(self, task: Any, request: Any) -> Iterator[Any]:
-            yield from self._worker.stream(task, request)
+            yield from self._ready().stream(task, request)
 
     return ray.remote(concurrency_groups={"calls": CONCURRENT_CALLS, "runs": 1})(WanStreamWorker)
-
-
-def start_worker(threads: int | None, workers_on_machine: int, service: tuple[str, Any] | None) -> tuple[Any, Any]:
-    """Return the worker of this process, and the object of its `Service`, given by path and settings, if any."""
-    worker = RayWorker(threads=threads, workers_on_machine=workers_on_machine)
-    if service is None:
-        return worker, None
-    path, settings = service
-    make = pkgutil.resolve_name(f"{PACKAGE}.{path}")
-    return worker, make(worker.facts().device, **settings)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from wanstream.cli.batch.actors.ray_backend import RayBackend
+from wanstream.cli.batch.actors.ray_backend import RayBackend, stop_all
 from wanstream.cli.batch.actors.row_service import RowService
 from wanstream.cli.options import BatchOptions
 from wanstream.distributed import WorkerLostError
@@ -27,59 +27,69 @@ def is_plain(value: object) -> bool:
 
 
 class LocalActor:
-    """See `Actor`. A killed one does not answer `down` calls; then it has a new service without workflows."""
+    """See `Actor`. A killed one does not answer `down` calls; then it has a new service without workflows.
+
+    Like a `RayWorkerHandle` it does not call the new service before `restarted`.
+    """
 
     def __init__(self, make: Callable[[], RowService], rank: int = 0, *, down: int = 2) -> None:
         self._make, self.rank, self._down = make, rank, down
         self.service = make()
         self.calls: list[str] = []
-        self.restarts, self._lost = 0, 0
+        self.restarts, self._left, self._killed = 0, 0, False
         self._lock = threading.Lock()
 
     def kill(self) -> None:
         """End the process; its thread goes on for a moment, as one on a machine that is cut off."""
         with self._lock:
-            if not self._lost:
-                service, self._lost = self.service, self._down
+            if not self._killed:
+                service, self._left, self._killed = self.service, self._down, True
                 threading.Thread(target=service.stop, daemon=True).start()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         """Return what the worker of the process returns."""
-        future: Future[Any] = Future()
-        future.set_result(method)
-        return future
+        with self._lock:
+            return self._lost() or _answer(lambda: method)
 
     def serve(self, method: str, *args: Any) -> Future[Any]:
         """See `Actor.serve`."""
         assert is_plain(args), (method, args)
-        future: Future[Any] = Future()
         with self._lock:
             self.calls.append(method)
-            if self._lost:
-                self._lost -= 1
-                if not self._lost:
-                    self.service = self._make()
-                future.set_exception(WorkerLostError(f"worker {self.rank} is gone", self.rank))
-                return future
-            service = self.service
-        try:
-            future.set_result(getattr(service, method)(*args))
-        except Exception as err:  # noqa: BLE001 - the future raises it
-            future.set_exception(err)
-        return future
+            lost, service = self._lost(started=False), self.service
+        return lost or _answer(lambda: getattr(service, method)(*args))
 
     def restarted(self, started: Any) -> None:
         """See `Actor.restarted`."""
         assert started == "started"
         self.restarts += 1
+        self._killed, self.service = False, self._make()
+
+    def _lost(self, *, started: bool = True) -> Future[Any] | None:
+        """Return the answer of a process that is gone, or None; with `started` one that was restarted answers, too."""
+        if not self._killed or (started and not self._left):
+            return None
+        self._left = max(0, self._left - 1)
+        future: Future[Any] = Future()
+        future.set_exception(WorkerLostError(f"worker {self.rank} is gone", self.rank))
+        return future
+
+
+def _answer(call: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+    try:
+        future.set_result(call())
+    except Exception as err:  # noqa: BLE001 - the future raises it
+        future.set_exception(err)
+    return future
 
 
 def row_service(options: BatchOptions, workflow: Any, output: Path) -> Callable[[], RowService]:
     """Return the constructor of a service whose hosts save in `output`, if its machine has that folder."""
     settings = {"strict": False, "models": str(options.models), "input": str(options.input)}
-    return lambda: RowService("cpu", workflow=workflow, **settings, output=str(output), mark=MARK)
+    return lambda: RowService("cpu", 1, workflow=workflow, **settings, marked=str(output / MARK))
 
 
 def local_backend(actor: LocalActor, options: BatchOptions) -> RayBackend:
     """Return the backend of an actor."""
-    return RayBackend(actor, options, {}, MARK, lambda _: None)
+    return RayBackend(actor, options, {}, MARK, check_machine=lambda _: None, stop=lambda: stop_all([actor]))

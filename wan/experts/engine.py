@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
-from ...offload import BlockPatch, OffloadEngine, Sharded, SharedSegment, WeightPatch
+from ...offload import BlockPatch, FileSource, OffloadEngine, QuantisedSource, Sharded, SharedSegment, WeightPatch
 from ...plan import BlockKey
 from ...schema import OffloadPolicy
 from ..checkpoint.open import Expert
@@ -16,6 +16,11 @@ from .models import ExpertModels
 from .storage import Precision, block_source, multiplied_layers
 
 NO_LORAS: Hashable = ()
+
+
+def shared_segment(source: FileSource | QuantisedSource) -> SharedSegment:
+    """Return the memory that processes of this machine share for the blocks of `source`."""
+    return SharedSegment(source.identity, {key: fmt.stored.nbytes for key, fmt in source.formats.items()})
 
 
 class ExpertEngine(OffloadEngine):
@@ -50,8 +55,7 @@ class ExpertEngine(OffloadEngine):
         self._configs = {name: expert.config for name, expert in experts.items()}
         self._segment = None
         if shared and sharded is None:
-            sizes = {key: fmt.stored.nbytes for key, fmt in source.formats.items()}
-            self._segment = SharedSegment(source.identity, sizes)
+            self._segment = shared_segment(source)
         super().__init__(
             self.models.blocks, policy=policy, device=device, source=source, shared=self._segment, sharded=sharded
         )

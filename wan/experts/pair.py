@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from functools import cached_property
 from typing import TypeAlias
@@ -21,8 +21,8 @@ from ..lora.fit import fit_loras
 from ..lora.stages import LoraStages, lora_stages
 from ..transformer.kernels import Kernels
 from ..transformer.multiplication import CODE_FORMATS, CodeFormat
-from .engine import ExpertEngine
-from .storage import BlockBytes, Precision, block_bytes, device_bytes, shards_bytes
+from .engine import ExpertEngine, shared_segment
+from .storage import BlockBytes, Precision, block_bytes, block_source, device_bytes, shards_bytes
 
 FixedLoras: TypeAlias = "Sequence[tuple[LoraFile, float]]"
 """LoRAs with their strengths, the same in all steps."""
@@ -302,6 +302,15 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
     def host_bytes(self) -> int:
         """Bytes of host memory of the pair now: RAM-resident blocks, staging, and LoRA factors of blocks."""
         return 0 if self._engine is None else self._engine.host_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the blocks that processes of this machine have in RAM for each other; 0 for a pair of its own."""
+        if not self._shared or self._sharded is not None:
+            return 0
+        # Not the engine's segment, which does not exist before the first policy.
+        with closing(shared_segment(block_source(self.experts, self._precision, direct=False))) as segment:
+            return segment.filled_bytes
 
     @property
     def host_resident_bytes(self) -> int:

@@ -10,14 +10,14 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as LateError
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ....distributed import MissingPathError, Service, WorkerLostError, check_machine, open_services
+from ....distributed import WorkerLostError, open_services
 from ....host import OutsideFolderError, check_ray, cluster, inside
 from ....host.embedded import Prompt
 from ....schema import IN_PROCESS, LOCAL, WorkersRef
@@ -60,7 +60,14 @@ class RayBackend(BatchBackend):
     window = 2
 
     def __init__(
-        self, actor: Actor, options: BatchOptions, sockets: Sockets, mark: str, require: Callable[[Actor], None]
+        self,
+        actor: Actor,
+        options: BatchOptions,
+        sockets: Sockets,
+        mark: str,
+        *,
+        check_machine: Callable[[Any], None],
+        stop: Callable[[], object],
     ) -> None:
         """Create a backend.
 
@@ -69,11 +76,13 @@ class RayBackend(BatchBackend):
             options: options of the batch.
             sockets: inputs of all nodes.
             mark: name of a folder by which the actor finds the output folder.
-            require: called after a restart, maybe on another machine; raises MissingPathError if it lacks a model.
+            check_machine: called after a restart, maybe on another machine; raises ValueError or OSError if that does
+                not have the same models and versions.
+            stop: stops all actors of the batch; it is called at the end of each backend.
         """
         self._actor, self._options, self.sockets, self._mark = actor, options, sockets, mark
         self.name = f"actor {actor.rank}"
-        self._require = require
+        self._check_machine, self._stop = check_machine, stop
         self._folder = options.output
         self._on_progress: OnProgress | None = None
         self._lost = False
@@ -86,13 +95,7 @@ class RayBackend(BatchBackend):
         try:
             yield
         finally:
-            self.stop()
-
-    def stop(self) -> None:
-        """Stop the running workflow, and remove the folder of the actor; it may be stopped again."""
-        # An actor that does not answer is ended afterwards in any case.
-        with suppress(WorkerLostError, LateError):
-            self._actor.serve("stop").result(2 * STOP_TIMEOUT_S)
+            self._stop()
 
     def faults(self, prompt: Prompt) -> list[str]:
         lines: list[str] = self._call("faults", prompt, self._send_inputs(prompt))
@@ -155,15 +158,20 @@ class RayBackend(BatchBackend):
                 self._call(method, *args, offset, file.read(PIECE))
 
     def _call(self, method: str, *args: Any) -> Any:
-        result = self._result(self._actor.serve(method, *args))
         if self._lost:
-            self._actor.restarted(self._result(self._actor.call("started")))
-            try:
-                self._require(self._actor)
-            except MissingPathError as err:
-                raise UnsuitableError(f"{self.name} was restarted on another machine: {err}") from err
-            self._lost = False
-        return result
+            self._reconnect()
+        return self._result(self._actor.serve(method, *args))
+
+    def _reconnect(self) -> None:
+        """Use the process that Ray has started. Raises UnreachableError, or UnsuitableError on an unlike machine."""
+        self._actor.restarted(self._result(self._actor.call("started")))
+        try:
+            self._check_machine(self._actor)
+        except (WorkerLostError, LateError) as err:
+            raise UnreachableError(f"{self.name} was restarted, and does not answer: {err}") from err
+        except (ValueError, OSError) as err:
+            raise UnsuitableError(f"{self.name} was restarted on another machine: {err}") from err
+        self._lost = False
 
     def _result(self, answer: Future[Any]) -> Any:
         """Return the answer of the actor. Raises UnreachableError while Ray restarts it."""
@@ -209,10 +217,9 @@ def ray_backends(options: BatchOptions, workflow: Prompt, rows: Sequence[Row]) -
     """Start an actor on every GPU, or as the options say, and end them after the `with`.
 
     Raises:
-        ArgumentError: foreign nodes in the workflow, or options that do not fit together.
+        ArgumentError: foreign nodes in the workflow.
         ValueError, OSError: as `open_services`; nothing was queued.
     """
-    check_ray_options(options)
     sockets = embedded_sockets(workflow)
     ref = _reference(str(options.ray))
     check_ray(ref)
@@ -226,25 +233,30 @@ def ray_backends(options: BatchOptions, workflow: Prompt, rows: Sequence[Row]) -
         "strict": options.strict,
         "models": str(models),
         "input": str(options.input.absolute()),
-        "output": str(output),
-        "mark": mark,
+        "marked": str(output / mark),
         "path_map": [(each.here, each.there) for each in ref.paths],
     }
     with open_services(
         ref,
-        Service(path=PATH, settings=settings),
+        (PATH, settings),
         device="cpu" if options.device == "cpu" else "cuda",
         count=options.workers,
         paths=needed,
-    ) as actors:
-        require = partial(check_machine, paths=needed, maps=ref.paths)
-        backends = tuple(RayBackend(actor, options, sockets, mark, require) for actor in actors)
+    ) as (actors, check_machine):
+        stop = cache(partial(stop_all, actors))
         try:
-            yield backends
+            yield tuple(
+                RayBackend(actor, options, sockets, mark, check_machine=check_machine, stop=stop) for actor in actors
+            )
         finally:
-            for backend in backends:  # again, because a dry run does not open them
-                backend.stop()
+            stop()  # a dry run does not open the backends
             shutil.rmtree(output / mark, ignore_errors=True)
+
+
+def stop_all(actors: Sequence[Actor]) -> None:
+    """Stop the running workflows at the same time, and remove the folders of the actors."""
+    # An actor that does not answer is ended afterwards in any case.
+    wait([actor.serve("stop") for actor in actors], timeout=2 * STOP_TIMEOUT_S)
 
 
 def check_ray_options(options: BatchOptions) -> None:

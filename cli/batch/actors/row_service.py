@@ -34,8 +34,8 @@ from ..journal import is_full_disk
 from ..output_store import sha256_of
 
 PATH = "cli.batch.actors.row_service:RowService"
-TEMPORARY = "wanstream-batch-"
-"""Prefix of the folders of these processes, before the process id."""
+TEMPORARY = f"wanstream-batch-{platform.node()}-"
+"""Prefix of the folders of these processes, before the process id. Machines may share their folder of such files."""
 STOP_TIMEOUT_S = 5.0
 
 
@@ -52,33 +52,36 @@ class RowService:
 
     Args:
         device: device of this process.
+        processes: number of such processes on this machine.
         workflow: workflow of the batch.
         strict: see `BatchOptions`.
         models: folder of the driver's machine.
         input: folder of the driver's machine.
-        output: folder of the driver's machine for the files of an embedded host.
-        mark: name of a folder in `output`, by which this process finds that its machine has the same folder.
+        marked: a folder in the driver's folder for the files of an embedded host; if this machine has it, files of this
+            process are saved there.
         path_map: pairs of a folder of the driver's machine and a folder here.
     """
 
     def __init__(
         self,
         device: str,
+        processes: int,
         *,
         workflow: Prompt,
         strict: bool,
         models: str,
         input: str,
-        output: str,
-        mark: str,
+        marked: str,
         path_map: Sequence[tuple[str, str]] = (),
     ) -> None:
         self._workflow, self._device, self._strict = workflow, device, strict
         maps = tuple(PathMap(here=here, there=there) for here, there in path_map)
         self._models, self._input = (resolve_path(Path(folder), maps) for folder in (models, input))
-        self._marked = partial(resolve_path, Path(output, mark), maps)
-        # The processes of one machine share a copy of each block in RAM, except on Windows, which lacks the locks.
-        self._host = EmbeddedHost(experts=ExpertsRegistry(partial(open_pair, shared=sys.platform != "win32")))
+        self._marked = partial(resolve_path, Path(marked), maps)
+        # The processes of one machine share a copy of each block in RAM, except on Windows, which lacks the locks. One
+        # alone reads faster without the page cache, and may have more RAM than a container has shared memory.
+        shared = processes > 1 and sys.platform != "win32"
+        self._host = EmbeddedHost(experts=ExpertsRegistry(partial(open_pair, shared=shared)))
         self._rows = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wanstream rows")
         self._jobs: dict[str, Future[Outcome]] = {}
         self._running: str | None = None

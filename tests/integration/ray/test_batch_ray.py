@@ -9,10 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from wanstream.cli.batch.actors.row_service import PATH
+from wanstream.cli.batch.backend import Unknown
+from wanstream.distributed import RayWorkerHandle, WorkerLostError, open_services
+from wanstream.schema import WorkersRef
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -138,3 +145,31 @@ def test_ctrl_c_lets_the_running_rows_finish(
     made = files(tmp_path)
     assert 1 < len(made) < ROWS
     assert made.items() <= alone.items()
+
+
+def test_a_process_that_ray_has_restarted_gets_no_calls_of_the_one_before(
+    sample_models: Path,
+) -> None:
+    settings = {"workflow": {}, "strict": False, "models": str(sample_models), "input": "", "marked": ""}
+    local, service = WorkersRef(count=1), (PATH, settings)
+    with open_services(local, service, device="cpu", count=1, paths=[sample_models]) as ((actor,), check_machine):
+        assert actor.serve("outcome", "row").result(LIMIT_S).outcome == Unknown()
+        psutil.Process(actor.started.facts.pid).kill()
+        actor.wait_for_end(LIMIT_S)
+        until = time.monotonic() + LIMIT_S
+        # No call is running now, so that none fails when Ray starts the next process.
+        while (started := restarted(actor)) is None:
+            assert time.monotonic() < until
+            time.sleep(0.5)
+        with pytest.raises(WorkerLostError, match="Ray has started another process for it"):
+            actor.serve("outcome", "row").result(LIMIT_S)
+        actor.restarted(started)
+        check_machine(actor)
+        assert actor.serve("outcome", "row").result(LIMIT_S).outcome == Unknown()
+
+
+def restarted(actor: RayWorkerHandle) -> Any:
+    """The report of the new process of an actor; None while there is none."""
+    with suppress(WorkerLostError):
+        return actor.call("started").result(LIMIT_S)
+    return None

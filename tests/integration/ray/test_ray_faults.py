@@ -95,7 +95,9 @@ class FakeRay:
 
 
 def started(**changes: Any) -> Started:
-    return Started(**{"facts": Worker("cpu", machine=OTHER).facts(), "logs": (), "requires_token": True, **changes})
+    return Started(
+        **{"facts": Worker("cpu", machine=OTHER).facts(), "logs": (), "requires_token": True, "process": "", **changes}
+    )
 
 
 class FakePlacement:
@@ -130,14 +132,15 @@ def answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> list[float | Excep
     """Answers of starting workers, in order: a delay in seconds, or an error."""
     every: list[float | Exception] = []
 
-    def start(*_: Any) -> float | Exception:
+    def call(method: str, *_: Any) -> Any:
+        if method != "started":
+            return SimpleNamespace(future=lambda: closed)
         answer = every.pop(0)
         return answer if isinstance(answer, Exception) else time.monotonic() + answer
 
     closed: Future[None] = Future()
     closed.set_result(None)
-    call = SimpleNamespace(remote=lambda *_: SimpleNamespace(future=lambda: closed))
-    remote = SimpleNamespace(started=SimpleNamespace(remote=start), call=call)
+    remote = SimpleNamespace(call=SimpleNamespace(remote=call))
     made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: remote))
     monkeypatch.setattr(ray_pool, "actor_class", lambda _: made)
     monkeypatch.setattr(ray_pool, "Placement", FakePlacement)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import ModuleType
-from typing import NoReturn
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
 from wanstream.distributed.messages import WorkerFacts
+from wanstream.distributed.ray import connection as ray_connection
 from wanstream.distributed.ray import environment as ray_environment
-from wanstream.distributed.ray.connection import RayReaper, check_cluster
+from wanstream.distributed.ray.connection import RayConnection, RayReaper, check_cluster
 from wanstream.distributed.ray.environment import (
     ONE_MACHINE,
     PROCESS_TOKEN,
@@ -31,6 +34,7 @@ from wanstream.distributed.ray.environment import (
 from wanstream.distributed.ray.pool import check_exposure, describe_exit, tail
 from wanstream.distributed.ray.worker import Started
 from wanstream.distributed.transport.threads import run_in_thread
+from wanstream.schema import WorkersRef
 
 LIMIT_S = 120
 
@@ -77,7 +81,7 @@ def started(address: str, *, token: bool) -> Started:
         diffusers="0",
         python="0",
     )
-    return Started(facts=facts, logs=(), requires_token=token)
+    return Started(facts=facts, logs=(), requires_token=token, process="")
 
 
 def test_workers_on_loopback_need_no_token() -> None:
@@ -276,3 +280,21 @@ def test_the_end_of_a_log_has_what_the_worker_wrote(tmp_path: Path) -> None:
     assert tail(log).splitlines()[0] == "line 71"
     assert tail(log).splitlines()[-1].startswith("the end")
     assert len(tail(log).splitlines()) == 30
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="Windows has no such signals")
+def test_ctrl_c_while_ray_starts_ends_what_is_started_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def start(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.3)
+        undo.callback(ended.append, "agent")
+
+    monkeypatch.setattr(ray_connection, "_start_local", start)
+    monkeypatch.setattr(ray_connection, "import_ray", lambda: SimpleNamespace(is_initialized=lambda: False))
+    with pytest.raises(KeyboardInterrupt):
+        RayConnection().acquire(WorkersRef(count=1))
+    assert ended == ["agent"]

@@ -197,7 +197,7 @@ def test_a_first_call_that_no_step_predicted_teaches_nothing() -> None:
 
 
 class _Pair:
-    loaded_bytes, host_bytes = 5 * GB, 3 * GB
+    loaded_bytes, host_bytes, shared_bytes = 5 * GB, 3 * GB, 0
 
 
 def test_what_the_experts_hold_already_is_theirs() -> None:

@@ -9,10 +9,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ import pytest
 from wanstream.cli.arguments import ArgumentError
 from wanstream.cli.batch.actors import ray_backend
 from wanstream.cli.batch.actors import row_service as row_service_module
-from wanstream.cli.batch.actors.ray_backend import RayBackend, check_ray_options, input_files, model_files
+from wanstream.cli.batch.actors.ray_backend import RayBackend, check_ray_options, input_files, model_files, stop_all
 from wanstream.cli.batch.actors.row_service import TEMPORARY, RowService
 from wanstream.cli.batch.backend import (
     Ended,
@@ -35,12 +37,15 @@ from wanstream.cli.batch.backend import (
 from wanstream.cli.batch.output_store import check_media
 from wanstream.cli.batch.rows import Row
 from wanstream.cli.options import BatchOptions
-from wanstream.distributed import MissingPathError
-from wanstream.distributed.ray.services import check_machine, service_count
+from wanstream.distributed import MissingPathError, WorkerLostError, open_services
+from wanstream.distributed.ray import services as services_module
+from wanstream.distributed.ray.pool import VersionsError
+from wanstream.distributed.ray.services import service_count
+from wanstream.distributed.transport.path_map import DifferentFilesError
 from wanstream.distributed.worker.worker import Worker
 from wanstream.host.embedded.adapter import NodeProgress
 from wanstream.host.embedded.run import NodeFailedError, Workflow
-from wanstream.schema import ExpertsRef, PathMap, WorkersError
+from wanstream.schema import ExpertsRef, PathMap, WorkersError, WorkersRef
 from wanstream.tests.faults.replaced import computing_replaced, named_models
 from wanstream.tests.support.local_actor import MARK, LocalActor, local_backend, row_service
 
@@ -341,11 +346,13 @@ def test_model_files_are_those_that_the_workflow_or_a_row_names(tmp_path: Path) 
 
 def test_folders_of_killed_processes_are_removed(actor: LocalActor, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
-    for pid in (os.getpid(), 4_194_305):  # above the largest process id of Linux
-        (temporary / f"{TEMPORARY}{pid}-x" / "output").mkdir(parents=True)
-    (temporary / f"{TEMPORARY}x-y").mkdir()
+    kept = {temporary / f"{TEMPORARY}{os.getpid()}-x", temporary / f"{TEMPORARY}x-y"}
+    gone = 4_194_305  # above the largest process id of Linux
+    kept.add(temporary / f"wanstream-batch-another.machine-{gone}-x")  # in a folder that machines share
+    for folder in (*kept, temporary / f"{TEMPORARY}{gone}-x"):
+        (folder / "output").mkdir(parents=True)
     own = actor.service._own_folder()
-    assert set(temporary.iterdir()) == {own, temporary / f"{TEMPORARY}{os.getpid()}-x", temporary / f"{TEMPORARY}x-y"}
+    assert set(temporary.iterdir()) == {own, *kept}
     actor.service.stop()
     assert not own.exists()
 
@@ -412,19 +419,21 @@ def test_actors_of_one_machine_share_the_blocks_in_ram(
         raise InterruptedError
 
     monkeypatch.setattr(row_service_module, "open_pair", open_pair)
-    service = row_service(options, workflow, tmp_path)()
-    with pytest.raises(InterruptedError):
-        service._host._experts.get(ExpertsRef(high_noise=tmp_path / "high", low_noise=tmp_path / "low"))
-    assert opened == [sys.platform != "win32"]
+    folders = {"models": str(options.models), "input": "", "marked": ""}
+    for processes in (1, 2):
+        service = RowService("cpu", processes, workflow=workflow, strict=False, **folders)
+        with pytest.raises(InterruptedError):
+            service._host._experts.get(ExpertsRef(high_noise=tmp_path / "high", low_noise=tmp_path / "low"))
+    assert opened == [False, sys.platform != "win32"], "one alone does not share"
 
 
 def test_folders_of_another_machine_are_those_of_the_path_map(
     options: BatchOptions, workflow: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "made" / MARK).mkdir(parents=True)
-    folders = {"models": "/home/me/models", "input": "/home/me/input", "output": "/home/me/made"}
+    folders = {"models": "/home/me/models", "input": "/home/me/input", "marked": f"/home/me/made/{MARK}"}
     maps = [("/home/me", str(tmp_path / "not mounted")), ("/home/me", str(tmp_path))]
-    service = RowService("cpu", workflow=workflow, strict=False, **folders, mark=MARK, path_map=maps)
+    service = RowService("cpu", 1, workflow=workflow, strict=False, **folders, path_map=maps)
     assert service.faults(workflow, {}) == []
     assert (service._models, service._input) == (tmp_path / "models", tmp_path / "input")
     assert service._output_folder() == tmp_path / "made"
@@ -443,36 +452,115 @@ def test_a_folder_of_the_same_name_without_the_mark_is_not_shared(
 class OneWorker:
     """The worker of an actor's process, on a machine with the files of this one."""
 
+    def __init__(self, rank: int = 0) -> None:
+        self.rank, self.changes = rank, dict[str, Any]()
+
     def call(self, method: str, *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result(getattr(Worker("cpu"), method)(*args))
+        future.set_result(replace(getattr(Worker("cpu", machine="m"), method)(*args), **self.changes))
         return future
 
 
-def test_a_machine_without_the_models_is_refused_with_the_paths_looked_for(tmp_path: Path) -> None:
+@contextmanager
+def services(
+    monkeypatch: pytest.MonkeyPatch, workers: Sequence[OneWorker], paths: Sequence[Path], maps: Sequence[PathMap] = ()
+) -> Iterator[Callable[[OneWorker], None]]:
+    """The check of the machine of a restarted worker, from `open_services` with these workers."""
+    pool = SimpleNamespace(workers=workers)
+    monkeypatch.setattr(services_module, "RayPool", lambda *_, **__: nullcontext(pool))
+    monkeypatch.setattr(
+        services_module,
+        "CONNECTION",
+        SimpleNamespace(acquire=lambda _: SimpleNamespace(cluster_resources=dict), release=lambda: None),
+    )
+    ref = WorkersRef(count=1, paths=tuple(maps))
+    opened = open_services(ref, ("", {}), device="cpu", count=len(workers), paths=paths)
+    with opened as (_, check_machine):
+        yield check_machine  # type: ignore[misc]
+
+
+def test_an_actor_that_is_lost_during_the_checks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: Any) -> Future[Any]:
+        raise WorkerLostError("worker 0 is gone", 0)
+
+    worker = OneWorker()
+    monkeypatch.setattr(worker, "call", lost)
+    with pytest.raises(ValueError, match="worker 0 is gone"), services(monkeypatch, [worker], [tmp_path]):
+        pass
+
+
+def test_a_restarted_actor_must_have_the_files_and_the_versions_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, workers = tmp_path / "model", [OneWorker(0), OneWorker(1)]
+    model.write_bytes(b"12")
+    with services(monkeypatch, workers, [model]) as check_machine:
+        check_machine(workers[1])
+        workers[1].changes = {"node": "another", "sizes": {str(model): 3}}
+        with pytest.raises(DifferentFilesError, match=r"2 bytes on .* and 3 bytes on another"):
+            check_machine(workers[1])
+        workers[1].changes = {"node": "another", "torch": "1.0"}
+        with pytest.raises(VersionsError, match=r"worker 1 on another has torch 1\.0"):
+            check_machine(workers[1])
+        check_machine(workers[0])
+
+
+def test_a_machine_without_the_models_is_refused_with_the_paths_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     maps = [PathMap(here=str(tmp_path), there=str(tmp_path / "mounted"))]
     models = tmp_path / "models"
-    with pytest.raises(MissingPathError) as raised:
-        check_machine(OneWorker(), [models], maps)  # type: ignore[arg-type]
+    with pytest.raises(MissingPathError) as raised, services(monkeypatch, [OneWorker()], [models], maps):
+        pass
     assert f"{tmp_path / 'mounted' / 'models'} or {models} does not exist on" in str(raised.value)
     assert f"add its folder there to the path_map of the cluster in the list of clusters (the map is {tmp_path} ->" in (
         str(raised.value)
     )
     (tmp_path / "mounted" / "models").mkdir(parents=True)
-    check_machine(OneWorker(), [models], maps)  # type: ignore[arg-type]
+    with services(monkeypatch, [OneWorker()], [models], maps):
+        pass
 
 
-def test_an_actor_that_restarts_on_a_machine_without_the_models_gets_no_rows(
-    actor: LocalActor, options: BatchOptions, workflow: dict[str, Any]
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (MissingPathError("/models does not exist on another"), UnsuitableError, "actor 0 was restarted on another"),
+        (DifferentFilesError("the weights have 2 and 3 bytes"), UnsuitableError, "the weights have 2 and 3 bytes"),
+        (VersionsError("worker 0 has torch 1.0"), UnsuitableError, "worker 0 has torch 1.0"),
+        (WorkerLostError("worker 0 is gone", 0), UnreachableError, "does not answer: worker 0 is gone"),
+        (TimeoutError(), UnreachableError, "actor 0 was restarted, and does not answer"),
+    ],
+)
+def test_an_actor_gets_rows_after_a_restart_only_if_its_machine_is_suitable(
+    actor: LocalActor,
+    options: BatchOptions,
+    workflow: dict[str, Any],
+    error: Exception,
+    raised: type[Exception],
+    message: str,
 ) -> None:
-    def require(_: object) -> None:
-        raise MissingPathError("/models does not exist on another")
+    faults = [error]
 
-    backend = RayBackend(actor, options, {}, MARK, require)
+    def check_machine(_: object) -> None:
+        if faults:
+            raise faults.pop()
+
+    backend = RayBackend(actor, options, {}, MARK, check_machine=check_machine, stop=lambda: None)
     backend.post("row", workflow)
     actor.kill()
     for _ in range(2):
         with pytest.raises(UnreachableError):
             backend.outcome("row")
-    with pytest.raises(UnsuitableError, match="actor 0 was restarted on another machine: /models does not exist"):
+    with pytest.raises(raised, match=message):
         backend.outcome("row")
+    assert backend.outcome("row") == Unknown()
+
+
+def test_all_actors_stop_at_the_same_time() -> None:
+    answers = [Future[None]() for _ in range(3)]
+    actors = [SimpleNamespace(serve=lambda method, answer=answer: answer) for answer in answers]
+    answers[0].set_exception(WorkerLostError("worker 0 is gone", 0))
+    threading.Timer(0.1, lambda: [answer.set_result(None) for answer in answers[1:]]).start()
+    began = time.monotonic()
+    stop_all(actors)  # type: ignore[arg-type]
+    assert 0.05 < time.monotonic() - began < ray_backend.STOP_TIMEOUT_S

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from wanstream.host import auto_policy
 from wanstream.offload.host_memory.shared_segment import PREFIX, SHM
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy, Storage
@@ -63,6 +65,23 @@ def test_a_pair_that_streams_from_files_takes_no_shared_memory(tiny_expert_file:
         assert len(_segments()) == 1
         run(pair, OffloadPolicy.resident())
         assert not _segments()
+
+
+def test_blocks_that_another_process_has_filled_count_as_memory_for_the_plan(
+    tiny_expert_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tiny_expert_file(seed=1)
+    monkeypatch.setattr(auto_policy, "available_bytes", lambda: 0)
+    opened = partial(open_experts, file, file, compute_dtype=torch.float32)
+    with opened(shared=True) as first, opened(shared=True) as restarted, opened() as apart:
+        assert first.shared_bytes == 0
+        run(first, PINNED)
+        blocks = restarted.shared_bytes
+        assert blocks == sum(first.block_counts.values()) * first.stored_bytes
+        assert auto_policy.free_memory(restarted, torch.device("cpu"), 0).ram_bytes == blocks
+        assert auto_policy.free_memory(apart, torch.device("cpu"), 0).ram_bytes == 0
+        assert first.engine(PINNED, "cpu").host_bytes == first.host_bytes > 0
+    assert not _segments()
 
 
 def _segments() -> set[str]:
