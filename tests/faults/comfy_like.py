@@ -58,10 +58,11 @@ class State:
     stopped: set[str] = field(default_factory=set)
     history: dict[str, dict[str, Any]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: threading.Event = field(default_factory=threading.Event)
 
     def work(self) -> None:
-        """Work the queue off, for ever."""
-        while True:
+        """Run the queued workflows until `closed` is set."""
+        while not self.closed.is_set():
             with self.lock:
                 prompt_id, prompt = self.pending.pop(0) if self.pending else (None, {})
                 self.running = prompt_id

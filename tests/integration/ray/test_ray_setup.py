@@ -295,6 +295,11 @@ def test_ctrl_c_while_ray_starts_ends_what_is_started_afterwards(monkeypatch: py
 
     monkeypatch.setattr(ray_connection, "_start_local", start)
     monkeypatch.setattr(ray_connection, "import_ray", lambda: SimpleNamespace(is_initialized=lambda: False))
-    with pytest.raises(KeyboardInterrupt):
-        RayConnection().acquire(WorkersRef(count=1))
+    # A test run in the background of a shell ignores the signal.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            RayConnection().acquire(WorkersRef(count=1))
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert ended == ["agent"]

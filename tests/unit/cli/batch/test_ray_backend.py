@@ -46,7 +46,7 @@ from wanstream.distributed.worker.worker import Worker
 from wanstream.host.embedded.adapter import NodeProgress
 from wanstream.host.embedded.run import NodeFailedError, Workflow
 from wanstream.schema import ExpertsRef, PathMap, WorkersError, WorkersRef
-from wanstream.tests.faults.replaced import computing_replaced, named_models
+from wanstream.tests.faults.replaced import named_models, run_replaced
 from wanstream.tests.support.local_actor import MARK, LocalActor, local_backend, row_service
 
 WORKFLOWS = Path(__file__).parents[4] / "workflows" / "api"
@@ -60,20 +60,21 @@ def workflow() -> dict[str, Any]:
 
 
 @pytest.fixture
-def options(tmp_path: Path, workflow: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[BatchOptions]:
+def options(tmp_path: Path, workflow: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> BatchOptions:
     (tmp_path / "temporary").mkdir()
     (tmp_path / "input").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     models = named_models(tmp_path / "models", workflow)
-    with computing_replaced():
-        yield BatchOptions(
-            jobs=Path("jobs.csv"),
-            workflow=Path("workflow.json"),
-            output=tmp_path / "out",
-            models=models,
-            input=tmp_path / "input",
-            ray="local",
-        )
+    # By `monkeypatch`, as tests do: a context that ends before it would be set again when `monkeypatch` is undone.
+    monkeypatch.setattr(Workflow, "run", run_replaced)
+    return BatchOptions(
+        jobs=Path("jobs.csv"),
+        workflow=Path("workflow.json"),
+        output=tmp_path / "out",
+        models=models,
+        input=tmp_path / "input",
+        ray="local",
+    )
 
 
 @pytest.fixture(params=["shared folder", "object store"])

@@ -39,6 +39,7 @@ def served(state: State) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
+        state.closed.set()
         server.shutdown()
         thread.join()
         server.server_close()
