@@ -77,10 +77,11 @@ class Points:
         self.count = number + 1
         if number == self._at and not self._after:
             self._action(name)
-        result = function(*arguments, **named)
-        if number == self._at and self._after:
-            self._action(name)
-        return result
+        try:
+            return function(*arguments, **named)
+        finally:  # also after a call that fails, such as `mkdir` of a folder that exists
+            if number == self._at and self._after:
+                self._action(name)
 
     def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments, **named: self.call(name, function, *arguments, **named)
