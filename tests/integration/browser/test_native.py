@@ -110,7 +110,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     except NoComfyUIError as err:
         pytest.skip(str(err))
     base = tmp_path_factory.mktemp("native")
-    populate(base, workflows=["t2v"])
+    populate(base)
     for name in ("native_families.py", "native_nodes.py", "clip_node.py"):
         (base / "custom_nodes" / name).write_text((COMFY_TESTS / name).read_text(encoding="utf-8"), encoding="utf-8")
     with running_server(comfyui, base) as server:
