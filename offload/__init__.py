@@ -20,11 +20,12 @@ from .formats.safetensors_header import (
     file_version,
     read_header,
 )
-from .host_memory.pages import LockedBlocks, copy_to_device, map_memory
+from .host_memory.pages import map_memory
 from .host_memory.shared_segment import SharedSegment, sweep
 from .patches import BlockPatch, WeightPatch
-from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise, typical_s, wrong_decodings
+from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise, wrong_decodings
 from .sharding.group import GatherBrokenError, Sharded, StoppedTogether, shard_bytes
+from .sharding.probe import probe_gather
 from .sources.base import InsufficientRamError
 from .sources.file import FileSource, read_scales, read_tensors
 from .sources.mapped_file import MappedFile
@@ -49,7 +50,6 @@ __all__ = [
     "ForwardCourse",
     "GatherBrokenError",
     "InsufficientRamError",
-    "LockedBlocks",
     "Lockstep",
     "MappedFile",
     "Microscaled",
@@ -63,7 +63,6 @@ __all__ = [
     "TensorSource",
     "WeightPatch",
     "attach_offload",
-    "copy_to_device",
     "copy_together",
     "decode_tensor",
     "decode_work_bytes",
@@ -78,6 +77,7 @@ __all__ = [
     "probe_copy",
     "probe_decode",
     "probe_disk",
+    "probe_gather",
     "probe_quantise",
     "quantise_int8",
     "quantise_rotated",
@@ -93,6 +93,5 @@ __all__ = [
     "shard_bytes",
     "streamed_names",
     "sweep",
-    "typical_s",
     "wrong_decodings",
 ]

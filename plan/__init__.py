@@ -1,4 +1,4 @@
-"""Decisions: which weights move when, and under which policy. Pure functions; standard library only."""
+"""Decisions: which weights move when, under which policy, and on which workers. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ from .machine import Machine, expected_machine
 from .measured_policy import WORTH, MeasuredBlocks, MeasuredPolicy, choose_measured
 from .memory import RAM_SHARE, RAW_SLOTS, STAGING_SLOTS, VRAM_RESERVE, DoesNotFitError
 from .offload_job import AutoOffload, Budgets, OffloadJob
-from .parallel_layout import (
-    check_layout,
-    choose_layout,
-    describe_layout,
-    describe_wire,
-    stage_boundaries,
-    wire_traffic,
-    worker_share,
-)
 from .planner import (
     Alternative,
     Candidate,
@@ -45,6 +36,18 @@ from .visits import (
     split_at_boundary,
     step_visits,
 )
+from .workers.jobs import Assignment, GroupId, JobSchedule
+from .workers.layout import (
+    check_layout,
+    choose_layout,
+    describe_layout,
+    describe_wire,
+    stage_boundaries,
+    wire_traffic,
+    worker_share,
+)
+from .workers.machines import RankPart, nested_sizes, order_groups, plan_machines
+from .workers.weights import PlacementChoice, WeightFigures, choose_weight_placement
 
 __all__ = [
     "CHUNKS",
@@ -58,12 +61,15 @@ __all__ = [
     "VRAM_RESERVE",
     "WORTH",
     "Alternative",
+    "Assignment",
     "AutoOffload",
     "BlockKey",
     "Budgets",
     "Candidate",
     "DoesNotFitError",
     "Fetch",
+    "GroupId",
+    "JobSchedule",
     "Machine",
     "MeasuredBlocks",
     "MeasuredPolicy",
@@ -71,12 +77,15 @@ __all__ = [
     "OffloadPlan",
     "OffloadPolicy",
     "PassOrders",
+    "PlacementChoice",
     "RamProgram",
     "RamResidency",
+    "RankPart",
     "RunPrograms",
     "SkipRule",
     "TransferProgram",
     "Visit",
+    "WeightFigures",
     "bytes_to_free",
     "calibrate_machine",
     "check_layout",
@@ -84,6 +93,7 @@ __all__ = [
     "check_ram",
     "choose_layout",
     "choose_measured",
+    "choose_weight_placement",
     "compile_program",
     "compile_ram",
     "describe_layout",
@@ -95,8 +105,11 @@ __all__ = [
     "expected_machine",
     "expert_at",
     "keep_near_policy",
+    "nested_sizes",
     "next_smaller_policy",
+    "order_groups",
     "plan_alternatives",
+    "plan_machines",
     "plan_offload",
     "plan_ram",
     "predict",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .merge import concatenate_timelines, merge_timelines, shift_step, shift_timeline
 from .phases import PhaseRegistry, QueueItemPhases
 from .recorder import Recorder, TelemetryOptions
 from .step_events import BlockArrival, ReadSpan
@@ -14,5 +15,9 @@ __all__ = [
     "ReadSpan",
     "Recorder",
     "TelemetryOptions",
+    "concatenate_timelines",
+    "merge_timelines",
     "ranged",
+    "shift_step",
+    "shift_timeline",
 ]

@@ -22,7 +22,7 @@ from typing import TypeAlias
 import torch
 
 from ...devices import AUTO, common_dtype, dtype_name
-from ...plan import stage_boundaries
+from ...plan import GroupId, stage_boundaries
 from ...sampling import (
     DenoiseRequest,
     RequestError,
@@ -42,7 +42,6 @@ from ..transport.pool import Pool, WorkerLostError
 from ..transport.threads import run_in_thread
 from .rendezvous import Rendezvous
 from .results import DistributedResult, TaskLog
-from .schedule import GroupId
 from .stage_run import POLL_S, RestartLimitError, StageRun, StepTaken
 from .worker_group import WorkerGroup
 

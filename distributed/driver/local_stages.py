@@ -21,10 +21,10 @@ from itertools import pairwise
 from multiprocessing import connection
 from typing import Generic, TypeAlias, TypeVar
 
+from ...plan import Assignment, GroupId
 from ...sampling import SamplingCancelled
 from ..transport.pool import WorkerLostError
 from ..transport.threads import run_in_thread
-from .schedule import Assignment, GroupId
 from .stage_run import GroupEnd, GroupEvent, StageRun, StepTaken
 
 S = TypeVar("S")

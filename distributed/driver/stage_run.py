@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+from ...plan import Assignment, GroupId, JobSchedule
 from ...sampling import SamplingCancelled
-from .schedule import Assignment, GroupId, JobSchedule
 
 S = TypeVar("S")
 

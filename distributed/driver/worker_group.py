@@ -14,15 +14,16 @@ from functools import partial
 from typing import NamedTuple
 
 from ...offload import GatherBrokenError
+from ...plan import Assignment
 from ...sampling import RunState, SamplingCancelled, SmallerPolicyError
+from ...telemetry import shift_step
 from ..messages import RunTask, StepReport, TaskResult
 from ..transport.pool import WorkerLostError
 from ..transport.threads import run_in_thread
 from ..worker.rendezvous import PeerLostError, WorkerTimeoutError
 from .heartbeat import Heartbeat
 from .rendezvous import Rendezvous
-from .results import TaskLog, TaskRecord, shifted
-from .schedule import Assignment
+from .results import TaskLog, TaskRecord
 from .stage_run import GroupEnd, GroupEvent, StepTaken
 
 
@@ -223,7 +224,7 @@ class _Task:
             self._heartbeat.record_sign(message.record.wall_s)
             self.record.steps[place].append(message.record)
             if place == 0:
-                report = replace(message, record=shifted(message.record, self.record.start_s), state=None)
+                report = replace(message, record=shift_step(message.record, self.record.start_s), state=None)
                 steps.append(self._taken(message.record.index + 1, message.state, report))
         return steps
 

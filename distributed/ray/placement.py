@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from ...plan import RankPart, order_groups, plan_machines
 from .connection import CONNECTION, CPU_SLOT
 from .environment import RaySetupError
-from .placement_plan import Part, order_groups, plan_placement
 
 CREATED = "CREATED"
 """Ray's state of a placement group whose bundles are all on machines that respond."""
@@ -46,7 +46,7 @@ class Placement:
         until = time.monotonic() + timeout_s
         try:
             # Level by level, so that a part which may be anywhere does not take the room of one that needs a machine.
-            parts = plan_placement(list(machines.values()), count, sizes)
+            parts = plan_machines(list(machines.values()), count, sizes)
             for _, level in groupby(parts, key=lambda part: (part.machine is None, len(part.ranks))):
                 self._reserve(list(level), list(machines), until)
         except TimeoutError as err:
@@ -61,7 +61,7 @@ class Placement:
         nodes = [self._slots[rank].node for rank in range(count)]
         self._slots = {rank: self._slots[planned] for rank, planned in enumerate(order_groups(nodes, sizes[0]))}
 
-    def _reserve(self, parts: Sequence[Part], machines: Sequence[str], until: float) -> None:
+    def _reserve(self, parts: Sequence[RankPart], machines: Sequence[str], until: float) -> None:
         """Reserve these parts at the same time. Raises TimeoutError if they are not free at `until`."""
         strategies = [
             {"strategy": "PACK"}

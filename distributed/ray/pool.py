@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from ...offload import sweep
+from ...plan import nested_sizes
 from ...sampling import DenoiseRequest
 from ...schema import LOCAL, WorkersError, WorkersRef, check_address, is_loopback
 from ..messages import RunTask, TaskResult, WorkerFacts
@@ -26,7 +27,6 @@ from ..worker.worker import Worker
 from .connection import CONNECTION, OBJECT_STORE_BYTES
 from .environment import LostAtStartError, RaySetupError
 from .placement import Placement
-from .placement_plan import nested_sizes
 from .worker import FOLDER, PACKAGE, RestartedError, Service, Started, actor_class
 
 TAIL_LINES = 30

@@ -17,9 +17,10 @@ import torch
 
 from wanstream.distributed.messages import RendezvousSpec, RunTask
 from wanstream.distributed.worker.rendezvous import PeerLostError
-from wanstream.distributed.worker.weights import GroupGather, WeightFigures, choose_placement, measure, taken_bytes
+from wanstream.distributed.worker.weights import GroupGather, measure, taken_bytes
 from wanstream.distributed.worker.worker import Worker
 from wanstream.offload.sharding.group import GatherBrokenError
+from wanstream.plan import WeightFigures, choose_weight_placement
 from wanstream.sampling import SamplingCancelled, Share, working_bytes
 from wanstream.schema import ExpertsRef, LoraRef, Mesh, OffloadPolicy, parse_step_strengths
 from wanstream.schema.refs import WeightPlacement
@@ -266,7 +267,7 @@ def test_the_figures_of_a_cell_are_the_same_for_all_of_it(processes: Processes, 
     assert figures[0] == figures[1]
     assert figures[0].workers == 2
     assert figures[0].blocks == 8
-    assert choose_placement(figures[0]).reason
+    assert choose_weight_placement(figures[0]).reason
 
 
 def job_taken(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]) -> int:

@@ -15,7 +15,7 @@ import ray
 from wanstream.distributed.ray.connection import CONNECTION, gcs_address
 from wanstream.distributed.ray.environment import RaySetupError, on_loopback, temporary_environment
 from wanstream.distributed.ray.placement import Placement
-from wanstream.distributed.ray.placement_plan import nested_sizes
+from wanstream.plan import nested_sizes
 from wanstream.schema import Mesh
 
 LOOPBACK = "127.0.0.1"

@@ -13,7 +13,7 @@ from wanstream.cli.options import PlanOptions
 from wanstream.cli.plan import offload_job
 from wanstream.plan import Budgets, OffloadPlan, plan_offload
 from wanstream.plan.machine import expected_machine
-from wanstream.plan.parallel_layout import choose_layout, worker_share
+from wanstream.plan.workers.layout import choose_layout, worker_share
 from wanstream.schema import Mesh
 
 COMMAND = ["plan", "--gpu", "RTX 4090", "--ram", "128", "--ssd", "5", "--size", "832x480x81", "--steps", "8"]

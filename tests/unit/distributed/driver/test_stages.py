@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from wanstream.distributed.driver.local_stages import StepFunction, StepGroup, run_stages
-from wanstream.distributed.driver.schedule import GroupId
 from wanstream.distributed.driver.stage_run import RestartLimitError, StageRun
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.plan.workers.jobs import GroupId
 from wanstream.sampling import RunSlice, RunState, SamplingCancelled, StepProgress, denoise
 from wanstream.wan.experts.open import ExpertsRegistry
 

@@ -17,12 +17,12 @@ import pytest
 from wanstream.distributed.driver.heartbeat import Heartbeat
 from wanstream.distributed.driver.rendezvous import Rendezvous
 from wanstream.distributed.driver.results import TaskLog
-from wanstream.distributed.driver.schedule import Assignment, GroupId
 from wanstream.distributed.driver.stage_run import GroupEnd, StepTaken
 from wanstream.distributed.driver.worker_group import WorkerFailedError, WorkerGroup
 from wanstream.distributed.messages import RunTask, StepReport, TaskResult
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.distributed.worker.worker import Worker
+from wanstream.plan.workers.jobs import Assignment, GroupId
 from wanstream.sampling import InsufficientMemoryError, RunState, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import Mesh, OffloadPolicy, StepRecord, Timeline, WorkersRef
 

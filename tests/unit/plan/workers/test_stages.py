@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.plan.parallel_layout import stage_boundaries
+from wanstream.plan.workers.layout import stage_boundaries
 from wanstream.schema import MeshError
 
 COSTS = st.sampled_from((0.0, 0.5, 1.0, 3.0, 10.0))

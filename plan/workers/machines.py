@@ -9,7 +9,7 @@ from ...schema import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankPart:
     """Consecutive ranks that are reserved together."""
 
     ranks: range
@@ -27,7 +27,7 @@ def nested_sizes(mesh: Mesh) -> tuple[int, ...]:
     return tuple(dict.fromkeys(size for size in nested if size > 1 or mesh.cell_size == 1))
 
 
-def plan_placement(free: Sequence[int], count: int, sizes: Sequence[int]) -> tuple[Part, ...]:
+def plan_machines(free: Sequence[int], count: int, sizes: Sequence[int]) -> tuple[RankPart, ...]:
     """Return the parts in which `count` workers are reserved; as many as possible have one machine.
 
     Each size is a level: ranks that do not fit on a machine in parts of that size are tried in those of the next one.
@@ -37,7 +37,7 @@ def plan_placement(free: Sequence[int], count: int, sizes: Sequence[int]) -> tup
         free: free slots of every machine; their sum is at least `count`, or the rest has no machine.
         sizes: see `nested_sizes`; each divides the one before.
     """
-    left, parts, waiting = list(free), list[Part](), [range(count)]
+    left, parts, waiting = list(free), list[RankPart](), [range(count)]
     # The largest machines first, and each is filled before the next, so that other layouts find workers close together.
     order = sorted(range(len(left)), key=lambda machine: -left[machine])
     for size in sizes:
@@ -49,8 +49,8 @@ def plan_placement(free: Sequence[int], count: int, sizes: Sequence[int]) -> tup
                 waiting.append(ranks)
             else:
                 left[machine] -= len(ranks)
-                parts.append(Part(ranks=ranks, machine=machine))
-    return (*parts, *(Part(ranks=ranks, machine=None) for ranks in waiting))
+                parts.append(RankPart(ranks=ranks, machine=machine))
+    return (*parts, *(RankPart(ranks=ranks, machine=None) for ranks in waiting))
 
 
 def order_groups(machines: Sequence[str], size: int) -> list[int]:

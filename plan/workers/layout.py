@@ -9,7 +9,7 @@ from functools import cache
 from itertools import accumulate, pairwise, product
 from math import gcd, inf, prod
 
-from ..schema import (
+from ...schema import (
     HEAD_DIM,
     ON_DEVICE,
     PATCH,
@@ -22,10 +22,10 @@ from ..schema import (
     format_size,
     largest_share,
 )
-from .candidates import fitting_policies
-from .machine import Machine
-from .memory import RAM_SHARE, DoesNotFitError, memory_budget
-from .offload_job import Budgets, OffloadJob
+from ..candidates import fitting_policies
+from ..machine import Machine
+from ..memory import RAM_SHARE, DoesNotFitError, memory_budget
+from ..offload_job import Budgets, OffloadJob
 
 
 def stage_boundaries(experts_of_steps: Sequence[str], step_costs_s: Sequence[float], stages: int) -> tuple[range, ...]:

@@ -10,7 +10,8 @@ import pytest
 from wanstream.plan import Budgets, DoesNotFitError, Machine, OffloadJob, plan_offload
 from wanstream.plan.machine import expected_machine
 from wanstream.plan.memory import VRAM_RESERVE, VRAM_SHARE, memory_needs
-from wanstream.plan.parallel_layout import (
+from wanstream.plan.predict import visit_seconds
+from wanstream.plan.workers.layout import (
     check_layout,
     choose_layout,
     describe_layout,
@@ -18,7 +19,6 @@ from wanstream.plan.parallel_layout import (
     wire_traffic,
     worker_share,
 )
-from wanstream.plan.predict import visit_seconds
 from wanstream.schema import T2V_A14B, Mesh, MeshError, OffloadPolicy, VideoShape
 
 MakeJob, MakeMachine = Callable[..., OffloadJob], Callable[..., Machine]

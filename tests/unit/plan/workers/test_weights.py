@@ -1,24 +1,15 @@
-"""Choice of the placement of weights between workers, machine by machine, and the probe behind it."""
+"""Choice of the placement of weights between workers, machine by machine."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.distributed.worker import weights
-from wanstream.distributed.worker.weights import (
-    MIN_GAIN,
-    GroupGather,
-    PlacementChoice,
-    WeightFigures,
-    choose_placement,
-    probe_weights,
-)
-from wanstream.tests.support.accelerator import Accelerator
+from wanstream.plan import PlacementChoice, WeightFigures, choose_weight_placement
+from wanstream.plan.workers.weights import MIN_GAIN
 
 MS, GB = 1e-3, 10**9
 BLOCK, BLOCKS = 702_788_608, 80
@@ -96,19 +87,19 @@ def block_seconds(choice: PlacementChoice, figures: WeightFigures) -> float:
     ],
 )
 def test_the_shortest_stall_is_chosen(figures: WeightFigures, placement: str, block_s: float) -> None:
-    choice = choose_placement(figures)
+    choice = choose_weight_placement(figures)
     assert choice.placement == placement
     assert block_seconds(choice, figures) == pytest.approx(block_s * MS)
 
 
 def test_the_reason_has_the_numbers() -> None:
-    assert choose_placement(SHARED_UPLINK).reason == (
+    assert choose_weight_placement(SHARED_UPLINK).reason == (
         "sharded weights: a block of 703 MB in 30.0 ms, not hidden behind compute (13.0 ms for each); "
         "full 112.0 ms, sharded 30.0 ms; the bus gives 25.0 GB/s to one of 4 workers and 6.27 GB/s to each of them at "
         "once, a gather moves 33.5 GB/s; shards in VRAM need 14.06 GB, 5.00 GB are free"
     )
-    assert "25.0 GB/s to one of 8 workers and as much to each of them at once" in choose_placement(NVLINK).reason
-    assert "in 3.0 ms, hidden behind compute" in choose_placement(replace(NVLINK, free_bytes=8 * GB)).reason
+    assert "25.0 GB/s to one of 8 workers and as much to each of them at once" in choose_weight_placement(NVLINK).reason
+    assert "in 3.0 ms, hidden behind compute" in choose_weight_placement(replace(NVLINK, free_bytes=8 * GB)).reason
 
 
 times = st.floats(min_value=1e-5, max_value=1.0)
@@ -128,40 +119,8 @@ def test_the_chosen_placement_is_the_fastest(
         gather_during_h2d_s=during,
         free_bytes=free_bytes,
     )
-    choice: PlacementChoice = choose_placement(figures)
+    choice: PlacementChoice = choose_weight_placement(figures)
     fetches = [concurrent, max(shard, during)] + [gather] * (figures.shards_bytes <= free_bytes)
     assert block_seconds(choice, figures) <= max(visit_s, min(fetches)) + MIN_GAIN * visit_s
     if choice.placement == "sharded in VRAM":
         assert figures.shards_bytes <= free_bytes
-
-
-class GroupOfOne:
-    """The part of `ProcessGroups` that the probe uses, in a group of one worker."""
-
-    rank, size = 0, 1
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.gathers = device, 0
-
-    def all_gather_cpu(self, values: torch.Tensor, doing: str) -> list[torch.Tensor]:
-        return [values]
-
-    def all_reduce_max(self, values: list[float], doing: str) -> list[float]:
-        return values
-
-    def all_gather(self, gather: GroupGather, into: torch.Tensor, own: torch.Tensor) -> None:
-        into.copy_(own, non_blocking=True)
-        self.gathers += 1
-
-
-def test_copies_and_gathers_are_measured_on_two_streams(gpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, held = GroupOfOne(gpu.device), gpu.runtime.allocated_bytes()
-    monkeypatch.setattr(GroupGather, "all_gather", lambda *args: groups.all_gather(*args))
-    if gpu.machine is not None:
-        monkeypatch.setattr(weights, "PROBE_BYTES", 2**16)
-    times = probe_weights(groups, 2 * weights.PROBE_BYTES)
-    gather_times = ["gather_s", "shard_h2d_s", "gather_during_h2d_s"]
-    assert list(times) == ["h2d_s", "h2d_concurrent_s", *gather_times]
-    assert all(seconds > 0 for seconds in times.values())
-    assert groups.gathers == len(gather_times) * (weights.REPEATS + 1), "as many as on every other worker"
-    assert gpu.runtime.allocated_bytes() == held

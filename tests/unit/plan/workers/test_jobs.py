@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.distributed.driver.schedule import (
+from wanstream.plan.workers.jobs import (
     WAITING_PER_GROUP,
     Assignment,
     GroupId,

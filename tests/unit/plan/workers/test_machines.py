@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 
-from wanstream.distributed.ray.placement_plan import Part, nested_sizes, order_groups, plan_placement
+from wanstream.plan import RankPart, nested_sizes, order_groups, plan_machines
 from wanstream.schema import Mesh
 
 
 def placed(free: list[int], count: int, *sizes: int) -> list[tuple[int, int | None]]:
     """Return the number of ranks and the machine of each part, in the order of ranks."""
-    parts = sorted(plan_placement(free, count, sizes), key=lambda part: part.ranks.start)
+    parts = sorted(plan_machines(free, count, sizes), key=lambda part: part.ranks.start)
     return [(len(part.ranks), part.machine) for part in parts]
 
 
@@ -61,7 +61,7 @@ def test_sizes_are_those_of_groups_and_of_workers_that_share_tokens(mesh: Mesh, 
     assert nested_sizes(mesh) == sizes
 
 
-def machines_of(parts: tuple[Part, ...], free: list[int]) -> list[int]:
+def machines_of(parts: tuple[RankPart, ...], free: list[int]) -> list[int]:
     """Return the used slots of every machine by parts that have one."""
     used = [0] * len(free)
     for part in parts:
@@ -76,7 +76,7 @@ def test_as_many_groups_as_possible_are_whole_and_every_rank_has_one_place() -> 
         free = [chance.randint(0, 9) for _ in range(chance.randint(1, 6))]
         size = chance.choice([1, 2, 3, 4, 6, 8])
         groups = chance.randint(1, 8)
-        parts = plan_placement(free, groups * size, [size])
+        parts = plan_machines(free, groups * size, [size])
         assert sorted(rank for part in parts for rank in part.ranks) == list(range(groups * size))
         assert all(used <= slots for used, slots in zip(machines_of(parts, free), free, strict=True))
         whole = [part for part in parts if part.machine is not None]
@@ -94,7 +94,7 @@ def test_of_a_group_that_is_apart_the_workers_that_share_tokens_are_together() -
         cell = 2 * tokens
         free = [chance.randint(0, 9) for _ in range(chance.randint(1, 5))]
         groups = chance.randint(1, 4)
-        parts = plan_placement(free, groups * cell, [cell, tokens])
+        parts = plan_machines(free, groups * cell, [cell, tokens])
         assert sorted(rank for part in parts for rank in part.ranks) == list(range(groups * cell))
         assert all(used <= slots for used, slots in zip(machines_of(parts, free), free, strict=True))
         whole = sum(part.machine is not None and len(part.ranks) == cell for part in parts)
