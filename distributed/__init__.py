@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .driver.decode import decode_in_shared_tiles, tiles_by_memory
-from .driver.driver import Driver, part_sizes
+from .driver.driver import Driver
 from .driver.local_stages import StepFunction, StepProcess, run_stages
 from .driver.rendezvous import format_machines
 from .driver.results import DistributedResult
@@ -36,7 +36,6 @@ __all__ = [
     "decode_in_shared_tiles",
     "format_machines",
     "open_services",
-    "part_sizes",
     "resolve_path",
     "run_stages",
     "tiles_by_memory",

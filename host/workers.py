@@ -30,7 +30,6 @@ from ..distributed import (
     WorkerLostError,
     check_token_file,
     format_machines,
-    part_sizes,
 )
 from ..plan import (
     AutoOffload,
@@ -43,6 +42,7 @@ from ..plan import (
     describe_policy,
     describe_ram,
     describe_wire,
+    part_sizes,
     plan_offload,
     wire_traffic,
     worker_share,

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from ...bench import Setting, Trial, Variant, policy_name
-from ...distributed import Driver, Pool, WorkerLostError, part_sizes
+from ...distributed import Driver, Pool, WorkerLostError
 from ...host import StartPool, start_pool
 from ...nodes.runs import TrialTimes, tensor_digest, with_steps
-from ...plan import OffloadJob, check_layout
+from ...plan import OffloadJob, check_layout, part_sizes
 from ...sampling import DenoiseRequest, seeded_noise
 from ...schema import (
     ExpertsRef,

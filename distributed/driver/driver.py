@@ -22,7 +22,7 @@ from typing import TypeAlias
 import torch
 
 from ...devices import AUTO, common_dtype, dtype_name
-from ...plan import GroupId, stage_boundaries
+from ...plan import GroupId, part_sizes, stage_boundaries
 from ...sampling import (
     DenoiseRequest,
     RequestError,
@@ -205,19 +205,6 @@ def _in_one_precision(experts: ExpertsRef, facts: Sequence[WorkerFacts]) -> Expe
         experts = replace(experts, arithmetic=arithmetic_of(common))
         logger.info("arithmetic as stored: %s on all workers", experts.arithmetic)
     return experts
-
-
-def part_sizes(batch: int, mesh: Mesh) -> list[int]:
-    """Return the number of samples in each part of a request; the samples of one part are lanes of one pass.
-
-    With several stages, every sample is a part, because a pipeline needs several items. Otherwise each data coordinate
-    gets one part of about equal size, so that its weights are streamed once for all its samples.
-    """
-    if mesh.stage > 1:
-        return [1] * batch
-    parts = min(batch, mesh.data)
-    each, more = divmod(batch, parts)
-    return [each + (number < more) for number in range(parts)]
 
 
 def stage_steps(request: DenoiseRequest, stages: int, begun: RunState | None = None) -> list[range]:

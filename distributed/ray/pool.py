@@ -212,8 +212,8 @@ class RayPool(AbstractContextManager["RayPool"]):
         self._replacing = [threading.Lock() for _ in range(ref.count)]
         self._failed: set[int] = set()
         """Ranks whose last worker was lost and not replaced."""
-        self._starting: dict[int, Any] = {}
-        """Actors that are not ready yet, by rank."""
+        self._starting: set[Any] = set()
+        """Actors that are not ready yet, which `close` ends."""
         self._shared: dict[int, Any] = {}
         with ExitStack() as undo:
             undo.callback(sweep)  # runs last: removes shared memory of workers that were killed
@@ -260,7 +260,7 @@ class RayPool(AbstractContextManager["RayPool"]):
     def close(self) -> None:
         """See `Pool.close`. Cancels replacements on other threads."""
         self._closed = True
-        self._kill(tuple(self._starting.values()))
+        self._kill(tuple(self._starting))
         with ExitStack() as replaced:
             for lock in self._replacing:
                 replaced.enter_context(lock)
@@ -283,12 +283,12 @@ class RayPool(AbstractContextManager["RayPool"]):
         with ExitStack() as undo:
             undo.callback(self._kill, actors)
             ready = [actor.call.remote("started", ()) for actor in actors]
-            undo.callback(self._forget, ranks)
-            self._starting.update(zip(ranks, actors, strict=True))
+            undo.callback(self._starting.difference_update, actors)
+            self._starting.update(actors)
             self._check_open()  # again: `close` on another thread may have missed actors added just now
             until = time.monotonic() + self._timeout_s  # one deadline for all workers
             started = [self._wait_ready(rank, answer, until) for rank, answer in zip(ranks, ready, strict=True)]
-            self._forget(ranks)
+            self._starting.difference_update(actors)
             CONNECTION.track_processes()
             check_versions(Worker("cpu").facts(), [each.facts for each in started])
             check_exposure(started, beyond_loopback=self._ref.beyond_loopback)
@@ -331,11 +331,6 @@ class RayPool(AbstractContextManager["RayPool"]):
                 f"the Ray at {self._ref.address} has ended or cannot be reached, and its workers are lost: start it, "
                 "then run again"
             )
-
-    def _forget(self, ranks: Sequence[int]) -> None:
-        """Remove actors from those that `close` ends because they are not ready."""
-        for rank in ranks:
-            self._starting.pop(rank, None)
 
     def _kill(self, actors: Sequence[Any]) -> None:
         # A call after Ray's end would start Ray again, without our settings.

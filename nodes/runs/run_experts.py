@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 import torch
 
-from ...distributed import DistributedResult, part_sizes
+from ...distributed import DistributedResult
 from ...host import RunEvents, SharedRun, current_host, run_settings, wire_notes
-from ...plan import AutoOffload, OffloadJob
+from ...plan import AutoOffload, OffloadJob, part_sizes
 from ...sampling import (
     DenoiseRequest,
     DenoiseResult,

@@ -73,6 +73,19 @@ def stage_boundaries(experts_of_steps: Sequence[str], step_costs_s: Sequence[flo
     return tuple(range(first, past) for first, past in pairwise(reversed(ends)))
 
 
+def part_sizes(batch: int, mesh: Mesh) -> list[int]:
+    """Return the number of samples in each part of a request; the samples of one part are lanes of one pass.
+
+    With several stages, every sample is a part, because a pipeline needs several items. Otherwise each data coordinate
+    gets one part of about equal size, so that its weights are streamed once for all its samples.
+    """
+    if mesh.stage > 1:
+        return [1] * batch
+    parts = min(batch, mesh.data)
+    each, more = divmod(batch, parts)
+    return [each + (number < more) for number in range(parts)]
+
+
 MAX_LISTED_DEGREE = 16
 """Largest degree that a message proposes."""
 
