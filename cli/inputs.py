@@ -43,11 +43,14 @@ def with_inputs(workflow: Prompt, values: Mapping[str, Any], sockets: Sockets, *
     """Return a copy of the workflow with these values of its inputs, by `node.input`; text is converted if `as_text`.
 
     Ranges and choices are not checked here but by the validation of the workflow. Raises InputError for an unknown
-    node or input, and for text that is not a value of the input's type.
+    node or input, for an input under two names, and for text that is not a value of the input's type.
     """
     changed: dict[str, Any] = copy.deepcopy(dict(workflow))
+    keys: dict[tuple[str, str], str] = {}
     for key, value in values.items():
-        node_id, name = _target(key, workflow)
+        node_id, name = target = _target(key, workflow)
+        if keys.setdefault(target, key) != key:
+            raise InputError(f"{keys[target]} and {key} are the same input: give one of them")
         node = changed[node_id]
         inputs = node.setdefault("inputs", {})
         known = sockets.get(node.get("class_type", ""))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from ..host.embedded import api_prompt
-from .arguments import DONE, FAILED, INVALID, read_json
+from .arguments import DONE, FAILED, INVALID, ArgumentError, read_json
 from .options import ModelOptions
 
 
@@ -16,7 +16,12 @@ def make_test_model(options: ModelOptions) -> int:
     names: set[str] = set()
     for path in options.workflows:
         try:
-            names |= model_names(api_prompt(read_json(path)))
+            content = read_json(path)
+        except ArgumentError as err:
+            print(err, file=sys.stderr)
+            return INVALID
+        try:
+            names |= model_names(api_prompt(content))
         except ValueError as err:
             print(f"{path}: {err}", file=sys.stderr)
             return INVALID

@@ -169,7 +169,8 @@ class ModelOptions:
         nargs="+",
         default=(),
         metavar="WORKFLOW",
-        help="write only the files that these API workflows name, next to those that DIR has (default: all files)",
+        help="write only the files that these API workflows name; if one is missing, those that DIR has are written "
+        "again, too (default: all files)",
     )
 
 

@@ -244,7 +244,7 @@ def write_tiny_model(
 
     Args:
         layers: number of blocks of each expert.
-        names: files and pipelines to write next to those that the folder has; None: all.
+        names: files and pipelines to write. Those that the folder has are written again, too. None: all.
         on_progress: called with the name of the part that is written next.
 
     Raises:

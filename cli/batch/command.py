@@ -31,7 +31,7 @@ from .backend import BatchBackend
 from .embedded_backend import EmbeddedBackend
 from .fleet import run_all
 from .job_queue import JobQueue
-from .journal import Journal, State, is_full_disk, locked
+from .journal import Journal, State, is_full_disk, locked, may_be_journal
 from .lanes import MAX_LANES, digest_of_lane, lane_planner
 from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
@@ -149,7 +149,10 @@ def _server_spec(options: BatchOptions, rows: Sequence[Row], workflow: Prompt) -
 
 
 def _checked(rows: Sequence[Row], workflow: Prompt, sockets: Sockets) -> tuple[Row, ...]:
-    """Return the rows, with a fault for each whose inputs the workflow lacks."""
+    """Return the rows, with a fault for each whose inputs the workflow lacks.
+
+    Raises ArgumentError for a fault that all rows have, such as a misspelled column: none of them can run.
+    """
     checked = []
     for row in rows:
         try:
@@ -157,6 +160,9 @@ def _checked(rows: Sequence[Row], workflow: Prompt, sockets: Sockets) -> tuple[R
         except InputError as err:
             row = replace(row, fault=str(err))
         checked.append(row)
+    first, *others = {row.fault for row in checked}
+    if first is not None and not others:
+        raise ArgumentError(f"no row can run: {first}")
     return tuple(fail_dependents(checked))
 
 
@@ -186,8 +192,12 @@ def _open_state(options: BatchOptions, spec: _BatchSpec, opened: ExitStack) -> t
     """
     store = OutputStore(create_output_folder(options.output))
     path = options.journal or options.output / JOURNAL
+    lock = path.with_name(f"{path.name}.lock")
+    # The lock file stays next to a journal, and so tells a damaged one from a file that was never one.
+    if options.journal and not lock.exists() and path.is_file() and not may_be_journal(path):
+        raise ArgumentError(f"--journal {path} is not a journal, and is not changed: give the name of a new file")
     opened.enter_context(locked(store.work_folder / "lock", of=str(options.output)))
-    opened.enter_context(locked(path.with_name(f"{path.name}.lock"), of=str(path)))
+    opened.enter_context(locked(lock, of=str(path)))
     start = partial(resume, store=store, rows=spec.rows, find_rows=_row_finder(spec))
     journal, notes = open_journal(path, workflow=workflow_digest(spec.workflow), start=start)
     opened.enter_context(journal)

@@ -262,6 +262,12 @@ class OtherWorkflowError(JournalError):
     """The file is an intact journal of another workflow."""
 
 
+def may_be_journal(path: Path) -> bool:
+    """Return True for a file that is empty or begins as every SQLite database does."""
+    with path.open("rb") as opened:
+        return opened.read(16) in (b"", b"SQLite format 3\0")
+
+
 def copy_of(path: Path) -> Path:
     """Return the path of the backup that `Journal.back_up` writes."""
     return path.with_name(f"{path.name}.before")

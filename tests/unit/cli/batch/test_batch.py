@@ -192,6 +192,36 @@ def test_a_command_that_cannot_be_run_runs_nothing(
     assert not list(tmp_path.glob("out/*.mp4"))
 
 
+@pytest.mark.parametrize(
+    ("inputs", "fault"),
+    [
+        ({"sampler.sed": 1}, "WanStreamSampler has no input sed"),
+        ({"sampler.seed": 1, "WanStreamSampler.seed": 2}, "sampler.seed and WanStreamSampler.seed are the same input"),
+    ],
+    ids=["misspelled", "given twice"],
+)
+def test_a_fault_of_all_rows_is_printed_once_and_nothing_runs(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], inputs: dict[str, int], fault: str
+) -> None:
+    assert main(batch(inputs, inputs | {"save.crf": 40})) == INVALID
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"no row can run: {fault}")
+    assert len(printed.err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["jobs.jsonl", "notes.csv"])
+def test_a_file_that_was_never_a_journal_is_not_changed(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    command = batch({"sampler.seed": 1}, more=["--journal", str(tmp_path / name)])
+    (tmp_path / "notes.csv").write_text("sampler.seed\n1\n", encoding="utf-8")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert main(command) == INVALID
+    assert f"{name} is not a journal, and is not changed" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
 def test_nodes_of_others_need_a_server(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     workflow = {**small_workflow(), "9": {"class_type": "KSampler", "inputs": {}}}
     assert main(batch({"sampler.seed": 1}, workflow=workflow)) == INVALID
