@@ -651,3 +651,19 @@ def test_fifty_mishaps_in_a_hundred_rows_on_four_servers_cost_nothing(tmp_path: 
     assert not any(told.startswith("failed") for told in fleet.reporter.told)
     assert {"kill", "restart", "gone"} == set(mishaps.happened)
     assert mishaps.left == 0
+
+
+def test_requests_that_hang_count_for_the_timeout(tmp_path: Path) -> None:
+    class Hung(Server):
+        now = 0.0
+
+        def outcome(self, prompt_id: str) -> Outcome:
+            self.now += 60.0
+            raise UnreachableError(f"no answer from {self.name}")
+
+    hung = Hung("hung")
+    fleet = Fleet(tmp_path, [hung], rows=6)
+    fleet.limits = {"timeout_s": 600.0, "clock": lambda: hung.now}
+    with pytest.raises(BackendTimeoutError, match=r"gave up after 6\d\d s"):
+        fleet.run()
+    assert hung.now <= 660.0
