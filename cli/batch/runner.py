@@ -305,7 +305,7 @@ class Runner:
                 if not self.store.place(kept):
                     names = ", ".join(file.name for file in kept)
                     raise FileNotFoundError(f"{names}: removed from {self.store.work_folder} after the check")
-                self._journal.finish(row.hash)
+                self.queue.finish(row, on=self._name)
                 self._reporter.done(self._name)
                 self._fetched += 1
             submission.rows.remove(row)
