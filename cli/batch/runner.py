@@ -26,6 +26,7 @@ from .backend import (
     ForeignResponseError,
     Interrupted,
     JobFailed,
+    Lost,
     NoSuchFileError,
     RefusedError,
     UnderWay,
@@ -280,6 +281,10 @@ class Runner:
             return changed
         if isinstance(outcome, Unknown):
             self._handle_lost(submission)
+        elif isinstance(outcome, Lost):
+            submission.begun = True  # and may have been the cause
+            self._handle_lost(submission)
+            raise UnreachableError(f"{self._name} has lost a row: {outcome.reason}")  # no post before it is back
         elif isinstance(outcome, Interrupted) and submission.begun is None:
             self._handle_lost(submission)  # by an earlier command that could not record it
         elif isinstance(outcome, Interrupted):
