@@ -62,7 +62,7 @@ class RowHistory:
 
 @dataclass(kw_only=True)
 class Streak:
-    """Rows that a backend has failed since it last finished one, without those that another one has failed, too."""
+    """Rows that a backend has failed since it last finished one, and that no other one has failed."""
 
     reasons: dict[str, str] = field(default_factory=dict)
     """Reason by the hash of a row."""
@@ -172,9 +172,10 @@ class JobQueue:
         with self.lock:
             streak = self._streaks[backend.name]
             if streak.is_long and streak.finished_by and not self._held[backend.name]:
+                last = [*streak.reasons.values()][-1].partition("\n")[0]
                 raise UnsuitableError(
                     f"{backend.name} failed {len(streak.reasons)} rows in a row, of which {streak.finished_by} has "
-                    f"finished one: restart it before the next batch; its last error: {[*streak.reasons.values()][-1]}"
+                    f"finished one: restart it before the next batch; its last error: {last}"
                 )
             job = self._next_ready(backend.name) if self._may_take(backend.name) else None
             if job is None:

@@ -206,7 +206,9 @@ class RowService:
             return JobFailed(reason=str(err))
         except BrokenDeviceError as err:
             self._broken = True
-            return Lost(reason=f"{err.__cause__} (on {platform.node()}, {self._device})")
+            # Without torch's advice on how to debug it, which takes several lines; the log has it.
+            reason = str(err.__cause__).partition("\n")[0]
+            return Lost(reason=f"{reason} (on {platform.node()}, {self._device})")
         finally:
             with self._lock:
                 self._running = None

@@ -598,7 +598,7 @@ BROKEN = "CUDA error: an illegal memory access was encountered"
 
 def break_device(*_: Any, **__: Any) -> Any:
     """Replace `Workflow.run` as if the device had failed."""
-    cause = torch.AcceleratorError(BROKEN)
+    cause = torch.AcceleratorError(f"{BROKEN}\nCUDA kernel errors might be asynchronously reported")
     raise NodeFailedError("sampler", "WanStreamSampler", cause) from cause
 
 
