@@ -146,7 +146,7 @@ class BatchOptions:
         "--timeout",
         default=600.0,
         metavar="SECONDS",
-        help="give up when a server has not responded for this long (default: 600)",
+        help="give up when no server, or actor, has responded for this long (default: 600)",
     )
     share_weights: int = option(
         "--share-weights",

@@ -1,4 +1,4 @@
-"""Detection and cleanup of out-of-memory errors of torch's allocators and of the libraries that it calls."""
+"""Errors of devices: out of memory, of torch's allocators and of the libraries that it calls, and broken."""
 
 from __future__ import annotations
 
@@ -31,6 +31,21 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     if getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY:
         return True
     return any(words in str(error) for words in LIBRARY_OOM_MESSAGES)
+
+
+def is_broken_device(error: BaseException | None) -> bool:
+    """Return True if `error` or one of its causes is one of the device after which every later call may fail.
+
+    Such an error breaks the CUDA context, which lasts as long as the process. False before torch 2.8, where it is a
+    plain RuntimeError.
+    """
+    kind = getattr(torch, "AcceleratorError", ())
+    while error is not None:
+        if isinstance(error, kind):
+            assert isinstance(error, RuntimeError), error
+            return not is_out_of_memory(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def forget(error: BaseException) -> str:

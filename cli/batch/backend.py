@@ -27,7 +27,11 @@ class ForeignResponseError(ValueError):
 
 
 class UnsuitableError(ValueError):
-    """The backend cannot run the batch: it lacks a node or a model, or has another version than the others."""
+    """The backend cannot run the batch: it lacks a node, a model or free space, has another version, or is broken."""
+
+
+class BrokenDeviceError(OSError):
+    """The device of this process has failed, and its CUDA context with it: no row can be computed before a restart."""
 
 
 class RefusedError(ValueError):
@@ -78,7 +82,14 @@ class Unknown:
     """The backend has no such workflow: it never arrived, was removed from the queue, or was lost in a restart."""
 
 
-Outcome: TypeAlias = UnderWay | Ended | JobFailed | Interrupted | Unknown
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """The workflow is lost with the process of the backend, which ends and is started again."""
+
+    reason: str
+
+
+Outcome: TypeAlias = UnderWay | Ended | JobFailed | Interrupted | Unknown | Lost
 
 
 class BatchBackend(Protocol):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from ...devices import is_broken_device
 from ...host.embedded import (
     CORE_NODES,
     EmbeddedHost,
@@ -26,6 +27,7 @@ from ..inputs import Sockets
 from ..options import BatchOptions
 from .backend import (
     BatchBackend,
+    BrokenDeviceError,
     Ended,
     JobFailed,
     MadeFile,
@@ -103,6 +105,8 @@ class EmbeddedBackend(BatchBackend):
                 raise OSError(str(err)) from err  # ends the batch
             if not isinstance(err.__cause__, ValueError | OSError):  # not a refusal but a bug, ours or a library's
                 traceback.print_exception(err.__cause__)
+            if is_broken_device(err):
+                raise BrokenDeviceError(f"{err}\nrun the same command again, with a new process, to resume") from err
             return JobFailed(reason=str(err))
         except Cancelled:
             return Unknown()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..arguments import StopRequest
-from .backend import BatchBackend
+from .backend import BatchBackend, UnsuitableError
 from .journal import Journal, State
 from .progress import BatchBar
 from .rows import BatchJob, Planner, Row
@@ -23,6 +23,9 @@ MAX_LOSSES = 5
 
 MAX_FAILURES = 2
 """Maximum number of backends that a row is tried on: a backend may fail every row, for example without a GPU."""
+
+MAX_STREAK = 3
+"""Rows that a backend may fail in a row: one more than it has at a time, which one fault may fail together."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -58,6 +61,21 @@ class RowHistory:
 
 
 @dataclass(kw_only=True)
+class Streak:
+    """Rows that a backend has failed since it last finished one, and that no other one has failed."""
+
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Reason by the hash of a row."""
+    finished_by: str = ""
+    """Another backend, which has finished one of them."""
+
+    @property
+    def is_long(self) -> bool:
+        """Return True if the backend is to be suspected, and gets only rows that others have failed."""
+        return len(self.reasons) >= MAX_STREAK
+
+
+@dataclass(kw_only=True)
 class JobQueue:
     """Jobs of a batch on these backends. All methods may be called by any thread."""
 
@@ -77,6 +95,7 @@ class JobQueue:
     _held: dict[str, list[Submission]] = field(default_factory=dict)
     _losses: dict[str, Counter[str]] = field(default_factory=dict)
     _reasons: dict[str, dict[str, str]] = field(default_factory=dict)
+    _streaks: dict[str, Streak] = field(default_factory=dict)
     _silences: dict[str, float | None] = field(default_factory=dict)
     """Seconds without a response by the name of each backend in use; None: it responds."""
     _untried: set[str] = field(default_factory=set)
@@ -85,6 +104,7 @@ class JobQueue:
     def __post_init__(self) -> None:
         self._silences = dict.fromkeys((backend.name for backend in self.backends), None)
         self._held = {name: [] for name in self._silences}
+        self._streaks = {name: Streak() for name in self._silences}
 
     def enter(self, rows: Iterable[Row]) -> None:
         """Add the waiting ones of these rows, and those that an earlier command has posted, to their backends.
@@ -145,8 +165,18 @@ class JobQueue:
             return [*self._held[name]]
 
     def take(self, backend: BatchBackend) -> tuple[Submission, BatchJob] | None:
-        """Move the first job that this backend may run to its submissions, and into the journal; None without one."""
+        """Move the first job that this backend may run to its submissions, and into the journal; None without one.
+
+        Raises UnsuitableError for a backend that fails rows which another one finishes, when it has none.
+        """
         with self.lock:
+            streak = self._streaks[backend.name]
+            if streak.is_long and streak.finished_by and not self._held[backend.name]:
+                last = [*streak.reasons.values()][-1].partition("\n")[0]
+                raise UnsuitableError(
+                    f"{backend.name} failed {len(streak.reasons)} rows in a row, of which {streak.finished_by} has "
+                    f"finished one: restart it before the next batch; its last error: {last}"
+                )
             job = self._next_ready(backend.name) if self._may_take(backend.name) else None
             if job is None:
                 return None
@@ -163,6 +193,15 @@ class JobQueue:
             return not submission.begun and (
                 self.stopping or (idle and not self._waiting and submission.begun is False)
             )
+
+    def finish(self, row: Row, *, on: str) -> None:
+        """Set a row to done, whose files have their names, by this backend."""
+        with self.lock:
+            self.journal.finish(row.hash)
+            self._streaks[on] = Streak()
+            for streak in self._streaks.values():
+                if row.hash in streak.reasons:
+                    streak.finished_by = on
 
     def end(self, name: str, submission: Submission) -> None:
         """Remove a submission whose rows are finished."""
@@ -187,11 +226,13 @@ class JobQueue:
         with self.lock:
             found = self._history(row)
             if on is not None and not self.stopping and found.retry(on, self._alive()):
-                self._reasons.setdefault(row.hash, {})[on] = reason
+                self._reasons.setdefault(row.hash, {})[on] = self._streaks[on].reasons[row.hash] = reason
                 self.journal.wait([row.hash])
                 self._add([[row]], first=True)
                 self.reporter.note(f"{row} failed on {on} and is tried on another backend: {reason}")
                 return
+            for streak in self._streaks.values():
+                streak.reasons.pop(row.hash, None)
             before = "".join(f"; on {name}: {text}" for name, text in found.reasons.items() if name != on)
             reason = f"on {on}: {reason}{before}" if before else reason
             self.journal.fail(row.hash, reason)
@@ -278,6 +319,16 @@ class JobQueue:
     def _history(self, row: Row) -> RowHistory:
         return RowHistory(losses=self._losses.get(row.hash, {}), reasons=self._reasons.get(row.hash, {}))
 
+    def _suits(self, name: str, row: Row) -> bool:
+        """Return True if a backend may try this row: a suspected one only a row that others have failed.
+
+        Of those, so that two of them do not wait for each other.
+        """
+        others = [other for other in self._alive() if other != name]
+        if others and self._streaks[name].is_long and row.hash not in self._reasons:
+            return False
+        return self._history(row).suits(name, self._alive())
+
     def _is_posted_as(self, row: Row, submission: Submission) -> bool:
         entry = self.journal.entries[row.hash]
         return entry.state is State.posted and entry.prompt_id == submission.prompt_id
@@ -302,7 +353,7 @@ class JobQueue:
                 del self._waiting[at]
                 self._fail_continuing(job)
                 at = 0
-            elif states <= {State.done} and all(self._history(row).suits(name, self._alive()) for row in job.rows):
+            elif states <= {State.done} and all(self._suits(name, row) for row in job.rows):
                 del self._waiting[at]
                 return job
             else:

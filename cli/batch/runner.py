@@ -26,6 +26,7 @@ from .backend import (
     ForeignResponseError,
     Interrupted,
     JobFailed,
+    Lost,
     NoSuchFileError,
     RefusedError,
     UnderWay,
@@ -91,7 +92,7 @@ class Runner:
     sleep: Callable[[float], None]
     clock: Callable[[], float] = time.monotonic
     timeout_s: float = 600.0
-    """Seconds without a response of any backend after which the batch ends."""
+    """Seconds without a response of any backend after which the batch ends, those of requests that hang included."""
     reachable: bool = True
     """False if the backend did not respond at the start of the batch."""
     _posted: int = 0
@@ -107,7 +108,7 @@ class Runner:
     """Former submissions that the backend may still run, while other backends take their rows."""
     _given_noted: bool = False
     _silence: float = 0.0
-    """Seconds of waiting since the last response."""
+    """Seconds since the last response, in requests without one and between them."""
     _answered_at: float = 0.0
 
     @property
@@ -157,18 +158,21 @@ class Runner:
 
     def _try_poll_and_post(self) -> bool | None:
         """Poll and post; return True if anything has changed. Without a response, wait and return None."""
+        began = self.clock()
         try:
             changed = self._poll_and_post()
         except UnsentError as err:
             if not self._stop.requested:
-                err.setback.waited_s = self._wait(err, err.setback.waited_s, self.timeout_s - err.setback.waited_s)
+                if not err.setback.waited_s:
+                    self._reporter.note(f"{err}; trying again")
+                err.setback.waited_s = self._wait(err.setback.waited_s, self.timeout_s - err.setback.waited_s)
                 self._silence = max(self._silence, _FIRST_RETRY) if self._outage else _FIRST_RETRY
             return None
         except (UnreachableError, ForeignResponseError) as err:
             if isinstance(err, ForeignResponseError) and len(self.queue.backends) == 1:
                 raise
             if not self._stop.requested:
-                self._wait_for_backend(err)
+                self._wait_for_backend(err, self.clock() - max(began, self._answered_at))
             return None
         self._answered_at = self.clock()
         if self._silence and self._outage:
@@ -277,6 +281,10 @@ class Runner:
             return changed
         if isinstance(outcome, Unknown):
             self._handle_lost(submission)
+        elif isinstance(outcome, Lost):
+            submission.begun = True  # and may have been the cause
+            self._handle_lost(submission)
+            raise UnreachableError(f"{self._name} has lost a row: {outcome.reason}")  # no post before it is back
         elif isinstance(outcome, Interrupted) and submission.begun is None:
             self._handle_lost(submission)  # by an earlier command that could not record it
         elif isinstance(outcome, Interrupted):
@@ -302,7 +310,7 @@ class Runner:
                 if not self.store.place(kept):
                     names = ", ".join(file.name for file in kept)
                     raise FileNotFoundError(f"{names}: removed from {self.store.work_folder} after the check")
-                self._journal.finish(row.hash)
+                self.queue.finish(row, on=self._name)
                 self._reporter.done(self._name)
                 self._fetched += 1
             submission.rows.remove(row)
@@ -411,21 +419,23 @@ class Runner:
             self._given.pop(0)
         self._away = False
 
-    def _wait_for_backend(self, err: Exception) -> None:
-        """Wait before the next try. Other backends take the rows after some time.
+    def _wait_for_backend(self, err: Exception, hung_s: float) -> None:
+        """Wait before the next try, after a request that took `hung_s`. Other backends take the rows after some time.
 
         Raises BackendTimeoutError if no backend has responded for too long.
         """
+        if not self._silence:
+            self._reporter.note(f"{err}; trying again")
+        self._silence += hung_s
         self.queue.silence(self._name, self._silence)
         total = self.queue.all_silent_for()
         if total >= self.timeout_s:
             raise BackendTimeoutError(
                 f"{err}; gave up after {total:.0f} s: run the same command again to resume"
             ) from err
-        # A request that times out takes longer than several that are refused.
-        if max(self._silence, self.clock() - self._answered_at) >= GRACE_SECONDS:
+        if self._silence >= GRACE_SECONDS:
             self._give_back(only_unposted=isinstance(err, UnpostedError))
-        self._silence = self._wait(err, self._silence, self.timeout_s - total)
+        self._silence = self._wait(self._silence, self.timeout_s - total)
 
     def _give_back(self, *, only_unposted: bool) -> None:
         given = self.queue.give_back(self._name, only_unposted=only_unposted)
@@ -436,10 +446,8 @@ class Runner:
         self._given += given
         self._away |= bool(given)
 
-    def _wait(self, err: Exception, waited: float, left: float) -> float:
+    def _wait(self, waited: float, left: float) -> float:
         """Wait before the next try, longer each time but not longer than `left`; return the total seconds."""
-        if not waited:
-            self._reporter.note(f"{err}; trying again")
         self._reporter.unresponsive(self._name, True)
         delay = min(max(waited, _FIRST_RETRY), _LAST_RETRY, max(left, 0.1))
         self.sleep(delay)

@@ -48,6 +48,12 @@ ObjectInfo: TypeAlias = Mapping[str, Mapping[str, Any]]
 """A server's description of every node class."""
 
 TIMEOUT_SECONDS = 60.0
+"""Seconds without a byte in either direction after which an upload, a workflow or the list of nodes counts as lost."""
+STATUS_SECONDS = 10.0
+"""The same for a connection, the state of a server and a file, however long the whole file takes. ComfyUI answers in
+milliseconds, or after some seconds while it loads a model; one that needs longer hangs, and counts as gone."""
+_SLOW = ("/object_info", "/prompt")
+"""Routes that read folders or run checks of nodes before the answer: a long wait for one is not a server that hangs."""
 _GATEWAY_ERRORS = (502, 503, 504)
 _OK, _BAD_REQUEST, _NOT_FOUND, _TOO_LARGE, _BROKEN = 200, 400, 404, 413, 500
 _NEVER = (400, 403, _NOT_FOUND, 410)
@@ -99,10 +105,11 @@ class ServerBackend(BatchBackend):
         self.url = url.rstrip("/")
         self.name = _normalised(parts)
         self.address = re.sub("//localhost(?=[:/]|$)", "//127.0.0.1", self.name)
+        self._status_s = min(STATUS_SECONDS, timeout_s)
         try:
             self._client = httpx.Client(
                 base_url=self.url,
-                timeout=timeout_s,
+                timeout=httpx.Timeout(timeout_s, connect=self._status_s),
                 verify=ssl.create_default_context(),
                 # A connection that is kept is lost in a restart of the server, and the next request with it.
                 limits=httpx.Limits(max_keepalive_connections=0),
@@ -255,7 +262,7 @@ class ServerBackend(BatchBackend):
     def fetch(self, file: MadeFile, part: Path) -> None:
         filename = file.filename
         query = {"filename": filename, "subfolder": file.subfolder, "type": "output"}
-        with self._answer("GET", "/view", params=query) as answer:
+        with self._answer("GET", "/view", params=query, timeout=self._status_s) as answer:
             status = answer.status_code
             if status in _NEVER:
                 raise NoSuchFileError(
@@ -326,8 +333,13 @@ class ServerBackend(BatchBackend):
     def _ask(self, route: str, body: object = None) -> tuple[int, Any]:
         """Return the status and the JSON response; None if it is not JSON."""
         # Not `json=body`, which refuses NaN; ComfyUI accepts it.
-        sent = {} if body is None else {"content": json.dumps(body), "headers": {"Content-Type": "application/json"}}
-        with self._answer("POST" if sent else "GET", route, **sent) as answer:
+        sent: dict[str, Any] = {}
+        if body is not None:
+            sent = {"content": json.dumps(body), "headers": {"Content-Type": "application/json"}}
+        method = "POST" if sent else "GET"
+        if route not in _SLOW:
+            sent["timeout"] = self._status_s
+        with self._answer(method, route, **sent) as answer:
             content = answer.read()
         try:
             return answer.status_code, json.loads(content)

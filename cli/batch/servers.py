@@ -152,7 +152,7 @@ def connect_all(urls: Sequence[str], workflow: Prompt) -> Servers:
     if len(backends) == 1:
         backends[0].connect(workflow)
         return Servers(backends=tuple(backends))
-    # Side by side: a machine that is switched off costs a minute.
+    # Side by side: one that does not respond costs some seconds.
     with ThreadPoolExecutor(len(backends)) as pool:
         found = [*pool.map(_report, backends)]
     for (first, one, a), (second, two, b) in combinations(zip(urls, backends, found, strict=True), 2):

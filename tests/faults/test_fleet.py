@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from wanstream.cli.arguments import DONE
-from wanstream.cli.batch import runner
+from wanstream.cli.batch import runner, server_backend
 from wanstream.tests.faults import comfy_like
 from wanstream.tests.faults.campaign import small_workflow
 from wanstream.tests.faults.comfy_like import forked_server
@@ -53,6 +53,11 @@ class Machine:
         """Start it, unless it runs, or its time has not come yet."""
         if self._pid is None and (now or time.monotonic() >= self._starts_at):
             self._pid = forked_server(self._port, self._output, self._models, seconds=0.05)
+
+    def hang(self, *, on: bool) -> None:
+        """Let it accept connections and answer nothing, or go on."""
+        assert self._pid is not None
+        os.kill(self._pid, signal.SIGSTOP if on else signal.SIGCONT)
 
     def kill(self, absence_s: float = 0.0) -> None:
         """End it as `kill -9` does, for at least some seconds."""
@@ -117,6 +122,53 @@ def test_fifty_kills_cost_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert sum(killed.values()) == KILLS
         assert min(killed.values()) >= 10, killed
         assert "other backends take its" in stage.stderr(), "rows have changed servers"
+    finally:
+        for machine in machines:
+            machine.kill()
+        stage.clear()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_server_that_is_stopped_for_a_while_costs_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """`killed`: the client is killed meanwhile, and the next one finds a server that hangs."""
+    torch.set_num_threads(1)
+    workflow = small_workflow()
+    models = named_models(tmp_path / "models", workflow)
+    rows = [{"sampler.seed": 1000 + number} for number in range(40)]
+    expected = undisturbed(tmp_path / "one", models, workflow, rows)
+    info = comfy_like.object_info(models)
+    monkeypatch.setattr(comfy_like, "object_info", lambda models: info)
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(server_backend, "STATUS_SECONDS", 0.5)
+    monkeypatch.setattr(server_backend, "_SLOW", ())  # it may be stopped while it takes a workflow
+    machines = [Machine(tmp_path / f"served{number}", models) for number in range(2)]
+    where = [word for machine in machines for word in ("--server", machine.url)]
+    stage = Stage(tmp_path / "two", workflow, rows, [*where, "--timeout", "60"])
+
+    def wait_for(count: int) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while len([*stage.out.glob("*.mp4")]) < count:
+            assert time.monotonic() < deadline, stage.stderr()[-3000:]
+            time.sleep(0.005)
+
+    try:
+        client = stage.start()
+        wait_for(6)
+        machines[1].hang(on=True)
+        wait_for(12)
+        if killed:
+            stage.signal(client, signal.SIGKILL)
+            assert stage.wait(client) == -signal.SIGKILL
+            client = stage.start()
+        wait_for(20)
+        machines[1].hang(on=False)
+        assert stage.wait(client) == DONE, stage.stderr()[-3000:]
+        findings = stage.judge(expected)
+        assert findings.clean, findings
+        assert killed or f"{machines[1].url} has not responded for some time" in stage.stderr()
     finally:
         for machine in machines:
             machine.kill()

@@ -54,8 +54,11 @@ class LocalActor:
     def serve(self, method: str, *args: Any) -> Future[Any]:
         """See `Actor.serve`."""
         assert is_plain(args), (method, args)
+        self.calls.append(method)
+        if method == "end":  # which would end this process
+            self.kill()
+            return Future()
         with self._lock:
-            self.calls.append(method)
             lost, service = self._lost(started=False), self.service
         return lost or _answer(lambda: getattr(service, method)(*args))
 

@@ -24,8 +24,9 @@ from ....schema import IN_PROCESS, LOCAL, WorkersRef
 from ...arguments import ArgumentError, check_models
 from ...inputs import Sockets
 from ...options import BatchOptions
-from ..backend import BatchBackend, MadeFile, OnProgress, Outcome, UnreachableError, UnsuitableError
+from ..backend import BatchBackend, Ended, Lost, MadeFile, OnProgress, Outcome, UnreachableError, UnsuitableError
 from ..embedded_backend import embedded_sockets
+from ..job_queue import MAX_LOSSES
 from ..output_store import OutputStore
 from ..rows import Row
 from .row_service import PATH, STOP_TIMEOUT_S, RowReply, digest_of
@@ -34,6 +35,8 @@ LIMIT_S = 15.0
 """Seconds for the answer to a call, all of which are short, until the actor counts as unreachable."""
 PIECE = 8 << 20
 """Bytes of a file in one message, which passes through Ray's object store."""
+MAX_BROKEN = MAX_LOSSES + 1
+"""Number of times in a row that the device of an actor may fail: one more than a single row can cause."""
 _INPUT = " [input]"
 
 
@@ -86,6 +89,8 @@ class RayBackend(BatchBackend):
         self._folder = options.output
         self._on_progress: OnProgress | None = None
         self._lost = False
+        self._broken = 0
+        """Number of failures of its device since the last row that it has finished."""
 
     @contextmanager
     def opened(self, folder: Path, on_progress: OnProgress) -> Iterator[None]:
@@ -112,6 +117,10 @@ class RayBackend(BatchBackend):
         reply: RowReply = self._call("outcome", prompt_id)
         if reply.progress is not None and self._on_progress is not None:
             self._on_progress(reply.progress)
+        if isinstance(reply.outcome, Ended):
+            self._broken = 0
+        elif isinstance(reply.outcome, Lost):
+            self._restart(reply.outcome.reason)
         return reply.outcome
 
     def fetch(self, file: MadeFile, part: Path) -> None:
@@ -162,15 +171,28 @@ class RayBackend(BatchBackend):
             self._reconnect()
         return self._result(self._actor.serve(method, *args))
 
+    def _restart(self, reason: str) -> None:
+        """End the process, so that Ray starts another one. Raises UnsuitableError after too many failures."""
+        self._broken += 1
+        if self._broken >= MAX_BROKEN:
+            raise UnsuitableError(
+                f"{self.name}: its device has failed {self._broken} times in a row, in a new process each time: check "
+                f"it, or leave it out; the last error: {reason}"
+            )
+        self._actor.serve("end")  # not awaited: it does not answer
+        self._lost = True
+
     def _reconnect(self) -> None:
         """Use the process that Ray has started. Raises UnreachableError, or UnsuitableError on an unlike machine."""
-        self._actor.restarted(self._result(self._actor.call("started")))
         try:
+            self._actor.restarted(self._result(self._actor.call("started")))
             self._check_machine(self._actor)
+        except UnreachableError:
+            raise
         except (WorkerLostError, LateError) as err:
             raise UnreachableError(f"{self.name} was restarted, and does not answer: {err}") from err
-        except (ValueError, OSError) as err:
-            raise UnsuitableError(f"{self.name} was restarted on another machine: {err}") from err
+        except (ValueError, OSError, RuntimeError) as err:  # the last one from a device that is gone
+            raise UnsuitableError(f"{self.name} was restarted, and cannot run the batch: {err}") from err
         self._lost = False
 
     def _result(self, answer: Future[Any]) -> Any:
@@ -182,6 +204,8 @@ class RayBackend(BatchBackend):
             raise UnreachableError(f"{err}\nRay starts it again where a slot is free") from err
         except LateError as err:
             raise UnreachableError(f"{self.name} has not answered within {LIMIT_S:g} s") from err
+        except UnsuitableError as err:
+            raise UnsuitableError(f"{self.name}: {err}") from err
 
 
 def input_files(prompt: Prompt, folder: Path) -> dict[str, Path]:

@@ -13,9 +13,9 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -28,7 +28,17 @@ from ....host.embedded import EmbeddedHost, NodeProgress, Prompt
 from ....schema import PathMap
 from ....wan import ExpertsRegistry, open_pair
 from ...options import BatchOptions
-from ..backend import JobFailed, NoSuchFileError, Outcome, RefusedError, UnderWay, Unknown
+from ..backend import (
+    BrokenDeviceError,
+    JobFailed,
+    Lost,
+    NoSuchFileError,
+    Outcome,
+    RefusedError,
+    UnderWay,
+    Unknown,
+    UnsuitableError,
+)
 from ..embedded_backend import EmbeddedBackend
 from ..journal import is_full_disk
 from ..output_store import sha256_of
@@ -87,6 +97,8 @@ class RowService:
         self._running: str | None = None
         self._interrupted: str | None = None
         self._progress: NodeProgress | None = None
+        self._broken = False
+        """True if the device has failed: nothing can be computed in this process any more."""
         self._lock, self._undo = threading.RLock(), ExitStack()
         self._own: Path | None = None
         self._output: Path | None = None
@@ -99,11 +111,15 @@ class RowService:
 
     def write_input(self, name: str, offset: int, piece: bytes) -> None:
         """Write a piece of an input file; the first one begins the file."""
-        _write(inside(self._own_folder() / "input", name), offset, piece)
+        folder = self._own_folder()
+        with self._named_disk(folder):
+            _write(inside(folder / "input", name), offset, piece)
 
     def write_latent(self, prompt_id: str, name: str, offset: int, piece: bytes) -> None:
         """Write a piece of a latent for the workflow that is posted next under this id."""
-        _write(inside(self._output_folder() / prompt_id, name), offset, piece)
+        folder = self._output_folder()
+        with self._named_disk(folder):
+            _write(inside(folder / prompt_id, name), offset, piece)
 
     def faults(self, prompt: Prompt, inputs: Mapping[str, str]) -> list[str]:
         """Return the faults of a workflow, a line each. Not to be called while workflows run."""
@@ -116,7 +132,10 @@ class RowService:
                 self._jobs[prompt_id] = self._rows.submit(self._run, prompt_id, prompt, self._input_folder(inputs))
 
     def outcome(self, prompt_id: str) -> RowReply:
-        """Return the state of a workflow until it is released. Raises OSError if the disk here is full."""
+        """Return the state of a workflow until it is released.
+
+        Raises UnsuitableError if the disk of this machine is full, and OSError if that of the driver's folder is.
+        """
         with self._lock:
             job = self._jobs.get(prompt_id)
             if job is None or job.cancelled():
@@ -168,23 +187,49 @@ class RowService:
         wait(jobs, timeout=STOP_TIMEOUT_S)
         self._undo.close()
 
+    def end(self) -> None:
+        """End this process at once, with the exit code of a failure, after which Ray starts another one."""
+        sys.stderr.flush()
+        os._exit(1)
+
     def _run(self, prompt_id: str, prompt: Prompt, folder: Path) -> Outcome:
+        if self._broken:
+            return Unknown()
         with self._lock:
             backend = self._backend(folder)
             self._running, self._progress = prompt_id, None
         try:
-            backend.post(prompt_id, prompt)
-            return backend.outcome(prompt_id)
+            with self._named_disk(self._output_folder()):
+                backend.post(prompt_id, prompt)
+                return backend.outcome(prompt_id)
         except RefusedError as err:
             return JobFailed(reason=str(err))
+        except BrokenDeviceError as err:
+            self._broken = True
+            # Without torch's advice on how to debug it, which takes several lines; the log has it.
+            reason = str(err.__cause__).partition("\n")[0]
+            return Lost(reason=f"{reason} (on {platform.node()}, {self._device})")
+        finally:
+            with self._lock:
+                self._running = None
+
+    @contextmanager
+    def _named_disk(self, folder: Path) -> Iterator[None]:
+        """Name the machine in the error of a full disk.
+
+        Raises UnsuitableError for one that the driver does not use, so that other machines go on, else OSError.
+        """
+        try:
+            yield
         except OSError as err:
             if not is_full_disk(err):
                 raise
             # The causes of an error are lost on the way to the driver, and with them the number.
-            raise OSError(errno.ENOSPC, f"{err} (on {platform.node()}, in {self._output_folder()})") from None
-        finally:
-            with self._lock:
-                self._running = None
+            found = folder if folder.exists() else folder.parent
+            free = f"on {platform.node()}, {shutil.disk_usage(found).free:,} bytes are free in {folder}"
+            if folder != self._marked().parent:
+                raise UnsuitableError(f"its disk is full: {free}: {err}") from None
+            raise OSError(errno.ENOSPC, f"{err} ({free})") from None
 
     def _show(self, progress: NodeProgress) -> None:
         self._progress = progress
@@ -229,7 +274,8 @@ class RowService:
         with self._lock:
             if self._own is None:
                 _sweep()
-                self._own = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-"))
+                with self._named_disk(Path(tempfile.gettempdir())):
+                    self._own = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-"))
                 self._undo.callback(shutil.rmtree, self._own, ignore_errors=True)
             return self._own
 

@@ -15,11 +15,16 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from wanstream.cli import main
+from wanstream.cli.batch.actors import ray_backend
 from wanstream.cli.batch.actors.row_service import PATH
 from wanstream.cli.batch.backend import Unknown
 from wanstream.distributed import RayWorkerHandle, WorkerLostError, open_services
 from wanstream.schema import WorkersRef
+from wanstream.tests.faults.replaced import named_models
+from wanstream.tests.support import faulty_service
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -173,3 +178,39 @@ def restarted(actor: RayWorkerHandle) -> Any:
     with suppress(WorkerLostError):
         return actor.call("started").result(LIMIT_S)
     return None
+
+
+@pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="torch before 2.8 has no class for such errors")
+@pytest.mark.parametrize(
+    ("fault", "messages"),
+    [
+        (
+            faulty_service.DEVICE,
+            [
+                "has lost a row: node save (WanStreamSaveVideo): AcceleratorError: CUDA error: an illegal",
+                "trying again",
+            ],
+        ),
+        (faulty_service.DISK, ["its disk is full: on ", " bytes are free in ", "; it gets no more rows"]),
+    ],
+)
+def test_an_actor_whose_device_or_disk_fails_costs_no_row(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    messages: list[str],
+) -> None:
+    monkeypatch.setattr(ray_backend, "PATH", faulty_service.PATH)
+    (tmp_path / fault).touch()
+    rows, workflow = 40, json.loads(T2V.read_text(encoding="utf-8"))
+    lines = [json.dumps({"sampler.seed": number}) for number in range(rows)]
+    (tmp_path / "jobs.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    folders = ["--models", str(named_models(tmp_path / "models", workflow)), "--input", str(tmp_path)]
+    command = ["batch", str(tmp_path / "jobs.jsonl"), "--workflow", str(T2V), "--out", str(tmp_path / "out"), *folders]
+    assert main([*command, *ON_TWO]) == 0
+    printed = capfd.readouterr()
+    assert f"{rows} of {rows} rows are done" in printed.out
+    assert all(message in printed.err for message in messages), printed.err
+    assert not (tmp_path / fault).exists()
+    assert len(files(tmp_path / "out")) == rows

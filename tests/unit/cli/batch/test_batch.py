@@ -13,12 +13,15 @@ from typing import Any
 
 import av
 import pytest
+import torch
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INTERRUPTED, INVALID
 from wanstream.cli.batch import embedded_backend
 from wanstream.cli.batch.journal import locked
 from wanstream.host.embedded import Folders
+from wanstream.host.embedded.run import NodeFailedError, Workflow
+from wanstream.tests.faults.replaced import run_replaced
 
 T2V = Path(__file__).parents[4] / "workflows" / "api" / "t2v.json"
 SMALL = {"latent": {"width": 32, "height": 32, "frames": 5}, "sampler": {"steps": 2}, "save": {"crf": 30}}
@@ -332,3 +335,25 @@ def test_a_full_disk_ends_the_batch_and_the_same_command_goes_on(
     assert not list((tmp_path / "out").glob("*.mp4"))
     assert main(batch(*rows)) == DONE
     assert made(tmp_path / "out") == ["00001.mp4", "00002.mp4"]
+
+
+@pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="torch before 2.8 has no class for such errors")
+def test_a_broken_device_ends_the_batch_and_fails_no_row(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(workflow: Workflow, **given: Any) -> Any:
+        if workflow.verdict.prompt["sampler"]["inputs"]["seed"] == 1:
+            return run_replaced(workflow, **given)
+        cause = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        raise NodeFailedError("sampler", "WanStreamSampler", cause) from cause
+
+    call = batch(*({"sampler.seed": seed} for seed in range(1, 5)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Workflow, "run", run)
+        assert main(call) == FAILED
+    assert [state for _, _, state, _, _ in journal_of(tmp_path / "out")] == ["done", "posted", "waiting", "waiting"]
+    printed = capsys.readouterr().err
+    assert "failed: node sampler (WanStreamSampler): AcceleratorError: CUDA error: an illegal memory access" in printed
+    assert "run the same command again, with a new process, to resume" in printed
+    monkeypatch.setattr(Workflow, "run", run_replaced)
+    assert main(call) == DONE

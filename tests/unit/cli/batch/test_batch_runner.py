@@ -418,7 +418,7 @@ def test_an_outage_of_posts_alone_fails_no_row(tmp_path: Path) -> None:
 def test_an_outage_of_posts_alone_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
     bench = Bench(tmp_path, World())
     bench.backend = Refusing(bench.slept, 1e9)
-    bench.limits = {"timeout_s": 100.0}
+    bench.limits = {"timeout_s": 100.0, "clock": lambda: 0.0}
     with pytest.raises(BackendTimeoutError, match="status 503; gave up after 100 s"):
         bench.run()
     assert sum(bench.slept) == pytest.approx(100.0)
@@ -521,7 +521,7 @@ def test_an_empty_file_is_a_failure_in_words(tmp_path: Path) -> None:
 def test_silence_ends_the_run_after_a_while_and_nothing_is_lost(tmp_path: Path) -> None:
     world = World()
     bench = Bench(tmp_path, world)
-    bench.limits = {"timeout_s": 100.0}
+    bench.limits = {"timeout_s": 100.0, "clock": lambda: 0.0}
     world.silent = True
     with pytest.raises(BackendTimeoutError, match="gave up after 100 s"):
         bench.run()
@@ -678,3 +678,28 @@ def test_a_checked_file_that_somebody_removes_ends_the_batch_in_words(tmp_path: 
         bench.run(store=Robbed(tmp_path))
     bench.run()
     bench.check([1])
+
+
+def test_the_time_of_a_download_does_not_count_as_silence(tmp_path: Path) -> None:
+    now = 0.0
+
+    class Distant(World):
+        broken = False
+
+        def fetch(self, file: MadeFile, part: Path) -> None:
+            nonlocal now
+            super().fetch(file, part)
+            now += 60.0
+            self.broken = True
+
+        def outcome(self, prompt_id: str) -> Outcome:
+            broken, self.broken = self.broken, False
+            if broken:
+                raise UnreachableError("connection reset")
+            return super().outcome(prompt_id)
+
+    bench = Bench(tmp_path, Distant())
+    bench.limits = {"timeout_s": 50.0, "clock": lambda: now}
+    bench.run()
+    bench.check(range(1, ROWS + 1))
+    assert "connection reset; trying again" in bench.reporter.told

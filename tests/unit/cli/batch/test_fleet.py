@@ -22,10 +22,11 @@ from wanstream.cli.batch.backend import (
     UnsuitableError,
 )
 from wanstream.cli.batch.fleet import run_all
-from wanstream.cli.batch.job_queue import MAX_LOSSES, JobQueue, RowHistory, Submission
-from wanstream.cli.batch.journal import Journal, State
+from wanstream.cli.batch.job_queue import MAX_LOSSES, MAX_STREAK, JobQueue, RowHistory, Submission
+from wanstream.cli.batch.journal import Journal, KeptFile, State
 from wanstream.cli.batch.output_store import OutputStore
 from wanstream.cli.batch.resume import resume
+from wanstream.cli.batch.rows import Row
 from wanstream.cli.batch.runner import BackendTimeoutError, Runner
 from wanstream.tests.unit.cli.batch.test_batch_runner import Bench, Killed, Silent, World, plan_of, rows_of
 
@@ -495,6 +496,21 @@ class Desk:
         assert taken is not None
         return taken[0]
 
+    def fail(self, server: Server) -> list[Row]:
+        """Let a server fail its next row."""
+        taken = self.take(server)
+        self.queue.fail(taken.rows[0], "CUDA error", on=server.name)
+        self.queue.end(server.name, taken)
+        return taken.rows
+
+    def finish(self, server: Server) -> None:
+        """Let a server finish its next row."""
+        taken = self.take(server)
+        (row,) = taken.rows
+        self.journal.place(row.hash, [KeptFile(name=f"{row.position:05}.txt", size=1, sha256="0")])
+        self.queue.finish(row, on=server.name)
+        self.queue.end(server.name, taken)
+
     def where(self, row: int) -> tuple[State, str | None, str | None]:
         entry = self.journal.entries[f"hash {row}"]
         return entry.state, entry.backend, entry.prompt_id
@@ -651,3 +667,94 @@ def test_fifty_mishaps_in_a_hundred_rows_on_four_servers_cost_nothing(tmp_path: 
     assert not any(told.startswith("failed") for told in fleet.reporter.told)
     assert {"kill", "restart", "gone"} == set(mishaps.happened)
     assert mishaps.left == 0
+
+
+def test_requests_that_hang_count_for_the_timeout(tmp_path: Path) -> None:
+    class Hung(Server):
+        now = 0.0
+
+        def outcome(self, prompt_id: str) -> Outcome:
+            self.now += 60.0
+            raise UnreachableError(f"no answer from {self.name}")
+
+    hung = Hung("hung")
+    fleet = Fleet(tmp_path, [hung], rows=6)
+    fleet.limits = {"timeout_s": 600.0, "clock": lambda: hung.now}
+    with pytest.raises(BackendTimeoutError, match=r"gave up after 6\d\d s"):
+        fleet.run()
+    assert hung.now <= 660.0
+
+
+def test_a_server_that_fails_rows_which_another_one_finishes_gets_no_more(tmp_path: Path) -> None:
+    broken, sound = Server("broken"), Server("sound", steps=50)
+    broken.bad = lambda prompt: "CUDA error: an illegal memory access was encountered"
+    fleet = Fleet(tmp_path, [broken, sound])
+    assert fleet.run().failures == 0
+    fleet.check(range(1, 25))
+    (told,) = [told for told in fleet.reporter.told if told.endswith("it gets no more rows")]
+    assert "http://sound has finished one: restart it before the next batch; its last error: CUDA error: an" in told
+    assert len(broken.ids) <= MAX_STREAK + 1, "it does not fail all rows while the other one makes the first"
+
+
+def test_rows_that_fail_everywhere_cost_no_server(tmp_path: Path) -> None:
+    servers = [Server(name, steps=number) for number, name in enumerate("abc")]
+    for server in servers:
+        server.bad = lambda prompt: "bad row" if int(next(iter(prompt))) <= 40 else None
+    fleet = Fleet(tmp_path, servers, rows=60)
+    assert fleet.run().failures == 40
+    fleet.check(range(41, 61))
+    assert not any("gets no more rows" in told for told in fleet.reporter.told)
+
+
+def test_two_servers_that_fail_different_rows_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    first, second = Server("first"), Server("second")
+    first.bad = lambda prompt: "first fails it" if int(next(iter(prompt))) % 2 else None
+    second.bad = lambda prompt: None if int(next(iter(prompt))) % 2 else "second fails it"
+    fleet = Fleet(tmp_path, [first, second], rows=60)
+    running = threading.Thread(target=fleet.run, daemon=True)
+    running.start()
+    running.join(60)
+    assert not running.is_alive()
+    done = sum(state is State.done for state in fleet.states())
+    assert done + sum(told.startswith("failed") for told in fleet.reporter.told) == 60
+
+
+def test_a_suspected_server_gets_only_rows_that_others_have_failed(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, 12)
+    for number in range(1, 4):
+        (row,) = desk.fail(desk.a)
+        assert row.position == number
+    assert desk.queue.take(desk.a) is None, "it is suspected"  # type: ignore[arg-type]
+    (failed_there,) = desk.take(desk.b).rows
+    desk.queue.fail(failed_there, "bad row", on="http://b")
+    taken = desk.take(desk.a)
+    assert taken.rows[0].position == 4, "the first row failed everywhere, so two failures are left"
+    desk.queue.fail(taken.rows[0], "CUDA error", on="http://a")
+    desk.queue.end("http://a", taken)
+    for _ in range(3):
+        desk.take(desk.b)
+    failed = desk.fail(desk.b)
+    assert desk.take(desk.a).rows == failed
+
+
+def test_a_server_is_left_out_when_it_has_no_rows_left(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, 12)
+    for _ in range(2):
+        desk.fail(desk.a)
+    third, held = desk.take(desk.a), desk.take(desk.a)
+    desk.queue.fail(third.rows[0], "CUDA error", on="http://a")
+    desk.queue.end("http://a", third)
+    desk.finish(desk.b)
+    assert desk.queue.take(desk.a) is None, "it may finish this one"  # type: ignore[arg-type]
+    desk.queue.end("http://a", held)
+    with pytest.raises(UnsuitableError, match="failed 3 rows in a row, of which http://b has finished one"):
+        desk.queue.take(desk.a)  # type: ignore[arg-type]
+
+
+def test_a_finished_row_ends_a_streak_of_failures(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, 12)
+    for _ in range(2):
+        desk.fail(desk.a)
+    desk.finish(desk.a)
+    desk.fail(desk.a)
+    desk.take(desk.a)

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from wanstream.cli.arguments import ArgumentError
 from wanstream.cli.batch.actors import ray_backend
@@ -27,6 +28,7 @@ from wanstream.cli.batch.actors.row_service import TEMPORARY, RowService
 from wanstream.cli.batch.backend import (
     Ended,
     JobFailed,
+    Lost,
     NoSuchFileError,
     Outcome,
     UnderWay,
@@ -273,8 +275,12 @@ def test_a_refused_workflow_fails_with_the_words_of_its_validation(
     assert any("node sampler (WanStreamSampler)" in line for line in backend.faults(workflow))
 
 
-def test_a_full_disk_of_an_actor_ends_the_batch_with_its_number(
-    backend: RayBackend, workflow: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_of_an_actor_ends_the_batch_only_if_it_is_the_drivers(
+    backend: RayBackend,
+    actor: LocalActor,
+    workflow: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(*_: Any, **__: Any) -> Any:
         raise NodeFailedError("save", "WanStreamSaveVideo", OSError(errno.ENOSPC, "full")) from OSError(
@@ -283,9 +289,15 @@ def test_a_full_disk_of_an_actor_ends_the_batch_with_its_number(
 
     monkeypatch.setattr(Workflow, "run", run)
     backend.post("row", workflow)
-    with pytest.raises(OSError, match=r"node save .*\(on .*, in .*\)") as raised:
+    folder = actor.service._output_folder()
+    if folder.is_relative_to(tmp_path / "made"):
+        with pytest.raises(OSError, match=rf"node save .*full \(on .*, [\d,]+ bytes are free in {folder}\)") as raised:
+            ended(backend, "row")
+        assert raised.value.errno == errno.ENOSPC
+        return
+    message = rf"actor 0: its disk is full: on .*, [\d,]+ bytes are free in {folder}: node save .*full"
+    with pytest.raises(UnsuitableError, match=message):
         ended(backend, "row")
-    assert raised.value.errno == errno.ENOSPC
 
 
 def test_a_latent_is_sent_for_its_workflow(
@@ -525,7 +537,8 @@ def test_a_machine_without_the_models_is_refused_with_the_paths_looked_for(
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
     [
-        (MissingPathError("/models does not exist on another"), UnsuitableError, "actor 0 was restarted on another"),
+        (MissingPathError("/models does not exist on another"), UnsuitableError, "cannot run the batch: /models"),
+        (RuntimeError("CUDA error: no device"), UnsuitableError, "cannot run the batch: CUDA error: no device"),
         (DifferentFilesError("the weights have 2 and 3 bytes"), UnsuitableError, "the weights have 2 and 3 bytes"),
         (VersionsError("worker 0 has torch 1.0"), UnsuitableError, "worker 0 has torch 1.0"),
         (WorkerLostError("worker 0 is gone", 0), UnreachableError, "does not answer: worker 0 is gone"),
@@ -565,3 +578,80 @@ def test_all_actors_stop_at_the_same_time() -> None:
     began = time.monotonic()
     stop_all(actors)  # type: ignore[arg-type]
     assert 0.05 < time.monotonic() - began < ray_backend.STOP_TIMEOUT_S
+
+
+def test_a_full_disk_under_the_inputs_of_an_actor_is_its_own(
+    backend: RayBackend, actor: LocalActor, options: BatchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    (options.input / "scene.png").write_bytes(b"one")
+    monkeypatch.setattr(actor.service, "_input", tmp_path / "not there")
+    monkeypatch.setattr(row_service_module, "_write", write)
+    with pytest.raises(UnsuitableError, match=r"actor 0: its disk is full: on .*, [\d,]+ bytes are free in .*full"):
+        backend.post("row", IMAGE)
+
+
+BROKEN = "CUDA error: an illegal memory access was encountered"
+
+
+def break_device(*_: Any, **__: Any) -> Any:
+    """Replace `Workflow.run` as if the device had failed."""
+    cause = torch.AcceleratorError(f"{BROKEN}\nCUDA kernel errors might be asynchronously reported")
+    raise NodeFailedError("sampler", "WanStreamSampler", cause) from cause
+
+
+needs_device_errors = pytest.mark.skipif(
+    not hasattr(torch, "AcceleratorError"), reason="torch before 2.8 has no class for errors of a device"
+)
+
+
+@needs_device_errors
+def test_a_process_whose_device_is_broken_ends_and_its_row_is_lost(
+    backend: RayBackend, actor: LocalActor, workflow: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.post("before", workflow)
+    assert isinstance(ended(backend, "before"), Ended)
+    with monkeypatch.context() as patch:
+        patch.setattr(Workflow, "run", break_device)
+        backend.post("row", workflow)
+        while not actor.service._broken:
+            time.sleep(0.01)
+    backend.post("next", workflow)
+    fetched(backend, ended(backend, "before"), tmp_path / "part")  # what it has made can be fetched
+    assert ended(backend, "next") == Unknown(), "nothing more runs in this process"
+    outcome = ended(backend, "row")
+    assert isinstance(outcome, Lost)
+    assert f"node sampler (WanStreamSampler): AcceleratorError: {BROKEN} (on " in outcome.reason
+    assert actor.calls[-1] == "end"
+    for _ in range(2):
+        with pytest.raises(UnreachableError):
+            backend.outcome("row")
+    assert (backend.outcome("row"), actor.restarts) == (Unknown(), 1)
+    backend.post("again", workflow)
+    assert isinstance(ended(backend, "again"), Ended)
+
+
+@needs_device_errors
+def test_an_actor_whose_device_breaks_again_and_again_gets_no_more_rows(
+    backend: RayBackend, actor: LocalActor, workflow: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_once() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Workflow, "run", break_device)
+            backend.post("bad", workflow)
+            assert isinstance(ended(backend, "bad"), Lost)
+        for _ in range(2):
+            with pytest.raises(UnreachableError):
+                backend.outcome("bad")
+
+    for _ in range(ray_backend.MAX_BROKEN - 1):
+        break_once()
+    backend.post("good", workflow)
+    assert isinstance(ended(backend, "good"), Ended)
+    for _ in range(ray_backend.MAX_BROKEN - 1):
+        break_once()
+    with pytest.raises(UnsuitableError, match=rf"actor 0: its device has failed 6 times in a row, .*: {BROKEN}"):
+        break_once()
+    assert actor.restarts == 2 * (ray_backend.MAX_BROKEN - 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
+import re
 import tempfile
 import threading
 import time
@@ -14,18 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from wanstream.cli.batch.actors import ray_backend
 from wanstream.cli.batch.actors.row_service import RowService
-from wanstream.cli.batch.job_queue import JobQueue
+from wanstream.cli.batch.backend import UnsuitableError
+from wanstream.cli.batch.job_queue import MAX_LOSSES, JobQueue
+from wanstream.cli.batch.journal import State
 from wanstream.cli.batch.output_store import OutputStore
 from wanstream.cli.batch.rows import BatchJob, Row
 from wanstream.cli.options import BatchOptions
-from wanstream.host.embedded.run import History, Workflow
+from wanstream.host.embedded.run import History, NodeFailedError, Workflow
 from wanstream.tests.faults.replaced import named_models
 from wanstream.tests.support.local_actor import LocalActor, local_backend, row_service
 from wanstream.tests.unit.cli.batch import test_fleet
-from wanstream.tests.unit.cli.batch.test_batch_runner import Killed
+from wanstream.tests.unit.cli.batch.test_batch_runner import Killed, rows_of
 from wanstream.tests.unit.cli.batch.test_fleet import Fleet
 
 T2V = Path(__file__).parents[4] / "workflows" / "api" / "t2v.json"
@@ -143,3 +148,95 @@ def test_fifty_mishaps_in_a_hundred_rows_on_four_actors_cost_nothing(
     assert set(mishaps.happened) == {"actor", "actor while it answers", "driver", "answer"}
     assert mishaps.left == 0
     assert [path for path in (tmp_path / "temporary").rglob("*") if path.is_file()] == []
+
+
+Fault = Callable[[Workflow, LocalActor], Exception | None]
+"""Return the error of a node for a workflow on an actor, or None."""
+
+
+def full_disk() -> Exception:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+def broken_device() -> Exception:
+    if not hasattr(torch, "AcceleratorError"):
+        pytest.skip("torch before 2.8 has no class for errors of a device")
+    return torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def faulty_fleet(options: BatchOptions, folder: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> ActorFleet:
+    """Three actors on machines of their own, with 40 rows, some of which fail."""
+    workflow = json.loads(T2V.read_text(encoding="utf-8"))
+    actors: list[LocalActor] = []
+
+    def run(workflow: Workflow, **given: Any) -> History:
+        (actor,) = [actor for actor in actors if actor.service._host is workflow.host]
+        error = fault(workflow, actor)
+        if error is not None:
+            raise NodeFailedError("save", "WanStreamSaveVideo", error) from error
+        time.sleep(0.02)
+        return write_row(workflow, **given)
+
+    def make() -> list[LocalActor]:
+        actors[:] = [
+            LocalActor(row_service(options, workflow, folder / "of another machine"), rank) for rank in range(3)
+        ]
+        return actors
+
+    monkeypatch.setattr(Workflow, "run", run)
+    fleet = ActorFleet(options.output, make, options)
+    fleet.rows = rows_of(40)
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            full_disk,
+            r"actor 0: its disk is full: on .*bytes are free.*No space left on device; it gets no more rows",
+        ),
+        (
+            broken_device,
+            r"actor 0: its device has failed 6 times in a row.*illegal memory.*; it gets no more rows",
+        ),
+    ],
+)
+def test_an_actor_without_a_disk_or_a_device_costs_no_row(
+    options: BatchOptions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Callable[[], Exception],
+    reason: str,
+) -> None:
+    raised = error()
+    fleet = faulty_fleet(options, tmp_path, monkeypatch, lambda _, actor: None if actor.rank else raised)
+    fleet.run()
+    fleet.check(range(1, 41))
+    assert [told for told in fleet.reporter.told if told.startswith("failed")] == []
+    assert len([told for told in fleet.reporter.told if re.fullmatch(reason, told)]) == 1
+
+
+def test_the_batch_ends_when_the_disks_of_all_actors_are_full(
+    options: BatchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = faulty_fleet(options, tmp_path, monkeypatch, lambda *_: full_disk())
+    with pytest.raises(UnsuitableError, match="its disk is full"):
+        fleet.run()
+    assert len([told for told in fleet.reporter.told if told.endswith("it gets no more rows")]) == 2
+    assert State.failed not in fleet.states()
+
+
+def test_a_row_that_breaks_every_device_fails_and_the_others_are_done(
+    options: BatchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised = broken_device()
+
+    def fault(workflow: Workflow, actor: LocalActor) -> Exception | None:
+        return raised if workflow.verdict.prompt["sampler"]["inputs"]["seed"] == 4 else None
+
+    fleet = faulty_fleet(options, tmp_path, monkeypatch, fault)
+    fleet.run()
+    fleet.check(number for number in range(1, 41) if number != 4)
+    assert f"failed 4: lost {MAX_LOSSES} times while running" in fleet.reporter.told
+    assert any("has lost a row: node save (WanStreamSaveVideo): Acc" in told for told in fleet.reporter.told)

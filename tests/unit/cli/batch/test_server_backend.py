@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from wanstream.cli.batch import server_backend
 from wanstream.cli.batch.backend import (
     Ended,
     Interrupted,
@@ -454,3 +456,51 @@ def test_a_latent_that_is_not_taken(
     canned.answers["/upload/image"] = answer
     with pytest.raises(error, match=reason):
         host_of(canned).provide("id", latent, "continued/x.latent")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.version(),
+        lambda client: client.outcome("x"),
+        lambda client: client.withdraw("x"),
+        lambda client: client.interrupt("x"),
+        lambda client: client.fetch(made("a.png"), Path("part")),
+    ],
+)
+def test_a_server_that_accepts_a_short_request_and_hangs_is_silent_soon(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[ServerBackend], Any]
+) -> None:
+    monkeypatch.setattr(server_backend, "STATUS_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        began = time.monotonic()
+        with pytest.raises(UnreachableError, match="timed out"):
+            call(ServerBackend(f"http://127.0.0.1:{mute.getsockname()[1]}"))
+        assert time.monotonic() - began < server_backend.TIMEOUT_SECONDS / 2
+
+
+def test_a_workflow_may_take_longer_than_a_short_request_and_a_file_while_bytes_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_backend, "STATUS_SECONDS", 1.0)
+    posted, sent = b'{"prompt_id": "x"}', bytes(10)
+
+    def answer(slow: socket.socket) -> None:
+        for pause_s, content in ((1.5, posted), (0.2, sent)):
+            connection, _ = slow.accept()
+            with connection:
+                connection.recv(1 << 16)
+                time.sleep(pause_s)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content))
+                for at in range(len(content)):
+                    time.sleep(0.2 if content is sent else 0.0)
+                    connection.sendall(content[at : at + 1])
+
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+        thread = threading.Thread(target=answer, args=[slow])
+        thread.start()
+        client = ServerBackend(f"http://127.0.0.1:{slow.getsockname()[1]}")
+        client.post("x", {})
+        client.fetch(made("a.mp4"), tmp_path / "part")
+        thread.join()
+    assert (tmp_path / "part").read_bytes() == sent

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import ThreadingHTTPServer
@@ -15,7 +17,8 @@ from typing import Any
 import pytest
 
 from wanstream.cli import main
-from wanstream.cli.arguments import DONE, INVALID
+from wanstream.cli.arguments import DONE, FAILED, INVALID
+from wanstream.cli.batch import runner, server_backend
 from wanstream.cli.batch.backend import UnreachableError, UnsuitableError
 from wanstream.cli.batch.server_backend import ServerBackend, ServerReport
 from wanstream.cli.batch.servers import Choice, Requirements, endpoints, same_server
@@ -310,3 +313,94 @@ def test_choices_of_a_workflow_without_a_list_are_any() -> None:
         "http://x lacks 1 choices of the rows that another server has: add them there, or leave this server out",
         "Load.file 'c'",
     ]
+
+
+LIMIT_S = 30.0
+"""Less than the time that a request for a file or a workflow may take."""
+
+
+class Hang:
+    """Requests to a server wait between two turns, from the next one for its queue on."""
+
+    def __init__(self, state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._free, self._answer, self._begins = threading.Event(), state.answer, False
+        self._free.set()
+        monkeypatch.setattr(state, "answer", self._wait)
+        monkeypatch.setattr(server_backend, "STATUS_SECONDS", 0.5)
+        monkeypatch.setattr(runner, "GRACE_SECONDS", 0.5)
+
+    def turn(self, *, on: bool) -> None:
+        self._begins = on
+        if not on:
+            self._free.set()
+
+    def _wait(self, route: str, *request: Any) -> tuple[int, Any]:
+        if self._begins and route == "/queue":
+            self._free.clear()
+        assert self._free.wait(2 * LIMIT_S)
+        return self._answer(route, *request)
+
+
+def seeds_of(*states: State) -> list[int]:
+    """The seeds of the workflows that servers have made."""
+    return [
+        node["inputs"]["seed"]
+        for state in states
+        for entry in state.history.values()
+        for node in (entry["prompt"][2].values() if "prompt" in entry else ())
+        if "seed" in node["inputs"]
+    ]
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_rows_of_a_server_that_hangs_are_made_by_another_and_none_is_lost_or_doubled(
+    tmp_path: Path,
+    serve: Serve,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    returns: bool,
+) -> None:
+    (first_url, first), (second_url, second) = serve(seconds=0.1), serve(seconds=0.1)
+    hang, began, rows = Hang(second, monkeypatch), time.monotonic(), 60 if returns else 20
+
+    def stop_and_go() -> None:
+        while len(second.history) < 2:
+            time.sleep(0.01)
+        hang.turn(on=True)
+        if returns:
+            time.sleep(3 * server_backend.STATUS_SECONDS)
+            hang.turn(on=False)
+
+    thread = threading.Thread(target=stop_and_go, daemon=True)
+    thread.start()
+    assert main(call_of(tmp_path, first_url, second_url, rows=rows)) == DONE
+    seconds = time.monotonic() - began
+    hang.turn(on=False)
+    thread.join(LIMIT_S)
+    assert seconds < LIMIT_S
+    assert f"{second_url} has not responded for some time: other backends take its" in capsys.readouterr().err
+    assert len([*(tmp_path / "out").glob("*.mp4")]) == rows
+    times = Counter(seeds_of(first, second))
+    assert set(times) == set(range(1, rows + 1))
+    assert times.total() <= rows + 2, "only the two rows that it had may have been made twice"
+    assert returns == (len(second.history) > 5)
+
+
+def test_a_batch_whose_only_server_hangs_ends_after_the_timeout_and_can_be_resumed(
+    tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, state = serve(seconds=0.2)
+    hang, began = Hang(state, monkeypatch), time.monotonic()
+
+    def stop() -> None:
+        while not state.history:
+            time.sleep(0.01)
+        hang.turn(on=True)
+
+    threading.Thread(target=stop, daemon=True).start()
+    assert main(call_of(tmp_path, url, more=("--timeout", "3"))) == FAILED
+    assert time.monotonic() - began < LIMIT_S
+    assert "timed out; gave up after" in capsys.readouterr().err
+    hang.turn(on=False)
+    assert main(call_of(tmp_path, url)) == DONE
+    assert sorted(seeds_of(state)) == [1, 2, 3, 4, 5, 6], "its rows were found by their ids"
