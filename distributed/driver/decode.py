@@ -6,17 +6,20 @@ the frames, one row of tiles, and a few tiles that arrived early.
 
 from __future__ import annotations
 
+import itertools
+import math
+import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ...devices import is_out_of_memory
+from ...plan import Assignment, GroupId
 from ...schema import WorkersRef
 from ...wan import (
     DecodeNeeds,
@@ -31,11 +34,11 @@ from ...wan import (
 )
 from ..messages import DecodeTask, WorkerFacts
 from ..transport.path_map import check_paths
-from ..transport.pool import Pool, WorkerHandle, WorkerLostError, replace_lost
+from ..transport.pool import Pool, WorkerHandle, WorkerLostError
+from ..transport.threads import run_in_thread
 from .heartbeat import Heartbeat
+from .stage_run import POLL_S, GroupEnd, GroupEvent, StageRun, StepTaken
 
-POLL_S = 0.05
-"""Interval at which the driver calls `check` while it waits for tiles."""
 FACTS_TIMEOUT_S = 30.0
 """Time for workers to report whether they have the VAE; of a slower worker, a missing VAE fails the first tile."""
 EARLY_TILES = 2
@@ -55,12 +58,12 @@ def decode_in_shared_tiles(
 ) -> torch.Tensor:
     """Decode all videos of `task` -> frames [B, 4(T - 1) + 1, H, W, 3] in 0..1, fp32 on the CPU.
 
-    When a worker runs out of memory, the decode starts again with smaller tiles. Each try counts its tiles from 0 and
-    replaces up to `max_restarts` workers. A worker that begins no frame for longer than its heartbeat's limit counts as
-    lost; one that does not stop within `timeout_s` is killed.
+    When a worker runs out of memory, the decode starts again with smaller tiles. Each try counts its tiles and losses
+    from 0. A worker that begins no frame for longer than its heartbeat's limit counts as lost; one that does not stop
+    within `timeout_s` is killed. While a lost worker is replaced, the others decode.
 
     Args:
-        ref: how long workers may be silent, how many losses are survived, and where their files are.
+        ref: how long workers may be silent, how many losses of each are survived, and where their files are.
         task: videos [B, C, T, h, w] of either latent space of Wan; a worker gets one tile of them at a time.
         needs: memory needs of the whole decode.
         check: called often on this thread; may raise to cancel, after which the workers are stopped too.
@@ -69,109 +72,99 @@ def decode_in_shared_tiles(
 
     Raises:
         MissingPathError: the VAE is missing on the machine of a worker; the message names it.
-        WorkerLostError: more than `max_restarts` workers were lost.
+        RestartLimitError: more than `max_restarts` losses of a worker within an hour; the message has the last one.
         VaeInputError, CheckpointFileError: as `WanVae.decode`; the first error of a worker.
         DecodeOutOfMemoryError: a worker has too little memory for the smallest tiles.
     """
     check_latents(task.latents)
+    check_paths(_facts(pool, check, min(ref.timeout_s, FACTS_TIMEOUT_S), [str(task.vae)], ref.paths), ref.paths)
 
     def attempt(tiling: Tiling | None) -> torch.Tensor:
         assert tiling is not None, "smaller tiles than a tiling are a tiling too"
-        decode = _Decode(pool, ref, replace(task, run_id=uuid.uuid4().hex, paths=ref.paths), tiling)
-        try:
-            return decode.run(check, on_tile)
-        finally:
-            decode.end()
+        tiles = list(itertools.product(range(len(task.latents)), tiling.tiles(*task.latents.shape[3:])))
+        latents = [crop(task.latents[video : video + 1], tile) for video, tile in tiles]
+        run_task = replace(task, run_id=uuid.uuid4().hex, paths=ref.paths)
+        groups = {GroupId(rank, 0): TileGroup(pool, rank, run_task, ref.timeout_s) for rank in range(len(pool.workers))}
+        frames, done = empty_frames(task.latents), itertools.count(1)
+        blenders = [TileBlender(tiling, into=each) for each in frames]
 
-    return retry_with_smaller_tiles(attempt, needs, tiling, on_change, is_oom=_is_short)
+        def blend(number: int, step: StepTaken[torch.Tensor]) -> None:
+            video, tile = tiles[number]
+            blenders[video].put(tile, step.report)
+            on_tile(next(done), len(tiles))
 
-
-class _TileInFlight(NamedTuple):
-    """Tile that a worker is decoding."""
-
-    number: int
-    worker: WorkerHandle
-    heartbeat: Heartbeat
-
-
-class _Decode:
-    """State of one decode: waiting tiles, tiles in flight by worker, and the blended frames."""
-
-    def __init__(self, pool: Pool, ref: WorkersRef, task: DecodeTask, tiling: Tiling) -> None:
-        self._pool, self._task, self._tiling = pool, task, tiling
-        self._restarts_left, self._timeout_s = ref.max_restarts, ref.timeout_s
-        self._videos = task.latents.split(1)
-        tiles = tiling.tiles(*task.latents.shape[3:])
-        self._columns = max(tile.column for tile in tiles) + 1
-        self._tiles = [(video, tile) for video in range(len(self._videos)) for tile in tiles]
-        self._waiting = list(range(len(self._tiles)))
-        self._lost: list[int] = []
-        """Ranks of lost workers that were not replaced yet."""
-        self._in_flight: dict[Future[torch.Tensor], _TileInFlight] = {}
-        self._frames = empty_frames(task.latents)
-        self._blenders = [TileBlender(tiling, into=frames) for frames in self._frames]
-
-    def run(self, check: Callable[[], None], on_tile: Callable[[int, int], None]) -> torch.Tensor:
-        limit_s, paths = min(self._timeout_s, FACTS_TIMEOUT_S), self._task.paths
-        check_paths(_facts(self._pool, check, limit_s, [str(self._task.vae)], paths), paths)
-        while self._waiting or self._in_flight:
-            check()
-            self._submit_tiles()
-            for future in wait(self._in_flight, timeout=POLL_S, return_when=FIRST_COMPLETED).done:
-                number, worker, _ = self._in_flight.pop(future)
-                try:
-                    decoded = future.result()
-                except WorkerLostError as err:
-                    self._lose(number, worker, err)
-                else:
-                    video, tile = self._tiles[number]
-                    self._blenders[video].put(tile, decoded)
-                    on_tile(len(self._tiles) - len(self._waiting) - len(self._in_flight), len(self._tiles))
-            self._kill_hung()
-            replace_lost(self._pool, self._lost)
-            self._lost = []
-        return self._frames
-
-    def end(self) -> None:
-        """Stop all tiles in flight and release the VAE's weights on the workers. Errors of these tiles are ignored."""
-        for tile in self._in_flight.values():
-            tile.worker.call("stop", self._task.run_id)
-        for future in wait(self._in_flight, timeout=self._timeout_s).not_done:
-            self._in_flight[future].worker.kill()
-        wait([worker.call("free_vae") for worker in self._pool.workers], timeout=self._timeout_s)
-
-    def _submit_tiles(self) -> None:
-        """Submit the next tile to every idle worker, unless it is too far ahead of the next one to be blended."""
-        busy = {tile.worker.rank for tile in self._in_flight.values()}
         # Tiles that are decoded early stay in RAM until their neighbours are blended.
-        first_missing = min([*self._waiting[:1], *(tile.number for tile in self._in_flight.values())])
-        furthest = first_missing + self._columns + EARLY_TILES * len(self._pool.workers)
-        for worker in self._pool.workers:
-            if worker.rank in busy or not self._waiting or self._waiting[0] > furthest:
-                continue
-            number = self._waiting.pop(0)
-            video, tile = self._tiles[number]
-            task = replace(self._task, latents=crop(self._videos[video], tile).contiguous())
-            future = worker.call("decode_tile", task)
-            self._in_flight[future] = _TileInFlight(number, worker, Heartbeat([worker], self._timeout_s))
+        ahead = max(tile.column for _, tile in tiles) + 1 + EARLY_TILES * len(groups)
+        run = StageRun([[range(1)]] * len(tiles), groups, latents, max_restarts=ref.max_restarts, ahead=ahead)
+        try:
+            run.run(blend, check)
+        finally:
+            # A pool is not usable during a replacement. One that fails here costs no frame, and the next run restarts.
+            wait([group.repairing for group in groups.values() if group.repairing is not None])
+            wait([worker.call("free_vae") for worker in pool.workers], timeout=ref.timeout_s)
+        return frames
 
-    def _kill_hung(self) -> None:
-        """Kill workers that hang in a tile; they are lost."""
-        for future, (number, worker, heartbeat) in list(self._in_flight.items()):
-            if heartbeat.is_overdue():
-                worker.kill()
-                del self._in_flight[future]
-                message = f"worker {worker.rank} began no frame for {heartbeat.limit_s:g} s and was killed"
-                error = WorkerLostError(f"{message}\n{worker.log_tail()}".strip(), worker.rank)
-                self._lose(number, worker, error)
+    return retry_with_smaller_tiles(attempt, needs, tiling, on_change)
 
-    def _lose(self, number: int, worker: WorkerHandle, error: WorkerLostError) -> None:
-        """Record a lost worker and queue its tile again; raise `error` if no restarts are left."""
-        if self._restarts_left == 0:
-            raise error
-        self._restarts_left -= 1
-        self._lost.append(worker.rank)
-        self._waiting = sorted([number, *self._waiting])
+
+class TileGroup:
+    """Worker that decodes one tile at a time; implements `StageGroup`. An item is a tile with one step.
+
+    Its state is the latents, before and after the step. The frames are the report of the step, because a run keeps the
+    states of all items.
+    """
+
+    def __init__(self, pool: Pool, rank: int, task: DecodeTask, timeout_s: float) -> None:
+        self._pool, self._rank, self._task, self._timeout_s = pool, rank, task, timeout_s
+        self._worker = pool.workers[rank]
+        self._heartbeat = Heartbeat([self._worker], timeout_s)
+        self._decoding: Future[torch.Tensor] | None = None
+        self.repairing: Future[WorkerHandle] | None = None
+        self._deadline_s = math.inf
+        """Time after which a stopped worker is killed."""
+
+    def start(self, assignment: Assignment, state: torch.Tensor | None, wake: threading.Event) -> None:
+        """See `StageGroup.start`."""
+        assert state is not None, "the state of a tile is its latents"
+        self._task = replace(self._task, latents=state.contiguous())
+        self._worker = self._pool.workers[self._rank]
+        self._heartbeat = Heartbeat([self._worker], self._timeout_s)
+        self._decoding = self._worker.call("decode_tile", self._task)
+        self._decoding.add_done_callback(lambda _: wake.set())
+
+    def poll(self) -> list[GroupEvent[torch.Tensor]]:
+        """See `StageGroup.poll`. Kills a worker that hangs in a tile or does not stop in time."""
+        job: Future[Any] | None = self._decoding or self.repairing
+        if job is None:
+            return []
+        if job.done():
+            error = job.exception()
+        elif time.monotonic() > self._deadline_s:
+            error = self._kill(f"did not stop within {self._timeout_s:g} s")
+        elif self._decoding is not None and self._heartbeat.is_overdue():
+            error = self._kill(f"began no frame for {self._heartbeat.limit_s:g} s")
+        else:
+            return []
+        is_decoded = self._decoding is not None and error is None
+        steps = [StepTaken(next_step=1, state=self._task.latents, report=job.result())] if is_decoded else []
+        self._decoding = self.repairing = None
+        is_loss = isinstance(error, WorkerLostError)
+        return [*steps, GroupEnd(error=error, can_resume=is_loss, counts_as_failure=is_loss)]
+
+    def stop(self) -> None:
+        """See `StageGroup.stop`. The worker stops before its next frame."""
+        self._worker.call("stop", self._task.run_id)
+        self._deadline_s = time.monotonic() + self._timeout_s
+
+    def repair(self, wake: threading.Event) -> None:
+        """See `StageGroup.repair`."""
+        self.repairing = run_in_thread("wanstream-replace", self._pool.replace, self._rank)
+        self.repairing.add_done_callback(lambda _: wake.set())
+
+    def _kill(self, reason: str) -> WorkerLostError:
+        self._worker.kill()
+        message = f"worker {self._rank} {reason} and was killed\n{self._worker.log_tail()}"
+        return WorkerLostError(message.strip(), self._rank)
 
 
 def tiles_by_memory(
@@ -208,11 +201,6 @@ def tiles_by_memory(
         workers=len(pool.workers),
         videos=videos,
     )
-
-
-def _is_short(error: RuntimeError) -> bool:
-    """Return True if a worker reported that it ran out of memory; the log in a WorkerLostError does not count."""
-    return not isinstance(error, WorkerLostError) and is_out_of_memory(error)
 
 
 def _facts(pool: Pool, check: Callable[[], None], limit_s: float, *args: Any) -> list[WorkerFacts]:

@@ -5,6 +5,7 @@ The state of an item is passed from one stage to the next; several items are com
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -83,6 +84,7 @@ class StageRun(Generic[S]):
         groups: one group for each place of the grid of data and stages.
         states: initial state of each item.
         max_restarts: how many losses of a group are repaired within an hour.
+        ahead: see `JobSchedule`.
     """
 
     def __init__(
@@ -92,8 +94,9 @@ class StageRun(Generic[S]):
         states: Sequence[S | None],
         *,
         max_restarts: int = 0,
+        ahead: int = sys.maxsize,
     ) -> None:
-        self.schedule = JobSchedule(steps, tuple(groups), max_restarts=max_restarts)
+        self.schedule = JobSchedule(steps, tuple(groups), max_restarts=max_restarts, ahead=ahead)
         self._groups, self._states = groups, list(states)
         self._wake = threading.Event()
         self._polled: deque[tuple[GroupId, GroupEvent[S]]] = deque()
@@ -101,13 +104,13 @@ class StageRun(Generic[S]):
     def run(
         self,
         on_step: Callable[[int, StepTaken[S]], None] | None = None,
-        should_stop: Callable[[], bool] | None = None,
+        should_stop: Callable[[], bool | None] | None = None,
     ) -> list[S | None]:
         """Run to the end, and return the last state of every item. After an error, no group has a job any more.
 
         Args:
             on_step: called on this thread with an item and its event. Its errors end the run.
-            should_stop: called often on this thread.
+            should_stop: called often on this thread. Its errors end the run too.
 
         Raises:
             SamplingCancelled: `should_stop` returned True.

@@ -1,7 +1,7 @@
 """Schedule of jobs: which group computes which steps of which video next. Nothing here computes or waits.
 
-A *job* is one stage of one item (a video, or several in one pass). An item goes through its stages in order. A group
-takes jobs of one stage only, so that no worker ever changes its expert if the stages are cut at the expert switch.
+A *job* is one stage of one item (a video, several in one pass, or a tile). An item goes through its stages in order.
+A group takes jobs of one stage only, so that no worker ever changes its expert if the stages are cut at the switch.
 """
 
 from __future__ import annotations
@@ -71,12 +71,15 @@ class JobSchedule:
         steps: steps of each item, by stage.
         groups: all groups in the order of their ranks, as many for each stage.
         max_restarts: number of losses of a group that are repaired within `RESTARTS_WITHIN_S`.
+        ahead: how many places after the first item that is not done an item may be started.
 
     Raises:
         ValueError: no items, no item with steps, or gaps between the stages of an item.
     """
 
-    def __init__(self, steps: Sequence[Sequence[range]], groups: Sequence[GroupId], *, max_restarts: int) -> None:
+    def __init__(
+        self, steps: Sequence[Sequence[range]], groups: Sequence[GroupId], *, max_restarts: int, ahead: int
+    ) -> None:
         if not steps or len({len(stages) for stages in steps}) != 1 or not steps[0]:
             raise ValueError("nothing to schedule: give at least one item, and as many stages for each of them")
         if not any(each for stages in steps for each in stages):
@@ -88,7 +91,7 @@ class JobSchedule:
         self.items = [Item(steps=stages) for stages in steps]
         for item in self.items:
             item.enter(0)
-        self.groups, self.stages, self.max_restarts = groups, len(steps[0]), max_restarts
+        self.groups, self.stages, self.max_restarts, self.ahead = groups, len(steps[0]), max_restarts, ahead
         self.busy: dict[GroupId, int] = {}
         """Item of each group that computes a job."""
         self.repairing: set[GroupId] = set()
@@ -166,9 +169,10 @@ class JobSchedule:
         return self.items[self.busy[group]]
 
     def _waiting(self, stage: int) -> list[int]:
-        """Return the items that wait for a group of `stage`, the first one first."""
-        computed = set(self.busy.values())
-        return [number for number, item in enumerate(self.items) if item.stage == stage and number not in computed]
+        """Return the items that wait for a group of `stage` and may be started, the first one first."""
+        first = next(number for number, item in enumerate(self.items) if not item.is_done)
+        near, computed = self.items[: first + self.ahead + 1], set(self.busy.values())
+        return [number for number, item in enumerate(near) if item.stage == stage and number not in computed]
 
     def _is_full_after(self, stage: int) -> bool:
         """Return True if no more jobs of `stage` may start before the next stage has caught up."""

@@ -338,8 +338,6 @@ def retry_with_smaller_tiles(
     needs: DecodeNeeds,
     first: Tiling | None,
     on_change: Callable[[str], None] = lambda change: None,
-    *,
-    is_oom: Callable[[RuntimeError], bool] = is_out_of_memory,
 ) -> Result:
     """Call `decode` with smaller and smaller tiles until memory suffices; return its result.
 
@@ -348,7 +346,6 @@ def retry_with_smaller_tiles(
         needs: of the decode, for the sizes of smaller tiles.
         first: tiling of the first attempt; each further attempt halves the area of a tile.
         on_change: called with a message before each further attempt.
-        is_oom: returns True for errors which mean that memory ran out; others are raised.
 
     Raises:
         DecodeOutOfMemoryError: memory ran out with the smallest tiles.
@@ -358,7 +355,7 @@ def retry_with_smaller_tiles(
         try:
             return decode(tiling)
         except RuntimeError as err:
-            if not is_oom(err):
+            if not is_out_of_memory(err):
                 raise
             # The traceback references the tensors of the failed attempt: keep only its text, and retry outside this
             # `except` block, which keeps the exception alive.

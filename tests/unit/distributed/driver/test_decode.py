@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from wanstream.distributed.driver.decode import EARLY_TILES, decode_in_shared_tiles
+from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask
 from wanstream.distributed.transport.path_map import MissingPathError
 from wanstream.distributed.transport.pool import WorkerLostError
@@ -129,8 +130,73 @@ def test_the_last_restart_is_the_last(tile_pools: Callable[..., Any], job: Decod
     def before(worker: Any, task: DecodeTask) -> None:
         raise WorkerLostError("gone for good", worker.rank)
 
-    with pytest.raises(WorkerLostError, match="gone for good"):
+    with pytest.raises(RestartLimitError, match="gone for good\ngiving up after 0 worker restarts"):
         _decode(tile_pools(2, before), job, max_restarts=0)
+
+
+def test_restarts_are_counted_for_each_worker(
+    tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
+) -> None:
+    both = threading.Barrier(2)
+
+    def before(worker: Any, task: DecodeTask) -> None:
+        both.wait(LIMIT_S)
+        raise WorkerLostError("gone", worker.rank)
+
+    workers = tile_pools(2, before)
+    assert torch.equal(_decode(workers, job, max_restarts=1), alone)
+    assert len(workers.all) == 4
+
+
+def test_the_other_workers_decode_while_a_lost_one_is_replaced(
+    tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
+) -> None:
+    all_decoded = threading.Event()
+
+    def before(worker: Any, task: DecodeTask) -> None:
+        if worker.rank == 1:
+            raise WorkerLostError("gone", 1)
+
+    def replace_late(rank: int) -> Any:
+        assert all_decoded.wait(LIMIT_S), "no tiles were decoded during the replacement"
+        time.sleep(0.2)  # a decode that did not wait for it would have returned
+        return replace_now(rank)
+
+    def on_tile(done: int, total: int) -> None:
+        if done == total:
+            all_decoded.set()
+
+    workers = tile_pools(2, before)
+    replace_now, workers.replace = workers.replace, replace_late
+    assert torch.equal(_decode(workers, job, on_tile=on_tile), alone)
+    assert workers.workers[0].tiles == 2 * len(TILING.tiles(9, 14))
+    assert len(workers.all) == 3, "the decode ends after the replacement, so that the next run can use the pool"
+
+
+def test_a_replacement_that_is_lost_too_counts_and_any_other_failure_of_it_ends_the_decode(
+    tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
+) -> None:
+    def before(worker: Any, task: DecodeTask) -> None:
+        raise WorkerLostError("gone", 0)
+
+    def failing(*errors: Exception) -> Any:
+        workers = tile_pools(1, before)
+        remaining, replace_now = list(errors), workers.replace
+
+        def replace_later(rank: int) -> Any:
+            if remaining:
+                raise remaining.pop(0)
+            return replace_now(rank)
+
+        workers.replace = replace_later
+        return workers
+
+    lost = WorkerLostError("it does not start", 0)
+    assert torch.equal(_decode(failing(lost), job, max_restarts=2), alone)
+    with pytest.raises(RestartLimitError, match="it does not start\ngiving up after 1 worker restarts"):
+        _decode(failing(lost), job, max_restarts=1)
+    with pytest.raises(OSError, match="Ray has ended"):
+        _decode(failing(OSError("Ray has ended")), job, max_restarts=9)
 
 
 def test_a_decode_that_is_stopped_leaves_workers_that_decode(
@@ -209,11 +275,11 @@ def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
     hung, one = workers.workers[1], replace(job, latents=job.latents[:1])
     try:
         if max_restarts:
-            assert torch.equal(_decode(workers, one, timeout_s=0.04, max_restarts=1), alone[:1])
+            assert torch.equal(_decode(workers, one, timeout_s=0.2, max_restarts=1), alone[:1])
             assert len(workers.all) == 3
         else:
-            with pytest.raises(WorkerLostError, match=r"worker 1 began no frame for 0\.08 s and was killed"):
-                _decode(workers, one, timeout_s=0.04, max_restarts=0)
+            with pytest.raises(RestartLimitError, match=r"worker 1 began no frame for 0\.4 s and was killed"):
+                _decode(workers, one, timeout_s=0.2, max_restarts=0)
         assert hung.killed
     finally:
         go_on.set()

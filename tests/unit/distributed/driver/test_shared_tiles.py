@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from wanstream.distributed.driver.decode import decode_in_shared_tiles, tiles_by_memory
+from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.messages import DecodeTask, WorkerFacts
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.worker import Worker, decode_budget
@@ -90,7 +91,7 @@ def test_a_lost_worker_is_no_shortage_whatever_its_log_says(
         raise WorkerLostError("gone; its log: DefaultCPUAllocator: can't allocate memory", worker.rank)
 
     told: list[str] = []
-    with pytest.raises(WorkerLostError, match="gone"):
+    with pytest.raises(RestartLimitError, match="gone"):
         decode(tile_pools(2, before), on_change=told.append)
     assert told == []
 

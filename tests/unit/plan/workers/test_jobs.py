@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 
 import pytest
@@ -33,9 +34,9 @@ def grids(draw: st.DrawFn) -> tuple[list[list[range]], int]:
     return items, draw(st.integers(1, 3))
 
 
-def schedule_of(items: list[list[range]], *, data: int, max_restarts: int) -> JobSchedule:
+def schedule_of(items: list[list[range]], *, data: int, max_restarts: int = 0, ahead: int = sys.maxsize) -> JobSchedule:
     groups = [GroupId(row, stage) for row in range(data) for stage in range(len(items[0]) if items else 1)]
-    return JobSchedule(items, groups, max_restarts=max_restarts)
+    return JobSchedule(items, groups, max_restarts=max_restarts, ahead=ahead)
 
 
 class Simulation:
@@ -63,9 +64,13 @@ class Simulation:
         while (assignment := self.schedule.next()) is not None:
             self.schedule.start(assignment)
             assert assignment.group not in self.stands
+            assert assignment.item <= self._furthest()
             assert assignment.steps.start == self.next_step.get(assignment.item, assignment.steps.start)
             self.stands[assignment.group] = assignment
             self.next_step[assignment.item] = assignment.steps.start
+
+    def _furthest(self) -> int:
+        return self.schedule.ahead + [item.is_done for item in self.schedule.items].index(False)
 
     def _check_idle(self) -> None:
         for group in self.schedule.groups:
@@ -75,10 +80,10 @@ class Simulation:
             waits = [
                 number
                 for number, item in enumerate(self.schedule.items)
-                if item.stage == group.stage and number not in computed
+                if item.stage == group.stage and number not in computed and number <= self._furthest()
             ]
             behind = sum(
-                item.stage == group.stage + 1 and number not in computed
+                item.stage == group.stage + 1 and number not in computed and number <= self._furthest()
                 for number, item in enumerate(self.schedule.items)
             )
             begun = sum(other.stage == group.stage for other in self.stands)
@@ -126,6 +131,9 @@ class Simulation:
         self.finished.append((assignment.item, group.stage))
 
 
+AHEAD = st.sampled_from([0, 1, 2, sys.maxsize])
+
+
 def _check_all_done(items: list[list[range]], played: Simulation) -> None:
     jobs = {(number, stage) for number, steps in enumerate(items) for stage, each in enumerate(steps) if each}
     assert Counter(played.finished) == Counter(jobs)
@@ -139,23 +147,23 @@ def _check_all_done(items: list[list[range]], played: Simulation) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(grids(), st.integers(0, 10**6))
+@given(grids(), st.integers(0, 10**6), AHEAD)
 def test_every_job_is_done_once_in_order_by_a_group_of_its_stage(
-    grid: tuple[list[list[range]], int], seed: int
+    grid: tuple[list[list[range]], int], seed: int, ahead: int
 ) -> None:
     items, data = grid
-    played = Simulation(schedule_of(items, data=data, max_restarts=0), seed, losses=0)
+    played = Simulation(schedule_of(items, data=data, ahead=ahead), seed, losses=0)
     assert played.play().is_done
     _check_all_done(items, played)
 
 
 @settings(max_examples=200, deadline=None)
-@given(grids(), st.integers(0, 10**6), st.integers(0, 6))
+@given(grids(), st.integers(0, 10**6), st.integers(0, 6), AHEAD)
 def test_losses_cost_no_reported_step_and_are_counted(
-    grid: tuple[list[list[range]], int], seed: int, max_restarts: int
+    grid: tuple[list[list[range]], int], seed: int, max_restarts: int, ahead: int
 ) -> None:
     items, data = grid
-    played = Simulation(schedule_of(items, data=data, max_restarts=max_restarts), seed, losses=0.2)
+    played = Simulation(schedule_of(items, data=data, max_restarts=max_restarts, ahead=ahead), seed, losses=0.2)
     ended = played.play()
     assert ended.lost == played.lost.total()
     if ended.is_done:
@@ -244,6 +252,22 @@ def test_a_fast_first_stage_waits_for_the_second() -> None:
             schedule.step(each.group, 1)
             schedule.finish(each.group)
     assert begun == WAITING_PER_GROUP + 1, "one in the second stage, the others before it"
+
+
+@pytest.mark.parametrize(("ahead", "started"), [(0, 1), (2, 3), (9, 5), (sys.maxsize, 5)])
+def test_items_far_ahead_of_an_unfinished_one_are_not_started(ahead: int, started: int) -> None:
+    schedule, slow = schedule_of([[range(1)]] * 5, data=2, ahead=ahead), GroupId(0, 0)
+    items = []
+    while (each := schedule.next()) is not None:
+        schedule.start(each)
+        items.append(each.item)
+        if each.group != slow:
+            schedule.step(each.group, 1)
+            schedule.finish(each.group)
+    assert items == [*range(started)]
+    schedule.step(slow, 1)
+    schedule.finish(slow)
+    assert schedule.is_done or schedule.next() == Assignment(slow, started, range(1))
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
