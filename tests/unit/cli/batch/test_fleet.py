@@ -22,9 +22,18 @@ from wanstream.cli.batch.backend import (
 )
 from wanstream.cli.batch.fleet import run_all
 from wanstream.cli.batch.job_queue import MAX_LOSSES, JobQueue, RowHistory, Submission
-from wanstream.cli.batch.journal import Journal, State
+from wanstream.cli.batch.journal import Journal, KeptFile, State
+from wanstream.cli.batch.output_store import OutputStore
 from wanstream.cli.batch.runner import BackendTimeoutError
 from wanstream.tests.support.fake_batch import Bench, Killed, Mishaps, Reporter, Server, plan_of, rows_of
+
+
+class SlowDisk(OutputStore):
+    """A store whose syncs take a moment on any machine, so that no server makes all rows before another one starts."""
+
+    def check_file(self, path: Path) -> KeptFile:
+        time.sleep(0.01)
+        return super().check_file(path)
 
 
 class Fleet(Bench):
@@ -32,6 +41,9 @@ class Fleet(Bench):
 
     def __init__(self, folder: Path, servers: Sequence[Any], *, rows: int = 24, size: int = 1) -> None:
         super().__init__(folder, *servers, rows=rows, size=size)
+
+    def run(self, journal: Journal | None = None, store: OutputStore | None = None) -> JobQueue:
+        return super().run(journal, store or SlowDisk(self.folder))
 
 
 def test_rows_are_shared_and_each_is_made_once(tmp_path: Path) -> None:
