@@ -254,6 +254,13 @@ def _small(name: str) -> Prompt:
     return prompt
 
 
+@pytest.fixture(scope="module")
+def shared_workers() -> Iterator[None]:
+    """Workflows with equal workers share their processes, as in ComfyUI, until the last test."""
+    yield
+    embedded_host.worker_registry.close()
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -262,6 +269,7 @@ def _small(name: str) -> Prompt:
     ],
 )
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_workers")
 def test_a_workflow_of_our_nodes_runs_without_comfyui(name: str, sample_models: Path, tmp_path: Path) -> None:
     if "WanStreamWorkers" in classes(prompt_of(name)) and find_spec("ray") is None:
         pytest.skip(f'RAY IS NOT INSTALLED, SO THE WORKFLOW {name} DID NOT RUN: pip install "ray>=2.52"')
@@ -272,7 +280,6 @@ def test_a_workflow_of_our_nodes_runs_without_comfyui(name: str, sample_models: 
     try:
         history = run_workflow(_small(name), nodes=[*NODES.values()], keep=["sampler"], **places)
     finally:
-        embedded_host.worker_registry.close()
         embedded_host.free_experts()
     assert not history.node_errors
     latent, _ = history.results["sampler"]

@@ -23,6 +23,7 @@ from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.messages import DecodeCancelled, DecodeTask, RunTask
 from wanstream.sampling import SamplingCancelled, StepProgress
 from wanstream.schema import Mesh, WorkersRef
+from wanstream.tests.support.memory_folder import names_in_shared_memory
 from wanstream.wan.vae.tiles import Tiling
 from wanstream.wan.vae.vae import open_vae
 
@@ -273,8 +274,7 @@ def _left_behind() -> set[str]:
         for each in process.net_connections()
         if each.status == psutil.CONN_LISTEN
     }
-    shared = {f"/dev/shm/{path.name}" for path in Path("/dev/shm").iterdir()}
-    return {f"process {process.pid}" for process in family} | listening | shared
+    return {f"process {process.pid}" for process in family} | listening | names_in_shared_memory()
 
 
 def _open_things(pids: list[int]) -> set[str]:
@@ -285,7 +285,7 @@ def _open_things(pids: list[int]) -> set[str]:
         for pid in pids
         for place, _ in enumerate(psutil.Process(pid).net_connections())
     }
-    return processes | connections | {str(path) for path in Path("/dev/shm").iterdir()}
+    return processes | connections | names_in_shared_memory()
 
 
 def _stays_open(opened: Callable[[], set[str]], before: set[str]) -> set[str]:

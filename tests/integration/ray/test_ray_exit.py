@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from wanstream.tests.support.memory_folder import names_in_shared_memory
+
 pytest.importorskip("ray")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /dev/shm, and at signals of Linux")
 
@@ -63,10 +65,6 @@ def alive(pids: list[int]) -> list[psutil.Process]:
     return [process for process in processes if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["returns", "SIGTERM", "SIGKILL"])
 def test_workers_end_with_the_process_that_has_them(how: str, start: Start) -> None:
@@ -85,7 +83,7 @@ def test_workers_end_with_the_process_that_has_them(how: str, start: Start) -> N
 
 @pytest.mark.slow
 def test_the_pack_has_workers_under_any_folder_name_and_closes_without_a_trace(start: Start) -> None:
-    before = shared_memory()
+    before = names_in_shared_memory()
     process = start("closes")
     begun, closed = next_message(process), next_message(process)
     assert begun["equal"] is True
@@ -96,4 +94,4 @@ def test_the_pack_has_workers_under_any_folder_name_and_closes_without_a_trace(s
     assert (closed["children"], closed["listening"]) == ([], [])
     assert process.wait(LIMIT_S) == 0
     assert alive(begun["children"]) == []
-    assert shared_memory() <= before
+    assert names_in_shared_memory() <= before

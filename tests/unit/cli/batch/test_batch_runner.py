@@ -1,15 +1,12 @@
 """Main loop of a batch against an unreliable server and with a client that is killed at any point.
 
-`World` is a server in memory with a queue, a history and an output folder; a restart loses the first two. `Chance`
-decides before and after every call if the response is lost, the server restarts, or the client is killed; a killed
-client is started again on the same folder.
+`Chance` decides before and after every call if the response is lost, the server restarts, or the client is killed; a
+killed client is started again on the same folder.
 """
 
 from __future__ import annotations
 
-import hashlib
-import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,214 +14,30 @@ import pytest
 
 from wanstream.cli.arguments import StopRequest
 from wanstream.cli.batch import journal as journal_module
-from wanstream.cli.batch.backend import (
-    Ended,
-    Interrupted,
-    JobFailed,
-    MadeFile,
-    NoSuchFileError,
-    Outcome,
-    RefusedError,
-    UnderWay,
-    Unknown,
-    UnreachableError,
-)
-from wanstream.cli.batch.job_queue import MAX_LOSSES, JobQueue
+from wanstream.cli.batch.backend import Ended, Interrupted, MadeFile, Outcome, UnderWay, Unknown, UnreachableError
+from wanstream.cli.batch.job_queue import MAX_LOSSES
 from wanstream.cli.batch.journal import Journal, KeptFile, State
 from wanstream.cli.batch.output_store import OutputStore
-from wanstream.cli.batch.resume import resume
-from wanstream.cli.batch.rows import BatchJob, Row
-from wanstream.cli.batch.runner import BackendTimeoutError, Runner
-
-ROWS = 12
-
-
-class Killed(BaseException):
-    """The client dies here."""
-
-
-def rows_of(count: int) -> list[Row]:
-    return [Row(line=number, position=number, hash=f"hash {number}") for number in range(1, count + 1)]
-
-
-def plan_of(size: int) -> Callable[[Sequence[Row]], list[BatchJob]]:
-    """Jobs of up to `size` rows; the node `n` saves the file of row n."""
-
-    def plan(rows: Sequence[Row]) -> list[BatchJob]:
-        jobs = []
-        for start in range(0, len(rows), size):
-            share = tuple(rows[start : start + size])
-            prompt: dict[str, Any] = {str(row.position): {"class_type": "Save"} for row in share}
-            saves = {row.hash: frozenset([str(row.position)]) if size > 1 else None for row in share}
-            jobs.append(BatchJob(prompt=prompt, rows=share, saves=saves))
-        return jobs
-
-    return plan
-
-
-class World:
-    """A server: each poll advances the first job in its queue by one step."""
-
-    name = address = "http://there"
-    window = 2
-
-    def __init__(self, *, steps: int = 1) -> None:
-        self.steps = steps
-        self.queue: list[list[Any]] = []
-        self.history: dict[str, Ended | JobFailed | Interrupted] = {}
-        self.files: dict[str, str] = {}
-        self.made: list[str] = []
-        self.bad: Callable[[Mapping[str, Any]], str | None] = lambda prompt: None
-        self.deadly: str | None = None
-        self.silent = False
-
-    def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
-        if "refused" in prompt:
-            raise RefusedError("refused")
-        self.queue.append([prompt_id, prompt, 0])
-
-    def outcome(self, prompt_id: str) -> Outcome:
-        if self.silent:
-            raise UnreachableError("silence")
-        self._work()
-        if prompt_id in self.history:
-            return self.history[prompt_id]
-        for place, (queued, _, _) in enumerate(self.queue):
-            if queued == prompt_id:
-                return UnderWay(begun=place == 0)
-        return Unknown()
-
-    def fetch(self, file: MadeFile, part: Path) -> None:
-        if file.filename not in self.files:
-            raise NoSuchFileError(f"no {file.filename}")
-        part.write_text(self.files[file.filename])
-
-    def withdraw(self, prompt_id: str) -> None:
-        self.queue[1:] = [item for item in self.queue[1:] if item[0] != prompt_id]
-
-    def interrupt(self, prompt_id: str) -> None:
-        if self.queue and self.queue[0][0] == prompt_id:
-            self.queue.pop(0)
-            self.history[prompt_id] = Interrupted()
-
-    def release(self, prompt_id: str) -> None:
-        pass
-
-    def halt(self) -> None:
-        pass
-
-    def restart(self) -> None:
-        self.queue, self.history = [], {}
-
-    def _work(self) -> None:
-        if not self.queue:
-            return
-        prompt_id, prompt, step = self.queue[0]
-        self.queue[0][2] += 1
-        if self.deadly in prompt and step > 0:
-            self.restart()
-        elif step >= self.steps:
-            self.queue.pop(0)
-            reason = self.bad(prompt)
-            self.history[prompt_id] = JobFailed(reason=reason) if reason else self._save(prompt)
-
-    def _save(self, prompt: Mapping[str, Any]) -> Ended:
-        made = []
-        for node_id in prompt:
-            name = f"out_{len(self.files):05}_.txt"
-            self.files[name] = f"row {node_id}"
-            self.made.append(node_id)
-            made.append(MadeFile(node_id=node_id, filename=name, subfolder=""))
-        return Ended(files=tuple(made))
-
-
-class Silent:
-    """A reporter that records its messages."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-        self.jobs: dict[str, str | None] = {}
-
-    def running(self, backend: str, job: str | None, rows: int) -> None:
-        self.jobs[backend] = job
-
-    def done(self, backend: str | None = None) -> None:
-        pass
-
-    def failed(self, row: Row, reason: str, backend: str | None = None) -> None:
-        self.told.append(f"failed {row.position}: {reason}")
-
-    def note(self, text: str) -> None:
-        self.told.append(text)
-
-    def excluded(self, backend: str) -> None:
-        pass
-
-    def unresponsive(self, backend: str, unresponsive: bool) -> None:
-        self.told.append("silent" if unresponsive else "answers")
-
-
-class Bench:
-    """A client that can be started again and again on one folder."""
-
-    def __init__(self, folder: Path, backend: Any, *, rows: Sequence[Row] = (), size: int = 1) -> None:
-        self.folder, self.backend, self.rows, self.size = folder, backend, rows or rows_of(ROWS), size
-        self.reporter, self.stop = Silent(), StopRequest()
-        self.limits: dict[str, Any] = {}
-        self.max_failures: int | None = None
-        self.slept: list[float] = []
-
-    def run(self, journal: Journal | None = None, store: OutputStore | None = None) -> JobQueue:
-        store = store or OutputStore(self.folder)
-        with journal or Journal(self.folder / "journal.sqlite", workflow="w") as journal:
-            resume(journal, store, self.rows)
-            queue = JobQueue(
-                journal=journal,
-                planner=plan_of(self.size),
-                reporter=self.reporter,  # type: ignore[arg-type]
-                stop=self.stop,
-                backends=[self.backend],
-                max_failures=self.max_failures,
-            )
-            queue.enter(self.rows)
-            Runner(backend=self.backend, queue=queue, store=store, sleep=self.slept.append, **self.limits).run()
-            return queue
-
-    def states(self) -> list[State]:
-        with Journal(self.folder / "journal.sqlite", workflow="w") as journal:
-            return [entry.state for entry in journal.entries.values()]
-
-    def check(self, done: Iterable[int]) -> None:
-        """These rows have one file each, the right one; there is nothing else; the journal says the same."""
-        files = {path.name: path.read_text() for path in self.folder.glob("*.txt")}
-        assert files == {f"{number:05}.txt": f"row {number}" for number in done}
-        with Journal(self.folder / "journal.sqlite", workflow="w") as journal:
-            kept = [file for entry in journal.entries.values() for file in entry.files if entry.state is State.done]
-        assert {file.name: file.size for file in kept} == {name: len(text) for name, text in files.items()}
-        assert all(file.sha256 == hashlib.sha256(files[file.name].encode()).hexdigest() for file in kept)
-        assert list((self.folder / ".wanstream" / "parts").iterdir()) == []
+from wanstream.cli.batch.rows import Row
+from wanstream.cli.batch.runner import BackendTimeoutError
+from wanstream.tests.support.fake_batch import ROWS, Bench, Killed, Mishaps, Server
 
 
 def test_every_row_has_its_file_and_none_is_posted_twice(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, World())
+    bench = Bench(tmp_path, Server())
     bench.run()
     bench.check(range(1, ROWS + 1))
-    assert len(bench.backend.made) == ROWS
+    assert len(bench.made()) == ROWS
     bench.run()
-    assert len(bench.backend.made) == ROWS
+    assert len(bench.made()) == ROWS
 
 
 class Chance:
-    """Lets things happen before and after calls, by a seed; at most so many, so that every run ends.
+    """Mishaps before and after calls: kills and Ctrl-C (twice) on this side, restarts and silence on the other one."""
 
-    Kills and Ctrl-C (twice) come from this side, restarts and silence from the other one.
-    """
-
-    def __init__(self, seed: int, world: World) -> None:
-        self.random, self.world = random.Random(seed), world
-        self.left = 25
+    def __init__(self, seed: int, server: Server) -> None:
+        self.mishaps, self.server = Mishaps(seed, 25, 0.08), server
         self.stop = StopRequest()
-        self.happened: list[str] = []
 
     def around(self, call: Callable[..., Any], *arguments: Any, remote: bool) -> Any:
         self._maybe(remote)
@@ -233,20 +46,15 @@ class Chance:
         return answer
 
     def _maybe(self, remote: bool) -> None:
-        if not self.left or self.random.random() > 0.08:
-            return
-        self.left -= 1
-        what = self.random.choice(["kill", "stop", "restart", "silence"] if remote else ["kill", "stop"])
-        self.happened.append(what)
+        what = self.mishaps.next("kill", "stop", *(["restart", "silence"] if remote else []))
         if what == "kill":
             raise Killed
         if what == "stop":
-            self.stop.count += 1
-            self.stop.count += 1
-            return
+            self.stop.count += 2
         if what == "restart":
-            self.world.restart()
-        raise UnreachableError(what)
+            self.server.restart()
+        if what in {"restart", "silence"}:
+            raise UnreachableError(what)
 
 
 class Wire:
@@ -255,18 +63,18 @@ class Wire:
     name = address = "http://there"
     window = 2
 
-    def __init__(self, world: World, chance: Chance) -> None:
-        self._world, self._chance = world, chance
+    def __init__(self, server: Server, chance: Chance) -> None:
+        self._server, self._chance = server, chance
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *arguments: self._chance.around(getattr(self._world, name), *arguments, remote=True)
+        return lambda *arguments: self._chance.around(getattr(self._server, name), *arguments, remote=True)
 
     def release(self, prompt_id: str) -> None:
         pass
 
     def fetch(self, file: MadeFile, part: Path) -> None:
         part.write_text("half")
-        self._chance.around(self._world.fetch, file, part, remote=True)
+        self._chance.around(self._server.fetch, file, part, remote=True)
 
 
 class MortalJournal(Journal):
@@ -313,11 +121,11 @@ class MortalStore(OutputStore):
 def test_whatever_is_killed_when_every_row_has_one_file(tmp_path: Path, size: int) -> None:
     happened: list[str] = []
     for seed in range(12):
-        world = World(steps=seed % 3)
-        world.bad = lambda prompt: "too big" if "5" in prompt else None
-        chance = Chance(seed, world)
-        bench = Bench(tmp_path / str(seed), Wire(world, chance), size=size)
-        for _ in range(chance.left + 1):
+        server = Server(steps=seed % 3)
+        server.bad = lambda prompt: "too big" if "5" in prompt else None
+        chance = Chance(seed, server)
+        bench = Bench(tmp_path / str(seed), Wire(server, chance), size=size)
+        for _ in range(chance.mishaps.left + 1):
             store = MortalStore(bench.folder)
             journal = MortalJournal(bench.folder / "journal.sqlite", workflow="w")
             store.chance = journal.chance = chance
@@ -330,23 +138,23 @@ def test_whatever_is_killed_when_every_row_has_one_file(tmp_path: Path, size: in
                 break
         bench.check(number for number in range(1, ROWS + 1) if number != 5)
         assert bench.states().count(State.failed) == 1
-        failures = {told for told in bench.reporter.told if told.startswith("failed")}
+        failures = {*bench.reporter.failures}
         assert failures == {"failed 5: too big"}, "what this client has stopped has not failed"
-        happened += chance.happened
+        happened += chance.mishaps.happened
     assert {"kill", "stop", "restart", "silence"} == set(happened)
     assert min(happened.count(what) for what in ("kill", "stop")) > 50
 
 
 def test_a_row_that_takes_the_server_down_fails_and_the_others_are_done(tmp_path: Path) -> None:
-    world = World(steps=2)
-    world.deadly = "4"
-    bench = Bench(tmp_path, world)
+    server = Server(steps=2)
+    server.deadly = "4"
+    bench = Bench(tmp_path, server)
     bench.run()
     bench.check(number for number in range(1, ROWS + 1) if number != 4)
     assert f"failed 4: lost {MAX_LOSSES} times while running" in bench.reporter.told
 
 
-class Withholding(World):
+class Withholding(Server):
     """Answers everything but the requests for the files of some rows."""
 
     def __init__(self, *withheld: str) -> None:
@@ -367,18 +175,18 @@ def test_files_that_never_come_cost_their_rows_alone(tmp_path: Path, withheld: l
     bench.run()
     bench.check(number for number in range(1, ROWS + 1) if str(number) not in withheld)
     assert bench.states().count(State.failed) == len(withheld)
-    failed = {told.partition(";")[0] for told in bench.reporter.told if told.startswith("failed")}
+    failed = {told.partition(";")[0] for told in bench.reporter.failures}
     assert failed == {f"failed {row}: http://there does not send it now (status 500)" for row in withheld}
-    assert len(bench.backend.made) == ROWS, "nothing is computed twice"
+    assert len(bench.made()) == ROWS, "nothing is computed twice"
 
 
 def test_the_only_file_that_is_left_is_requested_for_the_timeout_and_then_fails(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, Withholding("1"), rows=rows_of(1))
+    bench = Bench(tmp_path, Withholding("1"), rows=1)
     bench.limits = {"timeout_s": 100.0}
     bench.run()
     assert sum(bench.slept) == pytest.approx(100.0, abs=1.0)
     assert bench.states() == [State.failed]
-    (failed,) = [told for told in bench.reporter.told if told.startswith("failed")]
+    (failed,) = bench.reporter.failures
     assert failed.endswith("in 100 s")
 
 
@@ -389,12 +197,12 @@ def test_a_file_that_comes_late_is_fetched(tmp_path: Path) -> None:
                 self.withheld = set()
             super().fetch(file, part)
 
-    bench = Bench(tmp_path, Late("1"), rows=rows_of(1))
+    bench = Bench(tmp_path, Late("1"), rows=1)
     bench.run()
     bench.check([1])
 
 
-class Refusing(World):
+class Refusing(Server):
     """Answers questions, but takes no workflow before so many seconds were waited."""
 
     def __init__(self, slept: list[float], seconds: float) -> None:
@@ -408,16 +216,16 @@ class Refusing(World):
 
 
 def test_an_outage_of_posts_alone_fails_no_row(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, World())
-    bench.backend = Refusing(bench.slept, 300.0)
+    bench = Bench(tmp_path, Server())
+    bench.servers = [Refusing(bench.slept, 300.0)]
     bench.run()
     bench.check(range(1, ROWS + 1))
-    assert not any(told.startswith("failed") for told in bench.reporter.told)
+    assert not bench.reporter.failures
 
 
 def test_an_outage_of_posts_alone_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, World())
-    bench.backend = Refusing(bench.slept, 1e9)
+    bench = Bench(tmp_path, Server())
+    bench.servers = [Refusing(bench.slept, 1e9)]
     bench.limits = {"timeout_s": 100.0, "clock": lambda: 0.0}
     with pytest.raises(BackendTimeoutError, match="status 503; gave up after 100 s"):
         bench.run()
@@ -427,7 +235,7 @@ def test_an_outage_of_posts_alone_ends_the_run_after_the_timeout(tmp_path: Path)
 
 def test_the_journal_is_copied_at_the_end_of_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_BACK_UP_SECONDS", -1.0)
-    bench, copied = Bench(tmp_path, World(), size=3), []
+    bench, copied = Bench(tmp_path, Server(), size=3), []
     inner = Journal.back_up
 
     def counted(journal: Journal) -> None:
@@ -442,13 +250,13 @@ def test_the_journal_is_copied_at_the_end_of_a_pass(tmp_path: Path, monkeypatch:
 def test_a_copy_that_cannot_be_written_costs_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_BACK_UP_SECONDS", -1.0)
     (tmp_path / "journal.sqlite.before").mkdir()
-    bench = Bench(tmp_path, World())
+    bench = Bench(tmp_path, Server())
     bench.run()
     bench.check(range(1, ROWS + 1))
     assert len([told for told in bench.reporter.told if "the journal was not copied" in told]) == 1
 
 
-class Broken(World):
+class Broken(Server):
     """Cannot take one of the rows: something in it breaks this server."""
 
     def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
@@ -461,88 +269,88 @@ def test_a_row_that_a_server_cannot_take_fails_with_what_the_server_said(tmp_pat
     bench = Bench(tmp_path, Broken())
     bench.run()
     bench.check(number for number in range(1, ROWS + 1) if number != 4)
-    (failed,) = [told for told in bench.reporter.told if told.startswith("failed")]
+    (failed,) = bench.reporter.failures
     assert failed == ("failed 4: 5 posts of it failed; error of the last one: http://there answers with status 500")
 
 
 def test_rows_that_fail_together_are_tried_alone(tmp_path: Path) -> None:
-    world = World()
-    world.bad = lambda prompt: "too big" if "5" in prompt else None
-    bench = Bench(tmp_path, world, size=4)
+    server = Server()
+    server.bad = lambda prompt: "too big" if "5" in prompt else None
+    bench = Bench(tmp_path, server, size=4)
     bench.run()
     bench.check(number for number in range(1, ROWS + 1) if number != 5)
-    assert [told for told in bench.reporter.told if told.startswith("failed")] == ["failed 5: too big"]
-    assert world.made.count("6") == 1
+    assert bench.reporter.failures == ["failed 5: too big"]
+    assert server.made.count("6") == 1
 
 
 def test_a_row_that_failed_is_tried_again_by_the_next_run(tmp_path: Path) -> None:
-    world = World()
-    world.bad = lambda prompt: "too big" if "5" in prompt else None
-    bench = Bench(tmp_path, world)
+    server = Server()
+    server.bad = lambda prompt: "too big" if "5" in prompt else None
+    bench = Bench(tmp_path, server)
     assert bench.run().failures == 1
     assert State.failed in bench.states()
-    world.bad = lambda prompt: None
+    server.bad = lambda prompt: None
     assert bench.run().failures == 0
     bench.check(range(1, ROWS + 1))
-    assert len(world.made) == ROWS
+    assert len(server.made) == ROWS
 
 
 def test_after_so_many_failures_nothing_more_is_begun(tmp_path: Path) -> None:
-    world = World()
-    world.bad = lambda prompt: "always"
-    bench = Bench(tmp_path, world)
+    server = Server()
+    server.bad = lambda prompt: "always"
+    bench = Bench(tmp_path, server)
     bench.max_failures = 2
     bench.run()
     states = bench.states()
     assert 2 <= states.count(State.failed) <= 3
     assert set(states) == {State.failed, State.waiting}
-    assert world.queue == []
+    assert server.queue == []
 
 
 def test_a_workflow_that_saves_nothing_is_a_failure_in_words(tmp_path: Path) -> None:
-    world = World()
-    world._save = lambda prompt: Ended(files=())  # type: ignore[method-assign]
-    bench = Bench(tmp_path, world, rows=rows_of(1))
+    server = Server()
+    server._save = lambda prompt: Ended(files=())  # type: ignore[method-assign]
+    bench = Bench(tmp_path, server, rows=1)
     bench.run()
     assert "no file was saved" in bench.reporter.told[0]
 
 
 def test_an_empty_file_is_a_failure_in_words(tmp_path: Path) -> None:
-    class Hollow(World):
+    class Hollow(Server):
         def fetch(self, file: MadeFile, part: Path) -> None:
             part.touch()
 
-    bench = Bench(tmp_path, Hollow(), rows=rows_of(1))
+    bench = Bench(tmp_path, Hollow(), rows=1)
     bench.run()
     assert bench.reporter.told == ["failed 1: 00001.txt is empty"]
     bench.check([])
 
 
 def test_silence_ends_the_run_after_a_while_and_nothing_is_lost(tmp_path: Path) -> None:
-    world = World()
-    bench = Bench(tmp_path, world)
+    server = Server()
+    bench = Bench(tmp_path, server)
     bench.limits = {"timeout_s": 100.0, "clock": lambda: 0.0}
-    world.silent = True
+    server.called = lambda call: setattr(server, "gone", call == "outcome")
     with pytest.raises(BackendTimeoutError, match="gave up after 100 s"):
         bench.run()
     assert sum(bench.slept) == pytest.approx(100.0)
     assert bench.slept[:3] == [0.5, 0.5, 1.0]
     assert max(bench.slept) == 30.0
     assert bench.states().count(State.posted) == 2
-    world.silent = False
+    server.called = lambda call: setattr(server, "gone", False)
     bench.run()
     bench.check(range(1, ROWS + 1))
-    assert len(world.made) == ROWS
+    assert len(server.made) == ROWS
 
 
 def test_short_silences_do_not_add_up(tmp_path: Path) -> None:
-    class Stammering(World):
+    class Stammering(Server):
         def outcome(self, prompt_id: str) -> Outcome:
-            self.silent = not self.silent
+            self.gone = not self.gone
             return super().outcome(prompt_id)
 
     bench = Bench(tmp_path, Stammering())
-    bench.backend.window = 1
+    bench.servers[0].window = 1
     bench.limits = {"timeout_s": 1.0}
     bench.run()
     bench.check(range(1, ROWS + 1))
@@ -550,7 +358,7 @@ def test_short_silences_do_not_add_up(tmp_path: Path) -> None:
 
 
 def test_a_row_that_others_take_out_of_the_queue_is_posted_as_often_as_it_takes(tmp_path: Path) -> None:
-    class Cleared(World):
+    class Cleared(Server):
         left = 2 * MAX_LOSSES
 
         def outcome(self, prompt_id: str) -> Outcome:
@@ -562,19 +370,19 @@ def test_a_row_that_others_take_out_of_the_queue_is_posted_as_often_as_it_takes(
             self.queue = []
             return Unknown()
 
-    bench = Bench(tmp_path, Cleared(), rows=rows_of(1))
+    bench = Bench(tmp_path, Cleared(), rows=1)
     bench.run()
     bench.check([1])
 
 
 def test_what_a_killed_client_had_half_fetched_is_removed(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, World())
+    bench = Bench(tmp_path, Server())
     OutputStore(tmp_path).part_path("00099.txt").write_text("half")
     bench.run()
     bench.check(range(1, ROWS + 1))
 
 
-class Impatient(World):
+class Impatient(Server):
     """A server whose user presses Ctrl-C while it works on the third workflow."""
 
     def __init__(self, stop: StopRequest, times: int) -> None:
@@ -590,13 +398,13 @@ class Impatient(World):
 
 @pytest.mark.parametrize(("times", "done"), [(1, [1, 2, 3]), (2, [1, 2])])
 def test_ctrl_c_leaves_nothing_on_the_server(tmp_path: Path, times: int, done: list[int]) -> None:
-    bench = Bench(tmp_path, World())
-    bench.backend = Impatient(bench.stop, times)
+    bench = Bench(tmp_path, Server())
+    bench.servers = [Impatient(bench.stop, times)]
     bench.run()
     bench.check(done)
-    assert bench.backend.queue == []
+    assert bench.servers[0].queue == []
     assert bench.states() == [State.done] * len(done) + [State.waiting] * (ROWS - len(done))
-    bench.backend, bench.stop = World(), StopRequest()
+    bench.servers, bench.stop = [Server()], StopRequest()
     bench.run()
     bench.check(range(1, ROWS + 1))
 
@@ -607,26 +415,27 @@ def test_a_client_that_is_killed_while_it_stops_a_row_has_not_failed_it(tmp_path
             super().interrupt(prompt_id)
             raise Killed
 
-    bench = Bench(tmp_path, World())
-    bench.backend = world = Last(bench.stop, 2)
+    bench = Bench(tmp_path, Server())
+    server = Last(bench.stop, 2)
+    bench.servers = [server]
     with pytest.raises(Killed):
         bench.run()
-    assert Interrupted() in world.history.values()
-    bench.stop, world._times = StopRequest(), 0
+    assert Interrupted() in server.history.values()
+    bench.stop, server._times = StopRequest(), 0
     bench.run()
     bench.check(range(1, ROWS + 1))
-    assert not any(told.startswith("failed") for told in bench.reporter.told)
+    assert not bench.reporter.failures
 
 
 def test_a_row_that_somebody_else_stops_fails_in_words(tmp_path: Path) -> None:
-    class Stopped(World):
+    class Stopped(Server):
         def outcome(self, prompt_id: str) -> Outcome:
             found = super().outcome(prompt_id)
             if self.queue and self.queue[0][2] == 2:
                 self.interrupt(self.queue[0][0])
             return found
 
-    bench = Bench(tmp_path, Stopped(steps=3), rows=rows_of(1))
+    bench = Bench(tmp_path, Stopped(steps=3), rows=1)
     bench.run()
     assert bench.reporter.told == ["failed 1: interrupted on the server"]
 
@@ -634,12 +443,12 @@ def test_a_row_that_somebody_else_stops_fails_in_words(tmp_path: Path) -> None:
 def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "00003.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"00003\.txt, which is not from this batch"):
-        Bench(tmp_path, World()).run()
+        Bench(tmp_path, Server()).run()
     assert (tmp_path / "00003.txt").read_text() == "mine"
 
 
 def test_a_sealed_part_never_replaces_a_file_of_others_and_a_refusal_moves_nothing(tmp_path: Path) -> None:
-    bench, store = Bench(tmp_path, World(), rows=rows_of(3)), OutputStore(tmp_path)
+    bench, store = Bench(tmp_path, Server(), rows=3), OutputStore(tmp_path)
     with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
         journal.enter(bench.rows, gone=lambda entry: True)
         for number in (1, 2):
@@ -658,12 +467,12 @@ def test_a_sealed_part_never_replaces_a_file_of_others_and_a_refusal_moves_nothi
 
 
 def test_a_file_that_was_removed_is_made_again_alone(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, World())
+    bench = Bench(tmp_path, Server())
     bench.run()
     (tmp_path / "00003.txt").unlink()
     bench.run()
     bench.check(range(1, ROWS + 1))
-    assert [made for made in bench.backend.made if bench.backend.made.count(made) > 1] == ["3", "3"]
+    assert [made for made in bench.made() if bench.made().count(made) > 1] == ["3", "3"]
 
 
 def test_a_checked_file_that_somebody_removes_ends_the_batch_in_words(tmp_path: Path) -> None:
@@ -673,7 +482,7 @@ def test_a_checked_file_that_somebody_removes_ends_the_batch_in_words(tmp_path: 
             path.unlink()
             return checked
 
-    bench = Bench(tmp_path, World(), rows=rows_of(1))
+    bench = Bench(tmp_path, Server(), rows=1)
     with pytest.raises(FileNotFoundError, match=r"00001\.txt: removed from .* after the check"):
         bench.run(store=Robbed(tmp_path))
     bench.run()
@@ -683,7 +492,7 @@ def test_a_checked_file_that_somebody_removes_ends_the_batch_in_words(tmp_path: 
 def test_the_time_of_a_download_does_not_count_as_silence(tmp_path: Path) -> None:
     now = 0.0
 
-    class Distant(World):
+    class Distant(Server):
         broken = False
 
         def fetch(self, file: MadeFile, part: Path) -> None:

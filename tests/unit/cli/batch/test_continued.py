@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from PIL import Image
 
 from wanstream.cli import main
-from wanstream.cli.arguments import DONE, INVALID, StopRequest
+from wanstream.cli.arguments import DONE, INVALID
 from wanstream.cli.batch.backend import (
     Ended,
     JobFailed,
@@ -27,16 +26,13 @@ from wanstream.cli.batch.backend import (
     own_nodes,
 )
 from wanstream.cli.batch.continued import continue_from, latent_name
-from wanstream.cli.batch.fleet import run_all
-from wanstream.cli.batch.job_queue import JobQueue
 from wanstream.cli.batch.journal import Journal, State
 from wanstream.cli.batch.lanes import lane_jobs
 from wanstream.cli.batch.output_store import OutputStore, UnreadableFileError, check_media, stored_prompt
-from wanstream.cli.batch.resume import resume
 from wanstream.cli.batch.rows import BatchJob, Row, apply_row, fail_dependents, read_rows, workflow_digest
-from wanstream.cli.batch.runner import Runner
 from wanstream.cli.inputs import InputError
 from wanstream.tests.support.embedded import run_workflow
+from wanstream.tests.support.fake_batch import Bench, Killed
 from wanstream.wan.latent_file import read_latent, write_latent
 
 WORKFLOW: dict[str, Any] = json.loads(
@@ -186,10 +182,6 @@ def test_a_latent_in_the_folder_is_checked_and_has_its_workflow(tmp_path: Path) 
 IN_MEMORY = pytest.mark.usefixtures("text_for_latents")
 
 
-class Killed(BaseException):
-    """The client ends here."""
-
-
 class Machine:
     """A backend in memory whose videos are the hashes of their seed and of the latent that they continue."""
 
@@ -259,45 +251,14 @@ def plan(rows: Sequence[Row]) -> list[BatchJob]:
     return jobs
 
 
-class Bar:
-    """Records what it is told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def failed(self, row: Row, reason: str, backend: str | None = None) -> None:
-        self.lines.append(f"{row.name}: {reason}")
-
-    def note(self, text: str) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
-
-
-def run(folder: Path, machine: Any, rows: Sequence[Row], *others: Any, **limits: Any) -> tuple[dict[str, State], Bar]:
-    """Run a batch on one or several machines; the states by the names of the rows, and the messages."""
-    machines = [machine, *others]
-    bar, store = Bar(), OutputStore(folder)
-    with Journal(folder / "journal.sqlite", workflow="w") as journal:
-        resume(journal, store, rows)
-        queue = JobQueue(
-            journal=journal,
-            planner=plan,
-            reporter=bar,  # type: ignore[arg-type]
-            stop=StopRequest(),
-            backends=machines,
-            **limits,
-        )
-        queue.enter(rows)
-        # Several runners take turns while one of them sleeps.
-        pause = 0.0 if len(machines) == 1 else 0.001
-        runners = [
-            Runner(backend=each, queue=queue, store=store, sleep=lambda seconds: time.sleep(seconds * pause))
-            for each in machines
-        ]
-        run_all(runners, queue, lambda: time.sleep(0.001))
-        return {str(row.name): journal.entries[row.hash].state for row in rows}, bar
+def run(
+    folder: Path, machine: Any, rows: Sequence[Row], *others: Any, max_failures: int | None = None
+) -> tuple[dict[str, State], list[str]]:
+    """Run a batch on one or several machines; the states by the names of the rows, and the failures."""
+    bench = Bench(folder, machine, *others, rows=rows)
+    bench.planner, bench.max_failures = plan, max_failures
+    entries = bench.run().journal.entries
+    return {str(row.name): entries[row.hash].state for row in rows}, bench.reporter.failures
 
 
 @pytest.fixture
@@ -385,12 +346,15 @@ def test_a_client_that_is_killed_loses_doubles_and_changes_no_row(tmp_path: Path
 def test_rows_that_continue_a_failed_one_are_not_run_and_said_so(tmp_path: Path) -> None:
     machine, rows = Machine(), ten(tmp_path)
     machine.bad = frozenset({"3"})
-    states, bar = run(tmp_path / "out", machine, rows)
+    states, failures = run(tmp_path / "out", machine, rows)
     assert machine.posted == ["0", "1", "2", "3"]
     assert [states[f"r{number}"] for number in range(10)] == [State.done] * 3 + [State.failed] * 7
     line = next(row.line for row in rows if row.name == "r3")
-    assert bar.lines[:2] == ["r3: no memory", f"r4: not run: it continues 'r3' (line {line}), which failed"]
-    assert len(bar.lines) == 7
+    assert failures[:2] == [
+        "failed r3: no memory",
+        f"failed r4: not run: it continues 'r3' (line {line}), which failed",
+    ]
+    assert len(failures) == 7
     machine.bad = frozenset()
     states, _ = run(tmp_path / "out", machine, rows)
     assert {*states.values()} == {State.done}
@@ -493,10 +457,10 @@ def test_a_row_without_a_latent_cannot_be_continued(tmp_path: Path) -> None:
             found = super().outcome(prompt_id)
             return Ended(files=found.files[1:]) if isinstance(found, Ended) else found
 
-    states, bar = run(tmp_path / "out", Forgetful(), rows_of(tmp_path, *CHAIN[:2]))
+    states, failures = run(tmp_path / "out", Forgetful(), rows_of(tmp_path, *CHAIN[:2]))
     assert states == {"a": State.done, "b": State.failed}
-    assert "it continues 'a', of whose files one latent is needed" in bar.lines[0]
-    assert "not no latent" in bar.lines[0]
+    assert "it continues 'a', of whose files one latent is needed" in failures[0]
+    assert "not no latent" in failures[0]
 
 
 @IN_MEMORY
@@ -508,10 +472,10 @@ def test_a_latent_that_was_changed_is_not_continued(tmp_path: Path) -> None:
     made = latent.read_text()
     latent.write_text("x" * len(made))
     machine.bad = frozenset()
-    states, bar = run(tmp_path / "out", machine, rows)
+    states, failures = run(tmp_path / "out", machine, rows)
     assert states == {"a": State.done, "b": State.failed}
-    assert "a~1.latent" in bar.lines[0]
-    assert "was changed after it was made: remove it" in bar.lines[0]
+    assert "a~1.latent" in failures[0]
+    assert "was changed after it was made: remove it" in failures[0]
     latent.unlink()
     states, _ = run(tmp_path / "out", machine, rows)
     assert states == {"a": State.done, "b": State.done}
@@ -524,9 +488,9 @@ def test_a_latent_that_the_backend_refuses_fails_its_row(tmp_path: Path) -> None
         def provide(self, prompt_id: str, latent: Path, name: str) -> None:
             raise RefusedError("too large")
 
-    states, bar = run(tmp_path / "out", Small(), rows_of(tmp_path, *CHAIN[:2]))
+    states, failures = run(tmp_path / "out", Small(), rows_of(tmp_path, *CHAIN[:2]))
     assert states == {"a": State.done, "b": State.failed}
-    assert bar.lines == ["b: too large"]
+    assert failures == ["failed b: too large"]
 
 
 def test_the_digest_of_a_plain_row_is_that_of_earlier_versions(tmp_path: Path) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,97 +24,27 @@ from wanstream.cli.batch.fleet import run_all
 from wanstream.cli.batch.job_queue import MAX_LOSSES, MAX_STREAK, JobQueue, RowHistory, Submission
 from wanstream.cli.batch.journal import Journal, KeptFile, State
 from wanstream.cli.batch.output_store import OutputStore
-from wanstream.cli.batch.resume import resume
 from wanstream.cli.batch.rows import Row
-from wanstream.cli.batch.runner import BackendTimeoutError, Runner
-from wanstream.tests.unit.cli.batch.test_batch_runner import Bench, Killed, Silent, World, plan_of, rows_of
-
-SPEED = 1000.0
-"""Seconds that a runner sleeps in a second of these tests."""
+from wanstream.cli.batch.runner import BackendTimeoutError
+from wanstream.tests.support.fake_batch import Bench, Killed, Mishaps, Reporter, Server, plan_of, rows_of
 
 
-class Server(World):
-    """A server of several; every call fails while it is `gone`. `called` is called before each call."""
+class SlowDisk(OutputStore):
+    """A store whose syncs take a moment on any machine, so that no server makes all rows before another one starts."""
 
-    def __init__(self, name: str, *, steps: int = 1) -> None:
-        super().__init__(steps=steps)
-        self.name = self.address = f"http://{name}"
-        self.gone = False
-        self.most = 0
-        self.called: Callable[[str], None] = lambda call: None
-        self.ids: list[str] = []
-        self.ended_by_us: list[str] = []
-
-    def check(self) -> None:
-        self._enter("check")
-
-    def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
-        self._enter("post")
-        self.ids.append(prompt_id)
-        super().post(prompt_id, prompt)
-        self.most = max(self.most, len(self.queue))
-
-    def outcome(self, prompt_id: str) -> Outcome:
-        self._enter("outcome")
-        return super().outcome(prompt_id)
-
-    def fetch(self, file: MadeFile, part: Path) -> None:
-        self._enter("fetch")
-        super().fetch(file, part)
-
-    def withdraw(self, prompt_id: str) -> None:
-        self._enter("withdraw")
-        self.ended_by_us.append(prompt_id)
-        super().withdraw(prompt_id)
-
-    def interrupt(self, prompt_id: str) -> None:
-        self._enter("interrupt")
-        super().interrupt(prompt_id)
-
-    def _enter(self, call: str) -> None:
-        self.called(call)
-        if self.gone:
-            raise UnreachableError(f"no answer from {self.name}")
+    def check_file(self, path: Path) -> KeptFile:
+        time.sleep(0.01)
+        return super().check_file(path)
 
 
 class Fleet(Bench):
     """A client of several servers that can be started again and again on one folder."""
 
     def __init__(self, folder: Path, servers: Sequence[Any], *, rows: int = 24, size: int = 1) -> None:
-        super().__init__(folder, None, rows=rows_of(rows), size=size)
-        self.servers = servers
-        self.unreachable: set[str] = set()
-        self.wait: Callable[[], None] = lambda: time.sleep(0.001)
+        super().__init__(folder, *servers, rows=rows, size=size)
 
     def run(self, journal: Journal | None = None, store: OutputStore | None = None) -> JobQueue:
-        store = store or OutputStore(self.folder)
-        with journal or Journal(self.folder / "journal.sqlite", workflow="w") as journal:
-            resume(journal, store, self.rows)
-            queue = JobQueue(
-                journal=journal,
-                planner=plan_of(self.size),
-                reporter=self.reporter,  # type: ignore[arg-type]
-                stop=self.stop,
-                backends=self.servers,
-                max_failures=self.max_failures,
-            )
-            queue.enter(self.rows)
-            runners = [
-                Runner(
-                    backend=server,
-                    queue=queue,
-                    store=store,
-                    sleep=lambda seconds: time.sleep(seconds / SPEED),
-                    reachable=server.name not in self.unreachable,
-                    **self.limits,
-                )
-                for server in self.servers
-            ]
-            run_all(runners, queue, self.wait)
-            return queue
-
-    def made(self) -> list[str]:
-        return [made for server in self.servers for made in server.made]
+        return super().run(journal, store or SlowDisk(self.folder))
 
 
 def test_rows_are_shared_and_each_is_made_once(tmp_path: Path) -> None:
@@ -262,7 +191,7 @@ def test_a_server_that_takes_no_posts_still_delivers_what_it_has(tmp_path: Path)
     fleet.run()
     fleet.check(range(1, 25))
     assert len(closing.made) == 1
-    assert closing.ids[0] not in closing.ended_by_us
+    assert closing.ids[0] not in closing.withdrawn
     assert not any(told.startswith("failed") for told in fleet.reporter.told)
 
 
@@ -485,7 +414,7 @@ class Desk:
         self.queue = JobQueue(
             journal=self.journal,
             planner=plan_of(1),
-            reporter=Silent(),  # type: ignore[arg-type]
+            reporter=Reporter(),  # type: ignore[arg-type]
             stop=StopRequest(),
             backends=[self.a, self.b],
         )
@@ -623,48 +552,27 @@ def test_a_failed_row_is_tried_on_one_more_server(reasons: dict[str, str], alive
     assert RowHistory(reasons=reasons).retry("a", alive) == retry
 
 
-class Mishaps:
-    """Kills of the client, restarts and absences of servers, at calls chosen by a seed; at most so many."""
-
-    def __init__(self, seed: int, count: int, share: float) -> None:
-        self._random, self.left, self._share = random.Random(seed), count, share
-        self._lock = threading.Lock()
-        self.happened: list[str] = []
-
-    def before(self, server: Server) -> Callable[[str], None]:
-        def call(name: str) -> None:
-            with self._lock:
-                server.gone = server.gone and self._random.random() > 0.05
-                if not self.left or self._random.random() > self._share:
-                    return
-                self.left -= 1
-                self.happened.append(self._random.choice(["kill", "restart", "gone"]))
-                what = self.happened[-1]
-            if what == "kill":
-                raise Killed
-            if what == "restart":
-                server.restart()
-            server.gone = what == "gone"
-
-        return call
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_fifty_mishaps_in_a_hundred_rows_on_four_servers_cost_nothing(tmp_path: Path, size: int) -> None:
     mishaps = Mishaps(size, 50, 0.25)
+
+    def before(server: Server) -> None:
+        server.gone = server.gone and mishaps.random.random() > 0.05
+        what = mishaps.next("kill", "restart", "gone")
+        if what == "kill":
+            raise Killed
+        if what == "restart":
+            server.restart()
+        if what:
+            server.gone = what == "gone"
+
     servers = [Server(name, steps=number % 3) for number, name in enumerate("abcd")]
     fleet = Fleet(tmp_path, servers, rows=100, size=size)
     for server in servers:
-        server.called = mishaps.before(server)
-    for _ in range(mishaps.left + 1):
-        try:
-            fleet.run()
-        except Killed:
-            time.sleep(0.01)  # the other threads of the killed client end
-            continue
-        break
+        server.called = lambda call, server=server: before(server)
+    fleet.run_through(mishaps)
     fleet.check(range(1, 101))
-    assert not any(told.startswith("failed") for told in fleet.reporter.told)
+    assert not fleet.reporter.failures
     assert {"kill", "restart", "gone"} == set(mishaps.happened)
     assert mishaps.left == 0
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import random
 import re
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,12 +26,21 @@ from wanstream.cli.batch.rows import BatchJob, Row
 from wanstream.cli.options import BatchOptions
 from wanstream.host.embedded.run import History, NodeFailedError, Workflow
 from wanstream.tests.faults.replaced import named_models
+from wanstream.tests.support.fake_batch import Bench, Killed, Mishaps, rows_of
 from wanstream.tests.support.local_actor import LocalActor, local_backend, row_service
-from wanstream.tests.unit.cli.batch import test_fleet
-from wanstream.tests.unit.cli.batch.test_batch_runner import Killed, rows_of
-from wanstream.tests.unit.cli.batch.test_fleet import Fleet
 
 T2V = Path(__file__).parents[4] / "workflows" / "api" / "t2v.json"
+KINDS = ("actor", "actor while it answers", "driver", "answer")
+"""Kills of an actor or of the driver, and an answer that is lost."""
+
+
+def plan(rows: Sequence[Row]) -> list[BatchJob]:
+    jobs = []
+    for row in rows:
+        prompt = json.loads(T2V.read_text(encoding="utf-8"))
+        prompt["sampler"]["inputs"]["seed"] = row.position
+        jobs.append(BatchJob(prompt=prompt, rows=(row,), saves={row.hash: None}))
+    return jobs
 
 
 def write_row(workflow: Workflow, **_: Any) -> History:
@@ -45,24 +52,6 @@ def write_row(workflow: Workflow, **_: Any) -> History:
     return History(outputs={"save": shown}, results={}, node_errors={})
 
 
-class Mishaps:
-    """Kills of an actor or of the driver, and answers that are lost, at calls chosen by a seed."""
-
-    def __init__(self, seed: int, count: int, share: float) -> None:
-        self._random, self.left, self._share = random.Random(seed), count, share
-        self._lock = threading.Lock()
-        self.happened: list[str] = []
-
-    def next(self) -> str:
-        """The next mishap; empty for none."""
-        with self._lock:
-            if not self.left or self._random.random() > self._share:
-                return ""
-            self.left -= 1
-            self.happened.append(self._random.choice(["actor", "actor while it answers", "driver", "answer"]))
-            return self.happened[-1]
-
-
 class UnluckyActor(LocalActor):
     """An actor with mishaps."""
 
@@ -71,7 +60,7 @@ class UnluckyActor(LocalActor):
         self._mishaps = mishaps
 
     def serve(self, method: str, *args: Any) -> Future[Any]:
-        what = "" if method == "stop" else self._mishaps.next()
+        what = "" if method == "stop" else self._mishaps.next(*KINDS)
         if what == "actor":
             self.kill()
         if what == "driver":
@@ -82,12 +71,12 @@ class UnluckyActor(LocalActor):
         return Future() if what == "answer" else answer
 
 
-class ActorFleet(Fleet):
+class ActorFleet(Bench):
     """A driver that can be started again and again on one folder; its actors end with it."""
 
     def __init__(self, folder: Path, make: Callable[[], Sequence[LocalActor]], options: BatchOptions) -> None:
-        super().__init__(folder, [], rows=100)
-        self._make, self._options = make, options
+        super().__init__(folder, rows=100)
+        self.planner, self._make, self._options = plan, make, options
 
     def run(self, *_: Any, **__: Any) -> JobQueue:
         self.servers = [local_backend(actor, self._options) for actor in self._make()]
@@ -99,28 +88,12 @@ class ActorFleet(Fleet):
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BatchOptions:
-    workflow = json.loads(T2V.read_text(encoding="utf-8"))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(Workflow, "run", write_row)
     monkeypatch.setattr(ray_backend, "LIMIT_S", 1.0)
-
-    def plan(rows: Sequence[Row]) -> list[BatchJob]:
-        jobs = []
-        for row in rows:
-            prompt = json.loads(json.dumps(workflow))
-            prompt["sampler"]["inputs"]["seed"] = row.position
-            jobs.append(BatchJob(prompt=prompt, rows=(row,), saves={row.hash: None}))
-        return jobs
-
-    monkeypatch.setattr(test_fleet, "plan_of", lambda _: plan)
-    return BatchOptions(
-        jobs=Path(),
-        workflow=Path(),
-        output=tmp_path / "out",
-        models=named_models(tmp_path / "models", workflow),
-        input=tmp_path,
-    )
+    models = named_models(tmp_path / "models", json.loads(T2V.read_text(encoding="utf-8")))
+    return BatchOptions(jobs=Path(), workflow=Path(), output=tmp_path / "out", models=models, input=tmp_path)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -136,16 +109,10 @@ def test_fifty_mishaps_in_a_hundred_rows_on_four_actors_cost_nothing(
         return [UnluckyActor(make, rank, mishaps) for rank in range(4)]
 
     fleet = ActorFleet(options.output, actors, options)
-    for _ in range(mishaps.left + 1):
-        try:
-            fleet.run()
-        except Killed:
-            time.sleep(0.01)  # the other threads of the killed driver end
-            continue
-        break
+    fleet.run_through(mishaps)
     fleet.check(range(1, 101))
-    assert not any(told.startswith("failed") for told in fleet.reporter.told)
-    assert set(mishaps.happened) == {"actor", "actor while it answers", "driver", "answer"}
+    assert not fleet.reporter.failures
+    assert set(mishaps.happened) == {*KINDS}
     assert mishaps.left == 0
     assert [path for path in (tmp_path / "temporary").rglob("*") if path.is_file()] == []
 

@@ -1,6 +1,6 @@
 """Rows per minute of `wanstream batch` on several servers, a lost and a slow server, and the cost of queue and journal.
 
-python benchmarks/fleet.py [real simulated faults costs]
+python benchmarks/workers/fleet.py [real simulated faults costs]
 
 `real` needs a ComfyUI (see tools/comfyui.py) and runs one and two servers on this machine. In `simulated` and `faults`
 servers that speak as ComfyUI does wait instead of computing; the client, HTTP, files and processes are real. In `costs`
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import record
 
+from wanstream.benchmarks.record import record
 from wanstream.cli import main as command_line
 from wanstream.cli.arguments import StopRequest
 from wanstream.cli.batch.backend import BatchBackend, Ended, MadeFile, Outcome

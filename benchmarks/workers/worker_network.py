@@ -1,6 +1,6 @@
 """Votes and exchanges of two workers between two machines with a delay: votes before every block, and once per step.
 
-python benchmarks/worker_network.py [delay in ms]     (as root: it makes network namespaces)
+python benchmarks/workers/worker_network.py [delay in ms]     (as root: it makes network namespaces)
 
 Each worker is a process in a network namespace of its own. The namespaces are connected by two TUN devices, between
 which this process moves the packets, each half of the delay later. "before" is the vote before every block, "after" the
@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as functional
-from record import record
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from wanstream.benchmarks.record import record
 from wanstream.distributed.messages import RendezvousSpec
 from wanstream.distributed.worker.groups import ProcessGroups
 from wanstream.distributed.worker.parallel_forward import group_forward

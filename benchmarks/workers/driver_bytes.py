@@ -1,6 +1,6 @@
 """Bytes that workers send to the driver, and the driver to workers: before and after states stayed at the workers.
 
-python benchmarks/driver_bytes.py
+python benchmarks/workers/driver_bytes.py
 
 Counts pickled reports and tasks of a run of the small test experts: with the state and the preview in every report, as
 they were sent before, and with the present intervals. Estimates the same for 1280x720x81, where nothing is computed.
@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from record import record
-
+from wanstream.benchmarks.record import record
 from wanstream.cli.bench.cases import bench_request, small_experts
 from wanstream.distributed.driver.driver import handover_interval_s
 from wanstream.distributed.messages import RunTask, StepReport

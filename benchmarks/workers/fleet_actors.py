@@ -1,6 +1,6 @@
 """Rows per minute of `wanstream batch --ray` with one and two actors, and the idle time of an actor between rows.
 
-python benchmarks/fleet_actors.py [real queue]
+python benchmarks/workers/fleet_actors.py [real queue]
 
 `real` runs actors of a Ray on this machine, on the small test model. In `queue` an actor in this process waits instead
 of computing, and saves a video of 832x480x81; the queue, the journal, the transfer and the check of the files are real.
@@ -23,8 +23,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from record import record
 
+from wanstream.benchmarks.record import record
 from wanstream.cli import main as command_line
 from wanstream.cli.arguments import StopRequest
 from wanstream.cli.batch.actors.ray_backend import RayBackend
