@@ -13,6 +13,7 @@ A row that continues another one is posted when that row is done, with the laten
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -109,7 +110,10 @@ class Runner:
     _given_noted: bool = False
     _silence: float = 0.0
     """Seconds since the last response, in requests without one and between them."""
-    _answered_at: float = 0.0
+    _answered_at: float = math.inf
+    """Time of the last response or, without a request, of the last poll; infinite before and after `run`."""
+    _collecting: bool = False
+    """True while it downloads and checks files, which may take any time."""
 
     @property
     def _name(self) -> str:
@@ -150,10 +154,19 @@ class Runner:
             if not self.queue.exclude(self._name):
                 raise
             self._reporter.note(f"{err}; it gets no more rows")
+        finally:
+            self._answered_at = math.inf
         if self._stop.immediate and not self.queue.aborted:
             self._cancel_all()
-        if self._given:
-            rows = sum(len(submission.rows) for submission in self._given)
+
+    def watch(self) -> None:
+        """Report if a request has had no answer for some time. Called by the thread that shows the progress."""
+        waited_s = 0.0 if self._collecting else self.clock() - self._answered_at
+        self.queue.hangs(self._name, waited_s >= GRACE_SECONDS)
+
+    def note_given(self) -> None:
+        """Print the number of rows that were given to others and not ended here. Called at the end, by any thread."""
+        if rows := sum(len(submission.rows) for submission in [*self._given]):
             self._reporter.note(f"{self._name} may still compute {rows} rows that other backends have taken")
 
     def _try_poll_and_post(self) -> bool | None:
@@ -297,6 +310,15 @@ class Runner:
 
     def _collect(self, submission: Submission, ended: Ended) -> None:
         """Fetch the files of every row; finished rows leave the submission, so that a retry continues with the rest."""
+        self._collecting = True
+        try:
+            self._collect_rows(submission, ended)
+        finally:
+            self._answered_at, self._collecting = self.clock(), False
+        self._end(submission)
+        self._back_up()
+
+    def _collect_rows(self, submission: Submission, ended: Ended) -> None:
         while submission.rows:
             row = submission.rows[0]
             try:
@@ -315,8 +337,6 @@ class Runner:
                 self._fetched += 1
             submission.rows.remove(row)
             self._fetch_setbacks.pop(row.hash, None)
-        self._end(submission)
-        self._back_up()
 
     def _handle_unsent(self, submission: Submission, err: UnreachableError) -> None:
         """Fail the first row of a submission if only its files cannot be fetched, else raise UnsentError.
