@@ -79,14 +79,16 @@ def batch(options: BatchOptions) -> int:
         except (ValueError, OSError) as err:
             _print_error(str(err), err, options.output)
             return INVALID
+        stop: StopRequest | None = None
         try:
             stop = _run(options, spec, store, journal, notes)
         except (ValueError, OSError) as err:
             _print_error(f"failed: {err}", err, options.output)
-            _clean_up(store, journal)
-            return FAILED
         _clean_up(store, journal)
-        return _summary(options, spec, journal, stop)
+        left, failed = _print_summary(options, spec, journal)
+    if stop is not None and stop.requested and left:
+        return INTERRUPTED
+    return FAILED if stop is None or left or failed else DONE
 
 
 def _print_error(text: str, err: Exception, output: Path) -> None:
@@ -295,8 +297,11 @@ def _on_stop(stop: StopRequest, backends: Sequence[BatchBackend]) -> None:
         os.write(2, b"\nstopping after the running job; press Ctrl-C again to stop it too\n")
 
 
-def _summary(options: BatchOptions, spec: _BatchSpec, journal: Journal, stop: StopRequest) -> int:
-    """Print the failed rows with their reasons and the number of finished ones; return the exit code."""
+def _print_summary(options: BatchOptions, spec: _BatchSpec, journal: Journal) -> tuple[int, int]:
+    """Print the failed rows with their reasons and the number of finished ones.
+
+    Returns the numbers of rows that are left, and that failed.
+    """
     entries = [journal.entries[row.hash] for row in spec.rows]
     failed = [entry for entry in entries if entry.state is State.failed]
     done = sum(entry.state is State.done for entry in entries)
@@ -313,6 +318,4 @@ def _summary(options: BatchOptions, spec: _BatchSpec, journal: Journal, stop: St
             print(f"{backend.name}: {made.pop(backend.address, 0)} rows")
         for address, count in made.items():
             print(f"{address or 'elsewhere'}: {count} rows")
-    if stop.requested and left:
-        return INTERRUPTED
-    return FAILED if left or failed else DONE
+    return left, len(failed)

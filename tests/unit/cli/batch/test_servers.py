@@ -404,3 +404,22 @@ def test_a_batch_whose_only_server_hangs_ends_after_the_timeout_and_can_be_resum
     hang.turn(on=False)
     assert main(call_of(tmp_path, url)) == DONE
     assert sorted(seeds_of(state)) == [1, 2, 3, 4, 5, 6], "its rows were found by their ids"
+
+
+def test_a_batch_that_gives_up_prints_how_many_rows_are_done(
+    tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, state = serve()
+    answer = state.answer
+
+    def gone(route: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        return (502, b"") if len(state.history) >= 2 and route != "/view" else answer(route, query, body)
+
+    monkeypatch.setattr(state, "answer", gone)
+    assert main(call_of(tmp_path, url, more=("--timeout", "1"))) == FAILED
+    printed = capsys.readouterr()
+    assert "answers with status 502; gave up after" in printed.err
+    done = len([*(tmp_path / "out").glob("*.mp4")])
+    assert printed.out == (
+        f"{done} of 6 rows are done in {tmp_path / 'out'}; {6 - done} are left: run the same command again to resume\n"
+    )

@@ -1,4 +1,4 @@
-"""Servers of a batch that hang in a request: what the bar and the notes say of them meanwhile and at the end."""
+"""Servers of a batch that do not respond: what the bar and the messages say of them meanwhile and at the end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from wanstream.cli.batch import fleet as fleet_module
 from wanstream.cli.batch import runner
 from wanstream.cli.batch.backend import UnreachableError
+from wanstream.cli.batch.progress import BatchBar
 from wanstream.tests.unit.cli.batch.test_batch_runner import Silent
 from wanstream.tests.unit.cli.batch.test_fleet import Fleet, Server
 
@@ -95,3 +96,31 @@ def test_a_server_that_hangs_at_the_end_is_named_with_the_rows_that_it_may_still
     ended.set()
     fleet.check(range(1, 25))
     assert "http://hung may still compute 2 rows that other backends have taken" in reporter.told
+
+
+def test_a_row_does_not_advance_while_its_server_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+
+    def passed_at(seconds: float) -> float:
+        nonlocal now
+        now = seconds
+        bar.running("a", "2", 1)  # it is polled again, without an answer
+        return bar.passed
+
+    with BatchBar(rows=4, ended=0, clock=lambda: now) as bar:
+        bar.running("a", "1", 1)
+        now = 10.0
+        bar.done("a")
+        bar.running("a", "2", 1)
+        now = 12.0
+        bar.running("a", "2", 1)
+        now = 14.0
+        bar.unresponsive("a", True)
+        assert "no answer for 2 s" in capsys.readouterr().err.split("\r")[-1], "since its last poll"
+        assert [passed_at(seconds) for seconds in (14.0, 18.0, 100.0)] == [1.2, 1.2, 1.2]
+        bar.unresponsive("a", False)
+        assert bar.passed == 1.2
+        now = 103.0
+        assert bar.passed == 1.5
+        bar.running("a", "3", 1)  # the server was started again, without the row
+        assert bar.passed == 1.0
