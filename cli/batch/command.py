@@ -36,13 +36,15 @@ from .lanes import MAX_LANES, digest_of_lane, lane_planner
 from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
 from .resume import FindRows, open_journal, resume
-from .rows import Planner, Row, apply_row, fail_dependents, read_rows, workflow_digest, workflow_key
+from .rows import Planner, Row, apply_row, fail_dependents, lines_by_reason, read_rows, workflow_digest, workflow_key
 from .runner import Runner
 from .servers import connect_all, require
 
 JOURNAL = "journal.sqlite"
 _TICK_SECONDS = 0.1
 _REFRESH_SECONDS = 0.5
+_MAX_REASONS = 10
+"""Maximum number of different reasons in the summary, which repeats what was printed hours ago."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +242,8 @@ def _run(
     stop = StopRequest()
     entries = [journal.entries[row.hash] for row in spec.rows]
     ended = sum(entry.state in {State.done, State.failed} for entry in entries)
-    faults = [f"line {entry.line}: {entry.error}" for entry in entries if entry.state is State.failed]
+    failed = [(entry.line, str(entry.error)) for entry in entries if entry.state is State.failed]
+    faults = [f"{lines}: {error}" for error, (_, lines) in lines_by_reason(failed).items()]
     with ExitStack() as opened:
         bar = opened.enter_context(_bar(options, spec, ended))
         for note in (*faults, *spec.notes, *notes):
@@ -305,8 +308,12 @@ def _print_summary(options: BatchOptions, spec: _BatchSpec, journal: Journal) ->
     entries = [journal.entries[row.hash] for row in spec.rows]
     failed = [entry for entry in entries if entry.state is State.failed]
     done = sum(entry.state is State.done for entry in entries)
-    for entry in failed:
-        print(f"line {entry.line} failed: {entry.error}", file=sys.stderr)
+    reasons = lines_by_reason((entry.line, str(entry.error).partition("\n")[0]) for entry in failed)
+    for reason, (_, lines) in [*reasons.items()][:_MAX_REASONS]:
+        print(f"{lines} failed: {reason}", file=sys.stderr)
+    if more := sum(count for count, _ in [*reasons.values()][_MAX_REASONS:]):
+        place = options.journal or options.output / JOURNAL
+        print(f"{more} more failed: their reasons are above, and in {place}", file=sys.stderr)
     left = len(entries) - done - len(failed)
     parts = [f"{done} of {len(entries)} rows are done in {options.output}"]
     parts += [f"{len(failed)} failed"] if failed else []

@@ -235,8 +235,11 @@ class JobQueue:
                 return
             for streak in self._streaks.values():
                 streak.reasons.pop(row.hash, None)
-            before = "".join(f"; on {name}: {text}" for name, text in found.reasons.items() if name != on)
-            reason = f"on {on}: {reason}{before}" if before else reason
+            before = {name: text for name, text in found.reasons.items() if name != on}
+            if before and on is not None:
+                reason = merged_reasons({on: reason, **before})
+            elif before:
+                reason = f"{reason}; {merged_reasons(before)}"
             self.journal.fail(row.hash, reason)
             self.failures += 1
             self.reporter.failed(row, reason, on)
@@ -386,6 +389,14 @@ class JobQueue:
             self.reporter.failed(row, reason)
         if kept:
             self._add([kept], first=True)
+
+
+def merged_reasons(reasons: Mapping[str, str]) -> str:
+    """Return the reasons by the name of a backend as one text, which has equal reasons once."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"on {' and '.join(sorted(who))}: {reason}" for reason, who in names.items())
 
 
 def _counted(rows: Sequence[Row]) -> str:

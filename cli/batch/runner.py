@@ -34,6 +34,7 @@ from .backend import (
     Unknown,
     UnreachableError,
     UnsuitableError,
+    WrongInputError,
 )
 from .continued import latent_name
 from .job_queue import JobQueue, Submission
@@ -264,7 +265,7 @@ class Runner:
             self.backend.post(submission.prompt_id, job.prompt)
         except RefusedError as err:
             self._accepted(submission)
-            self._fail(submission, str(err))
+            self._fail(submission, str(err), everywhere=isinstance(err, WrongInputError))
         except (UnreachableError, ForeignResponseError) as err:
             submission.post_error = str(err)
             self._outage = True
