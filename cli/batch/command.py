@@ -38,7 +38,7 @@ from .progress import BatchBar
 from .resume import FindRows, open_journal, resume
 from .rows import Planner, Row, apply_row, fail_dependents, lines_by_reason, read_rows, workflow_digest, workflow_key
 from .runner import Runner
-from .servers import connect_all, require
+from .servers import connect_all, refuse_hopeless, require
 
 JOURNAL = "journal.sqlite"
 _TICK_SECONDS = 0.1
@@ -140,8 +140,11 @@ def _server_spec(options: BatchOptions, rows: Sequence[Row], workflow: Prompt) -
     servers = connect_all(options.servers, workflow)
     sockets = servers.backends[0].sockets
     checked = _checked(rows, workflow, sockets)
+    prompts = [apply_row(workflow, row, sockets) for row in checked if row.fault is None]
     if len(servers.backends) > 1:
-        require(servers, workflow, [apply_row(workflow, row, sockets) for row in checked if row.fault is None])
+        require(servers, workflow, prompts)
+    if not options.dry_run:  # which reports each row
+        refuse_hopeless(servers, prompts)
     return _BatchSpec(
         rows=checked,
         workflow=workflow,
@@ -242,7 +245,7 @@ def _run(
     stop = StopRequest()
     entries = [journal.entries[row.hash] for row in spec.rows]
     ended = sum(entry.state in {State.done, State.failed} for entry in entries)
-    failed = [(entry.line, str(entry.error)) for entry in entries if entry.state is State.failed]
+    failed = _failed(spec.rows, journal)
     faults = [f"{lines}: {error}" for error, (_, lines) in lines_by_reason(failed).items()]
     with ExitStack() as opened:
         bar = opened.enter_context(_bar(options, spec, ended))
@@ -300,15 +303,21 @@ def _on_stop(stop: StopRequest, backends: Sequence[BatchBackend]) -> None:
         os.write(2, b"\nstopping after the running job; press Ctrl-C again to stop it too\n")
 
 
+def _failed(rows: Sequence[Row], journal: Journal) -> list[tuple[int, str]]:
+    """Return the lines of the failed rows, and the error of each."""
+    entries = [(row.line, journal.entries[row.hash]) for row in rows]
+    return [(line, str(entry.error)) for line, entry in entries if entry.state is State.failed]
+
+
 def _print_summary(options: BatchOptions, spec: _BatchSpec, journal: Journal) -> tuple[int, int]:
     """Print the failed rows with their reasons and the number of finished ones.
 
     Returns the numbers of rows that are left, and that failed.
     """
     entries = [journal.entries[row.hash] for row in spec.rows]
-    failed = [entry for entry in entries if entry.state is State.failed]
+    failed = _failed(spec.rows, journal)
     done = sum(entry.state is State.done for entry in entries)
-    reasons = lines_by_reason((entry.line, str(entry.error).partition("\n")[0]) for entry in failed)
+    reasons = lines_by_reason((line, error.partition("\n")[0]) for line, error in failed)
     for reason, (_, lines) in [*reasons.items()][:_MAX_REASONS]:
         print(f"{lines} failed: {reason}", file=sys.stderr)
     if more := sum(count for count, _ in [*reasons.values()][_MAX_REASONS:]):

@@ -11,6 +11,7 @@ import re
 import ssl
 import urllib.parse
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -258,6 +259,18 @@ class ServerBackend(BatchBackend):
             errors = [error for node in (response.get("node_errors") or {}).values() for error in node["errors"]]
             wrong = any(error.get("type") in _WRONG for error in errors)
         raise WrongInputError(faults) if wrong else RefusedError(faults)
+
+    def refusal(self, prompt: Prompt) -> str:
+        """Return the reason why the server refuses a workflow, or "" if it accepts it, and then withdraw it."""
+        prompt_id = str(uuid.uuid4())
+        try:
+            self.post(prompt_id, prompt)
+        except RefusedError as err:
+            return str(err)
+        self.withdraw(prompt_id)
+        self.interrupt(prompt_id)
+        self.release(prompt_id)
+        return ""
 
     def outcome(self, prompt_id: str) -> Outcome:
         # The queue before the history: a workflow that finishes between the two requests is found in the history.
