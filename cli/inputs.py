@@ -14,6 +14,7 @@ Sockets: TypeAlias = Mapping[str, Mapping[str, Socket]]
 
 # Values of these types are used as typed; all others are JSON.
 _TYPED_AS_TEXT = ("STRING", "COMBO")
+_VALUES = {"INT": "a whole number", "FLOAT": "a number", "BOOLEAN": "true or false"}
 
 
 class InputError(ValueError):
@@ -109,5 +110,7 @@ def _typed(key: str, text: str, socket: Socket | None, before: object) -> object
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as err:
+        if socket is not None and socket.io_type in _VALUES:
+            raise InputError(f"{key} is {socket.io_type}, but '{text}' is not {_VALUES[socket.io_type]}") from err
         kind = "not a text" if socket is None else socket.io_type
         raise InputError(f"{key} is {kind}, but '{text}' is not a JSON value: {err}") from err

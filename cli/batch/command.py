@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from ...host.embedded import Prompt, api_prompt
+from ...schema import format_count
 from ..arguments import (
     DONE,
     FAILED,
@@ -300,7 +301,8 @@ def _on_stop(stop: StopRequest, backends: Sequence[BatchBackend]) -> None:
             backend.halt()
     else:
         # Not `print`: this is a signal handler, and the interrupted code may be printing.
-        os.write(2, b"\nstopping after the running job; press Ctrl-C again to stop it too\n")
+        what = b"jobs; press Ctrl-C again to stop them" if len(backends) > 1 else b"job; press Ctrl-C again to stop it"
+        os.write(2, b"\nstopping after the running " + what + b" too\n")
 
 
 def _failed(rows: Sequence[Row], journal: Journal) -> list[tuple[int, str]]:
@@ -331,7 +333,7 @@ def _print_summary(options: BatchOptions, spec: _BatchSpec, journal: Journal) ->
     if options.servers and len(spec.backends) > 1:
         made = Counter(entry.backend for entry in entries if entry.state is State.done)
         for backend in spec.backends:
-            print(f"{backend.name}: {made.pop(backend.address, 0)} rows")
+            print(f"{backend.name}: {format_count(made.pop(backend.address, 0), 'row')}")
         for address, count in made.items():
-            print(f"{address or 'elsewhere'}: {count} rows")
+            print(f"{address or 'elsewhere'}: {format_count(count, 'row')}")
     return left, len(failed)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...host import LATENT
+from ...schema import format_count
 from ..arguments import StopRequest
 from .backend import (
     BatchBackend,
@@ -167,8 +168,9 @@ class Runner:
 
     def note_given(self) -> None:
         """Print the number of rows that were given to others and not ended here. Called at the end, by any thread."""
-        if rows := sum(len(submission.rows) for submission in [*self._given]):
-            self._reporter.note(f"{self._name} may still compute {rows} rows that other backends have taken")
+        if count := sum(len(submission.rows) for submission in [*self._given]):
+            rows = format_count(count, "row")
+            self._reporter.note(f"{self._name} may still compute {rows} that other backends have taken")
 
     def _try_poll_and_post(self) -> bool | None:
         """Poll and post; return True if anything has changed. Without a response, wait and return None."""
@@ -461,8 +463,10 @@ class Runner:
     def _give_back(self, *, only_unposted: bool) -> None:
         given = self.queue.give_back(self._name, only_unposted=only_unposted)
         if given and not self._given_noted:
-            rows = sum(len(submission.rows) for submission in given)
-            self._reporter.note(f"{self._name} has not responded for some time: other backends take its {rows} rows")
+            rows = format_count(sum(len(submission.rows) for submission in given), "row")
+            self._reporter.note(
+                f"{self._name} has not responded for {self._silence:.0f} s: other backends take its {rows}"
+            )
             self._given_noted = True
         self._given += given
         self._away |= bool(given)
