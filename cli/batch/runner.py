@@ -458,7 +458,10 @@ class Runner:
             ) from err
         if self._silence >= GRACE_SECONDS:
             self._give_back(only_unposted=isinstance(err, UnpostedError))
-        self._silence = self._wait(self._silence, self.timeout_s - total)
+        left = self.timeout_s - total
+        if self._silence < GRACE_SECONDS:  # the pauses double, and a try at this time gives the rows away
+            left = min(left, GRACE_SECONDS - self._silence)
+        self._silence = self._wait(self._silence, left)
 
     def _give_back(self, *, only_unposted: bool) -> None:
         given = self.queue.give_back(self._name, only_unposted=only_unposted)

@@ -124,3 +124,12 @@ def test_a_row_does_not_advance_while_its_server_is_silent(capsys: pytest.Captur
         assert bar.passed == 1.5
         bar.running("a", "3", 1)  # the server was started again, without the row
         assert bar.passed == 1.0
+
+
+def test_rows_of_a_server_that_refuses_connections_are_given_away_after_ten_seconds(tmp_path: Path) -> None:
+    lost = Server("lost", steps=5)
+    fleet, reporter = fleet_of(tmp_path, lost, Server("other", steps=2))
+    lost.called = lambda call: setattr(lost, "gone", lost.gone or len(lost.made) == 2)
+    fleet.run()
+    (told,) = [told for told in reporter.told if "other backends take its" in told]
+    assert told.startswith("http://lost has not responded for 10 s: ")
