@@ -465,6 +465,7 @@ class Runner:
 
     def _give_back(self, *, only_unposted: bool) -> None:
         given = self.queue.give_back(self._name, only_unposted=only_unposted)
+        self._report_running()  # now, because the next poll is after a pause: the row would count twice until then
         if given and not self._given_noted:
             rows = format_count(sum(len(submission.rows) for submission in given), "row")
             self._reporter.note(

@@ -133,3 +133,18 @@ def test_rows_of_a_server_that_refuses_connections_are_given_away_after_ten_seco
     fleet.run()
     (told,) = [told for told in reporter.told if "other backends take its" in told]
     assert told.startswith("http://lost has not responded for 10 s: ")
+
+
+def test_a_row_that_is_given_away_counts_no_more_on_its_server(tmp_path: Path) -> None:
+    class AtNote(Named):
+        def note(self, text: str) -> None:
+            super().note(text)
+            if "other backends take its" in text:
+                self.jobs_then = dict(self.jobs)
+
+    lost = Server("lost", steps=5)
+    fleet, _ = fleet_of(tmp_path, lost, Server("other", steps=2))
+    fleet.reporter = reporter = AtNote()
+    lost.called = lambda call: setattr(lost, "gone", lost.gone or len(lost.made) == 2)
+    fleet.run()
+    assert reporter.jobs_then["http://lost"] is None
