@@ -14,6 +14,9 @@ Sockets: TypeAlias = Mapping[str, Mapping[str, Socket]]
 
 # Values of these types are used as typed; all others are JSON.
 _TYPED_AS_TEXT = ("STRING", "COMBO")
+_MAX_SHOWN = 80
+"""Maximum number of characters of a value in a message."""
+_VALUES = {"INT": "a whole number", "FLOAT": "a number", "BOOLEAN": "true or false"}
 
 
 class InputError(ValueError):
@@ -31,11 +34,11 @@ def apply_overrides(workflow: Prompt, changes: Iterable[str], sockets: Sockets) 
     for change in changes:
         key, equals, text = change.partition("=")
         if not (equals and names_an_input(key)):
-            raise InputError(f"--set {change}: write node.input=value")
+            raise InputError(f"--set {_shortened(change)}: write node.input=value")
         try:
             workflow = with_inputs(workflow, {key: text}, sockets, as_text=True)
         except InputError as err:
-            raise InputError(f"--set {change}: {err}") from err
+            raise InputError(f"--set {_shortened(change)}: {err}") from err
     return workflow
 
 
@@ -109,5 +112,12 @@ def _typed(key: str, text: str, socket: Socket | None, before: object) -> object
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as err:
+        shown = _shortened(text)
+        if socket is not None and socket.io_type in _VALUES:
+            raise InputError(f"{key} is {socket.io_type}, but '{shown}' is not {_VALUES[socket.io_type]}") from err
         kind = "not a text" if socket is None else socket.io_type
-        raise InputError(f"{key} is {kind}, but '{text}' is not a JSON value: {err}") from err
+        raise InputError(f"{key} is {kind}, but '{shown}' is not a JSON value: {err}") from err
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -54,6 +54,17 @@ def _count(text: str) -> int:
     return count
 
 
+_FILES = (".csv", ".jsonl", ".ndjson", ".json")
+
+
+def _cluster_entry(text: str) -> str:
+    if text.lower().endswith(_FILES):  # otherwise the error is that JOBS is missing
+        raise argparse.ArgumentTypeError(
+            f"{text} is a file, and not an entry of clusters.json; JOBS comes before --ray: wanstream batch JOBS --ray"
+        )
+    return text
+
+
 _DEVICES = "compute device: cpu, cuda, xpu or mps, or one of several such as cuda:1"
 
 
@@ -117,6 +128,7 @@ class BatchOptions:
         "--ray",
         nargs="?",
         const="local",
+        type=_cluster_entry,
         default=None,
         metavar="ENTRY",
         help="run rows at the same time, one on each GPU of this machine, or of the Ray cluster of an entry of "

@@ -49,7 +49,15 @@ from .shapes import (
     piece_tokens,
 )
 from .step_strengths import LARGEST_STRENGTH, StepRange, StepStrengths, StepStrengthsError, parse_step_strengths
-from .text_format import format_need, format_rate, format_seconds, format_share, format_size, second_digits
+from .text_format import (
+    format_count,
+    format_need,
+    format_rate,
+    format_seconds,
+    format_share,
+    format_size,
+    second_digits,
+)
 from .timeline import (
     PHASES,
     RATE_BORDERS,
@@ -128,6 +136,7 @@ __all__ = [
     "check_degrees",
     "cluster_named",
     "describe_workers",
+    "format_count",
     "format_need",
     "format_rate",
     "format_seconds",

@@ -16,6 +16,11 @@ def format_size(nbytes: float) -> str:
     return f"{size:.{digits}f} {_UNITS[unit]}"
 
 
+def format_count(count: int, noun: str) -> str:
+    """Format a number of things whose plural ends in s: "1 row", "2 rows"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def format_need(nbytes: float) -> str:
     """Format bytes in GB with two decimals, so that a need and a slightly smaller budget read differently."""
     return f"{nbytes / 1e9:.2f} GB"

@@ -38,6 +38,10 @@ class RefusedError(ValueError):
     """The backend refuses a workflow; the message contains the reason."""
 
 
+class WrongInputError(RefusedError):
+    """The workflow is wrong by itself, as with a number out of range: every backend with the same nodes refuses it."""
+
+
 class NoSuchFileError(ValueError):
     """The backend does not have a file that it has listed as output."""
 
@@ -174,12 +178,17 @@ def own_nodes() -> Mapping[str, type[ComfyNode]]:
     return nodes_by_id(asyncio.run(WanStreamExtension().get_node_list()))
 
 
-def check_classes(prompt: Prompt, known: Container[str], hint: str) -> None:
+def check_classes(prompt: Prompt, known: Container[object], hint: str) -> None:
     """Raise ArgumentError with the hint and a line for each node with an unknown class."""
-    missing = [
-        f"node {node_id}: unknown class {node.get('class_type')}"
-        for node_id, node in prompt.items()
-        if node.get("class_type") not in known
-    ]
-    if missing:
+    if missing := class_faults({node_id: node.get("class_type") for node_id, node in prompt.items()}, known):
         raise ArgumentError("\n".join([hint, *missing]))
+
+
+def class_faults(classes: Mapping[str, object], known: Container[object]) -> list[str]:
+    """Return a line for each node with an unknown class, and a question if none of this pack's nodes is known."""
+    missing = {node_id: kind for node_id, kind in classes.items() if kind not in known}
+    lines = [f"node {node_id}: unknown class {kind}" for node_id, kind in missing.items()]
+    ours = own_nodes()
+    if any(kind in ours for kind in missing.values()) and not any(kind in known for kind in ours):
+        lines.append("is WanStream installed there?")
+    return lines

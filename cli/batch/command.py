@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from ...host.embedded import Prompt, api_prompt
+from ...schema import format_count
 from ..arguments import (
     DONE,
     FAILED,
@@ -36,13 +37,15 @@ from .lanes import MAX_LANES, digest_of_lane, lane_planner
 from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
 from .resume import FindRows, open_journal, resume
-from .rows import Planner, Row, apply_row, fail_dependents, read_rows, workflow_digest, workflow_key
+from .rows import Planner, Row, apply_row, fail_dependents, lines_by_reason, read_rows, workflow_digest, workflow_key
 from .runner import Runner
-from .servers import connect_all, require
+from .servers import connect_all, refuse_hopeless, require
 
 JOURNAL = "journal.sqlite"
 _TICK_SECONDS = 0.1
 _REFRESH_SECONDS = 0.5
+_MAX_REASONS = 10
+"""Maximum number of different reasons in the summary, which repeats what was printed hours ago."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +82,16 @@ def batch(options: BatchOptions) -> int:
         except (ValueError, OSError) as err:
             _print_error(str(err), err, options.output)
             return INVALID
+        stop: StopRequest | None = None
         try:
             stop = _run(options, spec, store, journal, notes)
         except (ValueError, OSError) as err:
             _print_error(f"failed: {err}", err, options.output)
-            _clean_up(store, journal)
-            return FAILED
         _clean_up(store, journal)
-        return _summary(options, spec, journal, stop)
+        left, failed = _print_summary(options, spec, journal)
+    if stop is not None and stop.requested and left:
+        return INTERRUPTED
+    return FAILED if stop is None or left or failed else DONE
 
 
 def _print_error(text: str, err: Exception, output: Path) -> None:
@@ -136,8 +141,11 @@ def _server_spec(options: BatchOptions, rows: Sequence[Row], workflow: Prompt) -
     servers = connect_all(options.servers, workflow)
     sockets = servers.backends[0].sockets
     checked = _checked(rows, workflow, sockets)
+    prompts = [apply_row(workflow, row, sockets) for row in checked if row.fault is None]
     if len(servers.backends) > 1:
-        require(servers, workflow, [apply_row(workflow, row, sockets) for row in checked if row.fault is None])
+        require(servers, workflow, prompts)
+    if not options.dry_run:  # which reports each row
+        refuse_hopeless(servers, prompts)
     return _BatchSpec(
         rows=checked,
         workflow=workflow,
@@ -238,7 +246,8 @@ def _run(
     stop = StopRequest()
     entries = [journal.entries[row.hash] for row in spec.rows]
     ended = sum(entry.state in {State.done, State.failed} for entry in entries)
-    faults = [f"line {entry.line}: {entry.error}" for entry in entries if entry.state is State.failed]
+    failed = _failed(spec.rows, journal)
+    faults = [f"{lines}: {error}" for error, (_, lines) in lines_by_reason(failed).items()]
     with ExitStack() as opened:
         bar = opened.enter_context(_bar(options, spec, ended))
         for note in (*faults, *spec.notes, *notes):
@@ -292,16 +301,30 @@ def _on_stop(stop: StopRequest, backends: Sequence[BatchBackend]) -> None:
             backend.halt()
     else:
         # Not `print`: this is a signal handler, and the interrupted code may be printing.
-        os.write(2, b"\nstopping after the running job; press Ctrl-C again to stop it too\n")
+        what = b"jobs; press Ctrl-C again to stop them" if len(backends) > 1 else b"job; press Ctrl-C again to stop it"
+        os.write(2, b"\nstopping after the running " + what + b" too\n")
 
 
-def _summary(options: BatchOptions, spec: _BatchSpec, journal: Journal, stop: StopRequest) -> int:
-    """Print the failed rows with their reasons and the number of finished ones; return the exit code."""
+def _failed(rows: Sequence[Row], journal: Journal) -> list[tuple[int, str]]:
+    """Return the lines of the failed rows, and the error of each."""
+    entries = [(row.line, journal.entries[row.hash]) for row in rows]
+    return [(line, str(entry.error)) for line, entry in entries if entry.state is State.failed]
+
+
+def _print_summary(options: BatchOptions, spec: _BatchSpec, journal: Journal) -> tuple[int, int]:
+    """Print the failed rows with their reasons and the number of finished ones.
+
+    Returns the numbers of rows that are left, and that failed.
+    """
     entries = [journal.entries[row.hash] for row in spec.rows]
-    failed = [entry for entry in entries if entry.state is State.failed]
+    failed = _failed(spec.rows, journal)
     done = sum(entry.state is State.done for entry in entries)
-    for entry in failed:
-        print(f"line {entry.line} failed: {entry.error}", file=sys.stderr)
+    reasons = lines_by_reason((line, error.partition("\n")[0]) for line, error in failed)
+    for reason, (_, lines) in [*reasons.items()][:_MAX_REASONS]:
+        print(f"{lines} failed: {reason}", file=sys.stderr)
+    if more := sum(count for count, _ in [*reasons.values()][_MAX_REASONS:]):
+        place = options.journal or options.output / JOURNAL
+        print(f"{more} more failed: their reasons are above, and in {place}", file=sys.stderr)
     left = len(entries) - done - len(failed)
     parts = [f"{done} of {len(entries)} rows are done in {options.output}"]
     parts += [f"{len(failed)} failed"] if failed else []
@@ -310,9 +333,7 @@ def _summary(options: BatchOptions, spec: _BatchSpec, journal: Journal, stop: St
     if options.servers and len(spec.backends) > 1:
         made = Counter(entry.backend for entry in entries if entry.state is State.done)
         for backend in spec.backends:
-            print(f"{backend.name}: {made.pop(backend.address, 0)} rows")
+            print(f"{backend.name}: {format_count(made.pop(backend.address, 0), 'row')}")
         for address, count in made.items():
-            print(f"{address or 'elsewhere'}: {count} rows")
-    if stop.requested and left:
-        return INTERRUPTED
-    return FAILED if left or failed else DONE
+            print(f"{address or 'elsewhere'}: {format_count(count, 'row')}")
+    return left, len(failed)

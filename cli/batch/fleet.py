@@ -38,10 +38,15 @@ def run_all(runners: Sequence[Runner], queue: JobQueue, wait: Callable[[], None]
             thread.start()
         while not (queue.over or queue.stop.immediate) and any(thread.is_alive() for thread in threads):
             wait()
+            for runner in runners:
+                runner.watch()
         end = time.monotonic() + _END_SECONDS
         for thread in threads:
             thread.join(max(end - time.monotonic(), 0.0))
     finally:
         queue.abort()  # also for an error here, such as a third Ctrl-C: threads that are left post nothing more
+    # Not by the threads: that of a server that still hangs has not ended.
+    for runner in runners:
+        runner.note_given()
     if errors:
         raise errors[0]

@@ -100,6 +100,8 @@ class JobQueue:
     """Seconds without a response by the name of each backend in use; None: it responds."""
     _untried: set[str] = field(default_factory=set)
     """Backends that respond, but whose last post had no response: they may take rows, and their silence goes on."""
+    _hung: set[str] = field(default_factory=set)
+    """Backends whose present request has had no response for some time: named by the bar, and nothing else yet."""
 
     def __post_init__(self) -> None:
         self._silences = dict.fromkeys((backend.name for backend in self.backends), None)
@@ -233,8 +235,11 @@ class JobQueue:
                 return
             for streak in self._streaks.values():
                 streak.reasons.pop(row.hash, None)
-            before = "".join(f"; on {name}: {text}" for name, text in found.reasons.items() if name != on)
-            reason = f"on {on}: {reason}{before}" if before else reason
+            before = {name: text for name, text in found.reasons.items() if name != on}
+            if before and on is not None:
+                reason = merged_reasons({on: reason, **before})
+            elif before:
+                reason = f"{reason}; {merged_reasons(before)}"
             self.journal.fail(row.hash, reason)
             self.failures += 1
             self.reporter.failed(row, reason, on)
@@ -255,7 +260,14 @@ class JobQueue:
         with self.lock:
             self._silences[name] = seconds
             (self._untried.add if untried else self._untried.discard)(name)
-            self.reporter.unresponsive(name, name not in self._alive())
+            self._report_silence(name)
+
+    def hangs(self, name: str, hangs: bool) -> None:
+        """Record if the present request to a backend has had no response for some time."""
+        with self.lock:
+            if name in self._silences and hangs != (name in self._hung):
+                (self._hung.add if hangs else self._hung.discard)(name)
+                self._report_silence(name)
 
     def all_silent_for(self) -> float:
         """Return the seconds for which no backend has responded."""
@@ -307,6 +319,9 @@ class JobQueue:
 
     def _alive(self) -> list[str]:
         return [name for name, seconds in self._silences.items() if seconds is None or name in self._untried]
+
+    def _report_silence(self, name: str) -> None:
+        self.reporter.unresponsive(name, name in self._hung or name not in self._alive())
 
     def _may_take(self, name: str) -> bool:
         """Return True if a backend may have another job: it may queue one if enough are left for those with fewer."""
@@ -374,6 +389,14 @@ class JobQueue:
             self.reporter.failed(row, reason)
         if kept:
             self._add([kept], first=True)
+
+
+def merged_reasons(reasons: Mapping[str, str]) -> str:
+    """Return the reasons by the name of a backend as one text, which has equal reasons once."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"on {' and '.join(sorted(who))}: {reason}" for reason, who in names.items())
 
 
 def _counted(rows: Sequence[Row]) -> str:

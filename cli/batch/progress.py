@@ -34,6 +34,9 @@ class _Progress:
     together: int = 0
     """Rows of the job that are not finished."""
     begin: float = 0.0
+    """Time of its begin, later by the time without a response meanwhile."""
+    polled: float = 0.0
+    """Time of the last poll, or of the end of the last row."""
     duration: float = 0.0
     """Seconds of the previous job; 0 before its end."""
     steps: int = 1
@@ -49,7 +52,7 @@ class _Progress:
         if self.job is None:
             return 0.0
         if self.steps == 1 and self.duration:
-            self.reached = min((now - self.begin) / self.duration, _MAX_FRACTION)
+            self.reached = max(self.reached, min((now - self.begin) / self.duration, _MAX_FRACTION))
         return self.together * self.reached
 
 
@@ -100,7 +103,9 @@ class BatchBar(tqdm):  # type: ignore[misc]
         """Number of finished rows, including fractions of the running ones."""
         with self._exclusive:
             now = self._clock()
-            return self._ended + sum(progress.passed(now) for progress in self._progress.values())
+            return self._ended + sum(
+                progress.passed(min(now, self._silent.get(name, now))) for name, progress in self._progress.items()
+            )
 
     @property
     def format_dict(self) -> dict[str, Any]:
@@ -116,6 +121,7 @@ class BatchBar(tqdm):  # type: ignore[misc]
         """Report the running, or next, job of a backend and its number of rows; called at every poll. None: no job."""
         with self._exclusive:
             progress = self._progress.setdefault(backend, _Progress())
+            progress.polled = self._clock()
             if job != progress.job:
                 progress.job, progress.begin = job, self._clock()
                 progress.steps, progress.reached = 1, 0.0
@@ -127,6 +133,7 @@ class BatchBar(tqdm):  # type: ignore[misc]
             self._ended += 1
             progress = self._progress.get(backend or "")
             if progress is not None:
+                progress.polled = self._clock()
                 progress.together = max(0, progress.together - 1)
                 if not progress.together and progress.job is not None:
                     progress.duration, progress.job = self._clock() - progress.begin, None
@@ -144,16 +151,19 @@ class BatchBar(tqdm):  # type: ignore[misc]
             self.write(text, file=sys.stderr)
 
     def unresponsive(self, backend: str, unresponsive: bool) -> None:
-        """Report that a backend does not respond, or that it responds again."""
+        """Report that a backend has not responded since its last poll, or that it responds again."""
         with self._exclusive:
+            now, progress = self._clock(), self._progress.get(backend)
             if unresponsive:
-                self._silent.setdefault(backend, self._clock())
-            elif self._silent.pop(backend, None) is None:
+                self._silent.setdefault(backend, now if progress is None else progress.polled)
+            elif (since := self._silent.pop(backend, None)) is None:
                 return
+            elif progress is not None:
+                progress.begin += now - max(since, progress.begin)
             if len(self._silent) == self._backends and self._silent_since is None:
-                self._silent_since, self.bar_format = self._clock(), _SILENT
+                self._silent_since, self.bar_format = max(self._silent.values()), _SILENT
             elif len(self._silent) < self._backends and self._silent_since is not None:
-                self._silent_before += self._clock() - self._silent_since
+                self._silent_before += now - self._silent_since
                 self._silent_since, self.bar_format = None, _FORMAT
             if self._backends > 1:
                 self.set_postfix_str(self._servers(), refresh=False)

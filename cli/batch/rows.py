@@ -162,6 +162,24 @@ def fail_dependents(rows: Sequence[Row]) -> list[Row]:
     return [by_hash[row.hash] for row in rows]
 
 
+def lines_by_reason(faults: Iterable[tuple[int, str]]) -> dict[str, tuple[int, str]]:
+    """Return, by the reason of faults, the number of rows that have it, and their lines as text: "lines 3, 5-9"."""
+    lines: dict[str, list[int]] = {}
+    for line, reason in faults:
+        lines.setdefault(reason, []).append(line)
+    return {reason: (len(found), _lines_text(sorted(found))) for reason, found in lines.items()}
+
+
+def _lines_text(lines: Sequence[int]) -> str:
+    ranges: list[list[int]] = []
+    for line in lines:
+        if ranges and line == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [line]
+        else:
+            ranges.append([line])
+    return f"line{'s' if len(lines) > 1 else ''} {', '.join('-'.join(map(str, each)) for each in ranges)}"
+
+
 def _name_fault(name: str) -> str | None:
     if not FILE_NAME.fullmatch(name):
         return (

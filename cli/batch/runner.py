@@ -13,12 +13,14 @@ A row that continues another one is posted when that row is done, with the laten
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...host import LATENT
+from ...schema import format_count
 from ..arguments import StopRequest
 from .backend import (
     BatchBackend,
@@ -33,6 +35,7 @@ from .backend import (
     Unknown,
     UnreachableError,
     UnsuitableError,
+    WrongInputError,
 )
 from .continued import latent_name
 from .job_queue import JobQueue, Submission
@@ -109,7 +112,10 @@ class Runner:
     _given_noted: bool = False
     _silence: float = 0.0
     """Seconds since the last response, in requests without one and between them."""
-    _answered_at: float = 0.0
+    _answered_at: float = math.inf
+    """Time of the last response or, without a request, of the last poll; infinite before and after `run`."""
+    _collecting: bool = False
+    """True while it downloads and checks files, which may take any time."""
 
     @property
     def _name(self) -> str:
@@ -150,11 +156,21 @@ class Runner:
             if not self.queue.exclude(self._name):
                 raise
             self._reporter.note(f"{err}; it gets no more rows")
+        finally:
+            self._answered_at = math.inf
         if self._stop.immediate and not self.queue.aborted:
             self._cancel_all()
-        if self._given:
-            rows = sum(len(submission.rows) for submission in self._given)
-            self._reporter.note(f"{self._name} may still compute {rows} rows that other backends have taken")
+
+    def watch(self) -> None:
+        """Report if a request has had no answer for some time. Called by the thread that shows the progress."""
+        waited_s = 0.0 if self._collecting else self.clock() - self._answered_at
+        self.queue.hangs(self._name, waited_s >= GRACE_SECONDS)
+
+    def note_given(self) -> None:
+        """Print the number of rows that were given to others and not ended here. Called at the end, by any thread."""
+        if count := sum(len(submission.rows) for submission in [*self._given]):
+            rows = format_count(count, "row")
+            self._reporter.note(f"{self._name} may still compute {rows} that other backends have taken")
 
     def _try_poll_and_post(self) -> bool | None:
         """Poll and post; return True if anything has changed. Without a response, wait and return None."""
@@ -251,7 +267,7 @@ class Runner:
             self.backend.post(submission.prompt_id, job.prompt)
         except RefusedError as err:
             self._accepted(submission)
-            self._fail(submission, str(err))
+            self._fail(submission, str(err), everywhere=isinstance(err, WrongInputError))
         except (UnreachableError, ForeignResponseError) as err:
             submission.post_error = str(err)
             self._outage = True
@@ -297,6 +313,15 @@ class Runner:
 
     def _collect(self, submission: Submission, ended: Ended) -> None:
         """Fetch the files of every row; finished rows leave the submission, so that a retry continues with the rest."""
+        self._collecting = True
+        try:
+            self._collect_rows(submission, ended)
+        finally:
+            self._answered_at, self._collecting = self.clock(), False
+        self._end(submission)
+        self._back_up()
+
+    def _collect_rows(self, submission: Submission, ended: Ended) -> None:
         while submission.rows:
             row = submission.rows[0]
             try:
@@ -315,8 +340,6 @@ class Runner:
                 self._fetched += 1
             submission.rows.remove(row)
             self._fetch_setbacks.pop(row.hash, None)
-        self._end(submission)
-        self._back_up()
 
     def _handle_unsent(self, submission: Submission, err: UnreachableError) -> None:
         """Fail the first row of a submission if only its files cannot be fetched, else raise UnsentError.
@@ -435,13 +458,19 @@ class Runner:
             ) from err
         if self._silence >= GRACE_SECONDS:
             self._give_back(only_unposted=isinstance(err, UnpostedError))
-        self._silence = self._wait(self._silence, self.timeout_s - total)
+        left = self.timeout_s - total
+        if self._silence < GRACE_SECONDS:  # the pauses double, and a try at this time gives the rows away
+            left = min(left, GRACE_SECONDS - self._silence)
+        self._silence = self._wait(self._silence, left)
 
     def _give_back(self, *, only_unposted: bool) -> None:
         given = self.queue.give_back(self._name, only_unposted=only_unposted)
+        self._report_running()  # now, because the next poll is after a pause: the row would count twice until then
         if given and not self._given_noted:
-            rows = sum(len(submission.rows) for submission in given)
-            self._reporter.note(f"{self._name} has not responded for some time: other backends take its {rows} rows")
+            rows = format_count(sum(len(submission.rows) for submission in given), "row")
+            self._reporter.note(
+                f"{self._name} has not responded for {self._silence:.0f} s: other backends take its {rows}"
+            )
             self._given_noted = True
         self._given += given
         self._away |= bool(given)

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from ...host.embedded import Prompt
+from ...schema import format_count
 from ..arguments import ArgumentError
 from ..inputs import Sockets
-from .backend import UnreachableError, UnsuitableError
+from .backend import UnreachableError, UnsuitableError, class_faults
 from .server_backend import ANY_FILE, ServerBackend, ServerReport
 
 MAX_LINES = 8
@@ -50,10 +51,7 @@ class Requirements:
 
     def faults(self, report: ServerReport) -> list[str]:
         """Return the reasons why a server cannot run the batch, a line each."""
-        missing = [
-            f"node {node}: unknown class {kind}" for node, kind in self.classes.items() if kind not in report.sockets
-        ]
-        if missing:
+        if missing := class_faults(self.classes, report.sockets):
             return [f"the workflow cannot run on {report.url} (ComfyUI {report.comfyui}):", *missing]
         faults = []
         twin = self.instances.get(report.instance or "", report.url)
@@ -65,16 +63,18 @@ class Requirements:
                 "version on both"
             ]
         lacking = [choice for choice in self.choices if not has_choice(report.sockets, choice)]
-        lines = [f"{choice.class_type}.{choice.name} '{choice.value}'" for choice in lacking[:MAX_LINES]]
-        more = [f"and {len(lacking) - MAX_LINES} more"] if len(lacking) > MAX_LINES else []
         if lacking:
             faults += [
-                f"{report.url} lacks {len(lacking)} choices of the rows that another server has: add them there, or "
-                "leave this server out",
-                *lines,
-                *more,
+                f"{report.url} lacks {format_count(len(lacking), 'choice')} of the rows that another server has: add "
+                "what is missing, or leave this server out",
+                *_listed(lacking),
             ]
         return faults
+
+
+def _listed(choices: Sequence[Choice]) -> list[str]:
+    lines = [f"{choice.class_type}.{choice.name} '{choice.value}'" for choice in choices[:MAX_LINES]]
+    return lines + ([f"and {len(choices) - MAX_LINES} more"] if len(choices) > MAX_LINES else [])
 
 
 def has_choice(sockets: Sockets, choice: Choice) -> bool:
@@ -205,6 +205,34 @@ def require(servers: Servers, workflow: Prompt, prompts: Sequence[Prompt]) -> No
         raise UnsuitableError("\n".join(faults))
     for backend in servers.backends:
         backend.faults_of_server = needed.faults
+
+
+def refuse_hopeless(servers: Servers, prompts: Sequence[Prompt]) -> None:
+    """Raise UnsuitableError if no row can run, because the servers lack a choice, such as a model, that all rows have.
+
+    The server has to refuse the first row for it: the own check of a node may accept a file that is not in the list.
+    """
+    backend = servers.backends[0]
+    lacking: dict[Choice, None] | None = None
+    for prompt in prompts:
+        found = [each for each in choices_of([prompt], backend.sockets) if not has_choice(backend.sockets, each)]
+        lacking = dict.fromkeys(each for each in found if lacking is None or each in lacking)
+        if not lacking:
+            return
+    if lacking:
+        reason = backend.refusal(prompts[0])
+        refused = [choice for choice in lacking if f"{choice.name}: '{choice.value}' not in" in reason]
+        if refused:
+            which = "every server" if len(servers.backends) > 1 else backend.url
+            raise UnsuitableError(
+                "\n".join(
+                    [
+                        f"no row can run: {which} lacks {format_count(len(refused), 'choice')} of all rows: add "
+                        "what is missing",
+                        *_listed(refused),
+                    ]
+                )
+            )
 
 
 def _report(backend: ServerBackend) -> ServerReport | UnreachableError:

@@ -168,7 +168,7 @@ def test_a_server_that_is_stopped_for_a_while_costs_no_row(
         assert stage.wait(client) == DONE, stage.stderr()[-3000:]
         findings = stage.judge(expected)
         assert findings.clean, findings
-        assert killed or f"{machines[1].url} has not responded for some time" in stage.stderr()
+        assert killed or f"{machines[1].url} has not responded for" in stage.stderr()
     finally:
         for machine in machines:
             machine.kill()

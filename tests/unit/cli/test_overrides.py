@@ -62,7 +62,7 @@ def test_a_value_is_read_as_its_input_wants_it(change: str, node: str, socket: s
         ("decoder.steps=4", "no such node; the workflow has sampler, 1.5, 2"),
         ("Other.steps=4", "several nodes are of the class Other: use an id, 1.5, 2"),
         ("sampler.stepz=4", "Sampler has no input stepz; did you mean steps\\? it has steps, shift, text, solver"),
-        ("sampler.steps=four", "steps is INT, but 'four' is not a JSON value"),
+        ("sampler.steps=four", "steps is INT, but 'four' is not a whole number$"),
     ],
 )
 def test_a_change_that_changes_nothing_is_refused(change: str, reason: str) -> None:

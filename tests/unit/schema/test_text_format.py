@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from wanstream.schema.text_format import (
+    format_count,
     format_need,
     format_rate,
     format_seconds,
@@ -63,3 +64,8 @@ def test_a_column_has_the_digits_of_its_longest_time() -> None:
 
 def test_shares_are_in_percent() -> None:
     assert [format_share(share) for share in (0, 0.1254, 1)] == ["0.0 %", "12.5 %", "100.0 %"]
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows")])
+def test_one_thing_is_singular(count: int, text: str) -> None:
+    assert format_count(count, "row") == text

@@ -77,8 +77,8 @@ def test_json_values_stay_as_they_are() -> None:
         ("4.seed", "7", "no such node; the workflow has 3, 1, 129:86"),
         ("Loader.file", "x", "several nodes are of the class Loader: use an id, 1, 129:86"),
         ("3.sed", "7", "Sampler has no input sed; did you mean seed\\? it has seed, cfg, model"),
-        ("3.seed", "seven", "3.seed is INT, but 'seven' is not a JSON value"),
-        ("save.loop", "yes", "save.loop is BOOLEAN"),
+        ("3.seed", "seven", "3.seed is INT, but 'seven' is not a whole number$"),
+        ("save.loop", "yes", "save.loop is BOOLEAN, but 'yes' is not true or false$"),
         ("129:86.made_up", "x", "129:86.made_up is not a text"),
     ],
 )

@@ -101,7 +101,7 @@ def test_rows_of_a_server_that_is_gone_are_made_by_another(tmp_path: Path) -> No
     assert len(other.made) >= 22
     assert fleet.reporter.jobs["http://lost"] is None, "the bar does not count its last job any more"
     assert any(
-        "http://lost has not responded for some time: other backends take its" in told for told in fleet.reporter.told
+        "http://lost has not responded for 10 s: other backends take its" in told for told in fleet.reporter.told
     )
 
 
