@@ -152,7 +152,7 @@ class Runner:
             self._reporter.note(f"{err}; it gets no more rows")
         if self._stop.immediate and not self.queue.aborted:
             self._cancel_all()
-        if self._given:
+        if self._given and self.backend.address is not None:  # others end with this process
             rows = sum(len(submission.rows) for submission in self._given)
             self._reporter.note(f"{self._name} may still compute {rows} rows that other backends have taken")
 
