@@ -168,7 +168,8 @@ class WorkerGroup:
         if isinstance(error, SmallerPolicyError):
             self._tasks = [replace(task, policy=error.policy) for task in self._tasks]
         reason = str(error).splitlines()[0]
-        self._log.add_change(f"{worker}: {reason}; its video goes on from step {record.next_step}")
+        where = "" if isinstance(error, WorkerLostError) else f"{worker}: "  # which such an error has
+        self._log.add_change(f"{where}{reason}; its video goes on from step {record.next_step}")
         return GroupEnd(error=error, can_resume=True, counts_as_failure=outcome.is_loss)
 
     def _describe(self, place: int) -> str:

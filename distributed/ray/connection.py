@@ -167,7 +167,8 @@ class RayConnection:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._address = self._server = ""
+        self.address = self._server = ""
+        """Address of the present, or last, Ray as in `WorkersRef`, and host:port of its server."""
         self._undo = ExitStack()
         self._reaper: RayReaper | None = None
 
@@ -183,12 +184,12 @@ class RayConnection:
             if self._users == 0:
                 with ExitStack() as undo:
                     self._connect(ray, ref, store_bytes, undo)
-                    self._address, self._server = ref.address, gcs_address(ray)
+                    self.address, self._server = ref.address, gcs_address(ray)
                     self._undo = undo.pop_all()
                 atexit.register(self._undo.close)
-            elif self._address != ref.address:
+            elif self.address != ref.address:
                 raise RaySetupError(
-                    f"this process has workers at {self._address}: close those before starting others at {ref.address}"
+                    f"this process has workers at {self.address}: close those before starting others at {ref.address}"
                 )
             self._users += 1
             return ray
@@ -207,6 +208,10 @@ class RayConnection:
             # Connected to as well, because the server takes some seconds to miss one that was killed.
             return any(is_listening(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in raylets)
         return False
+
+    def has_ended(self) -> bool:
+        """Return True if this Ray has ended; always False if its server, on another machine, may only be cut off."""
+        return is_loopback(host_and_port(self._server)[0]) and not self.is_alive()
 
     def track_processes(self) -> None:
         """Record the processes that Ray has started, so that the reaper ends them after this one is gone."""

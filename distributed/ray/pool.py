@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -88,7 +89,14 @@ class RayWorkerHandle:
 
     def wait_for_end(self, timeout_s: float) -> None:
         """Wait until its process is gone, and its memory with it, if it is on this machine."""
+        for process in () if CONNECTION.is_alive() else self._processes:  # a Ray that is gone does not end it
+            with suppress(psutil.Error):
+                process.kill()
         psutil.wait_procs(self._processes, timeout=timeout_s)
+
+    def has_ray(self) -> bool:
+        """Return False if the Ray that would start it again has ended."""
+        return not CONNECTION.has_ended()
 
     def _remote(self, call: Callable[[Any], Any]) -> Any:
         """Return `call(actor)`. Raises WorkerLostError if the worker was ended from here."""
@@ -138,11 +146,12 @@ class RayWorkerHandle:
     def _lost(self, how: str) -> WorkerLostError:
         facts, said = self.started.facts, self.log_tail()
         where = f"worker {self.rank} (process {facts.pid} on {facts.node}, {facts.device}) is gone: {how}"
-        logs = " and ".join(self.started.logs)
+        # A Ray that was started here removes its logs when it ends.
+        logs = "" if CONNECTION.address == LOCAL else " and ".join(self.started.logs)
         if said:
-            where += f"\nThe end of its log ({logs}):\n{said}"
-        elif logs:
-            where += f"; its log, which says nothing or is on its machine, is {logs}"
+            where += f"\nThe end of its log{logs and f' ({logs})'}:\n{said}"
+        elif logs and not os.path.exists(self.started.logs[0]):
+            where += f"; its log on {facts.node} is {logs}"
         return WorkerLostError(where, self.rank)
 
 
@@ -265,7 +274,8 @@ class RayPool(AbstractContextManager["RayPool"]):
             for lock in self._replacing:
                 replaced.enter_context(lock)
             # Workers on other machines release their shared memory themselves; `sweep` covers this machine only.
-            wait([worker.call("close") for worker in self._workers], timeout=CLOSE_TIMEOUT_S)
+            timeout_s = CLOSE_TIMEOUT_S if CONNECTION.is_alive() else 0.0  # a Ray that is gone delays calls
+            wait([worker.call("close") for worker in self._workers], timeout=timeout_s)
             for worker in self._workers:
                 worker.kill()
             for worker in self._workers:

@@ -24,7 +24,17 @@ from ....schema import IN_PROCESS, LOCAL, WorkersRef
 from ...arguments import ArgumentError, check_models
 from ...inputs import Sockets
 from ...options import BatchOptions
-from ..backend import BatchBackend, Ended, Lost, MadeFile, OnProgress, Outcome, UnreachableError, UnsuitableError
+from ..backend import (
+    BatchBackend,
+    Ended,
+    Lost,
+    MadeFile,
+    OnProgress,
+    Outcome,
+    RayEndedError,
+    UnreachableError,
+    UnsuitableError,
+)
 from ..embedded_backend import embedded_sockets
 from ..job_queue import MAX_LOSSES
 from ..output_store import OutputStore
@@ -55,6 +65,9 @@ class Actor(Protocol):
 
     def restarted(self, started: Any) -> None:
         """Set the report of a new process."""
+
+    def has_ray(self) -> bool:
+        """Return False if the Ray that would start it again has ended."""
 
 
 class RayBackend(BatchBackend):
@@ -187,25 +200,33 @@ class RayBackend(BatchBackend):
         try:
             self._actor.restarted(self._result(self._actor.call("started")))
             self._check_machine(self._actor)
-        except UnreachableError:
+        except (UnreachableError, RayEndedError):
             raise
         except (WorkerLostError, LateError) as err:
+            self._check_ray(err)
             raise UnreachableError(f"{self.name} was restarted, and does not answer: {err}") from err
         except (ValueError, OSError, RuntimeError) as err:  # the last one from a device that is gone
             raise UnsuitableError(f"{self.name} was restarted, and cannot run the batch: {err}") from err
         self._lost = False
 
     def _result(self, answer: Future[Any]) -> Any:
-        """Return the answer of the actor. Raises UnreachableError while Ray restarts it."""
+        """Return the answer of the actor. Raises UnreachableError while Ray restarts it, or RayEndedError."""
         try:
             return answer.result(LIMIT_S)
         except WorkerLostError as err:
             self._lost = True
+            self._check_ray(err)
             raise UnreachableError(f"{err}\nRay starts it again where a slot is free") from err
         except LateError as err:
+            if self._lost:  # not started again
+                self._check_ray(err)
             raise UnreachableError(f"{self.name} has not answered within {LIMIT_S:g} s") from err
         except UnsuitableError as err:
             raise UnsuitableError(f"{self.name}: {err}") from err
+
+    def _check_ray(self, err: Exception) -> None:
+        if not self._actor.has_ray():
+            raise RayEndedError("Ray has ended on this machine: run the same command again to go on") from err
 
 
 def input_files(prompt: Prompt, folder: Path) -> dict[str, Path]:
