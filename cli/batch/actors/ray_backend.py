@@ -17,6 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from ....devices import core_count, gpu_count
 from ....distributed import WorkerLostError, open_services
 from ....host import OutsideFolderError, check_ray, cluster, inside
 from ....host.embedded import Prompt
@@ -47,6 +48,8 @@ PIECE = 8 << 20
 """Bytes of a file in one message, which passes through Ray's object store."""
 MAX_BROKEN = MAX_LOSSES + 1
 """Number of times in a row that the device of an actor may fail: one more than a single row can cause."""
+MIN_CPU_ACTORS = 2
+"""Actors on CPUs that any machine may have, so that several can be tried out on one core."""
 _INPUT = " [input]"
 
 
@@ -270,6 +273,7 @@ def ray_backends(options: BatchOptions, workflow: Prompt, rows: Sequence[Row]) -
     check_ray(ref)
     if ref.address == LOCAL:
         check_models(options.models)
+        check_local(options, gpus=gpu_count(), cores=core_count())
     models = options.models.absolute()
     needed = [models, *model_files(workflow, rows, models)]
     mark, output = uuid.uuid4().hex, OutputStore.backend_folder_of(options.output.absolute())
@@ -322,8 +326,30 @@ def check_ray_options(options: BatchOptions) -> None:
         raise ArgumentError("--device cpu with --ray: give the number of actors with --workers N")
 
 
+def check_local(options: BatchOptions, *, gpus: int, cores: int) -> None:
+    """Raise ArgumentError for more actors than this machine has GPUs or, for CPUs, cores."""
+    if options.device == "cpu":
+        most = max(cores, MIN_CPU_ACTORS)
+        if (options.workers or 1) > most:
+            raise ArgumentError(
+                f"--workers {options.workers}: each actor on a CPU needs a core, and there are {cores}: give --workers "
+                f"{most} at most"
+            )
+        return
+    if not gpus:
+        raise ArgumentError(
+            "--ray: this machine has no GPU that Ray can assign: check that CUDA_VISIBLE_DEVICES hides none, name a "
+            "cluster with GPUs (--ray ENTRY), or try it out on CPUs (--device cpu --workers N)"
+        )
+    if (options.workers or 1) > gpus:
+        raise ArgumentError(
+            f"--workers {options.workers}: each actor takes a GPU, and this machine has {gpus}: give --workers "
+            f"{gpus} at most, or leave it out. If there are more, CUDA_VISIBLE_DEVICES hides them"
+        )
+
+
 def _reference(name: str) -> WorkersRef:
-    entry = cluster(name)
+    entry = cluster(name, in_process=False)
     return WorkersRef(
         count=1,
         address=entry.address,
