@@ -80,13 +80,13 @@ def batch(options: BatchOptions) -> int:
             _print_error(str(err), err, options.output)
             return INVALID
         try:
-            stop = _run(options, spec, store, journal, notes)
+            queue = _run(options, spec, store, journal, notes)
         except (ValueError, OSError) as err:
             _print_error(f"failed: {err}", err, options.output)
             _clean_up(store, journal)
             return FAILED
         _clean_up(store, journal)
-        return _summary(options, spec, journal, stop)
+        return _summary(options, spec, queue)
 
 
 def _print_error(text: str, err: Exception, output: Path) -> None:
@@ -231,9 +231,7 @@ def _row_finder(spec: _BatchSpec) -> FindRows:
     return find_rows
 
 
-def _run(
-    options: BatchOptions, spec: _BatchSpec, store: OutputStore, journal: Journal, notes: list[str]
-) -> StopRequest:
+def _run(options: BatchOptions, spec: _BatchSpec, store: OutputStore, journal: Journal, notes: list[str]) -> JobQueue:
     """Run the rows until all are finished or the user stops the batch. Raises ValueError or OSError."""
     stop = StopRequest()
     entries = [journal.entries[row.hash] for row in spec.rows]
@@ -267,7 +265,7 @@ def _run(
         ]
         with handle_sigint(lambda: _on_stop(stop, spec.backends), requests=2):
             run_all(runners, queue, partial(_sleep, _REFRESH_SECONDS, queue=queue, shown=bar))
-    return stop
+    return queue
 
 
 def _bar(options: BatchOptions, spec: _BatchSpec, ended: int) -> BatchBar:
@@ -295,9 +293,9 @@ def _on_stop(stop: StopRequest, backends: Sequence[BatchBackend]) -> None:
         os.write(2, b"\nstopping after the running job; press Ctrl-C again to stop it too\n")
 
 
-def _summary(options: BatchOptions, spec: _BatchSpec, journal: Journal, stop: StopRequest) -> int:
+def _summary(options: BatchOptions, spec: _BatchSpec, queue: JobQueue) -> int:
     """Print the failed rows with their reasons and the number of finished ones; return the exit code."""
-    entries = [journal.entries[row.hash] for row in spec.rows]
+    entries = [queue.journal.entries[row.hash] for row in spec.rows]
     failed = [entry for entry in entries if entry.state is State.failed]
     done = sum(entry.state is State.done for entry in entries)
     for entry in failed:
@@ -307,12 +305,14 @@ def _summary(options: BatchOptions, spec: _BatchSpec, journal: Journal, stop: St
     parts += [f"{len(failed)} failed"] if failed else []
     parts += [f"{left} are left: run the same command again to resume"] if left else []
     print("; ".join(parts))
-    if options.servers and len(spec.backends) > 1:
+    if len(spec.backends) > 1:
         made = Counter(entry.backend for entry in entries if entry.state is State.done)
         for backend in spec.backends:
-            print(f"{backend.name}: {made.pop(backend.address, 0)} rows")
-        for address, count in made.items():
-            print(f"{address or 'elsewhere'}: {count} rows")
-    if stop.requested and left:
+            count = made[backend.address] if backend.address else queue.made[backend.name]
+            made[backend.address] -= count
+            print(f"{backend.name}: {count} rows")
+        for address, count in (+made).items():
+            print(f"{address or ('elsewhere' if options.servers else 'earlier commands')}: {count} rows")
+    if queue.stop.requested and left:
         return INTERRUPTED
     return FAILED if left or failed else DONE

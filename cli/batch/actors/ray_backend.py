@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -285,6 +286,7 @@ def ray_backends(options: BatchOptions, workflow: Prompt, rows: Sequence[Row]) -
         "marked": str(output / mark),
         "path_map": [(each.here, each.there) for each in ref.paths],
     }
+    print(note_of_start(options.workers, ref.address), file=sys.stderr)
     with open_services(
         ref,
         (PATH, settings),
@@ -298,8 +300,16 @@ def ray_backends(options: BatchOptions, workflow: Prompt, rows: Sequence[Row]) -
                 RayBackend(actor, options, sockets, mark, check_machine=check_machine, stop=stop) for actor in actors
             )
         finally:
+            print("ending the actors", file=sys.stderr)
             stop()  # a dry run does not open the backends
             shutil.rmtree(output / mark, ignore_errors=True)
+
+
+def note_of_start(workers: int | None, address: str) -> str:
+    """Return the note before the start, which takes many seconds."""
+    number = workers or (gpu_count() if address == LOCAL else None)
+    actors = "1 actor" if number == 1 else f"{number or 'the'} actors"
+    return f"starting Ray and {actors}" if address == LOCAL else f"starting {actors} on the Ray cluster at {address}"
 
 
 def stop_all(actors: Sequence[Actor]) -> None:
