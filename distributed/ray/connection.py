@@ -40,16 +40,14 @@ CONNECT_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 40.0
 NEEDS_TOKEN = "a cluster that requires a token needs the path of a file with it as token_file in the list of clusters"
 
-JOIN = """
-import sys
-
-sys.path = [folder for folder in sys.path if folder]  # without the current folder, whose files could shadow modules
+SAFE_PATH = "import sys; sys.path = [folder for folder in sys.path if folder]"
+"""Start of a script: leaves out the current folder, in which other users may write, as PYTHONSAFEPATH does."""
+JOIN = f"""{SAFE_PATH}
 import ray
-
 try:
     ray.init(address=sys.argv[1], log_to_driver=False)
 except Exception as err:
-    sys.exit(f"{err} ({err.__cause__})")
+    sys.exit(f"{{err}} ({{err.__cause__}})")
 ray.shutdown()
 """
 
@@ -100,16 +98,10 @@ def is_listening(host: str, port: int) -> bool:
 
 END_TIMEOUT_S = 20.0
 
-REAPER = """
-import sys
-
-# Without the current folder, in which other users may write; PYTHONSAFEPATH has the same effect.
-sys.path = [folder for folder in sys.path if folder]
+REAPER = f"""{SAFE_PATH}
 import shutil
 from contextlib import suppress
-
 import psutil
-
 tracked = []
 for line in sys.stdin:
     with suppress(psutil.NoSuchProcess):

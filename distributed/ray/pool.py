@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -39,16 +38,14 @@ class RayWorkerHandle:
 
     def __init__(self, ray: Any, shared: Mapping[int, Any], actor: Any, rank: int, started: Started) -> None:
         self._ray, self._shared, self._actor, self.rank = ray, shared, actor, rank
-        self._lock = threading.Lock()
-        self._killed = False
+        self._lock, self._killed = threading.Lock(), False
         self._processes: list[psutil.Process] = []
         """Its process, if it runs on the machine of its driver."""
         self.restarted(started)
 
     def restarted(self, started: Started) -> None:
         """Set the report of the process, which is another one after Ray has restarted it."""
-        self.started = started
-        self._processes = []
+        self.started, self._processes = started, []
         if started.facts.machine == self._ray.get_runtime_context().get_node_id():
             with suppress(psutil.NoSuchProcess):
                 self._processes.append(psutil.Process(started.facts.pid))
@@ -150,7 +147,7 @@ class RayWorkerHandle:
         logs = "" if CONNECTION.address == LOCAL else " and ".join(self.started.logs)
         if said:
             where += f"\nThe end of its log{logs and f' ({logs})'}:\n{said}"
-        elif logs and not os.path.exists(self.started.logs[0]):
+        elif logs and not Path(self.started.logs[0]).exists():
             where += f"; its log on {facts.node} is {logs}"
         return WorkerLostError(where, self.rank)
 
@@ -215,8 +212,7 @@ class RayPool(AbstractContextManager["RayPool"]):
                 f"workers compute on CUDA devices or CPUs, which NCCL and gloo connect, and this is {device}: compute "
                 "without workers"
             )
-        self._ref, self._timeout_s, self._service = ref, start_timeout_s, service
-        self._closed = False
+        self._ref, self._timeout_s, self._service, self._closed = ref, start_timeout_s, service, False
         # One lock for each rank, so that lost workers are replaced side by side.
         self._replacing = [threading.Lock() for _ in range(ref.count)]
         self._failed: set[int] = set()
@@ -233,7 +229,10 @@ class RayPool(AbstractContextManager["RayPool"]):
             self._placement = Placement(self._ray, ref.count, start_timeout_s, sizes=sizes, on_gpus=on_gpus)
             undo.callback(self._placement.close)
             self._class = actor_class(self._ray)
-            self._workers = self._start(range(ref.count))
+            try:
+                self._workers = self._start(range(ref.count))
+            except LostAtStartError:  # for example one that the system has ended because RAM was short
+                self._workers = self._start(range(ref.count))
             self._undo = undo.pop_all()
 
     @property
@@ -274,8 +273,8 @@ class RayPool(AbstractContextManager["RayPool"]):
             for lock in self._replacing:
                 replaced.enter_context(lock)
             # Workers on other machines release their shared memory themselves; `sweep` covers this machine only.
-            timeout_s = CLOSE_TIMEOUT_S if CONNECTION.is_alive() else 0.0  # a Ray that is gone delays calls
-            wait([worker.call("close") for worker in self._workers], timeout=timeout_s)
+            if CONNECTION.is_alive():  # else the calls wait for it
+                wait([worker.call("close") for worker in self._workers], timeout=CLOSE_TIMEOUT_S)
             for worker in self._workers:
                 worker.kill()
             for worker in self._workers:
