@@ -7,7 +7,7 @@ from .clock import Clock, DeviceError, DeviceEvent, MemoryMeter, clock_for, comp
 from .compute_dtype import AUTO, ComputeDtype, auto_dtype, common_dtype, dtype_name, resolve_dtype
 from .cuda import NvtxRanges
 from .oom import forget, is_broken_device, is_out_of_memory
-from .registry import forked_random_state, gpu_count, register_runtime, runtime_for
+from .registry import core_count, forked_random_state, gpu_count, register_runtime, runtime_for
 from .runtime import DeviceMemory, DeviceRuntime, Event, NoPageLockError, PageLockError, Stream
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "clock_for",
     "common_dtype",
     "compute_device",
+    "core_count",
     "dtype_name",
     "forget",
     "forked_random_state",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -54,6 +55,12 @@ def default_family() -> str:
 def gpu_count() -> int:
     """Return the number of GPUs for workers, which are "cuda" devices: torch.distributed connects them with NCCL."""
     return device_count("cuda")
+
+
+def core_count() -> int:
+    """Return the number of CPU cores that this process may use."""
+    allowed = getattr(os, "sched_getaffinity", None)  # not on Windows and macOS
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 @contextmanager

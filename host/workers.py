@@ -83,10 +83,16 @@ def cluster_names() -> list[str]:
         return list(BUILTIN_CLUSTERS)
 
 
-def cluster(name: object) -> Cluster:
-    """Return the entry called `name`. Raises WorkersError with the valid names, or if the list cannot be read."""
+def cluster(name: object, *, in_process: bool = True) -> Cluster:
+    """Return the entry called `name`. Raises WorkersError with the valid names, or if the list cannot be read.
+
+    `in_process`: this process is one of them.
+    """
     found = BUILTIN_CLUSTERS.get(name) if isinstance(name, str) else None
-    return found or cluster_named(name, _clusters(), str(clusters_file()))
+    if found is not None:
+        return found
+    valid = {key: entry for key, entry in _clusters().items() if in_process or entry.address != IN_PROCESS}
+    return cluster_named(name, valid, str(clusters_file()))
 
 
 def _clusters() -> dict[str, Cluster]:

@@ -22,6 +22,10 @@ class UnreachableError(OSError):
     """No response, or an incomplete one: the request may have been executed or not. A retry may succeed."""
 
 
+class RayEndedError(OSError):
+    """The Ray of all backends has ended: the batch cannot go on."""
+
+
 class ForeignResponseError(ValueError):
     """Another program responds at the address of the backend. A retry may succeed while the backend restarts."""
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -82,13 +82,13 @@ def batch(options: BatchOptions) -> int:
         except (ValueError, OSError) as err:
             _print_error(str(err), err, options.output)
             return INVALID
-        stop: StopRequest | None = None
+        stop, made = None, Counter[str]()
         try:
-            stop = _run(options, spec, store, journal, notes)
+            stop = _run(options, spec, store, journal, notes, made)
         except (ValueError, OSError) as err:
             _print_error(f"failed: {err}", err, options.output)
         _clean_up(store, journal)
-        left, failed = _print_summary(options, spec, journal)
+        left, failed = _print_summary(options, spec, journal, made)
     if stop is not None and stop.requested and left:
         return INTERRUPTED
     return FAILED if stop is None or left or failed else DONE
@@ -240,9 +240,17 @@ def _row_finder(spec: _BatchSpec) -> FindRows:
 
 
 def _run(
-    options: BatchOptions, spec: _BatchSpec, store: OutputStore, journal: Journal, notes: list[str]
+    options: BatchOptions,
+    spec: _BatchSpec,
+    store: OutputStore,
+    journal: Journal,
+    notes: list[str],
+    made: Counter[str],
 ) -> StopRequest:
-    """Run the rows until all are finished or the user stops the batch. Raises ValueError or OSError."""
+    """Run the rows until all are finished or the user stops the batch. Raises ValueError or OSError.
+
+    Counts the finished rows in `made`, by the name of their backend.
+    """
     stop = StopRequest()
     entries = [journal.entries[row.hash] for row in spec.rows]
     ended = sum(entry.state in {State.done, State.failed} for entry in entries)
@@ -261,6 +269,7 @@ def _run(
             stop=stop,
             backends=spec.backends,
             max_failures=options.max_failures,
+            made=made,
         )
         queue.enter(spec.rows)
         runners = [
@@ -311,8 +320,10 @@ def _failed(rows: Sequence[Row], journal: Journal) -> list[tuple[int, str]]:
     return [(line, str(entry.error)) for line, entry in entries if entry.state is State.failed]
 
 
-def _print_summary(options: BatchOptions, spec: _BatchSpec, journal: Journal) -> tuple[int, int]:
-    """Print the failed rows with their reasons and the number of finished ones.
+def _print_summary(
+    options: BatchOptions, spec: _BatchSpec, journal: Journal, made: Mapping[str, int]
+) -> tuple[int, int]:
+    """Print the failed rows with their reasons and the number of finished ones; `made` are those by backend.
 
     Returns the numbers of rows that are left, and that failed.
     """
@@ -330,10 +341,13 @@ def _print_summary(options: BatchOptions, spec: _BatchSpec, journal: Journal) ->
     parts += [f"{len(failed)} failed"] if failed else []
     parts += [f"{left} are left: run the same command again to resume"] if left else []
     print("; ".join(parts))
-    if options.servers and len(spec.backends) > 1:
-        made = Counter(entry.backend for entry in entries if entry.state is State.done)
+    if len(spec.backends) > 1:
+        of_address = Counter(entry.backend for entry in entries if entry.state is State.done)
         for backend in spec.backends:
-            print(f"{backend.name}: {format_count(made.pop(backend.address, 0), 'row')}")
-        for address, count in made.items():
-            print(f"{address or 'elsewhere'}: {format_count(count, 'row')}")
+            count = of_address[backend.address] if backend.address else made.get(backend.name, 0)
+            of_address[backend.address] -= count
+            print(f"{backend.name}: {format_count(count, 'row')}")
+        for address, count in (+of_address).items():
+            where = address or ("elsewhere" if options.servers else "earlier commands")
+            print(f"{where}: {format_count(count, 'row')}")
     return left, len(failed)

@@ -90,6 +90,8 @@ class JobQueue:
     """Number of failed rows, except those that continue a failed row."""
     aborted: bool = False
     """True if an error has ended the batch."""
+    made: Counter[str] = field(default_factory=Counter)
+    """Rows that were finished since the start, by the name of the backend."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     _waiting: deque[BatchJob] = field(default_factory=deque)
     _held: dict[str, list[Submission]] = field(default_factory=dict)
@@ -200,6 +202,7 @@ class JobQueue:
         """Set a row to done, whose files have their names, by this backend."""
         with self.lock:
             self.journal.finish(row.hash)
+            self.made[on] += 1
             self._streaks[on] = Streak()
             for streak in self._streaks.values():
                 if row.hash in streak.reasons:

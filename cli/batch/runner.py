@@ -168,7 +168,8 @@ class Runner:
 
     def note_given(self) -> None:
         """Print the number of rows that were given to others and not ended here. Called at the end, by any thread."""
-        if count := sum(len(submission.rows) for submission in [*self._given]):
+        count = sum(len(submission.rows) for submission in [*self._given])
+        if count and self.backend.address is not None:  # others end with this process
             rows = format_count(count, "row")
             self._reporter.note(f"{self._name} may still compute {rows} that other backends have taken")
 

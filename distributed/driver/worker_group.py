@@ -167,8 +167,9 @@ class WorkerGroup:
             return GroupEnd(error=failure)
         if isinstance(error, SmallerPolicyError):
             self._tasks = [replace(task, policy=error.policy) for task in self._tasks]
-        reason = str(error).splitlines()[0]
-        self._log.add_change(f"{worker}: {reason}; its video goes on from step {record.next_step}")
+        # The message of a loss has the worker.
+        reason = (str(error) if isinstance(error, WorkerLostError) else f"{worker}: {error}").splitlines()[0]
+        self._log.add_change(f"{reason}; its video goes on from step {record.next_step}")
         return GroupEnd(error=error, can_resume=True, counts_as_failure=outcome.is_loss)
 
     def _describe(self, place: int) -> str:

@@ -40,16 +40,14 @@ CONNECT_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 40.0
 NEEDS_TOKEN = "a cluster that requires a token needs the path of a file with it as token_file in the list of clusters"
 
-JOIN = """
-import sys
-
-sys.path = [folder for folder in sys.path if folder]  # without the current folder, whose files could shadow modules
+SAFE_PATH = "import sys; sys.path = [folder for folder in sys.path if folder]"
+"""Start of a script: leaves out the current folder, in which other users may write, as PYTHONSAFEPATH does."""
+JOIN = f"""{SAFE_PATH}
 import ray
-
 try:
     ray.init(address=sys.argv[1], log_to_driver=False)
 except Exception as err:
-    sys.exit(f"{err} ({err.__cause__})")
+    sys.exit(f"{{err}} ({{err.__cause__}})")
 ray.shutdown()
 """
 
@@ -100,16 +98,10 @@ def is_listening(host: str, port: int) -> bool:
 
 END_TIMEOUT_S = 20.0
 
-REAPER = """
-import sys
-
-# Without the current folder, in which other users may write; PYTHONSAFEPATH has the same effect.
-sys.path = [folder for folder in sys.path if folder]
+REAPER = f"""{SAFE_PATH}
 import shutil
 from contextlib import suppress
-
 import psutil
-
 tracked = []
 for line in sys.stdin:
     with suppress(psutil.NoSuchProcess):
@@ -167,7 +159,8 @@ class RayConnection:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._address = self._server = ""
+        self.address = self._server = ""
+        """Address of the present, or last, Ray as in `WorkersRef`, and host:port of its server."""
         self._undo = ExitStack()
         self._reaper: RayReaper | None = None
 
@@ -183,12 +176,12 @@ class RayConnection:
             if self._users == 0:
                 with ExitStack() as undo:
                     self._connect(ray, ref, store_bytes, undo)
-                    self._address, self._server = ref.address, gcs_address(ray)
+                    self.address, self._server = ref.address, gcs_address(ray)
                     self._undo = undo.pop_all()
                 atexit.register(self._undo.close)
-            elif self._address != ref.address:
+            elif self.address != ref.address:
                 raise RaySetupError(
-                    f"this process has workers at {self._address}: close those before starting others at {ref.address}"
+                    f"this process has workers at {self.address}: close those before starting others at {ref.address}"
                 )
             self._users += 1
             return ray
@@ -207,6 +200,10 @@ class RayConnection:
             # Connected to as well, because the server takes some seconds to miss one that was killed.
             return any(is_listening(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in raylets)
         return False
+
+    def has_ended(self) -> bool:
+        """Return True if this Ray has ended; always False if its server, on another machine, may only be cut off."""
+        return is_loopback(host_and_port(self._server)[0]) and not self.is_alive()
 
     def track_processes(self) -> None:
         """Record the processes that Ray has started, so that the reaper ends them after this one is gone."""

@@ -54,6 +54,10 @@ PREFIX, DEBUGGER = "RAY_", "PYTHONBREAKPOINT"
 MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 """Ray's variables for its token; without them it uses the file `~/.ray/auth_token`."""
 
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": r"\A(Raylet is terminated|The node with node)"}
+"""Variables that Ray reads when it is imported. The messages are those after the end of a raylet, with the end of its
+log, which Ray prints although `log_to_driver` is off."""
+
 PROCESS_TOKEN = secrets.token_hex(32)
 """Random token of this process."""
 
@@ -65,7 +69,7 @@ def import_ray() -> Any:
     """Import and return the module `ray`. Raises RayMissingError if it is not installed."""
     try:
         # Only the first import reads the environment; later ones need neither the variables nor the lock.
-        with nullcontext() if "ray" in sys.modules else temporary_environment({"RAY_USAGE_STATS_ENABLED": "0"}):
+        with nullcontext() if "ray" in sys.modules else temporary_environment(QUIET):
             return importlib.import_module("ray")
     except ModuleNotFoundError as err:
         if err.name != "ray":

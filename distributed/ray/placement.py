@@ -154,14 +154,14 @@ def _check_capacity(ray: Any, count: int, *, on_gpus: bool) -> None:
     gpus, cpus = total.get("GPU", 0), total.get("CPU", 0)
     if on_gpus and count > gpus:
         raise RaySetupError(
-            f"{count} workers, but Ray has {gpus:g} GPU{'s' * (gpus != 1)}, and each takes one: lower count, or add "
-            "machines to the cluster. If there are more, CUDA_VISIBLE_DEVICES hides them"
+            f"{count} workers, but Ray has {gpus:g} GPU{'s' * (gpus != 1)}, and each takes one: lower their number "
+            "(count, or --workers), or add machines to the cluster. If there are more, CUDA_VISIBLE_DEVICES hides them"
         )
     slots = int(cpus / CPU_SLOT)
     if not on_gpus and count > slots:
         raise RaySetupError(
             f"{count} workers on CPUs, but Ray has slots for {slots} ({cpus:g} CPUs, {CPU_SLOT:g} for each): lower "
-            "count, or start Ray with more (ray start --num-cpus)"
+            "their number (count, or --workers), or start Ray with more (ray start --num-cpus)"
         )
 
 

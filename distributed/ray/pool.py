@@ -38,16 +38,14 @@ class RayWorkerHandle:
 
     def __init__(self, ray: Any, shared: Mapping[int, Any], actor: Any, rank: int, started: Started) -> None:
         self._ray, self._shared, self._actor, self.rank = ray, shared, actor, rank
-        self._lock = threading.Lock()
-        self._killed = False
+        self._lock, self._killed = threading.Lock(), False
         self._processes: list[psutil.Process] = []
         """Its process, if it runs on the machine of its driver."""
         self.restarted(started)
 
     def restarted(self, started: Started) -> None:
         """Set the report of the process, which is another one after Ray has restarted it."""
-        self.started = started
-        self._processes = []
+        self.started, self._processes = started, []
         if started.facts.machine == self._ray.get_runtime_context().get_node_id():
             with suppress(psutil.NoSuchProcess):
                 self._processes.append(psutil.Process(started.facts.pid))
@@ -88,7 +86,14 @@ class RayWorkerHandle:
 
     def wait_for_end(self, timeout_s: float) -> None:
         """Wait until its process is gone, and its memory with it, if it is on this machine."""
+        for process in () if CONNECTION.is_alive() else self._processes:  # a Ray that is gone does not end it
+            with suppress(psutil.Error):
+                process.kill()
         psutil.wait_procs(self._processes, timeout=timeout_s)
+
+    def has_ray(self) -> bool:
+        """Return False if the Ray that would start it again has ended."""
+        return not CONNECTION.has_ended()
 
     def _remote(self, call: Callable[[Any], Any]) -> Any:
         """Return `call(actor)`. Raises WorkerLostError if the worker was ended from here."""
@@ -138,11 +143,12 @@ class RayWorkerHandle:
     def _lost(self, how: str) -> WorkerLostError:
         facts, said = self.started.facts, self.log_tail()
         where = f"worker {self.rank} (process {facts.pid} on {facts.node}, {facts.device}) is gone: {how}"
-        logs = " and ".join(self.started.logs)
+        # A Ray that was started here removes its logs when it ends.
+        logs = "" if CONNECTION.address == LOCAL else " and ".join(self.started.logs)
         if said:
-            where += f"\nThe end of its log ({logs}):\n{said}"
-        elif logs:
-            where += f"; its log, which says nothing or is on its machine, is {logs}"
+            where += f"\nThe end of its log{logs and f' ({logs})'}:\n{said}"
+        elif logs and not Path(self.started.logs[0]).exists():
+            where += f"; its log on {facts.node} is {logs}"
         return WorkerLostError(where, self.rank)
 
 
@@ -206,8 +212,7 @@ class RayPool(AbstractContextManager["RayPool"]):
                 f"workers compute on CUDA devices or CPUs, which NCCL and gloo connect, and this is {device}: compute "
                 "without workers"
             )
-        self._ref, self._timeout_s, self._service = ref, start_timeout_s, service
-        self._closed = False
+        self._ref, self._timeout_s, self._service, self._closed = ref, start_timeout_s, service, False
         # One lock for each rank, so that lost workers are replaced side by side.
         self._replacing = [threading.Lock() for _ in range(ref.count)]
         self._failed: set[int] = set()
@@ -224,7 +229,10 @@ class RayPool(AbstractContextManager["RayPool"]):
             self._placement = Placement(self._ray, ref.count, start_timeout_s, sizes=sizes, on_gpus=on_gpus)
             undo.callback(self._placement.close)
             self._class = actor_class(self._ray)
-            self._workers = self._start(range(ref.count))
+            try:
+                self._workers = self._start(range(ref.count))
+            except LostAtStartError:  # for example one that the system has ended because RAM was short
+                self._workers = self._start(range(ref.count))
             self._undo = undo.pop_all()
 
     @property
@@ -265,7 +273,8 @@ class RayPool(AbstractContextManager["RayPool"]):
             for lock in self._replacing:
                 replaced.enter_context(lock)
             # Workers on other machines release their shared memory themselves; `sweep` covers this machine only.
-            wait([worker.call("close") for worker in self._workers], timeout=CLOSE_TIMEOUT_S)
+            if CONNECTION.is_alive():  # else the calls wait for it
+                wait([worker.call("close") for worker in self._workers], timeout=CLOSE_TIMEOUT_S)
             for worker in self._workers:
                 worker.kill()
             for worker in self._workers:

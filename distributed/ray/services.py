@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...schema import LOCAL, WorkersError, WorkersRef
+from ...schema import WorkersError, WorkersRef
 from ..messages import WorkerFacts
 from ..transport.path_map import check_paths
 from ..transport.pool import WorkerLostError
@@ -71,9 +71,8 @@ def service_count(resources: dict[str, Any], address: str, *, device: str, count
     """Return the number of processes on a Ray with these `resources`. Raises WorkersError for GPUs that it lacks."""
     gpus = int(resources.get("GPU", 0))
     if device == "cuda" and not gpus:
-        where = "this machine has" if address == LOCAL else f"the machines of the Ray cluster at {address} have"
         raise WorkersError(
-            f"{where} no GPU that Ray can assign: start Ray on machines with GPUs, check that CUDA_VISIBLE_DEVICES "
-            "hides none, or try it out on CPUs: device cpu, and a number of workers"
+            f"the Ray at {address} has no GPU that it can assign: start Ray on machines with GPUs, check that "
+            "CUDA_VISIBLE_DEVICES hides none, or try it out on CPUs (--device cpu --workers N)"
         )
     return count or gpus

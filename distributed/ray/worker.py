@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import psutil
-
+from ...devices import core_count
 from ...sampling import DenoiseRequest
 from ..messages import RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.threads import WorkThread
@@ -66,7 +65,7 @@ class RayWorker(Worker):
             address=ray.util.get_node_ip_address(),
             # Not the host name, which cloned machines may share.
             machine=str(ray.get_runtime_context().get_node_id()),
-            threads=threads or max(1, _cores() // workers_on_machine),
+            threads=threads or max(1, core_count() // workers_on_machine),
         )
         self._thread, self._process = WorkThread("wanstream worker"), uuid.uuid4().hex
         self._service: Any = None
@@ -100,12 +99,6 @@ class RayWorker(Worker):
         while (report := reports.get()) is not None:
             yield report
         yield result.result()
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    allowed = getattr(os, "sched_getaffinity", None)
-    return len(allowed(0)) if allowed else psutil.cpu_count() or 1
 
 
 def _logs() -> tuple[str, ...]:

@@ -36,6 +36,7 @@ class LocalActor:
         self._make, self.rank, self._down = make, rank, down
         self.service = make()
         self.calls: list[str] = []
+        self.without_ray = False
         self.restarts, self._left, self._killed = 0, 0, False
         self._lock = threading.Lock()
 
@@ -67,6 +68,10 @@ class LocalActor:
         assert started == "started"
         self.restarts += 1
         self._killed, self.service = False, self._make()
+
+    def has_ray(self) -> bool:
+        """See `Actor.has_ray`."""
+        return not self.without_ray
 
     def _lost(self, *, started: bool = True) -> Future[Any] | None:
         """Return the answer of a process that is gone, or None; with `started` one that was restarted answers, too."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -17,6 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from ....devices import core_count, gpu_count
 from ....distributed import WorkerLostError, open_services
 from ....host import OutsideFolderError, check_ray, cluster, inside
 from ....host.embedded import Prompt
@@ -24,7 +26,17 @@ from ....schema import IN_PROCESS, LOCAL, WorkersRef
 from ...arguments import ArgumentError, check_models
 from ...inputs import Sockets
 from ...options import BatchOptions
-from ..backend import BatchBackend, Ended, Lost, MadeFile, OnProgress, Outcome, UnreachableError, UnsuitableError
+from ..backend import (
+    BatchBackend,
+    Ended,
+    Lost,
+    MadeFile,
+    OnProgress,
+    Outcome,
+    RayEndedError,
+    UnreachableError,
+    UnsuitableError,
+)
 from ..embedded_backend import embedded_sockets
 from ..job_queue import MAX_LOSSES
 from ..output_store import OutputStore
@@ -37,6 +49,8 @@ PIECE = 8 << 20
 """Bytes of a file in one message, which passes through Ray's object store."""
 MAX_BROKEN = MAX_LOSSES + 1
 """Number of times in a row that the device of an actor may fail: one more than a single row can cause."""
+MIN_CPU_ACTORS = 2
+"""Actors on CPUs that any machine may have, so that several can be tried out on one core."""
 _INPUT = " [input]"
 
 
@@ -55,6 +69,9 @@ class Actor(Protocol):
 
     def restarted(self, started: Any) -> None:
         """Set the report of a new process."""
+
+    def has_ray(self) -> bool:
+        """Return False if the Ray that would start it again has ended."""
 
 
 class RayBackend(BatchBackend):
@@ -187,25 +204,33 @@ class RayBackend(BatchBackend):
         try:
             self._actor.restarted(self._result(self._actor.call("started")))
             self._check_machine(self._actor)
-        except UnreachableError:
+        except (UnreachableError, RayEndedError):
             raise
         except (WorkerLostError, LateError) as err:
+            self._check_ray(err)
             raise UnreachableError(f"{self.name} was restarted, and does not answer: {err}") from err
         except (ValueError, OSError, RuntimeError) as err:  # the last one from a device that is gone
             raise UnsuitableError(f"{self.name} was restarted, and cannot run the batch: {err}") from err
         self._lost = False
 
     def _result(self, answer: Future[Any]) -> Any:
-        """Return the answer of the actor. Raises UnreachableError while Ray restarts it."""
+        """Return the answer of the actor. Raises UnreachableError while Ray restarts it, or RayEndedError."""
         try:
             return answer.result(LIMIT_S)
         except WorkerLostError as err:
             self._lost = True
+            self._check_ray(err)
             raise UnreachableError(f"{err}\nRay starts it again where a slot is free") from err
         except LateError as err:
+            if self._lost:  # not started again
+                self._check_ray(err)
             raise UnreachableError(f"{self.name} has not answered within {LIMIT_S:g} s") from err
         except UnsuitableError as err:
             raise UnsuitableError(f"{self.name}: {err}") from err
+
+    def _check_ray(self, err: Exception) -> None:
+        if not self._actor.has_ray():
+            raise RayEndedError("Ray has ended on this machine: run the same command again to go on") from err
 
 
 def input_files(prompt: Prompt, folder: Path) -> dict[str, Path]:
@@ -249,6 +274,7 @@ def ray_backends(options: BatchOptions, workflow: Prompt, rows: Sequence[Row]) -
     check_ray(ref)
     if ref.address == LOCAL:
         check_models(options.models)
+        check_local(options, gpus=gpu_count(), cores=core_count())
     models = options.models.absolute()
     needed = [models, *model_files(workflow, rows, models)]
     mark, output = uuid.uuid4().hex, OutputStore.backend_folder_of(options.output.absolute())
@@ -260,6 +286,7 @@ def ray_backends(options: BatchOptions, workflow: Prompt, rows: Sequence[Row]) -
         "marked": str(output / mark),
         "path_map": [(each.here, each.there) for each in ref.paths],
     }
+    print(note_of_start(options.workers, ref.address), file=sys.stderr)
     with open_services(
         ref,
         (PATH, settings),
@@ -273,8 +300,16 @@ def ray_backends(options: BatchOptions, workflow: Prompt, rows: Sequence[Row]) -
                 RayBackend(actor, options, sockets, mark, check_machine=check_machine, stop=stop) for actor in actors
             )
         finally:
+            print("ending the actors", file=sys.stderr)
             stop()  # a dry run does not open the backends
             shutil.rmtree(output / mark, ignore_errors=True)
+
+
+def note_of_start(workers: int | None, address: str) -> str:
+    """Return the note before the start, which takes many seconds."""
+    number = workers or (gpu_count() if address == LOCAL else None)
+    actors = "1 actor" if number == 1 else f"{number or 'the'} actors"
+    return f"starting Ray and {actors}" if address == LOCAL else f"starting {actors} on the Ray cluster at {address}"
 
 
 def stop_all(actors: Sequence[Actor]) -> None:
@@ -301,8 +336,30 @@ def check_ray_options(options: BatchOptions) -> None:
         raise ArgumentError("--device cpu with --ray: give the number of actors with --workers N")
 
 
+def check_local(options: BatchOptions, *, gpus: int, cores: int) -> None:
+    """Raise ArgumentError for more actors than this machine has GPUs or, for CPUs, cores."""
+    if options.device == "cpu":
+        most = max(cores, MIN_CPU_ACTORS)
+        if (options.workers or 1) > most:
+            raise ArgumentError(
+                f"--workers {options.workers}: each actor on a CPU needs a core, and there are {cores}: give --workers "
+                f"{most} at most"
+            )
+        return
+    if not gpus:
+        raise ArgumentError(
+            "--ray: this machine has no GPU that Ray can assign: check that CUDA_VISIBLE_DEVICES hides none, name a "
+            "cluster with GPUs (--ray ENTRY), or try it out on CPUs (--device cpu --workers N)"
+        )
+    if (options.workers or 1) > gpus:
+        raise ArgumentError(
+            f"--workers {options.workers}: each actor takes a GPU, and this machine has {gpus}: give --workers "
+            f"{gpus} at most, or leave it out. If there are more, CUDA_VISIBLE_DEVICES hides them"
+        )
+
+
 def _reference(name: str) -> WorkersRef:
-    entry = cluster(name)
+    entry = cluster(name, in_process=False)
     return WorkersRef(
         count=1,
         address=entry.address,

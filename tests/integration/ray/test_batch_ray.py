@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -205,3 +206,25 @@ def test_an_actor_whose_device_or_disk_fails_costs_no_row(
     assert all(message in printed.err for message in messages), printed.err
     assert not (tmp_path / fault).exists()
     assert len(files(tmp_path / "out")) == rows
+
+
+def test_the_batch_ends_with_the_raylet_of_this_machine_and_the_same_command_goes_on(
+    start: Start, tmp_path: Path, alone: dict[str, bytes]
+) -> None:
+    driver = start()
+    wait_for_files(driver, tmp_path, 1)
+    children = psutil.Process(driver.pid).children(recursive=True)
+    (raylet,) = [process for process in children if process.name() == "raylet"]
+    for process in [raylet, *actors(driver)]:  # the actors, too: they would compute on for some seconds
+        process.kill()
+    ended = time.monotonic()
+    output, errors = driver.communicate(timeout=LIMIT_S)
+    assert driver.returncode == 1
+    assert "failed: Ray has ended on this machine: run the same command again to go on\n" in errors
+    assert not re.search("state-dump|is gone|trying again|has been marked dead", output + errors)
+    assert time.monotonic() - ended < 30
+    assert 1 <= len(files(tmp_path)) < ROWS
+    again = start()
+    _, errors = again.communicate(timeout=LIMIT_S)
+    assert again.returncode == 0, errors
+    assert files(tmp_path) == alone

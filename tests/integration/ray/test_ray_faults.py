@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -127,6 +127,13 @@ def ray() -> FakeRay:
     return FakeRay()
 
 
+class FakeActor:
+    """An actor that can be in a set, with a handle of `call`."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = SimpleNamespace(remote=call)
+
+
 @pytest.fixture
 def answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> list[float | Exception]:
     """Answers of starting workers, in order: a delay in seconds, or an error."""
@@ -140,8 +147,7 @@ def answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> list[float | Excep
 
     closed: Future[None] = Future()
     closed.set_result(None)
-    remote = SimpleNamespace(call=SimpleNamespace(remote=call))
-    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: remote))
+    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: FakeActor(call)))
     monkeypatch.setattr(ray_pool, "actor_class", lambda _: made)
     monkeypatch.setattr(ray_pool, "Placement", FakePlacement)
     monkeypatch.setattr(ray_pool.CONNECTION, "acquire", lambda ref, **_: ray)
@@ -163,7 +169,7 @@ def test_all_workers_start_before_one_deadline(answers: list[float | Exception])
 
 
 def test_a_worker_that_does_not_start_with_a_token_may_lack_that_token(answers: list[float | Exception]) -> None:
-    answers += [RayActorError("It never ran.")]
+    answers += [RayActorError("It never ran.")] * 2
     with pytest.raises(LostAtStartError, match=r"It never ran\. Check that .* RAY_AUTH_MODE=token and the same token"):
         RayPool(WorkersRef(count=1, address="127.0.0.1:1", token_file="/token"), start_timeout_s=0.1)
 
@@ -326,3 +332,13 @@ def test_paths_of_sockets_are_short_enough() -> None:
     """In the usual folder for temporary files; the system takes 107 bytes."""
     session = "session_2026-11-22_15-08-00_123456_4194304/sockets/plasma_store"
     assert len(f"/tmp/{FOLDER_PREFIX}12345678/r/{session}.12") <= 107
+
+
+def test_workers_are_started_once_more_if_one_is_lost_while_it_starts(answers: list[float | Exception]) -> None:
+    answers += [0.0, RayActorError("Worker exit detail: gone."), 0.0, 0.0]
+    with RayPool(WorkersRef(count=2), start_timeout_s=10.0) as pool:
+        assert pool.usable
+    answers[:] = [RayActorError("Worker exit detail: gone.")] * 2
+    with pytest.raises(LostAtStartError, match="worker 0 does not start: gone"):
+        RayPool(WorkersRef(count=1), start_timeout_s=10.0)
+    assert answers == []

@@ -666,3 +666,14 @@ def test_a_finished_row_ends_a_streak_of_failures(tmp_path: Path) -> None:
     desk.finish(desk.a)
     desk.fail(desk.a)
     desk.take(desk.a)
+
+
+def test_a_backend_that_ends_with_the_batch_computes_nothing_after_it(tmp_path: Path) -> None:
+    lost = Server("lost", steps=5)
+    lost.address = None
+    lost.called = lambda call: setattr(lost, "gone", lost.gone or len(lost.made) == 2)
+    fleet = Fleet(tmp_path, [lost, Server("other", steps=2)])
+    fleet.run()
+    fleet.check(range(1, 25))
+    assert any("other backends take its" in told for told in fleet.reporter.told)
+    assert not any("may still compute" in told for told in fleet.reporter.told)

@@ -412,9 +412,9 @@ def test_there_is_a_process_for_each_gpu_unless_a_number_is_given() -> None:
     assert service_count(resources, "local", device="cuda", count=None) == 8
     assert service_count(resources, "local", device="cuda", count=2) == 2
     assert service_count({"CPU": 16.0}, "local", device="cpu", count=4) == 4
-    with pytest.raises(WorkersError, match=r"this machine has no GPU that Ray can assign: .* device cpu, and a number"):
+    with pytest.raises(WorkersError, match=r"the Ray at local has no GPU that it can .* \(--device cpu --workers N\)"):
         service_count({"CPU": 16.0}, "local", device="cuda", count=2)
-    with pytest.raises(WorkersError, match=r"the machines of the Ray cluster at 10\.0\.0\.1:6379 have no GPU"):
+    with pytest.raises(WorkersError, match=r"the Ray at 10\.0\.0\.1:6379 has no GPU"):
         service_count({"CPU": 16.0}, "10.0.0.1:6379", device="cuda", count=None)
 
 
