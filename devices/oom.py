@@ -44,7 +44,7 @@ def is_broken_device(error: BaseException | None) -> bool:
         if isinstance(error, kind):
             assert isinstance(error, RuntimeError), error
             return not is_out_of_memory(error)
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
 
 

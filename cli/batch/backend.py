@@ -42,10 +42,6 @@ class RefusedError(ValueError):
     """The backend refuses a workflow; the message contains the reason."""
 
 
-class WrongInputError(RefusedError):
-    """The workflow is wrong by itself, as with a number out of range: every backend with the same nodes refuses it."""
-
-
 class NoSuchFileError(ValueError):
     """The backend does not have a file that it has listed as output."""
 

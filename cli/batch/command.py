@@ -32,14 +32,14 @@ from .backend import BatchBackend
 from .embedded_backend import EmbeddedBackend
 from .fleet import run_all
 from .job_queue import JobQueue
-from .journal import Journal, State, is_full_disk, locked, may_be_journal
+from .journal import Journal, State, copy_of, is_full_disk, locked, may_be_journal
 from .lanes import MAX_LANES, digest_of_lane, lane_planner
 from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
 from .resume import FindRows, open_journal, resume
 from .rows import Planner, Row, apply_row, fail_dependents, lines_by_reason, read_rows, workflow_digest, workflow_key
 from .runner import Runner
-from .servers import connect_all, refuse_hopeless, require
+from .servers import connect_all, require
 
 JOURNAL = "journal.sqlite"
 _TICK_SECONDS = 0.1
@@ -141,11 +141,8 @@ def _server_spec(options: BatchOptions, rows: Sequence[Row], workflow: Prompt) -
     servers = connect_all(options.servers, workflow)
     sockets = servers.backends[0].sockets
     checked = _checked(rows, workflow, sockets)
-    prompts = [apply_row(workflow, row, sockets) for row in checked if row.fault is None]
     if len(servers.backends) > 1:
-        require(servers, workflow, prompts)
-    if not options.dry_run:  # which reports each row
-        refuse_hopeless(servers, prompts)
+        require(servers, workflow, [apply_row(workflow, row, sockets) for row in checked if row.fault is None])
     return _BatchSpec(
         rows=checked,
         workflow=workflow,
@@ -168,9 +165,10 @@ def _checked(rows: Sequence[Row], workflow: Prompt, sockets: Sockets) -> tuple[R
         except InputError as err:
             row = replace(row, fault=str(err))
         checked.append(row)
-    first, *others = {row.fault for row in checked}
-    if first is not None and not others:
-        raise ArgumentError(f"no row can run: {first}")
+    faults = lines_by_reason((row.line, row.fault) for row in checked if row.fault is not None)
+    for fault, (count, lines) in faults.items():
+        if count == len(checked):
+            raise ArgumentError(f"no row can run: {lines}: {fault}")
     return tuple(fail_dependents(checked))
 
 
@@ -201,8 +199,9 @@ def _open_state(options: BatchOptions, spec: _BatchSpec, opened: ExitStack) -> t
     store = OutputStore(create_output_folder(options.output))
     path = options.journal or options.output / JOURNAL
     lock = path.with_name(f"{path.name}.lock")
-    # The lock file stays next to a journal, and so tells a damaged one from a file that was never one.
-    if options.journal and not lock.exists() and path.is_file() and not may_be_journal(path):
+    # The lock file and the copy stay next to a journal, also next to a damaged one.
+    was_journal = lock.exists() or copy_of(path).exists()
+    if options.journal and not was_journal and path.is_file() and not may_be_journal(path):
         raise ArgumentError(f"--journal {path} is not a journal, and is not changed: give the name of a new file")
     opened.enter_context(locked(store.work_folder / "lock", of=str(options.output)))
     opened.enter_context(locked(lock, of=str(path)))

@@ -24,6 +24,9 @@ MAX_LOSSES = 5
 MAX_FAILURES = 2
 """Maximum number of backends that a row is tried on: a backend may fail every row, for example without a GPU."""
 
+MAX_UNENDED = 2
+"""Number of commands that run a row in its order, if it does not end in them."""
+
 MAX_STREAK = 3
 """Rows that a backend may fail in a row: one more than it has at a time, which one fault may fail together."""
 
@@ -145,7 +148,10 @@ class JobQueue:
             )
         again = [row for share in (ended, *gone.values()) for row in share]
         left = {row.hash for row in (*by_state[State.waiting], *again)}
-        self._waiting = deque(self.planner([row for row in rows if row.hash in left]))
+        waiting = [row for row in rows if row.hash in left]
+        # Those that have not ended twice come last: one may be the row that ends this process each time.
+        waiting.sort(key=lambda row: self.journal.entries[row.hash].attempts >= MAX_UNENDED)
+        self._waiting = deque(self.planner(waiting))
 
     @property
     def stopping(self) -> bool:
@@ -179,7 +185,7 @@ class JobQueue:
                 last = [*streak.reasons.values()][-1].partition("\n")[0]
                 raise UnsuitableError(
                     f"{backend.name} failed {len(streak.reasons)} rows in a row, of which {streak.finished_by} has "
-                    f"finished one: restart it before the next batch; its last error: {last}"
+                    f"finished one: restart it, or leave it out of the next batch; its last error: {last}"
                 )
             job = self._next_ready(backend.name) if self._may_take(backend.name) else None
             if job is None:
@@ -247,20 +253,25 @@ class JobQueue:
             self.failures += 1
             self.reporter.failed(row, reason, on)
 
-    def lose(self, name: str, rows: Iterable[Row]) -> dict[str, str]:
-        """Count a loss of running rows on a backend; return the reasons of those that were lost too often, by hash."""
+    def lose(self, name: str, rows: Iterable[Row], reason: str) -> dict[str, str]:
+        """Count a loss of running rows on a backend for this reason, "" for an unknown one.
+
+        Returns the faults of those that were lost too often, by hash.
+        """
         with self.lock:
             faults = {}
             for row in rows:
                 losses = self._losses.setdefault(row.hash, Counter())
                 losses[name] += 1
                 if losses.total() >= MAX_LOSSES:
-                    faults[row.hash] = f"lost {MAX_LOSSES} times while running"
+                    faults[row.hash] = ": ".join(filter(None, [f"lost {MAX_LOSSES} times while running", reason]))
             return faults
 
     def silence(self, name: str, seconds: float | None, *, untried: bool = False) -> None:
         """Record for how long a backend has not responded; None: it responds. `untried`: only its posts did not."""
         with self.lock:
+            if seconds is None and self._silences.get(name) is not None:
+                self._streaks[name] = Streak()  # it may have been restarted
             self._silences[name] = seconds
             (self._untried.add if untried else self._untried.discard)(name)
             self._report_silence(name)
@@ -338,9 +349,9 @@ class JobQueue:
         return RowHistory(losses=self._losses.get(row.hash, {}), reasons=self._reasons.get(row.hash, {}))
 
     def _suits(self, name: str, row: Row) -> bool:
-        """Return True if a backend may try this row: a suspected one only a row that others have failed.
+        """Return True if a backend may try this row.
 
-        Of those, so that two of them do not wait for each other.
+        A suspected one tries only rows that others have failed: two suspected ones do not wait for each other then.
         """
         others = [other for other in self._alive() if other != name]
         if others and self._streaks[name].is_long and row.hash not in self._reasons:

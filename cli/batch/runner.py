@@ -35,7 +35,6 @@ from .backend import (
     Unknown,
     UnreachableError,
     UnsuitableError,
-    WrongInputError,
 )
 from .continued import latent_name
 from .job_queue import JobQueue, Submission
@@ -171,7 +170,7 @@ class Runner:
         count = sum(len(submission.rows) for submission in [*self._given])
         if count and self.backend.address is not None:  # others end with this process
             rows = format_count(count, "row")
-            self._reporter.note(f"{self._name} may still compute {rows} that other backends have taken")
+            self._reporter.note(f"{self._name} may still compute {rows} that were given to other backends")
 
     def _try_poll_and_post(self) -> bool | None:
         """Poll and post; return True if anything has changed. Without a response, wait and return None."""
@@ -268,7 +267,7 @@ class Runner:
             self.backend.post(submission.prompt_id, job.prompt)
         except RefusedError as err:
             self._accepted(submission)
-            self._fail(submission, str(err), everywhere=isinstance(err, WrongInputError))
+            self._fail(submission, str(err))
         except (UnreachableError, ForeignResponseError) as err:
             submission.post_error = str(err)
             self._outage = True
@@ -300,7 +299,7 @@ class Runner:
             self._handle_lost(submission)
         elif isinstance(outcome, Lost):
             submission.begun = True  # and may have been the cause
-            self._handle_lost(submission)
+            self._handle_lost(submission, outcome.reason)
             raise UnreachableError(f"{self._name} has lost a row: {outcome.reason}")  # no post before it is back
         elif isinstance(outcome, Interrupted) and submission.begun is None:
             self._handle_lost(submission)  # by an earlier command that could not record it
@@ -383,8 +382,8 @@ class Runner:
             self.store.remove_parts(parts)
             raise
 
-    def _handle_lost(self, submission: Submission) -> None:
-        """Let the rows wait again: before the others, or after them if their post has failed."""
+    def _handle_lost(self, submission: Submission, reason: str = "") -> None:
+        """Let the rows wait again: before the others, or after them if their post has failed. `reason`: of the loss."""
         self.backend.release(submission.prompt_id)
         faults: dict[str, str] = {}
         if submission.post_error:
@@ -395,7 +394,7 @@ class Runner:
                     last = submission.post_error
                     faults[row.hash] = f"{setback.tries} posts of it failed; error of the last one: {last}"
         elif submission.begun is not False and not self.queue.stopping:
-            faults = self.queue.lose(self._name, submission.rows)
+            faults = self.queue.lose(self._name, submission.rows, reason)
         for row in [row for row in submission.rows if row.hash in faults]:
             submission.rows.remove(row)
             self.queue.fail(row, faults[row.hash], on=self._name if submission.post_error else None)

@@ -11,7 +11,6 @@ import re
 import ssl
 import urllib.parse
 import urllib.request
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ from .backend import (
     Unknown,
     UnreachableError,
     UnsuitableError,
-    WrongInputError,
     check_classes,
     output_files,
     own_nodes,
@@ -60,14 +58,6 @@ _GATEWAY_ERRORS = (502, 503, 504)
 _OK, _BAD_REQUEST, _NOT_FOUND, _TOO_LARGE, _BROKEN = 200, 400, 404, 413, 500
 _NEVER = (400, 403, _NOT_FOUND, 410)
 """Permanent error codes of `/view`, for which a retry is useless."""
-_WRONG = {
-    "required_input_missing",
-    "bad_linked_input",
-    "invalid_input_type",
-    "value_smaller_than_min",
-    "value_bigger_than_max",
-}
-"""Types of errors that do not depend on the server. Choices do, by its files, and so may the own checks of nodes."""
 _MOVED = (301, 302, 303, 307, 308)
 _PIECE = 1 << 20
 ANY_FILE = {"WanStreamContinueVideo": "previous_file", "WanStreamLoadLatent": "file"}
@@ -255,22 +245,8 @@ class ServerBackend(BatchBackend):
             self.withdraw(prompt_id)
             self.interrupt(prompt_id)
         with self._shape("/prompt"):
-            faults = _describe_faults(response) or f"the server refuses it with status {status}"
-            errors = [error for node in (response.get("node_errors") or {}).values() for error in node["errors"]]
-            wrong = any(error.get("type") in _WRONG for error in errors)
-        raise WrongInputError(faults) if wrong else RefusedError(faults)
-
-    def refusal(self, prompt: Prompt) -> str:
-        """Return the reason why the server refuses a workflow, or "" if it accepts it, and then withdraw it."""
-        prompt_id = str(uuid.uuid4())
-        try:
-            self.post(prompt_id, prompt)
-        except RefusedError as err:
-            return str(err)
-        self.withdraw(prompt_id)
-        self.interrupt(prompt_id)
-        self.release(prompt_id)
-        return ""
+            faults = _describe_faults(response)
+        raise RefusedError(faults or f"the server refuses it with status {status}")
 
     def outcome(self, prompt_id: str) -> Outcome:
         # The queue before the history: a workflow that finishes between the two requests is found in the history.

@@ -207,34 +207,6 @@ def require(servers: Servers, workflow: Prompt, prompts: Sequence[Prompt]) -> No
         backend.faults_of_server = needed.faults
 
 
-def refuse_hopeless(servers: Servers, prompts: Sequence[Prompt]) -> None:
-    """Raise UnsuitableError if no row can run, because the servers lack a choice, such as a model, that all rows have.
-
-    The server has to refuse the first row for it: the own check of a node may accept a file that is not in the list.
-    """
-    backend = servers.backends[0]
-    lacking: dict[Choice, None] | None = None
-    for prompt in prompts:
-        found = [each for each in choices_of([prompt], backend.sockets) if not has_choice(backend.sockets, each)]
-        lacking = dict.fromkeys(each for each in found if lacking is None or each in lacking)
-        if not lacking:
-            return
-    if lacking:
-        reason = backend.refusal(prompts[0])
-        refused = [choice for choice in lacking if f"{choice.name}: '{choice.value}' not in" in reason]
-        if refused:
-            which = "every server" if len(servers.backends) > 1 else backend.url
-            raise UnsuitableError(
-                "\n".join(
-                    [
-                        f"no row can run: {which} lacks {format_count(len(refused), 'choice')} of all rows: add "
-                        "what is missing",
-                        *_listed(refused),
-                    ]
-                )
-            )
-
-
 def _report(backend: ServerBackend) -> ServerReport | UnreachableError:
     try:
         return backend.describe()

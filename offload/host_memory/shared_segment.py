@@ -212,7 +212,7 @@ class SharedSegment:
                     f"{self.path}: {nbytes / 1e9:.2f} GB for block {key.block} of {key.expert!r} were "
                     f"refused ({err.strerror}): {self.filled_bytes / 1e9:.1f} GB are filled, {disk.free / 1e9:.1f} of "
                     f"{disk.total / 1e9:.1f} GB are free there; a container gets more by --shm-size, or {UNSHARED}"
-                ) from err
+                ) from None  # with its cause it would pass for a full disk of the outputs
 
 
 UNSHARED = "without a shared segment every rank keeps its own blocks"

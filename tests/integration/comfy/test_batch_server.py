@@ -395,25 +395,6 @@ def test_rows_continue_each_other_on_a_killed_server(comfyui: ComfyUI, video_bas
     assert copies == {Path(latent_name(digest, known[f"r{number}"])).name for number in range(7)}
 
 
-def test_a_choice_that_no_row_can_have_is_refused_at_once(
-    batch: Batch, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scaled = {"image": ["1", 0], "upscale_method": "magic", "width": 8, "height": 8, "crop": "disabled"}
-    workflow = {
-        **PICTURE,
-        "2": {"class_type": "SaveImage", "inputs": {"images": ["3", 0], "filename_prefix": "batch/picture"}},
-        "3": {"class_type": "ImageScale", "inputs": scaled},
-    }
-    before = server.get("/history")
-    assert main(batch({"1.color": 1}, {"1.color": 2}, workflow=workflow)) == INVALID
-    assert capsys.readouterr().err.splitlines() == [
-        f"no row can run: {server.url} lacks 1 choice of all rows: add what is missing",
-        "ImageScale.upscale_method 'magic'",
-    ]
-    assert server.get("/history") == before
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_picture_that_is_not_in_the_list_but_in_a_folder_of_the_server_is_taken(
     batch: Batch, server: Server, tmp_path: Path
 ) -> None:

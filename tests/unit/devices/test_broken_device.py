@@ -32,6 +32,16 @@ def test_an_error_of_the_device_breaks_it_unless_memory_ran_out(message: str, br
     assert is_broken_device(raised_from(error) if wrapped else error) == broken
 
 
+@needs_class
+def test_an_error_that_was_handled_does_not_count() -> None:
+    with pytest.raises(ValueError, match="the size is wrong") as raised:
+        try:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        except RuntimeError:
+            raise ValueError("the size is wrong") from None
+    assert not is_broken_device(raised.value)
+
+
 @pytest.mark.parametrize("error", [None, RuntimeError("CUDA error: x"), torch.OutOfMemoryError("x"), ValueError("x")])
 def test_other_errors_break_no_device(error: Exception | None) -> None:
     assert not is_broken_device(error)

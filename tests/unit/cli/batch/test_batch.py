@@ -208,7 +208,7 @@ def test_a_fault_of_all_rows_is_printed_once_and_nothing_runs(
 ) -> None:
     assert main(batch(inputs, inputs | {"save.crf": 40})) == INVALID
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"no row can run: {fault}")
+    assert printed.err.startswith(f"no row can run: lines 1-2: {fault}")
     assert len(printed.err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 

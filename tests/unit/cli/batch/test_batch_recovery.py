@@ -9,6 +9,7 @@ from pathlib import Path
 
 import av
 import pytest
+import torch
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INVALID
@@ -369,3 +370,20 @@ def test_a_video_without_a_workflow_in_the_way_is_refused_as_before(
     write_mp4(tmp_path / "out" / "00001.mp4", frames_of(1), fps=16, crf=30, metadata={"prompt": "[" * 50})
     assert batch() == INVALID
     assert "contains 00001.mp4, which is not from this batch" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="torch before 2.8 has no such class")
+def test_a_row_that_breaks_the_device_each_time_does_not_keep_the_others_from_running(
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = Workflow.run
+
+    def run(workflow: Workflow, **options: object) -> object:
+        if workflow.verdict.prompt["sampler"]["inputs"]["seed"] == 1:
+            error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+            raise NodeFailedError("sampler", "WanStreamSampler", error) from error
+        return inner(workflow, **options)
+
+    monkeypatch.setattr(Workflow, "run", run)
+    assert [batch() for _ in range(3)] == [FAILED] * 3
+    assert states(tmp_path / "out") == [("00001", "posted"), ("00002", "done"), ("shot", "done")]

@@ -600,7 +600,10 @@ def test_a_server_that_fails_rows_which_another_one_finishes_gets_no_more(tmp_pa
     assert fleet.run().failures == 0
     fleet.check(range(1, 25))
     (told,) = [told for told in fleet.reporter.told if told.endswith("it gets no more rows")]
-    assert "http://sound has finished one: restart it before the next batch; its last error: CUDA error: an" in told
+    assert (
+        "http://sound has finished one: restart it, or leave it out of the next batch; its last error: CUDA error: a"
+        in told
+    )
     assert len(broken.ids) <= MAX_STREAK + 1, "it does not fail all rows while the other one makes the first"
 
 
@@ -677,3 +680,48 @@ def test_a_backend_that_ends_with_the_batch_computes_nothing_after_it(tmp_path: 
     fleet.check(range(1, 25))
     assert any("other backends take its" in told for told in fleet.reporter.told)
     assert not any("may still compute" in told for told in fleet.reporter.told)
+
+
+def test_a_suspected_server_takes_all_rows_when_it_is_alone(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, 12)
+    for _ in range(MAX_STREAK):
+        desk.fail(desk.a)
+    assert desk.queue.take(desk.a) is None  # type: ignore[arg-type]
+    desk.queue.silence("http://b", 10.0)
+    desk.take(desk.a)
+
+
+def test_a_server_that_returns_after_a_silence_is_not_suspected(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, 12)
+    for _ in range(MAX_STREAK):
+        desk.fail(desk.a)
+    desk.queue.silence("http://a", 10.0)
+    desk.queue.silence("http://a", None)
+    for _ in range(MAX_STREAK):
+        desk.finish(desk.b)
+    desk.take(desk.a)
+
+
+def test_a_server_that_refuses_all_rows_costs_none(tmp_path: Path) -> None:
+    class Odd(Server):
+        def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
+            raise RefusedError("required input is missing")
+
+    fleet = Fleet(tmp_path, [Odd("odd"), Server("sound")])
+    assert fleet.run().failures == 0
+    fleet.check(range(1, 25))
+
+
+def test_rows_that_have_not_ended_in_two_commands_come_last(tmp_path: Path) -> None:
+    rows = rows_of(3)
+    with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
+        journal.enter(rows, gone=lambda entry: False)
+        for _ in range(2):
+            journal.post({rows[0].hash: None}, "id", None)
+            journal.wait([rows[0].hash])
+        queue = JobQueue(
+            journal=journal, planner=plan_of(1), reporter=Reporter(), stop=StopRequest(), backends=[Server()]
+        )  # type: ignore[arg-type, list-item]
+        queue.enter(rows)
+        taken = [queue._waiting[place].rows[0].position for place in range(3)]
+    assert taken == [2, 3, 1]

@@ -94,7 +94,7 @@ def test_a_server_that_hangs_at_the_end_is_named_with_the_rows_that_it_may_still
     fleet.run()
     ended.set()
     fleet.check(range(1, 25))
-    assert "http://hung may still compute 2 rows that other backends have taken" in reporter.told
+    assert "http://hung may still compute 2 rows that were given to other backends" in reporter.told
 
 
 def test_a_row_does_not_advance_while_its_server_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
