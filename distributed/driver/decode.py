@@ -126,7 +126,8 @@ class TileGroup:
     def start(self, assignment: Assignment, state: torch.Tensor | None, wake: threading.Event) -> None:
         """See `StageGroup.start`."""
         assert state is not None, "the state of a tile is its latents"
-        self._task = replace(self._task, latents=state.contiguous())
+        # Cloned, because a pickled view would carry the latents of all videos to the worker.
+        self._task = replace(self._task, latents=state.clone(memory_format=torch.contiguous_format))
         self._worker = self._pool.workers[self._rank]
         self._heartbeat = Heartbeat([self._worker], self._timeout_s)
         self._decoding = self._worker.call("decode_tile", self._task)

@@ -47,10 +47,17 @@ def job(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> DecodeTask:
 
 
 def _decode(
-    pool: Any, job: DecodeTask, *, max_restarts: int = 1, timeout_s: float = LIMIT_S, **changes: Any
+    pool: Any,
+    job: DecodeTask,
+    *,
+    max_restarts: int = 1,
+    timeout_s: float = LIMIT_S,
+    paths: tuple[PathMap, ...] = (),
+    tiling: Tiling = TILING,
+    **changes: Any,
 ) -> torch.Tensor:
-    ref = WorkersRef(count=len(pool.workers), max_restarts=max_restarts, timeout_s=timeout_s, paths=job.paths)
-    return decode_in_shared_tiles(pool, ref, job, TILING, NEEDS, **changes)
+    ref = WorkersRef(count=len(pool.workers), max_restarts=max_restarts, timeout_s=timeout_s, paths=paths)
+    return decode_in_shared_tiles(pool, ref, job, tiling, NEEDS, **changes)
 
 
 def stop_when(condition: Callable[[], bool]) -> Callable[[], None]:
@@ -72,6 +79,21 @@ def test_frames_are_those_of_one_worker(
     assert told == [(done, tiles) for done in range(1, tiles + 1)]
     assert sum(worker.tiles for worker in workers.workers) == tiles
     assert [worker.freed for worker in workers.workers] == [1] * count
+
+
+@pytest.mark.parametrize("tiling", [TILING, Tiling.of(128)], ids=["tiles", "whole frames"])
+def test_a_worker_gets_the_latents_of_its_tile_only(
+    tiling: Tiling, tile_pools: Callable[..., Any], job: DecodeTask
+) -> None:
+    sizes: list[tuple[int, int]] = []
+
+    def before(worker: Any, task: DecodeTask) -> None:
+        sizes.append((task.latents.untyped_storage().nbytes(), task.latents.nbytes))
+        assert task.latents.is_contiguous()
+
+    _decode(tile_pools(1, before), job, tiling=tiling)
+    assert len(sizes) == 2 * len(tiling.tiles(9, 14))
+    assert all(stored == used for stored, used in sizes), "a pickled tensor has its whole storage"
 
 
 @pytest.mark.slow
@@ -290,8 +312,8 @@ def test_the_vae_is_found_where_the_path_map_says(
 ) -> None:
     here = Path("/nowhere/models")
     maps = (PathMap(here=str(here), there=str(job.vae.parent)),)
-    elsewhere = replace(job, vae=here / job.vae.name, paths=maps)
-    assert torch.equal(_decode(tile_pools(2), elsewhere), alone)
+    elsewhere = replace(job, vae=here / job.vae.name)
+    assert torch.equal(_decode(tile_pools(2), elsewhere, paths=maps), alone)
 
 
 def test_latents_of_another_shape_are_refused_before_anybody_is_asked(
