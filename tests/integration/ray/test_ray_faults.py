@@ -175,7 +175,7 @@ def test_a_worker_that_does_not_start_with_a_token_may_lack_that_token(answers: 
 
 
 def test_a_worker_that_cannot_be_replaced_makes_the_pool_unusable(answers: list[float | Exception]) -> None:
-    answers += [0.0, RayActorError("Worker exit detail: gone."), 0.0]
+    answers += [0.0, *[RayActorError("Worker exit detail: gone.")] * 2, 0.0]
     with RayPool(WorkersRef(count=1), start_timeout_s=0.1) as pool:
         with pytest.raises(LostAtStartError, match="worker 0 does not start: gone"):
             pool.replace(0)
@@ -206,19 +206,26 @@ def test_three_of_four_workers_start_side_by_side_in_one_start(
 
 
 def test_a_worker_that_cannot_be_replaced_does_not_end_the_others_that_start(
-    answers: list[float | Exception], monkeypatch: pytest.MonkeyPatch
+    ray: FakeRay, answers: list[float | Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    get = ray.get
+
+    def lose_the_first(answer: float | Exception, timeout: float) -> Started:
+        if threading.current_thread().name == "wanstream-replace-0":
+            raise RayActorError("Worker exit detail: gone.")
+        return get(answer, timeout)
+
     answers += [0.0] * 3
     with RayPool(WorkersRef(count=3), start_timeout_s=10.0) as pool:
         before = pool.workers
-        answers += [RayActorError("Worker exit detail: gone."), 0.0, 0.0]
-        with pytest.raises(LostAtStartError, match="does not start: gone"):
+        answers += [0.0] * 4
+        monkeypatch.setattr(ray, "get", lose_the_first)
+        with pytest.raises(LostAtStartError, match="worker 0 does not start: gone"):
             replace_lost(pool, [0, 1, 2])
-        kept = [old is new for old, new in zip(before, pool.workers, strict=True)]
-        assert kept.count(True) == 1, "two of them were replaced"
+        assert [old is new for old, new in zip(before, pool.workers, strict=True)] == [True, False, False]
         assert not pool.usable
         answers += [0.0]
-        pool.replace(kept.index(True))
+        pool.replace(0)
         assert pool.usable
 
 
@@ -342,3 +349,26 @@ def test_workers_are_started_once_more_if_one_is_lost_while_it_starts(answers: l
     with pytest.raises(LostAtStartError, match="worker 0 does not start: gone"):
         RayPool(WorkersRef(count=1), start_timeout_s=10.0)
     assert answers == []
+
+
+def test_a_replacement_that_is_lost_while_it_starts_is_started_once_more(answers: list[float | Exception]) -> None:
+    answers += [0.0, RayActorError("Worker exit detail: gone."), 0.0]
+    with RayPool(WorkersRef(count=1), start_timeout_s=10.0) as pool:
+        pool.replace(0)
+        assert pool.usable
+        assert answers == []
+
+
+def test_a_replacement_is_tried_again_for_as_long_as_ray_moves_it(
+    answers: list[float | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = iter(["first", "first", "first", "first", "gone", "gone", None, "last", "last"])
+    answers += [0.0, *[RayActorError("Worker exit detail: gone.")] * 2]
+    with RayPool(WorkersRef(count=1), start_timeout_s=10.0) as pool:
+        monkeypatch.setattr(FakePlacement, "node_of", lambda self, rank: next(nodes))
+        with pytest.raises(LostAtStartError):
+            pool.replace(0)
+        assert answers == [], "two losses on the same machine"
+        answers += [*[RayActorError("Worker exit detail: gone.")] * 2, 0.0]
+        pool.replace(0)
+        assert answers == []
