@@ -34,7 +34,7 @@ from ...wan import (
 )
 from ..messages import DecodeTask, WorkerFacts
 from ..transport.path_map import check_paths
-from ..transport.pool import Pool, WorkerHandle, WorkerLostError
+from ..transport.pool import Pool, WorkerHandle, WorkerLostError, replace_lost
 from ..transport.threads import run_in_thread
 from .heartbeat import Heartbeat
 from .stage_run import POLL_S, GroupEnd, GroupEvent, StageRun, StepTaken
@@ -58,9 +58,11 @@ def decode_in_shared_tiles(
 ) -> torch.Tensor:
     """Decode all videos of `task` -> frames [B, 4(T - 1) + 1, H, W, 3] in 0..1, fp32 on the CPU.
 
-    When a worker runs out of memory, the decode starts again with smaller tiles. Each try counts its tiles and losses
-    from 0. A worker that begins no frame for longer than its heartbeat's limit counts as lost; one that does not stop
-    within `timeout_s` is killed. While a lost worker is replaced, the others decode.
+    Workers that are lost already are replaced first, and these losses are not counted. When a worker runs out of
+    memory, the decode starts again with smaller tiles. Each try counts its tiles and losses from 0. A worker that
+    begins no frame for longer than its heartbeat's limit counts as lost; one that does not stop within `timeout_s` is
+    killed. While a lost worker is replaced, the others decode; a try that ends meanwhile, also by a cancel, waits up to
+    `timeout_s` for the replacement.
 
     Args:
         ref: how long workers may be silent, how many losses of each are survived, and where their files are.
@@ -75,6 +77,7 @@ def decode_in_shared_tiles(
         RestartLimitError: more than `max_restarts` losses of a worker within an hour; the message has the last one.
         VaeInputError, CheckpointFileError: as `WanVae.decode`; the first error of a worker.
         DecodeOutOfMemoryError: a worker has too little memory for the smallest tiles.
+        ValueError, OSError: a lost worker cannot be replaced; as the constructor of the pool.
     """
     check_latents(task.latents)
     check_paths(_facts(pool, check, min(ref.timeout_s, FACTS_TIMEOUT_S), [str(task.vae)], ref.paths), ref.paths)
@@ -99,8 +102,9 @@ def decode_in_shared_tiles(
         try:
             run.run(blend, check)
         finally:
-            # A pool is not usable during a replacement. One that fails here costs no frame, and the next run restarts.
-            wait([group.repairing for group in groups.values() if group.repairing is not None])
+            # A pool is not usable during a replacement. A replacement that fails here costs no frame; the next run
+            # starts another pool.
+            wait([group.repairing for group in groups.values() if group.repairing is not None], timeout=ref.timeout_s)
             wait([worker.call("free_vae") for worker in pool.workers], timeout=ref.timeout_s)
         return frames
 
@@ -177,7 +181,7 @@ def tiles_by_memory(
     videos: int,
     check: Callable[[], None] = lambda: None,
 ) -> Tiling:
-    """Return the tiling in which all workers of `pool` can decode.
+    """Return the tiling in which all workers of `pool` can decode, after lost ones are replaced.
 
     Args:
         needs: memory needs of the whole decode.
@@ -188,6 +192,7 @@ def tiles_by_memory(
     Raises:
         VaeMemoryError: the worker with the least memory has too little for the smallest tile.
         TilingError: no worker reported its memory in time.
+        ValueError, OSError: a lost worker cannot be replaced; as the constructor of the pool.
     """
     facts = _facts(pool, check, FACTS_TIMEOUT_S)
     if not facts:
@@ -205,12 +210,23 @@ def tiles_by_memory(
 
 
 def _facts(pool: Pool, check: Callable[[], None], limit_s: float, *args: Any) -> list[WorkerFacts]:
-    """Return the facts of the workers that respond in time; `args` are those of `Worker.facts`."""
-    requests = [worker.call("facts", *args) for worker in pool.workers]
+    """Replace lost workers, and return the facts of those that respond in time; `args` are those of `Worker.facts`."""
+    answers = _answers([worker.call("facts", *args) for worker in pool.workers], check, limit_s)
+    lost = [err.rank for each in answers if isinstance(err := each.exception(), WorkerLostError)]
+    if lost:
+        # Before the first tile, so that workers that died between two decodes do not count as losses of this one.
+        for repair in _answers([run_in_thread("wanstream-replace", replace_lost, pool, lost)], check, math.inf):
+            repair.result()
+        answers = _answers([worker.call("facts", *args) for worker in pool.workers], check, limit_s)
+    return [each.result() for each in answers if each.exception() is None]
+
+
+def _answers(requests: list[Future[Any]], check: Callable[[], None], limit_s: float) -> list[Future[Any]]:
+    """Return those of the requests that are done in time, after errors too."""
     until = time.monotonic() + limit_s
     while wait(requests, timeout=POLL_S).not_done and time.monotonic() < until:
         check()
-    return [each.result() for each in requests if each.done() and each.exception() is None]
+    return [each for each in requests if each.done()]
 
 
 def _on_cpu(facts: WorkerFacts) -> bool:
