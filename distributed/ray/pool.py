@@ -152,11 +152,10 @@ class RayWorkerHandle:
         return WorkerLostError(where, self.rank)
 
 
-def describe_exit(told: str) -> str:
+def describe_exit(message: str) -> str:
     """Describe the end of a process by the detail in Ray's message, without Ray's general remarks."""
-    _, found, detail = told.partition("Worker exit detail:")
-    words = (detail if found else told).split("Some common causes")[0]
-    return " ".join(words.split()) or "nobody knows why"
+    detail = message.split("Worker exit detail:", 1)[-1].split("Some common causes")[0]
+    return " ".join(detail.split()) or "for an unknown reason"
 
 
 def tail(file: Path) -> str:
@@ -358,8 +357,8 @@ class RayPool(AbstractContextManager["RayPool"]):
                 f"worker {rank} does not start: {describe_exit(str(err))}{TOKEN_HINT if self._ref.token_file else ''}"
             ) from err
         except errors.RayError as err:
-            cause = getattr(err, "cause", None)  # of an error of the worker itself
-            raise RaySetupError(f"worker {rank} does not start: {cause or err}") from err
+            # An error of the worker itself has a cause.
+            raise RaySetupError(f"worker {rank} does not start: {getattr(err, 'cause', None) or err}") from err
         return started
 
 
