@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from wanstream.cli.batch.actors.ray_backend import MIN_CPU_ACTORS, check_local
+from wanstream.cli.options import BatchOptions
 from wanstream.distributed.ray import connection as ray_setup
 from wanstream.distributed.ray import pool as ray_pool
 from wanstream.distributed.ray.connection import FOLDER_PREFIX, RayConnection
@@ -64,8 +66,9 @@ class FakeRay:
         self.ended = 0
         self.server, self.raylet_port = "127.0.0.1:1", 2
 
-    def init(self, *, _temp_dir: str, **_: Any) -> None:
+    def init(self, *, _temp_dir: str, num_cpus: int, **_: Any) -> None:
         self.folders.append(Path(_temp_dir))
+        self.cpus = num_cpus
         if (error := self.inits.pop(0)) is not None:
             raise error
 
@@ -321,6 +324,24 @@ def test_a_ray_that_cannot_start_is_not_tried_again(ray: FakeRay, temporary: Pat
     with ExitStack() as undo, pytest.raises(RaySetupError, match="the minimum allowed is 1"):
         ray_setup._start_local(ray, WorkersRef(count=1), 1 << 20, undo)
     assert len(ray.inits) == 1
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("cores", [1, 16, 33, 128])
+def test_a_ray_that_is_started_here_has_a_slot_for_each_core(
+    cores: int, ray: FakeRay, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_setup, "core_count", lambda: cores)
+    ray.inits = [None]
+    most = max(cores, MIN_CPU_ACTORS)
+    check_local(
+        BatchOptions(jobs=temporary, workflow=temporary, output=temporary, device="cpu", workers=most),
+        gpus=0,
+        cores=cores,
+    )
+    with ExitStack() as undo:
+        ray_setup._start_local(ray, WorkersRef(count=1), 1 << 20, undo)
+        assert ray.cpus / ray_setup.CPU_SLOT >= most, "as many actors as the command allows"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="these are bits of POSIX")
