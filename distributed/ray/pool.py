@@ -86,9 +86,10 @@ class RayWorkerHandle:
 
     def wait_for_end(self, timeout_s: float) -> None:
         """Wait until its process is gone, and its memory with it, if it is on this machine."""
-        for process in () if CONNECTION.is_alive() else self._processes:  # a Ray that is gone does not end it
-            with suppress(psutil.Error):
-                process.kill()
+        for process in self._processes:
+            if not CONNECTION.is_alive():  # a Ray that is gone does not end it
+                with suppress(psutil.Error):
+                    process.kill()
         psutil.wait_procs(self._processes, timeout=timeout_s)
 
     def has_ray(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -14,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from wanstream.cli.batch.actors.ray_backend import MIN_CPU_ACTORS, check_local
@@ -370,6 +373,37 @@ def test_workers_are_started_once_more_if_one_is_lost_while_it_starts(answers: l
     with pytest.raises(LostAtStartError, match="worker 0 does not start: gone"):
         RayPool(WorkersRef(count=1), start_timeout_s=10.0)
     assert answers == []
+
+
+def test_closing_does_not_look_for_ray_for_each_worker_on_another_machine(
+    answers: list[float | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[bool] = []
+
+    def is_alive() -> bool:
+        looked.append(True)
+        return True
+
+    answers += [0.0] * 8
+    pool = RayPool(WorkersRef(count=8), start_timeout_s=10.0)
+    monkeypatch.setattr(ray_pool.CONNECTION, "is_alive", is_alive)
+    pool.close()
+    assert len(looked) == 1, "a look takes seconds if the server cannot be reached"
+
+
+@pytest.mark.integration
+def test_a_worker_of_this_machine_whose_ray_is_gone_is_killed(
+    ray: FakeRay, answers: list[float | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        facts = dataclasses.replace(Worker("cpu", machine=OWN).facts(), pid=process.pid)
+        monkeypatch.setattr(ray, "get", lambda *_, **__: started(facts=facts))
+        answers += [0.0]
+        pool = RayPool(WorkersRef(count=1), start_timeout_s=10.0)
+        assert psutil.pid_exists(process.pid)
+        monkeypatch.setattr(ray_pool.CONNECTION, "is_alive", lambda: False)
+        pool.close()
+        assert not psutil.pid_exists(process.pid)
 
 
 def test_a_replacement_that_is_lost_while_it_starts_is_started_once_more(answers: list[float | Exception]) -> None:
