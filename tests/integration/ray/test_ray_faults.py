@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import os
 import socket
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from wanstream.cli.options import BatchOptions
 from wanstream.distributed.ray import connection as ray_setup
 from wanstream.distributed.ray import pool as ray_pool
 from wanstream.distributed.ray.connection import FOLDER_PREFIX, RayConnection
-from wanstream.distributed.ray.environment import LostAtStartError, RaySetupError
+from wanstream.distributed.ray.environment import QUIET, LostAtStartError, RaySetupError, import_ray
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.distributed.ray.worker import Started
 from wanstream.distributed.transport.pool import replace_lost
@@ -295,6 +297,23 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """A folder for temporary files of the test's own."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
+
+
+@pytest.mark.parametrize("pattern", [None, "my messages"])
+def test_messages_that_the_user_skips_in_logs_are_left_to_the_user(
+    pattern: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, read = "RAY_DEDUP_LOGS_SKIP_REGEX", dict[str, str]()
+    monkeypatch.delenv(name, raising=False)
+    if pattern is not None:
+        monkeypatch.setenv(name, pattern)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr(importlib, "import_module", lambda _: read.update(os.environ))
+    import_ray()
+    assert read[name] == (pattern or QUIET[name])
+    assert read["RAY_USAGE_STATS_ENABLED"] == "0", "it is never left to a default"
+    assert (os.environ.get(name), os.environ["RAY_USAGE_STATS_ENABLED"]) == (pattern, "1")
 
 
 LATE = "The current node timed out during startup."
