@@ -42,7 +42,7 @@ from .stage_run import POLL_S, GroupEnd, GroupEvent, StageRun, StepTaken
 FACTS_TIMEOUT_S = 30.0
 """Time for workers to report whether they have the VAE; of a slower worker, a missing VAE fails the first tile."""
 EARLY_TILES = 2
-"""Tiles per worker that may be decoded ahead of the next one to be blended."""
+"""Tiles per worker that may be decoded ahead of the next one to be blended, until which they stay in RAM."""
 
 
 def decode_in_shared_tiles(
@@ -58,16 +58,14 @@ def decode_in_shared_tiles(
 ) -> torch.Tensor:
     """Decode all videos of `task` -> frames [B, 4(T - 1) + 1, H, W, 3] in 0..1, fp32 on the CPU.
 
-    Workers that are lost already are replaced first, and these losses are not counted. When a worker runs out of
-    memory, the decode starts again with smaller tiles. Each try counts its tiles and losses from 0. A worker that
-    begins no frame for longer than its heartbeat's limit counts as lost; one that does not stop within `timeout_s` is
-    killed. While a lost worker is replaced, the others decode; a try that ends meanwhile, also by a cancel, waits up to
-    `timeout_s` for the replacement.
+    Workers that are lost before are replaced first and not counted. When memory runs out, the decode starts again with
+    smaller tiles. Each try counts its tiles and losses from 0. A worker that begins no frame for longer than its
+    heartbeat's limit counts as lost; one that does not stop within `timeout_s` is killed. The others decode while it is
+    replaced; at the end, or after a cancel, a try waits up to `timeout_s` for that, because the pool is not usable yet.
 
     Args:
         ref: how long workers may be silent, how many losses of each are survived, and where their files are.
         task: videos [B, C, T, h, w] of either latent space of Wan; a worker gets one tile of them at a time.
-        needs: memory needs of the whole decode.
         check: called often on this thread; may raise to cancel, after which the workers are stopped too.
         on_tile: called on this thread with the number of decoded tiles and of all tiles.
         on_change: called with the change before every retry.
@@ -96,14 +94,12 @@ def decode_in_shared_tiles(
             blenders[video].put(tile, step.report)
             on_tile(next(done), len(tiles))
 
-        # Tiles that are decoded early stay in RAM until their neighbours are blended.
         ahead = max(tile.column for _, tile in tiles) + 1 + EARLY_TILES * len(groups)
         run = StageRun([[range(1)]] * len(tiles), groups, latents, max_restarts=ref.max_restarts, ahead=ahead)
         try:
             run.run(blend, check)
         finally:
-            # A pool is not usable during a replacement. A replacement that fails here costs no frame; the next run
-            # starts another pool.
+            # A replacement that fails here costs no frame; the next run starts another pool.
             wait([group.repairing for group in groups.values() if group.repairing is not None], timeout=ref.timeout_s)
             wait([worker.call("free_vae") for worker in pool.workers], timeout=ref.timeout_s)
         return frames
