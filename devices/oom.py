@@ -1,4 +1,4 @@
-"""Errors of devices: out of memory, of torch's allocators and of the libraries that it calls, and broken."""
+"""Errors of devices: out of memory, and a broken context."""
 
 from __future__ import annotations
 

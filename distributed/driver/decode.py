@@ -34,7 +34,7 @@ from ...wan import (
 )
 from ..messages import DecodeTask, WorkerFacts
 from ..transport.path_map import check_paths
-from ..transport.pool import Pool, WorkerHandle, WorkerLostError
+from ..transport.pool import Pool, WorkerHandle, WorkerLostError, replace_lost
 from ..transport.threads import run_in_thread
 from .heartbeat import Heartbeat
 from .stage_run import POLL_S, GroupEnd, GroupEvent, StageRun, StepTaken
@@ -42,7 +42,7 @@ from .stage_run import POLL_S, GroupEnd, GroupEvent, StageRun, StepTaken
 FACTS_TIMEOUT_S = 30.0
 """Time for workers to report whether they have the VAE; of a slower worker, a missing VAE fails the first tile."""
 EARLY_TILES = 2
-"""Tiles per worker that may be decoded ahead of the next one to be blended."""
+"""Tiles per worker that may be decoded ahead of the next one to be blended, until which they stay in RAM."""
 
 
 def decode_in_shared_tiles(
@@ -58,14 +58,14 @@ def decode_in_shared_tiles(
 ) -> torch.Tensor:
     """Decode all videos of `task` -> frames [B, 4(T - 1) + 1, H, W, 3] in 0..1, fp32 on the CPU.
 
-    When a worker runs out of memory, the decode starts again with smaller tiles. Each try counts its tiles and losses
-    from 0. A worker that begins no frame for longer than its heartbeat's limit counts as lost; one that does not stop
-    within `timeout_s` is killed. While a lost worker is replaced, the others decode.
+    Workers that are lost before are replaced first and not counted. When memory runs out, the decode starts again with
+    smaller tiles. Each try counts its tiles and losses from 0. A worker that begins no frame for longer than its
+    heartbeat's limit counts as lost; one that does not stop within `timeout_s` is killed. The others decode while it is
+    replaced; at the end, or after a cancel, a try waits up to `timeout_s` for that, because the pool is not usable yet.
 
     Args:
         ref: how long workers may be silent, how many losses of each are survived, and where their files are.
         task: videos [B, C, T, h, w] of either latent space of Wan; a worker gets one tile of them at a time.
-        needs: memory needs of the whole decode.
         check: called often on this thread; may raise to cancel, after which the workers are stopped too.
         on_tile: called on this thread with the number of decoded tiles and of all tiles.
         on_change: called with the change before every retry.
@@ -75,6 +75,7 @@ def decode_in_shared_tiles(
         RestartLimitError: more than `max_restarts` losses of a worker within an hour; the message has the last one.
         VaeInputError, CheckpointFileError: as `WanVae.decode`; the first error of a worker.
         DecodeOutOfMemoryError: a worker has too little memory for the smallest tiles.
+        ValueError, OSError: a lost worker cannot be replaced; as the constructor of the pool.
     """
     check_latents(task.latents)
     check_paths(_facts(pool, check, min(ref.timeout_s, FACTS_TIMEOUT_S), [str(task.vae)], ref.paths), ref.paths)
@@ -93,14 +94,13 @@ def decode_in_shared_tiles(
             blenders[video].put(tile, step.report)
             on_tile(next(done), len(tiles))
 
-        # Tiles that are decoded early stay in RAM until their neighbours are blended.
         ahead = max(tile.column for _, tile in tiles) + 1 + EARLY_TILES * len(groups)
         run = StageRun([[range(1)]] * len(tiles), groups, latents, max_restarts=ref.max_restarts, ahead=ahead)
         try:
             run.run(blend, check)
         finally:
-            # A pool is not usable during a replacement. One that fails here costs no frame, and the next run restarts.
-            wait([group.repairing for group in groups.values() if group.repairing is not None])
+            # A replacement that fails here costs no frame; the next run starts another pool.
+            wait([group.repairing for group in groups.values() if group.repairing is not None], timeout=ref.timeout_s)
             wait([worker.call("free_vae") for worker in pool.workers], timeout=ref.timeout_s)
         return frames
 
@@ -126,7 +126,8 @@ class TileGroup:
     def start(self, assignment: Assignment, state: torch.Tensor | None, wake: threading.Event) -> None:
         """See `StageGroup.start`."""
         assert state is not None, "the state of a tile is its latents"
-        self._task = replace(self._task, latents=state.contiguous())
+        # Cloned, because a pickled view would carry the latents of all videos to the worker.
+        self._task = replace(self._task, latents=state.clone(memory_format=torch.contiguous_format))
         self._worker = self._pool.workers[self._rank]
         self._heartbeat = Heartbeat([self._worker], self._timeout_s)
         self._decoding = self._worker.call("decode_tile", self._task)
@@ -176,7 +177,7 @@ def tiles_by_memory(
     videos: int,
     check: Callable[[], None] = lambda: None,
 ) -> Tiling:
-    """Return the tiling in which all workers of `pool` can decode.
+    """Return the tiling in which all workers of `pool` can decode, after lost ones are replaced.
 
     Args:
         needs: memory needs of the whole decode.
@@ -187,6 +188,7 @@ def tiles_by_memory(
     Raises:
         VaeMemoryError: the worker with the least memory has too little for the smallest tile.
         TilingError: no worker reported its memory in time.
+        ValueError, OSError: a lost worker cannot be replaced; as the constructor of the pool.
     """
     facts = _facts(pool, check, FACTS_TIMEOUT_S)
     if not facts:
@@ -204,12 +206,23 @@ def tiles_by_memory(
 
 
 def _facts(pool: Pool, check: Callable[[], None], limit_s: float, *args: Any) -> list[WorkerFacts]:
-    """Return the facts of the workers that respond in time; `args` are those of `Worker.facts`."""
-    requests = [worker.call("facts", *args) for worker in pool.workers]
+    """Replace lost workers, and return the facts of those that respond in time; `args` are those of `Worker.facts`."""
+    answers = _answers([worker.call("facts", *args) for worker in pool.workers], check, limit_s)
+    lost = [err.rank for each in answers if isinstance(err := each.exception(), WorkerLostError)]
+    if lost:
+        # Before the first tile, so that workers that died between two decodes do not count as losses of this one.
+        for repair in _answers([run_in_thread("wanstream-replace", replace_lost, pool, lost)], check, math.inf):
+            repair.result()
+        answers = _answers([worker.call("facts", *args) for worker in pool.workers], check, limit_s)
+    return [each.result() for each in answers if each.exception() is None]
+
+
+def _answers(requests: list[Future[Any]], check: Callable[[], None], limit_s: float) -> list[Future[Any]]:
+    """Return those of the requests that are done in time, after errors too."""
     until = time.monotonic() + limit_s
     while wait(requests, timeout=POLL_S).not_done and time.monotonic() < until:
         check()
-    return [each.result() for each in requests if each.done() and each.exception() is None]
+    return [each for each in requests if each.done()]
 
 
 def _on_cpu(facts: WorkerFacts) -> bool:

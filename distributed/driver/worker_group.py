@@ -282,8 +282,7 @@ class _Task:
                 self._kill_pending()
         elif self._heartbeat.is_overdue():
             ranks = ", ".join(map(str, self._rendezvous.ranks))
-            limit_s = self._heartbeat.limit_s
-            self._silence = WorkerTimeoutError(f"no sign of life from worker {ranks} for {limit_s:g} s")
+            self._silence = WorkerTimeoutError(f"no sign of life from worker {ranks} for {self._heartbeat.limit_s:g} s")
             self._rendezvous.leave()
             self._end_within(min(HUNG_GRACE_S, self._timeout_s))
 

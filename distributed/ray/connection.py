@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from ...devices import gpu_count
+from ...devices import core_count, gpu_count
 from ...schema import LOCAL, WorkersRef, host_and_port, is_loopback
 from ..transport.threads import WorkThread
 from ..worker.worker import LOOPBACK
@@ -147,7 +147,7 @@ class RayReaper:
 CPU_SLOT = 0.5
 """CPU resource of one worker on a machine without GPUs; Ray uses it for bookkeeping only."""
 LOCAL_CPUS = 16
-"""CPU resource of this machine in a Ray that is started here."""
+"""CPU resource of this machine in a Ray that is started here; on a machine with more cores, their number."""
 OBJECT_STORE_BYTES = 1 << 30
 """Size of the object store: 77 MB for a state of 1280x720x81, 36 MB for its request. Ray spills more to disk."""
 FOLDER_PREFIX = "wanstream-ray-"
@@ -266,7 +266,7 @@ def _init_local(ray: Any, store_bytes: int, undo: ExitStack) -> RayReaper:
             started.callback(reaper.track)  # also after an error: `ray.init` does not end the processes it has started
             ray.init(
                 address="local",
-                num_cpus=LOCAL_CPUS,
+                num_cpus=max(LOCAL_CPUS, core_count()),
                 num_gpus=gpu_count(),
                 object_store_memory=store_bytes,
                 include_dashboard=False,

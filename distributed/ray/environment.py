@@ -54,9 +54,9 @@ PREFIX, DEBUGGER = "RAY_", "PYTHONBREAKPOINT"
 MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 """Ray's variables for its token; without them it uses the file `~/.ray/auth_token`."""
 
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": r"\A(Raylet is terminated|The node with node)"}
-"""Variables that Ray reads when it is imported. The messages are those after the end of a raylet, with the end of its
-log, which Ray prints although `log_to_driver` is off."""
+QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": r"\A(Raylet is terminated|The node with node)"}
+"""Variable that Ray reads when it is imported; one that the user has set is kept. The messages are those after the end
+of a raylet, with the end of its log, which Ray prints although `log_to_driver` is off."""
 
 PROCESS_TOKEN = secrets.token_hex(32)
 """Random token of this process."""
@@ -67,9 +67,10 @@ _ENVIRONMENT = threading.RLock()
 
 def import_ray() -> Any:
     """Import and return the module `ray`. Raises RayMissingError if it is not installed."""
+    values = QUIET | _ray_variables() | {"RAY_USAGE_STATS_ENABLED": "0"}
     try:
         # Only the first import reads the environment; later ones need neither the variables nor the lock.
-        with nullcontext() if "ray" in sys.modules else temporary_environment(QUIET):
+        with nullcontext() if "ray" in sys.modules else temporary_environment(values):
             return importlib.import_module("ray")
     except ModuleNotFoundError as err:
         if err.name != "ray":
@@ -128,8 +129,7 @@ def check_token_file(token_file: str) -> None:
 
 def reset_token_cache() -> None:
     """Make Ray read its token again; it caches the first one, and would send it to another cluster too."""
-    raylet = sys.modules.get("ray._raylet")
-    if raylet is not None:
+    if (raylet := sys.modules.get("ray._raylet")) is not None:
         raylet.AuthenticationTokenLoader.instance().reset_cache()
         raylet.Config.initialize("")  # reads the token mode again
 

@@ -86,9 +86,10 @@ class RayWorkerHandle:
 
     def wait_for_end(self, timeout_s: float) -> None:
         """Wait until its process is gone, and its memory with it, if it is on this machine."""
-        for process in () if CONNECTION.is_alive() else self._processes:  # a Ray that is gone does not end it
-            with suppress(psutil.Error):
-                process.kill()
+        for process in self._processes:
+            if not CONNECTION.is_alive():  # a Ray that is gone does not end it
+                with suppress(psutil.Error):
+                    process.kill()
         psutil.wait_procs(self._processes, timeout=timeout_s)
 
     def has_ray(self) -> bool:
@@ -152,11 +153,10 @@ class RayWorkerHandle:
         return WorkerLostError(where, self.rank)
 
 
-def describe_exit(told: str) -> str:
+def describe_exit(message: str) -> str:
     """Describe the end of a process by the detail in Ray's message, without Ray's general remarks."""
-    _, found, detail = told.partition("Worker exit detail:")
-    words = (detail if found else told).split("Some common causes")[0]
-    return " ".join(words.split()) or "nobody knows why"
+    detail = message.split("Worker exit detail:", 1)[-1].split("Some common causes")[0]
+    return " ".join(detail.split()) or "for an unknown reason"
 
 
 def tail(file: Path) -> str:
@@ -229,10 +229,7 @@ class RayPool(AbstractContextManager["RayPool"]):
             self._placement = Placement(self._ray, ref.count, start_timeout_s, sizes=sizes, on_gpus=on_gpus)
             undo.callback(self._placement.close)
             self._class = actor_class(self._ray)
-            try:
-                self._workers = self._start(range(ref.count))
-            except LostAtStartError:  # for example one that the system has ended because RAM was short
-                self._workers = self._start(range(ref.count))
+            self._workers = self._start(range(ref.count))
             self._undo = undo.pop_all()
 
     @property
@@ -261,7 +258,7 @@ class RayPool(AbstractContextManager["RayPool"]):
             self._workers[rank].kill()
             self._workers[rank].wait_for_end(END_TIMEOUT_S)
             self._failed.add(rank)
-            self._workers[rank] = self._restart(rank)
+            (self._workers[rank],) = self._start([rank])
             self._failed.discard(rank)
             return self._workers[rank]
 
@@ -285,9 +282,26 @@ class RayPool(AbstractContextManager["RayPool"]):
         self.close()
 
     def _start(self, ranks: Sequence[int]) -> list[RayWorkerHandle]:
+        """Start the workers of these ranks; once more if one is lost, and as long as Ray assigns it to other machines.
+
+        The system may have ended it because RAM was short. Ray notices the loss of a machine late, so a first try may
+        be placed on a machine that is gone.
+        """
+        until, tried = time.monotonic() + self._timeout_s, 0
+        while True:
+            self._check_open()  # a call after Ray's end would start Ray again
+            nodes = [self._placement.node_of(rank) for rank in ranks]
+            try:
+                return self._start_once(ranks)
+            except LostAtStartError:
+                tried += 1
+                same_nodes = None not in nodes and nodes == [self._placement.node_of(rank) for rank in ranks]
+                if tried > 1 and (same_nodes or time.monotonic() > until):
+                    raise
+
+    def _start_once(self, ranks: Sequence[int]) -> list[RayWorkerHandle]:
         """Start the workers of these ranks at the same time; after an error none of them is left."""
         folders = [str(folder) for folder in places(FOLDER, self._ref.paths)]
-        self._check_open()
         actors = [self._actor(rank, folders) for rank in ranks]
         with ExitStack() as undo:
             undo.callback(self._kill, actors)
@@ -315,22 +329,6 @@ class RayPool(AbstractContextManager["RayPool"]):
             "service": self._service,
         }
         return self._class.options(**options).remote(PACKAGE, list(folders), settings)
-
-    def _restart(self, rank: int) -> RayWorkerHandle:
-        """Start a new worker with that rank, and try again as long as Ray assigns it to another machine.
-
-        Ray notices the loss of a machine late, so a first try may be placed on a machine that is gone.
-        """
-        until = time.monotonic() + self._timeout_s
-        while True:
-            self._check_open()  # a call after Ray's end would start Ray again
-            node = self._placement.node_of(rank)
-            try:
-                return self._start([rank])[0]
-            except LostAtStartError:
-                same_node = node is not None and self._placement.node_of(rank) == node
-                if same_node or time.monotonic() > until:
-                    raise
 
     def _check_open(self) -> None:
         if self._closed:
@@ -360,8 +358,8 @@ class RayPool(AbstractContextManager["RayPool"]):
                 f"worker {rank} does not start: {describe_exit(str(err))}{TOKEN_HINT if self._ref.token_file else ''}"
             ) from err
         except errors.RayError as err:
-            cause = getattr(err, "cause", None)  # of an error of the worker itself
-            raise RaySetupError(f"worker {rank} does not start: {cause or err}") from err
+            # An error of the worker itself has a cause.
+            raise RaySetupError(f"worker {rank} does not start: {getattr(err, 'cause', None) or err}") from err
         return started
 
 

@@ -71,9 +71,8 @@ class RayWorker(Worker):
         self._service: Any = None
         if service is not None:
             path, settings = service
-            self._service = pkgutil.resolve_name(f"{PACKAGE}.{path}")(
-                self.facts().device, workers_on_machine, **settings
-            )
+            make = pkgutil.resolve_name(f"{PACKAGE}.{path}")
+            self._service = make(self.facts().device, workers_on_machine, **settings)
 
     def started(self) -> Started:
         """Return facts and log files of this worker."""

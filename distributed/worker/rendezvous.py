@@ -44,8 +44,7 @@ class WorkerTimeoutError(TimeoutError):
 
 def is_timeout(error: BaseException) -> bool:
     """Return True if an error of torch.distributed reports a timeout."""
-    message = str(error).lower()
-    return any(words in message for words in TIMEOUT_WORDS)
+    return any(words in str(error).lower() for words in TIMEOUT_WORDS)
 
 
 def is_peer_error(error: RuntimeError) -> bool:

@@ -57,7 +57,7 @@ def order_groups(machines: Sequence[str], size: int) -> list[int]:
     """Return an order of the ranks in which groups that have a machine in common are next to each other.
 
     Args:
-        machines: machine of each rank, in the order of which they are filled.
+        machines: machine of each rank, in the order in which they are filled.
         size: number of consecutive ranks of a group; they stay together, and in their order.
     """
     places = {machine: place for place, machine in enumerate(dict.fromkeys(machines))}

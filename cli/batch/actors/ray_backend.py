@@ -48,7 +48,7 @@ LIMIT_S = 15.0
 PIECE = 8 << 20
 """Bytes of a file in one message, which passes through Ray's object store."""
 MAX_BROKEN = MAX_LOSSES + 1
-"""Number of times in a row that the device of an actor may fail: one more than a single row can cause."""
+"""Failures of its device in a row after which an actor gets no more rows: one more than a single row can cause."""
 MIN_CPU_ACTORS = 2
 """Actors on CPUs that any machine may have, so that several can be tried out on one core."""
 _INPUT = " [input]"

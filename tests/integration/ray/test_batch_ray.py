@@ -105,7 +105,7 @@ def wait_for_files(driver: subprocess.Popen[str], out: Path, count: int) -> None
         time.sleep(0.05)
 
 
-def test_a_killed_driver_takes_its_actors_along_and_the_same_command_goes_on_and_replaces_a_killed_actor(
+def test_a_killed_driver_takes_its_actors_along_and_the_same_command_goes_on_although_an_actor_is_killed(
     start: Start, tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
     driver = start()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import os
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -14,12 +18,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
+from wanstream.cli.batch.actors.ray_backend import MIN_CPU_ACTORS, check_local
+from wanstream.cli.options import BatchOptions
 from wanstream.distributed.ray import connection as ray_setup
 from wanstream.distributed.ray import pool as ray_pool
 from wanstream.distributed.ray.connection import FOLDER_PREFIX, RayConnection
-from wanstream.distributed.ray.environment import LostAtStartError, RaySetupError
+from wanstream.distributed.ray.environment import QUIET, LostAtStartError, RaySetupError, import_ray
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.distributed.ray.worker import Started
 from wanstream.distributed.transport.pool import replace_lost
@@ -64,8 +71,9 @@ class FakeRay:
         self.ended = 0
         self.server, self.raylet_port = "127.0.0.1:1", 2
 
-    def init(self, *, _temp_dir: str, **_: Any) -> None:
+    def init(self, *, _temp_dir: str, num_cpus: int, **_: Any) -> None:
         self.folders.append(Path(_temp_dir))
+        self.cpus = num_cpus
         if (error := self.inits.pop(0)) is not None:
             raise error
 
@@ -175,7 +183,7 @@ def test_a_worker_that_does_not_start_with_a_token_may_lack_that_token(answers: 
 
 
 def test_a_worker_that_cannot_be_replaced_makes_the_pool_unusable(answers: list[float | Exception]) -> None:
-    answers += [0.0, RayActorError("Worker exit detail: gone."), 0.0]
+    answers += [0.0, *[RayActorError("Worker exit detail: gone.")] * 2, 0.0]
     with RayPool(WorkersRef(count=1), start_timeout_s=0.1) as pool:
         with pytest.raises(LostAtStartError, match="worker 0 does not start: gone"):
             pool.replace(0)
@@ -206,19 +214,26 @@ def test_three_of_four_workers_start_side_by_side_in_one_start(
 
 
 def test_a_worker_that_cannot_be_replaced_does_not_end_the_others_that_start(
-    answers: list[float | Exception], monkeypatch: pytest.MonkeyPatch
+    ray: FakeRay, answers: list[float | Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    get = ray.get
+
+    def lose_the_first(answer: float | Exception, timeout: float) -> Started:
+        if threading.current_thread().name == "wanstream-replace-0":
+            raise RayActorError("Worker exit detail: gone.")
+        return get(answer, timeout)
+
     answers += [0.0] * 3
     with RayPool(WorkersRef(count=3), start_timeout_s=10.0) as pool:
         before = pool.workers
-        answers += [RayActorError("Worker exit detail: gone."), 0.0, 0.0]
-        with pytest.raises(LostAtStartError, match="does not start: gone"):
+        answers += [0.0] * 4
+        monkeypatch.setattr(ray, "get", lose_the_first)
+        with pytest.raises(LostAtStartError, match="worker 0 does not start: gone"):
             replace_lost(pool, [0, 1, 2])
-        kept = [old is new for old, new in zip(before, pool.workers, strict=True)]
-        assert kept.count(True) == 1, "two of them were replaced"
+        assert [old is new for old, new in zip(before, pool.workers, strict=True)] == [True, False, False]
         assert not pool.usable
         answers += [0.0]
-        pool.replace(kept.index(True))
+        pool.replace(0)
         assert pool.usable
 
 
@@ -284,6 +299,23 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     return tmp_path
 
 
+@pytest.mark.parametrize("pattern", [None, "my messages"])
+def test_messages_that_the_user_skips_in_logs_are_left_to_the_user(
+    pattern: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, read = "RAY_DEDUP_LOGS_SKIP_REGEX", dict[str, str]()
+    monkeypatch.delenv(name, raising=False)
+    if pattern is not None:
+        monkeypatch.setenv(name, pattern)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr(importlib, "import_module", lambda _: read.update(os.environ))
+    import_ray()
+    assert read[name] == (pattern or QUIET[name])
+    assert read["RAY_USAGE_STATS_ENABLED"] == "0", "it is never left to a default"
+    assert (os.environ.get(name), os.environ["RAY_USAGE_STATS_ENABLED"]) == (pattern, "1")
+
+
 LATE = "The current node timed out during startup."
 
 
@@ -316,6 +348,24 @@ def test_a_ray_that_cannot_start_is_not_tried_again(ray: FakeRay, temporary: Pat
     assert len(ray.inits) == 1
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("cores", [1, 16, 33, 128])
+def test_a_ray_that_is_started_here_has_a_slot_for_each_core(
+    cores: int, ray: FakeRay, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_setup, "core_count", lambda: cores)
+    ray.inits = [None]
+    most = max(cores, MIN_CPU_ACTORS)
+    check_local(
+        BatchOptions(jobs=temporary, workflow=temporary, output=temporary, device="cpu", workers=most),
+        gpus=0,
+        cores=cores,
+    )
+    with ExitStack() as undo:
+        ray_setup._start_local(ray, WorkersRef(count=1), 1 << 20, undo)
+        assert ray.cpus / ray_setup.CPU_SLOT >= most, "as many actors as the command allows"
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="these are bits of POSIX")
 @pytest.mark.integration
 def test_the_folder_of_ray_lies_in_one_that_is_closed_to_others(ray: FakeRay, temporary: Path) -> None:
@@ -342,3 +392,57 @@ def test_workers_are_started_once_more_if_one_is_lost_while_it_starts(answers: l
     with pytest.raises(LostAtStartError, match="worker 0 does not start: gone"):
         RayPool(WorkersRef(count=1), start_timeout_s=10.0)
     assert answers == []
+
+
+def test_closing_does_not_look_for_ray_for_each_worker_on_another_machine(
+    answers: list[float | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[bool] = []
+
+    def is_alive() -> bool:
+        looked.append(True)
+        return True
+
+    answers += [0.0] * 8
+    pool = RayPool(WorkersRef(count=8), start_timeout_s=10.0)
+    monkeypatch.setattr(ray_pool.CONNECTION, "is_alive", is_alive)
+    pool.close()
+    assert len(looked) == 1, "a look takes seconds if the server cannot be reached"
+
+
+@pytest.mark.integration
+def test_a_worker_of_this_machine_whose_ray_is_gone_is_killed(
+    ray: FakeRay, answers: list[float | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        facts = dataclasses.replace(Worker("cpu", machine=OWN).facts(), pid=process.pid)
+        monkeypatch.setattr(ray, "get", lambda *_, **__: started(facts=facts))
+        answers += [0.0]
+        pool = RayPool(WorkersRef(count=1), start_timeout_s=10.0)
+        assert psutil.pid_exists(process.pid)
+        monkeypatch.setattr(ray_pool.CONNECTION, "is_alive", lambda: False)
+        pool.close()
+        assert not psutil.pid_exists(process.pid)
+
+
+def test_a_replacement_that_is_lost_while_it_starts_is_started_once_more(answers: list[float | Exception]) -> None:
+    answers += [0.0, RayActorError("Worker exit detail: gone."), 0.0]
+    with RayPool(WorkersRef(count=1), start_timeout_s=10.0) as pool:
+        pool.replace(0)
+        assert pool.usable
+        assert answers == []
+
+
+def test_a_replacement_is_tried_again_for_as_long_as_ray_moves_it(
+    answers: list[float | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = iter(["first", "first", "first", "first", "gone", "gone", None, "last", "last"])
+    answers += [0.0, *[RayActorError("Worker exit detail: gone.")] * 2]
+    with RayPool(WorkersRef(count=1), start_timeout_s=10.0) as pool:
+        monkeypatch.setattr(FakePlacement, "node_of", lambda self, rank: next(nodes))
+        with pytest.raises(LostAtStartError):
+            pool.replace(0)
+        assert answers == [], "two losses on the same machine"
+        answers += [*[RayActorError("Worker exit detail: gone.")] * 2, 0.0]
+        pool.replace(0)
+        assert answers == []

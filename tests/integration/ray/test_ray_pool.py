@@ -201,8 +201,8 @@ def test_the_user_finds_the_process_as_it_was(pool: RayPool, untouched: tuple[di
 
 
 def test_a_second_pool_shares_this_ray(pool: RayPool, make_task: MakeTask) -> None:
-    with pytest.raises(RaySetupError, match="100 workers on CPUs, but Ray has slots for 32"):
-        RayPool(WorkersRef(count=100), "cpu")
+    with pytest.raises(RaySetupError, match=r"10000 workers on CPUs, but Ray has slots for \d+"):
+        RayPool(WorkersRef(count=10000), "cpu")
     with pytest.raises(RaySetupError, match="2 workers, but Ray has 0 GPUs"):
         RayPool(WorkersRef(count=2), "cuda")
     with pytest.raises(RaySetupError, match=r"at local: close those before starting others at 127\.0\.0\.1:6379"):

@@ -270,7 +270,7 @@ def test_how_a_worker_ended_is_said_without_remarks() -> None:
     )
     assert describe_exit(message) == "Worker unexpectedly exits with a connection error code 2. End of file."
     assert describe_exit("The actor is\n unavailable") == "The actor is unavailable"
-    assert describe_exit("") == "nobody knows why"
+    assert describe_exit("") == "for an unknown reason"
 
 
 def test_the_end_of_a_log_has_what_the_worker_wrote(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.driver.decode import EARLY_TILES, decode_in_shared_tiles
+from wanstream.distributed.driver.decode import EARLY_TILES, TileGroup, decode_in_shared_tiles
 from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask
 from wanstream.distributed.transport.path_map import MissingPathError
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.worker import TileDecoder, Worker
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
+from wanstream.plan import Assignment, GroupId
 from wanstream.schema import Mesh, PathMap, WorkersRef
 from wanstream.tests.support.reports import latents_of
 from wanstream.wan.vae.memory import DecodeNeeds
@@ -47,10 +49,17 @@ def job(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> DecodeTask:
 
 
 def _decode(
-    pool: Any, job: DecodeTask, *, max_restarts: int = 1, timeout_s: float = LIMIT_S, **changes: Any
+    pool: Any,
+    job: DecodeTask,
+    *,
+    max_restarts: int = 1,
+    timeout_s: float = LIMIT_S,
+    paths: tuple[PathMap, ...] = (),
+    tiling: Tiling = TILING,
+    **changes: Any,
 ) -> torch.Tensor:
-    ref = WorkersRef(count=len(pool.workers), max_restarts=max_restarts, timeout_s=timeout_s, paths=job.paths)
-    return decode_in_shared_tiles(pool, ref, job, TILING, NEEDS, **changes)
+    ref = WorkersRef(count=len(pool.workers), max_restarts=max_restarts, timeout_s=timeout_s, paths=paths)
+    return decode_in_shared_tiles(pool, ref, job, tiling, NEEDS, **changes)
 
 
 def stop_when(condition: Callable[[], bool]) -> Callable[[], None]:
@@ -72,6 +81,21 @@ def test_frames_are_those_of_one_worker(
     assert told == [(done, tiles) for done in range(1, tiles + 1)]
     assert sum(worker.tiles for worker in workers.workers) == tiles
     assert [worker.freed for worker in workers.workers] == [1] * count
+
+
+@pytest.mark.parametrize("tiling", [TILING, Tiling.of(128)], ids=["tiles", "whole frames"])
+def test_a_worker_gets_the_latents_of_its_tile_only(
+    tiling: Tiling, tile_pools: Callable[..., Any], job: DecodeTask
+) -> None:
+    sizes: list[tuple[int, int]] = []
+
+    def before(worker: Any, task: DecodeTask) -> None:
+        sizes.append((task.latents.untyped_storage().nbytes(), task.latents.nbytes))
+        assert task.latents.is_contiguous()
+
+    _decode(tile_pools(1, before), job, tiling=tiling)
+    assert len(sizes) == 2 * len(tiling.tiles(9, 14))
+    assert all(stored == used for stored, used in sizes), "a pickled tensor has its whole storage"
 
 
 @pytest.mark.slow
@@ -199,6 +223,104 @@ def test_a_replacement_that_is_lost_too_counts_and_any_other_failure_of_it_ends_
         _decode(failing(OSError("Ray has ended")), job, max_restarts=9)
 
 
+def lose(workers: Any, *ranks: int) -> None:
+    """End these workers of a `ThreadPool` between two decodes."""
+    for rank in ranks:
+        lost = WorkerLostError("gone between two decodes", rank)
+
+        def call(method: str, *_: Any, lost: WorkerLostError = lost) -> Future[Any]:
+            answer: Future[Any] = Future()
+            answer.set_exception(lost)
+            return answer
+
+        workers.workers[rank].call = call
+
+
+def test_workers_that_are_lost_before_a_decode_are_replaced_and_not_counted(
+    tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
+) -> None:
+    workers = tile_pools(3)
+    lose(workers, 0, 2)
+    assert torch.equal(_decode(workers, job, max_restarts=0), alone)
+    assert sorted(worker.rank for worker in workers.all) == [0, 0, 1, 2, 2]
+    assert torch.equal(_decode(workers, job, max_restarts=0), alone)
+    assert len(workers.all) == 5
+
+
+def test_a_worker_that_cannot_be_replaced_before_a_decode_ends_it(
+    tile_pools: Callable[..., Any], job: DecodeTask
+) -> None:
+    workers = tile_pools(2)
+    lose(workers, 1)
+
+    def refuse(rank: int) -> None:
+        raise OSError(f"no slot for {rank}")
+
+    workers.replace = refuse
+    with pytest.raises(OSError, match="no slot for 1"):
+        _decode(workers, job, max_restarts=9)
+
+
+def test_a_cancel_does_not_wait_for_a_replacement_before_a_decode(
+    tile_pools: Callable[..., Any], job: DecodeTask
+) -> None:
+    workers, go_on = tile_pools(1), threading.Event()
+    lose(workers, 0)
+    begun = threading.Event()
+
+    def replace_late(rank: int) -> None:
+        begun.set()
+        go_on.wait(LIMIT_S)
+
+    workers.replace = replace_late
+    began = time.monotonic()
+    try:
+        with pytest.raises(DecodeCancelled):
+            _decode(workers, job, check=stop_when(begun.is_set))
+        assert time.monotonic() - began < LIMIT_S / 2
+    finally:
+        go_on.set()
+
+
+def test_a_decode_waits_for_a_replacement_only_until_the_timeout(
+    tile_pools: Callable[..., Any], job: DecodeTask
+) -> None:
+    replacing, go_on = threading.Event(), threading.Event()
+
+    def before(worker: Any, task: DecodeTask) -> None:
+        raise WorkerLostError("gone", 0)
+
+    def replace_late(rank: int) -> None:
+        replacing.set()
+        go_on.wait(LIMIT_S)
+
+    workers = tile_pools(1, before)
+    workers.replace = replace_late
+    began = time.monotonic()
+    try:
+        with pytest.raises(DecodeCancelled):
+            _decode(workers, job, timeout_s=0.2, check=stop_when(replacing.is_set))
+        assert 0.2 <= time.monotonic() - began < LIMIT_S / 2
+    finally:
+        go_on.set()
+
+
+def test_the_time_limit_of_a_tile_starts_with_it(
+    tile_pools: Callable[..., Any], job: DecodeTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wanstream.distributed.driver.heartbeat.OPENING_S", 0.0)
+    go_on = threading.Event()
+    workers = tile_pools(1, lambda worker, task: go_on.wait(LIMIT_S))
+    group, tile = TileGroup(workers, 0, job, 0.25), Assignment(GroupId(0, 0), item=0, steps=range(1))
+    time.sleep(0.6)  # longer than the limit, twice 0.25 s: other workers may take all tiles for so long
+    try:
+        group.start(tile, job.latents[:1], threading.Event())
+        assert group.poll() == []
+        assert not workers.workers[0].killed
+    finally:
+        go_on.set()
+
+
 def test_a_decode_that_is_stopped_leaves_workers_that_decode(
     tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
@@ -290,8 +412,8 @@ def test_the_vae_is_found_where_the_path_map_says(
 ) -> None:
     here = Path("/nowhere/models")
     maps = (PathMap(here=str(here), there=str(job.vae.parent)),)
-    elsewhere = replace(job, vae=here / job.vae.name, paths=maps)
-    assert torch.equal(_decode(tile_pools(2), elsewhere), alone)
+    elsewhere = replace(job, vae=here / job.vae.name)
+    assert torch.equal(_decode(tile_pools(2), elsewhere, paths=maps), alone)
 
 
 def test_latents_of_another_shape_are_refused_before_anybody_is_asked(

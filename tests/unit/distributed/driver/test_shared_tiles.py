@@ -97,10 +97,15 @@ def test_a_lost_worker_is_no_shortage_whatever_its_log_says(
 
 
 class Telling:
-    """Worker that returns facts, raises, or does not respond."""
+    """Workers that return facts, or raise; a lost one is replaced by one that returns `later`."""
 
-    def __init__(self, *told: WorkerFacts | Exception) -> None:
+    def __init__(self, *told: WorkerFacts | Exception, later: WorkerFacts | Exception | None = None) -> None:
         self.workers = [_Telling(each) for each in told]
+        self._later = later
+
+    def replace(self, rank: int) -> None:
+        assert self._later is not None, "no worker is lost"
+        self.workers[rank] = _Telling(self._later)
 
 
 class _Telling:
@@ -121,8 +126,15 @@ def gpu(tile_bytes: int) -> WorkerFacts:
     return replace(Worker("cpu").facts(), device="cuda:0", tile_bytes=tile_bytes)
 
 
-def tiles(*told: WorkerFacts | Exception, **changes: Any) -> Tiling:
-    return tiles_by_memory(Telling(*told), NEEDS, **{"weight_bytes": GB, "memory_bytes": 0, "videos": 1, **changes})
+def tiles(*told: WorkerFacts | Exception, later: WorkerFacts | Exception | None = None, **changes: Any) -> Tiling:
+    given = {"weight_bytes": GB, "memory_bytes": 0, "videos": 1, **changes}
+    return tiles_by_memory(Telling(*told, later=later), NEEDS, **given)
+
+
+def test_workers_that_are_lost_are_replaced_before_their_memory_counts() -> None:
+    lost = WorkerLostError("gone", 1)
+    assert tiles(gpu(80 * GB), lost, later=gpu(2 * GB)) == tiles(gpu(80 * GB), gpu(2 * GB))
+    assert tiles(gpu(2 * GB), lost, later=lost) == tiles(gpu(2 * GB), RuntimeError("no figures")), "replaced once only"
 
 
 def test_the_worker_that_has_least_decides() -> None:
@@ -144,15 +156,15 @@ def test_workers_on_cpus_share_the_ram_of_their_machine() -> None:
     there = replace(here, machine="there")
     assert there.node == here.node, "machines that were cloned may share a host name"
     assert tiles(here, there, weight_bytes=0) == tiles_by_memory(
-        Telling(here, WorkerLostError("gone", 1)), NEEDS, weight_bytes=0, memory_bytes=0, videos=1
-    ), "one that does not answer is not counted"
+        Telling(here, RuntimeError("no figures")), NEEDS, weight_bytes=0, memory_bytes=0, videos=1
+    ), "one that reports no memory is not counted"
 
 
 def test_too_little_memory_and_none_that_is_known_are_refused() -> None:
     with pytest.raises(VaeMemoryError, match=r"0\.00 GB given"):
         tiles(gpu(GB // 2), gpu(80 * GB))
     with pytest.raises(TilingError, match="no worker reported its free memory within 30 s: set tile_size"):
-        tiles(WorkerLostError("gone", 0))
+        tiles(RuntimeError("no figures"))
 
 
 def test_a_cancel_ends_the_asking() -> None:
