@@ -21,7 +21,7 @@ from .runs.decode import (
 )
 from .runs.latent_backup import keep_latent_until_done
 from .runs.preview import PreviewSettings, check_frames
-from .runs.video_file import write_mp4
+from .runs.video_file import video_size, write_mp4
 
 VAE_TOOLTIP = (
     "wan_2.1_vae.safetensors, for Wan2.2 5B wan2.2_vae.safetensors, or the diffusers pipeline folder with the VAE. "
@@ -366,10 +366,16 @@ class WanStreamSaveVideo(io.ComfyNode):
         crf: int,
         latent: dict[str, torch.Tensor] | None = None,
     ) -> io.NodeOutput:
-        _, height, width, _ = images.shape
+        height, width = video_size(*images.shape[1:3])
         # No copy is kept after a Cancel: the images and the latent are still in the cache of the host.
         keep = keep_latent_until_done(latent["samples"] if latent else None, after_cancel=False)
         with current_host().ledger().phase("save", current_host().device()), keep:
             file = current_host().output_file(filename_prefix, "mp4", width=width, height=height)
             write_mp4(file.path, images, fps=fps, crf=crf, metadata=graph_of(cls.hidden))
-        return io.NodeOutput(ui=video_preview(file))
+        shown = video_preview(file).as_dict()
+        if (height, width) != tuple(images.shape[1:3]):
+            shown["text"] = (
+                f"The images are {images.shape[2]}x{images.shape[1]}, and H.264 needs even sides: the video is "
+                f"{width}x{height}, with the last column or row repeated",
+            )
+        return io.NodeOutput(ui=shown)

@@ -27,7 +27,7 @@ class VideoFileError(OSError):
 def write_mp4(
     path: Path, frames: Iterable[torch.Tensor], *, fps: float, crf: int, metadata: Mapping[str, object]
 ) -> None:
-    """Write frames [H, W, 3], in 0..1 or uint8, H and W even, to `path` as H.264, 4:2:0, 8 bit.
+    """Write frames [H, W, 3], in 0..1 or uint8, to `path` as H.264, 4:2:0, 8 bit, in the size of `video_size`.
 
     Frames are consumed one by one, so a generator may still be computing them. Equal frames give equal bytes.
     `metadata` is written as one JSON text per key, where ComfyUI looks for `prompt` and `workflow`. The file appears
@@ -42,7 +42,7 @@ def write_mp4(
     first = next(frames, None)
     if first is None:
         raise ValueError("a video needs frames [H, W, 3], but there are none")
-    height, width = _size(first)
+    height, width = video_size(*_size(first))
     # Renamed when complete: a killed process leaves a .part file and no broken video.
     unfinished = path.with_name(path.name + ".part")
     try:
@@ -65,13 +65,19 @@ def write_mp4(
         unfinished.unlink(missing_ok=True)
 
 
+def video_size(height: int, width: int) -> tuple[int, int]:
+    """Return height and width of a video of frames of that size: even, as H.264 needs them.
+
+    An odd side of the frames is extended by a copy of its last row or column.
+    """
+    return height + height % 2, width + width % 2
+
+
 def _size(first: torch.Tensor) -> tuple[int, int]:
-    """Return height and width of the first frame; raises ValueError if H.264 cannot encode them."""
+    """Return height and width of the first frame; raises ValueError for a tensor that is not a frame."""
     if first.ndim != 3 or first.shape[-1] != 3:
         raise ValueError(f"a video needs frames [H, W, 3], not {list(first.shape)}")
     height, width, _ = first.shape
-    if height % 2 or width % 2:
-        raise ValueError(f"H.264 needs an even width and height, not {width}x{height}: crop or scale the images")
     return height, width
 
 
@@ -91,5 +97,9 @@ def _has_avx512() -> bool:
 
 def _picture(frame: torch.Tensor) -> av.VideoFrame:
     pixels = frame if frame.dtype == torch.uint8 else frame.float().clamp(0, 1).mul(255).round().to("cpu", torch.uint8)
+    if pixels.shape[0] % 2:
+        pixels = torch.cat([pixels, pixels[-1:]])
+    if pixels.shape[1] % 2:
+        pixels = torch.cat([pixels, pixels[:, -1:]], dim=1)
     picture = av.VideoFrame.from_ndarray(pixels.numpy(), format="rgb24")
     return picture.reformat(format="yuv420p", dst_colorspace="ITU709", dst_color_range="MPEG")

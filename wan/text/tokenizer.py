@@ -67,18 +67,25 @@ def clean_prompt(prompt: str) -> str:
 
 
 def open_tokenizer(folder: Path) -> FolderTokenizer:
-    """Open the tokenizer in `folder`.
+    """Open the tokenizer in `folder`. Python code of the folder never runs.
 
     Raises:
-        CheckpointError: the folder is missing, or its files are not a tokenizer.
+        CheckpointError: the folder is missing, its files are not a tokenizer, or they need code of their own.
     """
     if not folder.is_dir():
         raise CheckpointError(folder, "the tokenizer is missing: it belongs next to the text encoder")
     from transformers import AutoTokenizer
 
     try:
-        return FolderTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        # Without a decision, transformers asks on stdin whether it may run the code that an `auto_map` names.
+        return FolderTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as err:
+        if "trust_remote_code" in str(err):
+            raise CheckpointError(
+                folder,
+                "needs Python code of its own (auto_map), which is never run: download the tokenizer folder of a Wan "
+                "pipeline again",
+            ) from err
         raise CheckpointError(folder, f"is not a tokenizer: {err}") from err
 
 

@@ -96,6 +96,25 @@ def kept_in(output: Path) -> Path:
     return kept
 
 
+def test_images_of_an_odd_size_make_a_video_with_a_note(tmp_path: Path, output: Path) -> None:
+    class Odd(Made):
+        @classmethod
+        def execute(cls) -> io.NodeOutput:
+            return io.NodeOutput(torch.full((2, 79, 105, 3), 0.5), {"samples": LATENT}, 16.0, "")
+
+    history = run_workflow(
+        graph(filename_prefix="%width%x%height%"),
+        nodes=[Odd, WanStreamSaveVideo],
+        models=tmp_path,
+        output=output,
+        input_dir=tmp_path,
+    )
+    (shown,) = history.outputs.values()
+    assert "105x79, and H.264 needs even sides: the video is 106x80" in shown["text"][0]
+    assert [file["filename"] for file in shown["images"]] == ["106x80_00001_.mp4"]
+    assert [path.name for path in output.iterdir()] == ["106x80_00001_.mp4"]
+
+
 @pytest.mark.parametrize("fps", [float("nan"), float("inf"), 0.0, -1.0, 1e9])
 def test_a_frame_rate_that_no_video_can_have_is_refused_before_anything_runs(output: Path, fps: float) -> None:
     assert any("frames per second: give a number from 0.01 to 1000" in line for line in refusals(output, fps=fps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import shutil
 
@@ -206,6 +207,38 @@ class TestBadFiles:
 
         with pytest.raises(CheckpointFileError, match="is not a tokenizer"):
             open_text_encoder(pipeline_copy)
+
+    @pytest.mark.parametrize(
+        ("settings", "config"),
+        [
+            ({"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}, {}),
+            ({"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}, {}),
+            ({"auto_map": ["evil.Evil", None], "tokenizer_class": "Evil"}, {}),
+            ({"tokenizer_class": "Evil"}, {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}),
+            ({}, {"model_type": "umt5", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}),
+        ],
+        ids=["of a known class", "of its own class", "as a list", "of a config", "of an old config"],
+    )
+    def test_python_in_a_tokenizer_folder_never_runs_and_nobody_is_asked(
+        self, pipeline_copy, monkeypatch, settings, config
+    ):
+        folder, answers = pipeline_copy / "tokenizer", io.StringIO("y\n" * 9)
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+        if config:
+            (folder / "config.json").write_text(json.dumps(config))
+        (folder / "evil.py").write_text(f"import pathlib\npathlib.Path({str(folder / 'ran')!r}).touch()\nEvil = dict\n")
+        monkeypatch.setattr("sys.stdin", answers)
+
+        # Releases of transformers differ in which of these open with a class of their own.
+        refusal = ""
+        try:
+            open_text_encoder(pipeline_copy)
+        except CheckpointFileError as err:
+            refusal = str(err)
+        assert "trust_remote_code" not in refusal
+        assert not (folder / "ran").exists()
+        assert answers.tell() == 0
 
     @pytest.mark.parametrize(
         ("change", "message"),
