@@ -101,13 +101,20 @@ class Machine:
 GIB = 2**30
 FLOPS_SHARE, HOPPER_FLOPS_SHARE = 0.55, 0.40
 """Share of a GPU's peak rate that a Wan block is expected to reach."""
-QUANTISING_SHARE = 1 / 12
-"""Time that linear layers in 8 bits take in addition to that at the ratio of peak rates, as a share of that in bf16.
+INT8_QUANTISING_SHARE = 1 / 12
+"""Time of quantising the inputs of int8 layers, as a share of the time of these layers in bf16.
 
-It is that of quantising the inputs of every layer (0.02 on an RTX 4090, at 1 TB/s), rotating them, the scales after the
-product, and products further below their peak rate. It assumes fused kernels, as comfy-kitchen has: in steps of torch,
-which read and write each value several times, int8 may be no faster than bf16, so `wanstream probe` measures it.
+It covers the tokens (0.02 on an RTX 4090, at 1 TB/s), their rotation, the scales after the product, and products further
+below their peak rate. It assumes fused kernels, as comfy-kitchen has. Without them int8 takes 2.2 times as long as bf16 on
+an H100, so `wanstream probe` measures it.
 """
+FP8_QUANTISED_BYTES_PER_FLOP = 2.8e-3
+"""Device memory read and written per operation of a linear layer while its inputs become fp8, in separate passes.
+
+Measured on an H100: 4.5 ms at 2.98 TB/s for the 4.75 TFLOP of a block's linear layers (832x480, 17 frames).
+"""
+PRODUCT_SHARE = 0.8
+"""Share of a GPU's peak rate that large products reach: 803 of 989 TFLOP/s on an H100."""
 LANE_BYTES_PER_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}
 """Rate of one PCIe lane by generation."""
 BUS_SHARE, PAGEABLE_SHARE = 0.79, 0.19
@@ -135,12 +142,25 @@ class Gpu:
     """Share of `tflops` that a Wan block is expected to reach."""
     lanes: int = 16
     int8: float = 4.0
-    """Peak rate of int8 as a multiple of `tflops`; higher on GeForce, where fp32 sums halve the rate of bf16."""
+    """Rate of int8 products as a multiple of bf16's, by the datasheet where no product was measured.
+
+    It is higher on GeForce, where fp32 sums halve the rate of bf16.
+    """
     fp8: float | None = 2.0
     """The same of fp8 with fp32 sums; None: no fp8 units."""
 
+    @property
+    def linear_speedups(self) -> dict[str, float]:
+        """Speed-up of linear layers in each 8-bit format, with the time of quantising their inputs."""
+        relative = {"int8": 1 / self.int8 + INT8_QUANTISING_SHARE}
+        if self.fp8 is not None:
+            bytes_per_s = FP8_QUANTISED_BYTES_PER_FLOP * PRODUCT_SHARE * self.tflops * 1e12
+            relative["fp8"] = 1 / self.fp8 + bytes_per_s / (self.memory_gb_s * 1e9)
+        return {name: 1 / time for name, time in relative.items()}
 
-_hopper = partial(Gpu, pcie=5, flops_share=HOPPER_FLOPS_SHARE, int8=2.0)
+
+# Measured on an H100: int8 products reach 1.0 to 1.13 times the rate of bf16, a block's fp8 products 1.4 times.
+_hopper = partial(Gpu, pcie=5, flops_share=HOPPER_FLOPS_SHARE, int8=1.0, fp8=1.4)
 _ampere = partial(Gpu, pcie=4, fp8=None)
 _a100 = partial(_ampere, tflops=312, int8=2.0)
 _AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper"
@@ -194,11 +214,7 @@ def expected_machine(name: str, *, ram_bytes: int, disk_bytes_per_s: float) -> M
         decode_bytes_per_s=DECODED_SHARE * gpu.memory_gb_s * 1e9,
         copy_bytes_per_s=COPY_BYTES_PER_S,
         quantise_bytes_per_s=QUANTISE_BYTES_PER_S,
-        linear_speedups={
-            name: 1 / (1 / ratio + QUANTISING_SHARE)
-            for name, ratio in (("int8", gpu.int8), ("fp8", gpu.fp8))
-            if ratio is not None
-        },
+        linear_speedups=gpu.linear_speedups,
     )
 
 

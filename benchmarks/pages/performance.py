@@ -88,12 +88,14 @@ PREDICTED: Sequence[Column] = (
 )
 GPU: Sequence[Column] = (
     ("steps s", steps(2)),
-    ("steps / resident", figures("steps_to_resident", 2, "x")),
+    ("steps / resident", figures("steps_to_resident", 3, "x")),
     ("first / median", first_to_median),
     ("switch / median", figures("switch_to_median", 2)),
     ("device peak GB", figures("device_peak_gb", 2)),
     ("device weights GB", figures("device_weights_gb", 2)),
     ("host peak GB", figures("peak_rss_gb")),
+    ("copies GB/s", figures("copy_gb_per_s")),
+    ("latents", latents),
 )
 SIMULATED: Sequence[Column] = (
     ("steps s", figures("step_s", 2)),

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import comfy.model_management as mm
 import comfy.model_patcher
 import torch
 from installed_pack import load_pack
+from native_families import results_of
 
 load_pack()
 from wanstream.host.auto_policy import AutoPlanner  # noqa: E402
@@ -346,13 +348,16 @@ def room_that_comes_back(files: Files) -> Any:
 def a_dynamic_model_evicts_us(files: Files) -> Any:
     """A model with dynamic VRAM, which needs room to compute in, loads after us."""
     if not hasattr(comfy.model_patcher, "ModelPatcherDynamic"):
-        return None
+        return {"skip_reason": "this ComfyUI has no dynamic VRAM"}
 
     class Dynamic(comfy.model_patcher.ModelPatcherDynamic):
         """All of it but the pages, which need a device."""
 
         def load(self, device_to: Any = None, *_: Any, **__: Any) -> None:
             self.model.device = device_to
+
+        def register_load_device(self, device: torch.device) -> None:
+            self.model.dynamic_pins.setdefault(device, {})
 
     with world(files) as (here, messages):
         here.run(BLOCK_SWAP)
@@ -640,4 +645,4 @@ def as_a_model(files: Files) -> Any:
 
 
 def answers(high: str, low: str) -> dict[str, Any]:
-    return {name: function((high, low)) for name, function in CASES.items()}
+    return results_of({name: partial(function, (high, low)) for name, function in CASES.items()})

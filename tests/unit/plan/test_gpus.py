@@ -58,32 +58,27 @@ def test_published_times_of_wan_come_out(name: str, published_s: float) -> None:
 @pytest.mark.parametrize(
     ("name", "int8", "fp8"),
     [
-        ("RTX 4090", 4, 2),
-        ("RTX 5090", 4, 2),
-        ("RTX 3090", 4, None),
-        ("RTX 3060 12GB", 4, None),
-        ("A100 80GB", 2, None),
-        ("L40S", 2, 2),
-        ("H100", 2, 2),
-        ("H200", 2, 2),
+        ("RTX 4090", 3.0, 1.15),
+        ("RTX 5090", 3.0, 1.31),
+        ("RTX 3090", 3.0, None),
+        ("RTX 3060 12GB", 3.0, None),
+        ("A100 80GB", 12 / 7, None),
+        ("L40S", 12 / 7, 0.70),
+        ("H100", 12 / 13, 0.73),
+        ("H200", 12 / 13, 0.85),
     ],
 )
-def test_speed_ups_are_less_than_the_ratios_of_peak_rates(name: str, int8: float, fp8: float | None) -> None:
+def test_speed_ups_include_the_time_of_quantising(name: str, int8: float, fp8: float | None) -> None:
     machine = expected_machine(name, ram_bytes=2**35, disk_bytes_per_s=3.5e9)
-    ratios = {"int8": int8} if fp8 is None else {"int8": int8, "fp8": fp8}
-    expected = {4: 3.0, 2: 12 / 7}
-    assert machine.linear_speedups == pytest.approx({name: expected[ratio] for name, ratio in ratios.items()})
+    expected = {"int8": int8} if fp8 is None else {"int8": int8, "fp8": fp8}
+    assert machine.linear_speedups == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("size", "int8", "fp8"),
-    [((832, 480, 17), 0.41, 0.61), ((832, 480, 81), 0.65, 0.76), ((1280, 720, 81), 0.79, 0.86)],
-)
-def test_a_block_of_a_4090_in_8_bits(size: tuple[int, int, int], int8: float, fp8: float) -> None:
-    """Ratios to bf16 at peak rates alone: a 12th of the linear layers' time is added, at most 0.05 with 81 frames."""
+def ratio_to_bf16(card: str, linear_format: str, size: tuple[int, int, int]) -> tuple[float, float]:
+    """Return the predicted time of a visit relative to bf16, and the share of linear layers in its operations."""
     width, height, frames = size
     tokens = VideoShape(width=width, height=height, frames=frames).tokens
-    machine = expected_machine("RTX 4090", ram_bytes=2**36, disk_bytes_per_s=5e9)
+    machine = expected_machine(card, ram_bytes=2**36, disk_bytes_per_s=5e9)
     block = T2V_A14B.streamed_bytes()
     job = OffloadJob(
         expert=T2V_A14B,
@@ -95,13 +90,27 @@ def test_a_block_of_a_4090_in_8_bits(size: tuple[int, int, int], int8: float, fp
         computed_bytes=block,
         resident_bytes=1,
     )
-    usual_s = visit_seconds(job, machine, "high", None)
+    seconds = visit_seconds(replace(job, linear_format=linear_format), machine, "high", None)
     linear = T2V_A14B.linear_flops(tokens) / T2V_A14B.block_flops(tokens)
-    for linear_format, table in (("int8", int8), ("fp8", fp8)):
-        found = visit_seconds(replace(job, linear_format=linear_format), machine, "high", None) / usual_s
-        assert found == pytest.approx(table + linear / 12, abs=0.011), f"{linear_format}: {found:.3f}"
-        if frames == 81:
-            assert table < found < table + 0.05
+    return seconds / visit_seconds(job, machine, "high", None), linear
+
+
+@pytest.mark.parametrize(
+    ("size", "int8", "fp8"),
+    [((832, 480, 17), 0.41, 0.61), ((832, 480, 81), 0.65, 0.76), ((1280, 720, 81), 0.79, 0.86)],
+)
+def test_a_block_of_a_4090_in_8_bits(size: tuple[int, int, int], int8: float, fp8: float) -> None:
+    """Ratios to bf16 at peak rates alone, and the time of quantising as a share of the linear layers."""
+    for linear_format, at_peak, quantising in (("int8", int8, 1 / 12), ("fp8", fp8, 0.371)):
+        found, linear = ratio_to_bf16("RTX 4090", linear_format, size)
+        assert found == pytest.approx(at_peak + quantising * linear, abs=0.011), f"{linear_format}: {found:.3f}"
+
+
+@pytest.mark.parametrize(("frames", "measured"), [(17, 0.1375 / 0.1189), (81, 0.8365 / 0.7648)])
+def test_fp8_is_not_expected_to_be_faster_than_measured_on_an_h100(frames: int, measured: float) -> None:
+    """benchmarks/results/arithmetic-gpu_nvidia-h100-80gb-hbm3_20261126.json, multiplied as stored, resident."""
+    found, _ = ratio_to_bf16("H100", "fp8", (832, 480, frames))
+    assert measured <= found < measured + 0.15
 
 
 @pytest.mark.parametrize("name", ["rtx4090", "NVIDIA GeForce RTX 4090", "  RTX 4090 ", "rtx-4090"])
