@@ -74,8 +74,9 @@ MODEL_INPUTS: tuple[io.Input, ...] = (
         tooltip="Arithmetic for matrices in int8 and fp8, stored so in the file or by `storage`. decoded: they become "
         "compute_dtype on arrival. as stored: they are multiplied as they are: half the memory of buffers and "
         "resident blocks, but slower than bf16 on an H100, where it was measured; tokens are rounded to the same "
-        "format, which costs little precision in int8 ConvRot and more in int8 and fp8. int8 by comfy-kitchen where its CUDA kernels are active, else by torch, slow on a CPU; fp8 "
-        "by torch, on NVIDIA from the RTX 40 series on. The node shows what is used, and why.",
+        "format, which costs little precision in int8 ConvRot and more in int8 and fp8. int8 by comfy-kitchen where "
+        "its CUDA kernels are active, else by torch, slow on a CPU; fp8 by torch, on NVIDIA from the RTX 40 series on. "
+        "The node shows what is used, and why.",
     ),
 )
 """Inputs of every loader of experts."""

@@ -104,9 +104,9 @@ FLOPS_SHARE, HOPPER_FLOPS_SHARE = 0.55, 0.40
 INT8_QUANTISING_SHARE = 1 / 12
 """Time of quantising the inputs of int8 layers, as a share of the time of these layers in bf16.
 
-It covers the tokens (0.02 on an RTX 4090, at 1 TB/s), their rotation, the scales after the product, and products further
-below their peak rate. It assumes fused kernels, as comfy-kitchen has. Without them int8 takes 2.2 times as long as bf16 on
-an H100, so `wanstream probe` measures it.
+It covers the tokens (0.02 on an RTX 4090, at 1 TB/s), their rotation, the scales after the product, and products
+further below their peak rate. It assumes fused kernels, as comfy-kitchen has. Without them int8 takes 2.2 times as long
+as bf16 on an H100, so `wanstream probe` measures it.
 """
 FP8_QUANTISED_BYTES_PER_FLOP = 2.8e-3
 """Device memory read and written per operation of a linear layer while its inputs become fp8, in separate passes.
