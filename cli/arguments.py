@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..schema import PIXELS_PER_LATENT, VideoShape
+from .json_text import JsonTextError, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -97,11 +97,11 @@ class ArgumentError(ValueError):
 def read_json(path: Path) -> object:
     """Return the value in a JSON file. Raises ArgumentError."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes())
     except OSError as err:
         raise ArgumentError(f"{path} cannot be read: {err.strerror}") from err
-    except (ValueError, RecursionError) as err:
-        raise ArgumentError(f"{path} is not JSON: {err}") from err
+    except JsonTextError as err:
+        raise ArgumentError(f"{path}: {err}") from err
 
 
 def check_models(models: Path) -> None:

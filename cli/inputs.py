@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from ..host.embedded import MOST_NESTED, NESTED, Prompt, Socket, names_listed, nested_deeper
+from ..host.embedded import MOST_NESTED, NESTED, Prompt, Socket, converted, names_listed, nearest, nested_deeper
 
 Sockets: TypeAlias = Mapping[str, Mapping[str, Socket]]
 """Inputs of the node classes: class -> name -> input."""
@@ -61,6 +61,7 @@ def with_inputs(workflow: Prompt, values: Mapping[str, Any], sockets: Sockets, *
         if known is not None:  # the validation of the workflow has a better message for an unknown class
             socket = _socket(node, name, known)
             given = _typed(key, value, socket, inputs.get(name)) if as_text else value
+            _check_type(key, given, socket)
         if nested_deeper(given, MOST_NESTED):
             raise InputError(f"{key}: the value is nested deeper than {MOST_NESTED} levels")
         inputs[name] = given
@@ -78,7 +79,10 @@ def _target(key: str, workflow: Prompt) -> tuple[str, str]:
     if nodes[0]:
         name = splits[0][0]
         raise InputError(f"{key}: several nodes are of the class {name}: use an id, {', '.join(nodes[0])}")
-    raise InputError(f"{key}: no such node; the workflow has {', '.join(workflow)}")
+    classes = (node.get("class_type") for node in workflow.values())
+    near = nearest(splits[0][0], [*workflow, *(name for name in classes if isinstance(name, str))])
+    hint = f"; did you mean {near}?" if near else ""
+    raise InputError(f"{key}: no such node; the workflow has {', '.join(workflow)}{hint}")
 
 
 def _nodes(name: str, workflow: Prompt) -> list[str]:
@@ -117,6 +121,15 @@ def _typed(key: str, text: str, socket: Socket | None, before: object) -> object
             raise InputError(f"{key} is {socket.io_type}, but '{shown}' is not {_VALUES[socket.io_type]}") from err
         kind = "not a text" if socket is None else socket.io_type
         raise InputError(f"{key} is {kind}, but '{shown}' is not a JSON value: {err}") from err
+
+
+def _check_type(key: str, value: object, socket: Socket | None) -> None:
+    """Refuse a constant that ComfyUI would convert to another value, such as "false" to true. Raises InputError."""
+    if socket is None or isinstance(value, list):  # a link
+        return
+    _, fault = converted(socket, value)
+    if fault is not None:
+        raise InputError(f"{key} is {socket.io_type}, but {fault['extra_info']['exception_message']}")
 
 
 def _shortened(text: str) -> str:

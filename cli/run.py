@@ -89,6 +89,8 @@ def _load(options: RunOptions, host: EmbeddedHost) -> Workflow:
     # ComfyUI would run the valid outputs and drop the others; here a missing file must be reported before the run.
     if workflow.verdict.error or workflow.verdict.node_errors:
         raise ArgumentError(_faults(workflow.verdict))
+    for note in workflow.verdict.notes:
+        print(f"note: {note}", file=sys.stderr)
     create_output_folder(options.output)
     return workflow
 

@@ -27,7 +27,17 @@ from ..telemetry import QueueItemPhases, TelemetryOptions
 from ..wan import ExpertPair
 from .auto_policy import AutoPlanner, PolicyChoice, free_memory, usable_bytes
 from .comfy.guider_session import GuiderSettings
-from .folders import STATE_FOLDER, OutputFile, check_output, find_model, latent_names, latent_path, output_file
+from .folders import (
+    MODEL_KINDS,
+    STATE_FOLDER,
+    OutputFile,
+    check_output,
+    find_model,
+    latent_names,
+    latent_path,
+    listed_name,
+    output_file,
+)
 from .workers import SharedRun, WorkerRegistry, WorkersPlan
 
 SAVING_NODE = "wanstream_node"
@@ -118,6 +128,10 @@ class HostApi(Protocol):
         Raises OutsideFolderError or ModelNotFoundError.
         """
         return find_model(name, {kind: self.model_folders(kind) for kind in folders})
+
+    def listed_name(self, name: str, choices: Sequence[object]) -> str:
+        """Return the choice that is the same model as `name` by another path, such as over a link; else `name`."""
+        return listed_name(name, choices, (folder for kind in MODEL_KINDS for folder in self.model_folders(kind)))
 
     def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
         """Return the next free `<prefix>_<counter>_.<extension>`; its folder exists on return.

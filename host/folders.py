@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,9 @@ WEIGHT_FILES = (".safetensors", ".sft")
 GGUF_FILES = (".gguf",)
 GGUF_FOLDERS = ("diffusion_models",)
 """Kinds of model folders that list GGUF files too: only experts can be read from them."""
+
+MODEL_KINDS = ("diffusion_models", "diffusers", "vae", "vae_approx", "text_encoders", "clip_vision", "loras")
+"""Kinds of model folders that our nodes list."""
 
 _MODEL_MARKS = ("model_index.json", "config.json")
 
@@ -70,10 +73,10 @@ def inside(folder: Path, name: str) -> Path:
 
 def weight_files(folder: Path, endings: tuple[str, ...] = WEIGHT_FILES) -> Iterator[str]:
     """Yield the names, relative to `folder`, of files with these suffixes at any depth; hidden folders are skipped."""
-    for parent, files in _visible_folders(folder):
-        for name in files:
+    for place in _visible_folders(folder):
+        for name in place.files:
             if name.lower().endswith(endings):
-                yield os.path.relpath(os.path.join(parent, name), folder)
+                yield os.path.join(place.name, name)
 
 
 class CachedFileNames:
@@ -94,7 +97,7 @@ class CachedFileNames:
                 return names
         # The times are read before the files are listed, so that the next call finds a file added in between.
         modified = {str(folder): _modified_ns(str(folder))}
-        modified |= {parent: _modified_ns(parent) for parent, _ in _visible_folders(folder)}
+        modified |= {place.path: _modified_ns(place.path) for place in _visible_folders(folder)}
         self._cache[folder] = (modified, tuple(weight_files(folder, self._endings)))
         return self._cache[folder][1]
 
@@ -106,19 +109,71 @@ def _modified_ns(folder: str) -> int | None:
         return None
 
 
-def _visible_folders(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield `folder` and its visible subfolders at any depth, each with its files."""
-    for parent, subfolders, files in os.walk(folder, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        yield parent, files
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A folder of a scan: its path, its name relative to the top ("" for the top), and its files."""
+
+    path: str
+    name: str
+    files: Sequence[str]
+
+
+def _visible_folders(folder: Path, is_leaf: Callable[[Sequence[str]], bool] = lambda files: False) -> Iterator[_Place]:
+    """Yield `folder` and its visible subfolders at any depth, except those below a leaf.
+
+    Links are followed, and every real folder is yielded once, under its shortest name, so that links to each other, to
+    a folder above, or to the same tree neither repeat a file nor take longer.
+    """
+    seen: set[tuple[int, int] | str] = set()
+    level = [""]
+    while level:
+        below: list[str] = []
+        # By level, so that the first name of a folder is the shortest one; folders themselves before links to them.
+        for name in sorted(level, key=lambda each: (os.path.islink(os.path.join(folder, each)), len(each), each)):
+            path = os.path.join(folder, name) if name else str(folder)
+            try:
+                identity = _identity(path)
+                if identity in seen:
+                    continue
+                entries = sorted(os.listdir(path))
+            except OSError:  # a folder that does not exist, or that may not be read
+                continue
+            seen.add(identity)
+            subfolders = [each for each in entries if os.path.isdir(os.path.join(path, each))]
+            place = _Place(path=path, name=name, files=sorted({*entries} - {*subfolders}))
+            yield place
+            if name == "" or not is_leaf(place.files):
+                below += [os.path.join(name, each) for each in subfolders if not each.startswith(".")]
+        level = below
+
+
+def _identity(path: str) -> tuple[int, int] | str:
+    """Return a value that is equal for all paths of a folder."""
+    found = os.stat(path)
+    # Some network drives have no numbers.
+    return (found.st_dev, found.st_ino) if found.st_ino else os.path.realpath(path)
 
 
 def diffusers_folders(folder: Path) -> Iterator[str]:
     """Yield the names, relative to `folder`, of diffusers models and pipelines; parts of a pipeline are not listed."""
-    for parent, subfolders, files in os.walk(folder, followlinks=True):
-        if Path(parent) != folder and any(mark in files for mark in _MODEL_MARKS):
-            subfolders.clear()
-            yield os.path.relpath(parent, folder)
+
+    def is_model(files: Sequence[str]) -> bool:
+        return any(mark in files for mark in _MODEL_MARKS)
+
+    return (place.name for place in _visible_folders(folder, is_model) if place.name and is_model(place.files))
+
+
+def listed_name(name: str, choices: Sequence[object], folders: Iterable[Path]) -> str:
+    """Return the choice that is the same file or folder as `name`, which leads there over another link; else `name`."""
+    for folder in folders:
+        try:
+            path = inside(folder, name)
+            if path.exists():
+                paths = ((each, folder / each) for each in choices if isinstance(each, str))
+                return next((each for each, other in paths if other.exists() and other.samefile(path)), name)
+        except (OSError, ValueError):  # no name of a file
+            continue
+    return name
 
 
 def find_model(name: str, folders_by_kind: Mapping[str, Sequence[Path]]) -> Path:

@@ -29,7 +29,7 @@ from ..inputs import InputError, Sockets
 from ..options import BatchOptions
 from .actors.ray_backend import check_ray_options, ray_backends
 from .backend import BatchBackend
-from .embedded_backend import EmbeddedBackend
+from .embedded_backend import EmbeddedBackend, embedded_workflow
 from .fleet import run_all
 from .job_queue import JobQueue
 from .journal import Journal, State, copy_of, is_full_disk, locked, may_be_journal
@@ -127,6 +127,7 @@ def _read(options: BatchOptions, opened: ExitStack) -> _BatchSpec:
     check_ray_options(options)
     if options.servers:
         return _server_spec(options, rows, workflow)
+    workflow = embedded_workflow(workflow)
     backends: tuple[BatchBackend, ...]
     if options.ray is not None:
         backends = opened.enter_context(ray_backends(options, workflow, rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from ...host.embedded import (
     load_workflow,
     nodes_by_id,
     sockets_of,
+    tidy_workflow,
 )
 from ...schema import Cancelled
 from ..arguments import check_models, device_of
@@ -41,6 +43,14 @@ from .backend import (
 )
 from .journal import is_full_disk
 from .output_store import unfinished_latents
+
+
+def embedded_workflow(workflow: Prompt) -> Prompt:
+    """Return a workflow without what only ComfyUI's frontend needs, and print a note for each such part."""
+    tidied = tidy_workflow(workflow, {**own_nodes(), **nodes_by_id(CORE_NODES)})
+    for note in tidied.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return tidied.prompt
 
 
 def embedded_sockets(workflow: Prompt) -> Sockets:

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 from ...host.embedded import Prompt, converted
 from ..inputs import InputError, Sockets, names_an_input, with_inputs
+from ..json_text import parse_json
 from .continued import continue_from, latent_name
 
 NAME = "name"
@@ -245,12 +246,7 @@ def _json_rows(content: bytes) -> Iterator[_Parsed]:
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(raw.decode(), parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
-    except InputError:
-        raise
-    except (ValueError, RecursionError) as err:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise InputError(f"this is not JSON: {err}") from err
+    values = parse_json(raw)
     if not isinstance(values, dict):
         raise InputError('a row is an object: {"node.input": value, ...}')
     wrong = [key for key in values if key not in _COLUMNS and not names_an_input(key)]
@@ -260,17 +256,6 @@ def _json_object(raw: bytes) -> dict[str, Any]:
         if not isinstance(values.get(key, ""), str):
             raise InputError(f"{key} is a text, not {json.dumps(values[key])}")
     return values
-
-
-def _refuse_constant(constant: str) -> object:
-    raise InputError(f"{constant} is not a JSON value")
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-    if twice:
-        raise InputError(f"'{twice[0]}' is given twice")
-    return dict(pairs)
 
 
 @dataclass(frozen=True, kw_only=True)

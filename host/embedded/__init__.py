@@ -5,6 +5,7 @@ from __future__ import annotations
 from .adapter import EmbeddedHost, Folders, NodeProgress
 from .graph import MOST_NESTED, Link, Prompt, api_prompt, as_link, nested_deeper, nodes_by_id
 from .io import ComfyNode
+from .near_names import names_listed, nearest
 from .run import CORE_NODES, History, NodeFailedError, Workflow, load_workflow
 from .validate import (
     NESTED,
@@ -12,8 +13,8 @@ from .validate import (
     Socket,
     Verdict,
     converted,
-    names_listed,
     sockets_of,
+    tidy_workflow,
     validate_nodes,
 )
 
@@ -38,8 +39,10 @@ __all__ = [
     "converted",
     "load_workflow",
     "names_listed",
+    "nearest",
     "nested_deeper",
     "nodes_by_id",
     "sockets_of",
+    "tidy_workflow",
     "validate_nodes",
 ]

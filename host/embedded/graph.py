@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from ..input_values import shown
 from .io import ComfyNode
 
 Prompt: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -14,6 +15,9 @@ Prompt: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 MOST_NESTED = 100
 """Maximum nesting of lists and objects in an input: copying and serialising recurse once per level."""
+
+
+_NO_NODE = "remove it, or export the workflow again with Workflow > Export (API)"
 
 
 class WorkflowFormatError(ValueError):
@@ -53,8 +57,16 @@ def api_prompt(document: object) -> Prompt:
     if isinstance(prompt.get("nodes"), list):
         raise WorkflowFormatError("this workflow is in the canvas format: save it with Workflow > Export (API)")
     for node_id, node in prompt.items():
-        if not isinstance(node, dict) or not isinstance(node.get("inputs", {}), dict):
-            raise WorkflowFormatError(f"node '{node_id}' is not an object with 'class_type' and 'inputs'")
+        if not isinstance(node, dict):
+            raise WorkflowFormatError(
+                f"node '{node_id}' is {shown(node)}, and not an object with 'class_type' and 'inputs': {_NO_NODE}"
+            )
+        if "class_type" not in node and "inputs" not in node:
+            raise WorkflowFormatError(f"node '{node_id}' has no 'class_type' and no 'inputs': {_NO_NODE}")
+        if not isinstance(node.get("inputs", {}), dict):
+            raise WorkflowFormatError(
+                f"node '{node_id}': the inputs are {shown(node['inputs'])}, and not an object of names and values"
+            )
         if nested_deeper(node, MOST_NESTED):
             raise WorkflowFormatError(f"node '{node_id}' has values nested deeper than {MOST_NESTED} levels")
         if not isinstance(node.get("class_type"), str | None):
@@ -62,6 +74,12 @@ def api_prompt(document: object) -> Prompt:
                 f"node '{node_id}': class_type {node['class_type']!r:.80} is not the name of a class"
             )
     return prompt
+
+
+def class_of(node: Mapping[str, Any]) -> str | None:
+    """Return the class of a node, None without a valid one."""
+    class_type = node.get("class_type")
+    return class_type if isinstance(class_type, str) else None
 
 
 def nested_deeper(value: object, most: int) -> bool:

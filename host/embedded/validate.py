@@ -1,28 +1,33 @@
 """Validation of workflows by ComfyUI's rules, with its error types and error shapes.
 
 The rules are those of `execution.validate_prompt`, including its oddities: a constant on a socket without a widget is
-valid, a node reports only its own faults, one valid output is enough. Two messages contain more than ComfyUI's: the
-target of a dangling link, and the nodes of a cycle.
+valid, a node reports only its own faults, one valid output is enough. Constants are converted by `plain_value`, which
+refuses more than ComfyUI. Messages contain more than ComfyUI's: the target of a dangling link, the nodes of a cycle,
+and the name that a mistyped one probably stands for.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from .graph import Prompt, as_link
+from ..api import current_host
+from ..input_values import InputValueError, plain_value, same_choice, shown
+from .graph import Prompt, as_link, class_of
 from .io import ComfyNode
+from .near_names import names_listed, near_files, nearest
+from .tidy import TidyWorkflow, tidy
 
 Fault: TypeAlias = dict[str, Any]
 """`{"type", "message", "details", "extra_info"}`, ComfyUI's JSON format."""
 
-_CONVERTERS: Mapping[str, Callable[[Any], object]] = {"INT": int, "FLOAT": float, "STRING": str, "BOOLEAN": bool}
-_COMPARED = (*_CONVERTERS, "COMBO")
+_COMFYUIS: Mapping[str, Callable[[Any], object]] = {"INT": int, "FLOAT": float, "STRING": str, "BOOLEAN": bool}
+"""ComfyUI's conversions, for nodes of others on a server."""
+_COMPARED = (*_COMFYUIS, "COMBO")
 """Types of inputs with generic checks; values of other types are checked only by their nodes."""
 # Options of choices that change while a server runs: nodes with such an input check the file themselves.
 _GROWING = ("image_upload", "video_upload", "audio_upload", "file_upload", "remote")
@@ -125,13 +130,6 @@ def sockets_of(input_types: Mapping[str, Any]) -> dict[str, Socket]:
     return sockets
 
 
-def names_listed(unknown: str, known: Iterable[str]) -> str:
-    """Return a hint such as `did you mean steps? it has steps, seed` for an unknown name."""
-    names = list(known)
-    near = difflib.get_close_matches(unknown, names, n=1)
-    return f"{f'did you mean {near[0]}? ' if near else ''}it has {', '.join(names)}"
-
-
 def unknown_faults(inputs: Iterable[str], rules: NodeRules) -> list[Fault]:
     """Return the faults of inputs that the node does not have; ComfyUI ignores them, even if a name is mistyped."""
     return [
@@ -163,17 +161,32 @@ def link_type_fault(socket: Socket, value: list[Any], received: str) -> Fault | 
     return fault("return_type_mismatch", "Return type mismatch between linked nodes", details, about)
 
 
-def converted(socket: Socket, value: object) -> tuple[object, Fault | None]:
-    """Return a constant converted to the socket's type, or unchanged with the fault of the conversion."""
+def converted(socket: Socket, value: object, *, as_comfyui: bool = False) -> tuple[object, Fault | None]:
+    """Return a constant converted to the socket's type, or unchanged with the fault of the conversion.
+
+    With `as_comfyui`, anything is accepted that ComfyUI accepts.
+    """
     if isinstance(value, dict) and "__value__" in value:
         value = value["__value__"]
-    convert = _CONVERTERS.get(socket.io_type)
     try:
+        if not as_comfyui:
+            return plain_value(socket.io_type, value), None
+        convert = _COMFYUIS.get(socket.io_type)
         return (convert(value) if convert else value), None
     except (TypeError, ValueError, OverflowError) as err:
         message = f"Failed to convert an input value to a {socket.io_type} value"
         about = socket.about(received_value=value, exception_message=str(err))
-        return value, fault("invalid_input_type", message, f"{socket.name}, {value}, {err}", about)
+        given = f"{value}, " if not isinstance(err, InputValueError) else ""
+        return value, fault("invalid_input_type", message, f"{socket.name}, {given}{err}", about)
+
+
+def listed_choice(socket: Socket, value: object) -> object:
+    """Return the listed choice for the same file, if `value` has other slashes or leads over another link."""
+    choices = socket.options.get("options") or ()
+    found = same_choice(value, choices)
+    if not isinstance(found, str) or found in choices:
+        return found
+    return current_host().listed_name(found, choices)
 
 
 def value_fault(socket: Socket, value: Any) -> Fault | None:
@@ -190,8 +203,12 @@ def value_fault(socket: Socket, value: Any) -> Fault | None:
     if socket.io_type == "COMBO" and value not in choices:
         listed = str(choices)
         if len(choices) > _MAX_LISTED_CHOICES:
-            listed, about["input_config"] = f"(list of length {len(choices)})", None
-        return fault("value_not_in_list", "Value not in list", f"{socket.name}: '{value}' not in {listed}", about)
+            listed = f"(list of length {len(choices)})"
+            about["input_config"] = None
+        near = near_files(value, map(str, choices)) if isinstance(value, str) else []
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        details = f"{socket.name}: {hint}'{value}' not in {listed}"
+        return fault("value_not_in_list", "Value not in list", details, about)
     return None
 
 
@@ -206,6 +223,8 @@ class Verdict:
     error: Fault | None = None
     node_errors: Mapping[str, Mapping[str, Any]]
     """The faults by node, including those that invalidate only some of the outputs."""
+    notes: tuple[str, ...] = ()
+    """Parts of the workflow that were ignored, a line for each node."""
 
     def lines(self) -> list[str]:
         """Return the faults as text, one per line."""
@@ -235,12 +254,27 @@ def validate_prompt(prompt: Prompt | None, nodes: Mapping[str, type[ComfyNode]])
     for node_id, node in prompt.items():
         if lacking := _needs_comfyui(node_id, node, nodes):
             return _refused(prompt, lacking)
-    for node_id, node in prompt.items():
-        class_type = node.get("class_type")
-        if not isinstance(class_type, str) or class_type not in nodes:
-            return _refused(prompt, _missing_node(node_id, node))
-    classes = {node["class_type"] for node in prompt.values()}
-    return validate_nodes(prompt, {name: rules_of(nodes[name]) for name in classes})
+    rules = _known_rules(prompt, nodes)
+    tidied = _tidied(prompt, nodes, rules)
+    for node_id, node in tidied.prompt.items():
+        if class_of(node) not in nodes:
+            return _refused(prompt, _missing_node(node_id, node, nodes))
+    return replace(validate_nodes(tidied.prompt, rules), notes=tidied.notes)
+
+
+def tidy_workflow(prompt: Prompt, nodes: Mapping[str, type[ComfyNode]]) -> TidyWorkflow:
+    """Return a workflow of `nodes` (by id) as `validate_prompt` runs it, with notes; see `tidy`."""
+    return _tidied(prompt, nodes, _known_rules(prompt, nodes))
+
+
+def _known_rules(prompt: Prompt, nodes: Mapping[str, type[ComfyNode]]) -> dict[str, NodeRules]:
+    classes = {class_of(node) for node in prompt.values()}
+    return {name: rules_of(nodes[name]) for name in nodes if name in classes}
+
+
+def _tidied(prompt: Prompt, nodes: Iterable[str], rules: Mapping[str, NodeRules]) -> TidyWorkflow:
+    inputs = {name: rules[name].sockets if name in rules else () for name in nodes}
+    return tidy(prompt, inputs, {name for name in rules if rules[name].is_output})
 
 
 def validate_nodes(prompt: Prompt, rules: Mapping[str, NodeRules]) -> Verdict:
@@ -257,8 +291,8 @@ def _refused(prompt: Prompt, error: Fault) -> Verdict:
 
 def _needs_comfyui(node_id: str, node: Mapping[str, Any], nodes: Mapping[str, type[ComfyNode]]) -> Fault | None:
     """Return the fault of a node whose output exists only in a ComfyUI."""
-    class_type = node.get("class_type")
-    if not isinstance(class_type, str) or class_type not in nodes:
+    class_type = class_of(node)
+    if class_type is None or class_type not in nodes:
         return None
     schema = nodes[class_type].define_schema()
     for output in schema.outputs:
@@ -273,9 +307,14 @@ def _title(node_id: str, node: Mapping[str, Any]) -> Any:
     return (meta.get("title") if isinstance(meta, Mapping) else None) or node.get("class_type") or f"ID #{node_id}"
 
 
-def _missing_node(node_id: str, node: Mapping[str, Any]) -> Fault:
-    class_type, title = node.get("class_type"), _title(node_id, node)
-    problem = "not found. The embedded host has only the nodes of this pack" if class_type else "has no class_type"
+def _missing_node(node_id: str, node: Mapping[str, Any], nodes: Iterable[str]) -> Fault:
+    class_type = node.get("class_type")
+    title = _title(node_id, node)
+    problem = "has no class_type: remove it, or export the workflow again with Workflow > Export (API)"
+    if class_type:
+        near = nearest(str(class_type), nodes, cutoff=0.7)
+        hint = f"Did you mean {near}? " if near else ""
+        problem = f"not found. {hint}The embedded host has only the nodes of this pack"
     about = {"node_id": node_id, "class_type": class_type, "node_title": title}
     return fault("missing_node_type", f"Node '{title}' {problem}.", f"Node ID '#{node_id}'", about)
 
@@ -348,7 +387,9 @@ class _Walk:
             if name not in inputs:
                 found = missing_fault(socket)
             elif not isinstance(value, list):
-                inputs[name], found = converted(socket, value)
+                inputs[name], found = converted(socket, value, as_comfyui=rules.own is None)
+                if socket.io_type == "COMBO":
+                    inputs[name] = listed_choice(socket, inputs[name])
                 if found is None and name not in (rules.own_checked - rules.elsewhere) | rules.unchecked:
                     found = value_fault(socket, inputs[name])
             elif len(value) != 2:
@@ -370,8 +411,13 @@ class _Walk:
             raise LookupError(f"'{socket.name}' is linked to node '{source}', which is not in the workflow")
         class_type = self._prompt[source]["class_type"]
         outputs = self._rules[class_type].outputs
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise LookupError(
+                f"'{socket.name}' is linked to output {shown(index)} of node '{source}': it must be a whole number, "
+                "such as 0, without quotes"
+            )
         # ComfyUI indexes a Python list, so -1 is a valid index of the last output.
-        if not isinstance(index, int) or not -len(outputs) <= index < len(outputs):
+        if not -len(outputs) <= index < len(outputs):
             count = len(outputs)
             raise LookupError(
                 f"'{socket.name}' is linked to output {index} of node '{source}' ({class_type}), which has {count}"

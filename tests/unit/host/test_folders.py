@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from wanstream.host.embedded.adapter import Folders
+from wanstream.host.embedded.validate import Socket, listed_choice
 from wanstream.host.folders import (
     GGUF_FILES,
     CachedFileNames,
@@ -129,6 +131,65 @@ def test_models_are_listed_by_what_they_are(tmp_path: Path) -> None:
         _touch(tmp_path / "folders" / name)
     assert sorted(diffusers_folders(tmp_path / "folders")) == [str(Path("own/expert")), "wan"]
     assert list(weight_files(tmp_path / "none")) == []
+
+
+def _tree(top: Path) -> None:
+    for name in ("a.safetensors", "wan/b.safetensors", "wan/deep/c.safetensors"):
+        _touch(top / "models" / "vae" / name)
+    _touch(top / "disk" / "d.safetensors")
+    _touch(top / "models" / "vae" / "pipe" / "model_index.json")
+
+
+LOOPS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "one": ({"vae/a": "."}, []),
+    "two": ({"vae/a": ".", "vae/b": "."}, []),
+    "up": ({"vae/all": ".."}, []),
+    "up twice": ({"vae/x": "../..", "vae/wan/y": "../../.."}, ["x/disk/d.safetensors"]),
+    "to itself": ({"vae/self": "self"}, []),
+    "to each other": ({"vae/one": "two", "vae/two": "one"}, []),
+    "two folders": ({"vae/wan/back": "../pipe", "vae/pipe/there": "../wan"}, []),
+    "one tree twice": ({"vae/m": "../../disk", "vae/more": "../../disk"}, ["m/d.safetensors"]),
+    "nowhere": ({"vae/gone": "../nothing"}, []),
+}
+
+
+@pytest.mark.parametrize(("links", "more"), LOOPS.values(), ids=LOOPS)
+def test_every_real_folder_is_listed_once_under_its_shortest_name(
+    tmp_path: Path, links: dict[str, str], more: list[str]
+) -> None:
+    _tree(tmp_path)
+    for name, target in links.items():
+        (tmp_path / "models" / name).symlink_to(target)
+    names = [Path(name).as_posix() for name in weight_files(tmp_path / "models" / "vae")]
+    assert sorted(names) == sorted(["a.safetensors", "wan/b.safetensors", "wan/deep/c.safetensors", *more])
+    assert [*diffusers_folders(tmp_path / "models" / "vae")] == ["pipe"]
+    assert sorted(CachedFileNames((".safetensors",)).below(tmp_path / "models" / "vae")) == sorted(map(str, names))
+
+
+def test_a_scan_visits_a_folder_once_whatever_leads_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(20):
+        _touch(tmp_path / "disk" / f"{number}" / "x.safetensors")
+    for name in "abcdefgh":
+        (tmp_path / name).symlink_to(".")
+        (tmp_path / f"{name}2").symlink_to("disk")
+    listed, count = os.listdir, []
+    monkeypatch.setattr(os, "listdir", lambda path: count.append(path) or listed(path))
+    assert len([*weight_files(tmp_path)]) == 20
+    assert len(count) == 22, "the top, its folder, and the twenty in there"
+
+
+@pytest.mark.parametrize(
+    "name", ["wan/b.safetensors", "other/b.safetensors", "wan\\b.safetensors", "all/vae/wan/b.safetensors"]
+)
+def test_a_name_over_another_link_is_the_listed_one(tmp_path: Path, name: str) -> None:
+    _tree(tmp_path)
+    (tmp_path / "models" / "vae" / "other").symlink_to("wan")
+    (tmp_path / "models" / "vae" / "all").symlink_to("..")
+    socket = Socket(name="vae", io_type="COMBO", options={}, required=True)
+    with embedded_host.opened(Folders(models=tmp_path / "models", output=tmp_path, input=tmp_path)):
+        listed = {"options": embedded_host.model_names("vae")}
+        assert listed_choice(replace(socket, options=listed), name) == str(Path("wan/b.safetensors"))
+        assert listed_choice(replace(socket, options=listed), "nothing") == "nothing"
 
 
 def test_gguf_files_are_offered_for_experts_only(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from wanstream.host.embedded.graph import WorkflowFormatError, api_prompt
-from wanstream.host.embedded.validate import Verdict
+from wanstream.host.embedded.validate import Socket, Verdict, value_fault
 from wanstream.tests.support.embedded import validate_workflow
 
 GOOD: dict[str, Any] = {
@@ -56,6 +56,11 @@ NODE_FAULTS = [
     ("3", {"number": ["9", 0]}, "3", "exception_during_validation"),
     ("3", {"prefix": "../a"}, "3", "custom_validation_failed"),
     ("2", {"scael": 2.0}, "2", "unknown_input"),
+    ("1", {"value": 6.5}, "1", "invalid_input_type"),
+    ("1", {"value": True}, "1", "invalid_input_type"),
+    ("1", {"negate": "disable"}, "1", "invalid_input_type"),
+    ("1", {"negate": None}, "1", "invalid_input_type"),
+    ("2", {"scale": float("nan")}, "2", "invalid_input_type"),
 ]
 
 
@@ -103,7 +108,7 @@ def test_faults_of_the_whole_workflow(validate: Callable[[Any], Verdict], prompt
 def test_constants_become_what_their_sockets_take(validate: Callable[[Any], Verdict]) -> None:
     prompt = copy.deepcopy(GOOD)
     prompt["1"]["inputs"] = {"value": "12", "negate": 1}
-    prompt["2"]["inputs"] |= {"b": 2.9, "scale": {"__value__": "0.5"}}
+    prompt["2"]["inputs"] |= {"b": 2.0, "scale": {"__value__": "0.5"}}
     before = copy.deepcopy(prompt)
     verdict = validate(prompt)
     assert verdict.prompt["1"]["inputs"] == {"value": 12, "negate": True}
@@ -150,13 +155,57 @@ def test_an_unknown_input_is_refused_with_the_nearest_name(validate: Callable[[A
 
 
 def test_long_lists_are_not_told(validate: Callable[[Any], Verdict], tmp_path: Path, nodes: SimpleNamespace) -> None:
-    from wanstream.host.embedded.validate import Socket, value_fault
-
     options = {"options": [str(i) for i in range(21)]}
     found = value_fault(Socket(name="x", io_type="COMBO", options=options, required=True), "y")
     assert found is not None
     assert found["details"] == "x: 'y' not in (list of length 21)"
     assert found["extra_info"]["input_config"] is None
+
+
+CHOICES = ["wan22/high_noise.safetensors", "wan22/low_noise.safetensors", "Wan21.gguf", "odd"]
+
+
+@pytest.mark.parametrize(
+    ("value", "near"),
+    [
+        ("high_noise.safetensors", "wan22/high_noise.safetensors"),
+        ("WAN22/High_Noise.safetensors", "wan22/high_noise.safetensors"),
+        ("wan22/high_noise", "wan22/high_noise.safetensors"),
+        ("wan22/highnoise.safetensors", "wan22/high_noise.safetensors"),
+        ("other/low_noise.safetensors", "wan22/low_noise.safetensors"),
+        ("low-noise.safetensors", "wan22/low_noise.safetensors"),
+        ("./wan21.gguf", "Wan21.gguf"),
+        ("wan22\\hihg_noise.safetensors", "wan22/high_noise.safetensors"),
+    ],
+)
+def test_a_name_that_is_not_in_the_list_gets_the_near_one(value: str, near: str) -> None:
+    socket = Socket(name="file", io_type="COMBO", options={"options": CHOICES}, required=True)
+    found = value_fault(socket, value)
+    assert found is not None
+    assert found["details"].startswith(f"file: did you mean {near}? '{value}' not in [")
+
+
+@pytest.mark.parametrize("index", ["0", 0.5, True, None, "zero"])
+def test_the_index_of_a_link_is_a_whole_number(validate: Callable[[Any], Verdict], index: object) -> None:
+    prompt = copy.deepcopy(GOOD)
+    prompt["2"]["inputs"]["a"] = ["1", index]
+    (fault,) = validate(prompt).node_errors["2"]["errors"]
+    assert "of node '1': it must be a whole number, such as 0, without quotes" in fault["details"]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"version": 0.4}, "node 'version' is 0.4, and not an object .* remove it, or export"),
+        ({"#": "a comment"}, "node '#' is \"a comment\""),
+        ({"7": None}, "node '7' is null"),
+        ({"links": [[1, 2]]}, "node 'links' is \\[\\[1, 2\\]\\]"),
+        ({"extra_data": {"extra_pnginfo": {}}}, "node 'extra_data' has no 'class_type' and no 'inputs': remove it"),
+    ],
+)
+def test_entries_that_are_no_nodes_are_refused_with_a_remedy(more: dict[str, Any], reason: str) -> None:
+    with pytest.raises(WorkflowFormatError, match=reason):
+        api_prompt({**GOOD, **more})
 
 
 @pytest.mark.parametrize(

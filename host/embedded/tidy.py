@@ -1,0 +1,94 @@
+"""Parts of exported workflows that only ComfyUI's frontend needs: its widgets, and nodes that no result depends on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .graph import Prompt, as_link, class_of
+from .near_names import nearest
+
+_WIDGETS = re.compile(r"upload|preview|control_(?:after|before)|^__|^\$\$", re.IGNORECASE)
+"""Names of widgets that the frontend and other packs add to any node."""
+_VIEWERS = re.compile(r"(?!.*save).*(?:preview|note|show|display|primitive|reroute)", re.IGNORECASE | re.DOTALL)
+"""Classes of nodes that only show or annotate something."""
+_SAME_CLASS = 0.85
+"""Similarity of a mistyped class to the real one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TidyWorkflow:
+    """A workflow without such parts, and a line for each node that had some."""
+
+    prompt: Prompt
+    notes: tuple[str, ...] = ()
+
+
+def tidy(prompt: Prompt, inputs: Mapping[str, Collection[str]], outputs: Collection[str]) -> TidyWorkflow:
+    """Return the workflow without widgets of the frontend, and without foreign nodes that no output depends on.
+
+    Args:
+        prompt: the workflow; its classes may be unknown.
+        inputs: names of the inputs by known class.
+        outputs: the known classes that are output nodes.
+    """
+    idle = _idle_nodes(prompt, inputs, outputs)
+    notes = [f"node {node_id} ({prompt[node_id]['class_type']}): skipped: no result depends on it" for node_id in idle]
+    tidied: dict[str, Mapping[str, Any]] = {}
+    names = {name for node in prompt.values() for name in inputs.get(class_of(node) or "", ())}
+    for node_id, node in prompt.items():
+        if node_id in idle:
+            continue
+        own, given = inputs.get(class_of(node) or ""), node.get("inputs", {})
+        extra = [] if own is None else [name for name in given if _is_widget(name, given[name], own, names)]
+        tidied[node_id] = node
+        if extra:
+            tidied[node_id] = {**node, "inputs": {name: given[name] for name in given if name not in extra}}
+            kind = "is a widget" if len(extra) == 1 else "are widgets"
+            notes.append(f"node {node_id} ({node['class_type']}): ignored: {', '.join(extra)} {kind} of the frontend")
+    return TidyWorkflow(prompt=tidied, notes=tuple(notes))
+
+
+def _is_widget(name: str, value: object, own: Collection[str], others: Collection[str]) -> bool:
+    """Return True if an input cannot be a setting of its node.
+
+    A link, a number, the name of another node's input, and a name near to one of the node's own are settings: without
+    them the run would differ from the workflow.
+    """
+    if name in own or as_link(value) is not None:
+        return False
+    if _WIDGETS.search(name):
+        return True
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return not is_number and name not in others and nearest(name, own) is None
+
+
+def _idle_nodes(prompt: Prompt, known: Mapping[str, object], outputs: Collection[str]) -> list[str]:
+    """Return the foreign nodes that neither an output of ours nor one of theirs depends on."""
+    sources = {
+        node_id: {link.node_id for value in node.get("inputs", {}).values() if (link := as_link(value))}
+        for node_id, node in prompt.items()
+    }
+    foreign = {node_id: node for node_id, node in prompt.items() if class_of(node) not in known}
+    read = {source for found in sources.values() for source in found}
+    pending = [node_id for node_id, node in prompt.items() if class_of(node) in outputs]
+    if not pending:  # the missing class of an output is the better message
+        return []
+    pending += [each for each in foreign if each not in read and not _is_idle_end(foreign[each], sources[each], known)]
+    needed: set[str] = set()
+    while pending:
+        node_id = pending.pop()
+        if node_id not in needed:
+            needed.add(node_id)
+            pending += sources.get(node_id, ())
+    return [node_id for node_id in foreign if node_id not in needed]
+
+
+def _is_idle_end(node: Mapping[str, Any], sources: Collection[str], known: Mapping[str, object]) -> bool:
+    """Return True for a node that nothing reads if it only shows something, or has values but no links."""
+    class_type = class_of(node)
+    if class_type is None or nearest(class_type, known, cutoff=_SAME_CLASS) is not None:
+        return False  # no node, or a mistyped one of ours
+    return bool(_VIEWERS.match(class_type)) or bool(node.get("inputs") and not sources)

@@ -1,0 +1,93 @@
+"""Constants of a workflow as values of their inputs: one rule for both hosts.
+
+ComfyUI converts with Python's `bool`, `int` and `float`, so that "false" is true, 64.7 is 64 and NaN is within every
+range. Such constants are refused here, because the run would differ from the workflow without a message.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+_MAX_SHOWN = 60
+"""Maximum number of characters of a value in a message."""
+
+
+class InputValueError(ValueError):
+    """A constant is not a value of its input's type; the message contains what to write."""
+
+
+def plain_value(io_type: str, value: object) -> object:
+    """Return a constant converted to the type of its input; constants of other types are returned as they are.
+
+    Raises InputValueError.
+    """
+    convert = _CONVERTERS.get(io_type)
+    return value if convert is None else convert(value)
+
+
+def same_choice(value: object, choices: Sequence[object]) -> object:
+    """Return the choice that differs from `value` only in the direction of its slashes; `value` itself without one."""
+    if not isinstance(value, str) or value in choices:
+        return value
+    written = value.replace("\\", "/")
+    return next((each for each in choices if isinstance(each, str) and each.replace("\\", "/") == written), value)
+
+
+def shown(value: object) -> str:
+    """Return a constant as JSON, shortened."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _boolean(value: object) -> bool:
+    if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
+        return bool(value)
+    raise InputValueError(f"{shown(value)} is not true or false: write true or false, without quotes")
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    try:
+        if isinstance(value, str):
+            return int(value)
+    except ValueError as err:
+        raise _no_whole(value) from err
+    raise _no_whole(value)
+
+
+def _no_whole(value: object) -> InputValueError:
+    return InputValueError(f"{shown(value)} is not a whole number: write one, such as 4")
+
+
+def _number(value: object) -> float:
+    try:
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if math.isfinite(number):
+        return number
+    raise InputValueError(f"{shown(value)} is not a finite number: write one, such as 3.5")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    raise InputValueError(f'{shown(value)} is not a text: write one in quotes, "" for none')
+
+
+_CONVERTERS: Mapping[str, Callable[[object], object]] = {
+    "INT": _whole,
+    "FLOAT": _number,
+    "STRING": _text,
+    "BOOLEAN": _boolean,
+}
