@@ -9,6 +9,7 @@ from .cuda import NvtxRanges
 from .oom import forget, is_broken_device, is_out_of_memory
 from .registry import core_count, forked_random_state, gpu_count, register_runtime, runtime_for
 from .runtime import DeviceMemory, DeviceRuntime, Event, NoPageLockError, PageLockError, Stream
+from .shared_pages import PageLock
 
 __all__ = [
     "AUTO",
@@ -22,6 +23,7 @@ __all__ = [
     "MemoryMeter",
     "NoPageLockError",
     "NvtxRanges",
+    "PageLock",
     "PageLockError",
     "Stream",
     "auto_dtype",

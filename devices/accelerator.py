@@ -79,5 +79,8 @@ class AcceleratorRuntime(DeviceRuntime):
         fraction = 1.0 if nbytes is None else nbytes / self.memory().total
         self._torch.set_per_process_memory_fraction(fraction, self.device)
 
+    def is_locked(self, memory: torch.Tensor) -> bool:
+        return bool(memory.is_pinned())
+
     def reset_peaks(self) -> None:
         self._torch.reset_peak_memory_stats(self.device)

@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from .shared_pages import SharedPages
+
 
 class Event(Protocol):
     """Point in the work of a stream."""
@@ -63,6 +65,8 @@ class DeviceRuntime(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.shared_pages = SharedPages(self)
+        """Page locks of memory that is not mapped for one purpose, so that others may lock parts of its pages."""
         self._idle_streams: list[Stream] = []
 
     @staticmethod
@@ -164,6 +168,10 @@ class DeviceRuntime(ABC):
     @abstractmethod
     def unlock_pages(self, memory: torch.Tensor) -> None:
         """Unlock memory that was locked. No copy from it may be in progress."""
+
+    @abstractmethod
+    def is_locked(self, memory: torch.Tensor) -> bool:
+        """Return True if CPU memory starts in pages that are locked, by this process or by its owner."""
 
     @abstractmethod
     def auto_dtype(self) -> torch.dtype:

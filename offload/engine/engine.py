@@ -157,7 +157,8 @@ def attach_offload(
         blocks: one stack of similar blocks, or several by name. Weights may be on `meta` if `source` is given.
         policy: resident blocks, prefetch depth, and RAM-resident blocks.
         device: compute device.
-        source: source of the stored bytes; by default the blocks' own weights, which are kept in RAM.
+        source: source of the stored bytes; by default the blocks' own weights, which are kept in RAM. A device with
+            streams copies them from there, page-locked in place until `detach`.
         follow_forward: stream blocks during the model's own forward; False for callers that name the visits.
         shared: RAM that the ranks of one machine share, for blocks that are RAM-resident across runs.
         sharded: ranks that keep one shard of every block each and gather a block before its visit. All ranks run the

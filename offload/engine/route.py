@@ -1,7 +1,7 @@
 """Route of one engine's blocks from their source to the buffers: RAM slots and transfer backend.
 
-Whole blocks are read into RAM slots and copied. If blocks are sharded, the slots, in RAM or on the device, hold this
-rank's shards, and the ranks gather the blocks.
+Whole blocks are read into RAM slots and copied, or copied from the tensors of their source. If blocks are sharded, the
+slots, in RAM or on the device, hold this rank's shards, and the ranks gather the blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from ...devices import runtime_for
 from ...plan import STAGING_SLOTS, BlockKey
 from ..formats.layout import BlockFormat
+from ..host_memory.in_place import InPlaceBlocks
 from ..host_memory.pages import PageLock
 from ..host_memory.ram_slots import RamSlots
 from ..host_memory.shared_segment import SharedSegment
@@ -24,6 +25,7 @@ from ..sharding.device_slots import DeviceSlots
 from ..sharding.group import Gathering, Sharded
 from ..sharding.shards import ShardSource
 from ..sources.base import BlockSource, RangeSource
+from ..sources.module import TensorSource
 from ..transfers.base import TransferBackend
 from ..transfers.cpu import CpuBackend, SynchronousBackend
 from ..transfers.cuda import CudaBackend
@@ -81,7 +83,11 @@ class Route:
     def ram_slots(self, lock: PageLock | None, shared: SharedSegment | None) -> RamSlots:
         """Create the slots for the bytes that this rank stores."""
         if self.gathering is None:
-            return RamSlots(self.sizes, lock=lock, shared=shared)
+            runtime = runtime_for(self._device)
+            in_place = None
+            if runtime is not None and shared is None and isinstance(self._source, TensorSource):
+                in_place = InPlaceBlocks(self._source, runtime)
+            return RamSlots(self.sizes, lock=lock, shared=shared, in_place=in_place)
         assert shared is None, "ranks with different shards cannot share RAM"
         device_slots = DeviceSlots(self._device, lock=lock) if self.gathering.sharded.on_device else None
         return RamSlots(self.sizes, lock=lock, on_device=device_slots)

@@ -11,13 +11,14 @@ import mmap
 import platform
 import weakref
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ...devices import NoPageLockError, PageLockError
+from ...devices import PageLock as PageLock
 
 HUGE_PAGE = 2 * 1024**2
 
@@ -66,14 +67,29 @@ def map_huge(nbytes: int) -> npt.NDArray[np.uint8]:
     return memory[start : start + nbytes]
 
 
-def copy_to_device(into: torch.Tensor, host: torch.Tensor) -> None:
-    """Copy page-locked 1-D uint8 memory to the device, on the current stream, without a wait.
+class ScatteredBlock(NamedTuple):
+    """Bytes of a block in several places of host memory; the padding between its tensors has none."""
+
+    parts: tuple[tuple[int, torch.Tensor], ...]
+    """First byte in the block, and 1-D uint8 memory, of every part."""
+
+
+HostBlock: TypeAlias = "torch.Tensor | ScatteredBlock"
+"""Bytes of a block in host memory: 1-D uint8, or scattered."""
+
+
+def copy_to_device(into: torch.Tensor, host: HostBlock) -> None:
+    """Copy page-locked memory to the device, on the current stream, without a wait.
 
     Args:
         into: 1-D uint8 device memory of the size of `host`.
-        host: memory from the start of a block, which `LockedBlocks` has locked in pieces. From memory that is not
-            locked, the copy blocks the host.
+        host: 1-D uint8 memory from the start of a block, which `LockedBlocks` has locked in pieces, or parts that were
+            locked in one piece each. From memory that is not locked, the copy blocks the host.
     """
+    if isinstance(host, ScatteredBlock):
+        for offset, part in host.parts:
+            into[offset : offset + part.numel()].copy_(part, non_blocking=True)
+        return
     # A driver refuses, or stages, a copy that starts in one locked piece and ends in the next.
     for start in range(0, host.numel(), LOCK_BYTES):
         piece = slice(start, start + LOCK_BYTES)
@@ -115,22 +131,6 @@ def lock_limit() -> str:
             f".wslconfig), run under Linux itself, or {fewer}."
         )
     return f"Raise the limit on locked memory (`ulimit -l`), free RAM, or {fewer}."
-
-
-class PageLock(Protocol):
-    """Driver that page-locks memory in place, such as a `DeviceRuntime`."""
-
-    def lock_pages(self, memory: torch.Tensor) -> None:
-        """Page-lock 1-D uint8 CPU memory.
-
-        Raises:
-            PageLockError: the driver refuses.
-        """
-        ...
-
-    def unlock_pages(self, memory: torch.Tensor) -> None:
-        """Unlock memory that was locked. No copy from it may be in progress."""
-        ...
 
 
 class LockedBlocks:

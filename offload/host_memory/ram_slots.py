@@ -17,7 +17,8 @@ from ..engine.buffers import BlockStorage, BufferState
 from ..formats.layout import host_bytes
 from ..sources.base import BlockSource, InsufficientRamError, timed_read
 from .base import Reservation, SlotMemory
-from .pages import PageLock, in_pages, map_memory
+from .in_place import InPlaceBlocks
+from .pages import HostBlock, PageLock, in_pages, map_memory
 from .shared_segment import SharedSegment
 
 REMEDY = "keep fewer blocks in RAM, stream from the file instead, or close other programs that use RAM"
@@ -106,7 +107,7 @@ class RamSlot(BlockStorage):
 
     Attributes:
         memory: stored bytes of the block; None before the first read.
-        capacity: bytes that were allocated for it.
+        capacity: bytes that were allocated for blocks that are not copied in place.
         drained: waits for the last copy from the slot; None if no copy is in progress.
     """
 
@@ -114,7 +115,7 @@ class RamSlot(BlockStorage):
 
     def __init__(self) -> None:
         super().__init__(0)
-        self.memory: torch.Tensor | None = None
+        self.memory: HostBlock | None = None
         self.capacity = 0
         self.drained: Callable[[], object] | None = None
 
@@ -136,6 +137,7 @@ class RamSlots:
         lock: driver that page-locks slots, so that a device can copy from them asynchronously; None for a CPU.
         shared: memory of RAM-resident blocks that the ranks of one machine share.
         on_device: memory of RAM-resident blocks on the device itself, instead.
+        in_place: blocks that are copied from memory of their source; their slots have no memory.
     """
 
     def __init__(
@@ -145,9 +147,11 @@ class RamSlots:
         lock: PageLock | None,
         shared: SharedSegment | None = None,
         on_device: SlotMemory | None = None,
+        in_place: InPlaceBlocks | None = None,
     ) -> None:
-        self._sizes = sizes
-        self._largest = max(sizes.values())
+        self._in_place = in_place
+        self._sizes = {key: 0 if in_place is not None and key in in_place else size for key, size in sizes.items()}
+        self._largest = max(self._sizes.values())
         self._staging: SlotMemory = HostPages(lock=lock)
         self._resident: SlotMemory = self._staging if shared is None else HostPages(lock=lock, shared=shared)
         if on_device is not None:
@@ -174,7 +178,8 @@ class RamSlots:
     @property
     def locked_bytes(self) -> int:
         """Bytes of page-locked RAM."""
-        return sum(memory.locked_bytes for memory in self._memories())
+        in_place = 0 if self._in_place is None else self._in_place.locked_bytes
+        return in_place + sum(memory.locked_bytes for memory in self._memories())
 
     def contents(self) -> dict[int, BlockKey]:
         """Return the blocks that the slots still contain from the last run; a new program may keep them."""
@@ -225,7 +230,8 @@ class RamSlots:
     ) -> ReadSpan | None:
         """Read a block into a free slot, unless another rank has read it into shared memory (read thread).
 
-        Waits until the last copy from the slot has ended. Returns the measured read; None if there was none.
+        Waits until the last copy from the slot has ended. Returns the measured read; None if there was none, as for a
+        block that is copied in place.
 
         Raises:
             SourceError: the bytes could not be read, or there is not enough memory for them.
@@ -234,6 +240,10 @@ class RamSlots:
             slot.drained()
             slot.drained = None
         slot.begin_fill(key)
+        if self._in_place is not None and key in self._in_place:
+            slot.memory = self._in_place.take(key)
+            slot.issued()
+            return None
         resident = slot.index < self._residents.slots
         nbytes = self._sizes[key]
         slot.capacity = nbytes if resident else self._largest
@@ -259,6 +269,8 @@ class RamSlots:
         self._slots = ()
         for memory in self._memories():
             memory.close()
+        if self._in_place is not None:
+            self._in_place.close()
 
     def _staging_slots(self, residents: RamResidency, staging: int) -> int:
         """Return the number of staging slots that are ever used: none if every block is resident."""

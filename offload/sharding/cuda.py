@@ -56,10 +56,11 @@ class GatherCudaBackend(CudaStreams):
 
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
         key, into = copy.key, copy.into
-        assert copy.stored is not None, f"the shard of {key} has no slot"
+        stored = copy.flat
+        assert stored is not None, f"the shard of {key} has no slot"
         free = cast(Event, copy.after)
         slot = self._next_slot()
-        shard, copied = self._shard_on_device(copy.stored, slot, copy.release_source)
+        shard, copied = self._shard_on_device(stored, slot, copy.release_source)
         fmt, patch = self._formats[key.stored], self._patches.get(key)
         target = (into if fmt.is_raw else slot.raw)[: self._size * shard.numel()]
         gathered = self._runtime.event(timing=True, blocking=True)

@@ -24,6 +24,10 @@ class TensorSource(RangeSource):
         self._weights = dict(weights)
         self.formats = {key: _format_of(matrices) for key, matrices in self._weights.items()}
 
+    def weights(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
+        """Return the matrices of a block by their names."""
+        return self._weights[key]
+
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         return {}
 

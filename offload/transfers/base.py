@@ -15,6 +15,7 @@ import torch
 from ...devices import DeviceEvent
 from ...plan import BlockKey
 from ..formats.layout import BlockFormat
+from ..host_memory.pages import HostBlock, ScatteredBlock
 from ..patches import StagedPatches
 from ..sources.base import BlockSource
 
@@ -38,14 +39,20 @@ class BlockCopy(NamedTuple):
     """Copy of one block from its RAM slot into its buffer."""
 
     key: BlockKey
-    stored: torch.Tensor | None
-    """Bytes of the block in RAM, 1-D uint8; None if they were read directly into the buffer."""
+    stored: HostBlock | None
+    """Bytes of the block in RAM; None if they were read directly into the buffer. Scattered only for `CudaBackend`."""
     into: torch.Tensor
     """The buffer, 1-D uint8. It is free once the device has passed `after`."""
     after: DeviceEvent
     """End of the last visit that read the buffer."""
     release_source: ReleaseSource
     """Called once `stored` is no longer needed."""
+
+    @property
+    def flat(self) -> torch.Tensor | None:
+        """`stored` of a block that is in one piece."""
+        assert not isinstance(self.stored, ScatteredBlock), f"{self.key} is copied from its tensors"
+        return self.stored
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from ...devices import DeviceRuntime, Event, Stream
 from ...plan import RAW_SLOTS, BlockKey
 from ..formats.decode import Constants, decode_block
 from ..formats.layout import BlockFormat, allocate_flat
-from ..host_memory.pages import copy_to_device
+from ..host_memory.pages import HostBlock, copy_to_device
 from ..patches import StagedPatch, StagedPatches
 from ..sources.base import BlockSource
 from .base import BlockCopy, PendingBlock, TransferBackend
@@ -205,25 +205,25 @@ class CudaBackend(CudaStreams):
             return self._copy(copy, copy.stored)
         return self._copy_and_decode(copy, copy.stored, patch)
 
-    def _copy(self, copy: BlockCopy, stored: torch.Tensor) -> PendingBlock:
-        into, free = copy.into, cast(Event, copy.after)
+    def _copy(self, copy: BlockCopy, stored: HostBlock) -> PendingBlock:
+        into, free = copy.into[: self._formats[copy.key.stored].stored.nbytes], cast(Event, copy.after)
         start = self._runtime.event(timing=True)
         copied = self._runtime.event(timing=True, blocking=True)
         with self._runtime.on_stream(self._copies):
             self._copies.wait_event(free)
             start.record(self._copies)
-            copy_to_device(into[: stored.numel()], stored)
+            copy_to_device(into, stored)
             copied.record(self._copies)
         # The copy is only issued. The thread that refills the slot calls `synchronize` first, so that neither this
         # thread nor the compute thread waits for the bus.
         copy.release_source(copied.synchronize)
         return PendingBlock(wait=self._wait_for(copied), copied=(start, copied))
 
-    def _copy_and_decode(self, copy: BlockCopy, stored: torch.Tensor, patch: StagedPatch | None) -> PendingBlock:
+    def _copy_and_decode(self, copy: BlockCopy, stored: HostBlock, patch: StagedPatch | None) -> PendingBlock:
         into, free = copy.into, cast(Event, copy.after)
         fmt, slot = self._formats[copy.key.stored], self._next_slot()
         scales = self._scales.get(copy.key.stored, copies=self._copies)
-        raw = (into if fmt.is_raw else slot.raw)[: stored.numel()]
+        raw = (into if fmt.is_raw else slot.raw)[: fmt.stored.nbytes]
         copied = self._runtime.event(blocking=True)
         copy_start, copy_end = (self._runtime.event(timing=True) for _ in range(2))
         with self._runtime.on_stream(self._copies):

@@ -72,9 +72,10 @@ def streamed(
 
 
 @pytest.mark.parametrize("slow", [1, 1000], ids=["device slow", "bus slow"])
-def test_a_slot_is_refilled_only_when_its_copy_has_left_it(gpu, stacks, hidden, expected, slow):
+def test_a_slot_is_refilled_only_when_its_copy_has_left_it(gpu, stacks, hidden, expected, slow_source, slow):
     """Two slots serve all fetches, and nothing but the copies holds the read thread: a missing wait shows."""
-    with attach(gpu, stacks, OffloadPolicy.layerwise(3)) as handle:
+    source = slow_source(ModuleSource(stacks), seed=0, longest_s=0.0)
+    with attach(gpu, stacks, OffloadPolicy.layerwise(3), source=source) as handle:
         for _ in range(3):
             value, run = streamed(gpu, handle, stacks, hidden, slow=slow)
             assert torch.equal(value, expected)

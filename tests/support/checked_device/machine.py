@@ -332,6 +332,8 @@ class Machine:
         self.eagerness = (0.0, 0.5, 0.9)[seed % 3]
         """Share of the work that is executed before the host waits for it."""
         self.problems: list[str] = []
+        self.pageable_copies: set[str] = set()
+        """File and function of the product that has copied memory to a device that was not page-locked."""
         self.host_waits: set[str] = set()
         """File and function of the product in which a thread has waited for a device."""
         self.trace: list[TraceEntry] | None = None

@@ -87,6 +87,9 @@ class CheckedRuntime(DeviceRuntime):
     def unlock_pages(self, memory: torch.Tensor) -> None:
         active().unlock_pages(memory)
 
+    def is_locked(self, memory: torch.Tensor) -> bool:
+        return bool(active()._locked_parts(memory[:1]))
+
     def auto_dtype(self) -> torch.dtype:
         return torch.float32
 

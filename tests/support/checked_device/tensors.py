@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from .machine import Block, Device, Machine, Range, site
+from .machine import Block, Device, Machine, Range, site, waiting_function
 
 NAME = "checked"
 
@@ -241,6 +241,7 @@ def _to_device(into: CheckedTensor, source: torch.Tensor, *, non_blocking: bool)
     locked = machine.locked_range(source) if source.is_contiguous() else None
     if locked is None:
         # The driver copies pageable memory into memory of its own before it returns.
+        machine.pageable_copies.add(waiting_function() or "")
         values = source.detach().clone()
     else:
         values = source.detach()

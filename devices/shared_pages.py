@@ -1,0 +1,149 @@
+"""Page locks of memory that may share pages: neighbours in one page, views of one storage, one storage twice."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class PageLock(Protocol):
+    """Driver that page-locks memory in place, such as a `DeviceRuntime`."""
+
+    def lock_pages(self, memory: torch.Tensor) -> None:
+        """Page-lock 1-D uint8 CPU memory.
+
+        Raises:
+            PageLockError: the driver refuses.
+        """
+        ...
+
+    def unlock_pages(self, memory: torch.Tensor) -> None:
+        """Unlock memory that was locked. No copy from it may be in progress."""
+        ...
+
+
+@dataclass(kw_only=True, eq=False)
+class _Span:
+    """Whole pages that the driver has locked in one call."""
+
+    pages: range
+    memory: torch.Tensor
+    """The pages as 1-D uint8; does not keep them mapped."""
+    owner: torch.Tensor
+    """Memory with a byte in every page of the span: it keeps them mapped until they are unlocked."""
+    users: int = 1
+
+
+class SharedPages:
+    """Locks every page once, and unlocks it after its last user. Implements `PageLock` for any 1-D uint8 memory.
+
+    A driver may refuse to lock a page twice, and it would unlock the page of both users with the first one.
+
+    Any thread may call, finalisers included: these can run while the same thread locks memory, so `unlock_pages` never
+    waits for a lock of this object.
+    """
+
+    def __init__(self, driver: PageLock) -> None:
+        self._driver = driver
+        self._spans: list[_Span] = []
+        self._changing = threading.Lock()
+        self._left: deque[torch.Tensor] = deque()
+        """Memory to unlock; kept alive until then."""
+
+    def lock_pages(self, memory: torch.Tensor) -> None:
+        """Lock the pages of `memory` that are not locked, and keep `memory` alive until they are unlocked.
+
+        Raises:
+            PageLockError: the driver refuses; nothing was locked.
+        """
+        pages = _pages_of(memory)
+        with self._changing:
+            self._unlock_left()
+            users = list(self._spans_in(pages))
+            for span in users:
+                span.users += 1
+            try:
+                for gap in _gaps(pages, [span.pages for span in users]):
+                    span = _Span(pages=gap, memory=_as_tensor(gap), owner=memory)
+                    self._driver.lock_pages(span.memory)
+                    users.append(span)
+                    self._spans.append(span)
+            except BaseException:
+                self._leave(users)
+                raise
+        self._unlock_if_free()
+
+    def unlock_pages(self, memory: torch.Tensor) -> None:
+        """Unlock the pages of `memory` that no other memory uses. No copy from it may be in progress.
+
+        If another call locks pages meanwhile, that call unlocks these when it ends.
+        """
+        self._left.append(memory)
+        self._unlock_if_free()
+
+    def has(self, memory: torch.Tensor) -> bool:
+        """Return True if some pages of `memory` are locked here."""
+        with self._changing:
+            return next(self._spans_in(_pages_of(memory)), None) is not None
+
+    def split(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return `memory` in parts, each of them in pages that were locked in one call, or in none that are locked."""
+        start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        with self._changing:
+            spans = list(self._spans_in(_pages_of(memory)))
+        cuts = {at - start for span in spans for at in (span.pages.start, span.pages.stop) if start < at < stop}
+        edges = [0, *sorted(cuts), memory.numel()]
+        return [memory[first:last] for first, last in itertools.pairwise(edges)]
+
+    def _spans_in(self, pages: range) -> Iterator[_Span]:
+        return (span for span in self._spans if span.pages.start < pages.stop and pages.start < span.pages.stop)
+
+    def _unlock_if_free(self) -> None:
+        # Checked again after each round: another call may have added memory before the lock was free.
+        while self._left and self._changing.acquire(blocking=False):
+            try:
+                self._unlock_left()
+            finally:
+                self._changing.release()
+
+    def _unlock_left(self) -> None:
+        while self._left:
+            memory = self._left.popleft()
+            self._leave(list(self._spans_in(_pages_of(memory))))
+
+    def _leave(self, spans: list[_Span]) -> None:
+        for span in spans:
+            span.users -= 1
+            if span.users == 0:
+                self._spans.remove(span)
+                self._driver.unlock_pages(span.memory)
+
+
+def _pages_of(memory: torch.Tensor) -> range:
+    """Return the addresses of the whole pages with bytes of `memory`."""
+    start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
+    return range(start // mmap.PAGESIZE * mmap.PAGESIZE, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE)
+
+
+def _gaps(pages: range, locked: list[range]) -> Iterator[range]:
+    """Yield the parts of `pages` outside `locked`, whose ranges do not overlap."""
+    at = pages.start
+    for each in sorted(locked, key=lambda span: span.start):
+        if at < each.start:
+            yield range(at, each.start)
+        at = each.stop
+    if at < pages.stop:
+        yield range(at, pages.stop)
+
+
+def _as_tensor(pages: range) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.frombuffer((ctypes.c_ubyte * len(pages)).from_address(pages.start), dtype=torch.uint8)

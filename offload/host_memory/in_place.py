@@ -1,0 +1,117 @@
+"""Blocks whose weights are in RAM already: page-locked where they are, and copied to the device from there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+import torch
+
+from ...devices import DeviceRuntime
+from ...plan import BlockKey
+from ..sources.module import TensorSource
+from .pages import LockedBlocks, ScatteredBlock
+
+MAPS = Path("/proc/self/maps")
+"""Mappings of this process, one a line. Linux only."""
+
+IN_RAM = ("/dev/zero", "/dev/nvidia")
+"""Start of the names of mappings that Linux gives a file although they have none."""
+SHARED_IN_RAM = ("/dev/shm/", "/memfd:", "/SYSV")
+"""The same, if several processes share the mapping. In a private one, page-locking would copy every page."""
+
+
+class InPlaceBlocks:
+    """Blocks that a device copies from the tensors of their source, without a slot.
+
+    The first use of a block page-locks its memory, within the limits of `LockedBlocks`. The copy of a block that could
+    not be locked blocks the host. Left out are blocks with a matrix that is not contiguous RAM, and blocks that are
+    mapped from a file: page-locking would read all of the file, and copy every page of a private mapping.
+
+    Args:
+        source: source of the tensors; they must not be changed or closed before `close`.
+        runtime: runtime of the device, which page-locks the tensors.
+    """
+
+    def __init__(self, source: TensorSource, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
+        self._locked = LockedBlocks(runtime.shared_pages)
+        self._files = list(file_mappings())
+        self._blocks: dict[BlockKey, ScatteredBlock] = {}
+        for key, fmt in source.formats.items():
+            weights = source.weights(key)
+            if all(self._is_usable(weight) for weight in weights.values()):
+                places = {place.name: place.offset for place in fmt.stored.tensors}
+                parts = ((places[name], _bytes_of(weight)) for name, weight in weights.items() if weight.numel())
+                self._blocks[key] = ScatteredBlock(parts=tuple(parts))
+        self._taken: set[BlockKey] = set()
+        self._taking = threading.Lock()
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._blocks
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes that are page-locked now."""
+        return self._locked.nbytes
+
+    def take(self, key: BlockKey) -> ScatteredBlock:
+        """Return the memory of a block, which the first call page-locks (read thread)."""
+        with self._taking:
+            if key not in self._taken:
+                for _, memory in self._blocks[key].parts:
+                    if not self._is_locked_by_owner(memory):
+                        self._locked.add(memory)
+                # A copy must not start in pages of one call of the driver and end in those of another.
+                self._blocks[key] = ScatteredBlock(parts=tuple(self._split(self._blocks[key])))
+                self._taken.add(key)
+            return self._blocks[key]
+
+    def close(self) -> None:
+        """Unlock all memory and release it. No copy from it may be in progress."""
+        self._locked.release()
+        self._blocks.clear()
+
+    def _is_locked_by_owner(self, memory: torch.Tensor) -> bool:
+        """Return True if the memory is page-locked, and not here: its owner keeps it locked as long as it exists."""
+        return self._runtime.is_locked(memory) and not self._runtime.shared_pages.has(memory)
+
+    def _split(self, block: ScatteredBlock) -> Iterable[tuple[int, torch.Tensor]]:
+        for offset, memory in block.parts:
+            for part in self._runtime.shared_pages.split(memory):
+                yield offset, part
+                offset += part.numel()
+
+    def _is_usable(self, weight: torch.Tensor) -> bool:
+        if weight.device.type != "cpu" or not weight.is_contiguous():
+            return False
+        start = weight.data_ptr()
+        return not any(start < file.stop and file.start < start + weight.nbytes for file in self._files)
+
+
+def file_mappings() -> Iterable[range]:
+    """Yield the addresses of this process that are mapped from a file on a disk.
+
+    Raises:
+        OSError: the system does not report them.
+    """
+    if not MAPS.exists():
+        for mapping in psutil.Process().memory_maps(grouped=False):  # Windows: only those with a file
+            start = int(mapping.addr, 16)
+            yield range(start, start + mapping.rss)
+        return
+    for line in MAPS.read_text(errors="replace").splitlines():
+        addresses, permissions, _, _, inode, *path = line.split(maxsplit=5)
+        name = "".join(path)
+        in_ram = name.startswith(IN_RAM + SHARED_IN_RAM if permissions.endswith("s") else IN_RAM)
+        if inode != "0" and not in_ram:
+            start, stop = (int(address, 16) for address in addresses.split("-"))
+            yield range(start, stop)
+
+
+def _bytes_of(weight: torch.Tensor) -> torch.Tensor:
+    assert weight.is_contiguous()
+    with torch.inference_mode(weight.is_inference()):
+        return weight.detach().reshape(-1).view(torch.uint8)

@@ -1,0 +1,162 @@
+"""Modules in RAM on a device with streams: page-locked and copied where they are, and unlocked again."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from wanstream.offload import OffloadEngine, attach_offload
+from wanstream.offload.engine.engine import ONLY_STACK
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.accelerator import Accelerator
+
+WIDTH, BLOCKS = 37, 4
+LAYERWISE = OffloadPolicy.layerwise(1)
+POLICIES = [OffloadPolicy.layerwise(3), OffloadPolicy.block_swap(2, 1), OffloadPolicy.layerwise(1, source="pinned")]
+
+
+def as_they_are(stack: nn.ModuleList, folder: Path) -> None:
+    """Matrices of odd sizes that are neighbours on the heap."""
+
+
+def tied(stack: nn.ModuleList, folder: Path) -> None:
+    stack[2].up.weight = stack[0].up.weight
+
+
+def views(stack: nn.ModuleList, folder: Path) -> None:
+    """All matrices in one storage, from an odd address on, two of them on the same bytes."""
+    matrices = [linear for block in stack for linear in (block.up, block.down)]
+    storage = torch.empty(1 + sum(4 * linear.weight.numel() for linear in matrices), dtype=torch.uint8)
+    at = 4 - storage.data_ptr() % 4
+    for linear in matrices[:-1]:
+        part = storage[at : at + 4 * linear.weight.numel()].view(torch.float32).view_as(linear.weight)
+        linear.weight = nn.Parameter(part.copy_(linear.weight), requires_grad=False)
+        at += 4 * part.numel()
+    first, last = matrices[1], matrices[-1]
+    last.weight = nn.Parameter(first.weight.view(-1).view_as(last.weight), requires_grad=False)
+
+
+def transposed(stack: nn.ModuleList, folder: Path) -> None:
+    for block in stack:
+        block.up.weight = nn.Parameter(block.up.weight.t().contiguous().t(), requires_grad=False)
+
+
+def mapped(stack: nn.ModuleList, folder: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in stack.state_dict().items()}, folder / "stack.safetensors")
+    stack.load_state_dict(load_file(folder / "stack.safetensors"), assign=True)
+    stack.requires_grad_(False)
+
+
+KINDS = {"heap": as_they_are, "tied": tied, "views": views, "transposed": transposed, "mapped": mapped}
+IN_SLOTS = {"transposed", "mapped"}
+"""Kinds that are read into slots, which are page-locked."""
+
+
+def run(
+    gpu: Accelerator, stack: nn.ModuleList, engine: OffloadEngine, hidden: torch.Tensor, *, stop_at: int | None = None
+) -> torch.Tensor:
+    with torch.inference_mode(), engine.run(step_visits([ONLY_STACK] * 2, engine.block_counts)) as active:
+        for number, visit in enumerate(active.program.visits):
+            with active.visit(*visit):
+                gpu.delay(int(number % 3 == 0))
+                hidden = stack[visit.block](hidden)
+                if number == stop_at:
+                    raise KeyboardInterrupt
+    return hidden
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_copy_is_from_locked_memory_which_is_unlocked_on_detach(
+    gpu: Accelerator, make_stack: Callable[..., nn.ModuleList], tmp_path: Path, kind: str, policy: OffloadPolicy
+) -> None:
+    stack = make_stack(BLOCKS, width=WIDTH)
+    KINDS[kind](stack, tmp_path)
+    hidden = torch.randn(3, WIDTH)
+    on_device, on_cpu = hidden.to(gpu.device), hidden
+    with torch.inference_mode():
+        for block in [*stack, *stack]:
+            on_cpu = block(on_cpu)
+    weights = [linear.weight for block in stack for linear in (block.up, block.down)]
+    with attach_offload(list(stack), policy=policy, device=gpu.device, follow_forward=False) as engine:
+        if gpu.machine is not None:
+            gpu.machine.pageable_copies.clear()  # the small tensors that stay
+        for _ in range(2):
+            assert torch.allclose(run(gpu, stack, engine, on_device).cpu(), on_cpu, atol=1e-4)
+            with pytest.raises(KeyboardInterrupt):
+                run(gpu, stack, engine, on_device, stop_at=1)
+        assert (engine.host_bytes > 0) == (kind in IN_SLOTS)
+        assert all(gpu.is_locked(weight.view(-1)) for weight in weights if kind not in IN_SLOTS)
+        if gpu.machine is not None:
+            assert not gpu.machine.pageable_copies
+    assert engine.pinned_bytes == 0
+    assert not any(gpu.is_locked(weight.reshape(-1)) for weight in weights)
+
+
+@pytest.mark.parametrize("left", ["detached", "dropped", "not attached"])
+def test_memory_is_unlocked_after_an_error(
+    gpu: Accelerator, make_stack: Callable[..., nn.ModuleList], monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    machine = gpu.need_fake("it counts locks")
+    stack = make_stack(BLOCKS, width=WIDTH)
+    hidden = torch.randn(3, WIDTH, device=gpu.device)
+    if left == "not attached":
+        machine.devices[0].fail_at = machine.devices[0].allocations + 3
+        with pytest.raises(torch.OutOfMemoryError):
+            attach_offload(list(stack), policy=LAYERWISE, device=gpu.device)
+        assert not machine.locked
+        return
+    engine = attach_offload(list(stack), policy=LAYERWISE, device=gpu.device, follow_forward=False)
+    with pytest.raises(KeyboardInterrupt):
+        run(gpu, stack, engine, hidden, stop_at=2)
+    assert machine.locked
+    if left == "detached":
+        engine.detach()
+    else:
+        del engine, stack  # while copies are under way
+        gc.collect()
+    assert not machine.locked
+
+
+def test_beyond_the_limit_blocks_are_copied_unlocked_with_one_warning(
+    gpu: Accelerator, make_stack: Callable[..., nn.ModuleList], caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = gpu.need_fake("it has a limit on page locks")
+    machine.refuse_locks_beyond = 3 * mmap.PAGESIZE * WIDTH // 4
+    stack = make_stack(BLOCKS, width=2 * WIDTH)
+    hidden = torch.randn(3, 2 * WIDTH)
+    expected = hidden
+    for block in [*stack, *stack]:
+        expected = block(expected)
+    with attach_offload(list(stack), policy=LAYERWISE, device=gpu.device, follow_forward=False) as engine:
+        assert torch.allclose(run(gpu, stack, engine, hidden.to(gpu.device)).cpu(), expected, atol=1e-4)
+        assert 0 < engine.pinned_bytes <= machine.refuse_locks_beyond
+    assert [record.message.count("were refused") for record in caplog.records] == [1]
+
+
+def test_two_engines_share_the_pages_of_tied_weights(
+    gpu: Accelerator, make_stack: Callable[..., nn.ModuleList]
+) -> None:
+    first, second = make_stack(2, seed=1, width=WIDTH), make_stack(2, seed=2, width=WIDTH)
+    second[1].up.weight = first[0].up.weight
+    tied = first[0].up.weight.view(-1)
+    hidden = torch.randn(3, WIDTH, device=gpu.device)
+    engines = [
+        attach_offload(list(stack), policy=LAYERWISE, device=gpu.device, follow_forward=False)
+        for stack in (first, second)
+    ]
+    for engine, stack in zip(engines, (first, second), strict=True):
+        run(gpu, stack, engine, hidden)
+    engines[0].detach()
+    assert gpu.is_locked(tied)
+    run(gpu, second, engines[1], hidden)
+    engines[1].detach()
+    assert not gpu.is_locked(tied)
