@@ -265,8 +265,11 @@ class WanStreamLora(io.ComfyNode):
         ref = replace(experts, loras=(*experts.loras, lora))
         # Opened here so that a bad file is reported on this node and not on the sampler.
         pair = current_host().experts(ref)
+        files = pair.opened_loras(lora.high_noise, lora.low_noise)
         warnings = lora_mismatches(lora.high_noise, lora.low_noise, pair.high, single=experts.single)
-        return io.NodeOutput(ref, ui=warnings_ui(warnings))
+        warnings += dict.fromkeys(warning for file in files for warning in file.warnings)
+        notes = dict.fromkeys(note for file in files for note in file.notes)
+        return io.NodeOutput(ref, ui=warnings_ui(warnings, list(notes)))
 
     fingerprint_inputs = WanStreamExperts.fingerprint_inputs
 

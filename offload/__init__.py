@@ -22,7 +22,7 @@ from .formats.safetensors_header import (
 )
 from .host_memory.pages import map_memory
 from .host_memory.shared_segment import SharedSegment, sweep
-from .patches import BlockPatch, WeightPatch
+from .patches import BlockPatch
 from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise, wrong_decodings
 from .sharding.group import GatherBrokenError, Sharded, StoppedTogether, shard_bytes
 from .sharding.probe import probe_gather
@@ -31,6 +31,7 @@ from .sources.file import FileSource, read_scales, read_tensors
 from .sources.mapped_file import MappedFile
 from .sources.module import TensorSource
 from .sources.quantised import QuantisedSource, quantised_format, quantised_packings
+from .weight_patch import Hadamard, Kronecker, Product, Rescaled, WeightPatch, patch_work_bytes, write_sum
 
 __all__ = [
     "CHUNK_VALUES",
@@ -49,14 +50,18 @@ __all__ = [
     "FileVersion",
     "ForwardCourse",
     "GatherBrokenError",
+    "Hadamard",
     "InsufficientRamError",
+    "Kronecker",
     "Lockstep",
     "MappedFile",
     "Microscaled",
     "NotFiniteError",
     "OffloadEngine",
     "Packing",
+    "Product",
     "QuantisedSource",
+    "Rescaled",
     "Sharded",
     "SharedSegment",
     "StoppedTogether",
@@ -72,6 +77,7 @@ __all__ = [
     "is_rotation",
     "kronecker_factors",
     "map_memory",
+    "patch_work_bytes",
     "piece_name",
     "probe_bus",
     "probe_copy",
@@ -93,5 +99,6 @@ __all__ = [
     "shard_bytes",
     "streamed_names",
     "sweep",
+    "write_sum",
     "wrong_decodings",
 ]

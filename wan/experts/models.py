@@ -27,6 +27,7 @@ from ...offload import (
     decode_tensor,
     read_scales,
     read_tensors,
+    write_sum,
 )
 from ..checkpoint.meta_model import (
     PARTS,
@@ -38,7 +39,7 @@ from ..checkpoint.meta_model import (
     streamed_parameters,
 )
 from ..checkpoint.open import Expert
-from ..lora.apply import PatchedParameters, write_patched
+from ..lora.apply import PatchedParameters
 from ..transformer.block_kernels import BlockKernels
 from ..transformer.multiplication import CODE_FORMATS, multiplications, replace_linears
 
@@ -212,7 +213,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         model, weights = self.bare[name], self._load((name, part))
         patches = self._selected_patches(name)
         for full in weights.keys() & patches.keys():
-            write_patched(weights[full], patches[full], weights[full])
+            write_sum(weights[full], patches[full], weights[full])
         meta_parameters = {full: model.get_parameter(full) for full in weights}
         set_parameters(model, weights)
         del weights  # leaving the context has to free the memory

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
 from ...devices import compute_device, runtime_for
-from ...offload import Sharded, decode_work_bytes
+from ...offload import Sharded, decode_work_bytes, patch_work_bytes
 from ...schema import Arithmetic, OffloadPolicy, StepRange, StepStrengths, Storage
-from ..checkpoint.meta_model import embedder_part
+from ..checkpoint.meta_model import embedder_part, parameter_shapes, streamed_parameters
 from ..checkpoint.open import Expert
 from ..lora.apply import LoraFactors, block_factor_bytes, lora_host_bytes
 from ..lora.file import LoraFile
-from ..lora.fit import fit_loras
+from ..lora.fit import fit_loras, refuse_beside
 from ..lora.stages import LoraStages, lora_stages
 from ..transformer.kernels import Kernels
 from ..transformer.multiplication import CODE_FORMATS, CodeFormat
 from .engine import ExpertEngine, shared_segment
-from .storage import BlockBytes, Precision, block_bytes, block_source, device_bytes, shards_bytes
+from .storage import BlockBytes, Precision, block_bytes, block_source, device_bytes, multiplied_layers, shards_bytes
 
 FixedLoras: TypeAlias = "Sequence[tuple[LoraFile, float]]"
 """LoRAs with their strengths, the same in all steps."""
@@ -134,6 +136,11 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         """Return the `BlockKey.patch` of the expert's blocks in a step of the whole schedule."""
         return self._stages[expert].number_at(step)
 
+    def opened_loras(self, *paths: Path | str | None) -> list[LoraFile]:
+        """Return the LoRAs of these files as they are added to the experts."""
+        wanted = {Path(path) for path in paths if path is not None}
+        return [lora for loras in self._loras.values() for lora, _ in loras if lora.path in wanted]
+
     def set_loras(self, high: Loras | FixedLoras, low: Loras | FixedLoras) -> None:
         """Replace the LoRAs of each expert by these, with one strength or the strength in each step.
 
@@ -142,7 +149,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         vary, the folded factors of all combinations of strengths are kept, as much again for each.
 
         Raises:
-            CheckpointError: a LoRA does not fit its expert. The LoRAs are unchanged.
+            CheckpointError: a LoRA does not fit its expert or its arithmetic. The LoRAs are unchanged.
             ValueError: a strength is not a finite number, or a single model gets LoRAs for the low-noise expert. The
                 LoRAs are unchanged.
         """
@@ -151,10 +158,14 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
                 f"{self.high.path} is one expert, which runs every step: give {low[0][0].path} as the LoRA of the "
                 "high-noise expert, and none for the low-noise expert"
             )
-        self._loras = {
+        fitted: dict[str, Loras] = {
             "high": fit_loras(high, self.high.config),
             "low": fit_loras(low, self.low.config),
         }
+        for name in self.experts if self.multiplied else ():
+            for lora, _ in fitted[name]:
+                refuse_beside(lora, self._multiplied_weights.get(name, frozenset()))
+        self._loras = fitted
         self._stages = self._make_stages()
 
     def shard(self, sharded: Sharded | None) -> None:
@@ -216,7 +227,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         """
         device = torch.device(device)
         on_gpu, block = runtime_for(device) is not None, self._block_bytes
-        work = decode_work_bytes(block.quantised_values, device)
+        work = decode_work_bytes(block.quantised_values, device) + patch_work_bytes(self._summed_values, device)
         decoding = block.decoded + work if on_gpu else 0
         blocks = sum(self.block_counts.values())
         return (
@@ -255,6 +266,19 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         return max(block_factor_bytes(self.high.config, stack, self.compute_dtype) for stack in stacks)
 
     @property
+    def _summed_values(self) -> int:
+        """Values of the largest streamed matrix whose LoRAs are summed in fp32; 0 without such LoRAs."""
+        shapes, streamed = parameter_shapes(self.high.config), streamed_parameters(self.high.config)
+        summed = {
+            name
+            for loras in self._loras.values()
+            for lora, _ in loras
+            for name, changes in lora.changes.items()
+            if name in streamed and any(change.is_summed_in_fp32 for change in changes)
+        }
+        return max((math.prod(shapes[name]) for name in summed), default=0)
+
+    @property
     def quantised_to(self) -> Storage:
         """Format that blocks are quantised to between file and RAM."""
         return self.storage if self._block_bytes.quantised else "as stored"
@@ -278,6 +302,15 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
     @cached_property
     def _block_bytes(self) -> BlockBytes:
         return block_bytes(self.experts, self._precision)
+
+    @cached_property
+    def _multiplied_weights(self) -> dict[str, frozenset[str]]:
+        """Full names of the weights that are multiplied as they are stored, by expert."""
+        layers = multiplied_layers(block_source(self.experts, self._precision, direct=False).formats)
+        return {
+            name: frozenset(f"blocks.{block}.{layer}.weight" for block, found in blocks.items() for layer in found)
+            for name, blocks in layers.items()
+        }
 
     @property
     def _precision(self) -> Precision:

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
-from ...offload import CHUNK_VALUES, BlockPatch, WeightPatch, read_tensors
+from ...offload import (
+    BlockPatch,
+    Hadamard,
+    Kronecker,
+    Product,
+    Rescaled,
+    WeightPatch,
+    read_tensors,
+    write_sum,
+)
 from ...plan import BlockKey
 from ..checkpoint.detect import WanConfig
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.meta_model import block_streams, streamed_parameters
+from .changes import Change, Factors, is_by_column
 from .file import LoraFile
 
 LoraStack: TypeAlias = "Sequence[tuple[LoraFile, float]]"
@@ -61,14 +72,13 @@ def block_factor_bytes(config: WanConfig, stack: LoraStack, dtype: torch.dtype) 
 
     def values(block: int) -> int:
         names = {f"blocks.{block}.{name}" for name in block_streams(config)}
-        keys = (
-            (lora.tensors, key)
+        return sum(
+            math.prod(lora.tensors[key].shape)
             for lora, _ in stack
             for name in names & lora.changes.keys()
             for change in lora.changes[name]
-            for key in (change.key, change.down)
+            for key in change.keys
         )
-        return sum(math.prod(tensors[key].shape) for tensors, key in keys if key is not None)
 
     return max(map(values, range(config.num_layers))) * dtype.itemsize
 
@@ -78,21 +88,77 @@ def combine_patches(parameter: str, stack: LoraStack, factors: LoraFactors) -> W
 
     Low-rank products are concatenated along their rank, with strength and scale folded into `up`; differences are
     summed. `up` [rows, rank] and `full` (shape of the parameter) are fp32; `down` [rank, columns] is as stored, or fp32
-    if there are several.
+    if there are several. Every DoRA starts from the unchanged parameter, so the order of LoRAs does not matter.
     """
-    ups: list[torch.Tensor] = []
-    downs: list[torch.Tensor] = []
-    full: torch.Tensor | None = None
+    added: list[_Scaled] = []
+    rescaled: list[Rescaled] = []
     for lora, strength in stack:
         for change in lora.changes.get(parameter, ()):
             tensors = factors.load(lora)
-            scaled = _scaled(tensors[change.key], change.scale * strength)
-            if change.down is not None:
-                ups.append(scaled.flatten(1))
-                downs.append(tensors[change.down].flatten(1))
-            else:
-                full = scaled if full is None else full.add_(scaled)
-    return WeightPatch(up=_concatenated(ups, dim=1), down=_concatenated(downs, dim=0), full=full)
+            if change.magnitude is None:
+                added.append(_Scaled(change, tensors, change.scale * strength))
+                continue
+            magnitude, (_, columns) = tensors[change.magnitude].float(), change.shape(lora.tensors)
+            shape = (1, -1) if is_by_column(tuple(magnitude.shape), columns) else (-1, 1)
+            alone = _summed([_Scaled(change, tensors, change.scale)])
+            rescaled.append(Rescaled(change=alone, magnitude=magnitude.reshape(shape), strength=strength))
+    return replace(_summed(added), rescaled=tuple(rescaled))
+
+
+class _Scaled(NamedTuple):
+    """Change with its tensors and the factor that multiplies it."""
+
+    change: Change
+    tensors: Tensors
+    factor: float
+
+
+def _summed(changes: Sequence[_Scaled]) -> WeightPatch:
+    """Return the sum of changes, without their magnitudes."""
+    ups: list[torch.Tensor] = []
+    downs: list[torch.Tensor] = []
+    full: torch.Tensor | None = None
+    kronecker: list[Kronecker] = []
+    hadamard: list[Hadamard] = []
+    for change, tensors, factor in changes:
+        if change.kind == "kronecker":
+            kronecker.append(_kronecker(change, tensors, factor))
+        elif change.kind == "hadamard":
+            one, other = (_product(keys, tensors) for keys in (change.first, change.second))
+            hadamard.append(Hadamard(one=Product(up=_scaled(one.up, factor), down=one.down), other=other))
+        elif len(change.first) > 1:
+            product = _product(change.first, tensors)
+            ups.append(_scaled(product.up, factor))
+            downs.append(product.down)
+        else:
+            scaled = _scaled(tensors[change.first[0]], factor)
+            full = scaled if full is None else full.add_(scaled)
+    return WeightPatch(
+        up=_concatenated(ups, dim=1),
+        down=_concatenated(downs, dim=0),
+        full=full,
+        kronecker=tuple(kronecker),
+        hadamard=tuple(hadamard),
+    )
+
+
+def _kronecker(change: Change, tensors: Tensors, factor: float) -> Kronecker:
+    # The first matrix has few values in the files of most trainers; the second stays factors if the file has them.
+    first, second = (_product(keys, tensors) if len(keys) > 1 else None for keys in (change.first, change.second))
+    whole = tensors[change.first[0]] if first is None else first.up.float() @ first.down.float()
+    return Kronecker(
+        first=_scaled(whole, factor).flatten(1),
+        second=tensors[change.second[0]].flatten(1) if second is None else second,
+    )
+
+
+def _product(keys: Factors, tensors: Tensors) -> Product:
+    """Return two factors as matrices; the core of a Tucker decomposition is multiplied into the second one."""
+    up, down = (tensors[key] for key in keys[:2])
+    if len(keys) < 3:
+        return Product(up=up.flatten(1), down=down.flatten(1))
+    core = tensors[keys[2]].float()
+    return Product(up=up.T, down=torch.einsum("ij...,jc->ic...", core, down.float()).flatten(1))
 
 
 def _scaled(stored: torch.Tensor, factor: float) -> torch.Tensor:
@@ -104,27 +170,6 @@ def _concatenated(parts: Sequence[torch.Tensor], *, dim: int) -> torch.Tensor | 
     if len(parts) < 2:
         return parts[0] if parts else None
     return torch.cat([part.float() for part in parts], dim=dim)
-
-
-def write_patched(base: torch.Tensor, patch: WeightPatch, into: torch.Tensor) -> None:
-    """Write `base + patch` into a parameter of the same shape and dtype, on any device.
-
-    The sum is computed on the device of `into` in fp32 and rounded once, a few rows at a time: in fp32 the largest of
-    these matrices would take 630 MB.
-    """
-    rows = len(base)
-    source, target = base.reshape(rows, -1), into.view(rows, -1)
-    full = None if patch.full is None else patch.full.reshape(target.shape)
-    down = None if patch.down is None else patch.down.to(into.device, torch.float32)
-    rows_at_once = max(1, CHUNK_VALUES // target.shape[1])
-    for start in range(0, rows, rows_at_once):
-        part = slice(start, start + rows_at_once)
-        total = source[part].to(into.device, torch.float32, copy=True)
-        if full is not None:
-            total.add_(full[part].to(into.device))
-        if patch.up is not None and down is not None:
-            total.addmm_(patch.up[part].to(into.device), down)
-        target[part].copy_(total)
 
 
 def _check_finite(lora: LoraFile, key: str, tensor: torch.Tensor) -> None:
@@ -207,4 +252,4 @@ class PatchedParameters:
                 parameter = self._model.get_parameter(name)
                 if name not in self._pristine:
                     self._pristine[name] = parameter.detach().to("cpu", copy=True)
-                write_patched(self._pristine[name], patch, parameter)
+                write_sum(self._pristine[name], patch, parameter)

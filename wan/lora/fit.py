@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 from ...schema import StepStrengths
@@ -11,7 +11,7 @@ from ..checkpoint.detect import IMAGE_BRANCH, IMAGE_CONDITION_CHANNELS, LATENT_C
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.key_names import both_names
 from ..checkpoint.meta_model import parameter_shapes
-from .file import Change, LoraFile, logger
+from .file import LoraFile, noted
 
 # Models by their width and by the width of their feed-forward layers.
 KNOWN_SIZES = {
@@ -30,7 +30,7 @@ LATENT_LAYER = "patch_embedding.weight"
 def fit_lora(lora: LoraFile, config: WanConfig) -> LoraFile:
     """Return the part of `lora` that can be added to an expert with this config.
 
-    Two kinds of changes are dropped and logged: that of the patch embedding if a text-to-video LoRA is used with an
+    Two kinds of changes are dropped, with a note: that of the patch embedding if a text-to-video LoRA is used with an
     image-to-video expert, or the reverse; and those of the image branch of Wan2.1 I2V if the expert has none.
 
     Raises:
@@ -47,15 +47,17 @@ def fit_lora(lora: LoraFile, config: WanConfig) -> LoraFile:
             )
     lora = _without_other_latents(lora, shapes[LATENT_LAYER])
     for parameter, change in ((name, change) for name, changes in lora.changes.items() for change in changes):
-        shape, expected = lora.tensors[change.key].shape, shapes[parameter]
-        named = f"{change.key} is {list(shape)};"
-        if change.down is not None:
-            shape, expected = _matrix_shape(lora, change), _as_matrix(expected)
-            named = f"{change.key} and {change.down} change a weight of {list(shape)};"
+        shape, expected = lora.tensors[change.first[0]].shape, shapes[parameter]
+        named = f"{change.first[0]} is {list(shape)};"
+        if not change.is_difference:
+            shape, expected = change.shape(lora.tensors), _as_matrix(expected)
+            named = f"{' and '.join(change.first + change.second)} change a weight of {list(shape)};"
         if shape != expected:
             raise CheckpointError(
                 lora.path, f"{named} {both_names(parameter)} of the expert is {list(expected)}{_model_of(shape)}"
             )
+    if not lora.changes:
+        raise CheckpointError(lora.path, "changes nothing but layers that this expert does not have")
     return lora
 
 
@@ -78,19 +80,38 @@ def fit_loras(
     return fitted
 
 
+def refuse_beside(lora: LoraFile, multiplied: Set[str]) -> None:
+    """Refuse changes of weights that are multiplied as they are stored, unless a layer can compute them beside these.
+
+    Args:
+        lora: LoRA of one expert.
+        multiplied: names of the weights.
+
+    Raises:
+        CheckpointError: names the first weight.
+    """
+    for name in multiplied & lora.changes.keys():
+        for change in lora.changes[name]:
+            if not change.is_product:
+                raise CheckpointError(
+                    lora.path,
+                    f"is {change.algorithm}, and {name} is multiplied as it is stored, which takes plain LoRAs only: "
+                    'choose arithmetic "decoded" in the loader, or leave this LoRA out',
+                )
+
+
 def _without_other_latents(lora: LoraFile, expected: Shape) -> LoraFile:
     """Drop the change of the patch embedding if it was made for the latents of the other family."""
-    lora_shape = {_matrix_shape(lora, change) for change in lora.changes.get(LATENT_LAYER, ())}
+    lora_shape = {change.shape(lora.tensors) for change in lora.changes.get(LATENT_LAYER, ())}
     patch = math.prod(expected[2:])
     families = {(expected[0], channels * patch) for channels in (LATENT_CHANNELS, CONDITIONED_CHANNELS)}
     if not lora_shape or not lora_shape <= families - {_as_matrix(expected)}:
         return lora
-    logger.warning(
-        "%s: was made for an expert with other latents (text to video, image to video); its change of %s is not used",
-        lora.path.name,
-        both_names(LATENT_LAYER),
+    note = (
+        f"{lora.path.name}: was made for an expert with other latents (text to video, image to video); its change of "
+        f"{both_names(LATENT_LAYER)} is not used"
     )
-    return _filtered(lora, lambda name: name != LATENT_LAYER)
+    return noted(_filtered(lora, lambda name: name != LATENT_LAYER), notes=[note])
 
 
 def _without_image_branch(lora: LoraFile) -> LoraFile:
@@ -102,22 +123,16 @@ def _without_image_branch(lora: LoraFile) -> LoraFile:
         raise CheckpointError(
             lora.path, "changes the image branch of Wan2.1 I2V alone, which this expert does not have"
         )
-    logger.warning(
-        "%s: its changes of %d parameters of an image branch (Wan2.1 I2V) are not used: this expert has none",
-        lora.path.name,
-        len(dropped),
+    note = (
+        f"{lora.path.name}: its changes of {len(dropped)} parameters of an image branch (Wan2.1 I2V) are not used: "
+        "this expert has none"
     )
-    return _filtered(lora, lambda name: name not in dropped)
+    return noted(_filtered(lora, lambda name: name not in dropped), notes=[note])
 
 
 def _filtered(lora: LoraFile, keep: Callable[[str], bool]) -> LoraFile:
     """Return `lora` with only the changes of parameters for which `keep` is true."""
     return replace(lora, changes={name: changes for name, changes in lora.changes.items() if keep(name)})
-
-
-def _matrix_shape(lora: LoraFile, change: Change) -> tuple[int, int]:
-    rows, columns = (_as_matrix(lora.tensors[key].shape) for key in (change.key, change.down or change.key))
-    return rows[0], columns[1]
 
 
 def _as_matrix(shape: Shape) -> tuple[int, int]:

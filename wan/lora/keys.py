@@ -1,46 +1,70 @@
-"""Keys and metadata of LoRA files: the parameter, the part of the change, and its strength.
+"""Keys of LoRA files: the parameter and the part of the change.
 
-A key is `<prefix><module><ending>`. The tables here have every spelling of the three that trainers and other programs
-use; a key with another spelling matches nothing.
+A key is `<prefix><module><ending>`.
 
-| prefixes                                                                        | names of modules      |
-|---------------------------------------------------------------------------------|-----------------------|
-| none, `diffusion_model.`, `transformer.`, `base_model.model.` ..., also several  | native or diffusers'  |
-| `lora_unet_`, `lora_transformer_`, `lycoris_`: dots are underscores              | native or diffusers'  |
-
-diffusers writes the settings of PEFT as one JSON text. The scale of a layer is alpha / rank, or alpha / sqrt(rank) with
-rank-stabilised LoRA.
+| part    | spellings                                                                                              |
+|---------|--------------------------------------------------------------------------------------------------------|
+| prefix  | none; any names of wrappers (`WRAPPERS`), with dots or underscores; `lora_unet_`, `lycoris_` and such  |
+| module  | native or diffusers' name; with a flat prefix, dots may be underscores                                 |
+| ending  | `ENDINGS`                                                                                              |
 """
 
 from __future__ import annotations
 
-import math
 import re
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from ..checkpoint.files import CheckpointError, json_object
 from ..checkpoint.key_names import BLOCK, OUTER
 
-Role = Literal["down", "up", "alpha", "diff", "up bias"]
-"""Role of a tensor: `up @ down * alpha / rank` and `diff` are added to a weight, `up bias * alpha / rank` to a bias."""
+Role = Literal[
+    "down",
+    "up",
+    "alpha",
+    "diff",
+    "up bias",
+    "magnitude",
+    "lokr_w1",
+    "lokr_w1_a",
+    "lokr_w1_b",
+    "lokr_w2",
+    "lokr_w2_a",
+    "lokr_w2_b",
+    "lokr_t2",
+    "hada_w1_a",
+    "hada_w1_b",
+    "hada_w2_a",
+    "hada_w2_b",
+    "hada_t1",
+    "hada_t2",
+]
+"""Role of a tensor: `up @ down * alpha / rank` and `diff` are added to a weight, `up bias * alpha / rank` to a bias.
+
+LoKr, LoHa and DoRA (`magnitude`): see `changes.py`.
+"""
+
+LYCORIS_ROLES: tuple[Role, ...] = (
+    *("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
+    *("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"),
+)
 
 Leaf = Literal["weight", "bias", "modulation"]
 
-DOTTED_PREFIXES = (
-    "diffusion_model.",
-    "model.diffusion_model.",
-    "transformer.",
-    "transformer_2.",
-    "base_model.model.",
-    "pipe.dit.",
+# Words of the names that frameworks and trainers put in front of a model, also several.
+WRAPPERS = frozenset(
+    {
+        *("base", "backbone", "core", "denoiser", "diffusion", "dit", "ema", "generator", "high", "inner", "low"),
+        *("model", "module", "net", "network", "noise", "pipe", "pipeline", "student", "transformer", "unet"),
+        *("video", "wan", "wan21", "wan22", "wrapped", "wrapper", "1", "2"),
+    }
 )
-# All of them: trainers that wrap a wrapped model write several.
-_PREFIXES = re.compile(rf"^({'|'.join(map(re.escape, DOTTED_PREFIXES))})+")
 FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
+
+# Put around the model or around a part of it, so they are inside of names too.
+_TRANSPARENT = re.compile(r"(?:^|[._])_?(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)(?=[._])")
+_FLAT_PREFIX = re.compile(rf"(?:{'|'.join(FLAT_PREFIXES)})_*")
+_DOT_AT_NUMBER = re.compile(r"\.(?=[0-9])|(?<=[0-9])\.")
+_IN_BLOCK = re.compile(r"(?P<prefix>.*?)(?<![^._])blocks[._](?P<block>[0-9]{1,4})[._](?P<name>.+)")
 
 # Endings of the two factors, down and up.
 FACTORS = (
@@ -65,19 +89,17 @@ ENDINGS: Mapping[str, tuple[Role, Leaf]] = {
     ".b_norm": ("diff", "bias"),
     ".lora_B.default.bias": ("up bias", "bias"),
     ".lora_B.bias": ("up bias", "bias"),
+    ".dora_scale": ("magnitude", "weight"),
+    ".lora_magnitude_vector": ("magnitude", "weight"),
+    ".lora_magnitude_vector.weight": ("magnitude", "weight"),
+    ".lora_magnitude_vector.default": ("magnitude", "weight"),
+    ".lora_magnitude_vector.default.weight": ("magnitude", "weight"),
+    **{f".{role}{suffix}": (role, "weight") for role in LYCORIS_ROLES for suffix in ("", ".default")},
 }
 
-# Endings of changes other than `weight + up @ down` and `weight + diff`, by their algorithm.
+# Endings of changes that nothing here computes, by their algorithm.
 OTHER_ALGORITHMS = {
-    "a DoRA, which also rescales the weights": (
-        ".dora_scale",
-        ".lora_magnitude_vector",
-        ".lora_magnitude_vector.weight",
-        ".lora_magnitude_vector.default.weight",
-    ),
     "a LoCon with a third factor": (".lora_mid.weight",),
-    "a LoHa": (".hada_w1_a", ".hada_w1_b", ".hada_w2_a", ".hada_w2_b"),
-    "a LoKr": (".lokr_w1", ".lokr_w2", ".lokr_w1_a", ".lokr_w2_a"),
     "an OFT": (".oft_blocks", ".oft_diag", ".oft_R.weight"),
     "a GLoRA": (".a1.weight", ".b1.weight"),
     "a LoRA that gives a weight another shape": (".reshape_weight",),
@@ -87,16 +109,28 @@ OTHER_ALGORITHMS = {
     ),
 }
 
-# Models by parts of the keys of their LoRAs; the first match wins.
+# Models by parts of the keys of their LoRAs, with underscores for dots next to numbers; the first one found counts.
 OTHER_MODELS = {
-    "Flux or HunyuanVideo": ("double_blocks", "single_blocks"),
+    "Stand-In": ("q_loras", "k_loras", "v_loras"),
+    "Wan VACE": ("vace_blocks", "vace_patch_embedding"),
+    "Wan Animate": ("face_adapter", "pose_patch_embedding", "motion_encoder"),
+    "Wan S2V": ("casual_audio_encoder", "audio_injector", "trainable_cond_mask"),
+    "an audio model (InfiniteTalk, MultiTalk, HuMo)": ("audio_proj", "audio_cross_attn"),
+    "Wan Fun Camera": ("control_adapter",),
+    "HunyuanVideo": ("individual_token_refiner", "img_mlp.fc", "img_mlp_fc", "txt_mlp.fc", "txt_mlp_fc"),
+    "Chroma": ("distilled_guidance_layer",),
     "Flux": ("single_transformer_blocks",),
-    "Stable Diffusion or SDXL": ("input_blocks", "down_blocks"),
+    "Flux or HunyuanVideo": ("double_blocks", "single_blocks"),
+    "HiDream": ("double_stream_blocks", "single_stream_blocks"),
+    "Stable Diffusion or SDXL": ("input_blocks", "output_blocks", "down_blocks", "up_blocks", "mid_block"),
     "Stable Diffusion 3": ("joint_blocks",),
-    "Lumina or Z-Image": ("context_refiner",),
+    "Lumina or Z-Image": ("context_refiner", "noise_refiner"),
+    "Kandinsky 5": ("visual_transformer_blocks", "text_transformer_blocks"),
+    "Cosmos or Anima": ("llm_adapter", "adaln_modulation"),
+    "Qwen-Image": ("img_mlp.net", "img_mlp_net", "txt_mlp.net", "txt_mlp_net", "img_mod_1", "txt_mod_1"),
+    "LTX-Video": ("video_to_audio_attn", "patchify_proj", "transformer_blocks_0_attn1"),
     "Qwen-Image, LTX-Video or Stable Diffusion 3": ("transformer_blocks",),
-    "a text encoder": ("lora_te", "text_model"),
-    "Wan VACE": ("vace_blocks",),
+    "a text encoder": ("lora_te", "text_model", "text_encoder"),
 }
 
 _BARE = "scale_shift_table"
@@ -121,25 +155,57 @@ def key_meaning(key: str) -> KeyMeaning | None:
     return None
 
 
+def layer_of(key: str) -> str:
+    """Return `key` without its ending, if that is known: the name of a layer with its prefix."""
+    known = [ending for ending in ENDINGS if key.endswith(ending)]
+    return key.removesuffix(max(known, key=len, default=""))
+
+
 def other_algorithm(key: str) -> str | None:
-    """Return the algorithm of a file with `key` if it is more than a LoRA, else None."""
+    """Return the algorithm of a file with `key` if nothing here computes it, else None."""
     return next((algorithm for algorithm, endings in OTHER_ALGORITHMS.items() if key.endswith(endings)), None)
 
 
-def other_model(key: str) -> str | None:
-    """Return the known model, other than Wan, for which a LoRA with `key` was probably made, or None."""
-    prefix = next((prefix for prefix in FLAT_PREFIXES if key.startswith(prefix)), "")
-    module = key.removeprefix(prefix)
-    return next((model for model, parts in OTHER_MODELS.items() if any(part in module for part in parts)), None)
+def other_model(keys: Iterable[str]) -> str | None:
+    """Return the known model, other than Wan, for which a LoRA with `keys` was probably made, or None."""
+    # Not all dots, since those behind a wrapper would make "transformer.blocks" blocks of another model.
+    flat = [_DOT_AT_NUMBER.sub("_", _FLAT_PREFIX.sub("", key, count=1)) for key in keys]
+    return next((name for name, parts in OTHER_MODELS.items() if any(p in key for key in flat for p in parts)), None)
+
+
+def unknown_prefix(key: str) -> str | None:
+    """Return the prefix of a `key` that would name a layer of a block without it, or None."""
+    layer = layer_of(key)
+    found = _IN_BLOCK.fullmatch(_TRANSPARENT.sub("", layer))
+    if layer == key or found is None or module_name(layer) is not None:
+        return None
+    without = f"{FLAT_PREFIXES[0]}blocks_{found['block']}_{found['name']}"
+    return found["prefix"] if module_name(without) is not None else None
 
 
 def module_name(text: str) -> str | None:
     """Return the diffusers name of the module or bare parameter `text`, such as "blocks.3.attn1.to_q", or None."""
-    for prefix in FLAT_PREFIXES:
-        if text.startswith(prefix):
-            # The trainer of Wan Fun writes a second underscore.
-            return _look_up(text.removeprefix(prefix).removeprefix("_"), "_", _FLAT)
-    return _look_up(_PREFIXES.sub("", text), ".", _DOTTED)
+    parts = _TRANSPARENT.sub("", text).lstrip(".").split(".")
+    while len(parts) > 1 and _is_wrapper(parts[0]):
+        del parts[0]
+    name = ".".join(parts)
+    flat = _FLAT_PREFIX.match(name)
+    return _look_up(name, ".", _DOTTED) if flat is None else _flat_module(name[flat.end() :].replace(".", "_"))
+
+
+def _is_wrapper(name: str) -> bool:
+    return all(word in WRAPPERS for word in name.split("_"))
+
+
+def _flat_module(name: str) -> str | None:
+    """Return the module of a name in which underscores stand for dots, with names of wrappers in front."""
+    while True:
+        module = _look_up(name, "_", _FLAT)
+        word, _, rest = name.partition("_")
+        # "transformer_blocks" are the blocks of other models.
+        if module is not None or word not in WRAPPERS or (word == "transformer" and rest.startswith("blocks")):
+            return module
+        name = rest.lstrip("_")
 
 
 def _look_up(text: str, dot: str, tables: tuple[Mapping[str, str], Mapping[str, str]]) -> str | None:
@@ -186,63 +252,3 @@ def _spellings(names: Mapping[str, str], dot: str) -> Mapping[str, str]:
 
 _DOTTED = (_spellings(OUTER, "."), _spellings(BLOCK, "."))
 _FLAT = (_spellings(OUTER, "_"), _spellings(BLOCK, "_"))
-
-
-KEY = "lora_adapter_metadata"
-LARGEST = sys.float_info.max
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterSettings:
-    """Settings of PEFT that determine the scale of a layer."""
-
-    alpha: float | None = None
-    """Default alpha of all layers."""
-    alphas: Mapping[str, float] = field(default_factory=dict)
-    """Alphas of single layers, by module name."""
-    rank_stabilised: bool = False
-
-    def scale(self, module: str, rank: int, alpha: float | None) -> float:
-        """Return the factor of `up @ down` of `module`; `alpha` is the value of its tensor, which takes precedence."""
-        if alpha is None:
-            alpha = self.alphas.get(module, self.alpha)
-        if alpha is None:
-            return 1.0
-        return alpha / math.sqrt(rank) if self.rank_stabilised else alpha / rank
-
-
-def adapter_settings(path: Path, metadata: Mapping[str, str]) -> AdapterSettings:
-    """Read the settings from the metadata of a file; without them, the tensors of the file determine every scale.
-
-    Raises:
-        CheckpointError: the settings are not a JSON object, an alpha is not a number, or the file is a DoRA.
-    """
-    if KEY not in metadata:
-        return AdapterSettings()
-    # Each name has the prefix "transformer." if the whole pipeline was saved.
-    named = {name.rpartition(".")[2]: value for name, value in json_object(path, metadata[KEY], f"{KEY} ").items()}
-    if named.get("use_dora"):
-        raise CheckpointError(path, f"is a DoRA, which also rescales the weights ({KEY}): use a plain LoRA")
-    patterns = named.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise CheckpointError(path, f"{KEY}: alpha_pattern is {patterns!r}; numbers by layer are expected")
-    alpha = named.get("lora_alpha")
-    return AdapterSettings(
-        alpha=None if alpha is None else _number(path, "lora_alpha", alpha),
-        alphas={_module(path, name): _number(path, name, value) for name, value in patterns.items()},
-        rank_stabilised=bool(named.get("use_rslora")),
-    )
-
-
-def _module(path: Path, name: str) -> str:
-    module = module_name(name)
-    if module is None:
-        raise CheckpointError(path, f"{KEY} has an alpha for {name}, which is not a layer of a Wan expert")
-    return module
-
-
-def _number(path: Path, name: str, value: object) -> float:
-    # Compare instead of converting: `float` raises an error for integers beyond the range of a float.
-    if isinstance(value, (int, float)) and abs(value) <= LARGEST:
-        return float(value)
-    raise CheckpointError(path, f"{KEY} says that {name} is {value!r}; a number is expected")

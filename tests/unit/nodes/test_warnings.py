@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INVALID
@@ -20,6 +22,7 @@ from wanstream.nodes import WanStreamExtension, sockets
 from wanstream.nodes.inputs import StrictError
 from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
+from wanstream.wan.checkpoint.files import CheckpointError
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"
 PACK_NODES = asyncio.run(WanStreamExtension().get_node_list())
@@ -101,6 +104,38 @@ def test_it_is_an_error_where_the_user_is_strict(opened: Open, files: dict[str, 
     assert isinstance(failed.value.__cause__, StrictError)
     assert failed.value.node_id == node
     assert not embedded_host.strict(), "of that run alone"
+
+
+SPELT = {
+    "half under a wrapper": (lambda key: f"_orig_mod.{key}" if ".1." in key else key, None),
+    "half under an unknown prefix": (lambda key: f"foo.{key}" if ".1." in key else key, "unknown prefix 'foo."),
+    "a misspelt layer": (lambda key: key.replace("ffn.0", "fnn.0"), "4 of 40 layers"),
+    "a block of another model": (lambda key: key.replace(".blocks.3.", ".vace_blocks.3."), "10 of 40 .* of Wan VACE"),
+    "none": (lambda key: f"foo.{key}", NodeFailedError),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("case", SPELT)
+def test_a_lora_used_in_part_is_on_the_node(
+    opened: Open, sample_models: Path, request: pytest.FixtureRequest, case: str, strict: bool
+) -> None:
+    spell, message = SPELT[case]
+    name = "part.safetensors"
+    whole = load_file(sample_models / "loras" / LORA_HIGH)
+    save_file({spell(key): tensor for key, tensor in whole.items()}, sample_models / "loras" / name)
+    request.addfinalizer((sample_models / "loras" / name).unlink)
+    prompt = graph(loras=(name, "none"))
+    if message is NodeFailedError or (message and strict):
+        with pytest.raises(NodeFailedError) as failed:
+            opened(prompt, strict=strict)
+        assert failed.value.node_id == "lora"
+        assert isinstance(failed.value.__cause__, CheckpointError if message is NodeFailedError else StrictError)
+        return
+    outputs = opened(prompt, strict=strict).outputs
+    shown = outputs.get("lora", {}).get("text", [""])[0]
+    assert re.search(message, shown) if message else not shown
+    assert not message or shown.startswith(f"Warning: {name} is used in part: ")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in WORKFLOWS.glob("*.json")))

@@ -12,7 +12,16 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
+from wanstream.offload import (
+    BlockPatch,
+    Hadamard,
+    Kronecker,
+    OffloadEngine,
+    Product,
+    Rescaled,
+    WeightPatch,
+    attach_offload,
+)
 from wanstream.offload.formats.layout import allocate_flat, block_format
 from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.offload.formats.safetensors_header import FileTensor, read_header
@@ -358,6 +367,10 @@ def pair(rows: int, up_rank: int, down_rank: int, columns: int) -> WeightPatch:
     return WeightPatch(up=torch.zeros(rows, up_rank), down=torch.zeros(down_rank, columns))
 
 
+def product(rows: int, rank: int, columns: int) -> Product:
+    return Product(up=torch.zeros(rows, rank), down=torch.zeros(rank, columns))
+
+
 UP_KEY = BlockKey("high", 0)
 REFUSED = {
     "another block": (BlockKey("high", 6), "up.weight", pair(96, 4, 4, 32), r"block 6 of 'high'.*only blocks 0 to 5"),
@@ -372,15 +385,15 @@ REFUSED = {
         UP_KEY,
         "up.weight",
         pair(97, 4, 4, 32),
-        r"up is \[97, 4\], but the matrix \[96, 32\] needs \[96, 4\]",
+        r"up is \[97, 4\], which should be \[96, 4\]; the matrix is \[96, 32\]",
     ),
-    "too few columns": (UP_KEY, "up.weight", pair(96, 4, 4, 31), r"down is \[4, 31\], but .* needs \[4, 32\]"),
-    "two ranks": (UP_KEY, "up.weight", pair(96, 4, 5, 32), r"down is \[5, 32\], but .* needs \[4, 32\]"),
+    "too few columns": (UP_KEY, "up.weight", pair(96, 4, 4, 31), r"down is \[4, 31\], which should be \[4, 32\]"),
+    "two ranks": (UP_KEY, "up.weight", pair(96, 4, 5, 32), r"down is \[5, 32\], which should be \[4, 32\]"),
     "whole and small": (
         UP_KEY,
         "up.weight",
         WeightPatch(full=torch.zeros(32, 96)),
-        r"full is \[32, 96\], but .* needs \[96, 32\]",
+        r"full is \[32, 96\]; the matrix is \[96, 32\]",
     ),
     "four dimensions": (
         UP_KEY,
@@ -388,12 +401,30 @@ REFUSED = {
         WeightPatch(up=torch.zeros(96, 4, 1, 1), down=torch.zeros(4, 32)),
         r"up is \[96, 4, 1, 1\]",
     ),
-    "no rank": (UP_KEY, "up.weight", pair(96, 0, 0, 32), r"up is \[96, 0\]; expected \[96, rank\]"),
+    "no rank": (UP_KEY, "up.weight", pair(96, 0, 0, 32), r"up is \[96, 0\]; a matrix with a rank above 0"),
     "no dimensions": (
         UP_KEY,
         "up.weight",
         WeightPatch(up=torch.zeros(()), down=torch.zeros(())),
-        r"up is \[\]; expected \[96, rank\]",
+        r"up is \[\]; a matrix with a rank above 0",
+    ),
+    "a LoKr of another size": (
+        UP_KEY,
+        "up.weight",
+        WeightPatch(kronecker=(Kronecker(first=torch.zeros(4, 4), second=torch.zeros(24, 7)),)),
+        r"Kronecker product of \[4, 4\] and \[24, 7\]; the matrix is \[96, 32\]",
+    ),
+    "a LoHa of another size": (
+        UP_KEY,
+        "up.weight",
+        WeightPatch(hadamard=(Hadamard(one=product(96, 4, 32), other=product(96, 4, 31)),)),
+        r"hadamard 0 other down is \[4, 31\], which should be \[4, 32\]",
+    ),
+    "a magnitude of another size": (
+        UP_KEY,
+        "up.weight",
+        WeightPatch(rescaled=(Rescaled(change=pair(96, 4, 4, 32), magnitude=torch.ones(95, 1), strength=1.0),)),
+        r"magnitude is \[95, 1\]; the matrix is \[96, 32\]",
     ),
     "up alone": (UP_KEY, "up.weight", WeightPatch(up=torch.zeros(96, 4)), "has up; give up and down"),
     "nothing": (UP_KEY, "up.weight", WeightPatch(), "has nothing; give up and down"),

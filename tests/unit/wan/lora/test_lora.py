@@ -14,13 +14,15 @@ from safetensors.torch import load_file
 
 from wanstream.offload.formats.decode import CHUNK_VALUES
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
-from wanstream.offload.patches import WeightPatch
+from wanstream.offload.weight_patch import WeightPatch, write_sum
 from wanstream.testing.model import FAMILIES
 from wanstream.wan.checkpoint.detect import WanConfig
 from wanstream.wan.checkpoint.files import CheckpointError
-from wanstream.wan.lora.apply import LoraFactors, combine_patches, write_patched
-from wanstream.wan.lora.file import Change, LoraFile, open_lora
+from wanstream.wan.lora.apply import LoraFactors, combine_patches
+from wanstream.wan.lora.changes import Change
+from wanstream.wan.lora.file import LoraFile, open_lora
 from wanstream.wan.lora.fit import fit_lora
+from wanstream.wan.lora.keys import LYCORIS_ROLES
 
 Q = "diffusion_model.blocks.1.self_attn.q"
 
@@ -45,11 +47,11 @@ def layer(rows=256, columns=256, *, rank=4, name=Q):
 
 
 def products(lora: LoraFile) -> dict[str, Change]:
-    return {name: change for name, changes in lora.changes.items() for change in changes if change.down}
+    return {name: change for name, changes in lora.changes.items() for change in changes if change.is_product}
 
 
 def differences(lora: LoraFile) -> dict[str, Change]:
-    return {name: change for name, changes in lora.changes.items() for change in changes if not change.down}
+    return {name: change for name, changes in lora.changes.items() for change in changes if change.is_difference}
 
 
 class TestOpened:
@@ -59,10 +61,10 @@ class TestOpened:
         assert lora.path == path
         assert len(products(lora)) == 4 * 10
         assert products(lora)["blocks.1.attn1.to_q.weight"] == Change(
-            key=f"{Q}.lora_up.weight", down=f"{Q}.lora_down.weight", scale=0.5
+            first=(f"{Q}.lora_up.weight", f"{Q}.lora_down.weight"), scale=0.5
         )
         assert differences(lora)["blocks.0.attn1.to_q.bias"] == Change(
-            key="diffusion_model.blocks.0.self_attn.q.diff_b", scale=1.0
+            first=("diffusion_model.blocks.0.self_attn.q.diff_b",), scale=1.0
         )
         assert lora.unmatched == ()
         assert {key for key in load_file(path) if not key.endswith(".alpha")} == set(lora.tensors)
@@ -118,6 +120,10 @@ class TestUnmatched:
         "diffusion_model.blocks.0.audio_attn.norm_k.diff",
         "diffusion_model.audio_emb.proj.1.diff_b",
     )
+    LAYERS = (
+        "diffusion_model.audio_emb.proj.1",
+        *("diffusion_model.blocks.0.audio_attn.k", "diffusion_model.blocks.0.audio_attn.norm_k"),
+    )
 
     def test_keys_of_no_parameter_are_listed_once_and_the_rest_counts(self, lora_file, lightning, caplog):
         tensors = lightning() | {key: torch.ones(4, 4) for key in self.OTHERS}
@@ -128,14 +134,20 @@ class TestUnmatched:
         [record] = caplog.records
         assert record.name == "wanstream.lora"
         message = record.getMessage()
-        assert f"lora_0.safetensors: 4 of {len(tensors)} keys change nothing" in message
-        assert sum(key in message for key in self.OTHERS) == 3
-        assert message.endswith(" ...")
+        assert (message,) == lora.warnings
+        assert message.startswith("lora_0.safetensors is used in part: 3 of 43 layers do not belong to a Wan expert")
+        assert message.endswith("are left out: " + ", ".join(self.LAYERS))
 
     @pytest.mark.parametrize("key", ["diffusion_model.blocks.2.self_attn.q.alpha", "anything", f"{Q}.diff_m"])
-    def test_what_changes_nothing_is_listed(self, lora_file, caplog, key):
-        assert open_lora(lora_file(layer() | {key: torch.ones(())})).unmatched == (key,)
-        assert key in caplog.text
+    def test_what_changes_nothing_is_listed(self, lora_file, key):
+        lora = open_lora(lora_file(layer() | {key: torch.ones(())}))
+        assert (lora.unmatched, lora.warnings) == ((key,), ()), "one number is no layer"
+
+    @pytest.mark.parametrize("key", ["anything", f"{Q}.diff_m"])
+    def test_a_layer_or_a_part_of_one_is_counted(self, lora_file, key):
+        lora = open_lora(lora_file(layer() | {key: torch.ones(2)}))
+        assert lora.unmatched == (key,)
+        assert f"1 of 2 layers do not belong to a Wan expert and are left out: {key}" in lora.warnings[0]
 
     def test_nothing_is_said_about_a_file_that_fits(self, lora_file, caplog):
         open_lora(lora_file())
@@ -190,9 +202,53 @@ REFUSED = {
     "Qwen": ({"transformer_blocks.0.attn.to_q.lora_A.weight": (4, 3072)}, "probably made for Qwen-Image"),
     "unknown": ({"layers.0.q.lora_A.weight": (4, 8), "b": (1,)}, r"none of its 2 keys .* made for another model"),
     "an expert": ({"blocks.0.self_attn.q.weight": (256, 256)}, "it holds whole weights: choose it as an expert"),
-    "DoRA": ({f"{Q}.dora_scale": (256, 1)}, rf"is a DoRA, which also rescales the weights \({Q}.dora_scale\)"),
-    "LoHa": ({f"{Q}.hada_w1_a": (256, 4)}, r"is a LoHa"),
-    "LoKr": ({"lycoris_blocks_1_self_attn_q.lokr_w1": (16, 16)}, r"is a LoKr"),
+    "DoRA": ({f"{Q}.dora_scale": (256, 1)}, rf"{Q}.dora_scale is the magnitude of a DoRA without the factors"),
+    **{
+        f"{role} alone": ({f"{Q}.{role}": (4, 4)}, rf"is a {name} with a part missing: {Q}.{role} needs {role[:4]}_")
+        for role in LYCORIS_ROLES
+        for name in ["LoKr" if role.startswith("lokr") else "LoHa"]
+    },
+    "half a LoKr": (
+        {f"{Q}.lokr_w1": (16, 16), f"{Q}.lokr_w2_a": (16, 4)},
+        r"needs lokr_w2 or lokr_w2_a and lokr_w2_b and lokr_t2 or lokr_w2_a and lokr_w2_b of the same layer",
+    ),
+    "a LoKr and a LoRA": (
+        {f"{Q}.lokr_w1": (16, 16), f"{Q}.lokr_w2": (16, 16), f"{Q}.lora_A": (4, 256), f"{Q}.lora_B": (256, 4)},
+        rf"has two algorithms for one layer: {Q}.lora_B and {Q}.lokr_w1",
+    ),
+    "two sizes in a LoHa": (
+        {
+            f"{Q}.hada_{w}_{f}": shape
+            for w, n in (("w1", 256), ("w2", 128))
+            for f, shape in (("a", (n, 4)), ("b", (4, 8)))
+        },
+        r"belong to matrices of \[256, 8\] and \[128, 8\]",
+    ),
+    "ranks of a LoHa": (
+        {f"{Q}.hada_w1_a": (256, 4), f"{Q}.hada_w1_b": (3, 8), f"{Q}.hada_w2_a": (256, 4), f"{Q}.hada_w2_b": (4, 8)},
+        "mixed ranks",
+    ),
+    "a core that does not fit": (
+        {f"{Q}.lokr_w1": (4, 4), f"{Q}.lokr_w2_a": (2, 64), f"{Q}.lokr_w2_b": (3, 64), f"{Q}.lokr_t2": (3, 2)},
+        r"lokr_t2 is \[3, 2\]; \[2, 3, ...\] is expected",
+    ),
+    "a magnitude that does not fit": (
+        {f"{Q}.lora_A": (4, 256), f"{Q}.lora_B": (256, 4), f"{Q}.dora_scale": (255, 1)},
+        r"dora_scale is \[255, 1\]; a magnitude for each of 256 rows or 256 columns",
+    ),
+    "an unknown prefix": (
+        {"foo.blocks.1.self_attn.q.lora_A": (4, 256), "foo.blocks.1.self_attn.q.lora_B": (256, 4)},
+        r"unknown prefix 'foo.' before blocks.1.self_attn.q: rename its keys without it",
+    ),
+    "an unknown flat prefix": ({"lora_unet_foo_blocks_1_ffn_0.lora_A": (4, 256)}, "unknown prefix 'lora_unet_foo_'"),
+    "Stand-In": ({"diffusion_model.blocks.0.self_attn.q_loras.down.weight": (4, 256)}, "probably made for Stand-In"),
+    "other model with a layer of ours": (
+        {
+            "single_transformer_blocks.0.attn.to_q.lora_A.weight": (4, 256),
+            "transformer.proj_out.diff_b": (64,),
+        },
+        "probably made for Flux",
+    ),
     "OFT": ({f"{Q}.oft_blocks": (4, 8, 8)}, r"is an OFT"),
     "reshape": ({"diffusion_model.patch_embedding.reshape_weight": (5,)}, "gives a weight another shape"),
 }
@@ -268,12 +324,13 @@ class TestSettingsInTheHeader:
             ('{"lora_alpha": 1' + "0" * 5000 + "}", "lora_adapter_metadata is not JSON"),
             ('{"lora_alpha": 1' + "0" * 400 + "}", "lora_alpha is 10000"),
             ([], "lora_adapter_metadata is not a JSON object"),
-            ({"use_dora": True}, "is a DoRA"),
-            ({"lora_alpha": "eight"}, "says that lora_alpha is 'eight'; a number is expected"),
+            ({"use_dora": True}, r"is a DoRA by its settings \(use_dora\), but has no magnitudes"),
+            ({"lora_alpha": True}, "lora_alpha is True"),
+            ({"lora_alpha": "eight"}, "lora_alpha is 'eight'; a number is expected"),
             ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
             ({"alpha_pattern": [1]}, r"alpha_pattern is \[1\]"),
             ({"alpha_pattern": {"blocks.0.attn1.to_q": None}}, "blocks.0.attn1.to_q is None"),
-            ({"alpha_pattern": {"mid_block.proj": 1}}, "mid_block.proj, which is not a layer"),
+            ({"alpha_pattern": {"(a+)+": 1}}, "only names of layers are read, not expressions"),
         ],
     )
     def test_refused(self, lora_file, settings, message):
@@ -291,11 +348,12 @@ class TestFit:
         }
         lora = open_lora(lora_file(lightning() | image | {"diffusion_model.img_emb.proj.4.diff_b": torch.ones(256)}))
         assert len(products(lora)) == 4 * 10 + 1
-        with caplog.at_level(logging.WARNING, logger="wanstream.lora"):
+        with caplog.at_level(logging.INFO, logger="wanstream.lora"):
             left = fit_lora(lora, config)
         assert len(products(left)) == 4 * 10
         assert not any("image" in name or "add_" in name for name in left.changes)
         assert "2 parameters of an image branch (Wan2.1 I2V) are not used" in caplog.text
+        assert ([caplog.text.count(note) for note in left.notes], left.warnings) == ([1], ())
         with_branch = replace(config, in_channels=36, image_dim=80)
         assert products(fit_lora(open_lora(lora_file(image)), with_branch))
         with pytest.raises(CheckpointError, match=r"changes the image branch of Wan2\.1 I2V alone"):
@@ -355,6 +413,7 @@ class TestFit:
             tensors["patch_embedding.diff"] = torch.ones(256, other, 1, 2, 2)
         tensors["patch_embedding.diff_b"] = torch.ones(256)
         lora = open_lora(lora_file(tensors))
+        caplog.set_level(logging.INFO, logger="wanstream.lora")
         found = fit_lora(lora, replace(config, in_channels=channels))
         assert set(products(found)) == {"blocks.1.attn1.to_q.weight"}
         assert set(differences(found)) == {"patch_embedding.bias"}
@@ -397,7 +456,7 @@ class TestCombined:
         base = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         change = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         found = torch.empty_like(base)
-        write_patched(base, WeightPatch(full=change), found)
+        write_sum(base, WeightPatch(full=change), found)
         assert torch.equal(found, (base.float() + change).to(dtype))
 
     @pytest.mark.parametrize("columns", [40, CHUNK_VALUES // 7, CHUNK_VALUES + 1])
@@ -405,7 +464,7 @@ class TestCombined:
         generator = torch.Generator().manual_seed(2)
         base, up, down = (torch.randn(shape, generator=generator) for shape in ((4, columns), (4, 3), (3, columns)))
         found = torch.empty_like(base)
-        write_patched(base, WeightPatch(up=up, down=down), found)
+        write_sum(base, WeightPatch(up=up, down=down), found)
         torch.testing.assert_close(found, base + up @ down)
 
 

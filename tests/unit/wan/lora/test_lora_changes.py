@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,6 +61,25 @@ def time_lora():
     }
 
 
+def every_kind():
+    """A LoKr, a LoHa, a DoRA and a difference in a block each, and of parameters that do not stream."""
+    generator = torch.Generator().manual_seed(8)
+
+    def drawn(*shape):
+        return 0.2 * torch.randn(shape, generator=generator)
+
+    kinds = (
+        {"lokr_w1": drawn(8, 4), "lokr_w2_a": drawn(32, 4), "lokr_w2_b": drawn(4, 64)},
+        {f"hada_{w}_{f}": drawn(*((256, 4) if f == "a" else (4, 256))) for w in ("w1", "w2") for f in "ab"},
+        {"lora_A": drawn(4, 256), "lora_B": drawn(256, 4), "dora_scale": 1 + drawn(256, 1)},
+        {"diff": drawn(256, 256)},
+    )
+    outside = {"lokr_w1": drawn(12, 8), "lokr_w2": drawn(128, 32)}
+    layers = [f"diffusion_model.blocks.{block}.self_attn.q" for block in range(4)]
+    tensors = {f"{layer}.{key}": each for layer, kind in zip(layers, kinds, strict=True) for key, each in kind.items()}
+    return tensors | {f"{TIME}.{key}": tensor for key, tensor in outside.items()}
+
+
 def plain(pair, lane):
     with open_experts(pair.high.path, pair.low.path, **FP32) as plain:
         return run(plain, lane)
@@ -102,6 +122,35 @@ class TestChanges:
                     of_fresh_pairs[at] = run(fresh, lane)
             assert torch.equal(found, of_fresh_pairs[at])
         assert pair.engine(policy, "cpu") is engine
+
+    @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_lokr_loha_and_dora_give_the_same_bits_under_every_policy(
+        self, tiny_expert_folder, lora_file, lane, dtype, policy, of_fresh_pairs
+    ):
+        every, plain = open_lora(lora_file(every_kind())), open_lora(lora_file(seed=3))
+        experts = tiny_expert_folder(**HIGH), tiny_expert_folder(**LOW)
+        lane = replace(lane, latents=lane.latents.to(dtype), text=lane.text.to(dtype))
+        with open_experts(*experts, compute_dtype=dtype) as pair:
+            base = run(pair, lane, policy)
+            pair.set_loras([(every, 0.5), (plain, 1.0)], [(every, 1.0)])
+            found = run(pair, lane, policy)
+            pair.set_loras([], [])
+            assert torch.equal(run(pair, lane, policy), base), "nothing of them stays"
+        expected = of_fresh_pairs.setdefault((dtype, "every kind"), found)
+        assert torch.equal(found, expected)
+        assert (found - base).norm() > 1e-2 * base.norm()
+
+    def test_codes_take_plain_loras_only_and_others_are_refused_before_a_run(self, tiny_expert_file, lora_file, lane):
+        path, plain = tiny_expert_file(fp8="scaled_fp8", **HIGH), open_lora(lora_file(seed=3))
+        with open_experts(path, path, arithmetic="as stored", **FP32) as pair:
+            pair.set_loras([(plain, 1.0)], [])
+            for kind, layer in (("a LoKr", 0), ("a LoHa", 1), ("a DoRA", 2), ("a difference", 3)):
+                of_block = {key: each for key, each in every_kind().items() if f".blocks.{layer}." in key}
+                with pytest.raises(CheckpointError, match=rf"is {kind}, and blocks.{layer}.attn1.to_q.weight is multi"):
+                    pair.set_loras([(plain, 1.0)], [(open_lora(lora_file(of_block)), 1.0)])
+            assert run(pair, lane).isfinite().all(), "the LoRAs before are set"
+            pair.set_loras([(open_lora(lora_file(time_lora())), 1.0)], [])
 
     def test_strength_0_is_none_to_the_bit(self, pair, lora_file, lane):
         plain = run(pair, lane)

@@ -10,13 +10,13 @@ from wanstream.wan.checkpoint.detect import WanConfig
 from wanstream.wan.checkpoint.key_names import native_transformer_name
 from wanstream.wan.checkpoint.meta_model import parameter_shapes
 from wanstream.wan.lora.keys import (
-    DOTTED_PREFIXES,
     ENDINGS,
     FLAT_PREFIXES,
     KeyMeaning,
     key_meaning,
     other_algorithm,
     other_model,
+    unknown_prefix,
 )
 
 CONFIG = WanConfig(
@@ -91,8 +91,11 @@ MEANINGLESS = [
     "diffusion_model.blocks.7.self_attn.norm_q.diff_b",
     "diffusion_model.blocks.7.modulation.diff_b",
     "diffusion_model.double_blocks.0.img_attn.qkv.lora_up.weight",
-    "lora_unet_blocks_7_self_attn.q.lora_down.weight",
-    "lora_unet_diffusion_model_blocks_7_self_attn_q.lora_down.weight",
+    "transformer_blocks.7.attn1.to_q.lora_down.weight",
+    "transformer.transformer_blocks.7.attn1.to_q.lora_down.weight",
+    "lycoris_transformer_blocks_7_attn1_to_q.lokr_w1",
+    "lora_unet_down_blocks_7_attn1_to_q.lora_down.weight",
+    "vace.blocks.7.self_attn.q.lora_down.weight",
     "lora_te_text_model_encoder_layers_0_mlp_fc1.lora_up.weight",
     "unknown.blocks.7.self_attn.q.diff",
     "blocks.\N{ARABIC-INDIC DIGIT SEVEN}.self_attn.q.diff",
@@ -110,12 +113,86 @@ def test_other_keys_mean_nothing(key):
     assert key_meaning(key) is None
 
 
+# What trainers and frameworks put in front: the trials' twelve, and others like them.
+PREFIXES = (
+    *("_orig_mod.", "base_model.model._orig_mod.", "diffusion_model._orig_mod.", "module.", "model.", "unet.", "dit."),
+    *("high_noise_model.", "low_noise_model.", "net.", "wan.", "base_model.model.model.", "transformer_2."),
+    *("module._orig_mod.", "_fsdp_wrapped_module.", "model._orig_mod.dit.", "wan_model.", "pipe.transformer."),
+    *("video_model.", "generator.", "model.net.", "ema_model.module.", "wan22.high_noise."),
+)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_prefixes_of_wrappers(prefix):
+    expected = KeyMeaning(parameter=f"{Q}.weight", role="down")
+    assert key_meaning(f"{prefix}blocks.7.self_attn.q.lora_A.weight") == expected
+    flat = f"{prefix}blocks.7.attn1.to_q".replace(".", "_")
+    # In underscores, this is a block of another model.
+    expected_flat = None if "transformer_blocks" in flat else expected
+    assert key_meaning(f"lora_unet_{flat}.lora_down.weight") == expected_flat
+    assert key_meaning(f"{prefix}lora_unet_blocks_7_self_attn_q.lora_down.weight") == expected
+    outer = KeyMeaning(parameter="proj_out.bias", role="diff")
+    assert key_meaning(f"{prefix}head.head.diff_b") == outer
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lora_unet_blocks_7_self_attn.q",
+        "lora_unet_blocks_7.self_attn.q",
+        "lora_unet_blocks.7.attn1.to_q",
+        "lycoris_blocks_7_attn1.to_q",
+        "blocks.7._orig_mod.self_attn.q",
+        "diffusion_model.blocks.7._checkpoint_wrapped_module.self_attn._orig_mod.q",
+        "lora_unet_blocks_7__orig_mod_self_attn_q",
+    ],
+)
+def test_mixed_and_wrapped_names(name):
+    assert key_meaning(f"{name}.lora_up.weight") == KeyMeaning(parameter=f"{Q}.weight", role="up")
+
+
+@pytest.mark.parametrize(
+    ("layer", "prefix"),
+    [
+        ("foo.blocks.7.self_attn.q", "foo."),
+        ("model.vace.blocks.7.attn1.to_q", "model.vace."),
+        ("lora_unet_foo_blocks_7_ffn_0", "lora_unet_foo_"),
+        ("xblocks.7.self_attn.q", None),
+        ("foo.blocks.7.attn.q", None),
+        ("foo.blocks.7.self_attn.q.extra", None),
+        ("diffusion_model.blocks.7.self_attn.q", None),
+    ],
+)
+def test_unknown_prefixes_are_named(layer, prefix):
+    assert unknown_prefix(f"{layer}.lora_up.weight") == prefix
+    assert key_meaning(f"foo.{layer}.lora_up.weight") is None
+
+
+@pytest.mark.parametrize(
+    ("key", "model"),
+    [
+        ("diffusion_model.blocks.0.self_attn.q_loras.down.weight", "Stand-In"),
+        ("diffusion_model.vace_blocks.0.self_attn.q.lora_A.weight", "Wan VACE"),
+        ("lora_unet_single_transformer_blocks_0_attn_to_q.lora_down.weight", "Flux"),
+        ("lora_unet_double_blocks_0_img_mlp_fc1.lora_down.weight", "HunyuanVideo"),
+        ("diffusion_model.double_blocks.0.img_attn.qkv.lora_up.weight", "Flux or HunyuanVideo"),
+        ("lora_unet_up_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q.alpha", "Stable Diffusion or SDXL"),
+        ("transformer.transformer_blocks.0.attn1.to_q.lora_A.weight", "LTX-Video"),
+        ("transformer_blocks.0.img_mod.1.lora_A.weight", "Qwen-Image"),
+        ("diffusion_model.context_refiner.0.attention.to_q.lora_A.weight", "Lumina or Z-Image"),
+    ],
+)
+def test_other_models_are_named(key, model):
+    assert other_model([key]) == model
+    assert key_meaning(key) is None
+
+
 def test_every_weight_is_found_under_every_prefix_and_both_names():
     for name in WEIGHTS:
         module = name.removesuffix(".weight")
         native = native_transformer_name(name).removesuffix(".weight")
         for spelling in (module, native):
-            for prefix in ("", *DOTTED_PREFIXES, "base_model.model.diffusion_model."):
+            for prefix in ("", "model.diffusion_model.", "pipe.dit.", "base_model.model.diffusion_model."):
                 assert key_meaning(f"{prefix}{spelling}.diff") == KeyMeaning(parameter=name, role="diff"), spelling
             for prefix in (*FLAT_PREFIXES, "lora_unet__"):
                 flat = spelling.replace(".", "_")
@@ -153,10 +230,6 @@ def test_endings_are_told_apart(ending):
 @pytest.mark.parametrize(
     ("key", "what"),
     [
-        ("diffusion_model.blocks.0.self_attn.q.dora_scale", "DoRA"),
-        ("transformer.blocks.0.attn1.to_q.lora_magnitude_vector.default.weight", "DoRA"),
-        ("lora_unet_blocks_0_self_attn_q.hada_w1_a", "LoHa"),
-        ("lycoris_blocks_0_self_attn_q.lokr_w1", "LoKr"),
         ("lycoris_blocks_0_self_attn_q.oft_blocks", "OFT"),
         ("blocks.0.self_attn.q.a1.weight", "GLoRA"),
         ("blocks.0.self_attn.q.lora_mid.weight", "third factor"),
@@ -173,4 +246,5 @@ def test_other_algorithms_are_named(key, what):
 @pytest.mark.parametrize("key", KNOWN)
 def test_known_keys_are_no_other_algorithm_and_no_other_model(key):
     assert other_algorithm(key) is None
-    assert other_model(key) is None
+    assert other_model([key]) is None
+    assert unknown_prefix(key) is None

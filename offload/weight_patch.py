@@ -1,0 +1,243 @@
+"""Changes of one matrix (LoRA, LoKr, LoHa, DoRA, differences) and their sums with it.
+
+Products of small factors are never formed as a whole unless one operation adds them: at most some rows of them exist at
+a time, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+
+from .formats.decode import CHUNK_VALUES, values_at_once
+
+WORK_BYTES_PER_VALUE = 20
+"""Bytes of the fp32 numbers of a value whose sum is computed in pieces."""
+
+ChangeTensor: TypeAlias = "Callable[[str, torch.Tensor], torch.Tensor]"
+"""Returns the tensor that replaces a part of a patch, by its name."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Product:
+    """`up @ down`, [rows, columns]."""
+
+    up: torch.Tensor
+    """[rows, rank]"""
+    down: torch.Tensor
+    """[rank, columns]"""
+
+    def map(self, change: ChangeTensor, name: str) -> Product:
+        return Product(up=change(f"{name}up", self.up), down=change(f"{name}down", self.down))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kronecker:
+    """Kronecker product of `first` and `second` (LoKr): every value of `first` times the whole of `second`."""
+
+    first: torch.Tensor
+    second: torch.Tensor | Product
+
+    def map(self, change: ChangeTensor, name: str) -> Kronecker:
+        first = change(f"{name}first", self.first)
+        if isinstance(self.second, Product):
+            return Kronecker(first=first, second=self.second.map(change, f"{name}second "))
+        return Kronecker(first=first, second=change(f"{name}second", self.second))
+
+    @property
+    def second_shape(self) -> tuple[int, int]:
+        if isinstance(self.second, Product):
+            return self.second.up.shape[0], self.second.down.shape[1]
+        return self.second.shape[0], self.second.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Hadamard:
+    """Product of two products, value by value (LoHa)."""
+
+    one: Product
+    other: Product
+
+    def map(self, change: ChangeTensor, name: str) -> Hadamard:
+        return Hadamard(one=self.one.map(change, f"{name}one "), other=self.other.map(change, f"{name}other "))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rescaled:
+    """DoRA: `strength` times the difference between the matrix and W' = (matrix + change) * magnitude / norm.
+
+    The norm is that of the rows or of the columns of matrix + change, whichever have a magnitude.
+    """
+
+    change: WeightPatch
+    magnitude: torch.Tensor
+    """[rows, 1] or [1, columns]"""
+    strength: float
+
+    def map(self, change: ChangeTensor, name: str) -> Rescaled:
+        magnitude = change(f"{name}{MAGNITUDE}", self.magnitude)
+        return replace(self, change=self.change.map(change, name), magnitude=magnitude)
+
+
+MAGNITUDE = "magnitude"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WeightPatch:
+    """Change of one matrix [rows, columns]: adds `up @ down`, `full` and the others.
+
+    CPU tensors of a floating dtype, with the strength already in `up`, `full`, `first` and `one.up`. `set_patches`
+    copies them, rounded to the compute dtype of the matrix; magnitudes are fp32.
+    """
+
+    up: torch.Tensor | None = None
+    """[rows, rank]; requires `down`."""
+    down: torch.Tensor | None = None
+    """[rank, columns]"""
+    full: torch.Tensor | None = None
+    """[rows, columns]"""
+    kronecker: tuple[Kronecker, ...] = ()
+    hadamard: tuple[Hadamard, ...] = ()
+    rescaled: tuple[Rescaled, ...] = ()
+
+    @property
+    def is_product(self) -> bool:
+        """True for nothing but `up @ down`, which a layer can compute beside its matrix."""
+        return self.full is None and not self.kronecker and not self.hadamard and not self.rescaled
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """All tensors by name."""
+        found: dict[str, torch.Tensor] = {}
+
+        def collect(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            found[name] = tensor
+            return tensor
+
+        self.map(collect)
+        return found
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """The products of the shape of the matrix, by the start of the names of their parts."""
+        found = {} if self.up is None or self.down is None else {"": Product(up=self.up, down=self.down)}
+        for index, each in enumerate(self.hadamard):
+            found |= {f"hadamard {index} one ": each.one, f"hadamard {index} other ": each.other}
+        return found
+
+    def map(self, change: ChangeTensor, name: str = "") -> WeightPatch:
+        """Return the patch with every tensor replaced by `change` of its name and itself."""
+
+        def changed(part: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else change(name + part, tensor)
+
+        return WeightPatch(
+            up=changed("up", self.up),
+            down=changed("down", self.down),
+            full=changed("full", self.full),
+            kronecker=tuple(each.map(change, f"{name}kronecker {i} ") for i, each in enumerate(self.kronecker)),
+            hadamard=tuple(each.map(change, f"{name}hadamard {i} ") for i, each in enumerate(self.hadamard)),
+            rescaled=tuple(each.map(change, f"{name}rescaled {i} ") for i, each in enumerate(self.rescaled)),
+        )
+
+
+def add_patch(matrix: torch.Tensor, patch: WeightPatch) -> None:
+    """Add a patch to a matrix in place, on any device; the tensors of the patch are on it, in the dtype of the matrix.
+
+    A LoRA, a LoKr and a difference take one operation each, which sums in fp32 and rounds once. A LoHa and a DoRA, and
+    all that is added with them, are summed in fp32 by `write_sum`.
+    """
+    if patch.hadamard or patch.rescaled:
+        write_sum(matrix, patch, matrix)
+        return
+    if patch.full is not None:
+        matrix.add_(patch.full)
+    if patch.up is not None and patch.down is not None:
+        matrix.addmm_(patch.up, patch.down)
+    for each in patch.kronecker:
+        second = each.second.up @ each.second.down if isinstance(each.second, Product) else each.second
+        blocks = matrix.view(each.first.shape[0], second.shape[0], each.first.shape[1], second.shape[1])
+        blocks.addcmul_(each.first[:, None, :, None], second[None, :, None, :])
+
+
+def write_sum(base: torch.Tensor, patch: WeightPatch, into: torch.Tensor) -> None:
+    """Write `base + patch` into a parameter of the same shape, on any device; both may be the same tensor.
+
+    The sum is computed on the device of `into` in fp32 and rounded once, a few rows at a time: in fp32 the largest of
+    these matrices would take 280 MB.
+    """
+    rows = len(base)
+    source, target = base.reshape(rows, -1), into.view(rows, -1)
+    # Differences are as large as the matrix, so they are moved a few rows at a time.
+    patch = patch.map(lambda name, each: each.reshape(target.shape) if name.endswith("full") else each.to(into.device))
+    at_once = max(1, _values_at_once(into.device) // target.shape[1])
+    pieces = [slice(start, min(start + at_once, rows)) for start in range(0, rows, at_once)]
+    # Before any row is written, because both tensors may be the same.
+    factors = [_factor_of_columns(source, each, pieces, into.device) for each in patch.rescaled]
+    for piece in pieces:
+        total = source[piece].to(into.device, torch.float32, copy=True)
+        unchanged = total.clone() if patch.rescaled else total
+        _add_rows(total, patch, piece)
+        for each, of_columns in zip(patch.rescaled, factors, strict=True):
+            scaled = _add_rows(unchanged.clone(), each.change, piece)
+            factor = of_columns
+            if factor is None:
+                magnitude = each.magnitude[piece].to(into.device, torch.float32)
+                factor = magnitude / _positive(torch.linalg.vector_norm(scaled, dim=1, keepdim=True))
+            total.add_(scaled.mul_(factor).sub_(unchanged), alpha=each.strength)
+        target[piece].copy_(total)
+
+
+def patch_work_bytes(values: int, device: torch.device) -> int:
+    """Return the bytes of device memory that `write_sum` takes for a matrix of that many values."""
+    return WORK_BYTES_PER_VALUE * min(values, _values_at_once(device))
+
+
+def _values_at_once(device: torch.device) -> int:
+    return max(CHUNK_VALUES, values_at_once(device) // 4)
+
+
+def _factor_of_columns(
+    source: torch.Tensor, rescaled: Rescaled, pieces: list[slice], device: torch.device
+) -> torch.Tensor | None:
+    """Return the factors of a DoRA with a magnitude for each column; None if each row has one."""
+    magnitude = rescaled.magnitude
+    if magnitude.shape[0] != 1 or len(source) == magnitude.numel() == 1:
+        return None
+    squares = torch.zeros(1, source.shape[1], dtype=torch.float32, device=device)
+    for piece in pieces:
+        summed = _add_rows(source[piece].to(device, torch.float32, copy=True), rescaled.change, piece)
+        squares += summed.square_().sum(0, keepdim=True)
+    return magnitude.to(device, torch.float32) / _positive(squares.sqrt_())
+
+
+def _positive(norms: torch.Tensor) -> torch.Tensor:
+    """Return the norms of rows or columns; those of zeros, whatever their factor, stay zeros."""
+    return norms.clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def _add_rows(total: torch.Tensor, patch: WeightPatch, piece: slice) -> torch.Tensor:
+    """Add some rows of what a patch adds, without its `rescaled`, to fp32 rows in place."""
+
+    def here(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(total.device, torch.float32)
+
+    if patch.full is not None:
+        total.add_(patch.full[piece].to(total.device))
+    if patch.up is not None and patch.down is not None:
+        total.addmm_(here(patch.up[piece]), here(patch.down))
+    for kronecker in patch.kronecker:
+        rows = torch.arange(piece.start, piece.stop, device=kronecker.first.device)
+        high = rows // kronecker.second_shape[0]
+        low = rows % kronecker.second_shape[0]
+        second = kronecker.second
+        factor = here(second.up[low]) @ here(second.down) if isinstance(second, Product) else here(second[low])
+        blocks = total.view(len(rows), -1, factor.shape[1])
+        blocks.addcmul_(here(kronecker.first[high])[:, :, None], factor[:, None, :])
+    for hadamard in patch.hadamard:
+        one, other = (here(each.up[piece]) @ here(each.down) for each in (hadamard.one, hadamard.other))
+        total.addcmul_(one, other)
+    return total

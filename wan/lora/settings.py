@@ -1,0 +1,177 @@
+"""Settings of PEFT and kohya that scale the layers of a LoRA without alpha tensors.
+
+They are in the header of the file or, as PEFT saves them, in `adapter_config.json` next to it. The scale of a layer is
+alpha / rank, or alpha / sqrt(rank) with rank-stabilised LoRA.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...offload import FileVersion, file_version
+from ..checkpoint.files import CheckpointError, json_object
+from ..checkpoint.key_names import native_transformer_name
+from .keys import module_name
+
+HEADER_FIELDS = ("lora_adapter_metadata", "lora_config")
+"""Fields of the header with the settings of PEFT as one JSON text."""
+ALPHA_FIELD = "lora_alpha"
+KOHYA_ALPHA = "ss_network_alpha"
+CONFIG_FILE = "adapter_config.json"
+CONFIG_BYTES = 1024**2
+"""Largest size of `CONFIG_FILE`; PEFT writes a few kilobytes."""
+PEFT_FILE = re.compile(r"adapter_model\b.*")
+LARGEST = sys.float_info.max
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings:
+    """Settings that determine the scale of a layer without an alpha tensor."""
+
+    alpha: float | None = None
+    """Default alpha of all layers."""
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    """Alphas of some layers, by the end of their name."""
+    rank: int | None = None
+    """Default rank, for layers whose tensors do not show one."""
+    ranks: Mapping[str, float] = field(default_factory=dict)
+    """Ranks of some layers, by the end of their name."""
+    rank_stabilised: bool = False
+    needs_magnitudes: bool = False
+    """True for a DoRA."""
+    source: tuple[Path, FileVersion] | None = None
+    """The file next to the LoRA that they were read from."""
+    notes: tuple[str, ...] = ()
+    """Sentences about settings that were found and have no effect."""
+
+    def scale(self, module: str, rank: int | None, alpha: float | None) -> float:
+        """Return the factor of the change of `module`.
+
+        Args:
+            module: name of the layer.
+            rank: rank of its tensors; None if they have none.
+            alpha: value of its tensor, which counts first; None if it has none.
+        """
+        if alpha is None:
+            alpha = _by_name(self.alphas, module, self.alpha)
+        if rank is None:
+            default = _by_name(self.ranks, module, self.rank)
+            rank = None if default is None else int(default)
+        if alpha is None or not rank:
+            return 1.0
+        return alpha / math.sqrt(rank) if self.rank_stabilised else alpha / rank
+
+
+def adapter_settings(path: Path, metadata: Mapping[str, str], keys: Iterable[str]) -> AdapterSettings:
+    """Read the settings for a LoRA file; without any, the tensors of the file determine every scale.
+
+    The header counts before the file next to it.
+
+    Raises:
+        CheckpointError: the settings are not a JSON object, or an alpha or rank is not a number.
+    """
+    for name in HEADER_FIELDS:
+        if name in metadata:
+            return _of_peft(path, name, json_object(path, metadata[name], f"{name} "))
+    if ALPHA_FIELD in metadata:
+        return AdapterSettings(alpha=_number(path, ALPHA_FIELD, _parsed(metadata[ALPHA_FIELD])))
+    keys = list(keys)
+    if KOHYA_ALPHA in metadata:
+        return _of_kohya(path, metadata[KOHYA_ALPHA], keys)
+    return _next_to(path, keys)
+
+
+def _of_kohya(path: Path, text: str, keys: Iterable[str]) -> AdapterSettings:
+    """Return the settings of kohya's header, which has words in place of a number where alphas differ."""
+    alpha = _parsed(text)
+    if not isinstance(alpha, float):
+        return AdapterSettings()
+    # musubi-tuner's converter folds the alphas into `lora_A` and `lora_B`, and keeps the header of the file it read.
+    if any(".lora_A" in key for key in keys):
+        note = f"{path.name}: {KOHYA_ALPHA} {alpha:g} in its header is not used, since converters fold it into lora_A"
+        return AdapterSettings(notes=(note,))
+    return AdapterSettings(alpha=_number(path, KOHYA_ALPHA, alpha))
+
+
+def _next_to(path: Path, keys: Iterable[str]) -> AdapterSettings:
+    """Return the settings in `CONFIG_FILE` in the folder of the LoRA, if they are its own."""
+    config = path.parent / CONFIG_FILE
+    if not config.is_file() or any(key.endswith(".alpha") for key in keys):
+        return AdapterSettings()
+    if PEFT_FILE.fullmatch(path.stem) is None and len(list(path.parent.glob("*.safetensors"))) > 1:
+        note = f"{path.name}: {CONFIG_FILE} next to it is not used: the folder has other LoRAs, and it may be theirs"
+        return AdapterSettings(notes=(note,))
+    status = config.stat()
+    if status.st_size > CONFIG_BYTES:
+        raise CheckpointError(config, f"has {status.st_size} bytes; PEFT writes at most {CONFIG_BYTES}")
+    settings = _of_peft(config, CONFIG_FILE, json_object(config, config.read_bytes()))
+    return AdapterSettings(**{**vars(settings), "source": (config, file_version(status))})
+
+
+def _of_peft(path: Path, where: str, found: Mapping[str, Any]) -> AdapterSettings:
+    # Each name has the prefix "transformer." or "text_encoder." if the whole pipeline was saved.
+    named = {name.rpartition(".")[2]: value for name, value in found.items() if not name.startswith("text_encoder")}
+    alpha_name = "alpha" if "alpha" in named else ALPHA_FIELD  # of LoKr and LoHa, and of LoRA
+    alpha = named.get(alpha_name)
+    rank = named.get("r")
+    return AdapterSettings(
+        alpha=None if alpha is None else _number(path, f"{where}: {alpha_name}", alpha),
+        alphas=_pattern(path, where, "alpha_pattern", named),
+        rank=None if rank is None else int(_number(path, f"{where}: r", rank)),
+        ranks=_pattern(path, where, "rank_pattern", named),
+        rank_stabilised=bool(named.get("use_rslora")),
+        needs_magnitudes=bool(named.get("use_dora")),
+    )
+
+
+def _pattern(path: Path, where: str, name: str, named: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of PEFT's patterns by the end of a module's name."""
+    given = named.get(name) or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(path, f"{where}: {name} is {given!r}; numbers by layer are expected")
+    return {
+        _name_end(path, where, name, pattern): _number(path, f"{where}: {name}: {pattern}", value)
+        for pattern, value in given.items()
+    }
+
+
+def _name_end(path: Path, where: str, name: str, pattern: str) -> str:
+    """Return the end of a name that a pattern of PEFT matches; PEFT takes any regular expression.
+
+    A file could keep this process busy for ever with an expression, so names are compared instead.
+    """
+    end = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
+    if re.fullmatch(r"[\w.]+", end) is None:
+        raise CheckpointError(path, f"{where}: {name} has {pattern!r}; only names of layers are read, not expressions")
+    return module_name(end) or end
+
+
+def _by_name(values: Mapping[str, float], module: str, default: float | None) -> float | None:
+    """Return the value of the first name that is an end of the module's name, in either spelling."""
+    if not values:
+        return default
+    spellings = (f".{module}", f".{native_transformer_name(module)}")
+    for end, value in values.items():
+        if any(name.endswith(f".{end}") for name in spellings):
+            return value
+    return default
+
+
+def _parsed(text: str) -> object:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return text
+
+
+def _number(path: Path, name: str, value: object) -> float:
+    # Compare instead of converting: `float` raises an error for integers beyond the range of a float.
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST:
+        return float(value)
+    raise CheckpointError(path, f"{name} is {value!r}; a number is expected")
