@@ -117,7 +117,7 @@ def _unused_layers(header: FileHeader, unmatched: Collection[str]) -> list[str]:
         return []
     prefixes = [prefix for prefix in map(unknown_prefix, unused.values()) if prefix]
     model = other_model(unmatched)
-    reasons = [f" (unknown prefix {prefix!r})" for prefix in prefixes] + [f" (probably of {model})" if model else ""]
+    reasons = [f" (probably of {model})"] if model else [f" (unknown prefix {prefix!r})" for prefix in prefixes] or [""]
     return [
         f"{header.path.name} is used in part: {len(unused)} of {len(unused) + len(used)} layers do not belong to a Wan "
         f"expert{reasons[0]} and are left out: {_first_keys(unused)}"

@@ -49,6 +49,12 @@ STACKS = {
     "lora_A": [("lora_A.safetensors", 1.0)],
     "musubi": [("musubi.safetensors", 1.0)],
     "every difference": [("differences.safetensors", -0.7)],
+    "LoKr": [("lokr.safetensors", 0.8)],
+    "LoHa": [("loha.safetensors", -0.6)],
+    "DoRA, columns": [("dora columns.safetensors", 0.7)],
+    # ComfyUI divides by the norm of the rows before the addition, so it gets a file with other magnitudes.
+    "DoRA, rows": [("dora rows for ComfyUI.safetensors", 0.7)],
+    "LoKr and lightning": [("lokr.safetensors", 0.8), ("lightning.safetensors", 1.0)],
     "stack": [("lightning.safetensors", 0.5), ("differences.safetensors", 0.3), ("musubi.safetensors", -1.0)],
 }
 
@@ -81,6 +87,43 @@ def _differences(expert: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def _of_lycoris(expert: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """A LoKr, a LoHa and two DoRAs for some layers of every block."""
+    generator = torch.Generator().manual_seed(9)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return 0.2 * torch.randn(shape, generator=generator)
+
+    weights, alpha = load_file(expert), {"alpha": torch.tensor(3.0)}
+    files: dict[str, dict[str, torch.Tensor]] = {"lokr": {}, "loha": {}}
+    files |= {"dora columns": {}, "dora rows": {}, "dora rows for ComfyUI": {}}
+    for name in (f"blocks.{block}.{layer}" for block in range(4) for layer in ("self_attn.q", "cross_attn.o", "ffn.0")):
+        weight = weights[f"{name}.weight"]
+        rows, columns = weight.shape
+        up, down = drawn(rows, 4), drawn(4, columns)
+        summed = weight + up @ down * 3.0 / 4
+        lora = {"lora_up.weight": up, "lora_down.weight": down, **alpha}
+        magnitude = weight.norm(dim=1, keepdim=True) * (1 + drawn(rows, 1).abs())
+        for_comfyui = magnitude * weight.norm(dim=1, keepdim=True) / summed.norm(dim=1, keepdim=True)
+        tensors = {
+            "lokr": {
+                "lokr_w1": drawn(8, 4),
+                "lokr_w2_a": drawn(rows // 8, 4),
+                "lokr_w2_b": drawn(4, columns // 4),
+                **alpha,
+            },
+            "loha": {
+                f"hada_{w}_{f}": drawn(*((rows, 4) if f == "a" else (4, columns))) for w in ("w1", "w2") for f in "ab"
+            },
+            "dora columns": {**lora, "dora_scale": weight.norm(dim=0, keepdim=True) * 1.1},
+            "dora rows": {**lora, "dora_scale": magnitude},
+            "dora rows for ComfyUI": {**lora, "dora_scale": for_comfyui},
+        }
+        for file, of_layer in tensors.items():
+            files[file] |= {f"diffusion_model.{name}.{key}": tensor for key, tensor in of_layer.items()}
+    return files
+
+
 @pytest.fixture(scope="module")
 def loras(tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a LoRA of each kind for the tiny expert."""
@@ -91,6 +134,7 @@ def loras(tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPa
         "lora_A": _spelt(lightning, "lora_A", "lora_B"),
         "musubi": _spelt(lightning, "lora_down", "lora_up", flat=True),
         "differences": _differences(tiny_expert_file(seed=1)),
+        **_of_lycoris(tiny_expert_file(seed=1)),
     }
     for name, tensors in files.items():
         save_file(tensors, folder / f"{name}.safetensors")
@@ -144,7 +188,8 @@ def test_one_forward(
 ) -> None:
     expert = tiny_expert_file(seed=1)
     with open_experts(expert, expert, compute_dtype=torch.float32) as pair:
-        pair.set_loras([(open_lora(loras / file), strength) for file, strength in STACKS[name]], [])
+        files = [(loras / file.replace(" for ComfyUI", ""), strength) for file, strength in STACKS[name]]
+        pair.set_loras([(open_lora(file), strength) for file, strength in files], [])
         engine = pair.engine(OffloadPolicy.layerwise(1), "cpu")
         with torch.inference_mode(), engine.run(step_visits(["high"], engine.block_counts)) as run:
             [found] = forward_lanes(
