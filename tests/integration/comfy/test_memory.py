@@ -116,7 +116,7 @@ def test_what_we_lock_is_in_comfyuis_count(case: Case) -> None:
         pytest.skip("this ComfyUI does not count page-locked memory")
     assert pins["after a run, when another model loads"] == pins["again"] == pins["there"] == 5100
     assert pins["ours"] == [5000, 5000, 5000]
-    assert pins["when RAM is short"] == 100
+    assert pins["when RAM is short"] == (100 if pins["every model is asked"] else 5100)
     gone = [count for name, count in pins.items() if name.startswith("gone")]
     assert gone == [100] * 5
 
