@@ -120,7 +120,7 @@ def _of_lycoris(expert: Path) -> dict[str, dict[str, torch.Tensor]]:
             "dora rows for ComfyUI": {**lora, "dora_scale": for_comfyui},
         }
         for file, of_layer in tensors.items():
-            files[file] |= {f"diffusion_model.{name}.{key}": tensor for key, tensor in of_layer.items()}
+            files[file] |= {f"diffusion_model.{name}.{key}": tensor.clone() for key, tensor in of_layer.items()}
     return files
 
 
