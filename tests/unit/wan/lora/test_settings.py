@@ -1,0 +1,112 @@
+"""Scales of LoRAs without alpha tensors: fields of the header, and PEFT's adapter_config.json next to the file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.lora.file import open_lora
+
+RSLORA = {"r": 4, "lora_alpha": 16, "use_rslora": True}
+PLAIN = {"r": 4, "lora_alpha": 16}
+NATIVE, DIFFUSERS = "diffusion_model.blocks.0.self_attn.q", "base_model.model.blocks.1.attn1.to_q"
+
+
+def write(folder, *, name="adapter_model", config=None, metadata=None, kohya=False, alpha=None):
+    """Write a LoRA of two layers, of rank 4, and return its path."""
+    folder.mkdir(exist_ok=True)
+    down, up = ("lora_down.weight", "lora_up.weight") if kohya else ("lora_A.weight", "lora_B.weight")
+    tensors = {f"{layer}.{down}": torch.ones(4, 256) for layer in (NATIVE, DIFFUSERS)}
+    tensors |= {f"{layer}.{up}": torch.ones(256, 4) for layer in (NATIVE, DIFFUSERS)}
+    if alpha is not None:
+        tensors[f"{NATIVE}.alpha"] = torch.tensor(alpha)
+    path = folder / f"{name}.safetensors"
+    save_file(tensors, path, {"format": "pt", **(metadata or {})})
+    if config is not None:
+        (folder / "adapter_config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return path
+
+
+def scales(path):
+    return [open_lora(path).changes[f"blocks.{n}.attn1.to_q.weight"][0].scale for n in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (RSLORA, [8.0, 8.0]),
+        (PLAIN, [4.0, 4.0]),
+        ({**PLAIN, "use_rslora": False, "fan_in_fan_out": True, "bias": "none"}, [4.0, 4.0]),
+        ({**PLAIN, "lora_alpha": 2.5}, [0.625, 0.625]),
+        ({**PLAIN, "r": 64, "rank_pattern": {"to_q": 4}}, [4.0, 4.0]),
+        ({**PLAIN, "alpha_pattern": {"blocks.0.attn1.to_q": 8}}, [2.0, 4.0]),
+        ({**PLAIN, "alpha_pattern": {"diffusion_model.blocks.0.self_attn.q": 8}}, [2.0, 4.0]),
+        ({**PLAIN, "alpha_pattern": {"attn1.to_q": 8}}, [2.0, 2.0]),
+        ({**PLAIN, "alpha_pattern": {"self_attn.q": 8, "to_q": 1}}, [2.0, 2.0]),
+        ({**PLAIN, "alpha_pattern": {r"^blocks\.1\.attn1\.to_q$": 8}}, [4.0, 2.0]),
+        ({**PLAIN, "alpha_pattern": {"o_q": 8, "other.layer": 1}}, [4.0, 4.0]),
+        ({"r": 4}, [1.0, 1.0]),
+    ],
+)
+def test_the_config_next_to_the_file_is_honoured(tmp_path, config, expected):
+    assert scales(write(tmp_path, config=config)) == expected
+    assert scales(write(tmp_path / "header", metadata={"lora_adapter_metadata": json.dumps(config)})) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"metadata": {"lora_adapter_metadata": json.dumps({f"transformer.{k}": v for k, v in RSLORA.items()})}}, 8.0),
+        ({"metadata": {"lora_config": json.dumps(RSLORA)}}, 8.0),
+        ({"metadata": {"lora_alpha": "16"}}, 4.0),
+        ({"metadata": {"lora_alpha": "2.0"}}, 0.5),
+        ({"metadata": {"ss_network_alpha": "16", "ss_network_dim": "4"}, "kohya": True}, 4.0),
+        ({"metadata": {"ss_network_alpha": "None"}, "kohya": True}, 1.0),
+        ({"metadata": {"ss_network_alpha": "Dynamic"}, "kohya": True}, 1.0),
+        ({"metadata": {"ss_network_alpha": "16"}}, 1.0),
+        ({"metadata": {"lora_alpha": "16"}, "config": RSLORA}, 4.0),
+        ({"config": RSLORA, "name": "style"}, 8.0),
+        ({"config": RSLORA, "name": "adapter_model_high"}, 8.0),
+    ],
+)
+def test_fields_of_the_header_count_before_the_config(tmp_path, settings, expected):
+    assert scales(write(tmp_path, **settings)) == [expected, expected]
+
+
+def test_alpha_tensors_count_first(tmp_path):
+    assert scales(write(tmp_path, metadata={"lora_config": json.dumps(PLAIN)}, alpha=2.0)) == [0.5, 4.0]
+    path = write(tmp_path, config=RSLORA, alpha=2.0)
+    assert scales(path) == [0.5, 1.0], "a file with alphas is not one of PEFT's"
+
+
+def test_a_config_that_may_be_another_files_is_noted(tmp_path):
+    write(tmp_path, name="one")
+    path = write(tmp_path, name="two", config=RSLORA)
+    assert scales(path) == [1.0, 1.0]
+    [note] = open_lora(path).notes
+    assert note.startswith("two.safetensors: adapter_config.json next to it is not used")
+    [note] = open_lora(write(tmp_path / "converted", metadata={"ss_network_alpha": "16"})).notes
+    assert "ss_network_alpha 16 in its header is not used" in note
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ({"lora_alpha": "16"}, "adapter_config.json: lora_alpha is '16'; a number is expected"),
+        ({"lora_alpha": 1, "r": [4]}, r"adapter_config.json: r is \[4\]"),
+        ({"lora_alpha": 1, "rank_pattern": [4]}, r"rank_pattern is \[4\]; numbers by layer"),
+        ({"alpha_pattern": {"blocks.(0|1).attn1.to_q": 1}}, "only names of layers are read, not expressions"),
+        ({"use_dora": True}, "is a DoRA by its settings"),
+        (" " * 1024**2 + "{}", "has 1048578 bytes; PEFT writes at most 1048576"),
+    ],
+)
+def test_configs_that_cannot_be_read_are_refused(tmp_path, config, message):
+    path = write(tmp_path, config=config)
+    with pytest.raises(CheckpointError, match=message):
+        open_lora(path)
