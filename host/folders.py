@@ -7,6 +7,7 @@ followed, names that lead out of their folder are refused.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ _MODEL_MARKS = ("model_index.json", "config.json")
 
 _LONGEST_ENDING = "_00001_traces.json.part"
 """Upper bound of the suffixes that our nodes append to a prefix."""
+
+_MOST_FOLDERS = 100
+"""Maximum number of nested folders in a prefix: Python creates them by recursion."""
 
 _NAME_LIMIT, _PATH_LIMIT = 255, 4096
 """Limits in bytes for systems that do not report their own."""
@@ -196,8 +200,9 @@ LATENT_FOLDER = "latents"
 """Folder of latents below the output folder; ComfyUI's SaveLatent uses the same."""
 LATENT = ".latent"
 """Suffix of latents."""
-_INPUT, _OUTPUT = " [input]", " [output]"
-"""Marks of a name's folder, which are ComfyUI's."""
+_INPUT = " [input]"
+_ANNOTATED = re.compile(r"(.*?) ?\[(input|output|temp)\]", re.DOTALL)
+"""A name with the mark of its folder, as ComfyUI writes it."""
 
 
 def latent_names(output: Path, input_folder: Path) -> list[str]:
@@ -207,14 +212,21 @@ def latent_names(output: Path, input_folder: Path) -> list[str]:
     return [*sorted(saved), *sorted(uploaded)]
 
 
+def annotated_name(name: str, default: str) -> tuple[str, str]:
+    """Return a name without the mark of its folder, and that folder: "input", "output", "temp", or else `default`."""
+    found = _ANNOTATED.fullmatch(name)
+    return (found[1], found[2]) if found else (name, default)
+
+
 def latent_path(output: Path, input_folder: Path, name: str) -> Path:
     """Return the path of a latent: `name` is relative to the output folder, or to the input folder with " [input]".
 
     Raises OutsideFolderError.
     """
-    if name.endswith(_INPUT):
-        return inside(input_folder, name.removesuffix(_INPUT))
-    return inside(output, name.removesuffix(_OUTPUT))
+    bare, kind = annotated_name(name, "output")
+    if kind == "temp":
+        raise OutsideFolderError(f"'{name}': latents are read from the output and the input folder: move it to one")
+    return inside(input_folder if kind == "input" else output, bare)
 
 
 def check_output(output: Path, prefix: str) -> None:
@@ -236,6 +248,11 @@ def check_output(output: Path, prefix: str) -> None:
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise OutputNameError(f"'{prefix}': {folder} is not writable: choose another folder, or change its permissions")
     _check_lengths(prefix, stem, folder)
+    nested = len(stem.relative_to(os.path.abspath(output)).parts) - 1
+    if nested > _MOST_FOLDERS:
+        raise OutputNameError(
+            f"'{_shortened(prefix)}' has {nested} folders, and the limit is {_MOST_FOLDERS}: use fewer"
+        )
 
 
 def _check_characters(prefix: str) -> None:

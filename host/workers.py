@@ -99,7 +99,7 @@ def _clusters() -> dict[str, Cluster]:
     """Return all entries with absolute token file paths, resolved against the folder of the list; `~` is expanded."""
     file = clusters_file()
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         return dict(BUILTIN_CLUSTERS)
     except (OSError, ValueError) as err:

@@ -105,6 +105,16 @@ def empty_latent(space: LatentSpace, shape: VideoShape, batch_size: int) -> dict
     return {"samples": torch.zeros(batch_size, space.channels, *shape.latent)}
 
 
+class UnknownModelError(ValueError):
+    """No latent space belongs to this name of a model."""
+
+
+def _space_named(model: object) -> LatentSpace:
+    if isinstance(model, str) and model in MODELS:
+        return MODELS[model]
+    raise UnknownModelError(f"model is {model!r}, which is unknown: choose {' or '.join(MODELS)}")
+
+
 class WanStreamEmptyLatent(io.ComfyNode):
     """Empty latent of a text-to-video run."""
 
@@ -138,13 +148,14 @@ class WanStreamEmptyLatent(io.ComfyNode):
         frames: int | None = None,
         model: str | None = WAN21.models,
     ) -> bool:
-        if model in MODELS:
-            check_size(MODELS[model], width=width, height=height, frames=frames)
+        # A linked model is None until the run.
+        if model is not None:
+            check_size(_space_named(model), width=width, height=height, frames=frames)
         return True
 
     @classmethod
     def execute(cls, width: int, height: int, frames: int, batch_size: int, model: str = WAN21.models) -> io.NodeOutput:
-        space = MODELS[model]
+        space = _space_named(model)
         shape = video_shape(space, width=width, height=height, frames=frames)
         return io.NodeOutput(empty_latent(space, shape, batch_size))
 

@@ -41,6 +41,8 @@ from .runs.run_experts import run_experts
 FROM_BOUNDARY = -1
 """Value of `switch_step` with which `boundary_ratio` decides."""
 
+MAX_GUIDANCE = 100.0
+
 NO_END_STEP = 10000
 """Value of `end_step` past the end of any schedule; ComfyUI's samplers use the same."""
 
@@ -89,7 +91,7 @@ SETTING_INPUTS: tuple[io.Input, ...] = (
         "guidance_high",
         default=4.0,
         min=1.0,
-        max=100.0,
+        max=MAX_GUIDANCE,
         step=0.1,
         tooltip="Strength of the prompt in the high-noise expert. Any value but 1 also computes the negative and "
         "doubles the compute of its steps; the bytes that are moved stay the same. A single model uses it in "
@@ -99,7 +101,7 @@ SETTING_INPUTS: tuple[io.Input, ...] = (
         "guidance_low",
         default=3.0,
         min=1.0,
-        max=100.0,
+        max=MAX_GUIDANCE,
         step=0.1,
         tooltip="The same for the low-noise expert. 1 halves the compute of its steps. Not used by a single model.",
     ),
@@ -245,6 +247,14 @@ TIMELINE = "wanstream_timeline"
 """Key of the timeline in the history: one `Timeline.to_dict()`."""
 
 
+def check_scales(**scales: object) -> None:
+    """Raise RequestError for a guidance that is not one, in `validate_inputs`; a linked one is None until the run."""
+    # Not left to ComfyUI, which names the limit alone: 0, which other samplers take for no guidance, needs the remedy.
+    for name, scale in scales.items():
+        if isinstance(scale, int | float) and not 1.0 <= scale <= MAX_GUIDANCE:
+            raise RequestError(f"{name} is {scale:g}: give 1 for no guidance, or up to {MAX_GUIDANCE:g}")
+
+
 class WanStreamSampler(io.ComfyNode):
     """Denoising run with both streamed experts and no reload at the switch."""
 
@@ -280,9 +290,12 @@ class WanStreamSampler(io.ComfyNode):
         start_step: int | None = None,
         switch_step: int | None = None,
         end_step: int | None = None,
+        guidance_high: float | None = None,
+        guidance_low: float | None = None,
         sigmas: object = NOT_CONNECTED,
     ) -> bool:
         check_widgets(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step)
+        check_scales(guidance_high=guidance_high, guidance_low=guidance_low)
         return True
 
     @classmethod

@@ -128,6 +128,8 @@ def _cluster(name: str, entry: Any, source: str) -> Cluster:
     for key, value in entry.items():
         if not isinstance(value, kinds[key]):
             raise WorkersError(f"{where}: {key} is {value!r}, and must be a {kinds[key].__name__}")
+        if isinstance(value, str) and any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in value):
+            raise WorkersError(f"{where}: {key} is {value!r}: remove the characters that no file name can have")
     settings = dict(entry)
     lines = settings.pop("path_map", [])
     if not all(isinstance(line, str) for line in lines):

@@ -131,8 +131,8 @@ def _sigma(path: Path, metadata: Mapping[str, str]) -> float:
     try:
         described: Any = json.loads(metadata[DESCRIPTION])
         sigma = float(described["sigma"])
-    except (ValueError, LookupError, TypeError) as err:
-        raise LatentFileError(f"{path} has malformed metadata {DESCRIPTION}: {err!r}") from err
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as err:
+        raise LatentFileError(f"{path} has malformed metadata {DESCRIPTION}: {err!r:.100}") from err
     if not (math.isfinite(sigma) and 0.0 <= sigma < 1.0):
         raise LatentFileError(f"{path} has noise level {sigma}: a latent has one from 0 to below 1")
     return sigma

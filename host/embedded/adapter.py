@@ -25,11 +25,13 @@ from ..folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
     WEIGHT_FILES,
+    annotated_name,
     diffusers_folders,
     inside,
     weight_files,
 )
 from ..workers import WorkerRegistry
+from .near_names import near_files
 from .validate import NEEDS_COMFYUI
 
 
@@ -159,8 +161,16 @@ class EmbeddedHost(HostApi):
         return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder and folder.is_dir() else []
 
     def input_path(self, name: str) -> Path:
-        """Return the path of the input file `name`, or `name [input]`. Raises OutsideFolderError."""
-        return inside(self.folders.input, name.removesuffix(" [input]"))
+        """Return the path of a file of the input folder, or of the folder that " [output]" or " [temp]" names.
+
+        Raises OutsideFolderError.
+        """
+        bare, kind = annotated_name(name, "input")
+        folders = {"input": self.folders.input, "output": self.folders.output}
+        folder = folders[kind] if kind in folders else self.temp_folder()
+        path = inside(folder, bare)
+        # A name that was written on Windows.
+        return path if path.exists() else inside(folder, bare.replace("\\", "/"))
 
     def model_names(self, *folders: str) -> list[str]:
         if self._folders is None:
@@ -174,6 +184,18 @@ class EmbeddedHost(HostApi):
 
     def model_folders(self, kind: str) -> list[Path]:
         return [self.folders.models / kind]
+
+    def missing_file(self, name: str, endings: tuple[str, ...]) -> str:
+        """Return a message for a file that `input_path` does not find; the near name is one with these endings."""
+        bare, kind = annotated_name(name, "input")
+        if kind == "temp":
+            return f"{bare} is not in the temp folder, which is empty without ComfyUI: put it into the input folder"
+        names = [each for each in self.input_names() if each.lower().endswith(endings)]
+        near = near_files(bare, names) if kind == "input" else []
+        hint = f"did you mean {' or '.join(near)}? Else put it there" if near else "put it there"
+        if kind == "output":
+            return f"{bare} is not in the output folder: {hint}\nfolder: {self.folders.output}"
+        return f"{bare} is not in the input folder: {hint} (or see --input)\nfolder: {self.folders.input}"
 
     def graph_in_files(self) -> bool:
         return True

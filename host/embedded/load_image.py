@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import islice
+import struct
+import zlib
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import av
 import numpy as np
 import torch
 from PIL import Image, ImageOps, ImageSequence
 
+from ...devices import insufficient_ram
+from ...sampling import InsufficientMemoryError
+from ...schema import FP32_BYTES, format_need
 from ..api import current_host
 from ..folders import OutsideFolderError
 from . import io
@@ -15,6 +23,19 @@ from .adapter import EmbeddedHost
 
 _IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 _NO_MASK = (64, 64)
+_COLORS = 3
+_WHITE_16 = np.float32(65535.0)
+_ORIENTATION = 0x0112
+"""Tag of EXIF."""
+_DEEP_MODES = ("LA", "RGB", "RGBA")
+_UNREADABLE = (OSError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+"""Exceptions of Pillow for files that are damaged, too large or no images."""
+
+_Pixels: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+
+class ImageInputError(ValueError):
+    """The file cannot be used as an image; the message contains its name and a remedy."""
 
 
 class LoadImage(io.ComfyNode):
@@ -40,18 +61,23 @@ class LoadImage(io.ComfyNode):
                 return True
         except OutsideFolderError as err:
             return f"Invalid image file: {err}"
-        return f"Invalid image file: {image} is not in {host.folders.input}: put it there (or see --input)"
+        return f"Invalid image file: {host.missing_file(image, _IMAGES)}"
 
     @classmethod
     def execute(cls, image: str) -> io.NodeOutput:
-        """Return IMAGE [frames, H, W, 3] and MASK [frames, H, W] (64 x 64 zeros without alpha), float32 in 0..1."""
-        with Image.open(_host().input_path(image)) as file:
-            # The other images of an MPO file are the second eye or a thumbnail.
-            wanted = islice(ImageSequence.Iterator(file), 1 if file.format == "MPO" else None)
-            upright = [ImageOps.exif_transpose(frame) for frame in wanted]
-        frames = [frame for frame in upright if frame.size == upright[0].size]
-        pixels = torch.stack([_pixels(frame) for frame in frames])
-        return io.NodeOutput(pixels, torch.stack([_mask(frame) for frame in frames]))
+        """Return IMAGE [frames, H, W, 3] and MASK [frames, H, W] (64 x 64 zeros without alpha), float32 in 0..1.
+
+        Raises:
+            ImageInputError: the file cannot be decoded, or has NaN.
+            InsufficientMemoryError: the frames do not fit into RAM.
+        """
+        path = _host().input_path(image)
+        try:
+            return io.NodeOutput(*_loaded(path))
+        except _UNREADABLE as err:
+            if isinstance(err, OSError) and err.errno is not None:  # of the disk, not of the content
+                raise
+            raise ImageInputError(f"{path.name} cannot be read as an image: convert it to PNG\n{err}") from err
 
 
 def _host() -> EmbeddedHost:
@@ -60,19 +86,87 @@ def _host() -> EmbeddedHost:
     return host
 
 
-def _pixels(frame: Image.Image) -> torch.Tensor:
-    """Return [H, W, 3] in 0..1."""
-    # `convert` clips 32-bit grey at 255, so it is scaled first.
-    shown = frame.point(lambda grey: grey * (1 / 255)) if frame.mode == "I" else frame
-    return torch.from_numpy(np.asarray(shown.convert("RGB"), dtype=np.float32) / 255.0)
+def _loaded(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    with Image.open(path) as file:
+        # The other images of an MPO file are the second eye or a thumbnail.
+        count = 1 if file.format == "MPO" else getattr(file, "n_frames", 1)
+        _check_ram(count, file.size, path.name)
+        if count == 1 and _loses_bits(file):
+            frames = iter([_upright(_deep_frame(path), file.getexif().get(_ORIENTATION, 1))])
+        else:
+            frames = (_frame(ImageOps.exif_transpose(each)) for each in islice(ImageSequence.Iterator(file), count))
+        first = next(frames)
+        images = torch.empty(count, *first.shape[:2], 3)
+        masks: list[torch.Tensor | None] = []
+        for frame in chain([first], frames):
+            if frame.shape[:2] != first.shape[:2]:
+                continue  # as in ComfyUI: the other images of a TIFF may have other sizes
+            if np.isnan(frame).any():
+                raise ImageInputError(f"{path.name} has pixels that are NaN: replace them, or save it as 16-bit PNG")
+            images[len(masks)] = torch.from_numpy(np.ascontiguousarray(frame[..., :3]).clip(0.0, 1.0))
+            has_alpha = frame.shape[2] > _COLORS
+            masks.append(1.0 - torch.from_numpy(np.ascontiguousarray(frame[..., _COLORS])) if has_alpha else None)
+    size = first.shape[:2] if any(mask is not None for mask in masks) else _NO_MASK
+    blank = torch.zeros(size)
+    return images[: len(masks)], torch.stack([blank if mask is None else mask for mask in masks])
 
 
-def _mask(frame: Image.Image) -> torch.Tensor:
-    """Return [H, W] in 0..1, 1 for transparent pixels."""
-    if "A" in frame.getbands():
-        alpha = frame.getchannel("A")
-    elif frame.mode == "P" and "transparency" in frame.info:
-        alpha = frame.convert("RGBA").getchannel("A")
-    else:
-        return torch.zeros(_NO_MASK)
-    return 1.0 - torch.from_numpy(np.asarray(alpha, dtype=np.float32) / 255.0)
+def _check_ram(frames: int, size: tuple[int, int], name: str) -> None:
+    """Raise InsufficientMemoryError for frames whose allocation would make the system kill the process."""
+    width, height = size
+    needed = frames * width * height * (_COLORS + 1) * FP32_BYTES
+    lacking = insufficient_ram(needed)
+    if lacking is not None:
+        raise InsufficientMemoryError(
+            f"{name} ({frames} frames of {width}x{height}) takes {format_need(needed)} of RAM, and "
+            f"{format_need(lacking)} are free (swap included): cut or scale it down"
+        )
+
+
+def _frame(image: Image.Image) -> _Pixels:
+    """Return [H, W, 3 or 4] in 0..1, the last channel alpha if there is one."""
+    if image.mode.startswith("I;16"):
+        return _grey(np.asarray(image, dtype=np.float32) / _WHITE_16)
+    if image.mode == "I":
+        grey = np.asarray(image, dtype=np.float64)
+        # ComfyUI's scale for 16-bit values in 32 bits; larger values use the whole range.
+        return _grey((grey / (255 * 255 if grey.max() <= _WHITE_16 else 2**31 - 1)).astype(np.float32))
+    if image.mode == "F":
+        return _grey(np.asarray(image, dtype=np.float32))
+    alpha = "A" in image.getbands() or (image.mode == "P" and "transparency" in image.info)
+    colors: _Pixels = np.asarray(image.convert("RGBA" if alpha else "RGB"), dtype=np.float32) / np.float32(255.0)
+    return colors
+
+
+def _grey(values: _Pixels) -> _Pixels:
+    return np.repeat(values[..., None], _COLORS, axis=2)
+
+
+def _loses_bits(file: Image.Image) -> bool:
+    """Return True for 16 bits of each of several channels, of which Pillow keeps eight."""
+    # The raw mode, such as "RGB;16B", is the last argument of a decoder, or the first of several.
+    args = [tile[-1] for tile in getattr(file, "tile", ())[:1]]
+    raw = [each[0] if isinstance(each, tuple) else each for each in args]
+    return file.mode in _DEEP_MODES and any(";16" in str(mode) for mode in raw)
+
+
+def _deep_frame(path: Path) -> _Pixels:
+    """Return [H, W, 3 or 4] in 0..1 of an image with 16 bits per channel."""
+    try:
+        with av.open(str(path)) as container:
+            frame = next(container.decode(video=0))
+            alpha = any(component.is_alpha for component in frame.format.components)
+            values: _Pixels = frame.to_ndarray(format="rgba64le" if alpha else "rgb48le")
+    except (av.FFmpegError, StopIteration, IndexError) as err:
+        raise ImageInputError(f"{path.name} cannot be read as a 16-bit image: convert it to PNG\n{err}") from err
+    scaled: _Pixels = values.astype(np.float32) / _WHITE_16
+    return scaled
+
+
+def _upright(pixels: _Pixels, orientation: int) -> _Pixels:
+    """Return pixels [H, W, C] turned by an orientation of EXIF (1 to 8)."""
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return pixels[::-1] if orientation in (3, 4, 7, 8) else pixels

@@ -59,7 +59,7 @@ class LoadVideo(io.ComfyNode):
                 return True
         except OutsideFolderError as err:
             return f"Invalid video file: {err}"
-        return f"Invalid video file: {file} is not in {host.folders.input}: put it there (or see --input)"
+        return f"Invalid video file: {host.missing_file(file, _VIDEOS)}"
 
     @classmethod
     def execute(cls, file: str) -> io.NodeOutput:

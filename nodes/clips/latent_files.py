@@ -24,9 +24,12 @@ def load_latent(name: str) -> dict[str, Any]:
     """Return the LATENT of a saved file, with its noise level if it has one.
 
     Raises:
+        NoSavedLatentError: the name is not a text.
         OutsideFolderError: the name leads out of the output and input folders.
         LatentFileError: see `read_latent`.
     """
+    if not isinstance(name, str):  # a null, which ComfyUI does not tell from a link before the run
+        raise NoSavedLatentError(f"the file is {name!r}, not a name: choose a latent, or save one with Wan Save Latent")
     stored = read_latent(current_host().latent_path(name))
     return {"samples": stored.samples, LEFTOVER_KEY: leftover_mark(stored.samples, stored.sigma)}
 

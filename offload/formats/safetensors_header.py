@@ -6,6 +6,7 @@ The safetensors library validates the file. It does not expose the byte offsets,
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,6 +49,10 @@ START_BYTES = 40
 
 # The library's own limit. A longer header is refused before it is read.
 MAX_HEADER_BYTES = 100_000_000
+
+
+_MOST_VALUES = 2**56
+"""More values than any file has, but few enough that their bytes can be counted in 64 bits."""
 
 
 class CheckpointFileError(ValueError):
@@ -208,4 +213,9 @@ def _file_tensor(path: Path, name: str, entry: Mapping[str, Any], data_start: in
         )
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
+    # The library checks the product, which is 0 for an empty tensor of any other sides.
+    if 0 in shape and math.prod(side for side in shape if side) > _MOST_VALUES:
+        raise CheckpointFileError(
+            path, f"{name} has the shape {list(shape)}, too large for a tensor; download it again"
+        )
     return FileTensor(path=path, offset=data_start + begin, nbytes=end - begin, dtype=dtype, shape=shape)

@@ -63,7 +63,10 @@ def check_step_plan(steps: int, *, start_step: int, switch_step: int | None, end
     if end_step < 1:
         raise RequestError(f"end step {end_step}: give at least 1, the first step runs before step 1")
     if not 0 <= start_step < steps:
-        raise RequestError(f"start step {start_step} of {steps} steps: give 0 to {steps - 1}")
+        before_end = f", below end_step {end_step}" if end_step <= start_step else ""
+        raise RequestError(
+            f"start step {start_step} of {steps} steps: give 0 to {min(steps, end_step) - 1}{before_end}"
+        )
     if start_step >= end_step:
         raise RequestError(
             f"the run starts with step {start_step} and ends before step {end_step}, so no step is left: set "

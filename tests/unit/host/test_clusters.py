@@ -52,6 +52,19 @@ def test_a_token_file_is_found_from_the_folder_of_the_list(listed: Path, monkeyp
         assert cluster("lab").token_file == str(found)
 
 
+@pytest.mark.parametrize("entry", [{"token_file": "~nobody\0"}, {"token_file": "a\0b"}, {"token_file": "\ud800"}])
+def test_a_name_that_no_file_can_have_is_refused(listed: Path, entry: dict[str, str]) -> None:
+    listed.write_text(json.dumps({"lab": {"address": "127.0.0.1:6379", **entry}}))
+    assert cluster_names() == ["local", "in-process"]
+    with pytest.raises(WorkersError, match=r"token_file is .* remove the characters that no file name can have"):
+        cluster("lab")
+
+
+def test_a_list_with_a_byte_order_mark_is_read(listed: Path) -> None:
+    listed.write_text(listed.read_text(), encoding="utf-8-sig")
+    assert cluster_names() == ["local", "in-process", "lab"]
+
+
 def test_a_list_that_cannot_be_read_leaves_this_machine(listed: Path, caplog: pytest.LogCaptureFixture) -> None:
     listed.write_bytes(b"\xff{")
     assert cluster_names() == ["local", "in-process"]

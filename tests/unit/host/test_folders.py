@@ -60,6 +60,9 @@ IMPOSSIBLE = {
     "a long name in another script": ("\u5bb6" * 80, "has 240 bytes, and the limit is 232"),
     "a long folder": (f"{'y' * 256}/x", "has 256 bytes, and the limit is 255"),
     "a long path": ("abc/" * 1200 + "x", "the path has"),
+    "many folders": ("a/" * 2000 + "x", "has 2000 folders, and the limit is 100: use fewer"),
+    "folders and back": ("a/b/../" * 101 + "x", "has 101 folders"),
+    "a folder too many": ("a/" * 101 + "x", "has 101 folders"),
     "a file for a folder": ("there/x", "there is not a folder"),
     "a file further up": ("there/sub/sub/x", "there is not a folder"),
     "a link that leads nowhere": ("dangling/x", "dangling is not a folder"),
@@ -85,7 +88,19 @@ def test_a_name_under_which_nothing_can_be_written_is_refused(
 
 
 @pytest.mark.parametrize(
-    "prefix", ["x", "video/x", "a/b/c/x", "%width%x%height%/%year%", "x" * 232, "\u5bb6/\u5bb6", "link/x"]
+    "prefix",
+    [
+        "a/" * 100 + "x",
+        "./" * 1000 + "x",
+        "a/../" * 400 + "x",
+        "x",
+        "video/x",
+        "a/b/c/x",
+        "%width%x%height%/%year%",
+        "x" * 232,
+        "\u5bb6/\u5bb6",
+        "link/x",
+    ],
 )
 def test_a_name_that_is_not_refused_can_be_written(tmp_path: Path, prefix: str) -> None:
     output = tmp_path / "not there" / "output"

@@ -229,6 +229,11 @@ def test_what_one_lane_cannot_be_is_told_with_its_number(run: Run) -> None:
         ({"steps": 0}, "0 steps: give 1 to 1000"),
         ({"switch_step": 5}, "switch step 5 of 4 steps: give 0 to 4"),
         ({"start_step": 4}, "start step 4 of 4 steps: give 0 to 3"),
+        ({"start_step": 4, "end_step": 2}, "start step 4 of 4 steps: give 0 to 1, below end_step 2"),
+        ({"start_step": 2, "end_step": 1}, "set start_step below 1, or end_step above 2"),
+        ({"guidance_high": 0.0}, "guidance_high is 0: give 1 for no guidance, or up to 100"),
+        ({"guidance_low": 100.5}, "guidance_low is 100.5: give 1 for no guidance"),
+        ({"guidance_low": float("nan")}, "guidance_low is nan: give 1 for no guidance"),
         ({"lanes": ["sampler", 0]}, "return_type_mismatch|Return type mismatch"),
     ],
 )

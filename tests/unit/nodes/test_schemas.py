@@ -9,12 +9,35 @@ import pytest
 import wanstream.host
 import wanstream.nodes
 from wanstream.host import io
+from wanstream.host.embedded.adapter import Folders
+from wanstream.host.embedded.validate import converted, rules_of, sockets_of
 from wanstream.nodes import WanStreamExtension
+from wanstream.tests.support.embedded import embedded_host
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 EACH_NODE = pytest.mark.parametrize("node", NODES, ids=lambda node: node.__name__)
 
 LONGEST_EXECUTE = 15
+
+
+@EACH_NODE
+def test_a_choice_that_does_not_exist_is_refused_before_the_run(node: type[io.ComfyNode], tmp_path: Path) -> None:
+    """ComfyUI compares no choice that the node's own check takes."""
+    with embedded_host.opened(Folders(models=tmp_path, output=tmp_path, input=tmp_path)):
+        rules = rules_of(node)
+        for name in rules.own_checked & {name for name, each in rules.sockets.items() if each.io_type == "COMBO"}:
+            for value in ("no such choice", "", "../x"):
+                with pytest.raises((ValueError, OSError)):
+                    rules.own_faults({name: value}, {})
+
+
+@EACH_NODE
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "nan"])
+def test_no_number_of_a_node_may_be_nan(node: type[io.ComfyNode], value: object) -> None:
+    for socket in sockets_of(node.INPUT_TYPES()).values():
+        if socket.io_type == "FLOAT":
+            assert converted(socket, value)[1] is not None
+
 
 # Saved workflows refer to ids, inputs and outputs: a change here breaks them.
 SNAPSHOT = {

@@ -104,6 +104,12 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "not finite": (_stored({TENSOR: SAMPLES / 0}), "NaN or infinity"),
     "no object": (_stored({TENSOR: SAMPLES}, {DESCRIPTION: "[]"}), "malformed metadata"),
     "no number": (_stored({TENSOR: SAMPLES}, {DESCRIPTION: '{"sigma": "much"}'}), "malformed metadata"),
+    "400 digits": (_stored({TENSOR: SAMPLES}, {DESCRIPTION: '{"sigma": ' + "9" * 400 + "}"}), "malformed metadata"),
+    "5000 digits": (_stored({TENSOR: SAMPLES}, {DESCRIPTION: '{"sigma": ' + "9" * 5000 + "}"}), "malformed metadata"),
+    "deep": (_stored({TENSOR: SAMPLES}, {DESCRIPTION: "[" * 100_000}), "malformed metadata"),
+    "deep, inside": (_stored({TENSOR: SAMPLES}, {DESCRIPTION: '{"sigma":' + '{"a":' * 100_000}), "malformed metadata"),
+    "no JSON": (_stored({TENSOR: SAMPLES}, {DESCRIPTION: "{'sigma'"}), "malformed metadata"),
+    "NaN": (_stored({TENSOR: SAMPLES}, {DESCRIPTION: '{"sigma": NaN}'}), "noise level nan"),
     "noise level": (_stored({TENSOR: SAMPLES}, {DESCRIPTION: '{"sigma": 1.5}'}), "noise level 1.5"),
 }
 

@@ -105,6 +105,13 @@ BAD_FILES = {
     "shape": (two({"dtype": "F32", "shape": [3], "data_offsets": [8, 16]}), "is a damaged safetensors file"),
     "negative": (two({"dtype": "F32", "shape": [-2], "data_offsets": [8, 16]}), "is a damaged safetensors file"),
     "unknown dtype": (two({"dtype": "Q7", "shape": [2], "data_offsets": [8, 16]}), "is a damaged safetensors file"),
+    **{
+        f"impossible {shape}": (
+            file_bytes({**ONE_TENSOR, "b": {"dtype": "F32", "shape": shape, "data_offsets": [8, 8]}}, bytes(8)),
+            "b has the shape",
+        )
+        for shape in ([0, 2**62, 2**62], [2**62, 0, 4, 2**50], [2**63 - 1, 0], [0, *[2**16] * 4])
+    },
     "our limit": (two({"dtype": "C64", "shape": [1], "data_offsets": [8, 16]}), "b is stored as C64"),
 }
 
