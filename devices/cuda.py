@@ -10,6 +10,7 @@ from typing import ClassVar, cast
 import torch
 
 from .accelerator import AcceleratorRuntime
+from .oom import is_broken_device
 from .runtime import Event, PageLockError
 
 FIRST_WITH_BF16, FIRST_WITH_FP16 = (8, 0), (5, 3)
@@ -56,14 +57,16 @@ class CudaRuntime(AcceleratorRuntime):
             result = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), HOST_REGISTER_PORTABLE)
             if result != cudart.cudaError.success:
                 self._clear_last_error()
+                self._check_context()  # the result may be the error of an earlier kernel or copy
                 raise PageLockError(f"{self.host_register}: {cudart.cudaGetErrorString(result)}")
 
-    def unlock_pages(self, memory: torch.Tensor) -> None:
+    def _unlock(self, memory: torch.Tensor) -> bool:
         cudart = torch.cuda.cudart()
         with torch.cuda.device(self.device):
-            # Not raised: the pages are unlocked at the latest when they are unmapped.
-            if cudart.cudaHostUnregister(memory.data_ptr()) != cudart.cudaError.success:
-                self._clear_last_error()
+            if cudart.cudaHostUnregister(memory.data_ptr()) == cudart.cudaError.success:
+                return True
+            self._clear_last_error()
+            return False
 
     def auto_dtype(self) -> torch.dtype:
         capability = torch.cuda.get_device_capability(self.device)
@@ -77,6 +80,14 @@ class CudaRuntime(AcceleratorRuntime):
         # not needed.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self.device)
+
+    def _check_context(self) -> None:
+        """Raise the error that has broken the context, if one has."""
+        try:
+            torch.ones(1, device=self.device)
+        except RuntimeError as err:
+            if is_broken_device(err):
+                raise
 
 
 def driver_version() -> tuple[int, int] | None:

@@ -6,6 +6,7 @@ runtime of their own for a device that does not exist.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
@@ -13,6 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .shared_pages import SharedPages
+
+logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
@@ -68,6 +71,7 @@ class DeviceRuntime(ABC):
         self.shared_pages = SharedPages(self)
         """Page locks of memory that is not mapped for one purpose, so that others may lock parts of its pages."""
         self._idle_streams: list[Stream] = []
+        self._still_locked: list[torch.Tensor] = []
 
     @staticmethod
     @abstractmethod
@@ -165,9 +169,19 @@ class DeviceRuntime(ABC):
             PageLockError: the driver refuses.
         """
 
-    @abstractmethod
     def unlock_pages(self, memory: torch.Tensor) -> None:
-        """Unlock memory that was locked. No copy from it may be in progress."""
+        """Unlock memory that was locked. No copy from it may be in progress.
+
+        If the driver refuses, the memory stays mapped as long as the process: a driver takes the next mapping at the
+        address of a locked one for the locked pages, and copies from those.
+        """
+        if not self._unlock(memory):
+            self._still_locked.append(memory)
+            logger.warning("%.2f GB of RAM stay page-locked: the driver refused to unlock them", memory.numel() / 1e9)
+
+    @abstractmethod
+    def _unlock(self, memory: torch.Tensor) -> bool:
+        """Return False if the driver refuses to unlock `memory`."""
 
     @abstractmethod
     def is_locked(self, memory: torch.Tensor) -> bool:

@@ -36,9 +36,7 @@ class _Span:
 
     pages: range
     memory: torch.Tensor
-    """The pages as 1-D uint8; does not keep them mapped."""
-    owner: torch.Tensor
-    """Memory with a byte in every page of the span: it keeps them mapped until they are unlocked."""
+    """The pages as 1-D uint8."""
     users: int = 1
 
 
@@ -72,7 +70,7 @@ class SharedPages:
                 span.users += 1
             try:
                 for gap in _gaps(pages, [span.pages for span in users]):
-                    span = _Span(pages=gap, memory=_as_tensor(gap), owner=memory)
+                    span = _Span(pages=gap, memory=_as_tensor(gap, owner=memory))
                     self._driver.lock_pages(span.memory)
                     users.append(span)
                     self._spans.append(span)
@@ -144,6 +142,9 @@ def _gaps(pages: range, locked: list[range]) -> Iterator[range]:
         yield range(at, pages.stop)
 
 
-def _as_tensor(pages: range) -> torch.Tensor:
+def _as_tensor(pages: range, *, owner: torch.Tensor) -> torch.Tensor:
+    """Return pages as 1-D uint8, which keeps their owner alive: it has a byte in each of them, so they stay mapped."""
+    memory = (ctypes.c_ubyte * len(pages)).from_address(pages.start)
+    memory.owner = owner  # type: ignore[attr-defined]
     with torch.inference_mode(False):
-        return torch.frombuffer((ctypes.c_ubyte * len(pages)).from_address(pages.start), dtype=torch.uint8)
+        return torch.frombuffer(memory, dtype=torch.uint8)

@@ -29,7 +29,7 @@ class XpuRuntime(AcceleratorRuntime):
     def lock_pages(self, memory: torch.Tensor) -> None:
         raise NoPageLockError("torch.xpu cannot page-lock memory in place")
 
-    def unlock_pages(self, memory: torch.Tensor) -> None:
+    def _unlock(self, memory: torch.Tensor) -> bool:
         raise AssertionError("no memory can have been locked")
 
     def auto_dtype(self) -> torch.dtype:

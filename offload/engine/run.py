@@ -126,16 +126,18 @@ class EngineRun:
         """
         gathering = self._pool.gathering
         try:
-            if gathering is not None and in_sync:
-                self._sync.end_visits()
+            try:
+                if gathering is not None and in_sync:
+                    self._sync.end_visits()
+                    self._thread.join()
+                    in_sync = self._thread.error is None
+                if gathering is not None:
+                    gathering.end(in_sync=in_sync)
+            finally:  # even if the group cannot be ended: the caller releases what these threads use
+                self._sync.stop()
+                self._ram.stop()
                 self._thread.join()
-                in_sync = self._thread.error is None
-            if gathering is not None:
-                gathering.end(in_sync=in_sync)
-            self._sync.stop()
-            self._ram.stop()
-            self._thread.join()
-            self._ram.join()
+                self._ram.join()
             atexit.unregister(self._end_threads)
         except KeyboardInterrupt:
             self._end_threads()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from wanstream.tests.support.accelerator import checked_accelerator
+from wanstream.devices import DeviceRuntime
+from wanstream.offload.host_memory import pages
+from wanstream.offload.transfers.cuda import CudaStreams
+from wanstream.tests.support.accelerator import Accelerator, checked_accelerator
 from wanstream.tests.support.checked_device import HostWait, Issued, StreamWait, TraceEntry, races
-from wanstream.tests.support.device_scenarios import KINDS, LAYERWISE, Case
+from wanstream.tests.support.device_scenarios import KINDS, LAYERWISE, PINNED, Case
 
 pytestmark = pytest.mark.checked
 
@@ -41,3 +47,74 @@ def test_torch_finds_the_waits_that_are_missing(kind: str) -> None:
     assert len(working) == (2 if kind == "raw" else 3)
     for stream in working:
         assert races([entry for entry in trace if not (isinstance(entry, StreamWait) and entry.stream is stream)])
+
+
+def unmapped_while_locked(gpu: Accelerator, patch: pytest.MonkeyPatch) -> None:
+    memory = gpu.need_fake("").map_memory(99)
+    gpu.runtime.lock_pages(memory)
+
+
+def unlocked_and_unmapped_under_a_copy(gpu: Accelerator, patch: pytest.MonkeyPatch) -> None:
+    memory = gpu.need_fake("").map_memory(99)
+    gpu.runtime.lock_pages(memory)
+    gpu.delay()
+    torch.empty(99, dtype=torch.uint8, device=gpu.device).copy_(memory, non_blocking=True)
+    gpu.runtime.unlock_pages(memory)
+
+
+def stream_returned_under_a_copy(gpu: Accelerator, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CudaStreams, "settle", lambda self: None)
+    case = Case(gpu, LAYERWISE)
+    case.run(1, delay=1)
+    case.engine.detach()
+
+
+def blocks_deleted_while_locked(gpu: Accelerator, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pages, "_unlock_all", lambda driver, blocks: None)
+    case = Case(gpu, PINNED)
+    case.run(1)
+    case.drop()
+
+
+def memory_unmapped_that_could_not_be_unlocked(gpu: Accelerator, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DeviceRuntime, "unlock_pages", lambda self, memory: self._unlock(memory))
+    refused_unlocks(gpu)
+
+
+def refused_unlocks(gpu: Accelerator) -> None:
+    gpu.need_fake("").refuse_unlocks = True
+    case = Case(gpu, PINNED)
+    case.run(1)
+    case.engine.detach()
+
+
+PLANTS: dict[Callable[[Accelerator, pytest.MonkeyPatch], None], str] = {
+    unmapped_while_locked: "memory is unmapped while it is page-locked",
+    unlocked_and_unmapped_under_a_copy: "race: unmapping",
+    stream_returned_under_a_copy: "a stream is returned while its work is under way",
+    blocks_deleted_while_locked: "memory is unmapped while it is page-locked",
+    memory_unmapped_that_could_not_be_unlocked: "memory is unmapped while it is page-locked",
+}
+"""Ends of host memory and streams that the device still uses, and the problem that is reported."""
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_an_end_under_use_is_reported(plant: Callable[[Accelerator, pytest.MonkeyPatch], None]) -> None:
+    with (
+        pytest.raises(AssertionError, match=PLANTS[plant]),
+        pytest.MonkeyPatch.context() as patch,
+        checked_accelerator(0) as gpu,
+    ):
+        plant(gpu, patch)
+        gc.collect()
+
+
+def test_memory_that_could_not_be_unlocked_stays_mapped() -> None:
+    with checked_accelerator(0) as gpu:
+        refused_unlocks(gpu)
+        gc.collect()
+        machine = gpu.need_fake("")
+        assert machine.locked
+        assert not machine.problems
+        machine.locked.clear()
+    gpu.runtime._still_locked.clear()

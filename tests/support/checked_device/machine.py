@@ -7,6 +7,7 @@ seed. Fresh memory is poisoned. A missing wait is reported as a race and usually
 from __future__ import annotations
 
 import functools
+import mmap
 import random
 import sys
 import threading
@@ -25,6 +26,7 @@ import torch
 from wanstream.devices import PageLockError
 
 from .clocks import Actor, Clock, History
+from .mappings import Pages
 
 ROOT = Path(__file__).parents[3]
 GRANULE = 512
@@ -304,7 +306,7 @@ class Device:
 class LockedRange:
     """Page-locked memory of the host."""
 
-    memory: torch.Tensor
+    nbytes: int
     history: History
 
 
@@ -343,6 +345,9 @@ class Machine:
         self.devices = [Device(self, index, capacity) for index in range(devices)]
         self.locked: dict[int, LockedRange] = {}
         self.refuse_locks_beyond: int | None = None
+        self.refuse_unlocks = False
+        self._mapped: list[Pages] = []
+        self._unmapped: dict[int, list[Pages]] = {}
         self._thread = ThreadState()
         self.executing = False
         self.only_thread: int | None = None
@@ -440,20 +445,55 @@ class Machine:
     def lock_pages(self, memory: torch.Tensor) -> None:
         with self.lock:
             start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
-            total = sum(each.memory.numel() for each in self.locked.values())
+            total = sum(each.nbytes for each in self.locked.values())
             if self.refuse_locks_beyond is not None and total + memory.numel() > self.refuse_locks_beyond:
                 raise PageLockError("no more pages")
-            if any(start < other + each.memory.numel() and other < stop for other, each in self.locked.items()):
+            first, last = start // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
+            if any(
+                first < -(-(other + each.nbytes) // mmap.PAGESIZE) and other // mmap.PAGESIZE < last
+                for other, each in self.locked.items()
+            ):
                 raise PageLockError("part or all of the requested memory range is already mapped")
-            self.locked[start] = LockedRange(memory, History(memory.numel(), self.report))
+            self.locked[start] = LockedRange(memory.numel(), History(memory.numel(), self.report))
 
-    def unlock_pages(self, memory: torch.Tensor) -> None:
+    def unlock_pages(self, memory: torch.Tensor) -> bool:
+        """Return False if the driver refuses, as after an error of the device."""
         with self.lock:
+            if self.refuse_unlocks:
+                return False
             locked = self.locked.pop(memory.data_ptr(), None)
             if locked is None:
                 self.report(f"memory is unlocked that is not locked, at {site()}")
-                return
-            self._touch(locked, 0, locked.memory.numel(), f"unlock at {site()}")
+            else:
+                self._touch(locked, 0, locked.nbytes, f"unlock at {site()}")
+            return True
+
+    def map_memory(self, nbytes: int) -> torch.Tensor:
+        """Map host memory as the function of the product does, at the address that was unmapped last."""
+        size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self.lock:
+            unmapped = self._unmapped.setdefault(size, [])
+            pages = unmapped.pop() if unmapped else Pages(size)
+            pages.history = History(size, self.report)  # the system orders a mapping behind the one before
+            self._mapped.append(pages)
+            return pages.mapped(nbytes, self._unmap)
+
+    def _unmap(self, pages: Pages) -> None:
+        with self.lock:
+            if any(
+                at < pages.start + pages.nbytes and pages.start < at + each.nbytes for at, each in self.locked.items()
+            ):
+                self.report(f"memory is unmapped while it is page-locked, at {site()}")
+            self._access(pages.history, 0, pages.nbytes, f"unmapping at {site()}")
+            pages.bytes.fill_(POISON)
+            self._mapped.remove(pages)
+            self._unmapped[pages.nbytes].append(pages)
+
+    def pages_of(self, memory: torch.Tensor) -> Pages | None:
+        """Return the pages that were mapped for `memory`; None if something else owns it."""
+        with self.lock:
+            at = memory.data_ptr()
+            return next((pages for pages in self._mapped if pages.start <= at < pages.start + pages.nbytes), None)
 
     def host_writes(self, memory: torch.Tensor, words: str) -> None:
         """Note that the calling thread writes into host memory now."""
@@ -476,22 +516,38 @@ class Machine:
             return None
         return locked, start
 
+    def host_ranges(self, memory: torch.Tensor, locked: tuple[LockedRange, int], *, write: bool) -> list[Range]:
+        """Return the bytes of page-locked `memory`, as those of its lock and of its mapping."""
+        ranges = [Range(locked[0].history, locked[1], locked[1] + memory.nbytes, write)]
+        if (pages := self.pages_of(memory)) is not None:
+            start = memory.data_ptr() - pages.start
+            ranges.append(Range(pages.history, start, start + memory.nbytes, write))
+        return ranges
+
+    def host_view(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return contiguous `memory` as the device sees it: it does not keep a mapping alive."""
+        pages = self.pages_of(memory)
+        return memory.detach() if pages is None else pages.view(memory)
+
     def _locked_parts(self, memory: torch.Tensor) -> list[tuple[LockedRange, int, int]]:
         """Return the locked ranges in `memory`, with start and end of the shared bytes in each."""
         first, last = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         parts = []
         # Copied, because another thread may lock memory meanwhile.
         for at, locked in list(self.locked.items()):
-            start, stop = max(first, at), min(last, at + locked.memory.numel())
+            start, stop = max(first, at), min(last, at + locked.nbytes)
             if start < stop:
                 parts.append((locked, start - at, stop - at))
         return parts
 
     def _touch(self, locked: LockedRange, start: int, stop: int, words: str) -> None:
+        self._access(locked.history, start, stop, words)
+
+    def _access(self, history: History, start: int, stop: int, words: str) -> None:
         host = self.host()
         host.tick()
-        locked.history.add(start, stop, actor=host, words=f"{words} in {host.name}", write=True)
-        self.note(HostAccess, Range(locked.history, start, stop, write=True), words)
+        history.add(start, stop, actor=host, words=f"{words} in {host.name}", write=True)
+        self.note(HostAccess, Range(history, start, stop, write=True), words)
 
 
 def site() -> str:

@@ -15,7 +15,7 @@ from wanstream.devices import Event as DeviceEvent
 from wanstream.devices import Stream as DeviceStream
 
 from .edges import host_edges
-from .machine import Device, Event, Machine, Stream
+from .machine import Device, Event, Machine, Stream, site
 from .tensors import NAME, activate, active
 
 
@@ -84,8 +84,13 @@ class CheckedRuntime(DeviceRuntime):
     def lock_pages(self, memory: torch.Tensor) -> None:
         active().lock_pages(memory)
 
-    def unlock_pages(self, memory: torch.Tensor) -> None:
-        active().unlock_pages(memory)
+    def _unlock(self, memory: torch.Tensor) -> bool:
+        return active().unlock_pages(memory)
+
+    def return_stream(self, stream: DeviceStream) -> None:
+        if not cast(Stream, stream).query():
+            active().report(f"a stream is returned while its work is under way, at {site()}")
+        super().return_stream(stream)
 
     def is_locked(self, memory: torch.Tensor) -> bool:
         return bool(active()._locked_parts(memory[:1]))

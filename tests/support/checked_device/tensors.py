@@ -244,8 +244,8 @@ def _to_device(into: CheckedTensor, source: torch.Tensor, *, non_blocking: bool)
         machine.pageable_copies.add(waiting_function() or "")
         values = source.detach().clone()
     else:
-        values = source.detach()
-        ranges.append(Range(locked[0].history, locked[1], locked[1] + source.nbytes, write=False))
+        values = machine.host_view(source)
+        ranges += machine.host_ranges(source, locked, write=False)
     work = _issue(device, lambda: to.copy_(values), ranges, "copy to the device")
     if not non_blocking or (locked is None and source.nbytes > 65536):
         _wait(device, work)
@@ -254,10 +254,11 @@ def _to_device(into: CheckedTensor, source: torch.Tensor, *, non_blocking: bool)
 def _to_host(into: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
     assert isinstance(source, CheckedTensor)
     device, values = source.block.stream.device, source.base
-    ranges = [source.range(write=False)]
-    locked = active().locked_range(into)
+    machine, ranges = active(), [source.range(write=False)]
+    locked = machine.locked_range(into) if into.is_contiguous() else None
     if locked is not None:
-        ranges.append(Range(locked[0].history, locked[1], locked[1] + into.nbytes, write=True))
+        ranges += machine.host_ranges(into, locked, write=True)
+        into = machine.host_view(into)
     work = _issue(device, lambda: into.copy_(values), ranges, "copy to the host")
     if locked is None or not non_blocking:
         _wait(device, work)
