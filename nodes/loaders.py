@@ -152,18 +152,21 @@ def open_here(ref: ExpertsRef) -> ExpertPair:
 
 
 def _opened_ui(ref: ExpertsRef, pair: ExpertPair, warnings: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Return the UI output of a loader: the warnings, and what multiplies matrices as they are stored here."""
+    """Return the UI output of a loader: warnings, unused tensors, and what multiplies matrices as they are stored."""
+    notes = list(dict.fromkeys((*pair.high.notes, *pair.low.notes)))
     if ref.arithmetic == "decoded":
-        return warnings_ui(warnings)
+        return warnings_ui(warnings, notes)
     if not pair.code_formats:
         unchanged = (
             'arithmetic "as stored" changes nothing, because no int8 or fp8 matrix may be multiplied: choose storage '
         )
-        return warnings_ui([*warnings, f'{unchanged}"int8 ConvRot", or write files with `wanstream quantise`'])
+        return warnings_ui([*warnings, f'{unchanged}"int8 ConvRot", or write files with `wanstream quantise`'], notes)
     device = current_host().device()
     choices = [choose_multiplication(fmt, device, pair.compute_dtype) for fmt in pair.code_formats]
     refused = [choice.words for choice in choices if choice.code is None]
-    return warnings_ui([*warnings, *refused], [choice.words for choice in choices if choice.code is not None])
+    return warnings_ui(
+        [*warnings, *refused], [*notes, *(choice.words for choice in choices if choice.code is not None)]
+    )
 
 
 class WanStreamOneExpert(io.ComfyNode):

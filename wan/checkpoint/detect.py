@@ -51,8 +51,11 @@ OTHER_MODELS = (
     (("patch_embedding_global.",), "a WanDancer model"),
     (("control_adapter.",), "a camera control model"),
     (("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"), "a first and last frame model of Wan2.1"),
-    (("diffusion_model.", "lora_unet_", "lora_transformer_", "transformer."), "a LoRA or a wrapped model"),
+    (("lora_unet_", "lora_transformer_"), "a LoRA"),
 )
+
+LORA = re.compile(r".*[._](?:lora|lokr|hada|dora)_")
+"""Start of the key of a LoRA, whatever its prefix."""
 
 # Variants by input channels, where no tensor name identifies them.
 OTHER_CHANNELS = {
@@ -118,6 +121,9 @@ def refuse_other_models(path: Path, keys: Iterable[str]) -> None:
         found = [key for key in keys if key.startswith(starts)]
         if found:
             raise CheckpointError(path, f"is {model}: it holds {found[0]}; {ONLY_THESE}")
+    factors = [key for key in keys if LORA.match(key)]
+    if factors:
+        raise CheckpointError(path, f"is a LoRA: it holds {factors[0]}; choose it in Wan LoRA (pair)")
 
 
 def refuse_other_types(path: Path, metadata: Mapping[str, str]) -> None:

@@ -7,7 +7,8 @@ index. Only headers are read.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,6 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 GGUF = ".gguf"
 
-# ComfyUI prepends this to the keys of a diffusion model that was extracted from a larger checkpoint.
-PREFIX = "model.diffusion_model."
-
 
 class CheckpointError(CheckpointFileError):
     """Readable files that do not contain a supported model; the message names the file and the tensor."""
@@ -31,7 +29,7 @@ class CheckpointError(CheckpointFileError):
 def read_checkpoint(path: Path, *, weights: str = WEIGHTS) -> FileHeader:
     """Read the headers of the file `path`, or, in a folder, of the file `weights` or of the shards in its index.
 
-    The keys of a single file are returned without `PREFIX`, and those of shards as one header of the folder.
+    Shards are returned as one header of the folder.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
@@ -68,31 +66,28 @@ def is_gguf(path: Path) -> bool:
 
 
 def _read_file(path: Path) -> FileHeader:
-    header = read_gguf_header(path) if is_gguf(path) else read_header(path)
-    tensors: dict[str, FileTensor] = {}
-    for key, tensor in header.tensors.items():
-        if key.removeprefix(PREFIX) in tensors:
-            raise CheckpointError(path, f"holds {key.removeprefix(PREFIX)} twice, with and without {PREFIX}")
-        tensors[key.removeprefix(PREFIX)] = tensor
-    return replace(header, tensors=tensors)
+    return read_gguf_header(path) if is_gguf(path) else read_header(path)
 
 
 def _read_shards(folder: Path, index_name: str) -> FileHeader:
     index = _read_index(folder / index_name)
-    tensors: dict[str, FileTensor] = {}
-    metadata: dict[str, str] = {}
+    headers: list[FileHeader] = []
     for shard in sorted(set(index.values())):
         if not (folder / shard).is_file():
             raise CheckpointError(folder / shard, f"this shard is missing, but {index_name} names it")
-        header = read_header(folder / shard)
+        headers.append(read_header(folder / shard))
+    places = _as_in_shards(index, [key for header in headers for key in header.tensors])
+    tensors: dict[str, FileTensor] = {}
+    metadata: dict[str, str] = {}
+    for header in headers:
         metadata |= header.metadata
         for key, tensor in header.tensors.items():
-            if index.get(key) != shard:
-                raise CheckpointError(folder / shard, f"holds {key}, which {index_name} places in {index.get(key)}")
+            if places.get(key) != header.path.name:
+                raise CheckpointError(header.path, f"holds {key}, which {index_name} places in {places.get(key)}")
             tensors[key] = tensor
-    lost = sorted(index.keys() - tensors.keys())
+    lost = sorted(places.keys() - tensors.keys())
     if lost:
-        raise CheckpointError(folder / index[lost[0]], f"does not hold {lost[0]}, which {index_name} places there")
+        raise CheckpointError(folder / places[lost[0]], f"does not hold {lost[0]}, which {index_name} places there")
     return FileHeader(path=folder, tensors=tensors, metadata=metadata)
 
 
@@ -106,6 +101,23 @@ def _read_index(path: Path) -> dict[str, str]:
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(path, f"names the shard {shard!r}; a shard is a file in the same folder")
     return shards
+
+
+def _as_in_shards(index: Mapping[str, str], keys: Iterable[str]) -> Mapping[str, str]:
+    """Return the index with the keys of the shards, if a prefix is the difference: a tool has changed one of both."""
+    key = next((key for key in keys if key not in index), None)
+    if key is None:
+        return index
+    name = max(index, key=lambda name: _shared_parts(name, key))
+    tail = ".".join(name.split(".")[-_shared_parts(name, key) or len(name) :])
+    old, new = name.removesuffix(tail), key.removesuffix(tail)
+    return {new + each.removeprefix(old): shard for each, shard in index.items()} if key.endswith(tail) else index
+
+
+def _shared_parts(first: str, second: str) -> int:
+    """Return the number of equal last parts of two keys."""
+    pairs = zip(reversed(first.split(".")), reversed(second.split(".")), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _missing_weights_message(folder: Path, missing: str) -> str:

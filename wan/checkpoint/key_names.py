@@ -22,6 +22,9 @@ def parameter_names(path: Path, keys: Iterable[str]) -> dict[str, str]:
     if any(key.startswith(DIFFUSERS_MARK) for key in keys):
         return {key: key for key in keys}
     if not any(key.startswith(NATIVE_MARK) for key in keys):
+        if any(map(_BLOCK_NAME.match, keys)):
+            lacking = f"the blocks of a model and no {NATIVE_MARK} or {DIFFUSERS_MARK}"
+            raise CheckpointError(path, f"is a part of a Wan transformer: it holds {lacking}: use the whole file")
         found = f"{len(keys)} tensors, {keys[0]} first" if keys else "no tensors"
         raise CheckpointError(path, f"is not a Wan transformer: it holds {found}")
     from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers

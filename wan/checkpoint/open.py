@@ -7,6 +7,7 @@ the same in all of them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,6 +21,7 @@ from .detect import Shape, WanConfig, config_from_shapes, refuse_other_classes, 
 from .files import CheckpointError, is_gguf, read_checkpoint
 from .key_names import both_names, parameter_names
 from .meta_model import parameter_shapes
+from .model_part import model_part
 from .quantised_layers import FP8_DTYPES, resolve_quantisation
 
 ARCHITECTURE_FIELD = "general.architecture"
@@ -30,6 +32,8 @@ ARCHITECTURES = ("wan", "pig", "cow", None)
 PATCHES = "patch_embedding.weight"
 PATCHES_BIAS = "patch_embedding.bias"
 PATCH = (1, 2, 2)  # in every Wan transformer
+
+logger = logging.getLogger("wanstream.checkpoint")
 
 
 def check_architecture(path: Path, metadata: Mapping[str, str]) -> None:
@@ -87,6 +91,8 @@ class Expert:
     """Scale of each scaled weight, one float32 number or one per row, under the name of the weight."""
     full_precision: frozenset[str]
     """Weights that the file demands to be multiplied in the compute dtype."""
+    notes: tuple[str, ...] = ()
+    """Sentences about tensors of the file that are not used."""
 
     def is_current(self) -> bool:
         """Return True if the files on disk have not changed since they were opened."""
@@ -110,8 +116,9 @@ def open_expert(path: Path) -> Expert:
         refuse_other_classes(path, read_config(path))
     # Refuse variants before the shapes are checked, so that the message names the variant and not its first extra key.
     refuse_other_types(path, stored.metadata)
-    refuse_other_models(path, stored.tensors)
-    resolved = resolve_quantisation(path, stored.tensors, stored.metadata, read_tensors)
+    part = model_part(path, stored.tensors)
+    refuse_other_models(path, part.tensors)
+    resolved = resolve_quantisation(path, part.tensors, stored.metadata, read_tensors)
     names = parameter_names(path, resolved.weights)
     weights = {names[key]: tensor for key, tensor in resolved.weights.items()}
     if is_gguf(path):
@@ -126,12 +133,16 @@ def open_expert(path: Path) -> Expert:
     if missing:
         first = f"{both_names(missing[0])} {list(expected[missing[0]])}"
         raise CheckpointError(path, f"{first} is missing, one of {len(missing)} missing tensors")
+    notes = () if part.note is None else (f"{path.name}: {part.note}",)
+    for note in notes:
+        logger.info("%s", note)
     return Expert(
         path=path,
         config=config,
         weights=weights,
         scales={names[key]: scale for key, scale in resolved.scales.items()},
         full_precision=frozenset(names[key] for key in resolved.full_precision),
+        notes=notes,
     )
 
 

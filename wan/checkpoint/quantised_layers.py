@@ -28,14 +28,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ...offload import MXFP8, NVFP4, EightBit, FileTensor, Microscaled, Packing, is_rotation
-from .files import PREFIX, CheckpointError, json_object
+from .files import CheckpointError, json_object
 
 FP8_FORMATS = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 FP8_DTYPES = tuple(FP8_FORMATS.values())
@@ -157,7 +158,7 @@ def _read_markers(
         layers = json_object(path, metadata[METADATA_MARKER], f"{METADATA_MARKER} ").get("layers")
         if not isinstance(layers, dict):
             raise CheckpointError(path, f"{METADATA_MARKER} has no layers")
-        marked |= {name.removeprefix(PREFIX): _format(path, name, settings) for name, settings in layers.items()}
+        marked |= {layer: _format(path, layer, layers[name]) for layer, name in _own_layers(layers, tensors).items()}
     for key, marker in markers.items():
         if marker.dtype != torch.uint8 or marker.nbytes > MAX_MARKER_BYTES:
             raise CheckpointError(path, f"{key} is {marker.dtype} {list(marker.shape)}; a marker is a short JSON text")
@@ -165,6 +166,22 @@ def _read_markers(
         layer = key.removesuffix(LAYER_MARKER)
         marked[layer] = _format(path, layer, json_object(path, bytes(text.tolist()), f"{key} "))
     return LAYER_SCALE, marked
+
+
+def _own_layers(names: Collection[str], tensors: Mapping[str, FileTensor]) -> dict[str, str]:
+    """Return the name in the metadata of each layer of the model; other names are those of other models.
+
+    The names may have a prefix, which need not be that of the file's keys.
+    """
+    prefixes: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".")
+        found = (at for at in range(len(parts)) if f"{'.'.join(parts[at:])}.weight" in tensors)
+        if (at := next(found, None)) is not None:
+            prefixes["".join(f"{part}." for part in parts[:at])] += 1
+    [(prefix, _)] = prefixes.most_common(1) or [("", 0)]
+    layers = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+    return {layer: name for layer, name in layers.items() if f"{layer}.weight" in tensors}
 
 
 def _format(path: Path, layer: str, settings: object) -> LayerFormat:

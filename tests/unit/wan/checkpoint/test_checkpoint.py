@@ -156,7 +156,7 @@ WRONG_TENSORS = [
     (with_tensor("blocks.1.self_attn.extra.weight", 3), "blocks.1.self_attn.extra.weight .*does not belong"),
     (with_tensor("blocks.9.norm3.bias", 256), "blocks.9.norm3.bias .*does not belong|blocks.4.* is missing"),
     (with_tensor("first_stage_model.encoder.weight", 3), "first_stage_model.encoder.weight .*does not belong"),
-    (with_tensor(f"{PREFIX}head.head.bias", 64), "head.head.bias twice"),
+    (with_tensor(f"{PREFIX}head.head.bias", 64), "head.head.bias means the same parameter"),
     (with_tensor("proj_out.bias", 64), "means the same parameter"),
     (with_tensor("img_emb.proj.0.weight", 3), r"natively img_emb.proj.1.weight\) is missing"),
     (with_tensor("img_emb.proj.1.weight", 80, 80), "has an image branch, but takes 16 channels"),

@@ -183,7 +183,7 @@ WRONG = [
     ({"blocks.1.norm3.bias": np.zeros(256)}, "blocks.1.norm3.bias is torch.float64; weights are"),
     ({"img_emb.proj.0.weight": zeros(3)}, r"natively img_emb.proj.1.weight\) is missing"),
     ({"something.else": zeros(3)}, r"something.else \[3\] does not belong"),
-    ({f"{PREFIX}head.head.bias": zeros(64)}, "holds head.head.bias twice"),
+    ({f"{PREFIX}head.head.bias": zeros(64)}, "head.head.bias means the same parameter"),
     (
         {"blocks.1.self_attn.q.weight": (np.zeros((256, 66), dtype=np.uint8), GGMLQuantizationType.IQ2_XXS)},
         "blocks.1.self_attn.q.weight is stored as IQ2_XXS, which is not supported: use a file of F32, F16, BF16",
