@@ -7,10 +7,13 @@ inside functions only, and `experts/embedders.py`, which needs diffusers, is imp
 from __future__ import annotations
 
 from .checkpoint.key_names import native_transformer_name
+from .checkpoint.markers import header_settings, marker_settings, own_layers
 from .checkpoint.meta_model import NoInitialValues
 from .checkpoint.mismatches import expert_mismatches, lora_mismatches
-from .checkpoint.open import open_expert
+from .checkpoint.model_part import OTHER_MODELS_OF_A_CHECKPOINT, WRAPPERS
+from .checkpoint.open import is_merged, open_expert, patch_shape
 from .checkpoint.quantise_file import write_int8
+from .checkpoint.quantised_layers import UnmarkedLayer, unmarked_layers
 from .experts.engine import ExpertEngine
 from .experts.open import (
     ARITHMETIC_CHOICES,
@@ -58,6 +61,7 @@ __all__ = [
     "HEAP_BYTES",
     "INT8_ATTENTION",
     "LATENT_SCALES",
+    "OTHER_MODELS_OF_A_CHECKPOINT",
     "PREFIX",
     "SPACES",
     "STORAGES",
@@ -65,6 +69,7 @@ __all__ = [
     "WAN21",
     "WAN22",
     "WIDTH",
+    "WRAPPERS",
     "BlockCache",
     "CodeFormat",
     "DecodeNeeds",
@@ -87,6 +92,7 @@ __all__ = [
     "TinyVaeConfig",
     "TinyVaeError",
     "TokenPart",
+    "UnmarkedLayer",
     "VaeMemoryError",
     "WanVae",
     "arithmetic_of",
@@ -103,7 +109,10 @@ __all__ = [
     "family_of",
     "forward_lanes",
     "frame_timesteps",
+    "header_settings",
+    "is_merged",
     "lora_mismatches",
+    "marker_settings",
     "multiplied_formats",
     "native_transformer_name",
     "normalise",
@@ -114,6 +123,8 @@ __all__ = [
     "open_text_encoder",
     "open_tiny_vae",
     "open_vae",
+    "own_layers",
+    "patch_shape",
     "probe_block",
     "probe_int8",
     "random_block",
@@ -121,6 +132,7 @@ __all__ = [
     "retry_with_smaller_tiles",
     "shared_tiling",
     "space_of",
+    "unmarked_layers",
     "with_resolved_precision",
     "write_int8",
     "write_latent",

@@ -208,8 +208,11 @@ def _copy_codes(
 
 def _decode_codes(stored: torch.Tensor, packing: EightBit, into: torch.Tensor, constants: Constants) -> None:
     codes, scale = packing.split(stored, tuple(into.shape))
+    scale = scale.float()
     if packing.group:
         _write_rows(into, stored.device, _of_rotated(codes, packing, scale, constants))
+    elif packing.block:
+        _write_rows(into, stored.device, _of_blocks(codes, packing, scale))
     elif into.device.type != "cpu":
         _scale_in_place(codes, scale, into)
     else:
@@ -221,6 +224,16 @@ def _scale_in_place(stored: torch.Tensor, scale: torch.Tensor, into: torch.Tenso
     into.copy_(stored, non_blocking=True)
     # A factor with a dimension makes the product fp32 before it is rounded.
     into.mul_(scale if scale.dim() else scale.view((1,) * into.dim()))
+
+
+def _of_blocks(codes: torch.Tensor, packing: EightBit, scale: torch.Tensor) -> WriteRows:
+    write, scale = _convert(codes), scale.unsqueeze(-1)
+
+    def write_scaled(part: slice, values: torch.Tensor) -> None:
+        write(part, values)
+        values.view(len(values), -1, packing.block).mul_(scale[part])
+
+    return write_scaled
 
 
 def _of_rotated(codes: torch.Tensor, packing: EightBit, scale: torch.Tensor, constants: Constants) -> WriteRows:

@@ -173,9 +173,10 @@ def block_format(
             continue
         if packing is None and dtype in multiplied and name not in scaled and math.prod(shape) % 4 == 0:
             kept[name] = EightBit(dtype=dtype, by_row=False)  # a plain cast, whose scale is 1
-        elif isinstance(packing, EightBit) and packing.dtype in multiplied:
+        elif isinstance(packing, EightBit) and packing.dtype in multiplied and not packing.block:
             # comfy-kitchen takes int8 codes with a scale for each row.
-            kept[name] = replace(packing, by_row=packing.by_row or packing.dtype == torch.int8)
+            by_row = packing.by_row or packing.dtype == torch.int8
+            kept[name] = replace(packing, by_row=by_row, scale_dtype=torch.float32)
     dtypes = {name: torch.uint8 if name in kept else computed_dtype(name) for name in stored}
     return BlockFormat(
         stored=flat_layout(((name, shape, dtype) for name, (shape, dtype) in stored.items()), packings),

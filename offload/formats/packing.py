@@ -78,7 +78,7 @@ NVFP4 = Microscaled(name="nvfp4", values=16, bits=4)
 
 @dataclass(frozen=True, kw_only=True)
 class EightBit:
-    """Matrix of codes of one byte, row by row, and its fp32 scales behind them: value = code x scale.
+    """Matrix of codes of one byte, row by row, and its scales behind them: value = code x scale.
 
     If `group` is not 0, the codes are those of the rotated matrix: each group of that many columns was multiplied by
     the matrix of `rotation` (ConvRot).
@@ -89,30 +89,37 @@ class EightBit:
     group: int = 0
     by_row: bool = True
     """There is one scale for each row, not one for the matrix."""
+    block: int = 0
+    """Columns of a row that share a scale; 0 for all of them."""
+    scale_dtype: torch.dtype = torch.float32
 
     @property
     def name(self) -> str:
+        if self.block:
+            return f"{'int8' if self.dtype == torch.int8 else 'fp8'} in blocks of {self.block}"
         if self.dtype != torch.int8:
             return "fp8"
         return f"int8 ConvRot {self.group}" if self.group else "int8"
 
-    def scale_count(self, shape: tuple[int, ...]) -> int:
-        return shape[0] if self.by_row else 1
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return the rows and columns of the scales."""
+        return shape[0] if self.by_row else 1, shape[1] // self.block if self.block else 1
 
     def bytes_of(self, shape: tuple[int, ...]) -> int:
-        """Return the stored bytes of a matrix, whose codes must fill whole fp32 numbers and groups."""
-        assert math.prod(shape) % 4 == 0, f"{list(shape)} codes do not end at an fp32 number"
-        assert not self.group or shape[-1] % self.group == 0, f"{list(shape)} is not a whole number of {self.name}"
-        return math.prod(shape) + 4 * self.scale_count(shape)
+        """Return the stored bytes of a matrix, whose codes must fill whole scales, groups and blocks."""
+        assert math.prod(shape) % self.scale_dtype.itemsize == 0, f"{list(shape)} codes do not end at a scale"
+        for columns in (self.group, self.block):
+            assert not columns or shape[-1] % columns == 0, f"{list(shape)} is not a whole number of {self.name}"
+        return math.prod(shape) + math.prod(self.scale_shape(shape)) * self.scale_dtype.itemsize
 
     def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (self.bytes_of(shape),)
 
     def split(self, stored: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of a stored matrix: its codes, of `shape`, and its scales, fp32 [rows or 1, 1]."""
+        """Return views of a stored matrix: its codes, of `shape`, and its scales, of `scale_shape`."""
         count = math.prod(shape)
         codes = stored[:count].view(self.dtype).view(shape)
-        return codes, stored[count : self.bytes_of(shape)].view(torch.float32).view(-1, 1)
+        return codes, stored[count : self.bytes_of(shape)].view(self.scale_dtype).view(self.scale_shape(shape))
 
 
 Packing: TypeAlias = QuantFormat | Microscaled | EightBit

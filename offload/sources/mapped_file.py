@@ -44,6 +44,7 @@ class MappedFile:
 
     Attributes:
         tensors: views by their names in the file; valid as long as one of them exists.
+        places: places of these tensors in the file.
         metadata: free-form metadata of the file.
         is_packed: True if a tensor is packed.
 
@@ -54,12 +55,15 @@ class MappedFile:
     def __init__(self, path: Path, packed_dtype: torch.dtype = torch.bfloat16) -> None:
         header = read_gguf_header(path) if path.suffix.lower() == GGUF else read_header(path)
         self.metadata: Mapping[str, str] = header.metadata
+        self.places: Mapping[str, FileTensor] = header.tensors
         self._memory = np.frombuffer(_map(path), np.uint8)
         self._start: int = self._memory.ctypes.data
         packed = [tensor for tensor in header.tensors.values() if tensor.packing is not None]
         self.is_packed = bool(packed)
         *starts, values = accumulate((math.prod(tensor.shape) for tensor in packed), initial=0)
         self._packed, self._starts = packed, starts
+        self._packed_dtype = packed_dtype
+        self._layers: dict[int, tuple[torch.Tensor, FileTensor]] = {}
         self._values = torch.empty(values, dtype=packed_dtype, device="meta")
         virtual = {id(tensor): self._values[start:] for tensor, start in zip(packed, starts, strict=True)}
         self.tensors = {
@@ -71,6 +75,13 @@ class MappedFile:
         # Every tensor of a file has the same path and version.
         self._version = next((tensor.version for tensor in header.tensors.values()), None)
         self._path = header.path
+
+    def pack(self, layer: FileTensor) -> torch.Tensor:
+        """Return a tensor without values for codes and scales of this file; only as a whole it has a place."""
+        values = torch.empty(layer.shape, dtype=self._packed_dtype, device="meta")
+        self._layers[values.untyped_storage()._cdata] = values, layer
+        self.is_packed = True
+        return values
 
     def locate(self, view: torch.Tensor) -> FileTensor | None:
         """Return the place in the file of a contiguous view; None for a tensor that is not in this file.
@@ -96,12 +107,16 @@ class MappedFile:
     def has(self, view: torch.Tensor) -> bool:
         """Return True for a tensor of this file, contiguous or not."""
         if view.is_meta:
-            return bool(view.untyped_storage()._cdata == self._values.untyped_storage()._cdata)
+            storage = view.untyped_storage()._cdata
+            return storage in self._layers or bool(storage == self._values.untyped_storage()._cdata)
         return 0 <= view.data_ptr() - self._start < self._memory.size
 
     def _locate_packed(self, view: torch.Tensor) -> FileTensor | None:
         if not self.has(view):
             return None
+        if (packed := self._layers.get(view.untyped_storage()._cdata)) is not None:
+            whole, layer = packed
+            return layer if view.shape == whole.shape else None
         index = bisect_right(self._starts, view.storage_offset()) - 1
         tensor, start = self._packed[index], view.storage_offset() - self._starts[index]
         packing = tensor.packing

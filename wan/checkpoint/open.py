@@ -50,11 +50,18 @@ def check_architecture(path: Path, metadata: Mapping[str, str]) -> None:
 def _with_patch_shape(weights: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     """Restore the shape of the patch embedding, from which the sizes of the model are derived."""
     patches, bias = weights.get(PATCHES), weights.get(PATCHES_BIAS)
-    if patches is None or bias is None or 0 in bias.shape:
+    if patches is None or bias is None:
         return dict(weights)
-    width = prod(bias.shape)
-    channels = prod(patches.shape) // (width * prod(PATCH))
-    return {**weights, PATCHES: _with_shape(patches, (width, channels, *PATCH))}
+    return {**weights, PATCHES: replace(patches, shape=patch_shape(patches.shape, bias.shape))}
+
+
+def patch_shape(stored: Shape, bias: Shape) -> Shape:
+    """Return the shape of a patch embedding that is stored with merged dimensions; `stored` itself if it is not."""
+    if 0 in bias:
+        return stored
+    width = prod(bias)
+    expected = (width, prod(stored) // (width * prod(PATCH)), *PATCH)
+    return expected if is_merged(stored, expected) else stored
 
 
 def _with_shape(tensor: FileTensor, expected: Shape) -> FileTensor:

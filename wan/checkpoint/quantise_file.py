@@ -69,7 +69,7 @@ def write_int8(expert: Expert, path: Path, *, on_matrix: Callable[[int, int], No
     matrices = streamed_parameters(expert.config)
     for name in sorted(matrices):
         tensor = expert.weights[name]
-        if isinstance(tensor.packing, EightBit):
+        if isinstance(tensor.packing, EightBit) and tensor.packing.dtype == torch.int8:
             raise CheckpointError(expert.path, f"{name} is in int8 already: another rounding would only lose precision")
         if tensor.shape[1] % GROUP:
             raise CheckpointError(

@@ -6,37 +6,44 @@
 | comfy_quant | tensor `<layer>.comfy_quant`, JSON as bytes            | `<layer>.weight_scale` | named in the JSON |
 | metadata    | `_quantization_metadata` in the header, for all layers | `<layer>.weight_scale` | named in the JSON |
 | LightX2V    | tensors `<layer>.input_global_scale` and `.alpha`      | `<layer>.weight_scale` | nvfp4             |
+| unmarked    | none                                                   | either                 | fp8, int8, plain  |
 | plain cast  | none                                                   | none                   | any fp8           |
 
 | format                         | weight                    | scales                                               |
 |--------------------------------|---------------------------|------------------------------------------------------|
-| float8_e4m3fn, float8_e5m2     | fp8 [rows, columns]       | `weight_scale` fp32: one number, or one for each row |
+| float8_e4m3fn, float8_e5m2     | fp8 [rows, columns]       | `weight_scale`: one number, one for each row, or one |
+|                                |                           | for each block of columns of a row                   |
 | int8_tensorwise                | int8 [rows, columns]      | the same                                             |
-| int8_tensorwise with "convrot" | int8 rotated              | the same                                             |
+| int8_tensorwise with "convrot" | int8 rotated              | one number, or one for each row                      |
+| plain                          | fp32, fp16 or bf16        | the same                                             |
 | mxfp8                          | e4m3fn [rows, columns]    | `weight_scale` e8m0 in tiles                         |
 | nvfp4                          | uint8 [rows, columns / 2] | `weight_scale` e4m3fn in tiles, and `weight_scale_2` |
 
-`offload/formats/packing.py` describes rotation and tiles. A `scaled_fp8` tensor that is not fp8, as in some files,
-means e4m3fn; one with two values demands products in the compute dtype for the whole file, as
-"full_precision_matrix_mult" does for a layer. Beside another marker it means nothing, as in ComfyUI. LightX2V has the
-first of two nvfp4 values in the low bits, and `alpha` x `input_global_scale` in place of `weight_scale_2`. The scales
-of the inputs (`scale_input`, `input_scale`) are not used: each token gets its own. A plain cast rounds the weights to
-fp8 without a scale, which costs precision; it is loaded with a warning in the log.
+`offload/formats/packing.py` describes rotation and tiles. Scales are fp32, fp16, bf16 or fp64, and multiply in fp32. A
+`scaled_fp8` tensor that is not fp8, as in some files, means e4m3fn; one with two values demands products in the compute
+dtype for the whole file, as "full_precision_matrix_mult" does for a layer. Beside another marker it means nothing, as
+in ComfyUI. LightX2V has the first of two nvfp4 values in the low bits, and `alpha` x `input_global_scale` in place of
+`weight_scale_2`. The scales of the inputs (`scale_input`, `input_scale`) are not used: each token gets its own. A plain
+cast rounds the weights to fp8 without a scale, which costs precision; it is loaded with a warning in the log.
+
+A scale without a marker (LightX2V, musubi-tuner, ModelOpt) multiplies the numbers next to it: the dtype of the weight
+is the format. int8 next to rotated layers, and bytes, have no such meaning and are refused.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from ...offload import MXFP8, NVFP4, EightBit, FileTensor, Microscaled, Packing, is_rotation
-from .files import CheckpointError, json_object
+from .files import CheckpointError
+from .markers import LAYER_MARKER, MAX_MARKER_BYTES, METADATA_MARKER, header_settings, marker_settings, own_layers
 
 FP8_FORMATS = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 FP8_DTYPES = tuple(FP8_FORMATS.values())
@@ -45,8 +52,6 @@ INT8 = "int8_tensorwise"
 DEFAULT_GROUP = 256
 
 FILE_MARKER = "scaled_fp8"
-LAYER_MARKER = ".comfy_quant"
-METADATA_MARKER = "_quantization_metadata"
 
 FILE_SCALE = ".scale_weight"
 LAYER_SCALE = ".weight_scale"
@@ -58,7 +63,22 @@ NOT_WEIGHTS = (LAYER_MARKER, FILE_SCALE, LAYER_SCALE, GLOBAL_SCALE, INPUT_GLOBAL
 FULL_PRECISION_VALUES = 2
 """Values of a `scaled_fp8` tensor by which a file demands products in the compute dtype."""
 
-MAX_MARKER_BYTES = 4096  # a larger tensor of that name is not a marker and is not read
+SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+OTHER_FORMATS = (
+    ((".qweight", ".qzeros", ".g_idx"), "GPTQ or AWQ"),
+    ((".wscales", ".wtscale", ".smooth_factor", ".proj_down"), "SVDQuant (nunchaku)"),
+    ((".absmax", ".quant_map", ".nested_absmax", ".SCB", ".bitsandbytes__nf4", ".bitsandbytes__fp4"), "bitsandbytes"),
+    (("._data", "._scale", "._shift"), "quanto"),
+    (("_weight_qdata", "_weight_scale", "_weight_zero_point"), "torchao"),
+    ((".zero_point", ".svd_up", ".svd_down"), "SDNQ"),
+    ((".weight_packed", ".weight_zero_point", ".weight_g_idx"), "compressed-tensors"),
+    ((".weight_scale_inv",), "fp8 in blocks of rows and columns (DeepSeek)"),
+    ((".weight_s_rel", ".weight_s_channel", ".weight_codebook"), "asym_w4a8_int8"),
+    ((".weight_zeros",), "awq_w4a16"),
+    (("_quantizer._amax", "_quantizer._scale"), "ModelOpt before its export"),
+)
+"""Ends of keys that only another format has, and its name."""
 
 logger = logging.getLogger("wanstream.checkpoint")
 
@@ -86,6 +106,12 @@ FORMATS = {
 }
 """Formats that a marker can name; "convrot" adds a rotation to int8."""
 
+PLAIN_FORMATS = [
+    LayerFormat(name=str(dtype).removeprefix("torch."), dtype=dtype)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+]
+"""Formats of weights that have a scale without being quantised."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedWeights:
@@ -105,15 +131,19 @@ def resolve_quantisation(
     `read` is called for the `comfy_quant` markers only, about 70 bytes each.
 
     Raises:
-        CheckpointError: a scale has no marker; a marked weight, or an fp8 or int8 weight in a file with markers, has no
-            scale; a scale does not fit its weight; a format is unknown or does not match the weight.
+        CheckpointError: a marked weight, or an fp8 weight next to others with scales, has no scale; a scale has no
+            weight, or does not fit it; a format is unknown or does not match the weight.
     """
-    ending, marked = _read_markers(path, tensors, metadata, read)
-    layers = {f"{name}.weight": _resolve_layer(path, tensors, name, each, ending) for name, each in marked.items()}
-    for key in tensors:
-        layer, _, last = key.rpartition(".")
-        if key.endswith((FILE_SCALE, LAYER_SCALE)) and (layer not in marked or f".{last}" != ending):
-            raise CheckpointError(path, f"{key} is a scale, but nothing marks {layer} as quantised")
+    _refuse_other_formats(path, tensors)
+    marked = _read_markers(path, tensors, metadata, read)
+    scale_keys = _scale_keys(path, tensors)
+    rotated = any(isinstance(fmt.packing, EightBit) and fmt.packing.group for fmt in marked.values())
+    marked |= {
+        layer: _unmarked_format(path, tensors, layer, key, rotated=rotated)
+        for layer, key in scale_keys.items()
+        if layer not in marked
+    }
+    layers = {f"{name}.weight": _resolve_layer(path, tensors, name, each, scale_keys) for name, each in marked.items()}
     weights = {
         key: layers[key][0] if key in layers else tensor
         for key, tensor in tensors.items()
@@ -135,58 +165,127 @@ def resolve_quantisation(
     return QuantisedWeights(weights=weights, scales=scales, full_precision=full_precision)
 
 
+class UnmarkedLayer(NamedTuple):
+    """Weight of a layer whose scale no marker explains."""
+
+    format: str
+    """Name that a marker would have."""
+    weight: FileTensor
+    """The codes, with their scales behind them; as it is in the file for a weight that is not quantised."""
+    scale: FileTensor
+    scale_key: str
+
+
+def unmarked_layers(
+    path: Path, tensors: Mapping[str, FileTensor], marked: Collection[str], *, rotated: bool = False
+) -> dict[str, UnmarkedLayer]:
+    """Return the layers with a scale that are not among the `marked` ones, for models of any family.
+
+    Args:
+        path: the file.
+        tensors: its tensors by key.
+        marked: layers that have a marker.
+        rotated: some marked layers are rotated, so that an unmarked one may be.
+
+    Raises:
+        CheckpointError: as `resolve_quantisation`.
+    """
+    _refuse_other_formats(path, (key for key in tensors if key.rpartition(".")[0] not in marked))
+    scale_keys = _scale_keys(path, tensors)
+    found: dict[str, UnmarkedLayer] = {}
+    for layer, key in scale_keys.items():
+        if layer in marked:
+            continue
+        fmt = _unmarked_format(path, tensors, layer, key, rotated=rotated)
+        weight, scale = _resolve_layer(path, tensors, layer, fmt, scale_keys)
+        if scale is not None and weight.dtype in FP8_DTYPES:
+            weight = with_scale_behind(weight, scale)
+        found[layer] = UnmarkedLayer(fmt.name, weight, scale or weight.behind or tensors[key], key)
+    return found
+
+
+def with_scale_behind(matrix: FileTensor, scale: FileTensor) -> FileTensor:
+    """Return an fp8 matrix with its scale behind it, as codes; unchanged if the scale cannot lie there."""
+    if len(matrix.shape) != 2 or math.prod(matrix.shape) % max(4, scale.dtype.itemsize):
+        return matrix
+    by_row = math.prod(scale.shape) > 1 or matrix.shape[0] == 1
+    packing = EightBit(dtype=matrix.dtype, by_row=by_row, scale_dtype=scale.dtype)
+    return replace(matrix, dtype=torch.uint8, packing=packing, behind=scale)
+
+
 def _is_beside(key: str, marked: Mapping[str, LayerFormat]) -> bool:
     """Return True for a tensor that is not a weight: a marker or a scale."""
     return key == FILE_MARKER or key.endswith(NOT_WEIGHTS) or (key.endswith(ALPHA) and key[: -len(ALPHA)] in marked)
 
 
+def _refuse_other_formats(path: Path, keys: Iterable[str]) -> None:
+    """Refuse a file with tensors that only another format has."""
+    for key in keys:
+        for endings, name in OTHER_FORMATS:
+            if key.endswith(endings):
+                raise CheckpointError(path, f"is quantised as {name}, which is not supported: it holds {key}")
+
+
+def _scale_keys(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, str]:
+    """Return the key of the scale of each layer that has one."""
+    keys: dict[str, str] = {}
+    for key in tensors:
+        if key.endswith((FILE_SCALE, LAYER_SCALE)):
+            layer = key.rpartition(".")[0]
+            if layer in keys:
+                raise CheckpointError(path, f"{layer} has two scales, {keys[layer]} and {key}: use another file")
+            keys[layer] = key
+    return keys
+
+
+def _unmarked_format(
+    path: Path, tensors: Mapping[str, FileTensor], layer: str, key: str, *, rotated: bool
+) -> LayerFormat:
+    """Return the format of a layer whose scale `key` no marker explains: the dtype of the weight."""
+    weight, scale = tensors.get(f"{layer}.weight"), tensors[key]
+    if weight is None:
+        raise CheckpointError(path, f"{key} is a scale, but {layer}.weight is missing: download the file again")
+    remedy = "the file lacks its markers (comfy_quant): use another file"
+    if weight.packing is not None or scale.dtype not in SCALE_DTYPES:
+        kind = str(weight.dtype) if weight.packing is None else weight.packing.name
+        reason = f"{layer} is {kind} with scales in {scale.dtype}, as in mxfp8 and nvfp4, but nothing says which"
+        raise CheckpointError(path, f"{reason}: {remedy}")
+    if weight.dtype == torch.int8 and rotated:
+        raise CheckpointError(path, f"{layer} is int8 next to rotated layers, but nothing says whether it is: {remedy}")
+    known = {fmt.dtype: fmt for fmt in (*(FORMATS[name] for name in FP8_FORMATS), FORMATS[INT8], *PLAIN_FORMATS)}
+    if weight.dtype not in known:
+        raise CheckpointError(path, f"{layer} is {weight.dtype} with a scale, and nothing marks its format: {remedy}")
+    return known[weight.dtype]
+
+
 def _read_markers(
     path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], read: ReadTensors
-) -> tuple[str, dict[str, LayerFormat]]:
-    """Return the ending of the scales' keys in this layout, and the format of each marked layer."""
+) -> dict[str, LayerFormat]:
+    """Return the format of each marked layer."""
     markers = {key: tensor for key, tensor in tensors.items() if key.endswith(LAYER_MARKER)}
     if FILE_MARKER in tensors and METADATA_MARKER not in metadata and not markers:
         declared = tensors[FILE_MARKER].dtype
         fmt = FORMATS[next((name for name, dtype in FP8_FORMATS.items() if dtype == declared), "float8_e4m3fn")]
         fmt = replace(fmt, full_precision=math.prod(tensors[FILE_MARKER].shape) == FULL_PRECISION_VALUES)
         fp8 = [key.removesuffix(".weight") for key, tensor in tensors.items() if tensor.dtype in FP8_DTYPES]
-        return FILE_SCALE, {layer: fmt for layer in fp8 if layer != FILE_MARKER}
+        return {layer: fmt for layer in fp8 if layer != FILE_MARKER}
     marked = {
         key.removesuffix(INPUT_GLOBAL_SCALE): LIGHTX2V_NVFP4 for key in tensors if key.endswith(INPUT_GLOBAL_SCALE)
     }
     if METADATA_MARKER in metadata:
-        layers = json_object(path, metadata[METADATA_MARKER], f"{METADATA_MARKER} ").get("layers")
-        if not isinstance(layers, dict):
-            raise CheckpointError(path, f"{METADATA_MARKER} has no layers")
-        marked |= {layer: _format(path, layer, layers[name]) for layer, name in _own_layers(layers, tensors).items()}
+        layers = header_settings(path, metadata[METADATA_MARKER])
+        marked |= {layer: _format(path, layer, layers[name]) for layer, name in own_layers(layers, tensors).items()}
     for key, marker in markers.items():
         if marker.dtype != torch.uint8 or marker.nbytes > MAX_MARKER_BYTES:
             raise CheckpointError(path, f"{key} is {marker.dtype} {list(marker.shape)}; a marker is a short JSON text")
     for key, text in read(markers).items():
         layer = key.removesuffix(LAYER_MARKER)
-        marked[layer] = _format(path, layer, json_object(path, bytes(text.tolist()), f"{key} "))
-    return LAYER_SCALE, marked
+        marked[layer] = _format(path, layer, marker_settings(path, key, bytes(text.tolist())))
+    return marked
 
 
-def _own_layers(names: Collection[str], tensors: Mapping[str, FileTensor]) -> dict[str, str]:
-    """Return the name in the metadata of each layer of the model; other names are those of other models.
-
-    The names may have a prefix, which need not be that of the file's keys.
-    """
-    prefixes: Counter[str] = Counter()
-    for name in names:
-        parts = name.split(".")
-        found = (at for at in range(len(parts)) if f"{'.'.join(parts[at:])}.weight" in tensors)
-        if (at := next(found, None)) is not None:
-            prefixes["".join(f"{part}." for part in parts[:at])] += 1
-    [(prefix, _)] = prefixes.most_common(1) or [("", 0)]
-    layers = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-    return {layer: name for layer, name in layers.items() if f"{layer}.weight" in tensors}
-
-
-def _format(path: Path, layer: str, settings: object) -> LayerFormat:
-    """Return the format that a marker describes: an object, or the bare name of the format."""
-    stated = settings if isinstance(settings, dict) else {"format": settings}
+def _format(path: Path, layer: str, stated: Mapping[str, Any]) -> LayerFormat:
+    """Return the format that the settings in a marker describe."""
     name = stated.get("format")
     if not isinstance(name, str) or name not in FORMATS:
         raise CheckpointError(
@@ -204,14 +303,15 @@ def _format(path: Path, layer: str, settings: object) -> LayerFormat:
 
 
 def _resolve_layer(
-    path: Path, tensors: Mapping[str, FileTensor], layer: str, fmt: LayerFormat, ending: str
+    path: Path, tensors: Mapping[str, FileTensor], layer: str, fmt: LayerFormat, scale_keys: Mapping[str, str]
 ) -> tuple[FileTensor, FileTensor | None]:
     """Return the weight of a layer with its packing, and its scale."""
-    weight, scale = tensors.get(f"{layer}.weight"), tensors.get(layer + ending)
+    weight, key = tensors.get(f"{layer}.weight"), scale_keys.get(layer)
     if weight is None:
         raise CheckpointError(path, f"{layer} is marked as quantised, but {layer}.weight is missing")
-    if scale is None:
-        raise CheckpointError(path, f"{layer} is marked as quantised, but its scale {layer + ending} is missing")
+    if key is None:
+        ending = FILE_SCALE if FILE_MARKER in tensors else LAYER_SCALE
+        raise CheckpointError(path, f"{layer} is marked as quantised, but its scale {layer}{ending} is missing")
     if f"{layer}{INPUT_FACTORS}" in tensors:
         raise CheckpointError(
             path, f"{layer}{INPUT_FACTORS} multiplies the input of a layer, which is not supported: use another file"
@@ -221,14 +321,20 @@ def _resolve_layer(
             path, f"{layer}.weight is {weight.dtype} {list(weight.shape)}; {fmt.name} in {fmt.dtype} is marked"
         )
     if isinstance(fmt.packing, Microscaled):
-        return _resolve_microscaled(path, tensors, layer, fmt.packing, weight, scale)
-    _check_scale(path, layer + ending, scale, weight.shape[0] if len(weight.shape) == 2 else 1)
-    if not isinstance(fmt.packing, EightBit):
+        return _resolve_microscaled(path, tensors, layer, fmt.packing, weight, tensors[key])
+    scale = _checked_scale(path, key, tensors[key], weight.shape)
+    block = weight.shape[1] // scale.shape[1] if len(scale.shape) == 2 and scale.shape[1] > 1 else 0
+    if not isinstance(fmt.packing, EightBit) and not block:
         return weight, scale
-    columns, group = weight.shape[1], fmt.packing.group or 4
+    packing = fmt.packing if isinstance(fmt.packing, EightBit) else EightBit(dtype=weight.dtype)
+    if block and (weight.dtype.itemsize != 1 or packing.group):
+        found = f"has {scale.shape[1]} scales for each row, which is known for fp8 and int8 that is not rotated"
+        raise CheckpointError(path, f"{layer}.weight is {fmt.name} and {found}: use another file")
+    columns, group = weight.shape[1], max(packing.group, scale.dtype.itemsize, 4)
     if columns % group:
         raise CheckpointError(path, f"{layer}.weight has {columns} columns, which is no multiple of {group}")
-    packing = replace(fmt.packing, by_row=math.prod(scale.shape) > 1 or weight.shape[0] == 1)
+    by_row = bool(block) or math.prod(scale.shape) > 1 or weight.shape[0] == 1
+    packing = replace(packing, by_row=by_row, block=block, scale_dtype=scale.dtype)
     return replace(weight, dtype=torch.uint8, packing=packing, behind=scale), None
 
 
@@ -261,16 +367,23 @@ def _resolve_microscaled(
     for key, factor in zip(keys, factors, strict=True):
         if factor is None:
             raise CheckpointError(path, f"{layer} is marked as nvfp4, but its scale {layer + key} is missing")
-        _check_scale(path, layer + key, factor, 1)
+        _checked_scale(path, layer + key, factor, (1,))
     [first, *more] = [factor for factor in factors if factor is not None]
     return packed, replace(first, times=more[0]) if more else first
 
 
-def _check_scale(path: Path, key: str, scale: FileTensor, rows: int) -> None:
-    by_row = scale.shape in ((rows,), (rows, 1))
-    if not (math.prod(scale.shape) == 1 or by_row) or scale.dtype != torch.float32:
-        raise CheckpointError(
-            path,
-            f"{key} is {scale.dtype} {list(scale.shape)}; a scale is one float32 number"
-            + (f", or one for each of the {rows} rows" if rows > 1 else ""),
-        )
+def _checked_scale(path: Path, key: str, scale: FileTensor, weight: tuple[int, ...]) -> FileTensor:
+    """Return a scale as [] for one number, [rows, 1] for one for each row, or [rows, blocks]."""
+    rows, columns = weight if len(weight) == 2 else (1, 1)
+    shape = scale.shape[:-1] if len(scale.shape) == 3 and scale.shape[-1] == 1 else scale.shape
+    if scale.dtype in SCALE_DTYPES:
+        if math.prod(shape) == 1:
+            return replace(scale, shape=())
+        if shape in ((rows,), (rows, 1)):
+            return replace(scale, shape=(rows, 1))
+        if len(shape) == 2 and shape[0] == rows and 1 < shape[1] < columns and columns % shape[1] == 0:
+            return replace(scale, shape=shape)
+    expected = "one number in fp32, fp16, bf16 or fp64"
+    if rows > 1:
+        expected += f", one for each of the {rows} rows, or one for each block of their {columns} columns"
+    raise CheckpointError(path, f"{key} is {scale.dtype} {list(scale.shape)}; a scale is {expected}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -36,6 +36,7 @@ from ..checkpoint.meta_model import (
     table_bytes,
 )
 from ..checkpoint.open import Expert
+from ..checkpoint.quantised_layers import with_scale_behind
 
 STORAGES: tuple[Storage, ...] = get_args(Storage)
 
@@ -152,10 +153,10 @@ def _put_scales_behind(block: dict[str, FileTensor], scales: dict[str, FileTenso
     """Move the scales of fp8 matrices behind them, into the bytes that the layers compute with."""
     for name, scale in list(scales.items()):
         matrix = block[name]
-        if matrix.dtype == FP8 and matrix.packing is None and math.prod(matrix.shape) % 4 == 0:
-            packing = EightBit(dtype=FP8, by_row=math.prod(scale.shape) > 1 or matrix.shape[0] == 1)
-            block[name] = replace(matrix, dtype=torch.uint8, packing=packing, behind=scale)
-            del scales[name]
+        if matrix.dtype == FP8 and matrix.packing is None:
+            block[name] = with_scale_behind(matrix, scale)
+            if block[name] is not matrix:
+                del scales[name]
 
 
 EXPERTS = ("high", "low")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,10 @@ import torch
 from torch import nn
 
 from ....offload import CheckpointFileError, MappedFile
+from ....wan import is_merged
 from .entries import Dtypes, entries
 from .layers import streamed_operations
+from .tensors import GGUF, native_tensors
 
 WEIGHT_DTYPES: Mapping[str, torch.dtype | None] = {
     "default": None,
@@ -28,9 +29,6 @@ WEIGHT_DTYPES: Mapping[str, torch.dtype | None] = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 """Choices of ComfyUI's own loader: None keeps the dtype of the file where the device computes with it."""
-
-QUANTISATION = "_quantization_metadata"
-"""Field of a safetensors file with the format of each quantised layer."""
 
 ARCHITECTURE = "general.architecture"
 """Field of a GGUF file."""
@@ -43,19 +41,19 @@ def build_model(path: Path, file: MappedFile, weight_dtype: str) -> tuple[comfy.
         CheckpointFileError: the file is not a model that ComfyUI detects, or does not fit it.
     """
     management = comfy.model_management
-    tensors, metadata = _native_tensors(file)
-    _refuse_unknown_formats(path, tensors, metadata)
-    config = _detect(tensors, metadata)
-    if config is None:
-        converted = comfy.model_detection.convert_diffusers_mmdit(tensors, "")
-        config = None if converted is None else _detect(converted, metadata)
-        if converted is None or config is None:
-            kind = f"a GGUF of {metadata[ARCHITECTURE]!r}, and " if ARCHITECTURE in metadata else ""
-            raise CheckpointFileError(
-                path,
-                f"is {kind}not a diffusion model that this ComfyUI detects: choose another file, or update ComfyUI",
-            )
-        tensors = converted
+    tensors, metadata = native_tensors(path, file, lambda tensors: _detect(tensors, file.metadata))
+    detected = _detect(tensors, metadata)
+    if detected is None:
+        kind = f"a GGUF of {metadata[ARCHITECTURE]!r}, and " if ARCHITECTURE in metadata else ""
+        raise CheckpointFileError(
+            path,
+            f"is {kind}not a diffusion model that this ComfyUI detects: it holds {len(tensors)} tensors, "
+            f"{next(iter(tensors), 'none')} first; choose another file, or update ComfyUI",
+        )
+    config, tensors = detected
+    if file.is_packed and weight_dtype != "default":
+        reason = "is quantised in a form whose blocks are decoded to the dtype that computes, such as GGUF"
+        raise CheckpointFileError(path, f"{reason}: choose the weight type default instead of {weight_dtype}")
     supported = config.supported_inference_dtypes
     quantised = (config.quant_config if _marks_layers(config) else config.scaled_fp8) is not None
     dtype = WEIGHT_DTYPES[weight_dtype] or management.unet_dtype(
@@ -84,11 +82,17 @@ def build_model(path: Path, file: MappedFile, weight_dtype: str) -> tuple[comfy.
 
 @contextmanager
 def _referring(network: nn.Module, path: Path, file: MappedFile) -> Iterator[None]:
-    """Let loading refer to the tensors that it gets, which torch would copy to memory, and ComfyUI in some versions."""
-    load = network.load_state_dict
+    """Let loading refer to the tensors that it gets, which torch would copy to memory, and ComfyUI in some versions.
 
-    def assign(tensors: Mapping[str, torch.Tensor], strict: bool = True, **_: object) -> Any:
+    GGUF tensors get the shape of the model's, where it differs by merged dimensions or by ones.
+    """
+    load = network.load_state_dict
+    shapes = {name: tuple(each.shape) for name, each in (*network.named_parameters(), *network.named_buffers())}
+
+    def assign(tensors: dict[str, torch.Tensor], strict: bool = True, **_: object) -> Any:
         for name, tensor in tensors.items():
+            if path.suffix.lower() == GGUF and is_merged(tuple(tensor.shape), shapes.get(name, ())):
+                tensors[name] = tensor = tensor.view(shapes[name])
             if tensor.is_meta and tensor.numel() and file.locate(tensor) is None:
                 reason = "changes when it loads the model, and its values are packed: use the safetensors version"
                 raise CheckpointFileError(path, f"{name} {list(tensor.shape)} is a tensor that ComfyUI {reason}")
@@ -101,42 +105,25 @@ def _referring(network: nn.Module, path: Path, file: MappedFile) -> Iterator[Non
         del network.load_state_dict
 
 
-def _refuse_unknown_formats(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Refuse quantised layers that this ComfyUI does not know: it has no words for them, or takes them for plain."""
-    known = getattr(getattr(comfy, "quant_ops", None), "QUANT_ALGOS", {})
-    formats = {
-        name.removesuffix(".comfy_quant"): json.loads(bytes(marker.tolist())).get("format")
-        for name, marker in tensors.items()
-        if name.endswith(".comfy_quant")
-    }
-    if QUANTISATION in metadata and not known:  # newer versions have turned the text to markers
-        layers = json.loads(metadata[QUANTISATION]).get("layers", {})
-        formats |= {layer: settings.get("format") for layer, settings in layers.items()}
-    for layer, found in formats.items():
-        if found not in known:
-            have = ", ".join(known) or "none of this kind"
-            reason = f"which this ComfyUI does not have (it has {have}): update ComfyUI, or use another file"
-            raise CheckpointFileError(path, f"layer {layer} is quantised as {found}, {reason}")
+def _detect(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> tuple[Any, dict[str, torch.Tensor]] | None:
+    """Return ComfyUI's configuration of the model, and the tensors under its keys; None if it detects none."""
+    for convert in (dict, lambda tensors: comfy.model_detection.convert_diffusers_mmdit(tensors, "")):
+        converted = convert(dict(tensors))
+        config = None if converted is None else _configuration(converted, metadata)
+        if config is not None:
+            return config, converted
+    return None
 
 
-def _native_tensors(file: MappedFile) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return tensors and metadata with the prefix of a whole checkpoint removed and older quantised layers marked."""
-    tensors, metadata = dict(file.tensors), dict(file.metadata)
-    convert = getattr(comfy.utils, "convert_old_quants", None)  # missing in 0.3.64, which has no marked layers
-    if convert is not None:
-        tensors, metadata = convert(tensors, "", metadata=metadata)
-    prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
-    below = comfy.utils.state_dict_prefix_replace(tensors, {prefix: ""}, filter_keys=True)
-    if not below:
-        return tensors, metadata
-    return convert(below, "", metadata=metadata) if convert is not None else (below, metadata)
-
-
-def _detect(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Any:
-    """Return ComfyUI's configuration of the model; None if it detects none."""
+def _configuration(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Any:
     detect = comfy.model_detection.model_config_from_unet
     takes_metadata = "metadata" in inspect.signature(detect).parameters
-    return detect(tensors, "", **({"metadata": metadata} if takes_metadata else {}))
+    try:
+        return detect(tensors, "", **({"metadata": metadata} if takes_metadata else {}))
+    except (KeyError, IndexError):  # a part of a model lacks tensors from which ComfyUI derives its sizes
+        return None
 
 
 def _operations(config: Any, dtype: torch.dtype, cast: torch.dtype | None) -> Any:

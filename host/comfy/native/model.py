@@ -67,9 +67,6 @@ def open_native(
         CheckpointFileError: the file cannot be read, is not a model that ComfyUI detects, or has no blocks to stream.
     """
     file = MappedFile(path)
-    if file.is_packed and weight_dtype != "default":
-        reason = "is a quantised GGUF, whose blocks are decoded to the dtype that computes"
-        raise CheckpointFileError(path, f"{reason}: choose the weight type default instead of {weight_dtype}")
     model, dtypes = build_model(path, file, weight_dtype)
     linear: Any = (nn.Linear, model.model_config.custom_operations.Linear)
     located = {

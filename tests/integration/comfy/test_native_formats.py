@@ -127,7 +127,7 @@ def test_files_that_cannot_stream_are_refused(case: Case, name: str, words: list
     [
         ("text encoder", ["GGUF of 't5encoder'", "not a diffusion model"]),
         ("unknown", ["stored as IQ1_S", "Q4_K"]),
-        ("weight type", ["quantised GGUF", "choose the weight type default instead of fp8_e4m3fn"]),
+        ("weight type", ["such as GGUF", "choose the weight type default instead of fp8_e4m3fn"]),
     ],
 )
 def test_gguf_files_that_cannot_stream_are_refused(case: Case, name: str, words: list[str]) -> None:
