@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,20 @@ import torch
 from torch import nn
 from torch.nn.functional import interpolate
 
-from ..offload import FileSource, FileTensor, attach_offload, copy_together, read_tensors, streamed_names
+from ..offload import FileHeader, FileSource, FileTensor, attach_offload, copy_together, streamed_names
 from ..plan import BlockKey
 from ..schema import OffloadPolicy
 from .checkpoint.components import (
     CONFIG,
+    CONVERTED_DTYPES,
+    STORED_DTYPES,
+    ComponentFile,
     build_on_meta,
+    component_file,
     component_folder,
     match_weights,
+    precision_warnings,
+    read_component,
     read_config,
     require_config,
     require_sizes,
@@ -38,9 +44,10 @@ HEADS = 16
 
 WEIGHTS = "model.safetensors"
 PREFIX = "vision_model."
-PROJECTION = "visual_projection.weight"
-"""Projection for comparing images with texts; Wan does not use it."""
+MARK = "embeddings.class_embedding"
+ROOTS = ("embeddings", "encoder", "pre_layrnorm", "post_layernorm")
 POSITION_IDS = "embeddings.position_ids"
+"""0, 1, 2, ... in files of old transformers versions."""
 LAYER = re.compile(r"encoder\.layers\.(\d{1,3})\.")
 STACK = "clip"
 
@@ -68,24 +75,51 @@ def open_image_encoder(path: Path | str) -> ImageEncoder:
     """
     path = Path(path)
     if path.is_file():
-        stored = read_checkpoint(path)
-        tensors = _vision_tensors(path, stored.tensors)
-        config, described = _config_from_shapes(path, tensors), "the rest of the file"
+        stored = _vision_file(read_checkpoint(path))
+        config, described = _config_from_shapes(path, stored.weights), "the rest of the file"
     else:
         folder = component_folder(path, "image_encoder")
         config, described = _config_of(folder), CONFIG
         path = folder / CONFIG
-        tensors = _vision_tensors(folder, read_checkpoint(folder, weights=WEIGHTS).tensors)
+        stored = _vision_file(read_checkpoint(folder, weights=WEIGHTS))
     model = build_on_meta(path, lambda: _model(config))
-    weights = match_weights(path, tensors, model, described_by=described, key_of=lambda name: PREFIX + name)
-    return ImageEncoder(model, weights, image_size=config["image_size"])
+    weights = match_weights(
+        path,
+        stored.weights,
+        model,
+        dtypes=(*STORED_DTYPES, *CONVERTED_DTYPES),
+        described_by=described,
+        key_of=lambda name: PREFIX + name,
+        packed=frozenset(_streamed(list(model.encoder.layers))),  # type: ignore[arg-type, union-attr]
+    )
+    return ImageEncoder(
+        model,
+        weights,
+        stored.scales,
+        image_size=config["image_size"],
+        notes=stored.notes,
+        warnings=precision_warnings(path, weights.values(), "use clip_vision_h in fp16"),
+    )
 
 
 class ImageEncoder:
     """Opened CLIP vision model; between calls it keeps only small tensors on the device."""
 
-    def __init__(self, model: nn.Module, weights: Mapping[str, FileTensor], *, image_size: int) -> None:
-        self._model, self._weights, self._image_size = model, weights, image_size
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, FileTensor],
+        scales: Mapping[str, FileTensor],
+        *,
+        image_size: int,
+        notes: tuple[str, ...],
+        warnings: tuple[str, ...],
+    ) -> None:
+        self._model, self._weights, self._scales, self._image_size = model, weights, scales, image_size
+        self.notes = notes
+        """Sentences about tensors of the file that are not used."""
+        self.warnings = warnings
+        """Sentences about a loss of precision in the file."""
         self._layers: list[nn.Module] = list(model.encoder.layers)  # type: ignore[arg-type, union-attr]
 
     def encode(self, images: torch.Tensor, *, device: torch.device | str, crop: bool = False) -> ClipVisionOutput:
@@ -107,28 +141,24 @@ class ImageEncoder:
         return ClipVisionOutput(penultimate_hidden_states=hidden.float().cpu())
 
     def _source(self) -> FileSource:
-        blocks = {
-            BlockKey(STACK, index): {
-                name: self._weights[f"encoder.layers.{index}.{name}"] for name in streamed_names(layer)
+        blocks, scales = {}, {}
+        for index, layer in enumerate(self._layers):
+            names = {name: _in_layer(index, name) for name in streamed_names(layer)}
+            blocks[BlockKey(STACK, index)] = {name: self._weights[full] for name, full in names.items()}
+            scales[BlockKey(STACK, index)] = {
+                name: self._scales[full] for name, full in names.items() if full in self._scales
             }
-            for index, layer in enumerate(self._layers)
-        }
-        return FileSource(blocks, computed_dtypes=torch.float32)
+        return FileSource(blocks, computed_dtypes=torch.float32, scales=scales)
 
     def _read_small_tensors(self, device: torch.device) -> None:
         """Read the tensors that are not streamed: patch and position embeddings, norms and biases."""
-        streamed = {
-            f"encoder.layers.{index}.{name}"
-            for index, layer in enumerate(self._layers)
-            for name in streamed_names(layer)
-        }
+        streamed = set(_streamed(self._layers))
         small = {name: tensor for name, tensor in self._weights.items() if name not in streamed}
+        scales = {name: scale for name, scale in self._scales.items() if name in small}
         # Parameters stay in the model after this call, so they must not be inference tensors: a later call outside
         # inference mode could not compute with those.
         with torch.inference_mode(False):
-            values = read_tensors(small)
-            values = {name: value.float() for name, value in values.items()}
-            set_parameters(self._model, copy_together(values, device))
+            set_parameters(self._model, copy_together(read_component(small, scales, torch.float32), device))
             # Position ids are a buffer that no file contains, so that it is still on `meta`.
             positions = self._weights["embeddings.position_embedding.weight"].shape[0]
             embeddings = self._model.get_submodule("embeddings")
@@ -167,14 +197,23 @@ def _model(config: Mapping[str, Any]) -> nn.Module:
     return core
 
 
-def _vision_tensors(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
-    """Return the tensors of the vision model, by their names within it."""
-    found = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items() if key != PROJECTION}
-    found.pop(POSITION_IDS, None)  # 0, 1, 2, ... in files of old transformers versions
-    if "embeddings.class_embedding" not in found:
-        first = next(iter(tensors), "none")
+def _in_layer(index: int, name: str) -> str:
+    return f"encoder.layers.{index}.{name}"
+
+
+def _streamed(layers: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield the names of the parameters that are streamed, within the model."""
+    return (_in_layer(index, name) for index, layer in enumerate(layers) for name in streamed_names(layer))
+
+
+def _vision_file(header: FileHeader) -> ComponentFile:
+    """Return the tensors of the vision model, by their names within it; those of the text model are left out."""
+    found = component_file(header, marks=[MARK], roots=ROOTS, unused=[POSITION_IDS])
+    if MARK not in found.weights:
+        first = next(iter(found.weights), "none")
         raise CheckpointError(
-            path, f"is not a CLIP vision model: it has {len(tensors)} tensors (first: {first}); use clip_vision_h"
+            header.path,
+            f"is not a CLIP vision model: it has {len(found.weights)} tensors (first: {first}); use clip_vision_h",
         )
     return found
 

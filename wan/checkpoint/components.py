@@ -6,18 +6,27 @@ belong to; no weights are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ...offload import FileTensor
-from .files import WEIGHTS, CheckpointError, json_object, read_checkpoint
+from ...offload import FileHeader, FileTensor, read_scales, read_tensors
+from .files import CheckpointError, json_object
+from .model_part import WRAPPERS, ModelPart
+from .quantised_layers import FILE_MARKER, FP8_DTYPES, resolve_quantisation
 
 CONFIG = "config.json"
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CONVERTED_DTYPES = (torch.float64, *FP8_DTYPES)
+"""Dtypes that a component may have although its published files do not; they are converted with a warning."""
+
+logger = logging.getLogger("wanstream.checkpoint")
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -87,16 +96,97 @@ def build_on_meta(path: Path, build: Callable[[], ModuleT]) -> ModuleT:
     return module.eval().requires_grad_(False)
 
 
-def component_weights(
-    folder: Path, module: nn.Module, *, weights: str = WEIGHTS, aliases: Mapping[str, str] | None = None
-) -> dict[str, FileTensor]:
-    """Return the file tensor of each parameter of `module` in a diffusers folder, in the order of the module.
+@dataclass(frozen=True, kw_only=True)
+class ComponentFile:
+    """Tensors of a component by the names in its file, without a prefix and without tensors of other use."""
+
+    weights: Mapping[str, FileTensor]
+    scales: Mapping[str, FileTensor]
+    """Scale of each scaled weight, under the name of the weight."""
+    notes: tuple[str, ...]
+    """Sentences about tensors that are not used."""
+
+
+def component_file(
+    header: FileHeader, *, marks: Collection[str], roots: Collection[str], unused: Container[str] = ()
+) -> ComponentFile:
+    """Return the tensors of a component in a file or a folder with this header.
+
+    Args:
+        marks: names of tensors of which every such component has one. What precedes it is the prefix.
+        roots: first parts of the component's names. Tensors with other names are left out: other models of a
+            checkpoint, and the state of a training.
+        unused: names of tensors with one of these first parts that are left out too.
 
     Raises:
-        CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file.
-        CheckpointError: as `match_weights`.
+        CheckpointError: two prefixes have a component each, two keys have the same name, or a scale does not fit.
     """
-    return match_weights(folder, read_checkpoint(folder, weights=weights).tensors, module, aliases=aliases)
+    part = component_part(header.path, header.tensors, marks=marks, roots={*roots, FILE_MARKER}, unused=unused)
+    resolved = resolve_quantisation(header.path, part.tensors, header.metadata, read_tensors)
+    notes = () if part.note is None else (f"{header.path.name}: {part.note}",)
+    for note in notes:
+        logger.info("%s", note)
+    return ComponentFile(weights=resolved.weights, scales=resolved.scales, notes=notes)
+
+
+def component_part(
+    path: Path,
+    tensors: Mapping[str, FileTensor],
+    *,
+    marks: Collection[str],
+    roots: Collection[str],
+    unused: Container[str] = (),
+) -> ModelPart:
+    """Return the part of a checkpoint that is a component; see `component_file`. Without a mark it is everything."""
+    prefix = _prefix(path, tensors, marks)
+    if prefix is None:  # another model, which its caller refuses by its names
+        return ModelPart(tensors=tensors, ignored=())
+    keys: dict[str, str] = {}
+    ignored = []
+    for key in tensors:
+        name = WRAPPERS.sub("", key).removeprefix(prefix)
+        if name.split(".")[0] not in roots or name in unused:
+            ignored.append(key)
+        elif name in keys:
+            raise CheckpointError(path, f"holds {name} twice, as {keys[name]} and {key}: use another file")
+        else:
+            keys[name] = key
+    return ModelPart(tensors={name: tensors[key] for name, key in keys.items()}, ignored=tuple(ignored))
+
+
+def _prefix(path: Path, keys: Iterable[str], marks: Collection[str]) -> str | None:
+    bare = (WRAPPERS.sub("", key) for key in keys)
+    found = dict.fromkeys(
+        key.removesuffix(mark) for key in bare for mark in marks if key == mark or key.endswith(f".{mark}")
+    )
+    if len(found) > 1:
+        named = " and ".join(map(repr, found))
+        raise CheckpointError(
+            path,
+            f"holds {len(found)} models of one kind, under the prefixes {named}: save the one to use in a file alone",
+        )
+    return next(iter(found), None)
+
+
+def precision_warnings(path: Path, weights: Iterable[FileTensor], remedy: str) -> tuple[str, ...]:
+    """Return warnings about weights in `CONVERTED_DTYPES`; `remedy` names the usual file."""
+    counts = Counter(tensor.dtype for tensor in weights if tensor.dtype in CONVERTED_DTYPES)
+    return tuple(
+        f"{path.name} holds {count} tensors in {str(dtype).removeprefix('torch.')}, which are converted: "
+        + (f"fp8 costs precision, {remedy}" if dtype in FP8_DTYPES else remedy)
+        for dtype, count in counts.items()
+    )
+
+
+def read_component(
+    weights: Mapping[str, FileTensor], scales: Mapping[str, FileTensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Read weights into new CPU memory, multiply them by their scales and convert them to `dtype`."""
+    factors = read_scales(scales)
+    return {
+        name: (stored.float() * factors[name] if name in factors else stored).to(dtype)
+        for name, stored in read_tensors(weights).items()
+    }
 
 
 def match_weights(

@@ -1,13 +1,13 @@
 """UMT5 text encoder, streamed: its weights in both file formats, and the encoding of prompts.
 
-| form                                              | sizes       | weights                  | tokenizer             |
-|---------------------------------------------------|-------------|--------------------------|-----------------------|
-| `text_encoder` folder of a diffusers pipeline     | config.json | fp32, fp16, bf16         | folder next to it     |
-| single file of ComfyUI (`umt5_xxl_fp16` and such) | from shapes | these, fp8 with or       | tensor `spiece_model` |
-|                                                   |             | without scales; blocks   |                       |
-|                                                   |             | in int8, mxfp8 or nvfp4  |                       |
+| form                                              | sizes       | tokenizer                                      |
+|---------------------------------------------------|-------------|------------------------------------------------|
+| `text_encoder` folder of a diffusers pipeline     | config.json | folder next to it                              |
+| single file of ComfyUI (`umt5_xxl_fp16` and such) | from shapes | tensor `spiece_model`                          |
+| file with the names of Wan's own release          | from shapes | that of a file or a folder next to it          |
 
-In both, parameters have the names of transformers' UMT5EncoderModel. Only the tokenizer is loaded here.
+Weights are in fp32, fp16, bf16, or in fp8 with or without scales; those of blocks also in int8, mxfp8 or nvfp4.
+Parameters get the names of transformers' UMT5EncoderModel. Only the tokenizer is loaded here.
 
 In bf16 the real encoder has 9 GB of blocks and a token table of 2.1 GB. A prompt needs at most 512 rows of the table,
 which are read for each call. The blocks' matrices are streamed by `attach_offload`, once for all prompts of a call.
@@ -19,7 +19,7 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,12 @@ from ...plan import BlockKey
 from ...schema import OffloadPolicy
 from ..checkpoint.components import (
     CONFIG,
+    CONVERTED_DTYPES,
     STORED_DTYPES,
+    ComponentFile,
     build_on_meta,
+    component_file,
     component_folder,
-    component_weights,
     match_weights,
     read_config,
     require_config,
@@ -43,8 +45,14 @@ from ..checkpoint.components import (
 )
 from ..checkpoint.files import CheckpointError, read_checkpoint
 from ..checkpoint.meta_model import set_parameters
-from ..checkpoint.quantised_layers import FP8_DTYPES, resolve_quantisation
-from .tokenizer import SENTENCE_MODEL, Tokenizer, clean_prompt, open_sentence_tokenizer, open_tokenizer
+from .tokenizer import (
+    SENTENCE_MODEL,
+    Tokenizer,
+    clean_prompt,
+    open_sentence_tokenizer,
+    open_tokenizer,
+    tokenizer_beside,
+)
 
 if TYPE_CHECKING:
     from transformers import UMT5EncoderModel
@@ -64,12 +72,24 @@ POSITIONS = FIRST_BLOCK + "0.SelfAttention.relative_attention_bias.weight"
 SECOND_POSITIONS = POSITIONS.replace(".block.0.", ".block.1.")
 GATE = FIRST_BLOCK + "1.DenseReluDense.wi_0.weight"
 BLOCK = re.compile(r"encoder\.block\.(\d{1,4})\.")
+_ORIGINAL_BLOCK_NAME = re.compile(r"blocks\.(\d{1,4})\.(.+)")
 
-# Name in Wan's own release, and in files converted from it, which have no tokenizer.
-ORIGINAL_MARK = "token_embedding.weight"
+ORIGINAL_MARK = "blocks.0.attn.q.weight"
+MARKS = (QUERIES, ORIGINAL_MARK)
+"""Names of a tensor that every encoder has, those of transformers and of Wan's own release."""
+ROOTS = ("shared", "encoder", "token_embedding", "blocks", "norm", SENTENCE_MODEL)
 
-# Added by ComfyUI's CLIPSave; Wan's text encoder does not use it.
-UNUSED = "logit_scale"
+_ORIGINAL_BLOCK = {
+    "norm1": "layer.0.layer_norm",
+    **{f"attn.{name}": f"layer.0.SelfAttention.{name}" for name in "qkvo"},
+    "pos_embedding.embedding": "layer.0.SelfAttention.relative_attention_bias",
+    "norm2": "layer.1.layer_norm",
+    "ffn.gate.0": "layer.1.DenseReluDense.wi_0",
+    "ffn.fc1": "layer.1.DenseReluDense.wi_1",
+    "ffn.fc2": "layer.1.DenseReluDense.wo",
+}
+_ORIGINAL = {"token_embedding": "shared", "norm": "encoder.final_layer_norm"}
+"""Modules of Wan's own release, which other people's files keep, and their names in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,6 +103,8 @@ class Umt5:
     scales: Mapping[str, FileTensor]
     """Location of the scales of scaled fp8 parameters."""
     tokenizer: Tokenizer
+    notes: tuple[str, ...]
+    """Sentences about tensors that are not used, and about the origin of the tokenizer."""
 
 
 def open_umt5_folder(folder: Path) -> Umt5:
@@ -95,34 +117,68 @@ def open_umt5_folder(folder: Path) -> Umt5:
     require_config(folder, config, UMT5, "the text encoder of a Wan2.1 or Wan2.2 pipeline (UMT5-XXL)")
     require_sizes(folder, config, ["vocab_size", "d_kv", "d_ff", "num_heads", "num_layers"])
     model = build_on_meta(folder / CONFIG, lambda: _model(config))
-    weights = component_weights(folder, model, weights=WEIGHTS, aliases=ALIASES)
-    return Umt5(model=model, weights=weights, scales={}, tokenizer=open_tokenizer(folder.parent / "tokenizer"))
+    stored = component_file(read_checkpoint(folder, weights=WEIGHTS), marks=MARKS, roots=ROOTS)
+    return _opened(folder, stored, stored.weights, model, CONFIG, open_tokenizer(folder.parent / "tokenizer"))
 
 
 def open_umt5_file(path: Path) -> Umt5:
-    """Open ComfyUI's single file, in any of its precisions.
+    """Open a single file, in any of its precisions, with the names of transformers or of Wan's own release.
 
     Raises:
-        CheckpointFileError: the file is missing, damaged, a pickle, of another model, or has no tokenizer.
+        CheckpointFileError: the file is missing, damaged, a pickle, or of another model, or there is no tokenizer in it
+            or next to it.
     """
-    stored = read_checkpoint(path)
-    _refuse_other_models(path, stored.tensors)
-    tensors = {key: tensor for key, tensor in stored.tensors.items() if key not in (SENTENCE_MODEL, UNUSED)}
-    resolved = resolve_quantisation(path, tensors, stored.metadata, read_tensors)
-    config = _config_from_shapes(path, resolved.weights)
+    stored = component_file(read_checkpoint(path), marks=MARKS, roots=ROOTS)
+    tensors = {_name(key): tensor for key, tensor in stored.weights.items() if key != SENTENCE_MODEL}
+    _refuse_other_models(path, tensors)
+    config = _config_from_shapes(path, tensors)
     model = build_on_meta(path, lambda: _model(config))
+    rows, borrowed = config["vocab_size"], None
+    if SENTENCE_MODEL not in stored.weights:
+        borrowed = tokenizer_beside(path, rows=rows)
+    opened = _opened(
+        path,
+        stored,
+        tensors,
+        model,
+        "the rest of the file",
+        open_sentence_tokenizer(path, stored.weights, rows=rows) if borrowed is None else borrowed.tokenizer,
+    )
+    return opened if borrowed is None else replace(opened, notes=(*opened.notes, borrowed.note))
+
+
+def _opened(
+    path: Path,
+    stored: ComponentFile,
+    tensors: Mapping[str, FileTensor],
+    model: UMT5EncoderModel,
+    described_by: str,
+    tokenizer: Tokenizer,
+) -> Umt5:
     weights = match_weights(
         path,
-        resolved.weights,
+        tensors,
         model,
         aliases=ALIASES,
-        dtypes=(*STORED_DTYPES, *FP8_DTYPES),
-        described_by="the rest of the file",
+        dtypes=(*STORED_DTYPES, *CONVERTED_DTYPES),
+        described_by=described_by,
         packed=_streamed(model.encoder.block),
     )
-    scales = {ALIASES.get(name, name): scale for name, scale in resolved.scales.items()}
-    tokenizer = open_sentence_tokenizer(path, stored.tensors, rows=weights[TOKEN_TABLE].shape[0])
-    return Umt5(model=model, weights=weights, scales=scales, tokenizer=tokenizer)
+    scales = {
+        ALIASES.get(name, name): scale for name, scale in ((_name(key), each) for key, each in stored.scales.items())
+    }
+    return Umt5(model=model, weights=weights, scales=scales, tokenizer=tokenizer, notes=stored.notes)
+
+
+def _name(key: str) -> str:
+    """Return the name of a parameter in transformers; names of Wan's own release are changed."""
+    module, _, leaf = key.rpartition(".")
+    if module in _ORIGINAL:
+        return f"{_ORIGINAL[module]}.{leaf}"
+    found = _ORIGINAL_BLOCK_NAME.fullmatch(module)
+    if found is None or found[2] not in _ORIGINAL_BLOCK:
+        return key
+    return f"encoder.block.{found[1]}.{_ORIGINAL_BLOCK[found[2]]}.{leaf}"
 
 
 def _model(config: Mapping[str, Any]) -> UMT5EncoderModel:
@@ -132,12 +188,6 @@ def _model(config: Mapping[str, Any]) -> UMT5EncoderModel:
 
 
 def _refuse_other_models(path: Path, tensors: Mapping[str, FileTensor]) -> None:
-    if ORIGINAL_MARK in tensors:
-        raise CheckpointError(
-            path,
-            f"has the names of Wan's own release ({ORIGINAL_MARK}), which has no tokenizer: use "
-            "umt5_xxl_fp16.safetensors or umt5_xxl_fp8_e4m3fn_scaled.safetensors, which are made for ComfyUI",
-        )
     if QUERIES not in tensors or POSITIONS not in tensors or GATE not in tensors:
         first = next(iter(tensors), "none")
         raise CheckpointError(path, f"is not a UMT5 text encoder: it has {len(tensors)} tensors (first: {first})")
@@ -215,6 +265,8 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
         self._weights = opened.weights
         self._scales = opened.scales
         self._tokenizer = opened.tokenizer
+        self.notes = opened.notes
+        """Sentences about tensors of the file that are not used, and about the origin of the tokenizer."""
         self._blocks: list[nn.Module] = list(self._model.encoder.block)
         for block in self._blocks:
             _split_batch(block)

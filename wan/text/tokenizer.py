@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import html
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from sentencepiece import SentencePieceProcessor
 
-from ...offload import FileTensor, read_tensors
+from ...offload import CheckpointFileError, FileTensor, read_header, read_tensors
 from ..checkpoint.files import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+logger = logging.getLogger("wanstream.text")
 
 WHITESPACE = re.compile(r"\s+")
 
@@ -100,7 +103,7 @@ class SentenceTokenizer:
     """Opened sentencepiece model with padding, end and unknown tokens."""
 
     def __init__(self, processor: SentencePieceProcessor) -> None:
-        self._processor = processor
+        self.processor = processor
         self._pad, self._end = processor.pad_id(), processor.eos_id()
         special = (self._pad, self._end, processor.unk_id(), processor.bos_id())
         self._special = {processor.id_to_piece(token): token for token in special if token >= 0}
@@ -119,28 +122,26 @@ class SentenceTokenizer:
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = []
         for part in self._spelled_out.split(text):
-            ids += [self._special[part]] if part in self._special else self._processor.encode(part)
+            ids += [self._special[part]] if part in self._special else self.processor.encode(part)
         return ids
 
 
 def open_sentence_tokenizer(path: Path, tensors: Mapping[str, FileTensor], *, rows: int) -> SentenceTokenizer:
-    """Open the tokenizer among the tensors of the file `path`, whose token table has `rows` rows.
+    """Open the tokenizer `SENTENCE_MODEL` of the file `path`, whose token table has `rows` rows.
 
     Raises:
-        CheckpointError: it is missing or damaged, or has more tokens than the table has rows.
+        CheckpointError: it is damaged, or has more tokens than the table has rows.
     """
-    if SENTENCE_MODEL not in tensors:
-        raise CheckpointError(
-            path,
-            f"has no tokenizer ({SENTENCE_MODEL}): use a file made for ComfyUI, umt5_xxl_fp16.safetensors or "
-            "umt5_xxl_fp8_e4m3fn_scaled.safetensors, or a diffusers folder, which contains its tokenizer",
-        )
     stored = tensors[SENTENCE_MODEL]
     if stored.dtype not in (torch.uint8, torch.int8) or not 0 < stored.nbytes <= MAX_MODEL_BYTES:
         raise CheckpointError(
             path, f"{SENTENCE_MODEL} is {stored.dtype} {list(stored.shape)}; a tokenizer is a few megabytes of uint8"
         )
     data = read_tensors({SENTENCE_MODEL: stored})[SENTENCE_MODEL].numpy().tobytes()
+    return SentenceTokenizer(_processor(path, data, rows=rows))
+
+
+def _processor(path: Path, data: bytes, *, rows: int) -> SentencePieceProcessor:
     try:
         processor = SentencePieceProcessor(model_proto=data)
     except (RuntimeError, ValueError) as err:
@@ -151,4 +152,56 @@ def open_sentence_tokenizer(path: Path, tensors: Mapping[str, FileTensor], *, ro
         raise CheckpointError(
             path, f"{SENTENCE_MODEL} has {processor.get_piece_size()} tokens, but the token table has {rows} rows"
         )
-    return SentenceTokenizer(processor)
+    return processor
+
+
+ROWS_MULTIPLE = 128
+"""The token table of a T5 has the number of tokens, rounded up to a multiple of this."""
+FOLDERS_BESIDE = (".", "tokenizer", "google/umt5-xxl", "umt5-xxl")
+"""Folders next to a text encoder that may hold its tokenizer, those of Wan's own release among them."""
+SENTENCE_FILES = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
+
+
+class BorrowedTokenizer(NamedTuple):
+    """Tokenizer of another file."""
+
+    tokenizer: SentenceTokenizer
+    note: str
+
+
+def tokenizer_beside(path: Path, *, rows: int) -> BorrowedTokenizer:
+    """Open the tokenizer of another text encoder in the folder of the file `path`, or of a tokenizer's own files there.
+
+    Only a tokenizer whose number of tokens suits a table of `rows` rows is taken: other models have others.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for file in _files_beside(path):
+        try:
+            if file.suffix == ".model":
+                processor = _processor(file, file.read_bytes(), rows=rows)
+            else:
+                tensors = {key.rpartition(".")[2]: tensor for key, tensor in read_header(file).tensors.items()}
+                if SENTENCE_MODEL not in tensors:
+                    continue
+                processor = open_sentence_tokenizer(file, tensors, rows=rows).processor
+        except (CheckpointFileError, OSError) as err:
+            # A file that is not used must not end the run; a reader of the log sees why it was passed over.
+            logger.info("no tokenizer for %s from %s", path.name, err)
+            continue
+        if processor.bos_id() < 0 and processor.get_piece_size() > rows - ROWS_MULTIPLE:
+            note = f"{path.name} has no tokenizer: that of {file.relative_to(path.parent)} is used"
+            logger.info("%s", note)
+            return BorrowedTokenizer(SentenceTokenizer(processor), note)
+    raise CheckpointError(
+        path,
+        f"has no tokenizer ({SENTENCE_MODEL}), nor has a file next to it: put umt5_xxl_fp16.safetensors, "
+        "umt5_xxl_fp8_e4m3fn_scaled.safetensors or the spiece.model of UMT5-XXL into its folder, or use one of the two",
+    )
+
+
+def _files_beside(path: Path) -> Iterator[Path]:
+    for folder in (path.parent / name for name in FOLDERS_BESIDE):
+        yield from (folder / name for name in SENTENCE_FILES if (folder / name).is_file())
+    yield from (file for file in sorted(path.parent.glob("*.safetensors")) if file != path)

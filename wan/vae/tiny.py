@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +23,14 @@ from torch.nn import functional as F
 
 from ...offload import FileTensor
 from ...schema import FRAMES_PER_LATENT
-from ..checkpoint.components import build_on_meta, match_weights
+from ..checkpoint.components import (
+    CONVERTED_DTYPES,
+    STORED_DTYPES,
+    ComponentFile,
+    build_on_meta,
+    match_weights,
+    precision_warnings,
+)
 from ..checkpoint.files import CheckpointError
 from ..latent_space import SPACES, WAN21, WAN22, LatentSpace, normalise
 from .memory import TensorMemoryTracker
@@ -39,7 +46,8 @@ SCALE_OF_NAMES = (("lighttae", RAW), ("taew", NORMALISED))
 FILES = {WAN21: ("lighttaew2_1.safetensors", "taew2_1.safetensors")}
 FILES |= {WAN22: ("lighttaew2_2.safetensors", "taew2_2.safetensors")}
 
-MARKS = ("decoder.1.weight", "decoder.7.conv.weight", "decoder.22.bias")
+MARK = "decoder.7.conv.weight"
+MARKS = ("decoder.1.weight", MARK, "decoder.22.bias")
 """Tensors that together only files of this layout have."""
 
 MEMORY_BLOCKS = 3
@@ -188,7 +196,14 @@ class TinyVaeWeights:
     """Location of each parameter of the decoder."""
     scale: str
     """`RAW` or `NORMALISED`."""
+    scales: Mapping[str, FileTensor] = field(default_factory=dict)
+    """Location of the scale of each scaled parameter."""
+    notes: tuple[str, ...] = ()
+    """Sentences about tensors of the file that are not used."""
+    warnings: tuple[str, ...] = ()
+    """Sentences about a loss of precision."""
 
+    encodes = False
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
 
     @property
@@ -246,17 +261,18 @@ def is_tiny_vae(tensors: Mapping[str, FileTensor]) -> bool:
     return all(mark in tensors for mark in MARKS)
 
 
-def open_tiny_vae_file(path: Path, stored: Mapping[str, FileTensor], setting: str = BY_FILE_NAME) -> TinyVaeWeights:
+def open_tiny_vae_file(path: Path, file: ComponentFile, setting: str = BY_FILE_NAME) -> TinyVaeWeights:
     """Open the file of a tiny VAE.
 
     Args:
-        stored: all tensors of the file.
+        file: all tensors of the file.
         setting: one of `LATENT_SCALES`.
 
     Raises:
         CheckpointError: the file is damaged, or not a tiny VAE of Wan.
         TinyVaeError: see `latent_scale`.
     """
+    stored = file.weights
     remedy = "use " + ", or ".join(f"{' or '.join(files)} ({space.models})" for space, files in FILES.items())
     if not is_tiny_vae(stored):
         first = next((f"{key} {list(tensor.shape)}" for key, tensor in stored.items()), "none")
@@ -271,8 +287,17 @@ def open_tiny_vae_file(path: Path, stored: Mapping[str, FileTensor], setting: st
     config = TinyVaeConfig(space=space, widths=tuple(widths))
     decoder = build_on_meta(path, lambda: TinyDecoder(config))
     tensors = {key: tensor for key, tensor in stored.items() if key.startswith("decoder.")}
-    weights = match_weights(path, tensors, decoder, described_by="the rest of the file")
-    return TinyVaeWeights(path=path, config=config, weights=weights, scale=latent_scale(path, setting))
+    dtypes = (*STORED_DTYPES, *CONVERTED_DTYPES)
+    weights = match_weights(path, tensors, decoder, dtypes=dtypes, described_by="the rest of the file")
+    return TinyVaeWeights(
+        path=path,
+        config=config,
+        weights=weights,
+        scale=latent_scale(path, setting),
+        scales={name: scale for name, scale in file.scales.items() if name in weights},
+        notes=file.notes,
+        warnings=precision_warnings(path, weights.values(), f"use {' or '.join(FILES[space])} in fp16"),
+    )
 
 
 def _width(path: Path, tensors: Mapping[str, FileTensor], layer: int, dimension: int) -> int:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ...devices import dtype_name, forget, is_out_of_memory
-from ...offload import read_tensors
 from ...schema import FP32_BYTES, FRAMES_PER_LATENT
-from ..checkpoint.components import component_folder
+from ..checkpoint.components import ComponentFile, component_file, component_folder, read_component
 from ..checkpoint.files import read_checkpoint
 from ..checkpoint.meta_model import set_parameters
 from ..latent_space import SPACES, LatentSpace, space_of
 from .memory import DecodeNeeds, VaeMemoryError, encode_pixel_bytes, smaller_tiling
 from .tiles import TileBlender, Tiling, as_pixels, convert_pixels, crop, empty_frames, gather_tile
 from .tiny import BY_FILE_NAME, TinyVaeWeights, is_tiny_vae, open_tiny_vae_file
-from .weights import VaeWeights, family_of, open_vae_file, open_vae_folder
+from .tiny import MARK as TINY_MARK
+from .weights import MARKS, ROOTS, VaeWeights, family_of, open_vae_file, open_vae_folder
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
@@ -50,8 +50,8 @@ def open_vae(path: Path | str, dtype: torch.dtype = torch.float32, latent_scale:
     """
     path = Path(path)
     if path.is_file():
-        stored = read_checkpoint(path).tensors
-        if is_tiny_vae(stored):
+        stored = _vae_file(path)
+        if is_tiny_vae(stored.weights):
             return WanVae(open_tiny_vae_file(path, stored, latent_scale), dtype)
         return WanVae(open_vae_file(path, stored), dtype)
     return WanVae(open_vae_folder(component_folder(path, "vae")), dtype)
@@ -64,7 +64,11 @@ def open_tiny_vae(path: Path, dtype: torch.dtype = torch.float32, latent_scale: 
         CheckpointFileError: the file is missing, truncated, a pickle, or not a tiny VAE of Wan.
         Exception: the other errors of `open_vae`.
     """
-    return WanVae(open_tiny_vae_file(path, read_checkpoint(path).tensors, latent_scale), dtype)
+    return WanVae(open_tiny_vae_file(path, _vae_file(path), latent_scale), dtype)
+
+
+def _vae_file(path: Path) -> ComponentFile:
+    return component_file(read_checkpoint(path), marks=(*MARKS, TINY_MARK), roots=ROOTS)
 
 
 class WanVae(AbstractContextManager["WanVae"]):
@@ -92,11 +96,34 @@ class WanVae(AbstractContextManager["WanVae"]):
         """Latent space of the VAE."""
         return self._opened.space
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about tensors of the file that are not used."""
+        return self._opened.notes
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences about a loss of precision in the file."""
+        return self._opened.warnings
+
+    def check_encodes(self) -> None:
+        """Check that the VAE encodes.
+
+        Raises:
+            VaeInputError: it is a tiny VAE, or its file has a decoder only.
+        """
+        if self._opened.encodes:
+            return
+        kind = "is a tiny VAE" if isinstance(self._opened, TinyVaeWeights) else "has no encoder"
+        raise VaeInputError(
+            f"{self._opened.path} {kind}, so it only decodes: take {family_of(self.space).file} to encode"
+        )
+
     def encode_needs(self, video: torch.Tensor) -> DecodeNeeds:
         """Return the memory requirements of encoding frames [F, H, W, 3], all of which are on the device.
 
         Raises:
-            VaeInputError: the video has another shape, or the VAE is a tiny one.
+            VaeInputError: the video has another shape, or the VAE only decodes.
         """
         config = self._encoder_config()
         self._check_video(video)
@@ -121,7 +148,7 @@ class WanVae(AbstractContextManager["WanVae"]):
         by diffusers.
 
         Raises:
-            VaeInputError: the video has another shape, or the VAE is a tiny one.
+            VaeInputError: the video has another shape, or the VAE only decodes.
         """
         self._encoder_config()
         self._check_video(video)
@@ -267,16 +294,13 @@ class WanVae(AbstractContextManager["WanVae"]):
     def _load(self, device: torch.device) -> Any:
         if self._loaded is None:
             vae = self._opened.build()
-            stored = read_tensors(self._opened.weights)
-            set_parameters(vae, {name: tensor.to(self._dtype) for name, tensor in stored.items()})
+            set_parameters(vae, read_component(self._opened.weights, self._opened.scales, self._dtype))
             self._loaded = vae
         return self._loaded.to(device)
 
     def _encoder_config(self) -> Mapping[str, Any]:
-        if isinstance(self._opened, TinyVaeWeights):
-            raise VaeInputError(
-                f"{self._opened.path} is a tiny VAE, which only decodes: take {family_of(self.space).file} to encode"
-            )
+        self.check_encodes()
+        assert isinstance(self._opened, VaeWeights), "tiny VAEs do not encode"
         return self._opened.config
 
     def _check_video(self, video: torch.Tensor) -> None:

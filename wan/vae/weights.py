@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,18 @@ import torch
 from ...offload import FileTensor
 from ..checkpoint.components import (
     CONFIG,
+    CONVERTED_DTYPES,
+    STORED_DTYPES,
+    ComponentFile,
     build_on_meta,
-    component_weights,
+    component_file,
     match_weights,
+    precision_warnings,
     read_config,
     require_config,
     require_sizes,
 )
-from ..checkpoint.files import CheckpointError
+from ..checkpoint.files import CheckpointError, read_checkpoint
 from ..latent_space import SPACES, WAN21, WAN22, LatentSpace
 from .memory import decode_pixel_bytes
 from .tiles import decoded_frames
@@ -108,6 +113,7 @@ _STAGES = {
     "temperal_downsample": [False, True, True],
 }
 
+RGB = 3
 FIRST_CONVOLUTION = "encoder.conv_in.weight"
 LAST_CONVOLUTION = "decoder.conv_out.weight"
 
@@ -136,13 +142,19 @@ FAMILIES = (
     ),
 )
 
-NATIVE_MARK = "encoder.downsamples.0."
-DIFFUSERS_MARK = "encoder.down_blocks.0."
-# Names that only the VAE of Wan2.2 has: two native ones and one of diffusers.
+NATIVE_MARK = "decoder.middle.0.residual.0.gamma"
+DIFFUSERS_MARK = "decoder.mid_block.resnets.0.norm1.gamma"
+MARKS = (NATIVE_MARK, DIFFUSERS_MARK)
+"""Names, native and of diffusers, of a tensor that every VAE of Wan has."""
+ROOTS = ("encoder", "decoder", "conv1", "conv2", "quant_conv", "post_quant_conv")
+ENCODER_ROOTS = ("encoder.", "conv1.", "quant_conv.")
+"""Starts of the names of tensors that only encoding uses."""
+# Names that only the VAE of Wan2.2 has: two native ones and two of diffusers.
 WAN22_MARKS = (
     "decoder.upsamples.0.upsamples.",
     "encoder.downsamples.0.downsamples.",
     "encoder.down_blocks.0.resnets.0.norm1.gamma",
+    "decoder.up_blocks.0.upsampler.",
 )
 # Names of the VAEs of SD and Flux, native and of diffusers.
 IMAGE_VAE_MARKS = ("decoder.up.0.block.0.", "decoder.up_blocks.0.resnets.0.norm1.weight")
@@ -166,6 +178,12 @@ class VaeWeights:
     """Config of diffusers' AutoencoderKLWan."""
     weights: Mapping[str, FileTensor]
     """Location of each parameter."""
+    scales: Mapping[str, FileTensor] = field(default_factory=dict)
+    """Location of the scale of each scaled parameter."""
+    notes: tuple[str, ...] = ()
+    """Sentences about tensors of the file that are not used."""
+    warnings: tuple[str, ...] = ()
+    """Sentences about a loss of precision."""
 
     dtypes = (torch.float32, torch.bfloat16)
     """Compute dtypes. Not fp16: activations may exceed the largest fp16 number."""
@@ -174,9 +192,15 @@ class VaeWeights:
     def space(self) -> LatentSpace:
         return self.family.space
 
+    @property
+    def encodes(self) -> bool:
+        """False for a file with a decoder only."""
+        return FIRST_CONVOLUTION in self.weights
+
     def build(self) -> AutoencoderKLWan:
-        """Return the VAE on `meta`, without its weights."""
-        return _build(self.path, self.config)
+        """Return the VAE on `meta`, without its weights; without an encoder if the file has none."""
+        vae = _build(self.path, self.config)
+        return vae if self.encodes else _without_encoder(vae)
 
     def decode_pixel_bytes(self, latent_frames: int, dtype: torch.dtype) -> int:
         """Return the bytes for each latent pixel that is decoded at once, see `memory.decode_pixel_bytes`."""
@@ -205,31 +229,61 @@ def open_vae_folder(folder: Path) -> VaeWeights:
     family = family_of(WAN22 if config.get("z_dim") == WAN22.channels else WAN21)
     require_config(folder, config, family.config, f"the VAE of {' or of '.join(space.models for space in SPACES)}")
     require_sizes(folder, config, family.widths)
+    stored = component_file(read_checkpoint(folder), marks=MARKS, roots=ROOTS)
     path = folder / CONFIG
-    weights = component_weights(folder, _build(path, config))
-    return VaeWeights(path=path, family=family, config=config, weights=weights)
+    weights = match_weights(folder, stored.weights, _build(path, config), dtypes=(*STORED_DTYPES, *CONVERTED_DTYPES))
+    return _opened(path, family, config, weights, stored.scales, stored)
 
 
-def open_vae_file(path: Path, stored: Mapping[str, FileTensor]) -> VaeWeights:
-    """Open a single file with the tensors `stored`.
+def open_vae_file(path: Path, stored: ComponentFile) -> VaeWeights:
+    """Open a single file with these tensors.
 
     Raises:
         CheckpointFileError: the file is damaged or of another model.
     """
-    family = _family_in(path, stored)
-    native = any(key.startswith(NATIVE_MARK) for key in stored)
-    key_of = family.native_name if native else str
-    widths = {name: _width(path, stored, key_of(parameter), at) for name, (parameter, at) in family.widths.items()}
+    tensors = stored.weights
+    family = _family_in(path, tensors)
+    key_of = family.native_name if NATIVE_MARK in tensors else str
+    decodes_only = not any(key.startswith("encoder.") for key in tensors)
+    if decodes_only:
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(ENCODER_ROOTS)}
+    _refuse_other_heads(path, tensors, key_of(LAST_CONVOLUTION), family)
+    places = {**dict.fromkeys(family.widths, (LAST_CONVOLUTION, 1)), **({} if decodes_only else family.widths)}
+    widths = {name: _width(path, tensors, key_of(parameter), at) for name, (parameter, at) in places.items()}
     config = {**family.config, **widths}
     vae = _build(path, config)
+    if decodes_only:
+        vae = _without_encoder(vae)
     names = {key_of(name): name for name, _ in vae.named_parameters()}
-    tensors: dict[str, FileTensor] = {}
-    for key, tensor in stored.items():
-        if names.get(key, key) in tensors:
+    renamed: dict[str, FileTensor] = {}
+    for key, tensor in tensors.items():
+        if names.get(key, key) in renamed:
             raise CheckpointError(path, f"{key} means the same parameter as another key")
-        tensors[names.get(key, key)] = tensor
-    weights = match_weights(path, tensors, vae, described_by="the rest of the file", key_of=key_of)
-    return VaeWeights(path=path, family=family, config=config, weights=weights)
+        renamed[names.get(key, key)] = tensor
+    weights = match_weights(
+        path,
+        renamed,
+        vae,
+        dtypes=(*STORED_DTYPES, *CONVERTED_DTYPES),
+        described_by="the rest of the file",
+        key_of=key_of,
+    )
+    scales = {names[key]: scale for key, scale in stored.scales.items() if key in names}
+    return _opened(path, family, config, weights, scales, stored)
+
+
+def _opened(
+    path: Path,
+    family: VaeFamily,
+    config: Mapping[str, Any],
+    weights: Mapping[str, FileTensor],
+    scales: Mapping[str, FileTensor],
+    stored: ComponentFile,
+) -> VaeWeights:
+    warnings = precision_warnings(path, weights.values(), f"use {family.file} in fp32 or bf16")
+    return VaeWeights(
+        path=path, family=family, config=config, weights=weights, scales=scales, notes=stored.notes, warnings=warnings
+    )
 
 
 def _build(path: Path, config: Mapping[str, Any]) -> AutoencoderKLWan:
@@ -238,16 +292,38 @@ def _build(path: Path, config: Mapping[str, Any]) -> AutoencoderKLWan:
     return build_on_meta(path, lambda: AutoencoderKLWan.from_config(config))
 
 
+def _without_encoder(vae: AutoencoderKLWan) -> AutoencoderKLWan:
+    vae.encoder = None
+    vae.quant_conv = None
+    return vae
+
+
 def _family_in(path: Path, tensors: Mapping[str, FileTensor]) -> VaeFamily:
     for key, tensor in tensors.items():
         if key.startswith(WAN22_MARKS):
             return family_of(WAN22)
         if key.startswith(IMAGE_VAE_MARKS):
             raise CheckpointError(path, f"is the VAE of an image model ({key} {list(tensor.shape)}); {REMEDY}")
-    if not any(key.startswith((NATIVE_MARK, DIFFUSERS_MARK)) for key in tensors):
+    if not any(mark in tensors for mark in MARKS):
         first = next((f"{key} {list(tensor.shape)}" for key, tensor in tensors.items()), "none")
         raise CheckpointError(path, f"is not a VAE of Wan: it has {len(tensors)} tensors (first: {first}); {REMEDY}")
     return family_of(WAN21)
+
+
+def _refuse_other_heads(path: Path, tensors: Mapping[str, FileTensor], key: str, family: VaeFamily) -> None:
+    """Refuse a decoder that returns several pixels for each of the published VAE's, as those that enlarge videos do."""
+    head = tensors.get(key)
+    usual = int(family.config.get("out_channels", RGB))
+    if head is None or not head.shape or head.shape[0] == usual:
+        return
+    times = isqrt(head.shape[0] // usual)
+    if times > 1 and head.shape[0] == usual * times**2:
+        size = "doubles the size of the video" if times == 2 else f"enlarges the video {times} times"
+        raise CheckpointError(
+            path,
+            f"is a VAE that {size}, which is not supported ({key} has {head.shape[0]} channels): use {family.file}",
+        )
+    raise CheckpointError(path, f"{key} has {head.shape[0]} channels; {usual} are expected: use {family.file}")
 
 
 def _width(path: Path, tensors: Mapping[str, FileTensor], key: str, dimension: int) -> int:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPImageProcessor, CLIPVisionModel
 
 from wanstream.testing.model import make_image_encoder, save_image_encoder
+from wanstream.testing.quantised import quantise
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.image_encoder import PIXEL_MEAN, PIXEL_STD, clip_pixels, open_image_encoder
 
@@ -74,15 +75,58 @@ def test_fp16_files_compute_in_fp32(encoder: CLIPVisionModel, images: torch.Tens
     assert 0 < (half - whole).norm() / whole.norm() < 2e-3
 
 
-def test_the_projection_and_old_numbers_of_places_are_passed_over(
-    file: Path, images: torch.Tensor, tmp_path: Path
+EXTRA: dict[str, torch.Tensor] = {
+    "visual_projection.weight": torch.zeros(1024, 1280),
+    "embeddings.position_ids": torch.arange(5)[None],
+    "logit_scale": torch.zeros(()),
+    "text_model.encoder.layers.0.mlp.fc1.weight": torch.zeros(2, 2),
+    "text_projection.weight": torch.zeros(2, 2),
+    "epoch": torch.zeros(1),
+}
+"""Tensors that files have next to those of the vision model."""
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["vision_model.", "visual.", "", "visual.vision_model.", "clip_vision.", "_orig_mod.vision_model.", "model."],
+)
+def test_prefixes_and_tensors_of_other_models_are_passed_over(
+    prefix: str, file: Path, images: torch.Tensor, tmp_path: Path
 ) -> None:
-    tensors = load_file(file)
-    tensors["visual_projection.weight"] = torch.zeros(1024, 1280)
-    tensors["vision_model.embeddings.position_ids"] = torch.arange(5)[None]
-    save_file(tensors, tmp_path / "old.safetensors")
-    old, new = (open_image_encoder(path).encode(images, device="cpu") for path in (tmp_path / "old.safetensors", file))
-    assert torch.equal(old.penultimate_hidden_states, new.penultimate_hidden_states)
+    tensors = {prefix + key.removeprefix("vision_model."): tensor for key, tensor in load_file(file).items()}
+    extra = {(prefix if "position" in key else "") + key: tensor for key, tensor in EXTRA.items()}
+    save_file(tensors | extra, tmp_path / "other.safetensors")
+    opened = open_image_encoder(tmp_path / "other.safetensors")
+    (note,) = opened.notes
+    assert "6 tensors that this model does not use are ignored" in note
+    found, expected = (each.encode(images, device="cpu") for each in (opened, open_image_encoder(file)))
+    assert torch.equal(found.penultimate_hidden_states, expected.penultimate_hidden_states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64], ids=str)
+@pytest.mark.parametrize("which", ["all", "matrices", "scaled"])
+def test_other_precisions_are_converted_with_a_warning(
+    dtype: torch.dtype, which: str, file: Path, images: torch.Tensor, tmp_path: Path
+) -> None:
+    stored, plain = {}, {}
+    for key, tensor in load_file(file).items():
+        scaled = which == "scaled" and dtype.itemsize == 1 and tensor.ndim == 2
+        values, scale = quantise(tensor, dtype) if scaled else (tensor.to(dtype), torch.tensor(1.0))
+        values = tensor if which != "all" and tensor.ndim != 2 else values
+        stored[key], plain[key] = values, values.float() * scale if values is not tensor else tensor
+        if scaled:
+            stored[key.replace(".weight", ".scale_weight")] = scale
+    if which == "scaled":
+        stored["scaled_fp8"] = torch.zeros(1, dtype=dtype)
+    save_file(stored, tmp_path / "other.safetensors")
+    save_file(plain, tmp_path / "plain.safetensors")
+    opened = open_image_encoder(tmp_path / "other.safetensors")
+    (warning,) = opened.warnings
+    assert str(dtype).removeprefix("torch.") in warning
+    found, expected = (
+        each.encode(images, device="cpu") for each in (opened, open_image_encoder(tmp_path / "plain.safetensors"))
+    )
+    assert torch.equal(found.penultimate_hidden_states, expected.penultimate_hidden_states)
 
 
 def test_the_middle_of_a_picture_is_what_clips_own_processor_takes() -> None:
@@ -143,7 +187,10 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda tensors: tensors.pop("vision_model.encoder.layers.1.mlp.fc2.bias"),
         r"vision_model.encoder.layers.1.mlp.fc2.bias \[1280\] is missing",
     ),
-    "another tensor": (lambda tensors: tensors.update(more=torch.zeros(1)), "more does not belong to the model"),
+    "another tensor": (
+        lambda tensors: tensors.update({"vision_model.encoder.more": torch.zeros(1)}),
+        r"encoder\.more does not belong to the model",
+    ),
 }
 
 

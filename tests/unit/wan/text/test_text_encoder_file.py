@@ -21,10 +21,11 @@ from wanstream.schema import OffloadPolicy
 from wanstream.testing.components import save_text_encoder_file, save_text_encoder_folders
 from wanstream.testing.number_formats import ENCODERS, MixedLayout
 from wanstream.testing.quantised import FP8_LAYOUTS, quantise
-from wanstream.testing.tokenizer import VOCABULARY
+from wanstream.testing.tokenizer import VOCABULARY, sentencepiece_model
 from wanstream.testing.weights import make_text_encoder
 from wanstream.wan.text import encoder as text_encoder
 from wanstream.wan.text.encoder import open_text_encoder
+from wanstream.wan.text.tokenizer import tokenizer_beside
 
 FP8 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -43,6 +44,7 @@ PEAK = """
 import sys
 import torch
 from wanstream.wan.text.encoder import open_text_encoder
+from wanstream.wan.text.tokenizer import tokenizer_beside
 
 
 def status(field):
@@ -200,8 +202,102 @@ class TestAgainstTheFolder:
 
         assert_equal(embeddings(changed(rename), torch.float32), embeddings(encoder_file(), torch.float32))
 
-    def test_the_tensor_that_comfyui_adds_is_ignored(self, changed: Callable[..., Path]) -> None:
-        open_text_encoder(changed(lambda tensors: tensors.update(logit_scale=torch.tensor(4.6))))
+
+ORIGINAL = (
+    ("encoder.final_layer_norm.", "norm."),
+    ("shared.", "token_embedding."),
+    ("encoder.block.", "blocks."),
+    (".layer.0.SelfAttention.relative_attention_bias.", ".pos_embedding.embedding."),
+    (".layer.0.SelfAttention.", ".attn."),
+    (".layer.0.layer_norm.", ".norm1."),
+    (".layer.1.layer_norm.", ".norm2."),
+    (".layer.1.DenseReluDense.wi_0.", ".ffn.gate.0."),
+    (".layer.1.DenseReluDense.wi_1.", ".ffn.fc1."),
+    (".layer.1.DenseReluDense.wo.", ".ffn.fc2."),
+)
+
+
+def original_names(tensors: Tensors) -> None:
+    """Change the names to those of Wan's own release, which has no tokenizer."""
+    del tensors["spiece_model"]
+    for key in list(tensors):
+        name = key
+        for theirs, own in ORIGINAL:
+            name = name.replace(theirs, own)
+        tensors[name] = tensors.pop(key)
+
+
+def prefixed(prefix: str) -> Callable[[Tensors], None]:
+    def edit(tensors: Tensors) -> None:
+        for key in list(tensors):
+            tensors[prefix + key] = tensors.pop(key)
+
+    return edit
+
+
+class TestFilesThatPeopleHave:
+    @pytest.mark.parametrize("fp8", [None, *(name for name in FP8_LAYOUTS if name != "metadata")])
+    def test_names_of_wans_own_release(
+        self, encoder_file: Callable[..., Path], changed: Callable[..., Path], tmp_path: Path, fp8: str | None
+    ) -> None:
+        path = changed(original_names, fp8=fp8)
+        (tmp_path / "other.safetensors").write_bytes(encoder_file().read_bytes())
+        assert "blocks.0.attn.k.weight" in load_file(path)
+        assert_equal(embeddings(path, torch.float32), embeddings(encoder_file(fp8=fp8), torch.float32))
+
+    @pytest.mark.parametrize(
+        "prefix", ["text_encoders.umt5xxl.", "text_encoders.umt5xxl.transformer.", "model.", "_orig_mod.", "x.y.z."]
+    )
+    @pytest.mark.parametrize("fp8", [None, "scaled_fp8"])
+    def test_a_prefix_is_removed(
+        self, encoder_file: Callable[..., Path], changed: Callable[..., Path], prefix: str, fp8: str | None
+    ) -> None:
+        path = changed(prefixed(prefix), fp8=fp8)
+        assert_equal(embeddings(path, torch.float32), embeddings(encoder_file(fp8=fp8), torch.float32))
+
+    @pytest.mark.parametrize(
+        "extra", ["logit_scale", "lm_head.weight", "decoder.block.0.layer.0.SelfAttention.q.weight", "epoch"]
+    )
+    def test_tensors_that_encoding_does_not_use_are_ignored_with_a_line(
+        self, encoder_file: Callable[..., Path], changed: Callable[..., Path], extra: str
+    ) -> None:
+        path = changed(lambda tensors: tensors.update({extra: torch.zeros(2, 2)}))
+        assert_equal(embeddings(path, torch.float32), embeddings(encoder_file(), torch.float32))
+        assert open_text_encoder(path).notes == (
+            f"changed.safetensors: 1 tensors that this model does not use are ignored: {extra}",
+        )
+
+    @pytest.mark.parametrize(
+        "place",
+        [
+            "other.safetensors",
+            "a.safetensors",
+            "spiece.model",
+            "google/umt5-xxl/spiece.model",
+            "tokenizer/spiece.model",
+        ],
+    )
+    def test_the_tokenizer_of_a_file_next_to_it(
+        self, encoder_file: Callable[..., Path], changed: Callable[..., Path], tmp_path: Path, place: str
+    ) -> None:
+        path, beside = changed(lambda tensors: tensors.pop("spiece_model")), tmp_path / place
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        if beside.suffix == ".model":
+            beside.write_bytes(sentencepiece_model())
+        else:
+            save_file({"encoder.spiece_model": load_file(encoder_file())["spiece_model"]}, beside)
+        (tmp_path / "0.safetensors").write_bytes(b"damaged")
+        save_file({"spiece_model": torch.zeros(9, dtype=torch.uint8)}, tmp_path / "1.safetensors")
+        save_file({"model.norm.weight": torch.zeros(2)}, tmp_path / "2.safetensors")
+
+        assert open_text_encoder(path).notes == (f"changed.safetensors has no tokenizer: that of {place} is used",)
+        assert_equal(embeddings(path, torch.float32), embeddings(encoder_file(), torch.float32))
+
+    @pytest.mark.parametrize("rows", [len(VOCABULARY) - 1, len(VOCABULARY) + 128])
+    def test_a_tokenizer_of_another_size_is_not_taken(self, tmp_path: Path, rows: int) -> None:
+        (tmp_path / "spiece.model").write_bytes(sentencepiece_model())
+        with pytest.raises(CheckpointFileError, match="has no tokenizer"):
+            tokenizer_beside(tmp_path / "umt5.safetensors", rows=rows)
 
 
 class TestMemory:
@@ -290,7 +386,7 @@ class TestBadFiles:
     @pytest.mark.parametrize(
         ("edit", "message"),
         [
-            (lambda t: t.pop("spiece_model"), r"has no tokenizer \(spiece_model\): use .*umt5_xxl_fp16"),
+            (lambda t: t.pop("spiece_model"), r"has no tokenizer \(spiece_model\), nor has .*umt5_xxl_fp16.* into its"),
             (lambda t: t.update(spiece_model=t["spiece_model"][:-9].clone()), "spiece_model is not a tokenizer"),
             (lambda t: t.update({TABLE: t[TABLE][:100].clone()}), "has 193 tokens, but the token table has 100 rows"),
             (lambda t: t.pop(TABLE), r"shared\.weight is missing"),
@@ -313,13 +409,9 @@ class TestBadFiles:
                 r"block\.0.*SelfAttention\.k\.weight is \[64, 4096\]; the rest of the file requires \[32, 4096\]",
             ),
             (lambda t: t.update({"encoder.block.7.x": torch.zeros(1)}), r"encoder\.block\.2 is missing"),
-            (lambda t: t.update(other=torch.zeros(1)), "other does not belong"),
+            (lambda t: t.update({"encoder.other": torch.zeros(1)}), r"encoder\.other does not belong"),
             (lambda t: t.update({QUERIES: t[QUERIES].to(torch.int8)}), r"q\.weight is torch\.int8; one of float32"),
             (lambda t: t.pop(POSITIONS.format(1)), "is a T5 .*, not UMT5"),
-            (
-                lambda t: t.update({"token_embedding.weight": t.pop(TABLE)}),
-                r"the names of Wan's own release \(token_embedding\.weight\), which has no tokenizer: use umt5_xxl",
-            ),
             (lambda t: t.clear() or t.update({"text_model.x": torch.zeros(2)}), r"1 tensors \(first: text_model.x\)"),
         ],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.testing.components import save_vae_file, save_vae_folder
+from wanstream.testing.quantised import quantise
 from wanstream.testing.weights import make_vae
 from wanstream.wan.latent_space import WAN22
-from wanstream.wan.vae.vae import open_vae
+from wanstream.wan.vae.vae import VaeInputError, open_vae
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -86,6 +88,121 @@ class TestAgainstTheFolder:
 
         assert json.loads((tmp_path / "vae" / "config.json").read_text())["base_dim"] == 16
         assert_equal(tmp_path / "vae.safetensors", tmp_path)
+
+
+def renamed(prefix: str) -> Callable[[Tensors], None]:
+    def edit(tensors: Tensors) -> None:
+        for key in list(tensors):
+            tensors[prefix + key] = tensors.pop(key)
+
+    return edit
+
+
+def with_more(**more: torch.Tensor) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({key.replace("__", "."): tensor for key, tensor in more.items()})
+
+
+def head(channels: int) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({"decoder.head.2.weight": torch.zeros(channels, 8, 3, 3, 3)})
+
+
+def decoded(path: Path, channels: int = 16) -> torch.Tensor:
+    with open_vae(path) as vae:
+        return vae.decode(noise(1, channels, 2, 1, 2), device="cpu")
+
+
+def assert_same_weights(path: Path, other: Path) -> None:
+    with open_vae(path) as found, open_vae(other) as expected:
+        own, others = (vae._load(torch.device("cpu")).state_dict() for vae in (found, expected))
+    assert own.keys() == others.keys()
+    assert all(torch.equal(own[name], others[name]) for name in own)
+
+
+class TestFilesThatPeopleHave:
+    PREFIXES = (
+        *("model.", "vae.", "first_stage_model.", "_orig_mod.", "module.", "unknown."),
+        *("model.vae.", "state_dict.vae.", "first_stage_model._orig_mod."),
+    )
+
+    @pytest.mark.parametrize("prefix", PREFIXES)
+    def test_a_prefix_is_removed(self, changed: Callable[..., Path], vae_file: Path, prefix: str) -> None:
+        assert_same_weights(changed(renamed(prefix)), vae_file)
+
+    @pytest.mark.parametrize(
+        ("edit", "ignored"),
+        [
+            (with_more(epoch=torch.zeros(1)), "1 tensors .*: epoch"),
+            (
+                with_more(optimizer__state__0__step=torch.zeros(1), global_step=torch.zeros(1)),
+                "2 tensors .*global_step",
+            ),
+            (with_more(loss__discriminator__0__weight=torch.zeros(2), logvar=torch.zeros(())), "logvar"),
+            (
+                lambda t: renamed("vae.")(t) or with_more(model__diffusion_model__blocks__0__bias=torch.zeros(3))(t),
+                r"blocks\.0\.bias",
+            ),
+        ],
+    )
+    def test_tensors_that_a_vae_does_not_use_are_ignored_with_a_line(
+        self, changed: Callable[..., Path], vae_file: Path, edit: Callable[[Tensors], Any], ignored: str
+    ) -> None:
+        path = changed(edit)
+        assert_same_weights(path, vae_file)
+        [note] = open_vae(path).notes
+        assert re.search(f"changed.safetensors: .*{ignored}", note)
+
+    @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64], ids=str)
+    @pytest.mark.parametrize("which", ["all", "matrices", "one"])
+    def test_other_precisions_are_converted_with_a_warning(
+        self, changed: Callable[..., Path], tmp_path: Path, dtype: torch.dtype, which: str
+    ) -> None:
+        def cast(tensors: Tensors) -> None:
+            for key, tensor in tensors.items():
+                if which == "all" or (tensor.ndim > 1 if which == "matrices" else key == "decoder.conv1.weight"):
+                    tensors[key] = tensor.to(dtype)
+
+        path = changed(cast)
+        with open_vae(path) as vae:
+            (warning,) = vae.warnings
+            assert str(dtype).removeprefix("torch.") in warning
+            assert "wan_2.1_vae.safetensors" in warning
+        save_file({key: tensor.float() for key, tensor in load_file(path).items()}, tmp_path / "plain.safetensors")
+        assert_same_weights(path, tmp_path / "plain.safetensors")
+
+    def test_scales_are_applied(self, changed: Callable[..., Path], tmp_path: Path) -> None:
+        plain: Tensors = {}
+
+        def scale(tensors: Tensors) -> None:
+            plain.update(tensors)
+            values, factor = quantise(tensors["decoder.conv1.weight"])
+            plain["decoder.conv1.weight"] = values.float() * factor
+            tensors.update({"decoder.conv1.weight": values, "decoder.conv1.scale_weight": factor})
+            tensors["scaled_fp8"] = torch.zeros(1, dtype=values.dtype)
+
+        path = changed(scale)
+        save_file(plain, tmp_path / "plain.safetensors")
+        assert_same_weights(path, tmp_path / "plain.safetensors")
+
+    @pytest.mark.parametrize("names", ["native", "diffusers", "Wan2.2", "Wan2.2 of diffusers"])
+    @pytest.mark.parametrize("dropped", ["encoder", "encoder and quant_conv"])
+    def test_a_decoder_alone_decodes_and_does_not_encode(
+        self, vae_file: Path, wan22_vae: Path, tmp_path: Path, names: str, dropped: str
+    ) -> None:
+        if names == "diffusers":
+            save_vae_folder(make_vae(seed=0), tmp_path / "vae")
+        path = {
+            "native": vae_file,
+            "diffusers": tmp_path / "vae" / WEIGHTS,
+            "Wan2.2": wan22_vae / "wan2.2_vae.safetensors",
+            "Wan2.2 of diffusers": wan22_vae / "vae" / WEIGHTS,
+        }[names]
+        gone = ("encoder.", "conv1.", "quant_conv.") if "quant" in dropped else ("encoder.",)
+        kept = {key: tensor for key, tensor in load_file(path).items() if not key.startswith(gone)}
+        save_file(kept, tmp_path / "decoder.safetensors")
+        channels = 48 if "2.2" in names else 16
+        assert torch.equal(decoded(tmp_path / "decoder.safetensors", channels), decoded(path, channels))
+        with open_vae(tmp_path / "decoder.safetensors") as vae, pytest.raises(VaeInputError, match="has no encoder"):
+            vae.encode(torch.zeros(1, 32, 32, 3), device="cpu")
 
 
 class TestWan22:
@@ -178,10 +295,27 @@ class TestBadFiles:
                 r"conv2\.weight is \[48, 48, 1, 1, 1\]; the rest of the file requires \[16, 16, 1, 1, 1\]",
             ),
             (
-                lambda t: t.update({"conv1.bias": t["conv1.bias"].to(torch.float8_e4m3fn)}),
-                r"conv1\.bias is torch\.float8_e4m3fn; one of float32, float16, bfloat16 is expected",
+                lambda t: t.update({"conv1.bias": t["conv1.bias"].to(torch.int8)}),
+                r"conv1\.bias is torch\.int8; one of float32, float16, bfloat16, float64, .* is expected",
             ),
-            (lambda t: t.update(other=torch.zeros(1)), "other does not belong"),
+            (
+                lambda t: t.update({"_orig_mod.conv1.bias": t["conv1.bias"] + 1}),
+                r"holds conv1\.bias twice, as .*_orig_mod",
+            ),
+            (
+                lambda t: t.update({f"ema.{key}": tensor.clone() for key, tensor in list(t.items())}),
+                "2 models of one kind, under the prefixes .*'ema.'",
+            ),
+            (
+                head(12),
+                r"a VAE that doubles the size of the video.*decoder\.head\.2\.weight has 12 channels.*: use wan_",
+            ),
+            (head(27), "a VAE that enlarges the video 3 times"),
+            (head(5), r"head\.2\.weight has 5 channels; 3 are expected: use wan_2\.1_vae"),
+            (
+                lambda t: [t.pop(key) for key in list(t) if key.startswith("encoder.middle.")],
+                r"encoder\.middle.* is missing",
+            ),
             (
                 lambda t: t.update({"decoder.upsamples.x.residual": torch.zeros(1)}),
                 r"upsamples\.x\.residual does not belong",
