@@ -13,11 +13,18 @@ from ..schema import FRAMES_PER_LATENT, PIXELS_PER_LATENT, WorkersRef
 from ..wan import BY_FILE_NAME, LATENT_SCALES, VAE_DTYPES
 from . import sockets
 from .runs.decode import (
-    DECODER_FOLDERS,
     DecodeSettings,
     decode_images,
     decode_to_file,
     requested_tiling,
+)
+from .runs.file_checks import (
+    DECODER_FOLDERS,
+    ENCODER_FOLDERS,
+    PREVIEW_FOLDERS,
+    check_decoder,
+    check_preview_vae,
+    reports_ui,
 )
 from .runs.latent_backup import keep_latent_until_done
 from .runs.preview import PreviewSettings, check_frames
@@ -32,7 +39,7 @@ VAE_TOOLTIP = (
 def vae_input() -> io.Input:
     """Return the input for the file or folder of a VAE that encodes."""
     # Not a constant: the files in the folders may change until the next schema.
-    return io.Combo.Input("vae", options=current_host().model_names("diffusers", "vae"), tooltip=VAE_TOOLTIP)
+    return io.Combo.Input("vae", options=current_host().model_names(*ENCODER_FOLDERS), tooltip=VAE_TOOLTIP)
 
 
 def decoder_input() -> io.Input:
@@ -148,6 +155,8 @@ def video_preview(file: OutputFile) -> ui.PreviewVideo:
 class WanStreamDecodeVideo(io.ComfyNode):
     """Decoder that writes its frames straight into an MP4."""
 
+    LISTED_INPUTS = ("vae", "compute_dtype", "latent_scale")
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -176,11 +185,18 @@ class WanStreamDecodeVideo(io.ComfyNode):
 
     @classmethod
     def validate_inputs(
-        cls, filename_prefix: str | None = None, fps: float | None = None, tile_size: int | None = None
+        cls,
+        vae: str | None = None,
+        filename_prefix: str | None = None,
+        fps: float | None = None,
+        tile_size: int | None = None,
+        compute_dtype: str | None = None,
+        latent_scale: str | None = BY_FILE_NAME,
     ) -> bool:
         check_name(filename_prefix)
         check_rate(fps)
         requested_tiling(tile_size)
+        check_decoder(vae, compute_dtype, latent_scale)
         return True
 
     @classmethod
@@ -195,6 +211,7 @@ class WanStreamDecodeVideo(io.ComfyNode):
         latent_scale: str = BY_FILE_NAME,
         **encoding: Any,
     ) -> io.NodeOutput:
+        report = check_decoder(vae, compute_dtype, latent_scale)
         settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype, latent_scale)
         with current_host().ledger().phase("decode", current_host().device()):
             file = decode_to_file(
@@ -205,11 +222,13 @@ class WanStreamDecodeVideo(io.ComfyNode):
                 metadata=graph_of(cls.hidden),
                 **encoding,
             )
-        return io.NodeOutput(ui=video_preview(file))
+        return io.NodeOutput(ui={**video_preview(file).as_dict(), **(reports_ui(report) or {})})
 
 
 class WanStreamVAEDecode(io.ComfyNode):
     """Decoder that returns images."""
+
+    LISTED_INPUTS = ("vae", "compute_dtype", "latent_scale")
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -242,8 +261,15 @@ class WanStreamVAEDecode(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, tile_size: int | None = None) -> bool:
+    def validate_inputs(
+        cls,
+        vae: str | None = None,
+        tile_size: int | None = None,
+        compute_dtype: str | None = None,
+        latent_scale: str | None = BY_FILE_NAME,
+    ) -> bool:
         requested_tiling(tile_size)
+        check_decoder(vae, compute_dtype, latent_scale)
         return True
 
     @classmethod
@@ -257,17 +283,17 @@ class WanStreamVAEDecode(io.ComfyNode):
         compute_dtype: str = "fp32",
         latent_scale: str = BY_FILE_NAME,
     ) -> io.NodeOutput:
+        report = check_decoder(vae, compute_dtype, latent_scale)
         settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype, latent_scale)
         with current_host().ledger().phase("decode", current_host().device()):
             videos, notes = decode_images(settings, latent["samples"], workers, node_id=cls.hidden.unique_id)
-        return io.NodeOutput(videos.flatten(0, 1), ui=ui.PreviewText("\n".join(notes)) if notes else None)
-
-
-PREVIEW_FOLDERS = ("vae_approx", "vae")
+        return io.NodeOutput(videos.flatten(0, 1), ui=reports_ui(report, notes=notes))
 
 
 class WanStreamPreview(io.ComfyNode):
     """Settings of moving previews, with the file of the tiny VAE checked."""
+
+    LISTED_INPUTS = ("vae", "latent_scale")
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -312,9 +338,12 @@ class WanStreamPreview(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, frames: int | None = None) -> bool:
+    def validate_inputs(
+        cls, vae: str | None = None, latent_scale: str | None = BY_FILE_NAME, frames: int | None = None
+    ) -> bool:
         if isinstance(frames, int):  # a linked value is None until the run
             check_frames(frames)
+        check_preview_vae(vae, latent_scale)
         return True
 
     @classmethod
@@ -322,7 +351,7 @@ class WanStreamPreview(io.ComfyNode):
         chosen = PreviewSettings(vae=current_host().model_path(vae, *PREVIEW_FOLDERS), **settings)
         # Opened here so that a bad file is reported on this node and not on the sampler. Only its header is read.
         chosen.open(current_host().device()).close()
-        return io.NodeOutput(chosen)
+        return io.NodeOutput(chosen, ui=reports_ui(check_preview_vae(vae, chosen.latent_scale)))
 
 
 class WanStreamSaveVideo(io.ComfyNode):

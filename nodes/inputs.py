@@ -95,9 +95,14 @@ def warnings_ui(warnings: Sequence[str], notes: Sequence[str] = ()) -> dict[str,
     """
     if not warnings:
         return {"text": ["\n".join(notes)]} if notes else None
-    if current_host().strict():
-        raise StrictError(f"{'; '.join(warnings)}. This is an error because the run is strict")
+    refuse_if_strict(warnings)
     for warning in warnings:
         logger.warning("%s", warning)
     lines = [*(f"Warning: {warning}" for warning in warnings), *notes]
     return {"text": ["\n".join(lines)], WARNINGS: list(warnings)}
+
+
+def refuse_if_strict(warnings: Sequence[str]) -> None:
+    """Raise StrictError if there are warnings and the host is strict."""
+    if warnings and current_host().strict():
+        raise StrictError(f"{'; '.join(warnings)}. This is an error because the run is strict")

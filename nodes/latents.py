@@ -24,6 +24,15 @@ from ..schema import FP32_BYTES, VideoShape, format_need
 from ..wan import SPACES, WAN21, LatentSpace, open_image_encoder, open_vae
 from .decode import vae_input
 from .runs.decode import encode_here
+from .runs.file_checks import (
+    CLIP_FOLDERS,
+    ENCODER_FOLDERS,
+    NONE,
+    FileReport,
+    check_clip_vision,
+    check_encoder,
+    reports_ui,
+)
 
 MODELS = {space.models: space for space in SPACES}
 MAX_SIZE = {"width": 4096, "height": 4096, "frames": 1025}
@@ -95,7 +104,7 @@ def check_video_ram(shape: VideoShape, name: str) -> None:
 
 def vae_of(name: str) -> tuple[Path, LatentSpace]:
     """Return the path of the VAE that `vae_input` names, and the space of its latents."""
-    path = current_host().model_path(name, "diffusers", "vae")
+    path = current_host().model_path(name, *ENCODER_FOLDERS)
     return path, open_vae(path).space
 
 
@@ -163,7 +172,6 @@ class WanStreamEmptyLatent(io.ComfyNode):
 Conditioning = list[list[Any]]
 """ComfyUI's CONDITIONING: pairs of an embedding [1, L, 4096] and a dictionary with its extra values."""
 
-NONE = "none"
 CROPS = {"none": False, "center": True}
 
 
@@ -174,7 +182,7 @@ def prompt_inputs() -> list[io.Input]:
 
 
 def clip_vision_input(tooltip: str) -> io.Input:
-    names = [NONE, *current_host().model_names("diffusers", "clip_vision")]
+    names = [NONE, *current_host().model_names(*CLIP_FOLDERS)]
     return io.Combo.Input("clip_vision", options=names, default=NONE, optional=True, tooltip=tooltip)
 
 
@@ -185,18 +193,33 @@ def condition_outputs() -> list[io.Output]:
 
 
 def conditioned(
-    positive: Conditioning, negative: Conditioning, values: Mapping[str, object], latent: Mapping[str, torch.Tensor]
+    positive: Conditioning,
+    negative: Conditioning,
+    values: Mapping[str, object],
+    latent: Mapping[str, torch.Tensor],
+    *reports: FileReport,
 ) -> io.NodeOutput:
-    """Return both prompts with `values`, and the latent."""
-    return io.NodeOutput(added(positive, values), added(negative, values), latent)
+    """Return both prompts with `values`, the latent, and the reports about the node's files."""
+    return io.NodeOutput(added(positive, values), added(negative, values), latent, ui=reports_ui(*reports))
 
 
 class SizedNode(io.ComfyNode):
-    """Node with `SIZE_INPUTS`, which are checked before any node runs."""
+    """Node with `SIZE_INPUTS`, a VAE and perhaps an image encoder, which are checked before any node runs."""
+
+    LISTED_INPUTS = ("vae", "clip_vision")
 
     @classmethod
-    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
+    def validate_inputs(
+        cls,
+        vae: str | None = None,
+        width: int | None = None,
+        height: int | None = None,
+        frames: int | None = None,
+        clip_vision: str | None = None,
+    ) -> bool:
         check_size(width=width, height=height, frames=frames)
+        check_encoder(vae)
+        check_clip_vision(clip_vision)
         return True
 
 
@@ -260,20 +283,22 @@ class WanStreamImageToVideo(SizedNode):
         shape = video_shape(space, **size)
         if space != WAN21:
             _check_one_image(end_image, clip_vision)
-            return io.NodeOutput(positive, negative, _latent_from_image(path, image, shape, batch_size))
+            latent = _latent_from_image(path, image, shape, batch_size)
+            return io.NodeOutput(positive, negative, latent, ui=reports_ui(check_encoder(vae)))
         check_video_ram(shape, "the video with the start image")
         video = video_with_start_end(image, end_image, shape)
         mask = _start_mask(image, end_image, shape)
         values: dict[str, object] = {"concat_latent_image": encode_here(path, video), "concat_mask": mask}
         if clip_vision != NONE:
             values[IMAGE_EMBEDDING_KEY] = image_embedding(image, clip_vision, crop=CROPS[clip_crop])
-        return conditioned(positive, negative, values, empty_latent(space, shape, batch_size))
+        reports = check_encoder(vae), check_clip_vision(clip_vision)
+        return conditioned(positive, negative, values, empty_latent(space, shape, batch_size), *reports)
 
 
 def image_embedding(image: torch.Tensor, clip_vision: str, *, crop: bool = False) -> object:
     """Return the CLIP embedding of the first of `image` by the encoder of that name."""
     host = current_host()
-    encoder = open_image_encoder(host.model_path(clip_vision, "diffusers", "clip_vision"))
+    encoder = open_image_encoder(host.model_path(clip_vision, *CLIP_FOLDERS))
     return encoder.encode(image[:1], device=host.device(), crop=crop)
 
 

@@ -23,6 +23,7 @@ from ..wan import (
 )
 from . import sockets
 from .inputs import warnings_ui
+from .runs.file_checks import LORA_FOLDERS, NONE, check_lora
 
 SAME_FOLDER = "from the same pipeline folder"
 
@@ -201,13 +202,10 @@ class WanStreamOneExpert(io.ComfyNode):
         return io.NodeOutput(ref, ui=_opened_ui(ref, open_here(ref)))
 
 
-NONE = "none"
-
-_FOLDER = "loras"
-
-
 class WanStreamLora(io.ComfyNode):
     """Experts with one more LoRA each, which was checked to fit."""
+
+    LISTED_INPUTS = ("high_noise", "low_noise")
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -242,8 +240,12 @@ class WanStreamLora(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, strength_steps: str | None = None) -> bool:
+    def validate_inputs(
+        cls, high_noise: str | None = None, low_noise: str | None = None, strength_steps: str | None = None
+    ) -> bool:
         parse_step_strengths(strength_steps or "")
+        for name in (high_noise, low_noise):
+            check_lora(name)
         return True
 
     @classmethod
@@ -259,8 +261,8 @@ class WanStreamLora(io.ComfyNode):
         if high_noise == low_noise == NONE:
             return io.NodeOutput(experts)
         lora = LoraRef(
-            high_noise=None if high_noise == NONE else current_host().model_path(high_noise, _FOLDER),
-            low_noise=None if low_noise == NONE else current_host().model_path(low_noise, _FOLDER),
+            high_noise=None if high_noise == NONE else current_host().model_path(high_noise, *LORA_FOLDERS),
+            low_noise=None if low_noise == NONE else current_host().model_path(low_noise, *LORA_FOLDERS),
             strength_high=strength_high,
             strength_low=strength_low,
             steps=parse_step_strengths(strength_steps),
@@ -280,7 +282,7 @@ class WanStreamLora(io.ComfyNode):
 def _file(name: str, steps: str) -> io.Combo.Input:
     return io.Combo.Input(
         name,
-        options=[NONE, *current_host().model_names(_FOLDER)],
+        options=[NONE, *current_host().model_names(*LORA_FOLDERS)],
         default=NONE,
         tooltip=f"The LoRA for the expert of the {steps}. Costs its own size in RAM (0.6 GB at rank 64 in bf16) twice, "
         "2 % more bytes per block at rank 64, and no device memory worth naming.",

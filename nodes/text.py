@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from ..host import current_host, io, search_aliases
+from .runs.file_checks import TEXT_FOLDERS, check_text_encoder, reports_ui
 
 
 class WanStreamTextEncode(io.ComfyNode):
     """Conditioning of both prompts from the streamed UMT5 encoder."""
+
+    LISTED_INPUTS = ("text_encoder",)
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -20,7 +23,7 @@ class WanStreamTextEncode(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "text_encoder",
-                    options=current_host().model_names("diffusers", "text_encoders"),
+                    options=current_host().model_names(*TEXT_FOLDERS),
                     tooltip="UMT5-XXL: a umt5_xxl file, or a diffusers pipeline folder. Costs one read of 9 GB (bf16, "
                     "fp16; fp8 half of it) from disk per change of a prompt, and 0.8 GB of device memory instead "
                     "of 11.",
@@ -45,8 +48,14 @@ class WanStreamTextEncode(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, text_encoder: str | None = None) -> bool:
+        check_text_encoder(text_encoder)
+        return True
+
+    @classmethod
     def execute(cls, text_encoder: str, positive: str, negative: str) -> io.NodeOutput:
-        path, device = current_host().model_path(text_encoder, "diffusers", "text_encoders"), current_host().device()
+        path, device = current_host().model_path(text_encoder, *TEXT_FOLDERS), current_host().device()
         with current_host().ledger().phase("text", device):
             embeddings = current_host().encode_texts(path, [positive, negative])
-        return io.NodeOutput(*([[embedding, {"pooled_output": None}]] for embedding in embeddings))
+        conditionings = ([[embedding, {"pooled_output": None}]] for embedding in embeddings)
+        return io.NodeOutput(*conditionings, ui=reports_ui(check_text_encoder(text_encoder)))

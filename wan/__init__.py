@@ -28,6 +28,7 @@ from .experts.storage import STORAGES
 from .image_encoder import HEADS, PREFIX, WIDTH, open_image_encoder
 from .latent_file import LatentFileError, read_latent, write_latent
 from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normalise, space_of
+from .lora.file import open_lora
 from .text.embedding_cache import EmbeddingCache
 from .text.encoder import open_text_encoder
 from .transformer.forward import BlockCache, Lane, SkipDecision, forward_lanes
@@ -39,7 +40,7 @@ from .transformer.probe import block_pass, probe_block, probe_int8, random_block
 from .transformer.token_parts import Positions, TokenPart
 from .vae.memory import GB, HEAP_BYTES, DecodeNeeds, VaeMemoryError, choose_tiling, shared_tiling
 from .vae.tiles import TileBlender, Tiling, TilingError, crop, empty_frames
-from .vae.tiny import BY_FILE_NAME, LATENT_SCALES, TinyDecoder, TinyVaeConfig, TinyVaeError
+from .vae.tiny import BY_FILE_NAME, LATENT_SCALES, RAW, TinyDecoder, TinyVaeConfig, TinyVaeError
 from .vae.vae import (
     VAE_DTYPES,
     DecodeOutOfMemoryError,
@@ -63,6 +64,7 @@ __all__ = [
     "LATENT_SCALES",
     "OTHER_MODELS_OF_A_CHECKPOINT",
     "PREFIX",
+    "RAW",
     "SPACES",
     "STORAGES",
     "VAE_DTYPES",
@@ -119,6 +121,7 @@ __all__ = [
     "open_expert",
     "open_experts",
     "open_image_encoder",
+    "open_lora",
     "open_pair",
     "open_text_encoder",
     "open_tiny_vae",

@@ -110,7 +110,7 @@ def load_workflow(
         strict: raise an error instead of a warning for suspicious inputs.
     """
     by_id = nodes_by_id([*nodes, *CORE_NODES])
-    with host.opened(folders, device=device):
+    with host.opened(folders, device=device, strict=strict):
         verdict = validate_prompt(prompt, by_id)
     return Workflow(host=host, nodes=by_id, verdict=verdict, folders=folders, device=device, strict=strict)
 

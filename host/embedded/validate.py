@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -83,11 +83,23 @@ class NodeRules:
         everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         return frozenset(parameter.name for parameter in parameters).union(self.sockets if everything else ())
 
-    def own_faults(self, inputs: Mapping[str, Any], received: Mapping[str, str]) -> list[Fault]:
-        """Return the faults found by the class's own check. It gets None for linked inputs and those of a server."""
+    @property
+    def listed(self) -> frozenset[str]:
+        """Parameters of the class's own check that are compared with their lists all the same.
+
+        ComfyUI compares none of them, so the own check refuses other names too; the list has the better message.
+        """
+        return frozenset(getattr(self.own, "LISTED_INPUTS", ()))
+
+    def own_faults(self, inputs: Mapping[str, Any], received: Mapping[str, str], unlisted: Set[str]) -> list[Fault]:
+        """Return the faults found by the class's own check.
+
+        It gets None for linked inputs, those of a server, and choices that are not in their lists (`unlisted`).
+        """
         if self.own is None or not self.own_checked:
             return []
-        hidden = self.elsewhere | self.unchecked | {name for name, value in inputs.items() if as_link(value)}
+        linked = {name for name, value in inputs.items() if as_link(value)}
+        hidden = self.elsewhere | self.unchecked | unlisted | linked
         given = {name: None if name in hidden else inputs[name] for name in inputs if name in self.own_checked}
         types = {"input_types": dict(received)} if "input_types" in self.own_checked else {}
         result = self.own.validate_inputs(**given, **types)
@@ -378,6 +390,7 @@ class _Walk:
         inputs = self._prompt[node_id]["inputs"]
         faults = unknown_faults(inputs, rules)
         received: dict[str, str] = {}
+        unlisted: set[str] = set()
         sources_valid = True
         for name, socket in rules.sockets.items():
             if socket.io_type.startswith(NESTED):
@@ -390,8 +403,11 @@ class _Walk:
                 inputs[name], found = converted(socket, value, as_comfyui=rules.own is None)
                 if socket.io_type == "COMBO":
                     inputs[name] = listed_choice(socket, inputs[name])
-                if found is None and name not in (rules.own_checked - rules.elsewhere) | rules.unchecked:
+                own = rules.own_checked - rules.elsewhere - rules.listed
+                if found is None and name not in own | rules.unchecked:
                     found = value_fault(socket, inputs[name])
+                if found is not None:
+                    unlisted.add(name)
             elif len(value) != 2:
                 malformed = "Bad linked input, must be a length-2 list of [node_id, slot_index]"
                 found = fault("bad_linked_input", malformed, name, socket.about(received_value=value))
@@ -402,7 +418,7 @@ class _Walk:
                 if found is None and not self._validate(value[0], socket.about(linked_node=value)):
                     sources_valid = False
             faults += [found] if found else []
-        return faults + rules.own_faults(inputs, received), sources_valid
+        return faults + rules.own_faults(inputs, received, unlisted), sources_valid
 
     def _linked_type(self, socket: Socket, link: list[Any]) -> str:
         """Return the type of the linked output. Raises LookupError."""

@@ -32,11 +32,9 @@ from ...wan import (
     retry_with_smaller_tiles,
     space_of,
 )
+from .file_checks import DECODER_FOLDERS
 from .latent_backup import keep_latent_until_done
 from .video_file import write_mp4
-
-DECODER_FOLDERS = ("diffusers", "vae", "vae_approx")
-"""Model folders of VAEs that decode; tiny ones are in `vae_approx`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ from ..latents import (
     video_shape,
 )
 from ..runs.decode import encode_here
+from ..runs.file_checks import check_encoder
 
 REFERENCES = ("reference_image", "reference_image_2", "reference_image_3", "reference_image_4")
 
@@ -107,7 +108,7 @@ class WanStreamBernini(SizedNode):
         images = [references[name] for name in REFERENCES if references.get(name) is not None]
         context = _contexts(path, shape, source_video, reference_video, images, longest_side)
         values: dict[str, object] = {CONTEXT_KEY: context} if context else {}
-        return conditioned(positive, negative, values, empty_latent(WAN21, shape, batch_size))
+        return conditioned(positive, negative, values, empty_latent(WAN21, shape, batch_size), check_encoder(vae))
 
 
 def _vae(name: str) -> Path:

@@ -21,7 +21,6 @@ from ...schema import VideoShape
 from ...wan import WAN21, LatentSpace
 from ..decode import vae_input
 from ..latents import (
-    NONE,
     SIZE_INPUTS,
     Conditioning,
     SizedNode,
@@ -37,6 +36,7 @@ from ..latents import (
     video_shape,
 )
 from ..runs.decode import encode_here
+from ..runs.file_checks import NONE, check_clip_vision, check_encoder
 
 WAN22_CONTROL, WAN21_CONTROL = "Wan2.2 Fun Control", "Wan2.1 Fun Control"
 
@@ -112,7 +112,8 @@ class WanStreamFunControl(SizedNode):
             values[REFERENCE_KEY] = [encode_here(path, fitted_video(reference_image[:1], shape))]
         if model == WAN21_CONTROL:
             values[IMAGE_EMBEDDING_KEY] = _image_embedding(start_image, reference_image, clip_vision)
-        return conditioned(positive, negative, values, empty_latent(space, shape, batch_size))
+        reports = check_encoder(vae), check_clip_vision(clip_vision if model == WAN21_CONTROL else NONE)
+        return conditioned(positive, negative, values, empty_latent(space, shape, batch_size), *reports)
 
 
 def _control_values(

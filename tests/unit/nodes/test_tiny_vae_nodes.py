@@ -134,15 +134,29 @@ def test_the_setting_is_used_wherever_tiles_are_decoded(
     ("inputs", "reason"),
     [
         ({"vae": "taew2_2.safetensors"}, r"\[2, 16, 2, 9, 10\], .* 48 channels: take lighttaew2_1.safetensors"),
-        ({"vae": "mine.safetensors"}, "set latent_scale to raw or normalised"),
-        ({"vae": "taew_cut.safetensors"}, "taew_cut.safetensors.*truncated"),
-        ({"vae": "wan_2.1_vae.safetensors", "compute_dtype": "fp16"}, "set compute_dtype to fp32 or bf16"),
         ({"vae": "taew2_1.safetensors", "memory_gb": 1e-6}, r"decoding 80x72 frames in tiles of 64 pixels"),
     ],
-    ids=["other space", "other name", "cut off", "fp16", "memory"],
+    ids=["other space", "memory"],
 )
 def test_what_is_refused(decode: Callable[..., History], kind: str, inputs: dict[str, Any], reason: str) -> None:
     with pytest.raises(NodeFailedError, match=reason):
+        decode(kind, **inputs)
+
+
+@pytest.mark.parametrize("kind", ["WanStreamVAEDecode", "WanStreamDecodeVideo"])
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        ({"vae": "mine.safetensors"}, "set latent_scale to raw or normalised"),
+        ({"vae": "taew_cut.safetensors"}, "taew_cut.safetensors.*truncated"),
+        ({"vae": "wan_2.1_vae.safetensors", "compute_dtype": "fp16"}, "set compute_dtype to fp32 or bf16"),
+    ],
+    ids=["other name", "cut off", "fp16"],
+)
+def test_what_is_refused_before_anything_runs(
+    decode: Callable[..., History], kind: str, inputs: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(InvalidWorkflowError, match=reason):
         decode(kind, **inputs)
 
 

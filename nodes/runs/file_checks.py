@@ -1,0 +1,165 @@
+"""Checks of a graph's files by their headers, in `validate_inputs`: before anything of the graph is computed.
+
+A linked name is None until the run, so it is checked by its node alone. A result is kept until its file changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...host import current_host
+from ...offload import FileVersion, file_version
+from ...sampling import RequestError
+from ...wan import (
+    LATENT_SCALES,
+    RAW,
+    VAE_DTYPES,
+    open_image_encoder,
+    open_lora,
+    open_text_encoder,
+    open_tiny_vae,
+    open_vae,
+)
+from ..inputs import refuse_if_strict, warnings_ui
+
+ENCODER_FOLDERS = ("diffusers", "vae")
+"""Model folders of VAEs that encode."""
+DECODER_FOLDERS = ("diffusers", "vae", "vae_approx")
+"""Model folders of VAEs that decode; tiny ones are in `vae_approx`."""
+PREVIEW_FOLDERS = ("vae_approx", "vae")
+CLIP_FOLDERS = ("diffusers", "clip_vision")
+TEXT_FOLDERS = ("diffusers", "text_encoders")
+LORA_FOLDERS = ("loras",)
+
+NONE = "none"
+"""Choice for no file."""
+
+KEPT = 64
+"""Files whose result is kept."""
+
+_Version = tuple[tuple[str, FileVersion], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileReport:
+    """Findings in the header of a usable file."""
+
+    warnings: tuple[str, ...] = ()
+    """Sentences about a loss of precision; errors in strict mode."""
+    notes: tuple[str, ...] = ()
+    """Sentences about tensors that are not used."""
+
+
+NOTHING = FileReport()
+
+
+def reports_ui(*reports: FileReport, notes: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Return the node's UI output with these reports and notes; see `warnings_ui`."""
+    warnings = [warning for report in reports for warning in report.warnings]
+    return warnings_ui(warnings, [*(note for report in reports for note in report.notes), *notes])
+
+
+def check_encoder(name: object) -> FileReport:
+    """Raise the errors of opening a VAE, and one for a VAE that only decodes."""
+    path = _path(name, ENCODER_FOLDERS)
+    return NOTHING if path is None else _strict(_encoder(path, _version(path)))
+
+
+def check_decoder(name: object, compute_dtype: object = None, latent_scale: object = None) -> FileReport:
+    """Raise the errors of opening a VAE that decodes. None is an unknown setting, of which none is refused."""
+    dtype = VAE_DTYPES[_choice("compute_dtype", compute_dtype, VAE_DTYPES, unknown="fp32")]
+    path = _path(name, DECODER_FOLDERS)
+    return NOTHING if path is None else _strict(_decoder(path, _version(path), dtype, _scale(latent_scale)))
+
+
+def check_preview_vae(name: object, latent_scale: object = None) -> FileReport:
+    """Raise the errors of opening a tiny VAE for previews."""
+    path = _path(name, PREVIEW_FOLDERS)
+    return NOTHING if path is None else _strict(_preview_vae(path, _version(path), _scale(latent_scale)))
+
+
+def check_clip_vision(name: object) -> FileReport:
+    """Raise the errors of opening an image encoder; "none" is no file."""
+    path = None if name == NONE else _path(name, CLIP_FOLDERS)
+    return NOTHING if path is None else _strict(_clip_vision(path, _version(path)))
+
+
+def check_text_encoder(name: object) -> FileReport:
+    """Raise the errors of opening a text encoder."""
+    path = _path(name, TEXT_FOLDERS)
+    return NOTHING if path is None else _text_encoder(path, _version(path))
+
+
+def check_lora(name: object) -> None:
+    """Raise the errors of opening a LoRA; "none" is no file."""
+    path = None if name == NONE else _path(name, LORA_FOLDERS)
+    if path is not None:
+        _lora(path, _version(path))
+
+
+def _path(name: object, kinds: Sequence[str]) -> Path | None:
+    return None if name is None else current_host().model_path(str(name), *kinds)
+
+
+def _strict(report: FileReport) -> FileReport:
+    refuse_if_strict(report.warnings)
+    return report
+
+
+def _version(path: Path) -> _Version:
+    """Return the files of a model with their versions: those of its folder, and of folders in it."""
+    found = [path] if path.is_file() else sorted([*path.glob("*"), *path.glob("*/*")])
+    return tuple((str(file), file_version(file.stat())) for file in found if file.is_file())
+
+
+def _scale(latent_scale: object) -> str:
+    return _choice("latent_scale", latent_scale, LATENT_SCALES, unknown=RAW)
+
+
+def _choice(name: str, value: object, choices: Collection[str], *, unknown: str) -> str:
+    # ComfyUI does not compare a choice with its list if the node's own check reads it.
+    if value is not None and value not in choices:
+        raise RequestError(f"{name} is {value!r}: choose {' or '.join(choices)}")
+    return unknown if value is None else str(value)
+
+
+@lru_cache(KEPT)
+def _encoder(path: Path, version: _Version) -> FileReport:
+    with open_vae(path, latent_scale=RAW) as vae:
+        vae.check_encodes()
+        return FileReport(warnings=vae.warnings, notes=vae.notes)
+
+
+@lru_cache(KEPT)
+def _decoder(path: Path, version: _Version, dtype: torch.dtype, scale: str) -> FileReport:
+    with open_vae(path, dtype, scale) as vae:
+        return FileReport(warnings=vae.warnings, notes=vae.notes)
+
+
+@lru_cache(KEPT)
+def _preview_vae(path: Path, version: _Version, scale: str) -> FileReport:
+    with open_tiny_vae(path, latent_scale=scale) as vae:
+        return FileReport(warnings=vae.warnings, notes=vae.notes)
+
+
+@lru_cache(KEPT)
+def _clip_vision(path: Path, version: _Version) -> FileReport:
+    encoder = open_image_encoder(path)
+    return FileReport(warnings=encoder.warnings, notes=encoder.notes)
+
+
+@lru_cache(KEPT)
+def _text_encoder(path: Path, version: _Version) -> FileReport:
+    with open_text_encoder(path) as encoder:
+        return FileReport(notes=encoder.notes)
+
+
+@lru_cache(KEPT)
+def _lora(path: Path, version: _Version) -> None:
+    open_lora(path)
