@@ -208,7 +208,7 @@ class HostApi(Protocol):
     def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
         """Return embeddings of texts by the encoder at `path`, on the CPU; a host may cache them.
 
-        Raises PromptError, and the errors of opening the encoder.
+        Raises PromptError, the host's interrupt before a block, and the errors of opening the encoder.
         """
 
     def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:

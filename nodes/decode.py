@@ -400,7 +400,8 @@ class WanStreamSaveVideo(io.ComfyNode):
         keep = keep_latent_until_done(latent["samples"] if latent else None, after_cancel=False)
         with current_host().ledger().phase("save", current_host().device()), keep:
             file = current_host().output_file(filename_prefix, "mp4", width=width, height=height)
-            write_mp4(file.path, images, fps=fps, crf=crf, metadata=graph_of(cls.hidden))
+            stop = current_host().raise_if_stopped
+            write_mp4(file.path, images, fps=fps, crf=crf, metadata=graph_of(cls.hidden), check=stop)
         shown = video_preview(file).as_dict()
         if (height, width) != tuple(images.shape[1:3]):
             shown["text"] = (

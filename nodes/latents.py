@@ -299,7 +299,7 @@ def image_embedding(image: torch.Tensor, clip_vision: str, *, crop: bool = False
     """Return the CLIP embedding of the first of `image` by the encoder of that name."""
     host = current_host()
     encoder = open_image_encoder(host.model_path(clip_vision, *CLIP_FOLDERS))
-    return encoder.encode(image[:1], device=host.device(), crop=crop)
+    return encoder.encode(image[:1], device=host.device(), crop=crop, check=host.raise_if_stopped)
 
 
 def _start_mask(image: torch.Tensor, end_image: torch.Tensor | None, shape: VideoShape) -> torch.Tensor:

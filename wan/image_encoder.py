@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from .checkpoint.components import (
     require_sizes,
 )
 from .checkpoint.files import CheckpointError, read_checkpoint
-from .checkpoint.meta_model import set_parameters
+from .checkpoint.meta_model import called_before, set_parameters
 
 WIDTH = 1280
 HEADS = 16
@@ -122,8 +122,17 @@ class ImageEncoder:
         """Sentences about a loss of precision in the file."""
         self._layers: list[nn.Module] = list(model.encoder.layers)  # type: ignore[arg-type, union-attr]
 
-    def encode(self, images: torch.Tensor, *, device: torch.device | str, crop: bool = False) -> ClipVisionOutput:
+    def encode(
+        self,
+        images: torch.Tensor,
+        *,
+        device: torch.device | str,
+        crop: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> ClipVisionOutput:
         """Embed images [N, H, W, 3 or 4] in 0..1; see `clip_pixels` for `crop`.
+
+        `check` is called before every layer and may raise to end the computation.
 
         Raises:
             ValueError: the tensor has another shape.
@@ -135,6 +144,7 @@ class ImageEncoder:
         # Attached for this call only: the experts need the memory of the buffers afterwards.
         with (
             attach_offload({STACK: self._layers}, policy=policy, device=device, source=self._source()),
+            called_before(self._layers, check),
             torch.no_grad(),
         ):
             hidden = self._model(pixel_values=pixels.to(device), output_hidden_states=True).hidden_states[-2]

@@ -153,7 +153,7 @@ class ComfyHost(HostApi):
         # Not cached here: ComfyUI's node cache does not execute the node again for equal texts.
         device = self.device()
         with open_text_encoder(path, compute_dtype=auto_dtype(device)) as encoder:
-            return encoder.encode(texts, device=device)
+            return encoder.encode(texts, device=device, check=self.raise_if_stopped)
 
     def make_room_for_workers(self) -> None:
         management = comfy.model_management

@@ -242,7 +242,7 @@ class EmbeddedHost(HostApi):
         self._experts.free()
 
     def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
-        return self._texts.encode(path, texts, device=self.device())
+        return self._texts.encode(path, texts, device=self.device(), check=self.raise_if_stopped)
 
     def free_vram(self, *, evicting: bool = False) -> int:
         # `evicting` makes no difference: this host has no other models.

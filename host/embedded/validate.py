@@ -400,14 +400,8 @@ class _Walk:
             if name not in inputs:
                 found = missing_fault(socket)
             elif not isinstance(value, list):
-                inputs[name], found = converted(socket, value, as_comfyui=rules.own is None)
-                if socket.io_type == "COMBO":
-                    inputs[name] = listed_choice(socket, inputs[name])
-                own = rules.own_checked - rules.elsewhere - rules.listed
-                if found is None and name not in own | rules.unchecked:
-                    found = value_fault(socket, inputs[name])
-                if found is not None:
-                    unlisted.add(name)
+                inputs[name], found = _constant(socket, value, rules)
+                unlisted |= {name} if found else set()
             elif len(value) != 2:
                 malformed = "Bad linked input, must be a length-2 list of [node_id, slot_index]"
                 found = fault("bad_linked_input", malformed, name, socket.about(received_value=value))
@@ -439,3 +433,14 @@ class _Walk:
                 f"'{socket.name}' is linked to output {index} of node '{source}' ({class_type}), which has {count}"
             )
         return outputs[index]
+
+
+def _constant(socket: Socket, value: object, rules: NodeRules) -> tuple[object, Fault | None]:
+    """Return a constant as the node gets it, with its fault."""
+    value, found = converted(socket, value, as_comfyui=rules.own is None)
+    if socket.io_type == "COMBO":
+        value = listed_choice(socket, value)
+    own = rules.own_checked - rules.elsewhere - rules.listed
+    if found is None and socket.name not in own | rules.unchecked:
+        found = value_fault(socket, value)
+    return value, found

@@ -174,7 +174,8 @@ def decode_to_file(
 
     def decode(opened: WanVae, tiling: Tiling | None, check: Check) -> None:
         parts = opened.stream(latents, device=current_host().device(), tiling=tiling, check=check)
-        write_mp4(file.path, itertools.chain.from_iterable(parts), **encoding)
+        frames = itertools.chain.from_iterable(parts)
+        write_mp4(file.path, frames, **encoding, check=current_host().raise_if_stopped)
 
     with keep_latent_until_done(latents):
         file = current_host().output_file(prefix, "mp4", width=width, height=height)
@@ -187,7 +188,7 @@ def encode_here(vae: Path, video: torch.Tensor) -> torch.Tensor:
 
     Raises:
         VaeMemoryError: no tile fits into memory.
-        Exception: any error of `WanVae.encode`.
+        Exception: the host's interrupt, and any error of `WanVae.encode`.
     """
     with open_vae(vae) as opened:
         needs, device = opened.encode_needs(video), current_host().device()
@@ -197,7 +198,10 @@ def encode_here(vae: Path, video: torch.Tensor) -> torch.Tensor:
         if tiling is not None:
             logger.info("encoded in %s: whole frames do not fit in memory", describe_tiling(tiling))
         return retry_with_smaller_tiles(
-            lambda tiling: opened.encode(video, device=device, tiling=tiling), needs, tiling, logger.info
+            lambda tiling: opened.encode(video, device=device, tiling=tiling, check=current_host().raise_if_stopped),
+            needs,
+            tiling,
+            logger.info,
         )
 
 

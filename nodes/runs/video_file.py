@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -25,13 +25,19 @@ class VideoFileError(OSError):
 
 
 def write_mp4(
-    path: Path, frames: Iterable[torch.Tensor], *, fps: float, crf: int, metadata: Mapping[str, object]
+    path: Path,
+    frames: Iterable[torch.Tensor],
+    *,
+    fps: float,
+    crf: int,
+    metadata: Mapping[str, object],
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write frames [H, W, 3], in 0..1 or uint8, to `path` as H.264, 4:2:0, 8 bit, in the size of `video_size`.
 
     Frames are consumed one by one, so a generator may still be computing them. Equal frames give equal bytes.
     `metadata` is written as one JSON text per key, where ComfyUI looks for `prompt` and `workflow`. The file appears
-    under its name only when it is complete.
+    under its name only when it is complete. `check` is called before every frame and may raise to end the writing.
 
     Raises:
         ValueError: H.264 cannot encode frames of this shape.
@@ -56,6 +62,7 @@ def write_mp4(
             codec.colorspace = codec.color_primaries = codec.color_trc = _BT709
             codec.color_range = _LIMITED_RANGE
             for frame in chain([first], frames):
+                check()
                 container.mux(stream.encode(_picture(frame)))
             container.mux(stream.encode(None))
         unfinished.replace(path)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -110,6 +111,17 @@ def set_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Non
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
         model.get_submodule(module).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+@contextmanager
+def called_before(modules: Iterable[nn.Module], check: Callable[[], None]) -> Iterator[None]:
+    """Call `check` before each forward pass of these modules inside the `with`; it may raise to end the computation."""
+    hooks = [module.register_forward_pre_hook(lambda *_: check()) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _on_meta(config: WanConfig) -> WanTransformer3DModel:

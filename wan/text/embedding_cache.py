@@ -38,7 +38,9 @@ class EmbeddingCache:
         self._entries: OrderedDict[_Key, torch.Tensor] = OrderedDict()
         self._rows = 0
 
-    def encode(self, path: Path, texts: Sequence[str], *, device: torch.device) -> list[torch.Tensor]:
+    def encode(
+        self, path: Path, texts: Sequence[str], *, device: torch.device, check: Callable[[], None] = lambda: None
+    ) -> list[torch.Tensor]:
         """Return one embedding for each text, as `TextEncoder.encode` does, computed in `auto_dtype(device)`.
 
         Raises the errors of `open_text_encoder` and of `TextEncoder.encode`.
@@ -51,7 +53,7 @@ class EmbeddingCache:
             found = {key: self._entries[key] for key in keys if key in self._entries}
             if missing:
                 with self._open_encoder(path, compute_dtype=auto_dtype(device)) as encoder:
-                    encoded = encoder.encode([text for _, _, text in missing], device=device)
+                    encoded = encoder.encode([text for _, _, text in missing], device=device, check=check)
                 self._rows = encoded[0].shape[1]
                 found |= {key: _trim(embedding) for key, embedding in zip(missing, encoded, strict=True)}
             self._store({key: found[key] for key in keys})

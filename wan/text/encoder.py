@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +44,7 @@ from ..checkpoint.components import (
     require_sizes,
 )
 from ..checkpoint.files import CheckpointError, read_checkpoint
-from ..checkpoint.meta_model import set_parameters
+from ..checkpoint.meta_model import called_before, set_parameters
 from .tokenizer import (
     SENTENCE_MODEL,
     Tokenizer,
@@ -278,6 +278,7 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
         device: torch.device | str,
         policy: OffloadPolicy | None = None,
         max_length: int = MAX_TOKENS,
+        check: Callable[[], None] = lambda: None,
     ) -> list[torch.Tensor]:
         """Encode all prompts, reading the weights once.
 
@@ -286,6 +287,7 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
             device: computes the blocks.
             policy: of the blocks; by default layerwise with one prefetched block.
             max_length: rows of each embedding.
+            check: called before every block; may raise to end the computation.
 
         Returns:
             One embedding for each prompt, fp32 [1, max_length, 4096] on the CPU; rows after </s> are zero.
@@ -304,6 +306,7 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
         # Attached for this call only: the experts need the memory of the buffers afterwards.
         with (
             attach_offload({STACK: self._blocks}, policy=policy, device=device, source=self._source()),
+            called_before(self._blocks, check),
             torch.no_grad(),
         ):
             hidden = self._model.encoder(inputs_embeds=embeds, attention_mask=tokens.mask.to(device)).last_hidden_state

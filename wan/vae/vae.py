@@ -14,7 +14,7 @@ from ...devices import dtype_name, forget, is_out_of_memory
 from ...schema import FP32_BYTES, FRAMES_PER_LATENT
 from ..checkpoint.components import ComponentFile, component_file, component_folder, read_component
 from ..checkpoint.files import read_checkpoint
-from ..checkpoint.meta_model import set_parameters
+from ..checkpoint.meta_model import called_before, set_parameters
 from ..latent_space import SPACES, LatentSpace, space_of
 from .memory import DecodeNeeds, VaeMemoryError, encode_pixel_bytes, smaller_tiling
 from .tiles import TileBlender, Tiling, as_pixels, convert_pixels, crop, empty_frames, gather_tile
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 VAE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Compute dtypes of a VAE, by the names that nodes and messages use; only a tiny VAE takes fp16."""
+
+
+Check = Callable[[], None]
+"""Function that is called before every latent frame and may raise to end the work."""
 
 
 class VaeInputError(ValueError):
@@ -141,8 +145,17 @@ class WanVae(AbstractContextManager["WanVae"]):
             task="encoding",
         )
 
-    def encode(self, video: torch.Tensor, *, device: torch.device | str, tiling: Tiling | None = None) -> torch.Tensor:
+    def encode(
+        self,
+        video: torch.Tensor,
+        *,
+        device: torch.device | str,
+        tiling: Tiling | None = None,
+        check: Check = lambda: None,
+    ) -> torch.Tensor:
         """Encode frames [F, H, W, 3] in 0..1; F = 4n + 1, H and W are multiples of P.
+
+        `check` is called before every latent frame of every tile and may raise to end the encoding.
 
         Returns the mode of the raw latents, fp32 [1, C, (F - 1) / 4 + 1, H / P, W / P], on the CPU. Tiles are blended
         by diffusers.
@@ -156,7 +169,8 @@ class WanVae(AbstractContextManager["WanVae"]):
         pixels = video.to(device, self._dtype).movedim(-1, 0)[None] * 2 - 1
         height, width = (size // self.space.pixels for size in video.shape[1:3])
         cut = tiling if tiling is not None and tiling.cuts(height, width) else None
-        with torch.no_grad(), _tiled(vae, cut):
+        # diffusers calls the encoder once for each latent frame of a tile.
+        with torch.no_grad(), _tiled(vae, cut), called_before([vae.encoder], check):
             raw: torch.Tensor = vae.encode(pixels).latent_dist.mode()
         return raw.cpu().float()
 
@@ -341,10 +355,6 @@ def check_latents(latents: torch.Tensor) -> None:
         raise VaeInputError(
             f"the latents are {list(latents.shape)}: give [B, {' or '.join(map(str, channels))}, T, h, w]"
         )
-
-
-Check = Callable[[], None]
-"""Function that is called before every latent frame and may raise to end the decode."""
 
 
 Result = TypeVar("Result")

@@ -33,7 +33,7 @@ class CountedEncoder:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def encode(self, texts: Sequence[str], *, device: torch.device) -> list[torch.Tensor]:
+    def encode(self, texts: Sequence[str], *, device: torch.device, check: Callable[[], None]) -> list[torch.Tensor]:
         self.calls.append(list(texts))
         embeddings = [torch.zeros(1, 16, 4) for _ in texts]
         for text, embedding in zip(texts, embeddings, strict=True):

@@ -1,0 +1,223 @@
+"""Files of a graph that are refused by their headers when it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from wanstream.host import io
+from wanstream.host.embedded.run import NodeFailedError
+from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.nodes import WanStreamExtension
+from wanstream.nodes.runs import file_checks
+from wanstream.tests.support.embedded import run_workflow, validate_workflow
+
+NODES = asyncio.run(WanStreamExtension().get_node_list())
+SIZE = {"width": 32, "height": 32, "frames": 5, "batch_size": 1}
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Given(io.ComfyNode):
+    """Inputs of the nodes with files; must not run in these tests unless every file is good."""
+
+    ran: ClassVar[list[str]] = []
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        outputs = [io.Latent.Output(), io.Image.Output(), io.Conditioning.Output()]
+        return io.Schema(node_id="Given", inputs=[], outputs=outputs)
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        cls.ran.append("given")
+        return io.NodeOutput(
+            {"samples": torch.zeros(1, 16, 1, 2, 2)}, torch.zeros(1, 32, 32, 3), [[torch.zeros(1), {}]]
+        )
+
+
+class Shown(io.ComfyNode):
+    """Output node for any value."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(node_id="Shown", inputs=[io.Custom("*").Input("value")], outputs=[], is_output_node=True)
+
+    @classmethod
+    def execute(cls, value: object) -> io.NodeOutput:
+        return io.NodeOutput()
+
+
+PROMPTS = {"positive": ["given", 2], "negative": ["given", 2]}
+USES: dict[str, dict[str, Any]] = {
+    "WanStreamVAEDecode": {"vae": "vae.safetensors", "latent": ["given", 0]},
+    "WanStreamDecodeVideo": {
+        "vae": "vae.safetensors",
+        "latent": ["given", 0],
+        "fps": 16.0,
+        "filename_prefix": "x",
+        "crf": 18,
+    },
+    "WanStreamImageToVideo": {"vae": "vae.safetensors", "image": ["given", 1], **PROMPTS, **SIZE},
+    "WanStreamFunControl": {"vae": "vae.safetensors", "control_video": ["given", 1], **PROMPTS, **SIZE},
+    "WanStreamBernini": {"vae": "vae.safetensors", "reference_image": ["given", 1], **PROMPTS, **SIZE},
+}
+"""Nodes with a VAE, with their inputs."""
+
+
+@pytest.fixture
+def models(tmp_path: Path, sample_models: Path) -> Path:
+    """A folder with copies of the small files, which a test may damage, and none of the others."""
+    for kind, name in (("vae", "wan_2.1_vae"), ("clip_vision", "clip_vision_h"), ("vae_approx", "taew2_1")):
+        (tmp_path / kind).mkdir()
+        shutil.copyfile(sample_models / kind / f"{name}.safetensors", tmp_path / kind / f"{kind}.safetensors")
+    (tmp_path / "text_encoders").mkdir()
+    (tmp_path / "loras").mkdir()
+    Given.ran.clear()
+    return tmp_path
+
+
+def graph(class_type: str, **inputs: Any) -> dict[str, Any]:
+    prompt = {"given": {"class_type": "Given", "inputs": {}}, "node": {"class_type": class_type, "inputs": inputs}}
+    if class_type != "WanStreamDecodeVideo":
+        prompt["shown"] = {"class_type": "Shown", "inputs": {"value": ["node", 0]}}
+    return prompt
+
+
+def run(models: Path, class_type: str, *, strict: bool = False, **inputs: Any) -> Any:
+    return run_workflow(
+        graph(class_type, **inputs),
+        nodes=[*NODES, Given, Shown],
+        models=models,
+        output=models / "output",
+        input_dir=models,
+        strict=strict,
+    )
+
+
+def damaged(path: Path, edit: Callable[[Tensors], Any]) -> None:
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path)
+
+
+def of_another_model(tensors: Tensors) -> None:
+    tensors.clear()
+    tensors["blocks.0.attn.q.weight"] = torch.zeros(2, 2)
+
+
+def without_encoder(tensors: Tensors) -> None:
+    for key in [key for key in tensors if key.startswith(("encoder.", "conv1."))]:
+        del tensors[key]
+
+
+@pytest.mark.parametrize("class_type", USES)
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (lambda t: t.update({"decoder.head.2.weight": torch.zeros(12, 8, 3, 3, 3)}), "doubles the size of the video"),
+        (lambda t: t.pop("decoder.head.0.gamma"), "is missing"),
+        (of_another_model, "is not a VAE of Wan"),
+        (lambda t: t.update({"conv2.bias": t["conv2.bias"].to(torch.int8)}), "is torch.int8"),
+    ],
+    ids=["a larger head", "a tensor less", "another model", "a dtype"],
+)
+def test_a_vae_is_refused_before_anything_runs(
+    models: Path, class_type: str, edit: Callable[[Tensors], Any], reason: str
+) -> None:
+    damaged(models / "vae" / "vae.safetensors", edit)
+    with pytest.raises(InvalidWorkflowError, match=rf"node \({class_type}\): .*vae.safetensors.*{reason}"):
+        run(models, class_type, **USES[class_type])
+    assert Given.ran == []
+
+
+@pytest.mark.parametrize("class_type", USES)
+def test_a_decoder_alone_is_refused_where_a_node_encodes(models: Path, class_type: str) -> None:
+    damaged(models / "vae" / "vae.safetensors", without_encoder)
+    if "Decode" in class_type:
+        assert validate(models, class_type, **USES[class_type]) == []
+    else:
+        with pytest.raises(InvalidWorkflowError, match="has no encoder, so it only decodes"):
+            run(models, class_type, **USES[class_type])
+
+
+def validate(models: Path, class_type: str, **inputs: Any) -> list[str]:
+    prompt = graph(class_type, **inputs)
+    return validate_workflow(prompt, [*NODES, Given, Shown], models=models, input_dir=models, output=models).lines()
+
+
+OTHER_FILES = [
+    (
+        "WanStreamTextEncode",
+        "text_encoders",
+        {"text_encoder": "x.safetensors", "positive": "", "negative": ""},
+        "not a UMT5",
+    ),
+    (
+        "WanStreamImageToVideo",
+        "clip_vision",
+        {**USES["WanStreamImageToVideo"], "clip_vision": "x.safetensors"},
+        "CLIP vision",
+    ),
+    (
+        "WanStreamFunControl",
+        "clip_vision",
+        {**USES["WanStreamFunControl"], "clip_vision": "x.safetensors"},
+        "CLIP vision",
+    ),
+    ("WanStreamPreview", "vae_approx", {"vae": "x.safetensors"}, "is not a tiny VAE"),
+    ("WanStreamLora", "loras", {"experts": ["given", 0], "high_noise": "x.safetensors"}, "none of its 1 keys"),
+    ("WanStreamLora", "loras", {"experts": ["given", 0], "low_noise": "x.safetensors"}, "none of its 1 keys"),
+]
+
+
+@pytest.mark.parametrize(("class_type", "kind", "inputs", "reason"), OTHER_FILES)
+def test_other_files_are_refused_before_anything_runs(
+    models: Path, class_type: str, kind: str, inputs: dict[str, Any], reason: str
+) -> None:
+    save_file({"some.weight": torch.zeros(2, 2)}, models / kind / "x.safetensors")
+    (line,) = [line for line in validate(models, class_type, **inputs) if "x.safetensors" in line]
+    assert reason in line
+    (models / kind / "x.safetensors").write_bytes(b"<html>404")
+    (line,) = [line for line in validate(models, class_type, **inputs) if "x.safetensors" in line]
+    assert "web page" in line
+
+
+def test_a_header_is_read_once_until_the_file_changes(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+    monkeypatch.setattr(file_checks, "open_vae", lambda path, *rest: opened.append(path) or open_vae(path, *rest))
+    from wanstream.wan import open_vae
+
+    inputs, file = USES["WanStreamVAEDecode"], models / "vae" / "vae.safetensors"
+    assert [validate(models, "WanStreamVAEDecode", **inputs) for _ in range(3)] == [[]] * 3
+    assert opened == [file]
+    os.utime(file, (1, 1))
+    assert validate(models, "WanStreamVAEDecode", **inputs) == []
+    assert opened == [file] * 2
+
+
+@pytest.mark.parametrize("class_type", ["WanStreamVAEDecode", "WanStreamDecodeVideo", "WanStreamImageToVideo"])
+def test_a_loss_of_precision_is_a_warning_on_the_node_and_an_error_in_strict_mode(
+    models: Path, class_type: str
+) -> None:
+    damaged(
+        models / "vae" / "vae.safetensors",
+        lambda tensors: (
+            tensors.update({k: t.to(torch.float8_e4m3fn) for k, t in tensors.items()})
+            or tensors.update(epoch=torch.zeros(1))
+        ),
+    )
+    with pytest.raises((InvalidWorkflowError, NodeFailedError), match=r"float8_e4m3fn, which are converted.*strict"):
+        run(models, class_type, strict=True, **USES[class_type])
+    assert Given.ran == []
+    shown = run(models, class_type, **USES[class_type]).outputs["node"]
+    assert ["float8_e4m3fn" in warning for warning in shown["wanstream_warnings"]] == [True]
+    assert "1 tensors that this model does not use are ignored: epoch" in shown["text"][0]
