@@ -186,10 +186,10 @@ class WanStreamDecodeVideo(io.ComfyNode):
     @classmethod
     def validate_inputs(
         cls,
-        vae: str | None = None,
         filename_prefix: str | None = None,
         fps: float | None = None,
         tile_size: int | None = None,
+        vae: str | None = None,
         compute_dtype: str | None = None,
         latent_scale: str | None = BY_FILE_NAME,
     ) -> bool:
@@ -263,8 +263,8 @@ class WanStreamVAEDecode(io.ComfyNode):
     @classmethod
     def validate_inputs(
         cls,
-        vae: str | None = None,
         tile_size: int | None = None,
+        vae: str | None = None,
         compute_dtype: str | None = None,
         latent_scale: str | None = BY_FILE_NAME,
     ) -> bool:

@@ -18,6 +18,7 @@ from PIL import Image
 
 from wanstream.cli.batch.lanes import merge_lanes
 from wanstream.host.embedded.run import History, NodeFailedError
+from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.host.run_events import PREVIEW, STEP
 from wanstream.nodes import WanStreamExtension, WanStreamPreview
 from wanstream.nodes.runs import preview as previews_module
@@ -381,12 +382,14 @@ class TestInARun:
         assert [payload["done"] for event, payload in events if event == PREVIEW] == [1, 2, 3, 4], "of its own steps"
 
     @pytest.mark.parametrize(
-        ("vae", "reason"),
+        ("vae", "error", "reason"),
         [
-            ("taew2_2.safetensors", r"48 channels: take lighttaew2_1"),
-            ("wan_2.1_vae.safetensors", r"is not a tiny VAE of Wan"),
+            ("taew2_2.safetensors", NodeFailedError, r"48 channels: take lighttaew2_1"),
+            ("wan_2.1_vae.safetensors", InvalidWorkflowError, r"is not a tiny VAE of Wan"),
         ],
     )
-    def test_a_file_of_another_kind_is_refused(self, run: Callable[..., Any], vae: str, reason: str) -> None:
-        with pytest.raises(NodeFailedError, match=reason):
+    def test_a_file_of_another_kind_is_refused(
+        self, run: Callable[..., Any], vae: str, error: type[Exception], reason: str
+    ) -> None:
+        with pytest.raises(error, match=reason):
             run({"vae": vae})
