@@ -177,7 +177,7 @@ def _stage(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockFor
             factors.append((_part(name, part), factor, torch.float32 if part.endswith(MAGNITUDE) else dtype))
     layout = flat_layout((part, tuple(factor.shape), dtype) for part, factor, dtype in factors)
     try:
-        memory = map_memory(layout.nbytes)[: layout.nbytes]
+        memory = map_memory(layout.nbytes)
     except OSError as err:
         raise OSError(
             f"{label}: {layout.nbytes / 1e6:.1f} MB of RAM cannot be allocated ({err.strerror}): use fewer LoRAs"

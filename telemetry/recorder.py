@@ -157,7 +157,7 @@ class Recorder:
             )
         )
         self._copy_rates = together([*self._copy_rates, *(RateRange.of_fetch(*copy) for copy in copies)])
-        read_rates = (RateRange.of_fetch(read.nbytes, read.end - read.start) for read in reads)
+        read_rates = (RateRange.of_fetch(*share) for share in events.read_shares())
         self._read_rates = together([*self._read_rates, *read_rates])
         if self._observe.trace is not None and len(self._spans) < MAX_SPANS:
             self._spans += events.spans(expert, end, now, self._start)

@@ -18,6 +18,8 @@ class ReadSpan(NamedTuple):
     """Bytes that were requested from the file."""
     straight: bool
     """True for a read directly into a buffer, False for a read into a RAM slot."""
+    locked: tuple[float, float] | None = None
+    """Start and end of page-locking its slot, the wait for other locks included; None if it was locked already."""
 
 
 VisitEvents: TypeAlias = tuple[int, DeviceEvent, DeviceEvent, DeviceEvent, DeviceEvent]
@@ -76,13 +78,21 @@ class StepEvents:
     def reads(self) -> list[ReadSpan]:
         return [arrival.read for arrival in self.arrivals if arrival.read is not None]
 
-    def read_s(self) -> float:
-        """Return the seconds during which at least one read was active; two threads may read at once."""
-        busy = covered_until = 0.0
+    def read_shares(self) -> list[tuple[int, float]]:
+        """Return bytes and seconds of each read, without the seconds in which an earlier one was active.
+
+        Several blocks are read at once, by threads that begin the next one when the first has no work left for them.
+        """
+        shares: list[tuple[int, float]] = []
+        covered_until = 0.0
         for read in sorted(self.reads(), key=lambda read: read.start):
-            busy += max(0.0, read.end - max(covered_until, read.start))
+            shares.append((read.nbytes, max(0.0, read.end - max(covered_until, read.start))))
             covered_until = max(covered_until, read.end)
-        return busy
+        return shares
+
+    def read_s(self) -> float:
+        """Return the seconds during which at least one read was active."""
+        return sum(seconds for _, seconds in self.read_shares())
 
     def stall_on_read_s(self, end: DeviceEvent, now: float) -> float:
         """Return the part of the stall during which a block was still being read from its file.
@@ -120,6 +130,9 @@ class StepEvents:
                 row = "read straight" if read.straight else "read"
                 times = read.start - run_start, read.end - run_start
                 yield TraceSpan(row, f"{expert} {arrival.block}", *times, {"bytes": read.nbytes})
+                if read.locked is not None:
+                    start, stop = (at - run_start for at in read.locked)
+                    yield TraceSpan("lock", f"{expert} {arrival.block}", start, stop, {})
 
     def _at(self, event: DeviceEvent, end: DeviceEvent, now: float) -> float:
         return now - self._seconds(event, end)

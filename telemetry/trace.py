@@ -28,7 +28,7 @@ def ranged(ranges: NvtxRanges | None, name: str) -> Iterator[None]:
         ranges.end(number)
 
 
-ROWS = ("phases", "steps", "compute", "wait", "decode", "copy", "read", "read straight")
+ROWS = ("phases", "steps", "compute", "wait", "decode", "copy", "lock", "read", "read straight")
 """Rows from top to bottom. In "wait" the device has no block; "read straight" reads from the file into a buffer."""
 
 MAX_SPANS = 200_000

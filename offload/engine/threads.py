@@ -4,11 +4,12 @@ Above RAM, the producer is the fetch thread and the consumer is the compute thre
 until a fetch is *issued*, never until its bytes have arrived; the fetch thread waits until a visit was *issued to the
 device*, never until the device has finished it. Work on the device is ordered by events (`transfers/cuda.py`), but
 waiting for an event that was not recorded yet has no effect. Each thread therefore waits here until the other one has
-recorded its event. In RAM, the producer is the read thread and the consumer is the fetch thread.
+recorded its event. In RAM, the producers are the read threads and the consumer is the fetch thread.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,7 +30,7 @@ class ThreadSync:
         self._changed = threading.Condition()
         self._issued: set[int] = set()
         self._released = {-1}  # the visit before the first one, which a fetch may wait for
-        self._no_more = False
+        self._no_more: float = math.inf
         self._stopped = False
         self._ending = False
 
@@ -45,10 +46,13 @@ class ThreadSync:
             self._released.add(visit)
             self._changed.notify_all()
 
-    def end_issuing(self) -> None:
-        """Make waits for fetches that were not issued raise: the producer has failed. Issued fetches stay valid."""
+    def end_issuing(self, first: int = 0) -> None:
+        """Make waits for fetches from `first` on that were not issued raise: the producer has failed.
+
+        Issued fetches stay valid.
+        """
         with self._changed:
-            self._no_more = True
+            self._no_more = min(self._no_more, first)
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -76,7 +80,7 @@ class ThreadSync:
         if fetch in self._issued:
             return
         with self._changed:
-            self._changed.wait_for(lambda: fetch in self._issued or self._no_more or self._stopped)
+            self._changed.wait_for(lambda: fetch in self._issued or fetch >= self._no_more or self._stopped)
             if fetch not in self._issued:
                 raise RunStopped
 

@@ -27,7 +27,8 @@ class Reservation:
 class SlotMemory:
     """Memory of slots. A slot is any hashable value; it has no memory until it is reserved.
 
-    One thread reserves. No thread and no device may use a slot while it is reserved, dropped or closed.
+    Several threads reserve and lock slots in RAM, each another slot; one thread reserves those on a device. No thread
+    and no device may use a slot while it is reserved, dropped or closed.
 
     Args:
         lock: driver that page-locks memory, so that devices copy from it asynchronously; None for ordinary memory.
@@ -83,6 +84,15 @@ class SlotMemory:
             torch.OutOfMemoryError: the device has not enough memory.
         """
         raise NotImplementedError
+
+    def lock(self, slot: Hashable, filled: int) -> bool:
+        """Page-lock the memory of a slot in place, after `reserve`; return True if this call has locked it.
+
+        Args:
+            slot: the slot.
+            filled: bytes of the slot that were written.
+        """
+        return False
 
     def drop(self, slot: Hashable) -> None:
         """Free a slot; do nothing if it is empty."""

@@ -9,18 +9,27 @@ import ctypes
 import logging
 import mmap
 import platform
+import sys
+import threading
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...devices import NoPageLockError, PageLockError
 from ...devices import PageLock as PageLock
+from ..formats.layout import host_bytes
 
 HUGE_PAGE = 2 * 1024**2
+
+TAKES_ADVICE = sys.platform == "linux"
+"""True if mappings can be in huge pages and apart from forked processes. Other systems map ordinary pages."""
+
+MADV_WIPEONFORK = 18
+"""Advice of Linux that Python does not name."""
 
 LOCK_BYTES = 128 * 1024**2
 """Largest piece of memory that is page-locked, and copied, in one call of the driver.
@@ -40,31 +49,36 @@ def in_pages(nbytes: int) -> int:
 
 
 def map_memory(nbytes: int) -> torch.Tensor:
-    """Map untouched memory as a 1-D uint8 tensor; it is unmapped when the last view of it is deleted.
+    """Map untouched private memory as a 1-D uint8 tensor; it is unmapped when the last view of it is deleted.
+
+    On Linux, memory of 2 MB and more starts at a multiple of 2 MB and is mapped in huge pages: one fault, and one entry
+    for the driver to lock, in place of 512. A forked process finds zeros there.
 
     Raises:
         OSError: the system refuses that much memory.
     """
-    # A shared mapping (Python's default): after a fork, copy-on-write would move private pages, and the device would
-    # go on to copy from the old ones.
-    mapping = mmap.mmap(-1, max(nbytes, 1))
+    spare = HUGE_PAGE if TAKES_ADVICE and nbytes >= HUGE_PAGE else 0  # to align the start; never touched
+    start, mapping = 0, _map_private(max(nbytes, 1) + spare)
+    if spare:
+        start = -np.frombuffer(mapping, np.uint8).ctypes.data % HUGE_PAGE
+        # Only whole huge pages of the request: the last one would take up to 2 MB that nobody counts.
+        with suppress(OSError):  # some kernels have no huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
     # The memory outlives the run that allocates it, and inference tensors cannot be changed outside inference mode.
     with torch.inference_mode(False):
-        return torch.frombuffer(mapping, dtype=torch.uint8)
+        return torch.frombuffer(mapping, dtype=torch.uint8, count=max(nbytes, 1), offset=start)[:nbytes]
 
 
-def map_huge(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Map private memory that starts at a multiple of 2 MB, in huge pages if Linux provides them.
-
-    Do not use the bytes between the end of the array and the end of its page.
-    """
-    # One huge page more than requested, to align the start; pages that are never touched use no RAM.
-    mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(mapping, np.uint8)
-    start = -memory.ctypes.data % HUGE_PAGE
-    return memory[start : start + nbytes]
+def _map_private(nbytes: int) -> mmap.mmap:
+    if not TAKES_ADVICE:
+        return mmap.mmap(-1, nbytes)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # After a fork, copy-on-write would move pages that the device goes on to copy from, or copy them to a child that
+    # does not need them. Not MADV_DONTFORK: the child reuses the addresses, and deleting its copy of this object would
+    # unmap them again.
+    with suppress(OSError):  # some sandboxes do not take this advice
+        mapping.madvise(MADV_WIPEONFORK)
+    return mapping
 
 
 class ScatteredBlock(NamedTuple):
@@ -146,6 +160,7 @@ class LockedBlocks:
         self._blocks: dict[int, tuple[torch.Tensor, ...]] = {}
         self._refused = False
         self._warned = False
+        self._one_at_a_time = threading.Lock()  # a driver locks pages of one call after the other anyway
         # Not at exit: the driver may be unloaded by then, and the system frees the pages.
         weakref.finalize(self, _unlock_all, driver, self._blocks).atexit = False
 
@@ -155,25 +170,40 @@ class LockedBlocks:
         # A copy of the values, because other threads read this while one locks blocks.
         return sum(piece.numel() for pieces in list(self._blocks.values()) for piece in pieces)
 
-    def add(self, block: torch.Tensor) -> None:
-        """Lock a block, unless it is locked. If the driver refuses, log a warning once and leave the block unlocked."""
-        if self._refused or block.data_ptr() in self._blocks:
-            return
-        try:
-            self._blocks[block.data_ptr()] = _lock(self._driver, block)
-        except PageLockError as err:
-            self._refused = True
-            if not self._warned:
-                remedy = "" if isinstance(err, NoPageLockError) else lock_limit()
-                logger.warning(REFUSED, self.nbytes / 1e9, block.numel() / 1e9, err, remedy)
-            self._warned = True
+    def add(self, block: torch.Tensor, *, filled: int | None = None) -> bool:
+        """Lock a block, unless it is locked. If the driver refuses, log a warning once and leave the block unlocked.
+
+        Args:
+            block: 1-D uint8 memory.
+            filled: bytes of it that were written; the pages behind them are touched first, because the driver would
+                fault them in one by one. None for all.
+
+        Returns:
+            True if this call has locked it.
+        """
+        with self._one_at_a_time:
+            if self._refused or block.data_ptr() in self._blocks:
+                return False
+            if filled is not None:
+                host_bytes(block)[in_pages(filled) :: mmap.PAGESIZE] = 0
+            try:
+                self._blocks[block.data_ptr()] = _lock(self._driver, block)
+            except PageLockError as err:
+                self._refused = True
+                if not self._warned:
+                    remedy = "" if isinstance(err, NoPageLockError) else lock_limit()
+                    logger.warning(REFUSED, self.nbytes / 1e9, block.numel() / 1e9, err, remedy)
+                self._warned = True
+                return False
+            return True
 
     def remove(self, block: torch.Tensor) -> None:
         """Unlock a block, if it is locked, and allow new attempts. No copy from it may be in progress."""
-        pieces = self._blocks.pop(block.data_ptr(), None)
-        if pieces is not None:
-            self._refused = False
-            _unlock(self._driver, pieces)
+        with self._one_at_a_time:
+            pieces = self._blocks.pop(block.data_ptr(), None)
+            if pieces is not None:
+                self._refused = False
+                _unlock(self._driver, pieces)
 
     def release(self) -> None:
         """Unlock all blocks. No copy may be in progress."""

@@ -1,7 +1,12 @@
-"""Execution of a RAM program: the read thread fills RAM slots, and the fetch thread copies from them."""
+"""Execution of a RAM program: read threads fill RAM slots, and the fetch thread copies from them.
+
+Several blocks are in flight: while one is page-locked, the next ones are read. They share the threads of their source,
+which work off one block after the other, so that the first one in the program is also the first one to arrive.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -14,10 +19,7 @@ from .ram_slots import RamSlot, RamSlots
 
 
 class RamRun:
-    """Executes the reads of a RAM program in their order on the read thread; the fetch thread takes and releases slots.
-
-    Attributes:
-        reads: fetches of the RAM program that were read so far.
+    """Starts the reads of a RAM program in their order; the fetch thread takes and releases slots.
 
     Args:
         slots: slots to read into.
@@ -36,7 +38,6 @@ class RamRun:
         *,
         device: torch.device,
     ) -> None:
-        self.reads: list[Fetch] = []
         self._slots = slots
         self._ram = ram
         self._source = source
@@ -44,28 +45,43 @@ class RamRun:
         self._spans: dict[int, ReadSpan] = {}  # by the first visit of the RAM program that needs the read
         self._straight: dict[int, ReadSpan] = {}  # by fetch of the device program
         self._sync = ThreadSync()
-        self._thread = RunThread("wanstream-ram", device=device, failed=self._sync.end_issuing)
+        count = min(slots.in_flight, ram.program.buffers, len(ram.program.fetches))
+        self._threads = [
+            RunThread(f"wanstream-ram-{number}", device=device, failed=self._sync.end_issuing)
+            for number in range(count)
+        ]
+        self._lock = threading.Lock()
+        self._next = 0  # number of the read that starts next
+        self._read: set[int] = set()
+        self._errors: dict[int, BaseException] = {}
         self._last_taken: dict[int, int] = {}  # slot -> visit
+
+    @property
+    def reads(self) -> list[Fetch]:
+        """Fetches of the RAM program that were read so far, in its order."""
+        with self._lock:
+            return [self._ram.program.fetches[number] for number in sorted(self._read)]
 
     @property
     def is_whole(self) -> bool:
         """True if all reads of the program have ended."""
-        return tuple(self.reads) == self._ram.program.fetches
+        return len(self._read) == len(self._ram.program.fetches)
 
     def start(self) -> None:
-        """Keep the blocks that the program expects in the slots, and start the read thread."""
+        """Keep the blocks that the program expects in the slots, and start the read threads."""
         for index, key in self._ram.program.initial.items():
             self._slots[index].keep(key)
-        if self._ram.program.fetches:
-            self._thread.start(self._read_all)
+        for thread in self._threads:
+            thread.start(self._read_on)
 
     def stop(self) -> None:
         """Wake all threads that wait here; they raise `RunStopped`."""
         self._sync.stop()
 
     def join(self) -> None:
-        """Wait until the read thread has ended; a read in progress is not interrupted."""
-        self._thread.join()
+        """Wait until the read threads have ended; reads in progress are not interrupted."""
+        for thread in self._threads:
+            thread.join()
 
     def end(self) -> None:
         """End the run of all slots. No thread may use one any more."""
@@ -92,7 +108,7 @@ class RamRun:
 
         Raises:
             RunStopped: the run has ended.
-            SourceError: the read thread failed before it had read this block.
+            SourceError: the block could not be read.
         """
         visit = self._ram.visit_of_fetch[fetch]
         if visit == DIRECT:
@@ -114,7 +130,7 @@ class RamRun:
         """
         visit = self._ram.visit_of_fetch[fetch]
         slot = self._slots[self._ram.program.visit_buffer[visit]]
-        # The read thread waits for the copy before it reads into the slot again; this thread need not.
+        # A read thread waits for the copy before it reads into the slot again; this thread need not.
         slot.drained = drained
         slot.release(last=visit in self._ram.program.last_use)
         self._sync.note_released(visit)
@@ -125,15 +141,37 @@ class RamRun:
         try:
             self._sync.await_issued(read)
         except RunStopped:
-            if self._thread.error is not None:
-                self._thread.result()  # raises it
+            if read in self._errors:
+                raise self._errors[read] from None
+            for thread in self._threads:
+                if thread.error is not None:
+                    thread.result()  # raises it
             raise
 
-    def _read_all(self) -> None:
-        for number, fetch in enumerate(self._ram.program.fetches):
-            self._sync.await_released(fetch.start_after)
-            span = self._slots.read(self._slots[fetch.buffer], fetch.block, self._source, self._ranges)
-            if span is not None:
-                self._spans[fetch.needed_by] = span
-            self.reads.append(fetch)
+    def _read_on(self) -> None:
+        """Read the next block of the program until all are read, or one cannot be (read thread)."""
+        while (number := self._take_number()) is not None:
+            fetch = self._ram.program.fetches[number]
+            try:
+                self._sync.await_released(fetch.start_after)
+                span = self._slots.read(self._slots[fetch.buffer], fetch.block, self._source, self._ranges)
+            except RunStopped:
+                raise
+            except BaseException as err:  # noqa: BLE001 - raised to the thread that waits for this block
+                self._errors[number] = err
+                # Blocks before it, which other threads read, still arrive.
+                self._sync.end_issuing(number)
+                return
+            with self._lock:
+                if span is not None:
+                    self._spans[fetch.needed_by] = span
+                self._read.add(number)
             self._sync.note_issued(number)
+
+    def _take_number(self) -> int | None:
+        with self._lock:
+            number = self._next
+            if self._errors or number == len(self._ram.program.fetches):
+                return None
+            self._next += 1
+            return number

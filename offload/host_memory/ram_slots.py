@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
+import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from ...plan import BlockKey, RamResidency
 from ...schema import Residency
 from ...telemetry import ReadSpan
 from ..engine.buffers import BlockStorage, BufferState
-from ..formats.layout import host_bytes
 from ..sources.base import BlockSource, InsufficientRamError, timed_read
 from .base import Reservation, SlotMemory
 from .in_place import InPlaceBlocks
@@ -45,6 +45,9 @@ class HostPages(SlotMemory):
         super().__init__(lock)
         self._pages: dict[Hashable, _Pages] = {}
         self._shared = shared
+        self._filling: dict[Hashable, int] = {}
+        """Bytes of new memory that is being filled, by slot; the system counts its untouched pages as available."""
+        self._filled = threading.Condition()
 
     @property
     def nbytes(self) -> int:
@@ -68,11 +71,14 @@ class HostPages(SlotMemory):
             self._replace(slot, _Pages(memory=memory, shared=True))
         else:
             memory = self._private(slot, max(nbytes, capacity))
-            yield Reservation(memory=memory[:nbytes], view=memory[:nbytes], needs_fill=True)
-        if self._locked is not None:
-            # After the read: the driver would fault in untouched pages one by one.
-            _touch(memory, nbytes)
-            self._locked.add(memory)
+            try:
+                yield Reservation(memory=memory[:nbytes], view=memory[:nbytes], needs_fill=True)
+            finally:
+                self._end_filling(slot)
+
+    def lock(self, slot: Hashable, filled: int) -> bool:
+        # After the read: the driver would fault in untouched pages one by one.
+        return self._locked is not None and self._locked.add(self._pages[slot].memory, filled=filled)
 
     def drop(self, slot: Hashable) -> None:
         pages = self._pages.pop(slot, None)
@@ -98,8 +104,30 @@ class HostPages(SlotMemory):
         if old is None or old.shared or old.memory.numel() < nbytes:
             self.drop(slot)  # before the new memory is mapped: there may not be enough RAM for both
             del old
-            self._pages[slot] = _Pages(memory=_map(nbytes), shared=False)
+            self._begin_filling(slot, nbytes)
+            try:
+                self._pages[slot] = _Pages(memory=_map(nbytes), shared=False)
+            except BaseException:
+                self._end_filling(slot)
+                raise
         return self._pages[slot].memory
+
+    def _begin_filling(self, slot: Hashable, nbytes: int) -> None:
+        """Wait until the slots that other threads fill leave `nbytes` of RAM; raise InsufficientRamError if none do."""
+        with self._filled:
+            while nbytes + sum(self._filling.values()) > (available := available_bytes()):
+                if not self._filling:
+                    raise InsufficientRamError(
+                        f"{nbytes / 1e9:.1f} GB of RAM for one more block, {available / 1e9:.1f} GB are available: "
+                        f"{REMEDY}"
+                    )
+                self._filled.wait()
+            self._filling[slot] = nbytes
+
+    def _end_filling(self, slot: Hashable) -> None:
+        with self._filled:
+            self._filling.pop(slot, None)
+            self._filled.notify_all()
 
 
 class RamSlot(BlockStorage):
@@ -124,6 +152,21 @@ class RamSlot(BlockStorage):
         if self.state is BufferState.ISSUED:
             self.state = BufferState.DONE
         super().end_run()
+
+
+FLIGHT_BYTES = 256 * 1024**2
+"""Bytes that are read beside the block that is page-locked: 8 MB for each of 32 threads of a source."""
+
+MOST_IN_FLIGHT = 8
+
+
+def blocks_in_flight(block_bytes: int) -> int:
+    """Return the number of blocks to read and page-lock at the same time.
+
+    At least two, of which one is locked while the other is read. More if blocks are so small that one of them does not
+    have a piece for each thread of the source. A cancelled run waits for all of them.
+    """
+    return min(MOST_IN_FLIGHT, 1 + -(-FLIGHT_BYTES // max(block_bytes, 1)))
 
 
 class RamSlots:
@@ -181,6 +224,11 @@ class RamSlots:
         in_place = 0 if self._in_place is None else self._in_place.locked_bytes
         return in_place + sum(memory.locked_bytes for memory in self._memories())
 
+    @property
+    def in_flight(self) -> int:
+        """Number of blocks to read at the same time; 1 if they pass through one host buffer to the device."""
+        return blocks_in_flight(self._largest) if isinstance(self._resident, HostPages) else 1
+
     def contents(self) -> dict[int, BlockKey]:
         """Return the blocks that the slots still contain from the last run; a new program may keep them."""
         return {s.index: s.key for s in self._slots if s.state is BufferState.DONE and s.key is not None}
@@ -228,10 +276,10 @@ class RamSlots:
     def read(
         self, slot: RamSlot, key: BlockKey, source: BlockSource, ranges: NvtxRanges | None = None
     ) -> ReadSpan | None:
-        """Read a block into a free slot, unless another rank has read it into shared memory (read thread).
+        """Read a block into a free slot, unless another rank has read it into shared memory, and lock it (read thread).
 
         Waits until the last copy from the slot has ended. Returns the measured read; None if there was none, as for a
-        block that is copied in place.
+        block that is copied in place. Several threads may read, each into another slot.
 
         Raises:
             SourceError: the bytes could not be read, or there is not enough memory for them.
@@ -252,6 +300,9 @@ class RamSlots:
             unused.drop(slot)  # the slot may have been of the other kind before `resize`
         with memory.reserve(slot, key, nbytes, capacity=slot.capacity) as reservation:
             span = timed_read(source, key, reservation.view, ranges) if reservation.needs_fill else None
+        locked_from = time.perf_counter()
+        if memory.lock(slot, nbytes) and span is not None:
+            span = span._replace(locked=(locked_from, time.perf_counter()))
         slot.memory = reservation.memory
         source.scales(key)  # read here, so that the fetch thread finds them in memory
         slot.issued()
@@ -291,19 +342,9 @@ def _padded(slots: list[RamSlot], length: int) -> list[RamSlot]:
 
 
 def _map(nbytes: int) -> torch.Tensor:
-    available = available_bytes()
-    if nbytes > available:
-        raise InsufficientRamError(
-            f"{nbytes / 1e9:.1f} GB of RAM for one more block, {available / 1e9:.1f} GB are available: {REMEDY}"
-        )
     try:
-        return map_memory(nbytes)[:nbytes]
+        return map_memory(nbytes)
     except OSError as err:
         raise InsufficientRamError(
             f"{nbytes / 1e9:.1f} GB of RAM for a block were refused ({err.strerror}): {REMEDY}"
         ) from err
-
-
-def _touch(memory: torch.Tensor, filled: int) -> None:
-    # The pages behind a block that is smaller than its slot.
-    host_bytes(memory)[in_pages(filled) :: mmap.PAGESIZE] = 0

@@ -10,6 +10,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -116,6 +117,7 @@ class SharedSegment:
         self._nbytes = end
         self._closed = False
         self._filled_here: set[BlockKey] = set()
+        self._opening = threading.Lock()  # several threads reserve
         self._finalizer: weakref.finalize[..., SharedSegment] | None = None
         self._memory: torch.Tensor
         self._open()
@@ -177,19 +179,22 @@ class SharedSegment:
 
     def _open(self) -> None:
         """Join the segment, unless this object has joined it already."""
-        if self._finalizer is not None and self._finalizer.alive:
-            return
-        try:
-            sweep(self.path.parent, keep=self.path)
-            lock = _join(self.path, self._nbytes)
-            mapping = _map(self.path, lock, self._nbytes)
-        except OSError as err:
-            raise SourceError(f"{self.path}: cannot be shared by the ranks: {err.strerror or err}; {UNSHARED}") from err
-        # The memory outlives the run that opens it.
-        with torch.inference_mode(False):
-            self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._lock = lock
-        self._finalizer = weakref.finalize(self, _leave, self.path, lock, os.getpid())
+        with self._opening:
+            if self._finalizer is not None and self._finalizer.alive:
+                return
+            try:
+                sweep(self.path.parent, keep=self.path)
+                lock = _join(self.path, self._nbytes)
+                mapping = _map(self.path, lock, self._nbytes)
+            except OSError as err:
+                raise SourceError(
+                    f"{self.path}: cannot be shared by the ranks: {err.strerror or err}; {UNSHARED}"
+                ) from err
+            # The memory outlives the run that opens it.
+            with torch.inference_mode(False):
+                self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
+            self._lock = lock
+            self._finalizer = weakref.finalize(self, _leave, self.path, lock, os.getpid())
 
     def _lock_of(self, key: BlockKey) -> FileLock:
         try:

@@ -28,7 +28,7 @@ class InsufficientRamError(SourceError):
 class BlockSource(Protocol):
     """Source of blocks as flat bytes in their stored dtype: a checkpoint, or the weights of modules.
 
-    Methods may be called from any thread; at most two threads read blocks at once. After an error the source remains
+    Methods may be called from any thread, and several threads read blocks at once. After an error the source remains
     usable, and the next call tries again.
 
     Attributes:

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ..formats.layout import host_bytes
 from ..formats.safetensors_header import FileVersion, file_version
-from ..host_memory.pages import map_huge
+from ..host_memory.pages import map_memory
 from .base import ReadThreads, SourceError
 from .read_plan import ALIGNMENT, EXTENT_BYTES, O_DIRECT, DirectExtent, Read, ReadPiece, direct_extents
 
@@ -189,7 +190,7 @@ class FileReader:
     def _bounce(self) -> npt.NDArray[np.uint8]:
         thread = threading.get_ident()
         if thread not in self.bounces:
-            self.bounces[thread] = map_huge(self._extent_bytes)
+            self.bounces[thread] = host_bytes(map_memory(self._extent_bytes))
         return self.bounces[thread]
 
     def _disable_direct(self, path: Path, err: OSError) -> None:

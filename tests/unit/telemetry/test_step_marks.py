@@ -23,8 +23,8 @@ def arrival(
     return BlockArrival(block, 100, asked, arrived, read, copied, decoded)
 
 
-def read(began: float, ended: float, *, straight: bool = False) -> ReadSpan:
-    return ReadSpan(began, ended, 60, straight)
+def read(began: float, ended: float, *, straight: bool = False, locked: tuple[float, float] | None = None) -> ReadSpan:
+    return ReadSpan(began, ended, 60, straight, locked)
 
 
 def marks(*arrivals: BlockArrival, visits: tuple[VisitEvents, ...] = ()) -> StepEvents:
@@ -87,7 +87,7 @@ def test_times_of_a_device_are_laid_on_those_of_the_host_by_the_end_of_the_step(
 
 def test_rows_of_a_trace() -> None:
     step = marks(
-        arrival(3, 10.0, 11.0, read=read(8.0, 9.0), copied=(9.0, 9.5), decoded=(9.5, 11.0)),
+        arrival(3, 10.0, 11.0, read=read(8.0, 9.0, locked=(9.0, 9.25)), copied=(9.0, 9.5), decoded=(9.5, 11.0)),
         arrival(4, 12.0, 12.0, read=read(8.5, 9.0, straight=True)),
         visits=((3, 10.0, 11.0, 11.0, 12.0), (4, 12.0, 12.0, 12.0, 13.0)),
     )
@@ -100,5 +100,6 @@ def test_rows_of_a_trace() -> None:
         ("copy", "low 3"): (2, 2.5),
         ("decode", "low 3"): (2.5, 4),
         ("read", "low 3"): (1, 2),
+        ("lock", "low 3"): (2, 2.25),
         ("read straight", "low 4"): (1.5, 2),
     }

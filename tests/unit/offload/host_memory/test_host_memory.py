@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import ctypes
+import errno
 import gc
 import mmap
+import os
 import platform
 import subprocess
 import sys
 
 import psutil
 import pytest
+import torch
 
-from wanstream.offload.host_memory.pages import HUGE_PAGE, in_pages, map_huge, map_memory
+from wanstream.offload.host_memory import pages
+from wanstream.offload.host_memory.pages import HUGE_PAGE, in_pages, map_memory
 
 FAULTS_OF_TEN_ROUNDS = """
 import resource, sys, torch
@@ -35,25 +40,45 @@ def test_bytes_are_rounded_up_to_pages(nbytes, pages):
     assert in_pages(nbytes) == pages * mmap.PAGESIZE
 
 
-def test_mapped_memory_has_exactly_its_size():
-    assert map_memory(12_345).numel() == 12_345
+@pytest.mark.parametrize("advice", [pages.TAKES_ADVICE, False], ids=["here", "other systems"])
+@pytest.mark.parametrize("nbytes", [0, 1, 12_345, HUGE_PAGE, HUGE_PAGE + 4096, 3 * HUGE_PAGE])
+def test_mapped_memory_has_exactly_its_size_and_starts_at_a_page(monkeypatch, nbytes, advice):
+    monkeypatch.setattr(pages, "TAKES_ADVICE", advice)
+    memory = map_memory(nbytes).fill_(7)
+    assert (memory.shape, memory.dtype, memory.is_inference()) == ((nbytes,), torch.uint8, False)
+    assert int(memory.sum()) == 7 * nbytes
+    if nbytes:
+        assert memory.data_ptr() % (HUGE_PAGE if advice and nbytes >= HUGE_PAGE else mmap.PAGESIZE) == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked for on Linux only")
-@pytest.mark.parametrize("nbytes", [4096, HUGE_PAGE, HUGE_PAGE + 4096, 3 * HUGE_PAGE])
-def test_huge_memory_starts_at_a_huge_page_and_can_be_written(nbytes):
-    memory = map_huge(nbytes)
-    memory[:] = 7
-    assert memory.nbytes == nbytes
-    assert memory.ctypes.data % HUGE_PAGE == 0
-    assert int(memory.sum(dtype="int64")) == 7 * nbytes
+def test_memory_is_mapped_where_the_system_refuses_all_advice(monkeypatch):
+    class Refusing(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    assert int(map_memory(HUGE_PAGE + 5).fill_(1).sum()) == HUGE_PAGE + 5
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked for on Linux only")
-def test_huge_memory_goes_with_its_last_view():
+@pytest.mark.skipif(sys.platform != "linux", reason="memory apart from forked processes on Linux only")
+@pytest.mark.parametrize("nbytes", [mmap.PAGESIZE, 2 * HUGE_PAGE])
+def test_a_forked_process_finds_zeros_and_its_end_changes_nothing(nbytes):
+    memory = map_memory(nbytes).fill_(7)
+    seen, written = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(written, bytes([ctypes.string_at(memory.data_ptr() + nbytes - 1, 1)[0]]))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.read(seen, 1) == b"\0"
+    assert memory.eq(7).all()
+    os.close(seen)
+    os.close(written)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts of Linux")
+def test_memory_goes_with_its_last_view():
     process = psutil.Process()
-    memory = map_huge(64 * HUGE_PAGE)
-    memory[:] = 1
+    memory = map_memory(64 * HUGE_PAGE).fill_(1)
     gc.collect()  # memory that earlier tests have left must not go later
     rss, view = process.memory_info().rss, memory[:10]
     del memory

@@ -42,6 +42,7 @@ def fill_slot(slots: HostPages, slot: int, key: BlockKey, read: Callable[[torch.
     with slots.reserve(slot, key, NBYTES) as reservation:
         if reservation.needs_fill:
             read(reservation.view)
+    slots.lock(slot, NBYTES)
     return reservation.memory
 
 
