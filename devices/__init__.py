@@ -6,7 +6,7 @@ from .available_ram import available_bytes, cgroup_limits, insufficient_ram
 from .clock import Clock, DeviceError, DeviceEvent, MemoryMeter, clock_for, compute_device, free_bytes, total_bytes
 from .compute_dtype import AUTO, ComputeDtype, auto_dtype, common_dtype, dtype_name, resolve_dtype
 from .cuda import NvtxRanges
-from .oom import forget, is_broken_device, is_out_of_memory
+from .oom import LateDeviceError, forget, is_broken_device, is_out_of_memory, raise_late
 from .registry import core_count, forked_random_state, gpu_count, register_runtime, runtime_for
 from .runtime import DeviceMemory, DeviceRuntime, Event, NoPageLockError, PageLockError, Stream
 from .shared_pages import PageLock
@@ -20,6 +20,7 @@ __all__ = [
     "DeviceMemory",
     "DeviceRuntime",
     "Event",
+    "LateDeviceError",
     "MemoryMeter",
     "NoPageLockError",
     "NvtxRanges",
@@ -41,6 +42,7 @@ __all__ = [
     "insufficient_ram",
     "is_broken_device",
     "is_out_of_memory",
+    "raise_late",
     "register_runtime",
     "resolve_dtype",
     "runtime_for",

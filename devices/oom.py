@@ -1,7 +1,8 @@
-"""Errors of devices: out of memory, and a broken context."""
+"""Errors of devices: out of memory, a broken context, and errors that surface late."""
 
 from __future__ import annotations
 
+import os
 import traceback
 
 import torch
@@ -21,6 +22,10 @@ LIBRARY_OOM_MESSAGES = (
     "DefaultCPUAllocator: not enough memory",
 )
 """Parts of RuntimeErrors from allocations outside torch's CUDA allocator: by libraries such as cuBLAS, and of RAM."""
+
+
+LATE_MESSAGES = ("CUDA error: ", "HIP error: ")
+"""Starts of RuntimeErrors of the device before torch 2.8, and of its libraries."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -46,6 +51,33 @@ def is_broken_device(error: BaseException | None) -> bool:
             return not is_out_of_memory(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
+
+
+class LateDeviceError(RuntimeError):
+    """Error of a kernel or copy that a later call has raised. Its cause is the error of torch."""
+
+
+def raise_late(error: BaseException | None, place: str) -> None:
+    """Raise `LateDeviceError` if `error` may belong to earlier work of the device; return for all other errors.
+
+    A device works behind the host, so the call that raises is not the one that failed. Running out of memory is found
+    at the call itself.
+
+    Args:
+        error: an error that is handled now; None for none.
+        place: block and step at which it surfaced.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, LateDeviceError) or is_out_of_memory(error):
+        return
+    if not isinstance(error, getattr(torch, "AcceleratorError", ())) and not str(error).startswith(LATE_MESSAGES):
+        return
+    said = str(error).partition("\n")[0].rstrip(".")
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        raise LateDeviceError(f"{said}, at {place}") from error
+    raise LateDeviceError(
+        f"{said}, surfaced at {place}: start again with CUDA_LAUNCH_BLOCKING=1 to find its cause\n"
+        "An earlier kernel or copy caused it. After such an error, the device is usable by a new process only."
+    ) from error
 
 
 def forget(error: BaseException) -> str:

@@ -10,7 +10,7 @@ import atexit
 from collections import deque
 from functools import partial
 
-from ...devices import Clock, DeviceEvent, NvtxRanges, clock_for
+from ...devices import Clock, DeviceEvent, LateDeviceError, NvtxRanges, clock_for, raise_late
 from ...plan import IMMEDIATE, KEPT, Fetch, RunPrograms, Visit
 from ...schema import StateError
 from ...telemetry import BlockArrival, Recorder, ranged
@@ -71,10 +71,23 @@ class EngineRun:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._finish(in_sync=error is None or isinstance(error, StoppedTogether))
+        try:
+            self._finish(in_sync=error is None or isinstance(error, StoppedTogether))
+        except RuntimeError as err:
+            if isinstance(error, LateDeviceError):  # every call fails after it: the first one names the place
+                return
+            raise_late(err, self._place())
+            raise
+        raise_late(error, self._place())
         completed = error is None and self._next == len(self.program.visits)
         assert not completed or tuple(self.fetched) == self.program.fetches, "the fetches differ from the program"
         assert not completed or self._ram.is_whole, "the reads differ from the program"
+
+    def _place(self) -> str:
+        """Return the place of an error outside visits."""
+        if not self._next:
+            return "the start of a run"
+        return f"the end of {place_of(self.program.visits[self._next - 1])}"
 
     def _start(self) -> None:
         pool = self._pool
@@ -265,7 +278,11 @@ class EngineRun:
     def _fetch_all(self) -> None:
         for number, fetch in enumerate(self.program.fetches):
             with ranged(self._ranges, f"fetch {fetch.block.expert} {fetch.block.block}"):
-                self._fetch(number, fetch)
+                try:
+                    self._fetch(number, fetch)
+                except RuntimeError as err:
+                    raise_late(err, f"the fetch of {place_of(self.program.visits[fetch.needed_by])}")
+                    raise
 
     def _fetch(self, number: int, fetch: Fetch) -> None:
         slot = self._ram.take(number)
@@ -299,8 +316,23 @@ class VisitContext:
         self._run, self._visit = run, visit
 
     def __enter__(self) -> None:
-        self._begun = self._run.begin(self._visit)
+        try:
+            self._begun = self._run.begin(self._visit)
+        except RuntimeError as err:
+            raise_late(err, place_of(self._visit))
+            raise
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:  # otherwise the run ends next, and `end_run` of the buffer closes the visit
+        if error is not None:  # the run ends next, and `end_run` of the buffer closes the visit
+            raise_late(error, place_of(self._visit))
+            return
+        try:
             self._run.end(*self._begun)
+        except RuntimeError as err:
+            raise_late(err, place_of(self._visit))
+            raise
+
+
+def place_of(visit: Visit) -> str:
+    """Return the words for a visit in an error."""
+    return f"block {visit.block} of {visit.expert!r}, step {visit.step}"
