@@ -1,4 +1,4 @@
-"""Cost of a LoRA of rank 64 on the arrival of a Wan2.2 A14B block, compared to the arrival alone.
+"""Cost of a LoRA of rank 64, a LoKr, a LoHa and a DoRA on the arrival of a Wan2.2 A14B block.
 
 python benchmarks/lora_on_arrival.py [cpu|cuda]
 """
@@ -14,13 +14,13 @@ import torch
 from record import record
 
 from wanstream.devices import DeviceEvent, clock_for, runtime_for
-from wanstream.offload import BlockPatch, WeightPatch
+from wanstream.offload import BlockPatch, Hadamard, Kronecker, Product, Rescaled, WeightPatch
 from wanstream.offload.formats.decode import decode_block
 from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_format, tensor_views
 from wanstream.offload.patches import StagedPatches
 from wanstream.plan import BlockKey
 
-RANK, TIMES = 64, 9
+RANK, FACTOR, TIMES = 64, 8, 9
 WIDTH, FFN = 5120, 13824
 ATTENTION = {f"{part}.{name}.weight": (WIDTH, WIDTH) for part in ("attn1", "attn2") for name in ("q", "k", "v", "out")}
 MATRICES = {**ATTENTION, "ffn.up.weight": (FFN, WIDTH), "ffn.down.weight": (WIDTH, FFN)}
@@ -33,12 +33,33 @@ FORMATS = {
 }
 
 
-def stage_patch(fmt: BlockFormat, device: torch.device) -> StagedPatches:
+def product(rows: int, columns: int, rank: int = RANK) -> Product:
+    return Product(up=torch.randn(rows, rank) / 100, down=torch.randn(rank, columns) / 100)
+
+
+def lora(rows: int, columns: int) -> WeightPatch:
+    return WeightPatch(up=product(rows, columns).up, down=product(rows, columns).down)
+
+
+def lokr(rows: int, columns: int) -> WeightPatch:
+    second = torch.randn(rows // FACTOR, columns // FACTOR) / 100
+    return WeightPatch(kronecker=(Kronecker(first=torch.randn(FACTOR, FACTOR) / 100, second=second),))
+
+
+def loha(rows: int, columns: int) -> WeightPatch:
+    return WeightPatch(hadamard=(Hadamard(one=product(rows, columns, 32), other=product(rows, columns, 32)),))
+
+
+def dora(rows: int, columns: int) -> WeightPatch:
+    return WeightPatch(rescaled=(Rescaled(change=lora(rows, columns), magnitude=torch.ones(rows, 1), strength=1.0),))
+
+
+KINDS: dict[str, Callable[[int, int], WeightPatch]] = {"lora": lora, "lokr": lokr, "loha": loha, "dora": dora}
+
+
+def stage_patch(fmt: BlockFormat, device: torch.device, kind: str) -> StagedPatches:
     """Stage a patch for every matrix of the block."""
-    weights = {
-        name: WeightPatch(up=torch.randn(rows, RANK) / 100, down=torch.randn(RANK, columns) / 100)
-        for name, (rows, columns) in MATRICES.items()
-    }
+    weights = {name: KINDS[kind](*shape) for name, shape in MATRICES.items()}
     patches = StagedPatches({KEY: fmt}, lock=runtime_for(device))
     patches.replace(patches.prepare({KEY: BlockPatch(identity=RANK, weights=weights)}))
     return patches
@@ -69,20 +90,23 @@ def measure(fmt: BlockFormat, device: torch.device) -> dict[str, dict[str, float
         stored.copy_((torch.randn(stored.shape, device=device) / 50).to(stored.dtype))
     into = allocate_flat(fmt.computed.nbytes, device)
     scales = {name: torch.tensor(0.5, device=device) for name in fmt.scaled}
-    patches = stage_patch(fmt, device)
-    held = patches.get(KEY)
-    assert held is not None
-    slot = allocate_flat(held.layout.nbytes, device) if device.type == "cuda" else None
 
     def decode() -> None:
         decode_block(raw, into, fmt, scales)
 
-    def patch() -> None:
-        if slot is not None:
-            slot.copy_(held.memory, non_blocking=True)
-        held.add_to(into, fmt.computed, slot)
+    def patch(kind: str) -> Callable[[], None]:
+        held = stage_patch(fmt, device, kind).get(KEY)
+        assert held is not None
+        slot = allocate_flat(held.layout.nbytes, device) if device.type == "cuda" else None
 
-    return time_in_turns({"decode": decode, "patch": patch}, device)
+        def add() -> None:
+            if slot is not None:
+                slot.copy_(held.memory, non_blocking=True)
+            held.add_to(into, fmt.computed, slot)
+
+        return add
+
+    return time_in_turns({"decode": decode, **{kind: patch(kind) for kind in KINDS}}, device)
 
 
 def main(device: str) -> None:
@@ -92,8 +116,9 @@ def main(device: str) -> None:
         figures = {name: measure(fmt, torch.device(device)) for name, fmt in FORMATS.items()}
     method = (
         f"one block of A14B ({len(MATRICES)} matrices, computed in bf16) whose stored bytes are on the device; its "
-        f"decoding (for bf16 a copy) and the addition of rank {RANK} factors to all matrices (on cuda with their copy "
-        f"from locked memory), in turns, {TIMES} times after a first one; on cpu the processor time of one thread"
+        f"decoding (for bf16 a copy) and the addition to all matrices of a LoRA of rank {RANK}, a LoKr of factor "
+        f"{FACTOR} with whole matrices, a LoHa of rank 32 and a DoRA of rank {RANK} (on cuda with their copy from "
+        f"locked memory), in turns, {TIMES} times after a first one; on cpu the processor time of one thread"
     )
     figures = {"milliseconds_per_block": figures, "factor_mb": round(_factor_bytes() / 1e6, 1)}
     print(record(f"lora-on-arrival-{device}", method=method, figures=figures).read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -76,7 +76,7 @@ def open_lora(path: Path | str) -> LoraFile:
     alphas = _alphas(header, (roles["alpha"] for roles in parts.values() if "alpha" in roles))
     changes = changes_of(path, header.tensors, parts, alphas, settings)
     meant = _used_keys(parts, changes)
-    unmatched = tuple(key for key in header.tensors if key not in meant)
+    unmatched = [key for key in header.tensors if key not in meant]
     if not changes or (not any(map(_IN_BLOCK.match, changes)) and other_model(unmatched) is not None):
         raise CheckpointError(path, _no_match_message(header.tensors))
     used = {key for each in changes.values() for change in each for key in change.keys}
@@ -85,8 +85,8 @@ def open_lora(path: Path | str) -> LoraFile:
         if not tensor.dtype.is_floating_point:
             raise CheckpointError(path, f"{key} is {tensor.dtype}; the factors of a LoRA are floating-point numbers")
     return noted(
-        LoraFile(path=path, tensors=tensors, changes=changes, unmatched=unmatched, settings=settings.source),
-        warnings=_unused_layers(header, unmatched),
+        LoraFile(path=path, tensors=tensors, changes=changes, unmatched=tuple(unmatched), settings=settings.source),
+        warnings=_unused_layers(header, meant),
         notes=settings.notes,
     )
 
@@ -105,13 +105,14 @@ def _used_keys(parts: Mapping[str, Roles], changes: Mapping[str, Sequence[Change
     return factors | {roles["alpha"] for name, roles in parts.items() if "alpha" in roles and name in changes}
 
 
-def _unused_layers(header: FileHeader, unmatched: Collection[str]) -> list[str]:
-    """Return a warning with the layers of a file that are not used, if there are any.
+def _unused_layers(header: FileHeader, meant: Set[str]) -> list[str]:
+    """Return a warning with the layers of a file that are not used, if there are any; `meant` has the used keys.
 
     Keys of one number (an alpha, a counter) or none are not counted.
     """
-    used = {layer_of(key) for key in header.tensors if key not in unmatched}
-    named = {key: layer_of(key) for key in unmatched if math.prod(header.tensors[key].shape) > 1}
+    used = {layer_of(key) for key in meant}
+    unmatched = {key: tensor for key, tensor in header.tensors.items() if key not in meant}
+    named = {key: layer_of(key) for key, tensor in unmatched.items() if math.prod(tensor.shape) > 1}
     unused = {key if layer in used else layer: key for key, layer in named.items()}
     if not unused:
         return []

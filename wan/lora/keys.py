@@ -66,10 +66,12 @@ _FLAT_PREFIX = re.compile(rf"(?:{'|'.join(FLAT_PREFIXES)})_*")
 _DOT_AT_NUMBER = re.compile(r"\.(?=[0-9])|(?<=[0-9])\.")
 _IN_BLOCK = re.compile(r"(?P<prefix>.*?)(?<![^._])blocks[._](?P<block>[0-9]{1,4})[._](?P<name>.+)")
 
+# PEFT has the name of an adapter, mostly "default", behind that of a factor.
+_ADAPTER = re.compile(r"(\.(?:lora_[AB]|lora_magnitude_vector|lokr_\w+|hada_\w+))\.(?!(?:weight|bias)$)[^.]+(?=\.|$)")
+
 # Endings of the two factors, down and up.
 FACTORS = (
     (".lora_down.weight", ".lora_up.weight"),
-    (".lora_A.default.weight", ".lora_B.default.weight"),
     (".lora_A.weight", ".lora_B.weight"),
     (".lora_A", ".lora_B"),
     (".lora.down.weight", ".lora.up.weight"),
@@ -87,20 +89,19 @@ ENDINGS: Mapping[str, tuple[Role, Leaf]] = {
     ".diff_m": ("diff", "modulation"),
     ".w_norm": ("diff", "weight"),
     ".b_norm": ("diff", "bias"),
-    ".lora_B.default.bias": ("up bias", "bias"),
     ".lora_B.bias": ("up bias", "bias"),
     ".dora_scale": ("magnitude", "weight"),
     ".lora_magnitude_vector": ("magnitude", "weight"),
     ".lora_magnitude_vector.weight": ("magnitude", "weight"),
-    ".lora_magnitude_vector.default": ("magnitude", "weight"),
-    ".lora_magnitude_vector.default.weight": ("magnitude", "weight"),
-    **{f".{role}{suffix}": (role, "weight") for role in LYCORIS_ROLES for suffix in ("", ".default")},
+    **{f".{role}": (role, "weight") for role in LYCORIS_ROLES},
 }
 
 # Endings of changes that nothing here computes, by their algorithm.
 OTHER_ALGORITHMS = {
     "a LoCon with a third factor": (".lora_mid.weight",),
-    "an OFT": (".oft_blocks", ".oft_diag", ".oft_R.weight"),
+    "an OFT": (".oft_blocks", ".oft_diag", ".oft_R", ".oft_R.weight", ".boft_R"),
+    "an (IA)^3": (".on_input", ".ia3_l"),
+    "a VeRA": (".vera_lambda_b", ".vera_lambda_d"),
     "a GLoRA": (".a1.weight", ".b1.weight"),
     "a LoRA that gives a weight another shape": (".reshape_weight",),
     "a file that replaces weights": (".set_weight",),
@@ -147,6 +148,7 @@ class KeyMeaning(NamedTuple):
 
 def key_meaning(key: str) -> KeyMeaning | None:
     """Return the meaning of `key`, or None if it matches no parameter of an expert."""
+    key = _ADAPTER.sub(r"\1", key)
     for ending, (role, leaf) in ENDINGS.items():
         if key.endswith(ending):
             parameter = _parameter(key.removesuffix(ending), leaf)
@@ -157,6 +159,7 @@ def key_meaning(key: str) -> KeyMeaning | None:
 
 def layer_of(key: str) -> str:
     """Return `key` without its ending, if that is known: the name of a layer with its prefix."""
+    key = _ADAPTER.sub(r"\1", key)
     known = [ending for ending in ENDINGS if key.endswith(ending)]
     return key.removesuffix(max(known, key=len, default=""))
 

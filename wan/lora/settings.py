@@ -117,7 +117,7 @@ def _next_to(path: Path, keys: Iterable[str]) -> AdapterSettings:
 def _of_peft(path: Path, where: str, found: Mapping[str, Any]) -> AdapterSettings:
     # Each name has the prefix "transformer." or "text_encoder." if the whole pipeline was saved.
     named = {name.rpartition(".")[2]: value for name, value in found.items() if not name.startswith("text_encoder")}
-    alpha_name = "alpha" if "alpha" in named else ALPHA_FIELD  # of LoKr and LoHa, and of LoRA
+    alpha_name = ALPHA_FIELD if ALPHA_FIELD in named else "alpha"  # of LoRA, and of LoKr and LoHa
     alpha = named.get(alpha_name)
     rank = named.get("r")
     return AdapterSettings(
@@ -125,8 +125,8 @@ def _of_peft(path: Path, where: str, found: Mapping[str, Any]) -> AdapterSetting
         alphas=_pattern(path, where, "alpha_pattern", named),
         rank=None if rank is None else int(_number(path, f"{where}: r", rank)),
         ranks=_pattern(path, where, "rank_pattern", named),
-        rank_stabilised=bool(named.get("use_rslora")),
-        needs_magnitudes=bool(named.get("use_dora")),
+        rank_stabilised=_flag(path, f"{where}: use_rslora", named.get("use_rslora")),
+        needs_magnitudes=_flag(path, f"{where}: use_dora", named.get("use_dora")),
     )
 
 
@@ -168,6 +168,12 @@ def _parsed(text: str) -> object:
         return float(text)
     except (TypeError, ValueError):
         return text
+
+
+def _flag(path: Path, name: str, value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise CheckpointError(path, f"{name} is {value!r}; true or false is expected")
 
 
 def _number(path: Path, name: str, value: object) -> float:

@@ -18,11 +18,21 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wanstream.devices import DeviceRuntime, PageLockError
-from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
+from wanstream.offload import (
+    BlockPatch,
+    Hadamard,
+    Kronecker,
+    OffloadEngine,
+    Product,
+    Rescaled,
+    WeightPatch,
+    attach_offload,
+)
 from wanstream.offload.engine.run import PACE
 from wanstream.offload.formats.safetensors_header import read_header
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.module import ModuleSource
+from wanstream.offload.weight_patch import add_patch
 from wanstream.plan import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
@@ -115,12 +125,32 @@ def some_patches(strength: float, *, rank: int = 16) -> dict[BlockKey, BlockPatc
             }
             if block == 0:
                 weights["up.weight"] = replace(weights["up.weight"], full=strength * draw(3 * WIDTH, WIDTH))
+            if block == 3:
+                weights["up.weight"] = replace(weights["up.weight"], **other_kinds(draw, strength))
+                kronecker = Kronecker(first=strength * draw(4, 2), second=draw(WIDTH // 4, 3 * WIDTH // 2))
+                weights["down.weight"] = replace(weights["down.weight"], kronecker=(kronecker,))
             patches[BlockKey(name, block)] = BlockPatch(identity=(rank, strength), weights=weights)
     return patches
 
 
+def other_kinds(draw: Callable[..., torch.Tensor], strength: float) -> dict[str, object]:
+    """A LoKr with factors, a LoHa, and a DoRA of each direction for `up.weight`."""
+    pairs = [Product(up=draw(3 * WIDTH, 4), down=draw(4, WIDTH)) for _ in range(3)]
+    second = Product(up=draw(WIDTH, 4), down=draw(4, WIDTH // 2))
+    change = WeightPatch(up=pairs[2].up, down=pairs[2].down)
+    magnitudes = [1 + draw(3 * WIDTH, 1), 1 + draw(1, WIDTH)]
+    return {
+        "kronecker": (Kronecker(first=strength * draw(3, 2), second=second),),
+        "hadamard": (Hadamard(one=pairs[0], other=pairs[1]),),
+        "rescaled": tuple(Rescaled(change=change, magnitude=each, strength=strength) for each in magnitudes),
+    }
+
+
 def add_plainly(matrix: torch.Tensor, weight: WeightPatch) -> None:
     """Add a patch to a matrix on the device, as on arrival."""
+    if weight.hadamard or weight.rescaled or weight.kronecker:
+        add_patch(matrix.data, weight.map(lambda _, part: part.to(matrix)))
+        return
     if weight.full is not None:
         matrix.add_(weight.full.to(matrix))
     if weight.up is not None:

@@ -63,6 +63,11 @@ KNOWN = {
 }
 
 KNOWN |= {
+    "base_model.model.blocks.7.attn1.to_q.lora_A.my_style.weight": (f"{Q}.weight", "down"),
+    "base_model.model.blocks.7.attn1.to_q.lora_B.my_style": (f"{Q}.weight", "up"),
+    "base_model.model.blocks.7.attn1.to_q.lora_B.my_style.bias": (f"{Q}.bias", "up bias"),
+    "base_model.model.blocks.7.attn1.to_q.lora_magnitude_vector.default.weight": (f"{Q}.weight", "magnitude"),
+    "base_model.model.blocks.7.attn1.to_q.lokr_w2_a.default": (f"{Q}.weight", "lokr_w2_a"),
     "diffusion_model.blocks.7.cross_attn.k_img.lora_down.weight": ("blocks.7.attn2.add_k_proj.weight", "down"),
     "lora_unet_blocks_7_cross_attn_v_img.lora_up.weight": ("blocks.7.attn2.add_v_proj.weight", "up"),
     "diffusion_model.blocks.7.cross_attn.norm_k_img.diff": ("blocks.7.attn2.norm_added_k.weight", "diff"),

@@ -102,6 +102,8 @@ def test_a_config_that_may_be_another_files_is_noted(tmp_path):
         ({"lora_alpha": 1, "r": [4]}, r"adapter_config.json: r is \[4\]"),
         ({"lora_alpha": 1, "rank_pattern": [4]}, r"rank_pattern is \[4\]; numbers by layer"),
         ({"alpha_pattern": {"blocks.(0|1).attn1.to_q": 1}}, "only names of layers are read, not expressions"),
+        ({"use_rslora": "false"}, "use_rslora is 'false'; true or false is expected"),
+        ({"use_dora": 1}, "use_dora is 1; true or false"),
         ({"use_dora": True}, "is a DoRA by its settings"),
         (" " * 1024**2 + "{}", "has 1048578 bytes; PEFT writes at most 1048576"),
     ],
