@@ -123,20 +123,22 @@ def _of_peft(path: Path, where: str, found: Mapping[str, Any]) -> AdapterSetting
     return AdapterSettings(
         alpha=None if alpha is None else _number(path, f"{where}: {alpha_name}", alpha),
         alphas=_pattern(path, where, "alpha_pattern", named),
-        rank=None if rank is None else int(_number(path, f"{where}: r", rank)),
-        ranks=_pattern(path, where, "rank_pattern", named),
+        rank=None if rank is None else int(_number(path, f"{where}: r", rank, least=1)),
+        ranks=_pattern(path, where, "rank_pattern", named, least=1),
         rank_stabilised=_flag(path, f"{where}: use_rslora", named.get("use_rslora")),
         needs_magnitudes=_flag(path, f"{where}: use_dora", named.get("use_dora")),
     )
 
 
-def _pattern(path: Path, where: str, name: str, named: Mapping[str, Any]) -> dict[str, float]:
+def _pattern(
+    path: Path, where: str, name: str, named: Mapping[str, Any], *, least: float = -LARGEST
+) -> dict[str, float]:
     """Return the numbers of PEFT's patterns by the end of a module's name."""
     given = named.get(name) or {}
     if not isinstance(given, dict):
         raise CheckpointError(path, f"{where}: {name} is {given!r}; numbers by layer are expected")
     return {
-        _name_end(path, where, name, pattern): _number(path, f"{where}: {name}: {pattern}", value)
+        _name_end(path, where, name, pattern): _number(path, f"{where}: {name}: {pattern}", value, least=least)
         for pattern, value in given.items()
     }
 
@@ -176,8 +178,9 @@ def _flag(path: Path, name: str, value: object) -> bool:
     raise CheckpointError(path, f"{name} is {value!r}; true or false is expected")
 
 
-def _number(path: Path, name: str, value: object) -> float:
+def _number(path: Path, name: str, value: object, *, least: float = -LARGEST) -> float:
     # Compare instead of converting: `float` raises an error for integers beyond the range of a float.
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= LARGEST:
         return float(value)
-    raise CheckpointError(path, f"{name} is {value!r}; a number is expected")
+    wanted = "a number" if least == -LARGEST else f"a number from {least} on"
+    raise CheckpointError(path, f"{name} is {value!r}; {wanted} is expected")

@@ -149,7 +149,8 @@ def other_kinds(draw: Callable[..., torch.Tensor], strength: float) -> dict[str,
 def add_plainly(matrix: torch.Tensor, weight: WeightPatch) -> None:
     """Add a patch to a matrix on the device, as on arrival."""
     if weight.hadamard or weight.rescaled or weight.kronecker:
-        add_patch(matrix.data, weight.map(lambda _, part: part.to(matrix)))
+        moved = {name: part.to(matrix) for name, part in weight.parts.items()}
+        add_patch(matrix.data, weight.map(lambda name, _: moved[name]))
         return
     if weight.full is not None:
         matrix.add_(weight.full.to(matrix))

@@ -100,6 +100,8 @@ def test_a_config_that_may_be_another_files_is_noted(tmp_path):
         ("[]", "is not a JSON object"),
         ({"lora_alpha": "16"}, "adapter_config.json: lora_alpha is '16'; a number is expected"),
         ({"lora_alpha": 1, "r": [4]}, r"adapter_config.json: r is \[4\]"),
+        ({"lora_alpha": 1, "r": -4}, "adapter_config.json: r is -4; a number from 1 on is expected"),
+        ({"lora_alpha": 1, "rank_pattern": {"to_q": 0}}, "rank_pattern: to_q is 0; a number from 1 on"),
         ({"lora_alpha": 1, "rank_pattern": [4]}, r"rank_pattern is \[4\]; numbers by layer"),
         ({"alpha_pattern": {"blocks.(0|1).attn1.to_q": 1}}, "only names of layers are read, not expressions"),
         ({"use_rslora": "false"}, "use_rslora is 'false'; true or false is expected"),
