@@ -31,8 +31,9 @@ from .actors.ray_backend import check_ray_options, ray_backends
 from .backend import BatchBackend
 from .embedded_backend import EmbeddedBackend, embedded_workflow
 from .fleet import run_all
+from .folder.journal_header import may_be_journal, read_head
 from .job_queue import JobQueue
-from .journal import Journal, State, copy_of, is_full_disk, locked, may_be_journal
+from .journal import Journal, State, check_journal, copy_of, is_full_disk, locked
 from .lanes import MAX_LANES, digest_of_lane, lane_planner
 from .output_store import OutputStore, stored_prompt
 from .progress import BatchBar
@@ -200,14 +201,15 @@ def _open_state(options: BatchOptions, spec: _BatchSpec, opened: ExitStack) -> t
     store = OutputStore(create_output_folder(options.output))
     path = options.journal or options.output / JOURNAL
     lock = path.with_name(f"{path.name}.lock")
+    check_journal(path)
     # The lock file and the copy stay next to a journal, also next to a damaged one.
     was_journal = lock.exists() or copy_of(path).exists()
-    if options.journal and not was_journal and path.is_file() and not may_be_journal(path):
+    if options.journal and not was_journal and not may_be_journal(read_head(path)):
         raise ArgumentError(f"--journal {path} is not a journal, and is not changed: give the name of a new file")
     opened.enter_context(locked(store.work_folder / "lock", of=str(options.output)))
     opened.enter_context(locked(lock, of=str(path)))
     start = partial(resume, store=store, rows=spec.rows, find_rows=_row_finder(spec))
-    journal, notes = open_journal(path, workflow=workflow_digest(spec.workflow), start=start)
+    journal, notes = open_journal(path, workflow=workflow_digest(spec.workflow), start=start, is_own=was_journal)
     opened.enter_context(journal)
     notes += start(journal)
     store.remove_leftovers(journal.lines_left)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..arguments import StopRequest
 from .backend import BatchBackend, UnsuitableError
-from .journal import Journal, State
+from .journal import Journal, KeptFile, State
 from .progress import BatchBar
 from .rows import BatchJob, Planner, Row
 
@@ -204,10 +204,10 @@ class JobQueue:
                 self.stopping or (idle and not self._waiting and submission.begun is False)
             )
 
-    def finish(self, row: Row, *, on: str) -> None:
-        """Set a row to done, whose files have their names, by this backend."""
+    def finish(self, row: Row, *, on: str, files: Sequence[KeptFile] = ()) -> None:
+        """Set a row to done, whose files have their names, by this backend; `files` have their stamps."""
         with self.lock:
-            self.journal.finish(row.hash)
+            self.journal.finish(row.hash, files)
             self.made[on] += 1
             self._streaks[on] = Streak()
             for streak in self._streaks.values():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
-import re
 import sqlite3
 import tempfile
 import threading
@@ -19,7 +19,10 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, get_type_hints
 
-from .rows import FILE_NAME, Row
+from .folder.journal_header import application_of, header_fault, read_head
+from .folder.names import PROMPT_ID, is_made_name, is_of_journal, name_key, number_stem, stem_fault
+from .folder.own_files import check_database, check_file
+from .rows import Row
 
 _PAGES = bytes(16 * 4096)
 """Some pages of a SQLite file: a transaction needs several, and releases them when it fails."""
@@ -53,13 +56,6 @@ def system_error(err: sqlite3.Error, path: Path) -> OSError:
     return OSError(None, str(err))
 
 
-PROMPT_ID = re.compile(r"\w[\w-]{0,99}")
-"""Format of prompt ids; without separators, because they become names of folders and parts of URLs."""
-
-_MADE = re.compile(r"(?:~\d{1,9})?(?:\.\w{1,15})?")
-"""The text after the stem in the name of a file: a number if there are several, and a suffix."""
-
-
 class State(str, Enum):
     """The state of a row."""
 
@@ -81,6 +77,8 @@ class KeptFile:
     name: str
     size: int
     sha256: str
+    stamp: str = ""
+    """Times and number of the file when its content was last compared with `sha256`; empty before it has its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +107,24 @@ _COLUMNS = get_type_hints(Entry) | {"state": str, "saves": str | None, "files": 
 """Types of the table's columns; `saves` and `files` are JSON lists."""
 
 _FILE = get_type_hints(KeptFile)
+_SEAL = "seal"
+"""Column with a digest of the others: SQLite does not notice another byte in a text or a number."""
 
 
 def _columns(entry: Entry) -> dict[str, Any]:
     saves = None if entry.saves is None else json.dumps(sorted(entry.saves))
     files = json.dumps([asdict(file) for file in entry.files])
-    return vars(entry) | {"state": entry.state.value, "saves": saves, "files": files}
+    columns = vars(entry) | {"state": entry.state.value, "saves": saves, "files": files}
+    return columns | {_SEAL: _seal([*columns.values()])}
+
+
+def _seal(values: Sequence[object]) -> str:
+    # `default`, because a damaged value may be bytes.
+    return hashlib.sha256(json.dumps(values, default=repr).encode()).hexdigest()[:16]
 
 
 def entry_of(row: Sequence[Any]) -> Entry:
-    """Return the entry of a table row. Raises ValueError for invalid values.
+    """Return the entry of a table row, without its seal. Raises ValueError for invalid values.
 
     File names must start with the row's stem, so that no entry names a file outside the folder.
     """
@@ -134,13 +140,11 @@ def entry_of(row: Sequence[Any]) -> Entry:
 
 
 def _check(entry: Entry) -> None:
-    if entry.stem is not None and not FILE_NAME.fullmatch(entry.stem):
+    if entry.stem is not None and stem_fault(entry.stem):
         raise ValueError(f"{entry.stem!r} is not the stem of a file name")
     for file in entry.files:
-        if entry.stem is None or not file.name.startswith(entry.stem):
-            raise ValueError(f"{file.name!r} is not a file of {entry.stem!r}")
-        if not _MADE.fullmatch(file.name[len(entry.stem) :]):
-            raise ValueError(f"{file.name!r} is not the name of a file in this folder")
+        if entry.stem is None or not is_made_name(file.name, stem=entry.stem):
+            raise ValueError(f"{file.name!r} is not the name of a file of {entry.stem!r}")
     if entry.prompt_id is not None and not PROMPT_ID.fullmatch(entry.prompt_id):
         raise ValueError(f"{entry.prompt_id!r} is not a prompt id")
     if entry.state is State.posted and entry.prompt_id is None:
@@ -150,9 +154,9 @@ def _check(entry: Entry) -> None:
 
 
 def _file(described: object) -> KeptFile:
-    if not isinstance(described, dict) or described.keys() != _FILE.keys():
+    if not isinstance(described, dict) or described.keys() | {"stamp"} != _FILE.keys():
         raise ValueError("a file has a name, a size and a sha256")
-    return KeptFile(**{name: _typed(described[name], kind) for name, kind in _FILE.items()})
+    return KeptFile(**{name: _typed(value, _FILE[name]) for name, value in described.items()})
 
 
 def _listed(text: str) -> list[Any]:
@@ -176,28 +180,25 @@ def _taken_fault(name: str, *, by_journal: bool) -> str:
     )
 
 
-_DIGITS = 5
-
-
-def file_stems(rows: Sequence[Row], taken: Mapping[str, str]) -> dict[str, str | None]:
+def file_stems(rows: Sequence[Row], taken: Mapping[str, str], journal: str = "") -> dict[str, str | None]:
     """Return a unique stem for the files of each row, by its hash.
 
     `taken` maps the stems of present and former rows to their hashes: a row keeps its stem. A row without a name gets
-    its position, or the next free number. None: the row has a fault, or its name is taken.
+    its position, or the next free number. None: the row has a fault, or its name is taken, maybe by the `journal`.
     """
     owned = {digest: stem for stem, digest in taken.items()}
-    used = {stem.casefold() for stem in taken}
+    used = {name_key(stem) for stem in taken}
     stems: dict[str, str | None] = {}
     # Rows with names first, so that no number takes one of the names.
     for row in sorted(rows, key=lambda row: row.name is None):
         stem = owned.get(row.hash)
         if stem is None and row.fault is None and row.name is not None:
-            stem = None if row.name.casefold() in used else row.name
+            stem = None if name_key(row.name) in used or is_of_journal(row.name, journal) else row.name
         elif stem is None and row.fault is None:
-            numbers = (f"{number:0{_DIGITS}}" for number in chain([row.position], count(len(rows) + 1)))
-            stem = next(number for number in numbers if number not in used)
+            numbers = (number_stem(number) for number in chain([row.position], count(len(rows) + 1)))
+            stem = next(number for number in numbers if number not in used and not is_of_journal(number, journal))
         stems[row.hash] = stem
-        used.add((stem or "").casefold())
+        used.add(name_key(stem or ""))
     return stems
 
 
@@ -227,21 +228,41 @@ def locked(path: Path, *, of: str) -> Iterator[None]:
 
 
 _APPLICATION = 0x57535442  # "WSTB" identifies a journal among SQLite files
-_VERSION = 3
-_WITHOUT_BACKEND = 2
-"""The version before the column `backend`. A journal of this version gets the column when it is opened."""
-_ADDED = ", backend TEXT"
-"""The column as SQLite writes it into the statement of a table that it is added to."""
-_TABLES = (
-    "CREATE TABLE batch (workflow TEXT NOT NULL)",
+_VERSION = 4
+_ROWS = (
     "CREATE TABLE rows (hash TEXT PRIMARY KEY, line INTEGER, stem TEXT UNIQUE COLLATE NOCASE, state TEXT NOT NULL, "
     "prompt_id TEXT, attempts INTEGER NOT NULL DEFAULT 0, error TEXT, saves TEXT, files TEXT NOT NULL DEFAULT '[]'"
-    f"{_ADDED})",
-    "CREATE TABLE attempts (prompt_id TEXT NOT NULL, hash TEXT NOT NULL)",
 )
-"""Tables of the file. `attempts` contains all prompt ids under which a row was ever posted."""
-_INSERT = f"INSERT INTO rows ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)})"
+_ATTEMPTS = "CREATE TABLE attempts (prompt_id TEXT NOT NULL, hash TEXT NOT NULL)"
+_TABLES = {
+    _VERSION: (
+        "CREATE TABLE batch (workflow TEXT NOT NULL, seal TEXT NOT NULL)",
+        f"{_ROWS}, backend TEXT, seal TEXT NOT NULL)",
+        _ATTEMPTS,
+    ),
+    3: ("CREATE TABLE batch (workflow TEXT NOT NULL)", f"{_ROWS}, backend TEXT)", _ATTEMPTS),
+    2: ("CREATE TABLE batch (workflow TEXT NOT NULL)", f"{_ROWS})", _ATTEMPTS),
+}
+"""Tables of the file by its version; a journal of an older one is converted when it is opened.
 
+`attempts` contains all prompt ids under which a row was ever posted.
+"""
+_WITHOUT_BACKEND = 2
+_STORED = (*_COLUMNS, _SEAL)
+_INSERT = f"INSERT INTO rows ({', '.join(_STORED)}) VALUES ({', '.join(f':{name}' for name in _STORED)})"
+
+
+_OF_SYSTEM = (
+    "locked",
+    "unable to open",
+    "disk I/O error",
+    "disk is full",
+    "readonly",
+    "permission",
+    "out of memory",
+    "interrupted",
+)
+"""Parts of SQLite's messages about errors of the system; all others are about the file."""
 
 _BACK_UP_SECONDS = 60.0
 """Minimum time between two backups."""
@@ -262,15 +283,27 @@ class OtherWorkflowError(JournalError):
     """The file is an intact journal of another workflow."""
 
 
-def may_be_journal(path: Path) -> bool:
-    """Return True for a file that is empty or begins as every SQLite database does."""
-    with path.open("rb") as opened:
-        return opened.read(16) in (b"", b"SQLite format 3\0")
+class OtherVersionError(JournalError):
+    """The file is an intact journal of a version that is not known here."""
+
+
+class ForeignDatabaseError(JournalError):
+    """The file is a database of another application, or a journal whose application id is damaged."""
 
 
 def copy_of(path: Path) -> Path:
     """Return the path of the backup that `Journal.back_up` writes."""
     return path.with_name(f"{path.name}.before")
+
+
+def check_journal(path: Path) -> None:
+    """Raise ForeignFileError if a file of the journal at `path` is not a regular file of this user.
+
+    SQLite, and the copies, would follow a link.
+    """
+    for name in (path.name, f"{path.name}.lock", f"{path.name}.copy", f"{path.name}.recovered"):
+        check_database(path.with_name(name))
+    check_file(copy_of(path))
 
 
 _P = ParamSpec("_P")
@@ -302,25 +335,55 @@ class Journal(AbstractContextManager["Journal"]):
         self.workflow = workflow
         self._backed_up = time.monotonic()
         self.lock = threading.RLock()
-        try:
-            # `lock` keeps the threads apart.
-            self._connection = sqlite3.connect(
-                path, isolation_level=None, timeout=_LOCKED_SECONDS, check_same_thread=False
-            )
-            # Before anything is read: an untrusted file may contain triggers, views and functions.
-            self._connection.execute("PRAGMA trusted_schema = OFF")
-        except sqlite3.Error as err:
-            self._raise(err)
+        self._check_header()
+        self._connection = self._connect()
         try:
             with self._transaction() as execute:
-                self._check_or_create(execute, workflow)
-                found = [entry_of(row) for row in execute(f"SELECT {', '.join(_COLUMNS)} FROM rows ORDER BY line")]
+                found = self._read_or_create(execute, workflow)
+            if reserved := [each.stem for each in found if each.stem and is_of_journal(each.stem, path.name)]:
+                raise ValueError(f"{reserved[0]!r} is not the stem of a file name here")
             self.entries = {entry.hash: entry for entry in found}
         except (JournalError, ValueError) as err:
             self._connection.close()
             if isinstance(err, JournalError):
                 raise
-            raise DamagedJournalError(f"the journal {self._path} is damaged: {err}") from err
+            raise self._damaged(str(err)) from err
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            # `lock` keeps the threads apart.
+            connection = sqlite3.connect(
+                self._path, isolation_level=None, timeout=_LOCKED_SECONDS, check_same_thread=False
+            )
+            # Before anything is read: an untrusted file may contain triggers, views and functions.
+            connection.execute("PRAGMA trusted_schema = OFF")
+        except sqlite3.Error as err:
+            self._raise(err)
+        return connection
+
+    def _check_header(self) -> None:
+        """Check the head of the file, after SQLite has rolled back an unfinished transaction. Raises JournalError."""
+        rollback = Path(f"{self._path}-journal")
+        try:
+            if self._path.is_file() and rollback.is_file() and rollback.stat().st_size:
+                with closing(self._connect()) as connection:
+                    connection.execute("SELECT * FROM sqlite_master").fetchall()
+            head, nbytes = read_head(self._path), self._path.stat().st_size if self._path.is_file() else 0
+        except sqlite3.Error as err:
+            self._raise(err)
+        except OSError as err:
+            if isinstance(err, JournalError):
+                raise
+            raise JournalError(f"the journal {self._path} cannot be read: {err.strerror}") from err
+        if application_of(head) not in {None, _APPLICATION}:
+            raise ForeignDatabaseError(
+                f"{self._path} is a database, but not a journal of a batch: give another --journal"
+            )
+        if fault := header_fault(head, nbytes):
+            raise self._damaged(fault)
+
+    def _damaged(self, fault: str) -> DamagedJournalError:
+        return DamagedJournalError(f"the journal {self._path} is damaged: {fault}")
 
     @_exclusive
     def __exit__(self, *error: object) -> None:
@@ -342,13 +405,11 @@ class Journal(AbstractContextManager["Journal"]):
             if entry.hash in present or (entry.state in {State.placing, State.done} and entry.hash not in missing)
         ]
         entries = {entry.hash: replace(entry, line=None) for entry in kept if entry.hash not in present}
-        taken = {self._path.stem.casefold(): "", self._path.name.casefold(): ""}  # the journal and its companion files
-        taken |= {entry.stem: entry.hash for entry in kept if entry.stem}
-        stems = file_stems(rows, taken)
+        stems = file_stems(rows, {entry.stem: entry.hash for entry in kept if entry.stem}, self._path.name)
         for row in rows:
             fault = row.fault
             if fault is None and stems[row.hash] is None:
-                fault = _taken_fault(str(row.name), by_journal=taken.get(str(row.name).casefold()) == "")
+                fault = _taken_fault(str(row.name), by_journal=is_of_journal(str(row.name), self._path.name))
             entry = replace(self.entries.get(row.hash, Entry(hash=row.hash)), line=row.line, stem=stems[row.hash])
             if entry.state in {State.waiting, State.failed} or row.hash in missing:
                 entry = replace(entry, state=State.failed if fault else State.waiting, error=fault)
@@ -398,7 +459,7 @@ class Journal(AbstractContextManager["Journal"]):
         A row that had the stem before loses it.
         """
         row = self._row(digest, State.waiting, State.posted, State.failed)
-        owners = [each for each in self.entries.values() if (each.stem or "").casefold() == stem.casefold()]
+        owners = [each for each in self.entries.values() if name_key(each.stem or "") == name_key(stem)]
         self._save(
             {owner.hash: replace(owner, stem=None, files=()) for owner in owners}
             | {digest: replace(row, state=State.placing, stem=stem, files=tuple(files), error=None)}
@@ -423,7 +484,7 @@ class Journal(AbstractContextManager["Journal"]):
             with closing(sqlite3.connect(unfinished)) as copy:
                 self._connection.backup(copy)
                 # `backup` does not check pages: a damaged journal would replace the last good copy.
-                (found,) = copy.execute("PRAGMA quick_check(1)").fetchone()
+                (found,) = copy.execute("PRAGMA integrity_check(1)").fetchone()
             if found != "ok":
                 raise DamagedJournalError(
                     f"the journal {self._path} is damaged: {found}; {copy_of(self._path).name} was not changed: run "
@@ -445,7 +506,8 @@ class Journal(AbstractContextManager["Journal"]):
     def fail(self, digest: str, error: str) -> None:
         """Set the row to failed, with the reason."""
         row = self._row(digest, State.waiting, State.posted)
-        self._save({digest: replace(row, state=State.failed, error=error)})
+        text = error.encode("utf-8", "backslashreplace").decode()  # SQLite takes no lone surrogates
+        self._save({digest: replace(row, state=State.failed, error=text)})
 
     @_exclusive
     def place(self, digest: str, files: Sequence[KeptFile]) -> None:
@@ -455,58 +517,87 @@ class Journal(AbstractContextManager["Journal"]):
         self._save({digest: replace(row, state=State.placing, files=tuple(files))})
 
     @_exclusive
-    def finish(self, digest: str) -> None:
-        """Set the row to done: all its files have their names."""
+    def finish(self, digest: str, files: Sequence[KeptFile] = ()) -> None:
+        """Set the row to done: all its files have their names; `files` are the same with their stamps."""
         row = self._row(digest, State.placing)
-        self._save({digest: replace(row, state=State.done, error=None)})
+        self._save({digest: replace(row, state=State.done, error=None, files=tuple(files) or row.files)})
 
-    def _check_or_create(self, execute: Callable[..., sqlite3.Cursor], workflow: str) -> None:
-        """Create the tables in an empty file, or check that they are intact and of this workflow."""
-        (application,) = execute("PRAGMA application_id").fetchone()
-        (version,) = execute("PRAGMA user_version").fetchone()
+    @_exclusive
+    def stamp(self, files: Mapping[str, Sequence[KeptFile]]) -> None:
+        """Record the stamps of files of done rows, by the hash of the row, whose content was compared again."""
+        self._save(
+            {digest: replace(self._row(digest, State.done), files=tuple(kept)) for digest, kept in files.items()}
+        )
+
+    def _read_or_create(self, execute: Callable[..., sqlite3.Cursor], workflow: str) -> list[Entry]:
+        """Return the rows of a journal of this workflow, converted from an older version; create the tables if empty.
+
+        Raises JournalError, or ValueError for damaged rows.
+        """
         tables = [*execute("SELECT sql, type FROM sqlite_master")]
         if not tables:
-            for statement in (*_TABLES, f"PRAGMA application_id = {_APPLICATION}"):
-                execute(statement)
-            execute(f"PRAGMA user_version = {_VERSION}")
-            execute("INSERT INTO batch VALUES (?)", (workflow,))
-            return
-        if application != _APPLICATION:
-            raise JournalError(f"{self._path} is a database, but not a journal of a batch: give another --journal")
-        if version not in {_VERSION, _WITHOUT_BACKEND}:
-            raise JournalError(f"{self._path} was written by another version ({version}, this one writes {_VERSION})")
-        self._check_tables(tables, [sql.replace(_ADDED, "") if version < _VERSION else sql for sql in _TABLES])
-        (found,) = execute("PRAGMA quick_check(1)").fetchone()
+            self._create(execute, workflow)
+            return []
+        (found,) = execute("PRAGMA integrity_check(1)").fetchone()
         if found != "ok":
-            raise DamagedJournalError(f"the journal {self._path} is damaged: {found}")
-        (before,) = execute("SELECT workflow FROM batch").fetchone() or (None,)
-        if not isinstance(before, str):
-            raise DamagedJournalError(f"the journal {self._path} is damaged: the digest of its workflow is missing")
+            raise self._damaged(found)
+        version = self._version(execute, tables)
+        columns = [name for name in _STORED if version == _VERSION or name != _SEAL]
+        columns = [name for name in columns if version > _WITHOUT_BACKEND or name != "backend"]
+        rows = [*execute(f"SELECT {', '.join(columns)} FROM rows ORDER BY line")]
+        before, *seal = execute("SELECT * FROM batch").fetchone() or (None,)
+        if not isinstance(before, str) or (version == _VERSION and seal != [_seal([before])]):
+            raise self._damaged("the digest of its workflow is missing or was changed")
         if before != workflow:
             raise OtherWorkflowError(
                 f"{self._path} is the journal of another workflow, and the workflow of a batch cannot change: give "
                 "another --out (or --journal), or the original workflow"
             )
-        if version < _VERSION:
-            execute(f"ALTER TABLE rows ADD COLUMN {_ADDED.strip(', ')}")
-            execute(f"PRAGMA user_version = {_VERSION}")
+        if version == _VERSION:
+            if broken := [row for *row, seal in rows if seal != _seal(row)]:
+                entry_of(broken[0])  # raises for an invalid value, which says more
+                raise self._damaged(f"a value in the row of line {broken[0][1]} was changed")
+            return [entry_of(row) for *row, _ in rows]
+        entries = [entry_of(row if version > _WITHOUT_BACKEND else [*row, None]) for row in rows]
+        execute("DROP TABLE rows")
+        execute("DROP TABLE batch")
+        self._create(execute, workflow, but=_ATTEMPTS)
+        for entry in entries:
+            execute(_INSERT, _columns(entry))
+        return entries
 
-    def _check_tables(self, tables: Sequence[Sequence[object]], expected: Sequence[str]) -> None:
-        """Raise JournalError for triggers, views and other objects that this module does not create."""
+    def _create(self, execute: Callable[..., sqlite3.Cursor], workflow: str, *, but: str = "") -> None:
+        for statement in _TABLES[_VERSION]:
+            if statement != but:
+                execute(statement)
+        execute(f"PRAGMA application_id = {_APPLICATION}")
+        execute(f"PRAGMA user_version = {_VERSION}")
+        execute("INSERT INTO batch VALUES (?, ?)", (workflow, _seal([workflow])))
+
+    def _version(self, execute: Callable[..., sqlite3.Cursor], tables: Sequence[Sequence[object]]) -> int:
+        """Return the version whose tables the file has. Raises JournalError, also for triggers, views and others."""
+        (version,) = execute("PRAGMA user_version").fetchone()
         # SQLite creates an index without SQL for a PRIMARY KEY or UNIQUE column.
         created = {sql for sql, kind in tables if (kind, sql) != ("index", None)}
-        if created != {*expected}:
-            found = repr([*created.difference(expected)] or "a table is missing")
-            raise JournalError(
-                f"{self._path} was changed by another program ({found:.80}): move it away and run the same command "
-                "again, which resumes with the videos in the folder"
+        known = next((number for number, expected in _TABLES.items() if created == {*expected}), None)
+        if known is None and version not in _TABLES:
+            raise OtherVersionError(
+                f"{self._path.name} was written by another version of WanStream ({version}, this one reads "
+                f"{min(_TABLES)} to {_VERSION}): use that version, or move {self._path.name} and its copy away and run "
+                f"the same command again, which resumes with the videos in the folder\n(in {self._path.parent})"
             )
+        if known is None:
+            found = repr([*created.difference(_TABLES.get(version, ()))] or "a table is missing")
+            raise self._damaged(f"it was changed by another program ({found:.80})")
+        if known != version:
+            raise self._damaged(f"its version is {version}, and its tables are those of version {known}")
+        return known
 
     def _raise(self, err: sqlite3.Error) -> NoReturn:
         """Raise the journal's error for one of SQLite, with the system's error as its cause if SQLite hides one."""
-        # Exactly this class, raised for a malformed file or one that is not a database; other errors are subclasses.
-        if type(err) is sqlite3.DatabaseError or "decode to UTF-8" in str(err):
-            raise DamagedJournalError(f"the journal {self._path} is damaged: {err}") from err
+        # Exactly this class for a malformed file, or one that is not a database; this one and others for its contents.
+        if type(err) is sqlite3.DatabaseError or not any(text in str(err) for text in _OF_SYSTEM):
+            raise self._damaged(str(err)) from err
         cause = system_error(err, self._path)
         raise JournalError(f"the journal {self._path} cannot be written: {cause.strerror}") from cause
 

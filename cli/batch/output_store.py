@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import av
@@ -22,8 +23,9 @@ from PIL import Image, ImageSequence
 
 from ...host import LATENT, SAVING_NODE
 from .continued import FOLDER as CONTINUED
+from .folder.names import FILE_NAME, OF_SEVERAL, SUFFIX, name_key
+from .folder.own_files import MADE, PARTS, WORK_FOLDER, check_work_folder
 from .journal import KeptFile
-from .rows import FILE_NAME
 
 _VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 _SOUNDS = (".flac", ".mp3", ".wav", ".opus", ".ogg", ".m4a")
@@ -106,38 +108,35 @@ def _decode(path: Path, kind: str) -> None:
         raise UnreadableFileError(f"{found} frames, {expected or 'some'} expected")
 
 
-_WORK_FOLDER = ".wanstream"
-_SUFFIX = re.compile(r"\.\w{1,15}")
 _PIECE = 1 << 20
-_OF_SEVERAL = "~"
-"""Separator between a stem and a number; names of rows cannot contain it."""
 
 
 def file_names(stem: str, saved: Sequence[str]) -> list[str]:
     """Return the names of a row's files: its stem, numbers if there are several, and the suffixes of `saved`."""
     suffixes = [Path(name).suffix for name in saved]
-    suffixes = [suffix if _SUFFIX.fullmatch(suffix) else "" for suffix in suffixes]
+    suffixes = [suffix if SUFFIX.fullmatch(suffix) else "" for suffix in suffixes]
     if len(saved) == 1:
         return [stem + suffixes[0]]
-    return [f"{stem}{_OF_SEVERAL}{number}{suffix}" for number, suffix in enumerate(suffixes, 1)]
+    return [f"{stem}{OF_SEVERAL}{number}{suffix}" for number, suffix in enumerate(suffixes, 1)]
 
 
 class OutputStore:
     """A folder of finished files, with a hidden subfolder for unfinished ones."""
 
     def __init__(self, folder: Path) -> None:
-        """Create the folders. Raises OSError."""
+        """Create the folders. Raises OSError, or ForeignFileError if they contain foreign things."""
+        check_work_folder(folder)
         self.folder = folder
-        self.work_folder = folder / _WORK_FOLDER
+        self.work_folder = folder / WORK_FOLDER
         self.backend_folder = self.backend_folder_of(folder)
         """Output folder of an embedded host, with a subfolder for each prompt id."""
-        self._parts = self.work_folder / "parts"
+        self._parts = self.work_folder / PARTS
         self._parts.mkdir(parents=True, exist_ok=True)
 
     @staticmethod
     def backend_folder_of(folder: Path) -> Path:
         """Return the `backend_folder` of a store in `folder`, which may not exist yet."""
-        return folder / _WORK_FOLDER / "made"
+        return folder / WORK_FOLDER / MADE
 
     def part_path(self, name: str) -> Path:
         """Return the temporary path of the file `name`."""
@@ -151,25 +150,38 @@ class OutputStore:
         _sync_folder(path.parent)
         return KeptFile(name=path.name, size=path.stat().st_size, sha256=sha256_of(path))
 
-    def place(self, files: Iterable[KeptFile]) -> bool:
-        """Rename checked parts to their final names; idempotent. Returns False if both part and file are missing."""
+    def place(self, files: Iterable[KeptFile]) -> list[KeptFile] | None:
+        """Rename checked parts to their final names; idempotent. Returns the files with their stamps.
+
+        Returns None if both part and file are missing.
+        """
+        files = list(files)
         for file in files:
             if not self.can_place([file]):
-                return False
+                return None
             part = self.part_path(file.name)
             if part.exists():
                 part.replace(self.folder / file.name)
         _sync_folder(self.folder)
-        return True
+        return [replace(file, stamp=self._stamp(file)) for file in files]
 
     def can_place(self, files: Iterable[KeptFile]) -> bool:
-        """Return True if `place` would return True. Changes nothing."""
+        """Return True if `place` would succeed. Changes nothing."""
         # No digest is needed for a part: parts are written only before the journal has an entry for them.
         return all(self.part_path(file.name).exists() or self.is_intact([file]) for file in files)
 
     def is_intact(self, files: Iterable[KeptFile]) -> bool:
         """Return True if all these files are in the folder, with their digests."""
-        return all(self.has([file]) and sha256_of(self.folder / file.name) == file.sha256 for file in files)
+        return all(self._stamp(file) and sha256_of(self.folder / file.name) == file.sha256 for file in files)
+
+    def compared(self, files: Sequence[KeptFile]) -> list[KeptFile] | None:
+        """Return the files with new stamps, or None if one of them is missing or was changed.
+
+        Reads only files whose times, or whose place on the disk, are not those of the last comparison.
+        """
+        found = [replace(file, stamp=self._stamp(file)) for file in files]
+        changed = [new for old, new in zip(files, found, strict=True) if new.stamp != old.stamp]
+        return found if all(file.stamp for file in found) and self.is_intact(changed) else None
 
     def conflicts(self, files: Iterable[KeptFile]) -> list[str]:
         """Return the names of checked parts that another file in the folder has already."""
@@ -181,8 +193,17 @@ class OutputStore:
 
     def has(self, files: Iterable[KeptFile]) -> bool:
         """Return True if all these files are in the folder, with their sizes."""
-        sizes = {self.folder / file.name: file.size for file in files}
-        return all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
+        return all(self._stamp(file) for file in files)
+
+    def _stamp(self, file: KeptFile) -> str:
+        """Return the times and the number of a file; empty if it is missing, is a link, or has another size."""
+        try:
+            found = os.lstat(self.folder / file.name)
+        except OSError:
+            return ""
+        if not stat.S_ISREG(found.st_mode) or found.st_size != file.size:
+            return ""
+        return f"{found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
 
     def finished(self) -> list[tuple[str, list[Path]]]:
         """Return sets of files that may be the complete files of a row, with their stem; single files first.
@@ -194,7 +215,7 @@ class OutputStore:
         for folder in (self.folder, self._parts):
             for path in _files(folder):
                 stem, number = _split(path.stem)
-                if not (FILE_NAME.fullmatch(stem) and _SUFFIX.fullmatch(path.suffix)):
+                if not (FILE_NAME.fullmatch(stem) and SUFFIX.fullmatch(path.suffix)):
                     continue
                 if number is None:
                     found.append((stem, [path]))
@@ -233,15 +254,21 @@ class OutputStore:
             part.unlink(missing_ok=True)
 
     def foreign_files(self, stems: Collection[str]) -> list[str]:
-        """Return existing files with names that rows with these stems would use."""
-        wanted = {stem.casefold() for stem in stems}
+        """Return existing names, of files or anything else, that rows with these stems would use."""
+        wanted = {name_key(stem) for stem in stems}
         found = []
         for path in self.folder.iterdir():
-            # A stem may contain dots, and a file may have no suffix: both readings of the name count.
-            stems = {text.rpartition(_OF_SEVERAL)[0] or text for text in (path.stem, path.name)}
-            if path.is_file() and wanted & {stem.casefold() for stem in stems}:
+            # A stem may contain dots, and a file may have no suffix: both readings of the name count. A folder named
+            # like a stem is the user's, and is in the way of a file without a suffix only.
+            readings = {path.stem, path.name} - ({path.name} if path.is_dir() else set())
+            if wanted & {name_key(text.rpartition(OF_SEVERAL)[0] or text) for text in readings}:
                 found.append(path.name)
         return sorted(found)
+
+    def occupied(self, names: Iterable[str], former: Iterable[KeptFile]) -> list[str]:
+        """Return the names that have come into use since the start, except those of a row's `former` files."""
+        own = {file.name for file in former}
+        return [name for name in names if name not in own and os.path.lexists(self.folder / name)]
 
 
 def unfinished_latents(folder: Path) -> list[Path]:
@@ -255,7 +282,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _split(stem: str) -> tuple[str, int | None]:
     """Split a file's stem into the row's stem and the file's number; the number is None for a single file."""
-    before, mark, number = stem.rpartition(_OF_SEVERAL)
+    before, mark, number = stem.rpartition(OF_SEVERAL)
     return (before, int(number)) if mark and number.isdecimal() else (stem, None)
 
 

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain, count
 from pathlib import Path
 
+from ...schema import format_count
 from ..arguments import ArgumentError
-from .journal import DamagedJournalError, Entry, Journal, JournalError, OtherWorkflowError, State, copy_of
+from .folder.names import is_number, name_key
+from .journal import (
+    DamagedJournalError,
+    Entry,
+    ForeignDatabaseError,
+    Journal,
+    JournalError,
+    KeptFile,
+    OtherVersionError,
+    OtherWorkflowError,
+    State,
+    copy_of,
+)
 from .output_store import OutputStore, UnreadableFileError
 from .rows import Row
 
 
-def open_journal(path: Path, *, workflow: str, start: Callable[[Journal], Sequence[str]]) -> tuple[Journal, list[str]]:
+def open_journal(
+    path: Path, *, workflow: str, start: Callable[[Journal], Sequence[str]], is_own: bool = True
+) -> tuple[Journal, list[str]]:
     """Open the journal at `path`, rebuilt from its last copy if it is damaged or missing; return it and notes.
 
     `start` resumes a batch from a journal and returns notes. A rebuilt journal replaces the damaged one only after
     `start` has returned, so that an error changes nothing. The damaged file, or a copy of another batch, is renamed.
-    Raises JournalError, and the errors of `start`.
+    `is_own`: a lock or a copy shows that a batch has used `path`, so that even the database of another application is
+    a damaged journal. Raises JournalError, and the errors of `start`.
     """
     gone = copy_of(path).is_file() and not (path.is_file() and path.stat().st_size)
     reason = f"the journal {path} is missing"
@@ -27,6 +44,10 @@ def open_journal(path: Path, *, workflow: str, start: Callable[[Journal], Sequen
             return Journal(path, workflow=workflow), []
     except DamagedJournalError as err:
         reason = str(err)
+    except ForeignDatabaseError:
+        if not is_own:
+            raise
+        reason = f"the journal {path} is damaged: its application id was changed"
     rebuilt = path.with_name(f"{path.name}.recovered")
     try:
         try:
@@ -37,6 +58,8 @@ def open_journal(path: Path, *, workflow: str, start: Callable[[Journal], Sequen
             return Journal(path, workflow=workflow), []
         with Journal(rebuilt, workflow=workflow) as journal:
             found = start(journal)
+            done = sum(entry.state in {State.placing, State.done} for entry in journal.entries.values())
+            of_all = f"{done} of {format_count(len(journal.entries), 'row')}"
         aside = _set_aside(path)
         if others and aside:
             copy_of(path).replace(copy_of(aside))
@@ -44,7 +67,8 @@ def open_journal(path: Path, *, workflow: str, start: Callable[[Journal], Sequen
     finally:
         rebuilt.unlink(missing_ok=True)
     kept = f"; it is kept as {aside.name}" if aside else ""
-    return Journal(path, workflow=workflow), [f"{reason}{kept}; the batch resumes from {source}", *found]
+    note = f"{reason}{kept}; the batch resumes from {source}: {of_all} found"
+    return Journal(path, workflow=workflow), [note, *found]
 
 
 _VIDEOS = "the finished videos in the folder"
@@ -53,7 +77,7 @@ _VIDEOS = "the finished videos in the folder"
 def _rebuild(rebuilt: Path, path: Path, workflow: str) -> tuple[str, bool]:
     """Write the journal `rebuilt`: the copy if it is intact and of this workflow, else nothing.
 
-    Returns a description of the source, and True if the copy is of another workflow.
+    Returns a description of the source, and True if the copy is of another workflow, version or application.
     """
     for leftover in (rebuilt, Path(f"{rebuilt}-journal")):
         leftover.unlink(missing_ok=True)
@@ -61,15 +85,21 @@ def _rebuild(rebuilt: Path, path: Path, workflow: str) -> tuple[str, bool]:
         shutil.copyfile(copy_of(path), rebuilt)
         with Journal(rebuilt, workflow=workflow):
             return f"its last copy, {copy_of(path).name}, and {_VIDEOS}", False
-    except (FileNotFoundError, DamagedJournalError, OtherWorkflowError) as err:
+    except (
+        FileNotFoundError,
+        DamagedJournalError,
+        OtherWorkflowError,
+        OtherVersionError,
+        ForeignDatabaseError,
+    ) as err:
         rebuilt.unlink(missing_ok=True)
-        return _VIDEOS, isinstance(err, OtherWorkflowError)
+        return _VIDEOS, not isinstance(err, FileNotFoundError | DamagedJournalError)
 
 
 def _set_aside(path: Path) -> Path | None:
     """Rename the damaged journal and return its new path; None if it does not exist."""
     names = chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{number}" for number in count(2)))
-    aside = next(free for name in names if not (free := path.with_name(name)).exists())
+    aside = next(free for name in names if not os.path.lexists(free := path.with_name(name)))
     # Otherwise SQLite would apply this rollback file of the damaged journal to its replacement.
     half = Path(f"{path}-journal")
     if half.exists():
@@ -101,8 +131,9 @@ def resume(
         _enter(journal, store, rows)
     _check_names(store, [*journal.entries.values()])
     for entry in _placing(journal):
-        if store.place(entry.files):
-            journal.finish(entry.hash)
+        placed = store.place(entry.files)
+        if placed is not None:
+            journal.finish(entry.hash, placed)
         else:
             journal.wait([entry.hash])
     store.clear_parts()
@@ -120,15 +151,33 @@ def _placing(journal: Journal) -> list[Entry]:
 
 
 def _enter(journal: Journal, store: OutputStore, rows: Sequence[Row]) -> list[Row]:
-    return journal.enter(rows, gone=lambda entry: not store.has(entry.files))
+    """Enter `rows`; return those whose files are missing or were changed. New stamps are recorded."""
+    stamped: dict[str, list[KeptFile]] = {}
+
+    def gone(entry: Entry) -> bool:
+        files = store.compared(entry.files)
+        if files is not None and tuple(files) != entry.files:
+            stamped[entry.hash] = files
+        return files is None
+
+    missing = journal.enter(rows, gone=gone)
+    journal.stamp(stamped)
+    return missing
 
 
 def _adopt(journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows: FindRows) -> list[Row]:
     """Assign finished files without a row to the rows whose workflow they contain; return these rows."""
     entries = journal.entries
-    taken = {(entry.stem or "").casefold() for entry in entries.values() if entry.state in (State.placing, State.done)}
+    taken = {name_key(entry.stem or "") for entry in entries.values() if entry.state in (State.placing, State.done)}
     waiting = {row.hash: row for row in rows if entries[row.hash].state in {State.waiting, State.posted}}
-    free = [(stem, paths) for stem, paths in store.finished() if stem.casefold() not in taken] if waiting else []
+    # By its name first: opening a large file that is not a video takes long.
+    names = {name_key(row.name) for row in waiting.values() if row.name is not None}
+    numbered = any(row.name is None for row in waiting.values())
+    free = [
+        (stem, paths)
+        for stem, paths in (store.finished() if waiting else ())
+        if name_key(stem) not in taken and (name_key(stem) in names or (numbered and is_number(stem)))
+    ]
     pairs = [
         (waiting[digest], stem, paths)
         for stem, paths in free
@@ -138,13 +187,13 @@ def _adopt(journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows:
     adopted: list[Row] = []
     # If several rows have equal workflows, rows with the file's name have precedence.
     for row, stem, paths in sorted(pairs, key=lambda pair: entries[pair[0].hash].stem != pair[1]):
-        if row.hash not in waiting or stem.casefold() in taken:
+        if row.hash not in waiting or name_key(stem) in taken:
             continue
         try:
             journal.adopt(row.hash, stem, [store.check_file(path) for path in paths])
         except UnreadableFileError:
             continue  # incomplete: the row runs again
-        taken.add(stem.casefold())
+        taken.add(name_key(stem))
         adopted.append(waiting.pop(row.hash))
     return adopted
 
@@ -157,7 +206,7 @@ def _rows_of_all(paths: Sequence[Path], find_rows: FindRows) -> list[str]:
 
 def _may_have(row: Row, stem: str) -> bool:
     """Return True if the files of the row may have this stem: the row's name, or any number if it has none."""
-    return stem.casefold() == row.name.casefold() if row.name is not None else stem.isdecimal()
+    return name_key(stem) == name_key(row.name) if row.name is not None else is_number(stem)
 
 
 def _check_names(store: OutputStore, entries: Sequence[Entry]) -> None:

@@ -10,7 +10,6 @@ import csv
 import hashlib
 import io
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from ...host.embedded import Prompt, converted
 from ..inputs import InputError, Sockets, names_an_input, with_inputs
 from ..json_text import parse_json
 from .continued import continue_from, latent_name
+from .folder.names import name_key, stem_fault
 
 NAME = "name"
 """Column with the name of the row's files; it is not an input."""
@@ -32,10 +32,6 @@ _COLUMNS = (NAME, CONTINUES)
 
 _CSV, _JSON_LINES = (".csv",), (".jsonl", ".ndjson")
 _OTHER_SEPARATORS = {";", "\t"}
-FILE_NAME = re.compile(r"\w(?:[\w .,+()-]{0,98}[\w)])?")
-"""Valid stems for the files of a row."""
-_WINDOWS_DEVICE = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
-"""Device names on Windows, with any suffix; refused on all systems, because folders are copied between systems."""
 
 
 class JobsError(ValueError):
@@ -105,9 +101,10 @@ def _rows(found: Iterable[_Parsed], *, as_text: bool) -> Iterator[Row]:
         seen[text] += 1
         name = cells.get(NAME)
         if name is not None:
-            fault = _name_fault(name)
+            wrong = stem_fault(name)
+            fault = None if wrong is None else f"{NAME} '{name}' {wrong}"
         if name is not None and fault is None:
-            owner = owners.setdefault(name.casefold(), line)
+            owner = owners.setdefault(name_key(name), line)
             fault = None if owner == line else f"{NAME} '{name}' is already used by line {owner}"
         values = {key: value for key, value in cells.items() if key not in _COLUMNS}
         yield Row(
@@ -124,7 +121,7 @@ def _rows(found: Iterable[_Parsed], *, as_text: bool) -> Iterator[Row]:
 
 def _linked(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with the hash of the row that each continues; a name of no row, or a circle, is a fault."""
-    named = {row.name.casefold(): row for row in reversed(rows) if row.name is not None}
+    named = {name_key(row.name): row for row in reversed(rows) if row.name is not None}
     linked: dict[str, Row] = {}
 
     for row in rows:
@@ -132,7 +129,7 @@ def _linked(rows: Sequence[Row]) -> list[Row]:
         source: Row | None = row
         while source is not None and source.hash not in chain and source.hash not in linked:
             chain[source.hash] = source
-            source = named.get((source.continues or "").casefold())
+            source = named.get(name_key(source.continues or ""))
         for each in reversed(chain.values()):
             linked[each.hash] = _with_source(each, named, linked)
     return [linked[row.hash] for row in rows]
@@ -141,7 +138,7 @@ def _linked(rows: Sequence[Row]) -> list[Row]:
 def _with_source(row: Row, named: Mapping[str, Row], linked: Mapping[str, Row]) -> Row:
     if row.continues is None or row.fault is not None:
         return row
-    source = named.get(row.continues.casefold())
+    source = named.get(name_key(row.continues))
     if source is None:
         return replace(row, fault=f"{CONTINUES} '{row.continues}': no row has this {NAME}")
     if source.hash not in linked:
@@ -179,16 +176,6 @@ def _lines_text(lines: Sequence[int]) -> str:
         else:
             ranges.append([line])
     return f"line{'s' if len(lines) > 1 else ''} {', '.join('-'.join(map(str, each)) for each in ranges)}"
-
-
-def _name_fault(name: str) -> str | None:
-    if not FILE_NAME.fullmatch(name):
-        return (
-            f"{NAME} '{name}' is not a valid file name: use up to 100 letters, digits, spaces and any of . , + ( ) - _"
-        )
-    if _WINDOWS_DEVICE.fullmatch(name):
-        return f"{NAME} '{name}' is a device name on Windows: use another name"
-    return None
 
 
 def _csv_rows(content: bytes) -> Iterator[_Parsed]:

@@ -48,6 +48,9 @@ GRACE_SECONDS = 10.0
 
 The rows of a ComfyUI that restarts are lost in any case."""
 
+MAX_FILES = 10_000
+"""Maximum number of files of a row: ten minutes of single frames."""
+
 _MAX_TRIES = 5
 """Maximum number of failed requests for a row while the same requests succeed for other rows."""
 
@@ -332,10 +335,11 @@ class Runner:
                 self._handle_unsent(submission, err)
             else:
                 self._journal.place(row.hash, kept)
-                if not self.store.place(kept):
+                placed = self.store.place(kept)
+                if placed is None:
                     names = ", ".join(file.name for file in kept)
                     raise FileNotFoundError(f"{names}: removed from {self.store.work_folder} after the check")
-                self.queue.finish(row, on=self._name)
+                self.queue.finish(row, on=self._name, files=placed)
                 self._reporter.done(self._name)
                 self._fetched += 1
             submission.rows.remove(row)
@@ -373,9 +377,19 @@ class Runner:
         if not saved:
             raise NoSuchFileError("no file was saved: the workflow needs a node that saves in the output folder")
         assert entry.stem is not None, f"row {entry.hash} has failed before it could run"
-        parts = [self.store.part_path(name) for name in file_names(entry.stem, [file.filename for file in saved])]
+        if len(saved) > MAX_FILES:
+            raise NoSuchFileError(f"{len(saved)} files were saved, and a row may have {MAX_FILES}: save fewer")
+        names = file_names(entry.stem, [file.filename for file in saved])
+        if occupied := self.store.occupied(names, entry.files):
+            raise UnreadableFileError(
+                f"'{occupied[0]}' has appeared in {self.store.folder} since the batch began: move it away, and run the "
+                "same command again"
+            )
+        parts = [self.store.part_path(name) for name in names]
         try:
             for file, part in zip(saved, parts, strict=True):
+                if self._stop.immediate:
+                    raise UnreachableError("stopped while its files were fetched")
                 self.backend.fetch(file, part)
             return [self.store.check_file(part) for part in parts]
         except (NoSuchFileError, UnreadableFileError, UnreachableError):

@@ -118,6 +118,7 @@ class Campaign:
                 models=self.models if real else self.named_models,
                 other_models=self.other_models if real else None,
                 comfyui=self.comfyui if kind.world == "comfyui" else None,
+                half_done=self.half_done if kind.world == "replaced" else None,
             )
             kind.harm(stage, chance, place)
             if kind.world != "server":
@@ -185,6 +186,15 @@ class Campaign:
     def _replaced_files(self) -> dict[str, list[bytes]]:
         with computing_replaced():
             return self._undisturbed("replaced", self.named_models)
+
+    @cached_property
+    def half_done(self) -> Path:
+        """The output folder of a batch without its last row."""
+        with computing_replaced(), self._on_stage(next(kind for kind in KINDS if kind.world == "replaced")) as stage:
+            jobs = stage.folder / "jobs.jsonl"
+            jobs.write_text("\n".join(jobs.read_text(encoding="utf-8").splitlines()[:-1]), encoding="utf-8")
+            assert stage.run() == 0, stage.stderr()
+            return Path(shutil.copytree(stage.out, self.folder / "half_done"))
 
     @cached_property
     def _real_files(self) -> dict[str, list[bytes]]:

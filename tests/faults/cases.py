@@ -6,6 +6,7 @@ runs the same command until it succeeds, and checks the folder.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from wanstream.tests.faults.comfy_like import Trouble, forked_server, running_server
+from wanstream.tests.faults.foreign import FOREIGN, Outside, foreign_thing, mounted
 from wanstream.tests.faults.points import Points, full_disk, interrupt_twice, kill, remove
 from wanstream.tests.faults.stage import Stage
 from wanstream.tools.comfyui import free_port
@@ -48,6 +50,8 @@ class Place:
     other_models: Path | None = None
     """The same names, other weights."""
     comfyui: Restartable | None = None
+    half_done: Path | None = None
+    """An output folder in which the last row is not done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +144,80 @@ def _journal_crafted(stage: Stage, chance: random.Random, place: Place) -> None:
         shutil.move(stage.out / "journal.sqlite", stage.folder / "moved")
     assert victim.read_text() == "victim"
     assert stage.temporary.is_dir()
+
+
+def _region_damaged(*, copy: bool) -> Harm:
+    """Overwrite a few bytes: every fourth position of the first 200 bytes, then random regions."""
+
+    def harm(stage: Stage, chance: random.Random, place: Place) -> None:
+        assert place.half_done is not None
+        shutil.copytree(place.half_done, stage.out)
+        journal = stage.out / "journal.sqlite"
+        content = bytearray(journal.read_bytes())
+        if place.number < FIRST_BYTES // 4:
+            start, length = place.number * 4, 4
+        else:
+            length = chance.choice([1, 4, 16, 100, 1000, 5000])
+            start = chance.randrange(len(content))
+        values = chance.choice([bytes(length), b"\xff" * length, chance.randbytes(length), chance.randbytes(length)])
+        content[start : start + length] = values[: len(content) - start]
+        journal.write_bytes(content)
+        if not copy:
+            (stage.out / "journal.sqlite.before").unlink()
+        stage.run()
+
+    return harm
+
+
+FIRST_BYTES = 200
+
+
+def _foreign(stage: Stage, chance: random.Random, place: Place) -> None:
+    """A foreign thing is refused by its name, and gone again when the command is repeated."""
+    if os.geteuid() != 0:
+        raise SkippedError("a file of another user needs root")
+    assert place.half_done is not None
+    shutil.copytree(place.half_done, stage.out)
+    outside = Outside(stage.folder / "outside")
+    with foreign_thing(stage.out, place.number, outside) as path:
+        _refused(stage, path)
+        stage.findings.lost += outside.touched
+
+
+def _mounted(stage: Stage, chance: random.Random, place: Place) -> None:
+    assert place.half_done is not None
+    shutil.copytree(place.half_done, stage.out)
+    outside = Outside(stage.folder / "outside")
+    try:
+        with mounted(stage.out, chance, outside) as path:
+            _refused(stage, path)
+            stage.findings.lost += outside.touched
+    except OSError as err:
+        raise SkippedError(f"a folder cannot be mounted: {err}") from err
+
+
+def _refused(stage: Stage, path: Path) -> None:
+    made = {each.name for each in stage.out.glob("*.mp4")}
+    if stage.run() != 2 or path.name not in stage.stderr() or {each.name for each in stage.out.glob("*.mp4")} != made:
+        stage.findings.broken.append(f"{path} was not refused before a row was computed: {stage.stderr()[-500:]}")
+
+
+NAMES = (
+    *("journal", "JOURNAL.sqlite", "journal.sqlite-journal", "Journal.sqlite-wal", "journal.sqlite-shm"),
+    *("journal.sqlite.lock", "journal.sqlite.before", "journal.sqlite.copy", "journal.sqlite.x", "con", "AUX", "nul.x"),
+    *("com1", "COM\u00b9", "lpt\u00b3.mp4", "aux .x", "a:b", "x.", "x ", " x", ".", "..", ".wanstream", "a/b", "a\\b"),
+    *("x~1", "e\u0301", "x\0y", "x\ny", "\u202ex", "~", "", "-x", "x" * 101, "../x", "/x", "lock:", "*", "?", "SHOT"),
+)
+"""Names that no row may have on any system; the last one is another row's, in other letters."""
+
+
+def _named(stage: Stage, chance: random.Random, place: Place) -> None:
+    """A row with a name that is not allowed fails alone."""
+    name = NAMES[place.number % len(NAMES)]
+    with (stage.folder / "jobs.jsonl").open("a", encoding="utf-8") as jobs:
+        jobs.write("\n" + json.dumps({"name": name, "sampler.seed": 90}))
+    if stage.run() != 1 or "line 5: name '" not in stage.stderr():
+        stage.findings.broken.append(f"{name!r} was not refused: {stage.stderr()[-300:]}")
 
 
 def _journal_locked(stage: Stage, chance: random.Random, place: Place) -> None:
@@ -370,6 +448,11 @@ KINDS: tuple[Kind, ...] = (
     Kind(name=".wanstream removed", harm=_folder_removed(".wanstream"), cases=8),
     Kind(name="journal damaged, its copy too at times", harm=_journal_damaged, cases=28),
     Kind(name="journal crafted", harm=_journal_crafted, cases=12),
+    Kind(name="journal region overwritten, with its copy", harm=_region_damaged(copy=True), cases=120),
+    Kind(name="journal region overwritten, without a copy", harm=_region_damaged(copy=False), cases=120),
+    Kind(name="foreign thing in the working folder or next to the journal", harm=_foreign, cases=len(FOREIGN)),
+    Kind(name="folder of somebody else mounted in the working folder", harm=_mounted, cases=3),
+    Kind(name="name that no row may have", harm=_named, cases=len(NAMES), done_code=1),
     Kind(name="journal locked by another program", harm=_journal_locked, cases=2),
     Kind(name="two or three clients on one folder", harm=_two_clients, cases=4),
     Kind(

@@ -206,7 +206,8 @@ def test_files_that_the_journal_has_are_not_opened_at_the_start(
     batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert batch() == DONE
-    write_mp4(tmp_path / "out" / "mine.mp4", frames_of(1), fps=16, crf=30, metadata={})
+    for name in ("mine.mp4", "00077.mp4", "1.mp4"):  # only the second one may be that of a row without a name
+        write_mp4(tmp_path / "out" / name, frames_of(1), fps=16, crf=30, metadata={})
     opened: list[str] = []
     inner = batch_module.stored_prompt
 
@@ -216,7 +217,7 @@ def test_files_that_the_journal_has_are_not_opened_at_the_start(
 
     monkeypatch.setattr(batch_module, "stored_prompt", counted)
     assert batch([*ROWS, {"sampler.seed": 4}]) == DONE
-    assert [name for name in opened if name.endswith(".mp4")] == ["mine.mp4"]
+    assert [name for name in opened if name.endswith(".mp4")] == ["00077.mp4"]
 
 
 @pytest.fixture

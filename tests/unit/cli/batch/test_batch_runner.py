@@ -14,6 +14,7 @@ import pytest
 
 from wanstream.cli.arguments import StopRequest
 from wanstream.cli.batch import journal as journal_module
+from wanstream.cli.batch import runner as runner_module
 from wanstream.cli.batch.backend import Ended, Interrupted, MadeFile, Outcome, UnderWay, Unknown, UnreachableError
 from wanstream.cli.batch.job_queue import MAX_LOSSES
 from wanstream.cli.batch.journal import Journal, KeptFile, State
@@ -113,8 +114,9 @@ class MortalStore(OutputStore):
     def clear_parts(self) -> None:
         self.chance.around(super().clear_parts, remote=False)
 
-    def place(self, files: Iterable[KeptFile]) -> bool:
-        return all(self.chance.around(super(MortalStore, self).place, [file], remote=False) for file in files)
+    def place(self, files: Iterable[KeptFile]) -> list[KeptFile] | None:
+        placed = [self.chance.around(super(MortalStore, self).place, [file], remote=False) for file in files]
+        return None if None in placed else [file for (file,) in placed]
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -445,6 +447,30 @@ def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"00003\.txt, which is not from this batch"):
         Bench(tmp_path, Server()).run()
     assert (tmp_path / "00003.txt").read_text() == "mine"
+
+
+def test_a_file_that_appears_while_the_batch_runs_is_not_replaced(tmp_path: Path) -> None:
+    class Busy(Server):
+        def outcome(self, prompt_id: str) -> Outcome:
+            (tmp_path / "00002.txt").write_text("mine")
+            return super().outcome(prompt_id)
+
+    bench = Bench(tmp_path, Busy(), rows=3)
+    bench.run()
+    assert (tmp_path / "00002.txt").read_text() == "mine"
+    assert bench.states() == [State.done, State.failed, State.done]
+    assert "'00002.txt' has appeared" in bench.reporter.told[0]
+    (tmp_path / "00002.txt").unlink()
+    bench.servers = [Server()]
+    bench.run()
+    bench.check([1, 2, 3])
+
+
+def test_a_row_with_too_many_files_fails_before_any_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "MAX_FILES", 0)
+    bench = Bench(tmp_path, Server(), rows=1)
+    bench.run()
+    assert bench.reporter.told == ["failed 1: 1 files were saved, and a row may have 0: save fewer"]
 
 
 def test_a_sealed_part_never_replaces_a_file_of_others_and_a_refusal_moves_nothing(tmp_path: Path) -> None:

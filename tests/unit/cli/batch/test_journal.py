@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import random
 import sqlite3
 import subprocess
 import sys
@@ -19,10 +20,12 @@ import pytest
 from wanstream.cli.batch.journal import (
     DamagedJournalError,
     Entry,
+    ForeignDatabaseError,
     Journal,
     JournalError,
     KeptFile,
     LockedError,
+    OtherVersionError,
     State,
     copy_of,
     is_full_disk,
@@ -168,10 +171,11 @@ def test_the_journal_of_another_batch_is_refused(tmp_path: Path) -> None:
     Journal(path, workflow="w").__exit__(None, None, None)
     with pytest.raises(JournalError, match="journal of another workflow"):
         Journal(path, workflow="v")
-    connection = sqlite3.connect(path)
-    connection.execute("PRAGMA user_version = 99")
-    connection.close()
-    with pytest.raises(JournalError, match="another version"):
+    changed(path, "PRAGMA user_version = 99")
+    with pytest.raises(DamagedJournalError, match="its version is 99, and its tables are those of version 4"):
+        Journal(path, workflow="w")
+    changed(path, "CREATE TABLE of_the_future (a)")
+    with pytest.raises(OtherVersionError, match=r"another version of WanStream \(99, .*use that version, or move"):
         Journal(path, workflow="w")
 
 
@@ -199,11 +203,14 @@ def crafted(path: Path, *changes: str) -> Path:
     with Journal(path, workflow="w") as journal:
         journal.enter([row_of(1)], gone=never)
         journal.post({"hash 1": None}, "id")
-    connection = sqlite3.connect(path)
-    for change in changes:
-        connection.execute(change)
-    connection.commit()
-    connection.close()
+    return changed(path, *changes)
+
+
+def changed(path: Path, *changes: str) -> Path:
+    with closing(sqlite3.connect(path)) as connection:
+        for change in changes:
+            connection.execute(change)
+        connection.commit()
     return path
 
 
@@ -240,10 +247,10 @@ def test_a_journal_of_somebody_else_cannot_have_a_folder_removed(tmp_path: Path)
         "DROP TABLE batch",
     ],
 )
-def test_a_journal_with_more_than_its_tables_is_refused(tmp_path: Path, change: str) -> None:
+def test_a_journal_with_more_than_its_tables_is_damaged(tmp_path: Path, change: str) -> None:
     path = crafted(tmp_path / "journal.sqlite", change)
     before = path.read_bytes()
-    with pytest.raises(JournalError, match=r"changed by another program.*move it away"):
+    with pytest.raises(DamagedJournalError, match="changed by another program"):
         Journal(path, workflow="w")
     assert path.read_bytes() == before
 
@@ -384,8 +391,9 @@ def old_journal(path: Path, *changes: str) -> Path:
     return path
 
 
-def test_a_journal_without_addresses_opens_and_gets_them(tmp_path: Path) -> None:
-    path = old_journal(tmp_path / "journal.sqlite")
+@pytest.mark.parametrize("more", [(), ("ALTER TABLE rows ADD COLUMN backend TEXT", "PRAGMA user_version = 3")])
+def test_a_journal_of_an_older_version_opens_and_is_converted(tmp_path: Path, more: Sequence[str]) -> None:
+    path = old_journal(tmp_path / "journal.sqlite", *more)
     for _ in range(2):
         with Journal(path, workflow="w") as journal:
             (entry,) = journal.entries.values()
@@ -400,7 +408,7 @@ def test_a_journal_without_addresses_opens_and_gets_them(tmp_path: Path) -> None
 def test_a_changed_journal_without_addresses_is_refused_and_not_changed(tmp_path: Path) -> None:
     path = old_journal(tmp_path / "journal.sqlite", "CREATE VIEW mine AS SELECT 1")
     before = path.read_bytes()
-    with pytest.raises(JournalError, match="changed by another program"):
+    with pytest.raises(DamagedJournalError, match="changed by another program"):
         Journal(path, workflow="w")
     assert path.read_bytes() == before
 
@@ -450,3 +458,48 @@ def test_a_journal_is_not_closed_while_a_thread_changes_it(tmp_path: Path) -> No
         assert changing.wait(10)
     assert changed.is_set()
     thread.join()
+
+
+def filled(path: Path) -> bytes:
+    with Journal(path, workflow="w" * 64) as journal:
+        journal.enter([row_of(1), row_of(2, name="shot"), row_of(3)], gone=never)
+        run_to_done(journal, "hash 1", "00001.mp4")
+        journal.post({"hash 2": None}, "id")
+        journal.fail("hash 2", "the reason \ud800 of the server")
+    return path.read_bytes()
+
+
+def test_every_region_of_a_journal_may_be_overwritten(tmp_path: Path) -> None:
+    """Either the damage is noticed, or it changes nothing."""
+    path, chance = tmp_path / "journal.sqlite", random.Random(3)
+    whole = filled(path)
+    with Journal(path, workflow="w" * 64) as journal:
+        before = journal.entries
+    regions = [(start, 4) for start in range(0, 200, 4)]
+    regions += [(chance.randrange(len(whole)), chance.choice([1, 4, 100, 4096])) for _ in range(50)]
+    text = whole.index(b"hash 1")  # a region that SQLite does not check
+    regions += [(at, 1) for at in range(text - 20, text + 150)]
+    noticed = 0
+    for start, length in regions:
+        content = bytearray(whole)
+        content[start : start + length] = bytes(
+            each ^ chance.randrange(1, 128) for each in whole[start : start + length]
+        )
+        path.write_bytes(content)
+        try:
+            with Journal(path, workflow="w" * 64) as journal:
+                assert journal.entries == before
+        except (DamagedJournalError, ForeignDatabaseError):
+            noticed += 1
+    assert noticed > 200
+    assert {each.name for each in tmp_path.iterdir()} == {path.name}
+
+
+@pytest.mark.parametrize(
+    "name", ["journal.sqlite", "Journal.SQLITE-wal", "journal.sqlite.before", "journal", "journal.x"]
+)
+def test_no_file_of_a_row_is_called_like_a_file_of_the_journal(tmp_path: Path, name: str) -> None:
+    with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
+        journal.enter([row_of(1, name=name)], gone=never)
+        (entry,) = journal.entries.values()
+        assert (entry.state is State.failed) == (name != "journal.x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from wanstream.cli.batch.output_store import OutputStore, UnreadableFileError, file_names
+from wanstream.cli.batch import output_store as module
+from wanstream.cli.batch.journal import KeptFile
+from wanstream.cli.batch.output_store import OutputStore, UnreadableFileError, file_names, sha256_of
 from wanstream.nodes.runs.video_file import write_mp4
 
 
@@ -121,12 +124,49 @@ def test_only_files_that_would_be_replaced_are_in_the_way(tmp_path: Path) -> Non
     for name in ("00001.mp4", "00001~2.png", "SHOT_1.mp4", "shot.png", "00001_notes.txt", "journal.sqlite"):
         (tmp_path / name).touch()
     (tmp_path / "00002").mkdir()
+    (tmp_path / "00009.mp4").mkdir()
+    (tmp_path / "00008.mp4").symlink_to("nowhere")
+    assert store.foreign_files(["00008", "00009"]) == ["00008.mp4", "00009.mp4"], "a folder, and a link to nothing"
     (tmp_path / "shot 1.5").touch()
     (tmp_path / "shot 2.5~3").touch()
     assert store.foreign_files(["shot 1.5", "shot 2.5"]) == ["shot 1.5", "shot 2.5~3"], (
         "files of these stems without suffix"
     )
     assert store.foreign_files(["00001", "00002", "shot_1"]) == ["00001.mp4", "00001~2.png", "SHOT_1.mp4"]
+
+
+@pytest.mark.parametrize("kept_times", [False, True])
+def test_another_file_of_the_same_size_is_noticed_and_only_touched_ones_are_read(
+    tmp_path: Path, kept_times: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = OutputStore(tmp_path)
+    picture(store.part_path("a.png"))
+    placed = store.place([store.check_file(store.part_path("a.png"))])
+    assert placed is not None
+    path, read = tmp_path / "a.png", []
+    monkeypatch.setattr(module, "sha256_of", lambda each: read.append(each) or sha256_of(each))
+    assert store.compared(placed) == placed
+    assert not read, "nothing has touched it"
+    os.utime(path, ns=(1, 1))
+    touched = store.compared(placed)
+    assert touched not in (None, placed)
+    assert store.compared(touched) == touched
+    assert len(read) == 1
+    times = path.stat()
+    path.write_bytes(b"x" * placed[0].size)
+    if kept_times:
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert store.has(touched)
+    assert store.compared(touched) is None
+
+
+def test_a_name_that_comes_into_use_is_occupied(tmp_path: Path) -> None:
+    store = OutputStore(tmp_path)
+    (tmp_path / "a.mp4").mkdir()
+    (tmp_path / "b.mp4").symlink_to("nowhere")
+    (tmp_path / "c.mp4").touch()
+    former = [KeptFile(name="c.mp4", size=0, sha256="")]
+    assert store.occupied(["a.mp4", "b.mp4", "c.mp4", "d.mp4"], former) == ["a.mp4", "b.mp4"]
 
 
 @pytest.mark.parametrize("lines", [None, [2]])

@@ -1,0 +1,73 @@
+"""Head of a journal's file, which is read before SQLite opens it.
+
+SQLite believes most of these bytes: others make it use another page size, create a write-ahead log, or refuse to write.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+HEAD_BYTES = 100
+_MAGIC = b"SQLite format 3\0"
+_APPLICATION_AT = 68
+_FIXED = (
+    ("format of the file", 18, b"\1\1"),
+    ("reserved bytes of a page", 20, b"\0"),
+    ("payload fractions", 21, b"\x40\x20\x20"),
+    ("format of the schema", 44, b"\0\0\0\4"),
+    ("size of the cache", 48, bytes(4)),
+    ("largest root page", 52, bytes(4)),
+    ("encoding of texts", 56, b"\0\0\0\1"),
+    ("incremental vacuum", 64, bytes(4)),
+    ("reserved bytes", 72, bytes(20)),
+)
+"""Fields that are the same in every journal: name, offset and value."""
+
+
+def read_head(path: Path) -> bytes:
+    """Return the first bytes of a file; none if it does not exist. Raises OSError."""
+    try:
+        with path.open("rb") as file:
+            return file.read(HEAD_BYTES)
+    except FileNotFoundError:
+        return b""
+
+
+def may_be_journal(head: bytes) -> bool:
+    """Return True for the head of a file that is empty, or begins as every SQLite database does."""
+    return head[: len(_MAGIC)] in (b"", _MAGIC)
+
+
+def application_of(head: bytes) -> int | None:
+    """Return the application id in the head of a database; None for another file."""
+    if len(head) < HEAD_BYTES or not head.startswith(_MAGIC):
+        return None
+    return int.from_bytes(head[_APPLICATION_AT : _APPLICATION_AT + 4], "big")
+
+
+def header_fault(head: bytes, nbytes: int) -> str:
+    """Return the field that is damaged in the head of a file with `nbytes`; empty if there is none.
+
+    Args:
+        head: as `read_head` returns it; empty for a new journal.
+        nbytes: size of the file, in which no transaction is unfinished.
+    """
+    if not nbytes:
+        return ""
+    if len(head) < HEAD_BYTES or not head.startswith(_MAGIC):
+        return "the file is not a database"
+    (stored,) = struct.unpack_from(">H", head, 16)
+    page = 65536 if stored == 1 else stored
+    if page < 512 or page & (page - 1):
+        return f"the size of a page is {page}"
+    for name, start, expected in _FIXED:
+        if (found := head[start : start + len(expected)]) != expected:
+            return f"the {name} is {found.hex()}, not {expected.hex()}"
+    changes, pages = struct.unpack_from(">II", head, 24)
+    (valid_for,) = struct.unpack_from(">I", head, 92)
+    if changes != valid_for:
+        return f"the counter of changes is {changes}, and its copy {valid_for}"
+    if pages * page != nbytes:
+        return f"{pages} pages of {page} bytes are expected, in a file of {nbytes} bytes"
+    return ""

@@ -1,0 +1,64 @@
+"""Names of files that a batch writes: valid on every system, and never those of the journal."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+FILE_NAME = re.compile(r"\w(?:[\w .,+()-]{0,98}[\w)])?")
+"""Valid stems for the files of a row."""
+PROMPT_ID = re.compile(r"\w[\w-]{0,99}")
+"""Format of prompt ids; without separators, because they become names of folders and parts of URLs."""
+SUFFIX = re.compile(r"\.\w{1,15}")
+OF_SEVERAL = "~"
+"""Separator between a stem and a number; names of rows cannot contain it."""
+
+_MADE = re.compile(rf"(?:{OF_SEVERAL}\d{{1,9}})?(?:{SUFFIX.pattern})?")
+"""The text after the stem in the name of a file: a number if there are several, and a suffix."""
+_MADE_NAME = re.compile(rf"{FILE_NAME.pattern}{_MADE.pattern}")
+_DEVICE = re.compile(r"(?:con|conin\$|conout\$|prn|aux|nul|com[\d¹²³]|lpt[\d¹²³]) *(?:[.:].*)?", re.IGNORECASE)
+"""Device names on Windows, with any suffix; refused on all systems, because folders are copied between systems."""
+
+
+def name_key(name: str) -> str:
+    """Return a text that is equal for names of one file on any system: macOS composes letters, most ignore case."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+DIGITS = 5
+"""Minimum number of digits in the stem of a row without a name."""
+
+
+def number_stem(number: int) -> str:
+    """Return the stem of a row without a name."""
+    return f"{number:0{DIGITS}}"
+
+
+def is_number(stem: str) -> bool:
+    """Return True for the stem of a row without a name."""
+    return len(stem) >= DIGITS and stem.isascii() and stem.isdecimal()
+
+
+def stem_fault(stem: str) -> str | None:
+    """Return why a text cannot be the stem of a row's files; None if it can."""
+    if not FILE_NAME.fullmatch(stem):
+        return "is not a valid file name: use up to 100 letters, digits, spaces and any of . , + ( ) - _"
+    if _DEVICE.fullmatch(stem):
+        return "is a device name on Windows: use another name"
+    return None
+
+
+def is_made_name(name: str, *, stem: str | None = None) -> bool:
+    """Return True if the files of a row, with this stem or with any, may have this name."""
+    if stem is None:
+        return bool(_MADE_NAME.fullmatch(name))
+    return name.startswith(stem) and bool(_MADE.fullmatch(name[len(stem) :]))
+
+
+def is_of_journal(name: str, journal: str) -> bool:
+    """Return True if a file, or a stem whose suffix a server chooses, may be the journal called `journal`.
+
+    Its lock, its copies, and the files of SQLite next to it have its name and more behind it.
+    """
+    key, whole = name_key(name), name_key(journal)
+    return key in {whole, whole.rpartition(".")[0]} or key.startswith((f"{whole}-", f"{whole}."))

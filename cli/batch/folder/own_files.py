@@ -1,0 +1,185 @@
+"""Refusal of foreign things in the places where a batch keeps its own files.
+
+An output folder may be unpacked from an archive, shared or synchronised. A link in the working folder, or next to the
+journal, would make the batch change or remove a file somewhere else. All of it is checked before any of it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...arguments import ArgumentError
+from .names import PROMPT_ID, is_made_name
+
+WORK_FOLDER = ".wanstream"
+LOCK, PARTS, MADE, STATES = "lock", "parts", "made", "states"
+
+_ALLOWED: Mapping[str, Callable[[str], bool]] = {
+    PARTS: is_made_name,
+    MADE: lambda name: bool(PROMPT_ID.fullmatch(name)),
+    STATES: lambda name: True,  # of unfinished runs, which remove only files with names of their own
+}
+"""Folders in the working folder, and the names in each; the entries of the second one are folders."""
+
+_NAME_SURROGATE = 0x20000000
+"""Bit of the reparse tags of Windows that stand for another file: links and junctions, but not files of a cloud."""
+_SUPER_JOURNAL = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
+"""Last bytes of a rollback journal of SQLite that names another file, which SQLite removes after the rollback."""
+_COMPANIONS = ("-journal", "-wal", "-shm")
+
+
+class ForeignFileError(ArgumentError):
+    """Something in the place of a batch's own file is not a file of this batch; nothing was changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trust:
+    """Properties of a batch's own files: their owners, their device, and the places of other file systems."""
+
+    owners: Collection[int] | None
+    """User ids; None: the system has none."""
+    device: int
+    mounts: Collection[str]
+
+    def fault(self, path: Path, found: os.stat_result, *, folder: bool) -> str:
+        """Return why the file or folder is not the batch's own; empty if it is. `found` is from `lstat`."""
+        if stat.S_ISLNK(found.st_mode) or getattr(found, "st_reparse_tag", 0) & _NAME_SURROGATE:
+            return "is a link"
+        if not (stat.S_ISDIR if folder else stat.S_ISREG)(found.st_mode):
+            return "is not a folder" if folder else "is not a regular file"
+        if not folder and found.st_nlink > 1:
+            return f"has {found.st_nlink} names (hard links), so that another file would change with it"
+        if self.owners is not None and found.st_uid not in self.owners:
+            return f"belongs to another user ({found.st_uid})"
+        if found.st_dev != self.device or str(path) in self.mounts:
+            return "is on another file system (mounted)"
+        return ""
+
+
+def check_work_folder(output: Path) -> None:
+    """Raise ForeignFileError if the working folder in `output` has anything that a batch does not create there.
+
+    Folders are entered only after their check, and no link is followed.
+    """
+    output = Path(os.path.realpath(output))
+    if not output.is_dir():
+        return
+    trust, work = _trust(output), output / WORK_FOLDER
+    if not _check(work, trust, folder=True):
+        return
+    for path in _entries(work):
+        if path.name in _ALLOWED:
+            _check(path, trust, folder=True)
+        elif path.name not in {LOCK, f"{LOCK}-journal"}:
+            raise _refusal(path, "is not a file of a batch")
+    check_database(work / LOCK)
+    for top, is_name in _ALLOWED.items():
+        for path in _entries(work / top):
+            if _check(path, trust, folder=top == MADE) and not is_name(path.name):
+                raise _refusal(path, "is not a file of a batch")
+            if top == MADE:
+                _check_tree(path, trust)
+
+
+def check_database(path: Path) -> None:
+    """Raise ForeignFileError if SQLite would follow a link, or remove another file, when it opens the file `path`.
+
+    Nothing is checked in a folder that does not exist.
+    """
+    parent = Path(os.path.realpath(path.parent))
+    if not parent.is_dir():
+        return
+    trust = _trust(parent)
+    path = parent / path.name
+    _check(path, trust, folder=False)
+    for companion in (path.with_name(path.name + ending) for ending in _COMPANIONS):
+        if not _check(companion, trust, folder=False):
+            continue
+        if not companion.name.endswith("-journal"):
+            raise _refusal(companion, "is not a file of a batch: close the program that uses it")
+        if _names_another(companion):
+            raise _refusal(companion, "names another file, which would be removed")
+
+
+def check_file(path: Path) -> None:
+    """Raise ForeignFileError if `path` exists and is not a regular file of this user."""
+    parent = Path(os.path.realpath(path.parent))
+    if parent.is_dir():
+        _check(parent / path.name, _trust(parent), folder=False)
+
+
+def _check_tree(folder: Path, trust: _Trust) -> None:
+    pending = [folder]
+    while pending:
+        for path in _entries(pending.pop()):
+            found = _lstat(path)
+            if found is None:
+                continue
+            is_folder = stat.S_ISDIR(found.st_mode)
+            if fault := trust.fault(path, found, folder=is_folder):
+                raise _refusal(path, fault)
+            if is_folder:
+                pending.append(path)
+
+
+def _check(path: Path, trust: _Trust, *, folder: bool) -> bool:
+    """Return False if nothing is at `path`. Raises ForeignFileError."""
+    found = _lstat(path)
+    if found is None:
+        return False
+    if fault := trust.fault(path, found, folder=folder):
+        raise _refusal(path, fault)
+    return True
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """Return the entries of a folder in the order of their names; none if another process has removed it."""
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        names = []
+    except OSError as err:
+        raise _refusal(folder, f"cannot be read ({err.strerror})") from err
+    return (folder / name for name in names)
+
+
+def _lstat(path: Path) -> os.stat_result | None:
+    try:
+        return os.lstat(path)
+    except FileNotFoundError:
+        return None
+    except OSError as err:
+        raise _refusal(path, f"cannot be read ({err.strerror})") from err
+
+
+def _refusal(path: Path, fault: str) -> ForeignFileError:
+    folder = path.parent
+    return ForeignFileError(f"{path.name!r} {fault}: move it away, or give another --out\n(in {folder})")
+
+
+def _trust(folder: Path) -> _Trust:
+    about = os.stat(folder)
+    # The owner of the output folder may be another user than this one: root in a container, or the user of a share.
+    owners = {0, os.geteuid(), about.st_uid} if hasattr(os, "geteuid") else None
+    return _Trust(owners=owners, device=about.st_dev, mounts=_mounts())
+
+
+def _mounts() -> Collection[str]:
+    """Return the mount points of Linux: a mounted folder of the same file system has the same device number."""
+    try:
+        text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return ()
+    places = (line.split(" ")[4] for line in text.splitlines() if line.count(" ") > 4)
+    return {re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), place) for place in places}
+
+
+def _names_another(rollback: Path) -> bool:
+    with rollback.open("rb") as file:
+        file.seek(max(os.path.getsize(rollback) - len(_SUPER_JOURNAL), 0))
+        return file.read() == _SUPER_JOURNAL

@@ -1,0 +1,78 @@
+"""Foreign things in the working folder of a batch and next to its journal: refused by name, and never followed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from wanstream.cli.batch.folder.names import is_made_name, is_of_journal, name_key, stem_fault
+from wanstream.cli.batch.folder.own_files import ForeignFileError, check_work_folder
+from wanstream.cli.batch.journal import Journal, check_journal
+from wanstream.cli.batch.output_store import OutputStore
+
+if sys.platform == "win32":
+    pytest.skip("links and pipes are those of POSIX", allow_module_level=True)
+
+from wanstream.tests.faults.foreign import FOREIGN, Outside, foreign_thing, of_another_user
+
+OWN = [number for number, (place, _) in enumerate(FOREIGN) if not place.endswith("00004.mp4") or "/" in place]
+
+
+def check(out: Path) -> None:
+    check_work_folder(out)
+    check_journal(out / "journal.sqlite")
+
+
+def finished(out: Path) -> Path:
+    out.mkdir()
+    OutputStore(out)
+    for name in ("lock", "lock-journal", "parts/00001~2.mp4", "states/part-x.safetensors", "made/some-id/video/x.mp4"):
+        (out / ".wanstream" / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / ".wanstream" / name).touch()
+    Journal(out / "journal.sqlite", workflow="w").__exit__(None, None, None)
+    return out
+
+
+def test_what_a_batch_leaves_is_its_own(tmp_path: Path) -> None:
+    out = finished(tmp_path / "out")
+    check(out)
+    (tmp_path / "link").symlink_to(out, target_is_directory=True)
+    check(tmp_path / "link")  # the user's choice, as is everything above the output folder
+
+
+@pytest.mark.parametrize("number", OWN, ids=[f"{FOREIGN[number][0]} {FOREIGN[number][1].__name__}" for number in OWN])
+def test_a_foreign_thing_is_refused_by_its_name(tmp_path: Path, number: int) -> None:
+    if FOREIGN[number][1] is of_another_user and os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    out, outside = finished(tmp_path / "out"), Outside(tmp_path / "outside")
+    with foreign_thing(out, number, outside) as path:
+        with pytest.raises(ForeignFileError) as met:
+            check(out)
+        first, _, folder = str(met.value).partition("\n")
+        assert path.name in str(met.value)
+        assert "move it away" in first
+        assert str(out) in folder
+        assert outside.touched == []
+    check(out)
+
+
+@pytest.mark.parametrize("name", ["shot", "00001", "é 1", "console", "com10", "a.con", "journal 2", "x" * 100, "v1.5"])
+def test_names_of_rows(name: str) -> None:
+    assert stem_fault(name) is None
+    assert not is_of_journal(name, "journal.sqlite")
+    assert is_made_name(f"{name}.mp4")
+    assert is_made_name(f"{name}~12.png", stem=name)
+
+
+def test_names_of_one_file_are_equal() -> None:
+    assert name_key("É") == name_key("E\u0301") == name_key("é")
+    assert [is_of_journal(name, "j") for name in ("j", "J-wal", "j.lock", "jx", "x")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
