@@ -21,17 +21,19 @@ from .options import (
     add_options,
     parsed_options,
 )
+from .terminal import plain_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (default: those of the process) and return the exit code."""
-    try:
-        parsed = _parser().parse_args(arguments)
-        run = pkgutil.resolve_name(f"{__package__}{parsed.run}")
-        return int(run(parsed_options(parsed.kind, parsed)))
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return INTERRUPTED
+    with plain_output():
+        try:
+            parsed = _parser().parse_args(arguments)
+            run = pkgutil.resolve_name(f"{__package__}{parsed.run}")
+            return int(run(parsed_options(parsed.kind, parsed)))
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -60,6 +60,12 @@ _NEVER = (400, 403, _NOT_FOUND, 410)
 """Permanent error codes of `/view`, for which a retry is useless."""
 _MOVED = (301, 302, 303, 307, 308)
 _PIECE = 1 << 20
+MAX_BODY_BYTES = 64 << 20
+"""Maximum size of a JSON response after decompression; in memory it takes several times as much."""
+MAX_FILE_BYTES = 8 << 30
+"""Maximum size of a file from a server, which could fill the disk without an end."""
+_ENCODINGS = ("", "identity", "gzip", "deflate")
+"""Content encodings that are accepted: several ones around each other can expand a small body without a limit."""
 ANY_FILE = {"WanStreamContinueVideo": "previous_file", "WanStreamLoadLatent": "file"}
 """Inputs of this pack's nodes that take any file below the server's folders, of which their choices are some."""
 
@@ -69,6 +75,10 @@ _UNKNOWN_VERSION = "(a version that does not report itself)"
 
 class NotComfyUIError(ForeignResponseError):
     """The address is not that of a ComfyUI server."""
+
+
+class OversizedResponseError(NoSuchFileError, ForeignResponseError):
+    """A response is larger than the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +123,7 @@ class ServerBackend(BatchBackend):
                 verify=ssl.create_default_context(),
                 # A connection that is kept is lost in a restart of the server, and the next request with it.
                 limits=httpx.Limits(max_keepalive_connections=0),
+                headers={"Accept-Encoding": "gzip, deflate"},
                 trust_env=False,
                 proxy=None if is_loopback(host) else _proxy(parts),
             )
@@ -271,8 +282,10 @@ class ServerBackend(BatchBackend):
                 )
             if status != _OK:
                 raise UnreachableError(f"{self.url} does not send '{filename}' now (status {status})")
-            with part.open("wb") as written:
-                for piece in answer.iter_bytes(_PIECE):
+            # A new file: an existing one could be a link.
+            part.unlink(missing_ok=True)
+            with part.open("xb") as written:
+                for piece in self._pieces(answer, MAX_FILE_BYTES):
                     written.write(piece)
 
     def withdraw(self, prompt_id: str) -> None:
@@ -340,11 +353,22 @@ class ServerBackend(BatchBackend):
         if route not in _SLOW:
             sent["timeout"] = self._status_s
         with self._answer(method, route, **sent) as answer:
-            content = answer.read()
+            content = b"".join(self._pieces(answer, MAX_BODY_BYTES))
         try:
             return answer.status_code, json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             return answer.status_code, None
+
+    def _pieces(self, answer: httpx.Response, most: int) -> Iterator[bytes]:
+        """Return the pieces of a decompressed body. Raises OversizedResponseError for more than `most` bytes."""
+        total = 0
+        for piece in answer.iter_bytes(_PIECE):
+            total += len(piece)
+            if total > most:
+                raise OversizedResponseError(
+                    f"{self.url} sends more than {format_size(most)} for {answer.request.url.path}, the limit here"
+                )
+            yield piece
 
     @contextmanager
     def _answer(self, method: str, route: str, **sent: Any) -> Iterator[httpx.Response]:
@@ -353,6 +377,11 @@ class ServerBackend(BatchBackend):
             with self._client.stream(method, route, **sent) as answer:
                 if answer.status_code in _GATEWAY_ERRORS:
                     raise UnreachableError(f"{self.url} answers with status {answer.status_code}")
+                encoding = answer.headers.get("Content-Encoding", "").strip().lower()
+                if encoding not in _ENCODINGS:
+                    raise ForeignResponseError(
+                        f"{self.url} answers in the encoding {encoding:.40}: give its own address"
+                    )
                 yield answer
         except httpx.HTTPError as err:
             raise UnreachableError(f"no complete answer from {self.url}{route}: {err}") from err

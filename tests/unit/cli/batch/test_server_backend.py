@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from wanstream.cli.batch import server_backend
 from wanstream.cli.batch.backend import (
     Ended,
+    ForeignResponseError,
     Interrupted,
     JobFailed,
     MadeFile,
@@ -38,6 +41,7 @@ class Canned:
         self.answers: dict[str, Answer] = {}
         self.asked: list[tuple[str, Any]] = []
         self.promise: int | None = None
+        self.encoding = ""
         self.url = ""
 
 
@@ -63,6 +67,8 @@ def canned() -> Iterator[Canned]:
             self.send_response(status)
             if 300 <= status < 400:
                 self.send_header("Location", "/elsewhere")
+            if state.encoding:
+                self.send_header("Content-Encoding", state.encoding)
             self.send_header("Content-Length", str(len(data) if state.promise is None else state.promise))
             self.end_headers()
             self.wfile.write(data)
@@ -216,6 +222,46 @@ def test_a_file_that_the_server_refuses_costs_its_row(canned: Canned, tmp_path: 
     canned.answers["/view"] = (status, b"")
     with pytest.raises(NoSuchFileError, match=f"status {status}"):
         ServerBackend(canned.url).fetch(made("a.png"), tmp_path / "part")
+
+
+@pytest.mark.parametrize("encoding", ["", "gzip", "deflate"])
+def test_a_body_without_an_end_is_refused(
+    canned: Canned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    monkeypatch.setattr(server_backend, "MAX_BODY_BYTES", 100_000)
+    monkeypatch.setattr(server_backend, "MAX_FILE_BYTES", 100_000)
+    pack = {"": bytes, "gzip": gzip.compress, "deflate": zlib.compress}[encoding]
+    canned.encoding = encoding
+    for size, fits in ((100_000, True), (100_001, False)):
+        text = b'{"a": "' + b"x" * (size - 9) + b'"}'
+        canned.answers |= {"/view": (200, pack(text)), "/queue": (200, pack(text))}
+        client = ServerBackend(canned.url)
+        if fits:
+            client.fetch(made("a.png"), tmp_path / "part")
+            assert (tmp_path / "part").read_bytes() == text
+            client.withdraw("id")
+            continue
+        with pytest.raises(NoSuchFileError, match=r"sends more than .* for /view"):
+            client.fetch(made("a.png"), tmp_path / "part")
+        with pytest.raises(ForeignResponseError, match=r"sends more than .* for /queue"):
+            client.withdraw("id")
+
+
+@pytest.mark.parametrize("encoding", ["gzip, gzip", "br", "zstd", "gzip,deflate"])
+def test_encodings_that_expand_without_a_limit_are_refused(canned: Canned, encoding: str) -> None:
+    canned.encoding = encoding
+    canned.answers["/queue"] = (200, gzip.compress(gzip.compress(b"{}")))
+    with pytest.raises(ForeignResponseError, match="in the encoding"):
+        ServerBackend(canned.url).withdraw("id")
+
+
+def test_a_download_replaces_a_link_and_does_not_follow_it(canned: Canned, tmp_path: Path) -> None:
+    canned.answers["/view"] = (200, b"12345")
+    (tmp_path / "victim").write_text("of somebody else")
+    (tmp_path / "part").symlink_to(tmp_path / "victim")
+    ServerBackend(canned.url).fetch(made("a.png"), tmp_path / "part")
+    assert (tmp_path / "victim").read_text() == "of somebody else"
+    assert (tmp_path / "part").read_bytes() == b"12345"
 
 
 def test_a_queue_that_answers_with_an_error_has_not_taken_a_row_out(canned: Canned) -> None:

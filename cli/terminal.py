@@ -1,0 +1,49 @@
+"""Text for a terminal, without the control characters that servers and files may put into names and messages."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, TextIO, cast
+
+_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and line feed, marks that change the direction of a text, and halves of characters."""
+
+
+def printable(text: str) -> str:
+    r"""Return the text with each control character as its escape sequence, such as `\x1b`.
+
+    A terminal would execute it: change its title, clear the screen, or write to the clipboard.
+    """
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class PlainText:
+    """A stream that receives only printable text. Progress bars may begin and end a write with a carriage return."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        body = text.strip("\r")
+        start = len(text) - len(text.lstrip("\r"))
+        self._stream.write(text[:start] + printable(body) + text[start + len(body) :])
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def plain_output() -> Iterator[None]:
+    """Inside the `with`, everything that this process prints is printable text."""
+    with ExitStack() as opened:
+        opened.enter_context(redirect_stdout(cast("TextIO", PlainText(sys.stdout))))
+        opened.enter_context(redirect_stderr(cast("TextIO", PlainText(sys.stderr))))
+        yield
