@@ -6,6 +6,7 @@ import base64
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from html import escape
@@ -70,9 +71,14 @@ def csv_document(report: Report) -> str:
     return text.getvalue()
 
 
+_FORMULA = re.compile("[\\s\0\ufeff]*[=+\\-@\uff1d\uff0b\uff0d\uff20\u2212\ufe63\ufe62\ufe66\ufe6b]|[\\t\\r\\n]")
+"""The begin of a formula: some spreadsheets ignore spaces, and take full-width signs for plain ones."""
+
+
 def _as_text(name: str) -> str:
     """Quote a name that a spreadsheet would evaluate as a formula; it may come from a stranger's workflow."""
-    return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
+    text = f"'{name}" if _FORMULA.match(name) else name
+    return text.replace("\r", " ")  # which the writer does not quote
 
 
 def html_document(report: Report, chart: bytes) -> str:

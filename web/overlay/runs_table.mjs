@@ -77,10 +77,13 @@ export function comparisonOf(runs) {
   )
 }
 
+/** The begin of a formula in a spreadsheet: some ignore spaces, and take full-width signs for plain ones. */
+const FORMULA = /^[\s\0\ufeff]*[=+\-@\uff1d\uff0b\uff0d\uff20\u2212\ufe63\ufe62\ufe66\ufe6b]|^[\t\r\n]/
+
 /** A text as a cell of CSV. Spreadsheets compute one that begins like a formula, unless it has an apostrophe in front. */
 function quoted(value) {
   const text = String(value)
-  const asText = /^[=+\-@\t\r]/.test(text) && Number.isNaN(Number(text)) ? `'${text}` : text
+  const asText = FORMULA.test(text) && Number.isNaN(Number(text)) ? `'${text}` : text
   return `"${asText.replaceAll('"', '""')}"`
 }
 

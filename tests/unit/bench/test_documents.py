@@ -105,7 +105,12 @@ def test_csv_has_a_line_for_each_step_of_each_run_with_the_timelines_numbers(rep
 
 @pytest.mark.parametrize(
     ("name", "cell"),
-    [("=1+1", "'=1+1"), ("@SUM(1)", "'@SUM(1)"), ("-1", "'-1"), ("+1", "'+1"), ('a, "b"\n= c', 'a, "b"\n= c')],
+    [
+        *((name, f"'{name}") for name in ("=1+1", "@SUM(1)", "-1", "+1", "\t=1", "\n=1", " =1", "\ufeff=1")),
+        *((f"{sign}1", f"'{sign}1") for sign in "\uff1d\uff0b\uff0d\uff20\u2212"),
+        ("\r=1", "' =1"),
+        ('a, "b"\n= c', 'a, "b"\n= c'),
+    ],
 )
 def test_no_name_is_a_formula_in_a_spreadsheet(
     name: str, cell: str, make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
