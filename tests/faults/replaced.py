@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +20,7 @@ from wanstream.host.embedded.adapter import NodeProgress
 from wanstream.host.embedded.graph import as_link
 from wanstream.host.embedded.run import History, Workflow
 from wanstream.nodes.runs.video_file import write_mp4
+from wanstream.testing.model import write_tiny_model
 from wanstream.wan.latent_file import read_latent, write_latent
 
 SAVE, KEEP, CONTINUE = "WanStreamSaveVideo", "WanStreamSaveLatent", "WanStreamContinueVideo"
@@ -104,7 +109,7 @@ def computing_replaced() -> Iterator[None]:
 
 
 def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
-    """Create a models folder with empty files of the names that a workflow uses."""
+    """Create a models folder with small files of the names that a workflow uses, whose headers are read."""
     kinds = {
         "WanStreamExperts": "diffusion_models",
         "WanStreamTextEncode": "text_encoders",
@@ -116,5 +121,13 @@ def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
         for name in (value for value in node["inputs"].values() if str(value).endswith(".safetensors")):
             path = folder / kinds[node["class_type"]] / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            shutil.copyfile(_small_file(kinds[node["class_type"]], name), path)
     return folder
+
+
+@cache
+def _small_file(kind: str, name: str) -> Path:
+    """Return a file of the test model, which stays until the process ends."""
+    folder = tempfile.mkdtemp(prefix="wanstream-test-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return write_tiny_model(Path(folder), layers=1, names={name}).folder / kind / name
