@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,6 +72,12 @@ REAL_ONLY = {
 
 HAS_REAL = gpu_count() > 0
 
+SHARED = "PYTEST_XDIST_WORKER" in os.environ
+"""True if other processes of the tests use the same GPU."""
+
+LONGEST_S = 100
+"""Time limit of a test on a real device. The self-test takes 51 s on an H100 that nobody else uses."""
+
 CAPACITY = 2**30
 """Bytes of a checked device."""
 
@@ -109,6 +116,11 @@ class Accelerator:
         if self.machine is not None:
             pytest.skip(f"needs real kernels: {reason}")
 
+    def need_alone(self, reason: str) -> None:
+        """Skip a test on a real device that other processes use too."""
+        if self.machine is None and SHARED:
+            pytest.skip(f"needs a GPU without other processes: {reason}")
+
     def need_fake(self, reason: str) -> Machine:
         """Return the machine of the checked device; skip a test on a real one."""
         if self.machine is None:
@@ -146,13 +158,18 @@ def checked_accelerator(seed: int) -> Iterator[Accelerator]:
 
 
 @pytest.fixture(
-    params=[pytest.param("checked", marks=pytest.mark.checked), pytest.param("real", marks=pytest.mark.gpu)]
+    params=[
+        pytest.param("checked", marks=pytest.mark.checked),
+        pytest.param("real", marks=[pytest.mark.gpu, pytest.mark.timeout(LONGEST_S)]),
+    ]
 )
 def gpu(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     """The device of a test: everything is checked at the end of a test on the checked one."""
     if request.param == "real":
         if not HAS_REAL:
             pytest.skip("needs a GPU")
+        if SHARED:
+            torch.set_num_threads(2)  # one process per two cores
         yield _accelerator(torch.device("cuda", 0), None)
         return
     # The seed is that of the test's name, so that every run of a test takes the same order.

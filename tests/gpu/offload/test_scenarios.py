@@ -13,6 +13,8 @@ from wanstream.tests.support.device_scenarios import PINNED, SCENARIOS, Case
 @pytest.mark.parametrize("order", range(3))
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_visit_finds_its_block(gpu: Accelerator, name: str, order: int) -> None:
+    if order:
+        gpu.need_fake("a real device takes no order from us")
     SCENARIOS[name](gpu)
 
 

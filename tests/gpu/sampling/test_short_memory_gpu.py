@@ -92,6 +92,7 @@ def test_where_two_buffers_do_not_fit_the_device_is_free_afterwards(
 
 
 def test_what_torch_can_give_out_is_what_is_free_and_what_it_keeps(gpu) -> None:
+    gpu.need_alone("they change its free memory")
     device = gpu.device
     before = free_bytes(device)
     assert before is not None
