@@ -7,7 +7,8 @@ index. Only headers are read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from ...offload import CheckpointFileError, FileHeader, FileTensor, read_gguf_he
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
+SUFFIX = ".safetensors"
+
+_SHARD = re.compile(r"-\d+-of-\d+")
+
 # Named in a message only: unpickling a file can run code, so these are never opened.
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -27,7 +32,7 @@ class CheckpointError(CheckpointFileError):
 
 
 def read_checkpoint(path: Path, *, weights: str = WEIGHTS) -> FileHeader:
-    """Read the headers of the file `path`, or, in a folder, of the file `weights` or of the shards in its index.
+    """Read the headers of the file `path`, or, in a folder, of the file `weights`, its only variant, or indexed shards.
 
     Shards are returned as one header of the folder.
 
@@ -37,12 +42,38 @@ def read_checkpoint(path: Path, *, weights: str = WEIGHTS) -> FileHeader:
     """
     if not path.is_dir():
         return _read_file(path)
+    found = _weights_of(path, weights)
+    return _read_shards(path, found) if found.endswith(".json") else _read_file(path / found)
+
+
+def _weights_of(folder: Path, weights: str) -> str:
+    """Return the name of the index or of the only file with the weights of a folder.
+
+    Without one of the expected names, it is that of the only variant: diffusers puts the variant's name before the
+    last suffix (`diffusion_pytorch_model.fp16.safetensors`, `...safetensors.index.fp16.json`).
+    """
     index = f"{weights}.index.json"
-    if (path / index).is_file():
-        return _read_shards(path, index)
-    if (path / weights).is_file():
-        return _read_file(path / weights)
-    raise CheckpointError(path, _missing_weights_message(path, f"neither {weights} nor {index}"))
+    for name in (index, weights):
+        if (folder / name).is_file():
+            return name
+    names = sorted(file.name for file in folder.iterdir() if file.is_file())
+    indexes = [name for name in names if name.endswith(".json") and ".safetensors.index" in name]
+    files = [name for name in names if name.endswith(SUFFIX) and _SHARD.search(name) is None]
+    found = indexes or files
+    if (folder / "transformer").is_dir():
+        raise CheckpointError(
+            folder, "is a pipeline folder: give it alone, or give its transformer and transformer_2 folders"
+        )
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CheckpointError(folder, f"holds {' and '.join(found)}: rename the one to use to {weights}")
+    if any(name.endswith(SUFFIX) for name in names):
+        shards = [name for name in names if name.endswith(SUFFIX)]
+        raise CheckpointError(
+            folder, f"holds {shards[0]}, one of {len(shards)} shards, and their index {index} is missing: download it"
+        )
+    raise CheckpointError(folder, _missing_weights_message(folder, f"neither {weights} nor {index}"))
 
 
 def json_object(path: Path, text: str | bytes, found: str = "", *, remedy: str = "") -> dict[str, Any]:
@@ -103,15 +134,18 @@ def _read_index(path: Path) -> dict[str, str]:
     return shards
 
 
-def _as_in_shards(index: Mapping[str, str], keys: Iterable[str]) -> Mapping[str, str]:
+def _as_in_shards(index: Mapping[str, str], keys: Collection[str]) -> Mapping[str, str]:
     """Return the index with the keys of the shards, if a prefix is the difference: a tool has changed one of both."""
     key = next((key for key in keys if key not in index), None)
     if key is None:
         return index
     name = max(index, key=lambda name: _shared_parts(name, key))
-    tail = ".".join(name.split(".")[-_shared_parts(name, key) or len(name) :])
-    old, new = name.removesuffix(tail), key.removesuffix(tail)
-    return {new + each.removeprefix(old): shard for each, shard in index.items()} if key.endswith(tail) else index
+    parts = name.split(".")
+    tail = ".".join(parts[len(parts) - _shared_parts(name, key) :])
+    old = name.removesuffix(tail)
+    new = key.removesuffix(tail)
+    changed = {new + each.removeprefix(old): shard for each, shard in index.items()}
+    return changed if changed.keys() >= set(keys) else index
 
 
 def _shared_parts(first: str, second: str) -> int:
@@ -121,8 +155,6 @@ def _shared_parts(first: str, second: str) -> int:
 
 
 def _missing_weights_message(folder: Path, missing: str) -> str:
-    if (folder / "transformer").is_dir():
-        return "is a pipeline folder: give it alone, or give its transformer and transformer_2 folders"
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     if pickles:
         return f"holds pickles ({pickles[0]}), which are never read: convert them to safetensors"

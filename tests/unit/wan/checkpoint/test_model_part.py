@@ -207,3 +207,60 @@ def test_other_files_are_refused_by_name(
     with pytest.raises(CheckpointError, match=message) as error:
         open_expert(path)
     assert path.name in str(error.value)
+
+
+SHARDS = (
+    "diffusion_pytorch_model.{}-0000{}-of-00002.safetensors",
+    "diffusion_pytorch_model-0000{1}-of-00002.{0}.safetensors",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_expert_folder(make_expert(TinyShape(**SMALL), seed=0), tmp_path / "plain", dtype=torch.float32)
+    return shutil.copytree(tmp_path / "plain", tmp_path / "variant")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"diffusion_pytorch_model.{variant}.safetensors" for variant in ("bf16", "fp16", "non_ema")]
+    + ["model.safetensors", "wan2.2_high.safetensors"],
+)
+def test_the_only_file_of_a_folder_is_opened(folder: Path, name: str) -> None:
+    (folder / WEIGHTS).rename(folder / name)
+    assert_equal(folder, open_expert(folder.with_name("plain")))
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("index", [f"{WEIGHTS}.index.fp16.json", "diffusion_pytorch_model.fp16.safetensors.index.json"])
+def test_the_only_index_of_a_folder_is_opened(folder: Path, index: str, shard: str) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    places = {key: shard.format("fp16", 1 + key.startswith("blocks.")) for key in tensors}
+    for name in set(places.values()):
+        save_file({key: tensor for key, tensor in tensors.items() if places[key] == name}, folder / name)
+    (folder / index).write_text(json.dumps({"weight_map": places}))
+    assert_equal(folder, open_expert(folder.with_name("plain")))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["a.bf16.safetensors", "b.fp16.safetensors"],
+            f"holds a.bf16.safetensors and b.fp16.safetensors: .* to {WEIGHTS}",
+        ),
+        ([f"{INDEX}.bak"], f"holds neither {WEIGHTS} nor {INDEX}"),
+        (
+            ["x-00001-of-00002.safetensors"],
+            f"holds x-00001-of-00002.safetensors, one of 1 shards, .*{INDEX} is missing",
+        ),
+        (["pytorch_model.bin"], "holds pickles"),
+    ],
+)
+def test_a_folder_without_one_choice_is_refused(folder: Path, names: list[str], message: str) -> None:
+    (folder / WEIGHTS).unlink()
+    for name in names:
+        (folder / name).touch()
+    with pytest.raises(CheckpointError, match=message):
+        open_expert(folder)
