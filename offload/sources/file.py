@@ -15,8 +15,8 @@ from ..formats.layout import BlockFormat, block_format, flat_layout, host_bytes
 from ..formats.packing import EightBit, Microscaled, Packing
 from ..formats.safetensors_header import CheckpointFileError, FileTensor
 from .base import RangeSource, SourceError
-from .read_plan import Read, ReadPiece, read_pieces, reads_directly, whole_piece, within
-from .reader import HAS_PREADV, FileReader
+from .read_plan import Read, ReadPiece, read_pieces, read_route, whole_piece, within
+from .reader import HAS_PREADV, FileReader, lies_in_ram, usable_cores
 
 TensorsOfBlock = Mapping[str, FileTensor]
 
@@ -32,10 +32,10 @@ class FileSource(RangeSource):
         scales: scales of stored tensors by parameter name, with one value per tensor or one per row.
         multiplied: dtypes of codes that are multiplied as they are stored.
         decoded: parameters of a block whose codes are decoded all the same.
-        readers: threads that read one block together.
+        readers: threads that read one block together; None: decide by `read_route`.
         portable: use seek and read instead of `preadv`.
         direct: read past the page cache (O_DIRECT); if the file system refuses, log it and read through the cache.
-            None: decide by `reads_directly`.
+            None: decide by `read_route`.
 
     Attributes:
         reader: reads the files, and counts the bytes.
@@ -52,7 +52,7 @@ class FileSource(RangeSource):
         scales: Mapping[BlockKey, TensorsOfBlock] | None = None,
         multiplied: Collection[torch.dtype] = (),
         decoded: Mapping[BlockKey, Collection[str]] | None = None,
-        readers: int = 4,
+        readers: int | None = None,
         portable: bool = not HAS_PREADV,
         direct: bool | None = None,
     ) -> None:
@@ -65,10 +65,18 @@ class FileSource(RangeSource):
             )
             for key, tensors in blocks.items()
         }
-        if direct is None:
-            file_bytes = sum(tensor.stored_bytes for tensors in blocks.values() for tensor in tensors.values())
-            direct = reads_directly(file_bytes, available_bytes())
-        self.reader = FileReader(readers=readers, portable=portable, direct=direct)
+        paths = {tensor.path for tensors in blocks.values() for tensor in tensors.values()}
+        route = read_route(
+            file_bytes=sum(tensor.stored_bytes for tensors in blocks.values() for tensor in tensors.values()),
+            available_bytes=available_bytes(),
+            cores=usable_cores(),
+            in_ram=all(map(lies_in_ram, paths)),
+        )
+        self.reader = FileReader(
+            readers=route.readers if readers is None else readers,
+            portable=portable,
+            direct=route.direct if direct is None else direct,
+        )
 
     @property
     def identity(self) -> str:

@@ -119,21 +119,44 @@ GAP_BYTES = 32 * 1024
 CACHED_SHARE = 1 / 8
 
 
-def reads_directly(file_bytes: int, available_bytes: int) -> bool:
-    """Return True if files that stream in every pass should be read directly, past the page cache.
+# Four threads keep a disk busy, on two cores too. Copies out of the page cache are bound by cores, up to the bandwidth of
+# the memory. One core is left to the thread that computes.
+DISK_READERS, MOST_READERS = 4, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadRoute:
+    """Route of the bytes of a file, and the threads that read one block together."""
+
+    direct: bool
+    """Past the page cache, into a bounce buffer."""
+    readers: int
+
+
+def read_route(*, file_bytes: int, available_bytes: int, cores: int, in_ram: bool) -> ReadRoute:
+    """Choose the route of files that stream in every pass.
 
     A direct read and the copy from its bounce buffer cost as much CPU time as a read from a warm cache: 0.11 to 0.19 s
     per GB (2 cores, benchmarks/file_reading.py). A cold read through the cache is not faster, but takes 2 to 6 times
     the CPU time, on cores that compute, because pages are allocated and evicted. So the cache only pays if the next
     pass finds the blocks in it, and of a pass that does not fit it keeps nothing. RAM that could hold a whole pass is
     better used for RAM-resident blocks: they are chosen, page-locked and not evicted by other files. The cache is
-    therefore only used for files that are small compared to the available RAM.
+    therefore only used for files that are small compared to the available RAM, and for files that lie in RAM
+    themselves: Linux accepts direct reads there since 6.6, but only copies twice.
+
+    The pages of such files are not page-locked and copied from in place. Their file can be written to at any time, so a
+    change could not be refused, as it is after a read; their tensors do not lie at multiples of 256 bytes; and Linux
+    locks pages of other file systems for reading only, which not every device supports.
 
     Args:
         file_bytes: bytes of all streamed blocks, of both experts.
         available_bytes: bytes of RAM that can still be allocated.
+        cores: cores that this process may use.
+        in_ram: the file system keeps its files in RAM.
     """
-    return file_bytes > available_bytes * CACHED_SHARE
+    direct = not in_ram and file_bytes > available_bytes * CACHED_SHARE
+    copying = min(MOST_READERS, cores - 1)
+    return ReadRoute(direct=direct, readers=DISK_READERS if direct else max(DISK_READERS, copying))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,30 @@ logger = logging.getLogger(__name__)
 
 HAS_DIRECT = HAS_PREADV and O_DIRECT != 0
 
+MOUNTS = Path("/proc/self/mountinfo")
+"""Mounts of this process, one a line. Linux only."""
+
+IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
+
+
+def lies_in_ram(path: Path) -> bool:
+    """Return True if the file system of a file keeps its files in RAM. False if the system does not report it."""
+    try:
+        device, mounts = path.stat().st_dev, MOUNTS.read_text(errors="replace")
+    except OSError:
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.splitlines():
+        place, _, kind = line.partition(" - ")
+        if place.split()[2] == number:
+            return kind.split()[0] in IN_RAM
+    return False
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
 
 class FileReader:
     """Reader threads and their open files; the first read starts them, `close` ends them.

@@ -16,7 +16,7 @@ from wanstream.offload.sources.read_plan import (
     PIECE_BYTES,
     ReadPiece,
     direct_extents,
-    reads_directly,
+    read_route,
 )
 
 A, B = Path("a"), Path("b")
@@ -159,22 +159,28 @@ def test_a_block_of_the_real_size_costs_almost_nothing_more(data_start):
 
 
 @pytest.mark.parametrize(
-    ("file_gb", "available_gb", "expected"),
+    ("file_gb", "available_gb", "cores", "in_ram", "expected"),
     [
-        pytest.param(57.2, 27, True, id="both experts in bf16, 32 GB"),
-        pytest.param(28.6, 57, True, id="both in fp8, 64 GB"),
-        pytest.param(5.7, 22, True, id="a small pair, 24 GB"),
-        pytest.param(5.7, 2.7, True, id="a small pair inside 3 GB"),
-        pytest.param(0.3, 22, False, id="a test model"),
-        pytest.param(11.4, 120, False, id="the text encoder on a large machine"),
-        pytest.param(0, 0, False, id="nothing to read"),
+        pytest.param(57.2, 27, 2, False, (True, 4), id="both experts in bf16, 32 GB"),
+        pytest.param(57.2, 70, 16, True, (False, 15), id="both experts in tmpfs, 16 cores"),
+        pytest.param(57.2, 70, 128, True, (False, 16), id="both experts in tmpfs, 128 cores"),
+        pytest.param(28.6, 57, 16, False, (True, 4), id="both in fp8, 64 GB"),
+        pytest.param(5.7, 22, 8, False, (True, 4), id="a small pair, 24 GB"),
+        pytest.param(5.7, 2.7, 1, False, (True, 4), id="a small pair inside 3 GB"),
+        pytest.param(0.3, 22, 2, False, (False, 4), id="a test model"),
+        pytest.param(11.4, 120, 16, False, (False, 15), id="the text encoder on a large machine"),
+        pytest.param(0, 0, 1, False, (False, 4), id="nothing to read"),
     ],
 )
-def test_when_direct_reads_pay(file_gb, available_gb, expected):
-    assert reads_directly(int(file_gb * 1e9), int(available_gb * 1e9)) is expected
+def test_route_and_threads_of_a_file(file_gb, available_gb, cores, in_ram, expected):
+    route = read_route(
+        file_bytes=int(file_gb * 1e9), available_bytes=int(available_gb * 1e9), cores=cores, in_ram=in_ram
+    )
+    assert (route.direct, route.readers) == expected
 
 
-def test_the_edge_of_the_decision():
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_edge_of_the_decision(more):
     available = 80_000
-    assert not reads_directly(int(available * CACHED_SHARE), available)
-    assert reads_directly(int(available * CACHED_SHARE) + 1, available)
+    file_bytes = int(available * CACHED_SHARE) + more
+    assert read_route(file_bytes=file_bytes, available_bytes=available, cores=2, in_ram=False).direct is bool(more)

@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from wanstream.offload.sources import reader as reader_module
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.read_plan import ALIGNMENT, EXTENT_BYTES, O_DIRECT, ReadPiece
-from wanstream.offload.sources.reader import HAS_DIRECT, HAS_PREADV, FileReader, Files
+from wanstream.offload.sources.reader import HAS_DIRECT, HAS_PREADV, FileReader, Files, lies_in_ram
 
 CONTENT = os.urandom(100_000)
 
@@ -314,3 +315,19 @@ def test_reading_again_and_again_takes_no_more_memory(reader, large):
     for _ in range(30):
         reader.read(whole_of(large, memory))
     assert process.memory_info().rss - before < len(LARGE) // 2, "of 30 times as much"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("tmpfs", True), ("ramfs", True), ("ext4", False), ("overlay", False), (None, False)]
+)
+def test_files_in_ram_are_found_by_their_mount(tmp_path, monkeypatch, kind, expected):
+    device = tmp_path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = tmp_path / "mountinfo"
+    lines = ["21 1 0:999 / /elsewhere rw shared:1 - tmpfs none rw", f"22 1 {number} / /a rw - {kind} /dev/x rw"]
+    mounts.write_text("\n".join(lines if kind else lines[:1]))
+    monkeypatch.setattr(reader_module, "MOUNTS", mounts)
+    assert lies_in_ram(tmp_path) is expected
+    monkeypatch.setattr(reader_module, "MOUNTS", tmp_path / "missing")
+    assert not lies_in_ram(tmp_path), "other systems do not report mounts"
+    assert not lies_in_ram(tmp_path / "missing")
