@@ -1,7 +1,7 @@
 """Changes of parameters in a LoRA file, by the tensors of a layer.
 
-| algorithm | change of a weight                                                                          |
-|-----------|---------------------------------------------------------------------------------------------|
+| algorithm | change of a weight                                                                            |
+|-----------|-----------------------------------------------------------------------------------------------|
 | LoRA      | `up @ down`, a difference                                                                     |
 | LoKr      | Kronecker product of w1 and w2, each a matrix or a product of two (w2 with `t2`: of three)    |
 | LoHa      | product of w1 and w2, value by value, each a product of two factors (with `t1`, `t2`: three)  |

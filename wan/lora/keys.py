@@ -53,11 +53,13 @@ Leaf = Literal["weight", "bias", "modulation"]
 # Words of the names that frameworks and trainers put in front of a model, also several.
 WRAPPERS = frozenset(
     {
-        *("base", "backbone", "core", "denoiser", "diffusion", "dit", "ema", "generator", "high", "inner", "low"),
-        *("model", "module", "net", "network", "noise", "pipe", "pipeline", "student", "transformer", "unet"),
-        *("video", "wan", "wan21", "wan22", "wrapped", "wrapper", "1", "2"),
+        *("base", "backbone", "core", "denoiser", "diffusion", "dit", "ema", "expert", "generator", "high", "inner"),
+        *("low", "main", "model", "module", "net", "network", "noise", "pipe", "pipeline", "student", "transformer"),
+        *("unet", "video", "wan", "wan2", "wan21", "wan22", "wrapped", "wrapper", "1", "2"),
     }
 )
+LONGEST = 500
+"""Characters of a name; the search for a name among thousands of wrappers would take minutes."""
 FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
 
 # Put around the model or around a part of it, so they are inside of names too.
@@ -188,6 +190,8 @@ def unknown_prefix(key: str) -> str | None:
 
 def module_name(text: str) -> str | None:
     """Return the diffusers name of the module or bare parameter `text`, such as "blocks.3.attn1.to_q", or None."""
+    if len(text) > LONGEST:
+        return None
     parts = _TRANSPARENT.sub("", text).lstrip(".").split(".")
     while len(parts) > 1 and _is_wrapper(parts[0]):
         del parts[0]

@@ -252,6 +252,9 @@ def test_a_lora_of_another_strength_is_another_run(
         {
             "diffusion_model.blocks.1.ffn.0.lora_down.weight": torch.randn(4, 256, generator=generator),
             "diffusion_model.blocks.1.ffn.0.lora_up.weight": torch.randn(512, 4, generator=generator),
+            "diffusion_model.blocks.1.ffn.0.dora_scale": torch.randn(512, 1, generator=generator),
+            "diffusion_model.blocks.0.ffn.0.lokr_w1": torch.randn(8, 4, generator=generator),
+            "diffusion_model.blocks.0.ffn.0.lokr_w2": torch.randn(64, 64, generator=generator),
         },
         file,
     )

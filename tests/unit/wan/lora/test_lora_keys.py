@@ -105,6 +105,8 @@ MEANINGLESS = [
     "unknown.blocks.7.self_attn.q.diff",
     "blocks.\N{ARABIC-INDIC DIGIT SEVEN}.self_attn.q.diff",
     f"blocks.{'7' * 5000}.self_attn.q.diff",
+    f"lora_unet_{'model_' * 50_000}blocks_7_self_attn_q.diff",
+    f"{'model.' * 50_000}blocks.7.self_attn.q.diff",
 ]
 
 
@@ -123,7 +125,7 @@ PREFIXES = (
     *("_orig_mod.", "base_model.model._orig_mod.", "diffusion_model._orig_mod.", "module.", "model.", "unet.", "dit."),
     *("high_noise_model.", "low_noise_model.", "net.", "wan.", "base_model.model.model.", "transformer_2."),
     *("module._orig_mod.", "_fsdp_wrapped_module.", "model._orig_mod.dit.", "wan_model.", "pipe.transformer."),
-    *("video_model.", "generator.", "model.net.", "ema_model.module.", "wan22.high_noise."),
+    *("video_model.", "generator.", "model.net.", "ema_model.module.", "wan2_2.high_noise."),
 )
 
 
