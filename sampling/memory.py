@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 
 from ..devices import available_bytes, free_bytes
 from ..plan import CHUNKS, shrink_to_budget
-from ..schema import HEAD_DIM, PATCH, ExpertShape, KernelNeeds, OffloadPolicy, largest_share
+from ..schema import HEAD_DIM, ExpertShape, KernelNeeds, OffloadPolicy, largest_share, patch_grid
 from ..wan import ATTENTIONS, ExpertPair
 from .cache.settings import CacheSettings
 from .errors import InsufficientMemoryError
@@ -69,8 +70,7 @@ def expert_shape(pair: ExpertPair) -> ExpertShape:
 
 def tokens_of(shape: Sequence[int]) -> int:
     """Return the number of tokens of one lane of latents [B, 16, T, h, w]."""
-    _, _, frames, height, width = shape
-    return (frames // PATCH[0]) * (height // PATCH[1]) * (width // PATCH[2])
+    return prod(patch_grid(shape[2:]))
 
 
 def lane_tokens(shape: Sequence[int], sides: Sequence[int]) -> tuple[int, ...]:

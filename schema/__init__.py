@@ -46,6 +46,7 @@ from .shapes import (
     ExpertShape,
     KernelNeeds,
     VideoShape,
+    patch_grid,
     piece_tokens,
 )
 from .step_strengths import LARGEST_STRENGTH, StepRange, StepStrengths, StepStrengthsError, parse_step_strengths
@@ -148,6 +149,7 @@ __all__ = [
     "largest_known",
     "largest_share",
     "parse_step_strengths",
+    "patch_grid",
     "piece_tokens",
     "plan_residency",
     "read_clusters",

@@ -42,6 +42,12 @@ def piece_tokens(rows: int, columns: int) -> int:
     return max(FEWEST_INT8_TOKENS, INT8_VALUES // max(rows, columns))
 
 
+def patch_grid(latent: Sequence[int], patch: Sequence[int] = PATCH) -> tuple[int, int, int]:
+    """Return the patches along time, height and width of a latent of that size; those at an edge may be padded."""
+    frames, height, width = (-(-size // of_patch) for size, of_patch in zip(latent, patch, strict=True))
+    return frames, height, width
+
+
 @dataclass(frozen=True, kw_only=True)
 class VideoShape:
     """Size of a video that the experts and their VAE can generate.
@@ -81,8 +87,7 @@ class VideoShape:
     @property
     def tokens(self) -> int:
         """Sequence length of one lane in the blocks."""
-        frames, height, width = self.latent
-        return (frames // PATCH[0]) * (height // PATCH[1]) * (width // PATCH[2])
+        return prod(patch_grid(self.latent))
 
 
 def _nearest(value: int, step: int, *, first: int) -> int:

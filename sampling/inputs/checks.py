@@ -10,15 +10,13 @@ from typing import TypeAlias
 import torch
 
 from ...schema import ContextWindows
-from ...wan import SPACES, space_of
+from ...wan import SPACES
 from ..errors import RequestError
 from ..schedules import PURE_NOISE
 
 IMAGE_CONDITION_CHANNELS = (20, 32, 36, 52, 100)
 """Channels of an image condition: of I2V and Fun InP, of Fun Control 2.1 and 2.2, and of Fun InP and Fun Control 5B."""
 TEXT_WIDTH = 4096
-PATCH = 2
-"""Latent pixels per token, in height and in width."""
 Texts: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
 """[1 or B, L, 4096] for B samples; or a sequence of one [1, L, 4096] for each sample, of any lengths."""
 
@@ -117,12 +115,6 @@ def check_noise(noise: torch.Tensor) -> None:
         raise RequestError(f"noise is {list(noise.shape)}: give [B, {' or '.join(map(str, channels))}, T, h, w]")
     if noise.dtype != torch.float32:
         raise RequestError(f"noise is {noise.dtype}: give float32")
-    height, width = noise.shape[-2:]
-    if height % PATCH or width % PATCH:
-        raise RequestError(
-            f"a latent of {height} x {width} does not divide into {PATCH} x {PATCH} patches: "
-            f"use a video height and width that are multiples of {space_of(noise.shape[1]).pixels * PATCH}"
-        )
 
 
 def check_texts(name: str, texts: Texts, batch: int) -> None:

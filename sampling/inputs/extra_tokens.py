@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 
-from ...schema import PATCH
+from ...schema import patch_grid
 from ...wan import SPACES, normalise
 from ..errors import ConditioningError, RequestError
 
@@ -21,7 +22,7 @@ CONTEXT_KEY = "context_latents"
 class ExtraTokens:
     """Tokens of the lanes of one CFG side next to those of the video.
 
-    Latents are normalised, and for one sample or for each of B. The sides of their frames are even.
+    Latents are normalised, and for one sample or for each of B.
     """
 
     reference: torch.Tensor | None = None
@@ -57,7 +58,7 @@ class ExtraTokens:
         reference = () if self.reference is None or not reads_reference else (self.reference,)
         lengths = [(latents, latents.shape[2]) for latents in reference]
         lengths += [(latents, window if is_cut(latents, frames) else latents.shape[2]) for latents in self.context]
-        return sum(length * latents.shape[3] * latents.shape[4] for latents, length in lengths) // (PATCH[1] * PATCH[2])
+        return sum(prod(patch_grid((length, *latents.shape[3:]))) for latents, length in lengths)
 
     def to(self, device: torch.device) -> ExtraTokens:
         """Return a copy on `device`."""
@@ -132,18 +133,6 @@ def check_tokens(name: str, tokens: ExtraTokens, *, batch: int) -> None:
         if latents.ndim != 5 or 0 in shape or shape[0] not in (1, batch) or not latents.is_floating_point():
             wanted = " or ".join(str(size) for size in sorted({1, batch}))
             raise RequestError(f"{what} of {name} is {shape} ({latents.dtype}): give [{wanted}, C, t, h, w]")
-        # A model without `ref_conv` ignores the reference, whatever its size.
-        if latents is not tokens.reference:
-            _check_patches(f"{what} of {name}", latents)
-
-
-def _check_patches(what: str, latents: torch.Tensor) -> None:
-    shape = list(latents.shape)
-    if shape[3] % PATCH[1] or shape[4] % PATCH[2]:
-        raise RequestError(
-            f"{what} is {shape}: its height and width do not divide into {PATCH[1]} x {PATCH[2]} patches; scale it to "
-            "multiples of 16 pixels"
-        )
 
 
 def check_tokens_fit(

@@ -106,7 +106,8 @@ class DenoiseRequest:
     """
 
     noise: torch.Tensor
-    """[B, 16, T, h, w] float32, standard normal; h and w even. TI2V-5B has 48 channels, here and below."""
+    """[B, 16, T, h, w] float32, standard normal. TI2V-5B has 48 channels, here and below. Odd sides are padded to whole
+    patches in each forward pass, as in ComfyUI."""
     positive: Texts
     """[1 or B, L, 4096] UMT5 embedding, any L >= 1; or one [1, L, 4096] for each sample, of any lengths."""
     negative: Texts | None = None

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from ...schema import OUTPUT_TOKENS
+from ...schema import OUTPUT_TOKENS, patch_grid
 from .per_frame_timestep import FrameModulation, TokenSelector, frame_timesteps, row_spans, rows_and_spans, split_by_row
-from .token_parts import FROM_ORIGIN, Grid, Placed, Positions, Rotary, TokenPart, layout_tables, patch_grid
+from .token_parts import FROM_ORIGIN, Grid, Placed, Positions, Rotary, TokenPart, layout_tables, padded
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -73,7 +73,8 @@ class Lane:
     """
 
     latents: torch.Tensor
-    """[1, C, T, h, w] in the model's latent space; C is 16, 36 with the image condition, or 48."""
+    """[1, C, T, h, w] in the model's latent space; C is 16, 36 with the image condition, or 48. Odd sides are padded to
+    whole patches."""
     text: torch.Tensor
     """[1, L, 4096]."""
     image: torch.Tensor | None = None
@@ -100,7 +101,7 @@ class Lane:
         """Return the grid and the positions of each part, the video included, in the order of the tokens."""
         return (
             *((part.grid(patch_size), part.positions) for part in self.front),
-            (patch_grid(self.latents.shape, patch_size), self.positions),
+            (patch_grid(self.latents.shape[2:], patch_size), self.positions),
             *((part.grid(patch_size), part.positions) for part in self.behind),
         )
 
@@ -135,6 +136,8 @@ def forward_lanes(
         shortcut: lets lanes skip blocks; blocks that no lane needs are not visited.
         local_tokens: selects the tokens that this worker computes, where workers share a lane. None: all.
     """
+    sizes = [lane.latents.shape[3:] for lane in lanes]
+    lanes = [replace(lane, latents=padded(lane.latents, model.config.patch_size)) for lane in lanes]
     select = local_tokens or (lambda tokens: tokens)
     # Lanes with equal parts share their rotary embedding: 77 MB at 1280x720x81.
     rotary: dict[Hashable, Rotary] = {}
@@ -151,7 +154,10 @@ def forward_lanes(
         for lane, row in zip(lanes, positive, strict=True)
     ]
     hidden = _through_blocks(model, lanes, conditions, visit, shortcut, select)
-    return [_velocity(model, lane, tokens) for lane, tokens in zip(conditions, hidden, strict=True)]
+    return [
+        _velocity(model, lane, tokens)[..., : size[0], : size[1]]
+        for lane, tokens, size in zip(conditions, hidden, sizes, strict=True)
+    ]
 
 
 class _FrameTimes(NamedTuple):
@@ -189,7 +195,7 @@ def _timestep_runs(model: WanTransformer3DModel, lane: Lane) -> list[tuple[float
     if lane.timestep_scales is None:
         return []
     patch = model.config.patch_size
-    _, height, width = patch_grid(lane.latents.shape, patch)
+    _, height, width = patch_grid(lane.latents.shape[2:], patch)
     front, behind = ([(1.0, math.prod(part.grid(patch))) for part in parts] for parts in (lane.front, lane.behind))
     return [*front, *((scale, height * width) for scale in lane.timestep_scales), *behind]
 
@@ -298,7 +304,7 @@ def _conditions(
     """Collect the inputs of a lane; one with a negative text takes the next item of `negative`."""
     time, modulation, text = rows
     patch = model.config.patch_size
-    grid = patch_grid(lane.latents.shape, patch)
+    grid = patch_grid(lane.latents.shape[2:], patch)
     start = sum(math.prod(part.grid(patch)) for part in lane.front)
     embed_image = model.condition_embedder.image_embedder
     if embed_image is not None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch.nn import functional as F
 
-from ...schema import HEAD_DIM
+from ...schema import HEAD_DIM, patch_grid
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -54,22 +55,30 @@ class TokenPart:
 
     def grid(self, patch_size: Sequence[int]) -> Grid:
         """Return the patches along time, height and width."""
-        return patch_grid(self.latents.shape, patch_size)
+        return patch_grid(self.latents.shape[2:], patch_size)
 
     def embed(self, model: WanTransformer3DModel) -> torch.Tensor:
         """Return the tokens [1, S, dim]."""
+        latents = padded(self.latents, model.config.patch_size)
         if self.through_ref_conv:
             convolution = model.ref_conv
-            tokens: torch.Tensor = convolution(self.latents[:, :, 0].to(convolution.weight.dtype))
+            tokens: torch.Tensor = convolution(latents[:, :, 0].to(convolution.weight.dtype))
         else:
-            tokens = model.patch_embedding(self.latents.to(model.patch_embedding.weight.dtype))
+            tokens = model.patch_embedding(latents.to(model.patch_embedding.weight.dtype))
         return tokens.flatten(2).transpose(1, 2)
 
 
-def patch_grid(shape: Sequence[int], patch_size: Sequence[int]) -> Grid:
-    """Return the patches along time, height and width of latents of `shape` [1, C, T, h, w]."""
-    frames, height, width = (size // patch for size, patch in zip(shape[2:], patch_size, strict=True))
-    return frames, height, width
+def padded(latents: torch.Tensor, patch_size: Sequence[int]) -> torch.Tensor:
+    """Return latents [1, C, T, h, w] with whole patches: an odd side is extended by its first row or column.
+
+    ComfyUI pads so too (`pad_to_patch_size`). Latents with whole patches are returned as they are.
+    """
+    sizes = latents.shape[2:]
+    missing = [-size % patch for size, patch in zip(sizes, patch_size, strict=True)]
+    if not any(missing):
+        return latents
+    frames, rows, columns = missing
+    return F.pad(latents, (0, columns, 0, rows, 0, frames), mode="circular")
 
 
 Placed: TypeAlias = "tuple[Grid, Positions]"

@@ -370,6 +370,39 @@ def image_case(side: Side, frames: int, channels: int) -> dict[str, object]:
     return {"difference": side.difference(sampler, _simple())}
 
 
+def odd_sizes_case(side: Side) -> dict[str, object]:
+    """Latents whose sides do not divide into patches, in the guider and in our sampler: ComfyUI pads them."""
+    sampler, found = comfy.samplers.sampler_object("euler"), {}
+    for size in ((2, 9, 8), (1, 7, 9), (2, 8, 5), (1, 45, 80)):
+        latent, mask = _normal(2, 16, *size, seed=3), _normal(1, 1, *size, seed=5).sigmoid()
+        for name, run in {
+            "": {"latent": torch.zeros(1, 16, *size)},
+            " masked": {"latent": latent, "mask": mask},
+        }.items():
+            found[f"{size}{name}"] = side.difference(sampler, _simple(), **run)
+        noise = comfy.sample.prepare_noise(torch.zeros(1, 16, *size), SEED)
+        texts = {"negative": side.negative[0][0], "guidance": GUIDANCE, "boundary_ratio": BOUNDARY}
+        request = DenoiseRequest(noise, side.positive[0][0], sigmas=_simple(), solver="euler", **texts)
+        run = denoise(current_host().experts(side.ref), request, policy=OffloadPolicy.layerwise(), device="cpu")
+        raw = side.ours().model_patcher.model.process_latent_out(run.latents)
+        native = sampled(side.theirs(), sampler, _simple(), latent=torch.zeros(1, 16, *size))
+        found[f"{size} in our sampler"] = _difference(raw, native)
+    return found
+
+
+def odd_image_case(side: Side) -> dict[str, object]:
+    """A start image of an odd size, with its mask."""
+    size = (2, 9, 7)
+    mask = torch.ones(1, 4, *size)
+    mask[:, :, :1] = 0
+    image = {"concat_latent_image": _normal(1, 16, *size, seed=4), "concat_mask": mask}
+    texts = side.positive, side.negative
+    side.positive, side.negative = ([[text, {**belongings, **image}] for text, belongings in each] for each in texts)
+    found = side.difference(comfy.samplers.sampler_object("euler"), _simple(), latent=torch.zeros(1, 16, *size))
+    side.positive, side.negative = texts
+    return {"difference": found}
+
+
 def image_by_mask_case(side: Side) -> dict[str, object]:
     """Without an image mask in the conditioning, the noise mask marks the given latent frames for the expert."""
     image = {"concat_latent_image": _normal(*SHAPE, seed=4)}
@@ -601,7 +634,6 @@ def refused_cases(side: Side, image_side: Side) -> dict[str, Callable[[], object
     (resizing,) = _results(upscale, scale_ratio=2.0, scale_steps=-1, upscale_method="bilinear")
     karras = comfy.k_diffusion.sampling.get_sigmas_karras(STEPS, 0.03, 14.6)
     control = [[side.positive[0][0], {"control": object()}]]
-    odd = torch.zeros(1, 16, 2, 8, 5)
     parts = torch.nested.nested_tensor([torch.zeros(SHAPE[1:]), torch.zeros(8, 10, 1, 1)])
 
     def per_sample(model: Any, x: torch.Tensor, sigmas: torch.Tensor, extra_args: Any, callback: Any, disable: bool):
@@ -630,7 +662,6 @@ def refused_cases(side: Side, image_side: Side) -> dict[str, Callable[[], object
         "reads diffusion_model": lambda: sampled(side.ours(), of(curious), _simple()),
         "replaced conditions": replaced,
         "control": lambda: sampled(side.ours(positive=control), euler, _simple()),
-        "size": lambda: sampled(side.ours(), euler, _simple(), latent=odd),
         "several parts": lambda: sampled(side.ours(), euler, _simple(), latent=parts, noise=parts),
         "no image": lambda: sampled(image_side.ours(), euler, _simple()),
         "boundary": lambda: side.ours(boundary_ratio=1.5),
@@ -681,6 +712,7 @@ def answers(folder: str) -> dict[str, object]:
         },
         **{f"refused {n}": partial(_refusal, call) for n, call in refused_cases(text, image).items()},
         **{f"settings {n}": case for n, case in settings_cases(text).items()},
+        "odd image": partial(odd_image_case, image),
         "image": partial(image_case, image, 1, 1),
         "first and last image": partial(image_case, image, 1, 4),
         "image known by the noise mask": partial(image_by_mask_case, image),

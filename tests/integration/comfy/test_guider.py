@@ -99,6 +99,13 @@ def test_a_mask_keeps_what_it_keeps_natively(case: Case, sampler: str, start: st
     assert found["kept"] <= 1e-5
 
 
+def test_latents_of_an_odd_size_are_padded_as_natively(case: Case) -> None:
+    found = case("odd_sizes")
+    assert len(found) == 12
+    assert max(found.values()) <= CLOSE, found
+    assert case("odd image")["difference"] <= CLOSE
+
+
 def test_a_batch_is_its_samples_and_moves_the_bytes_of_one(case: Case) -> None:
     found, alone = case("batch"), case("sampler dpmpp_2m")
     assert found["difference"] <= CLOSE
@@ -214,7 +221,6 @@ def test_previews_are_comfyuis(case: Case) -> None:
         ),
         ("replaced conditions", "RequestError", "sampler_calc_cond_batch_function"),
         ("control", "ConditioningError", "positive carries a ControlNet (control)"),
-        ("size", "RequestError", "a latent of 8 x 5 does not divide"),
         ("several parts", "RequestError", "the latent has several parts"),
         ("no image", "RequestError", "these are image-to-video experts, and no start image is connected"),
         ("boundary", "RequestError", "boundary ratio 1.5: give 0 to 1"),

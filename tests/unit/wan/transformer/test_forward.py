@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +69,21 @@ def test_lanes_of_any_shape_equal_separate_forwards(in_channels, dtype):
     velocities = forward_lanes(model, lanes, timestep, lambda block: nullcontext())
     for velocity, lane in zip(velocities, lanes, strict=True):
         assert torch.equal(velocity, model_forward(model, lane, timestep))
+
+
+@pytest.mark.parametrize("in_channels", [T2V, I2V])
+@pytest.mark.parametrize("size", [(9, 8), (7, 9), (8, 5), (1, 1), (45, 6)])
+def test_odd_sides_repeat_the_first_row_and_column(in_channels, size):
+    """A lane with odd sides beside one with even sides."""
+    model = expert(in_channels, torch.float32)
+    lanes = lanes_for(model, [(3, *size, 7), (1, 4, 4, 3)])
+    rows, columns = (torch.arange(side + side % 2) % side for side in size)
+    whole = replace(lanes[0], latents=lanes[0].latents[..., rows, :][..., columns])
+    timestep = torch.tensor([875.0])
+    velocity, other = forward_lanes(model, lanes, timestep, lambda block: nullcontext())
+    assert torch.equal(velocity, model_forward(model, whole, timestep)[..., : size[0], : size[1]])
+    assert torch.equal(other, model_forward(model, lanes[1], timestep))
+    assert lanes[0].tokens((1, 2, 2)) == whole.tokens((1, 2, 2)) == 3 * len(rows) * len(columns) // 4
 
 
 def test_each_block_is_visited_once_for_all_lanes_and_computes_inside_its_visit():
