@@ -119,8 +119,8 @@ GAP_BYTES = 32 * 1024
 CACHED_SHARE = 1 / 8
 
 
-# Four threads keep a disk busy, on two cores too. Copies out of the page cache are bound by cores, up to the bandwidth of
-# the memory. One core is left to the thread that computes.
+# Four threads keep a disk busy, on two cores too. Copies out of the page cache are bound by cores, up to the bandwidth
+# of the memory. One core is left to the thread that computes.
 DISK_READERS, MOST_READERS = 4, 16
 
 
