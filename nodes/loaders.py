@@ -214,7 +214,8 @@ class WanStreamLora(io.ComfyNode):
             display_name="Wan LoRA (pair)",
             category="WanStream/loaders",
             **search_aliases(
-                "lightning", "lightx2v", "4 steps", "distill", "load lora", "three stages", "lora schedule"
+                *("lightning", "lightx2v", "4 steps", "distill", "load lora", "three stages", "lora schedule"),
+                *("lokr", "loha", "dora"),
             ),
             description="Adds a LoRA to each expert's weights when they arrive on the device. Several nodes in a row "
             "add up; another LoRA or strength reloads no expert. For a single model, the LoRA is high_noise.",
@@ -269,14 +270,17 @@ class WanStreamLora(io.ComfyNode):
         )
         ref = replace(experts, loras=(*experts.loras, lora))
         # Opened here so that a bad file is reported on this node and not on the sampler.
-        pair = current_host().experts(ref)
-        files = pair.opened_loras(lora.high_noise, lora.low_noise)
-        warnings = lora_mismatches(lora.high_noise, lora.low_noise, pair.high, single=experts.single)
-        warnings += dict.fromkeys(warning for file in files for warning in file.warnings)
-        notes = dict.fromkeys(note for file in files for note in file.notes)
-        return io.NodeOutput(ref, ui=warnings_ui(warnings, list(notes)))
+        return io.NodeOutput(ref, ui=_lora_ui(lora, current_host().experts(ref)))
 
     fingerprint_inputs = WanStreamExperts.fingerprint_inputs
+
+
+def _lora_ui(lora: LoraRef, pair: ExpertPair) -> dict[str, Any] | None:
+    """Return the UI output of a LoRA: likely mismatches, and what the experts do not use of it."""
+    files = pair.opened_loras(lora.high_noise, lora.low_noise)
+    warnings = lora_mismatches(lora.high_noise, lora.low_noise, pair.high, single=pair.is_single)
+    warnings += dict.fromkeys(warning for file in files for warning in file.warnings)
+    return warnings_ui(warnings, list(dict.fromkeys(note for file in files for note in file.notes)))
 
 
 def _file(name: str, steps: str) -> io.Combo.Input:

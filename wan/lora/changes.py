@@ -52,7 +52,7 @@ class Change:
     """Change of a parameter, multiplied by `scale`; with a `magnitude` it is a DoRA."""
 
     kind: Literal["sum", "kronecker", "hadamard"] = "sum"
-    """"sum": adds the matrix `first`."""
+    """A "sum" adds the matrix `first`."""
     first: Factors
     second: Factors = ()
     scale: float

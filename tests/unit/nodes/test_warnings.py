@@ -18,11 +18,11 @@ from wanstream.cli.arguments import DONE, FAILED, INVALID
 from wanstream.host import io
 from wanstream.host.comfy.user_settings import STRICT, setting_is_on
 from wanstream.host.embedded.run import History, NodeFailedError
+from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension, sockets
 from wanstream.nodes.inputs import StrictError
 from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
-from wanstream.wan.checkpoint.files import CheckpointError
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"
 PACK_NODES = asyncio.run(WanStreamExtension().get_node_list())
@@ -111,7 +111,6 @@ SPELT = {
     "half under an unknown prefix": (lambda key: f"foo.{key}" if ".1." in key else key, "unknown prefix 'foo."),
     "a misspelt layer": (lambda key: key.replace("ffn.0", "fnn.0"), "4 of 40 layers"),
     "a block of another model": (lambda key: key.replace(".blocks.3.", ".vace_blocks.3."), "10 of 40 .* of Wan VACE"),
-    "none": (lambda key: f"foo.{key}", NodeFailedError),
 }
 
 
@@ -126,16 +125,26 @@ def test_a_lora_used_in_part_is_on_the_node(
     save_file({spell(key): tensor for key, tensor in whole.items()}, sample_models / "loras" / name)
     request.addfinalizer((sample_models / "loras" / name).unlink)
     prompt = graph(loras=(name, "none"))
-    if message is NodeFailedError or (message and strict):
-        with pytest.raises(NodeFailedError) as failed:
-            opened(prompt, strict=strict)
+    if message and strict:
+        with pytest.raises(NodeFailedError, match=message) as failed:
+            opened(prompt, strict=True)
         assert failed.value.node_id == "lora"
-        assert isinstance(failed.value.__cause__, CheckpointError if message is NodeFailedError else StrictError)
+        assert isinstance(failed.value.__cause__, StrictError)
         return
     outputs = opened(prompt, strict=strict).outputs
     shown = outputs.get("lora", {}).get("text", [""])[0]
     assert re.search(message, shown) if message else not shown
     assert not message or shown.startswith(f"Warning: {name} is used in part: ")
+
+
+def test_a_lora_of_which_nothing_is_used_is_refused_when_the_graph_starts(
+    opened: Open, sample_models: Path, request: pytest.FixtureRequest
+) -> None:
+    whole = load_file(sample_models / "loras" / LORA_HIGH)
+    save_file({f"foo.{key}": tensor for key, tensor in whole.items()}, sample_models / "loras" / "foo.safetensors")
+    request.addfinalizer((sample_models / "loras" / "foo.safetensors").unlink)
+    with pytest.raises(InvalidWorkflowError, match=r"unknown prefix 'foo\..*' before blocks\.0\."):
+        opened(graph(loras=("foo.safetensors", "none")))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in WORKFLOWS.glob("*.json")))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from wanstream.offload import patch_work_bytes
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.wan_fixtures import wait_for_embedders
@@ -151,6 +152,14 @@ class TestChanges:
                     pair.set_loras([(plain, 1.0)], [(open_lora(lora_file(of_block)), 1.0)])
             assert run(pair, lane).isfinite().all(), "the LoRAs before are set"
             pair.set_loras([(open_lora(lora_file(time_lora())), 1.0)], [])
+
+    def test_the_work_memory_of_loha_and_dora_is_planned(self, pair, lora_file):
+        policy, gpu = POLICIES["layerwise"], torch.device("cuda")
+        before = pair.device_bytes(policy, device=gpu)
+        pair.set_loras([(open_lora(lora_file(seed=3)), 1.0)], [])
+        assert pair.device_bytes(policy, device=gpu) == before
+        pair.set_loras([], [(open_lora(lora_file(every_kind())), 1.0)])
+        assert pair.device_bytes(policy, device=gpu) == before + patch_work_bytes(256 * 256, gpu) > before
 
     def test_strength_0_is_none_to_the_bit(self, pair, lora_file, lane):
         plain = run(pair, lane)
