@@ -21,8 +21,10 @@ import pytest
 
 MODULES = (
     "devices.clock",
+    "devices.shared_pages",
     "offload.engine.block_pool",
     "offload.engine.run",
+    "offload.host_memory.in_place",
     "offload.host_memory.pages",
     "offload.host_memory.ram_run",
     "offload.host_memory.ram_slots",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,3 +63,19 @@ def test_mappings_of_files_are_found_and_those_of_ram_are_not(tmp_path: Path) ->
     files = list(file_mappings())
     assert all(any(memory.data_ptr() in file for file in files) for memory in of_file)
     assert not any(memory.data_ptr() in file for memory in of_ram for file in files)
+
+
+def test_memory_stays_until_the_last_user_of_its_pages_has_unlocked(limited_page_lock: Callable[..., object]) -> None:
+    driver, page = limited_page_lock(), map_memory(mmap.PAGESIZE)
+    pages = SharedPages(driver)
+    one_owner, other_owner = ((ctypes.c_ubyte * 99).from_address(page.data_ptr() + at) for at in (7, 1000))
+    alive = weakref.ref(one_owner)
+    one, other = (torch.frombuffer(owner, dtype=torch.uint8) for owner in (one_owner, other_owner))
+    pages.lock_pages(one)
+    pages.lock_pages(other)
+    pages.unlock_pages(one)
+    del one_owner, one
+    assert alive() is not None, "the page is still locked for the other"
+    pages.unlock_pages(other)
+    assert alive() is None
+    assert not driver.locked
