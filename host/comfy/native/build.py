@@ -41,7 +41,7 @@ def build_model(path: Path, file: MappedFile, weight_dtype: str) -> tuple[comfy.
         CheckpointFileError: the file is not a model that ComfyUI detects, or does not fit it.
     """
     management = comfy.model_management
-    tensors, metadata = native_tensors(path, file, lambda tensors: _detect(tensors, file.metadata))
+    tensors, metadata = native_tensors(path, file, lambda tensors: _is_detected(tensors, file.metadata))
     detected = _detect(tensors, metadata)
     if detected is None:
         kind = f"a GGUF of {metadata[ARCHITECTURE]!r}, and " if ARCHITECTURE in metadata else ""
@@ -109,12 +109,20 @@ def _detect(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> tuple[Any, dict[str, torch.Tensor]] | None:
     """Return ComfyUI's configuration of the model, and the tensors under its keys; None if it detects none."""
-    for convert in (dict, lambda tensors: comfy.model_detection.convert_diffusers_mmdit(tensors, "")):
-        converted = convert(dict(tensors))
-        config = None if converted is None else _configuration(converted, metadata)
-        if config is not None:
-            return config, converted
-    return None
+    config = _configuration(tensors, metadata)
+    if config is not None:
+        return config, dict(tensors)
+    converted = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "")
+    config = None if converted is None else _configuration(converted, metadata)
+    return None if config is None else (config, converted)
+
+
+def _is_detected(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bool:
+    if _configuration(tensors, metadata) is not None:
+        return True
+    # ComfyUI's conversion exchanges halves of some tensors in place, which must not happen to those of the file twice.
+    without_values = {name: torch.empty_like(each, device="meta") for name, each in tensors.items()}
+    return comfy.model_detection.convert_diffusers_mmdit(without_values, "") is not None
 
 
 def _configuration(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Any:

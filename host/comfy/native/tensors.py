@@ -50,14 +50,14 @@ GGUF = ".gguf"
 
 Tensors = dict[str, torch.Tensor]
 Settings = Mapping[str, Mapping[str, Any]]
-Detect = Callable[[Mapping[str, torch.Tensor]], Any]
+Detect = Callable[[Mapping[str, torch.Tensor]], bool]
 
 _FIRST_BLOCK = re.compile(r"((?:[^.]+\.)+?)\w*(?:blocks|layers)\.0\.")
 _PATCHES = re.compile(r"(\w+_)?patch_embedding(_\w+)?\.weight")
 
 
 def native_tensors(path: Path, file: MappedFile, detect: Detect) -> tuple[Tensors, dict[str, str]]:
-    """Return tensors and metadata for ComfyUI; `detect` returns None for tensors that it does not detect.
+    """Return tensors and metadata for ComfyUI; `detect` returns True for those of a model.
 
     Raises:
         CheckpointFileError: a marker or a scale cannot be used, or two prefixes have a model each.
@@ -84,12 +84,12 @@ def _bare_keys(path: Path, file: MappedFile, detect: Detect) -> dict[str, str]:
     keys = {WRAPPERS.sub("", key): key for key in file.tensors}
     prefix = comfy.model_detection.unet_prefix_from_state_dict(dict.fromkeys(keys))
     below = _below(keys, prefix) or keys
-    if detect(_tensors(path, file, below)) is not None:
+    if detect(_tensors(path, file, below)):
         return below
     starts = Counter(match[1] for match in map(_FIRST_BLOCK.match, keys) if match is not None)
     others = tuple(f"{name}." for name in OTHER_MODELS_OF_A_CHECKPOINT)
     candidates = {start: _below(keys, start) for start in starts if not start.startswith(others)}
-    found = [start for start, each in candidates.items() if detect(_tensors(path, file, each)) is not None]
+    found = [start for start, each in candidates.items() if detect(_tensors(path, file, each))]
     if len(found) > 1:
         named = " and ".join(map(repr, found))
         raise CheckpointFileError(
