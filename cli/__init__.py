@@ -69,9 +69,10 @@ _COMMANDS: dict[str, tuple[str, type[Any], str, str]] = {
         ".make_test_model:make_test_model",
         ModelOptions,
         "write a tiny random model under the real file names",
-        "Writes a models folder with tiny random weights under the names of the real files, so that the workflows of "
-        "this pack run on it, except native_mixed: ComfyUI's CLIPLoader does not read a text encoder as small as this "
-        "one. Its videos show noise. "
+        "Writes a models folder with tiny random weights under the names of the real files, on which the workflows of "
+        "this pack run, except the native ones: ComfyUI's CLIPLoader reads text encoders of full size only. For "
+        "those, take Wan Text Encode and Wan VAE Decode, and turn on Stream small models in ComfyUI's settings. Its "
+        "videos show noise. "
         "Exit code 0: it is there; 1: it cannot be written; 2: a workflow is invalid.",
     ),
     "quantise": (

@@ -17,6 +17,7 @@ from .api import (
     ModelRun,
     ModelStreaming,
     NeedsComfyUIError,
+    ProgressBar,
     ShareVisits,
     current_host,
 )
@@ -32,7 +33,7 @@ from .folders import (
     inside,
 )
 from .machine_profile import Profile, load_machine_profile, measure_machine
-from .run_events import RunEvents, run_settings
+from .run_events import NOTICES_EVENT, RunEvents, run_settings
 from .workers import SharedRun, StartPool, check_ray, cluster, cluster_names, gpus_of, start_pool, wire_notes
 
 # `find_spec` of a top-level name finds the package without importing it.
@@ -53,6 +54,7 @@ _SCHEMA_FIELDS = {field.name for field in fields(io.Schema)}
 __all__ = [
     "LATENT",
     "LATENT_FOLDER",
+    "NOTICES_EVENT",
     "SAVING_NODE",
     "WEIGHT_DTYPES",
     "ComfyExtension",
@@ -66,6 +68,7 @@ __all__ = [
     "OutputNameError",
     "OutsideFolderError",
     "Profile",
+    "ProgressBar",
     "RunEvents",
     "ShareVisits",
     "SharedRun",

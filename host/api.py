@@ -103,6 +103,9 @@ class ProgressBar(Protocol):
         shows it. Raises the host's interrupt if the user has stopped the run and the host checks for that here.
         """
 
+    def advance(self, done: float) -> None:
+        """Move the bar forward to a fraction of a step, on any thread; a host without such bars does nothing."""
+
 
 class HostApi(Protocol):
     """The services of a host. All of them are called on the thread that executes the node, except `should_stop`."""

@@ -1,4 +1,4 @@
-"""Events of a run for the web page: begin, each step, previews, and end; and the log of the last runs."""
+"""Events for the web page: begin, progress and end of a run, and notices of a node; and the log of both."""
 
 from __future__ import annotations
 
@@ -84,9 +84,12 @@ def _lora_names(ref: ExpertsRef) -> list[str]:
 
 
 BEGIN = "wanstream.begin"
+VISITS = "wanstream.visits"
 STEP = "wanstream.step"
 PREVIEW = "wanstream.preview"
 END = "wanstream.end"
+NOTICES_EVENT = "wanstream.notices"
+"""All notices of a node, as dicts of `Notice`; an empty list removes earlier ones."""
 
 Announce: TypeAlias = "Callable[[str, Mapping[str, Any]], None]"
 
@@ -108,6 +111,7 @@ class RunEvents:
         shown_at: id of the node that displays the run; None: the executing node.
         predicted: the simulated timeline.
         settings: shown in the table of runs.
+        notes: sentences about the run that are known before it; empty ones are left out.
     """
 
     def __init__(
@@ -120,8 +124,10 @@ class RunEvents:
         shown_at: str | None = None,
         predicted: Timeline | None = None,
         settings: RunSettings | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self._announce, self._experts, self._predicted = announce, list(experts), predicted
+        self._notes = [note for note in notes if note]
         self._settings = None if settings is None else asdict(settings)
         self._ids = {"run": uuid.uuid4().hex, "prompt_id": prompt_id, "node": node_id, "shown_at": shown_at or node_id}
         self._timeline: Timeline | None = None
@@ -141,15 +147,27 @@ class RunEvents:
             switch_step=switch,
             predicted=_plain(self._predicted),
             settings=self._settings,
+            changes=self._notes,
             at=time.time(),
         )
         return self
 
-    def step(self, record: StepRecord) -> None:
-        """Announce a finished step. Raises StateError outside the `with`."""
+    def visits(self, done: int, blocks: int) -> tuple[int, float]:
+        """Announce the visits of the running step so far; return the finished steps and the share of this one.
+
+        May be called on any thread. A call of a native model may pass through its `blocks` more than once.
+        """
+        step, total = self._done, blocks * max(1, -(-done // blocks))
+        if self._state is _State.RUNNING:
+            self._send(VISITS, step=step, done=done, total=total)
+        return step, done / total
+
+    def step(self, record: StepRecord, changes: Sequence[str] = ()) -> None:
+        """Announce a finished step, and the changes of the policy so far. Raises StateError outside the `with`."""
         self._check_state(_State.RUNNING)
         self._done += 1
-        self._send(STEP, done=self._done, total=max(self._done, len(self._experts)), record=asdict(record))
+        total = max(self._done, len(self._experts))
+        self._send(STEP, done=self._done, total=total, record=asdict(record), changes=[*self._notes, *changes])
 
     def preview(self, done: int, webp: bytes) -> None:
         """Announce a picture of the first video after `done` of its steps. Raises StateError outside the `with`."""
@@ -190,6 +208,7 @@ def _plain(timeline: Timeline | None) -> dict[str, Any] | None:
 
 
 KEPT_RUNS = 50
+KEPT_NOTICES = 200
 
 LONGEST_NAME = 200
 """Maximum number of characters of a title or an id; longer ones are truncated."""
@@ -203,11 +222,15 @@ def short_text(value: object, *path: str | None) -> str | None:
 
 
 class RunLog:
-    """State of the last `KEPT_RUNS` runs, for pages that are opened later; built from events in order. Thread-safe."""
+    """The last `KEPT_RUNS` runs and the notices of nodes, for pages that are opened later; built from events in order.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._runs: dict[str, dict[str, Any]] = {}
+        self._notices: dict[tuple[str | None, str | None], Mapping[str, Any]] = {}
 
     def record(self, event: str, payload: Mapping[str, Any]) -> None:
         """Apply an event; events of other kinds, and of runs that were evicted from the log, are ignored."""
@@ -216,16 +239,36 @@ class RunLog:
                 self._runs[payload["run"]] = {**payload, "records": [], "ended": False, "timeline": None, "error": None}
                 for oldest in list(self._runs)[:-KEPT_RUNS]:
                     del self._runs[oldest]
-                return
-            run = self._runs.get(payload.get("run", ""))
-            if run is not None and event == STEP:
-                run["records"].append(payload["record"])
-            elif run is not None and event == END:
-                run.update({name: payload[name] for name in ("timeline", "predicted", "error")}, ended=True)
-                if run["timeline"] is not None:
-                    run["records"] = []  # the timeline contains them
+            elif event == NOTICES_EVENT:
+                self._record_notices(payload)
+            elif (run := self._runs.get(payload.get("run", ""))) is not None:
+                _apply(run, event, payload)
+
+    def _record_notices(self, payload: Mapping[str, Any]) -> None:
+        """Replace the notices of a node. Those of the last `KEPT_NOTICES` nodes are kept."""
+        node = payload["workflow"], payload["node"]
+        self._notices.pop(node, None)
+        if payload["notices"]:
+            self._notices[node] = payload
+            for oldest in list(self._notices)[:-KEPT_NOTICES]:
+                del self._notices[oldest]
 
     def snapshot(self) -> dict[str, list[dict[str, Any]]]:
-        """Return `runs`, oldest first, as copies that later events do not change."""
+        """Return `runs` and `notices`, oldest first, as copies that later events do not change."""
         with self._lock:
-            return {"runs": [{**run, "records": list(run["records"])} for run in self._runs.values()]}
+            now = time.time()
+            runs = [{**run, "records": list(run["records"]), "age_s": now - run["at"]} for run in self._runs.values()]
+            return {"runs": runs, "notices": [dict(each) for each in self._notices.values()]}
+
+
+def _apply(run: dict[str, Any], event: str, payload: Mapping[str, Any]) -> None:
+    """Apply an event of a run to its entry in the log."""
+    if event == STEP:
+        run["records"].append(payload["record"])
+        run["changes"] = payload["changes"]
+    elif event == VISITS:
+        run["visits"] = {name: payload[name] for name in ("step", "done", "total")}
+    elif event == END:
+        run.update({name: payload[name] for name in ("timeline", "predicted", "error")}, ended=True)
+        if run["timeline"] is not None:
+            run["records"] = []  # the timeline contains them

@@ -14,7 +14,15 @@ from . import sockets
 from .inputs import EXPERTS_INPUT, POSITIVE_INPUT
 from .runs.preview import PreviewSettings
 from .runs.run_experts import run_experts
-from .sampler import SEED_INPUT, SETTING_INPUTS, TIMELINE, WanStreamSampler, request_of, settings_for
+from .sampler import (
+    SEED_INPUT,
+    SETTING_INPUTS,
+    WanStreamSampler,
+    request_of,
+    run_ui,
+    settings_for,
+    show_guidance_notices,
+)
 
 MAX_LANES = 1000
 
@@ -103,17 +111,18 @@ class WanStreamLaneSampler(io.ComfyNode):
         preview: PreviewSettings | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
-        settings = settings_for(experts, settings)
-        requests = [_request(number, lane, settings) for number, lane in enumerate(lanes, 1)]
+        adapted = settings_for(experts, settings)
+        requests = [_request(number, lane, adapted) for number, lane in enumerate(lanes, 1)]
         policy = policy or OffloadPolicy.layerwise()
         reads_reference = current_host().experts(experts).reads_reference
         merged, node_id = merge_requests(requests, reads_reference=reads_reference), cls.hidden.unique_id
+        shown = show_guidance_notices(experts, merged, settings)
         run = run_experts(experts, merged, policy, node_id=node_id, workers=workers, preview=preview)
-        samples, timeline = run.result.latents.split([request.batch for request in requests]), run.timeline
+        samples = run.result.latents.split([request.batch for request in requests])
         latents = tuple(  # each with the size of its own input
             native_latent(part, lane.latent, sigma=run.result.sigma) for part, lane in zip(samples, lanes, strict=True)
         )
-        return io.NodeOutput(latents, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})
+        return io.NodeOutput(latents, run, ui=run_ui(run, shown))
 
 
 class WanStreamLaneLatent(io.ComfyNode):

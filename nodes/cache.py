@@ -7,8 +7,10 @@ from typing import Any
 from ..host import io, search_aliases
 from ..plan import SkipRule
 from ..sampling import PRESETS, CacheSettings, EasyCache, FirstBlockCache, MagCache
+from ..schema import Notice
 from . import sockets
 from .decode import check_name
+from .inputs import show_notices
 from .runs.calibration import calibrate_run, read_table, write_table
 from .runs.run_experts import SamplerRun
 
@@ -140,4 +142,4 @@ class WanStreamCacheCalibration(io.ComfyNode):
     def execute(cls, run: SamplerRun, filename_prefix: str) -> io.NodeOutput:
         table = calibrate_run(run, node_id=cls.hidden.unique_id)
         name = write_table(table, filename_prefix)
-        return io.NodeOutput(name, ui={"text": [f"{name}: {table.source}"]})
+        return io.NodeOutput(name, ui=show_notices(Notice.of(f"{name}: {table.source}")))

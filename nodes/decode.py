@@ -214,7 +214,7 @@ class WanStreamDecodeVideo(io.ComfyNode):
         report = check_decoder(vae, compute_dtype, latent_scale)
         settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype, latent_scale)
         with current_host().ledger().phase("decode", current_host().device()):
-            file = decode_to_file(
+            file, notes = decode_to_file(
                 settings,
                 latent["samples"],
                 filename_prefix,
@@ -222,7 +222,7 @@ class WanStreamDecodeVideo(io.ComfyNode):
                 metadata=graph_of(cls.hidden),
                 **encoding,
             )
-        return io.NodeOutput(ui={**video_preview(file).as_dict(), **(reports_ui(report) or {})})
+        return io.NodeOutput(ui={**video_preview(file).as_dict(), **(reports_ui(report, notes=notes) or {})})
 
 
 class WanStreamVAEDecode(io.ComfyNode):

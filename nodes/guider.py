@@ -9,6 +9,7 @@ from ..host import GuiderSettings, current_host, io, search_aliases
 from ..plan import AutoOffload
 from ..sampling import Guidance, RequestError
 from ..schema import ExpertsRef, OffloadPolicy
+from ..wan import GuidedStep, guidance_mismatches
 from .inputs import (
     BOUNDARY_INPUT,
     CACHE_INPUT,
@@ -18,6 +19,7 @@ from .inputs import (
     SHIFT_INPUT,
     WINDOWS_INPUT,
     shift_input,
+    show_notices,
 )
 from .sampler import settings_for
 
@@ -89,9 +91,20 @@ class WanStreamGuider(io.ComfyNode):
         scales = settings.pop("guidance_high"), settings.pop("guidance_low")
         guider_settings = GuiderSettings(guidance=scales, more_guidance=guidance or Guidance(), **settings)
         policy = policy or OffloadPolicy.layerwise()
-        return io.NodeOutput(
-            current_host().guider(experts, positive, negative, guider_settings, flow_shift=flow_shift, policy=policy)
+        guider = current_host().guider(
+            experts, positive, negative, guider_settings, flow_shift=flow_shift, policy=policy
         )
+        return io.NodeOutput(guider, ui=_guidance_notices(experts, scales, guidance) or None)
+
+
+def _guidance_notices(experts: ExpertsRef, scales: tuple[float, float], guidance: Guidance | None) -> dict[str, Any]:
+    """Show notices on a guidance that does not fit the experts or their LoRAs; see `show_notices`."""
+    if guidance is None or guidance.steps is None:
+        steps = [GuidedStep(0, "high", scales[0]), GuidedStep(0, "low", scales[1])]
+        return show_notices(*guidance_mismatches(experts, steps), guidance_high=scales[0], guidance_low=scales[1])
+    # The noise levels decide which expert runs a step, and are known only to the sampler.
+    least = min(guidance.steps)
+    return show_notices(*guidance_mismatches(experts, [GuidedStep(0, "high", least), GuidedStep(0, "low", least)]))
 
 
 class WanStreamSigmas(io.ComfyNode):

@@ -1,12 +1,14 @@
-"""Inputs that several nodes share, and warnings about unlikely values."""
+"""Inputs that several nodes share, and notices on nodes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
-from ..host import current_host, io
+from ..host import NOTICES_EVENT, current_host, io
+from ..schema import Notice
 from . import sockets
 
 EXPERTS_INPUT = sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed) or Wan Model (single).")
@@ -79,6 +81,9 @@ PREVIEW_INPUT = sockets.Preview.Input(
 
 logger = logging.getLogger("wanstream.nodes")
 
+NOTICES = "wanstream_notices"
+"""Key of all notices in the history, with their levels."""
+
 WARNINGS = "wanstream_warnings"
 """Key of the warnings in the history; the text on the node repeats them."""
 
@@ -87,19 +92,27 @@ class StrictError(ValueError):
     """A warning that is an error in strict mode (`--strict`, or the setting in ComfyUI)."""
 
 
-def warnings_ui(warnings: Sequence[str], notes: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Log the warnings and return the node's UI output with them and the notes, or None if there are neither.
+def show_notices(*notices: Notice, **values: str | float) -> dict[str, Any]:
+    """Show notices on the executing node, log its warnings, and return them as UI output of the node.
+
+    Called even without notices: earlier ones of the node are removed.
+
+    Args:
+        values: input values that all these notices are about; see `Notice.values`.
 
     Raises:
         StrictError: there are warnings and the host is strict.
     """
-    if not warnings:
-        return {"text": ["\n".join(notes)]} if notes else None
+    host, warnings = current_host(), [notice.text for notice in notices if notice.level != "note"]
     refuse_if_strict(warnings)
     for warning in warnings:
         logger.warning("%s", warning)
-    lines = [*(f"Warning: {warning}" for warning in warnings), *notes]
-    return {"text": ["\n".join(lines)], WARNINGS: list(warnings)}
+    about = [asdict(replace(notice, values={**values, **notice.values})) for notice in notices]
+    host.announce(NOTICES_EVENT, {"prompt_id": host.run_id(), "node": host.executing_node(), "notices": about})
+    if not notices:
+        return {}
+    lines = [notice.text if notice.level == "note" else f"Warning: {notice.text}" for notice in notices]
+    return {"text": ["\n".join(lines)], NOTICES: about} | ({WARNINGS: warnings} if warnings else {})
 
 
 def refuse_if_strict(warnings: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from ..devices import AUTO, dtype_name
 from ..host import WEIGHT_DTYPES, ModelStreaming, ShareVisits, current_host, io, search_aliases
 from ..offload import FileVersion, file_version
 from ..plan import AutoOffload
-from ..schema import LARGEST_STRENGTH, ExpertsRef, LoraRef, OffloadPolicy, parse_step_strengths
+from ..schema import LARGEST_STRENGTH, ExpertsRef, LoraRef, Notice, OffloadPolicy, parse_step_strengths
 from ..wan import (
     ARITHMETIC_CHOICES,
     ATTENTIONS,
@@ -22,7 +21,7 @@ from ..wan import (
     lora_mismatches,
 )
 from . import sockets
-from .inputs import warnings_ui
+from .inputs import show_notices
 from .runs.file_checks import LORA_FOLDERS, NONE, check_lora
 
 SAME_FOLDER = "from the same pipeline folder"
@@ -96,7 +95,8 @@ class WanStreamExperts(io.ComfyNode):
             display_name="Wan Experts (streamed)",
             category="WanStream/loaders",
             **search_aliases(
-                "moe", "high noise", "low noise", "load diffusion model", "unet", "gguf", "fp8", "a14b", "wan 2.2"
+                *("moe", "high noise", "low noise", "load diffusion model", "unet", "gguf", "fp8", "a14b", "wan 2.2"),
+                *("sage attention", "torch compile"),
             ),
             description="Opens the two experts of Wan2.2 A14B. Only headers are read: weights move when a step needs "
             "them.",
@@ -128,7 +128,8 @@ class WanStreamExperts(io.ComfyNode):
             **settings,
         )
         pair = open_here(ref)
-        return io.NodeOutput(ref, ui=_opened_ui(ref, pair, expert_mismatches(pair.high, pair.low)))
+        found = [*expert_mismatches(pair.high, pair.low), *_opened_notices(ref, pair)]
+        return io.NodeOutput(ref, ui=show_notices(*found, high_noise=high_noise, low_noise=low_noise) or None)
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> bool:
@@ -152,22 +153,31 @@ def open_here(ref: ExpertsRef) -> ExpertPair:
     return pair
 
 
-def _opened_ui(ref: ExpertsRef, pair: ExpertPair, warnings: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Return the UI output of a loader: warnings, unused tensors, and what multiplies matrices as they are stored."""
-    notes = list(dict.fromkeys((*pair.high.notes, *pair.low.notes)))
+def _opened_notices(ref: ExpertsRef, pair: ExpertPair) -> list[Notice]:
+    """Return notices on unused tensors, and on what multiplies matrices as they are stored."""
+    unused = dict.fromkeys((*pair.high.notes, *pair.low.notes))
+    return [*_arithmetic_notices(ref, pair), *map(Notice.of, unused)]
+
+
+def _arithmetic_notices(ref: ExpertsRef, pair: ExpertPair) -> list[Notice]:
+    """Return notices on what multiplies matrices as they are stored here."""
     if ref.arithmetic == "decoded":
-        return warnings_ui(warnings, notes)
+        return []
     if not pair.code_formats:
-        unchanged = (
-            'arithmetic "as stored" changes nothing, because no int8 or fp8 matrix may be multiplied: choose storage '
-        )
-        return warnings_ui([*warnings, f'{unchanged}"int8 ConvRot", or write files with `wanstream quantise`'], notes)
+        unchanged = 'arithmetic "as stored" changes nothing, because no int8 or fp8 matrix may be multiplied'
+        remedy = 'choose storage "int8 ConvRot", or write files with `wanstream quantise`'
+        return [Notice(text=f"{unchanged}: {remedy}", level="warning", values={"arithmetic": ref.arithmetic})]
     device = current_host().device()
     choices = [choose_multiplication(fmt, device, pair.compute_dtype) for fmt in pair.code_formats]
-    refused = [choice.words for choice in choices if choice.code is None]
-    return warnings_ui(
-        [*warnings, *refused], [*notes, *(choice.words for choice in choices if choice.code is not None)]
-    )
+    choices.sort(key=lambda choice: choice.code is not None)  # warnings first
+    return [
+        Notice(
+            text=choice.words,
+            level="warning" if choice.code is None else "note",
+            values={"arithmetic": ref.arithmetic},
+        )
+        for choice in choices
+    ]
 
 
 class WanStreamOneExpert(io.ComfyNode):
@@ -199,7 +209,8 @@ class WanStreamOneExpert(io.ComfyNode):
     def execute(cls, file: str, compute_dtype: str, **settings: Any) -> io.NodeOutput:
         path = current_host().model_path(file, *FOLDERS)
         ref = ExpertsRef(high_noise=path, single=True, compute_dtype=DTYPES[compute_dtype], **settings)
-        return io.NodeOutput(ref, ui=_opened_ui(ref, open_here(ref)))
+        notices = _opened_notices(ref, open_here(ref))
+        return io.NodeOutput(ref, ui=show_notices(*notices, file=file) or None)
 
 
 class WanStreamLora(io.ComfyNode):
@@ -260,7 +271,7 @@ class WanStreamLora(io.ComfyNode):
         strength_steps: str = "",
     ) -> io.NodeOutput:
         if high_noise == low_noise == NONE:
-            return io.NodeOutput(experts)
+            return io.NodeOutput(experts, ui=show_notices() or None)
         lora = LoraRef(
             high_noise=None if high_noise == NONE else current_host().model_path(high_noise, *LORA_FOLDERS),
             low_noise=None if low_noise == NONE else current_host().model_path(low_noise, *LORA_FOLDERS),
@@ -270,17 +281,20 @@ class WanStreamLora(io.ComfyNode):
         )
         ref = replace(experts, loras=(*experts.loras, lora))
         # Opened here so that a bad file is reported on this node and not on the sampler.
-        return io.NodeOutput(ref, ui=_lora_ui(lora, current_host().experts(ref)))
+        pair = current_host().experts(ref)
+        found = _lora_notices(pair, lora)
+        return io.NodeOutput(ref, ui=show_notices(*found, high_noise=high_noise, low_noise=low_noise) or None)
 
     fingerprint_inputs = WanStreamExperts.fingerprint_inputs
 
 
-def _lora_ui(lora: LoraRef, pair: ExpertPair) -> dict[str, Any] | None:
-    """Return the UI output of a LoRA: likely mismatches, and what the experts do not use of it."""
+def _lora_notices(pair: ExpertPair, lora: LoraRef) -> list[Notice]:
+    """Return notices on LoRAs that do not suit the experts or their places, or are used in part."""
     files = pair.opened_loras(lora.high_noise, lora.low_noise)
-    warnings = lora_mismatches(lora.high_noise, lora.low_noise, pair.high, single=pair.is_single)
-    warnings += dict.fromkeys(warning for file in files for warning in file.warnings)
-    return warnings_ui(warnings, list(dict.fromkeys(note for file in files for note in file.notes)))
+    found = lora_mismatches(lora.high_noise, lora.low_noise, pair.high, single=pair.is_single)
+    warnings = dict.fromkeys(warning for file in files for warning in file.warnings)
+    found += [Notice(text=warning, level="warning") for warning in warnings]
+    return [*found, *map(Notice.of, dict.fromkeys(note for file in files for note in file.notes))]
 
 
 def _file(name: str, steps: str) -> io.Combo.Input:
@@ -350,7 +364,7 @@ class WanStreamLoadDiffusionModel(io.ComfyNode):
             category="WanStream/loaders",
             **search_aliases(
                 *("unet", "gguf", "unet loader", "low vram", "block swap", "offload", "vace", "animate", "s2v", "humo"),
-                *("flux", "qwen image", "hunyuan video", "ltx"),
+                *("flux", "qwen image", "hunyuan video", "ltx", "fp8", "vram", "out of memory", "oom", "distorch"),
             ),
             description="Replaces Load Diffusion Model: blocks stay in their file and are fetched ahead of their use. "
             "Samplers, LoRAs and patches behind it stay as they are. For models with 2 GB and more in blocks.",

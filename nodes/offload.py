@@ -133,7 +133,7 @@ class WanStreamAutoOffload(io.ComfyNode):
             node_id="WanStreamAutoOffload",
             display_name="Wan Auto Offload",
             category="WanStream/offload",
-            **search_aliases("low vram", "vram", "automatic", "offload"),
+            **search_aliases("low vram", "vram", "automatic", "offload", "out of memory", "oom", "cpu"),
             description="Simulates the run on this machine with every policy that fits, chooses the fastest, and "
             "corrects the choice once after the first step. The first run ever measures the machine, which takes "
             "some seconds.",

@@ -22,6 +22,7 @@ from ..sampling import (
     native_latent,
 )
 from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
+from ..wan import GuidedStep, guidance_mismatches
 from . import sockets
 from .inputs import (
     BOUNDARY_INPUT,
@@ -34,9 +35,10 @@ from .inputs import (
     SHIFT_INPUT,
     WINDOWS_INPUT,
     WORKERS_INPUT,
+    show_notices,
 )
 from .runs.preview import PreviewSettings
-from .runs.run_experts import run_experts
+from .runs.run_experts import SamplerRun, run_experts
 
 FROM_BOUNDARY = -1
 """Value of `switch_step` with which `boundary_ratio` decides."""
@@ -243,6 +245,23 @@ def _request(
     )
 
 
+def show_guidance_notices(experts: ExpertsRef, request: DenoiseRequest, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Show notices on a guidance that does not fit the experts or their LoRAs; see `show_notices`.
+
+    `settings` are the widgets of the sampler.
+    """
+    plan = request.step_plan
+    steps = [GuidedStep(step, plan.experts[step], plan.guidance[step]) for step in plan.steps]
+    by_steps = settings.get("guidance") is not None and settings["guidance"].steps is not None
+    values = {} if by_steps else {name: settings[name] for name in ("guidance_high", "guidance_low")}
+    return show_notices(*guidance_mismatches(experts, steps), **values)
+
+
+def run_ui(run: SamplerRun, shown: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the UI output of a sampler: what `show_notices` returned, and the run."""
+    return {**shown, TIMELINE: [run.timeline.to_dict()], "text": [*shown.get("text", ()), *run.timeline.changes]}
+
+
 TIMELINE = "wanstream_timeline"
 """Key of the timeline in the history: one `Timeline.to_dict()`."""
 
@@ -311,7 +330,8 @@ class WanStreamSampler(io.ComfyNode):
         **settings: Any,
     ) -> io.NodeOutput:
         request = request_of(positive, negative, latent, **settings_for(experts, settings))
+        shown = show_guidance_notices(experts, request, settings)
         policy = policy or OffloadPolicy.layerwise()
         run = run_experts(experts, request, policy, node_id=cls.hidden.unique_id, workers=workers, preview=preview)
-        timeline, denoised = run.timeline, native_latent(run.result.latents, latent, sigma=run.result.sigma)
-        return io.NodeOutput(denoised, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})
+        denoised = native_latent(run.result.latents, latent, sigma=run.result.sigma)
+        return io.NodeOutput(denoised, run, ui=run_ui(run, shown))

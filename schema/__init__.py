@@ -6,6 +6,7 @@ from .clusters import BUILTIN_CLUSTERS, Cluster, check_address, cluster_named, h
 from .context_windows import BLENDS, ContextWindows, Windows
 from .errors import Cancelled, StateError
 from .mesh import Mesh, MeshError, lanes_of_rank, largest_share
+from .notices import Notice, NoticeLevel
 from .policy import OffloadPolicy, PolicyKind, Residency, SourceKind, plan_residency, spread_evenly, spread_over_largest
 from .refs import (
     GOALS,
@@ -113,6 +114,8 @@ __all__ = [
     "MemorySample",
     "Mesh",
     "MeshError",
+    "Notice",
+    "NoticeLevel",
     "OffloadPolicy",
     "PathMap",
     "PhaseRecord",

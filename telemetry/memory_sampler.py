@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -27,13 +28,22 @@ class MemorySampler:
         run_start: start of the run, a value of `time.perf_counter()`.
         interval_s: seconds between two samples.
         max_samples: maximum number of samples that are kept.
+        on_tick: called every `interval_s`, also where samples have become rarer.
     """
 
     def __init__(
-        self, device: torch.device, *, run_start: float, interval_s: float = INTERVAL_S, max_samples: int = MAX_SAMPLES
+        self,
+        device: torch.device,
+        *,
+        run_start: float,
+        interval_s: float = INTERVAL_S,
+        max_samples: int = MAX_SAMPLES,
+        on_tick: Callable[[], None] | None = None,
     ) -> None:
         self._meter = MemoryMeter(device)
         self._run_start, self._interval_s, self._max_samples = run_start, interval_s, max_samples
+        self._on_tick = on_tick
+        self._ticks_per_sample = 1
         self._samples: list[MemorySample] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -45,12 +55,16 @@ class MemorySampler:
             return tuple(self._samples)
 
     def _sample_until_stop(self) -> None:
-        stopped = False
+        ticks = 0
         while True:
-            self._sample()
-            if stopped:  # one last sample after the end of the block
-                return
-            stopped = self._stop.wait(self._interval_s)
+            if ticks % self._ticks_per_sample == 0:
+                self._sample()
+            if self._on_tick is not None:
+                self._on_tick()
+            if self._stop.wait(self._interval_s):
+                break
+            ticks += 1
+        self._sample()  # one last sample after the end of the block
 
     def _sample(self) -> None:
         sample = MemorySample(
@@ -63,7 +77,7 @@ class MemorySampler:
             self._samples.append(sample)
             if len(self._samples) > self._max_samples:
                 self._samples = downsample(self._samples)
-                self._interval_s *= 2
+                self._ticks_per_sample *= 2
 
     def __enter__(self) -> MemorySampler:
         self._thread.start()  # raises RuntimeError for a second block: a thread starts once

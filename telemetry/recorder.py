@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,6 +42,8 @@ class TelemetryOptions:
     """Phases of the queue item: those of the run are added, those before it appear in the timeline of the run."""
     dynamic_bytes: Callable[[], int | None] = lambda: None
     """Returns the device bytes that the host's dynamic VRAM currently uses; None without dynamic VRAM."""
+    on_visits: Callable[[str, int], None] | None = None
+    """Called with each memory sample, on its thread: the expert of the running step, and its visits so far."""
 
     @classmethod
     def from_environment(cls) -> TelemetryOptions:
@@ -90,7 +93,10 @@ class Recorder:
         self._read_rates: tuple[RateRange, ...] = ()
         self._spans: list[TraceSpan] = []
         self._traced_steps = 0
-        self._sampler = MemorySampler(device, run_start=self._start)
+        self._expert: str | None = None
+        on_visits = self._observe.on_visits
+        tick = None if on_visits is None else partial(self._report_visits, on_visits)
+        self._sampler = MemorySampler(device, run_start=self._start, on_tick=tick)
         self._phases_before: tuple[PhaseRecord, ...] = ()
         self._pinned_bytes: Callable[[], int] | None = None
 
@@ -119,6 +125,7 @@ class Recorder:
     def step(self, index: int, expert: str, sigma: float | None = None) -> Iterator[None]:
         """Record the `with` body as step `index`; record nothing if it raises."""
         events = self._events = StepEvents(self.clock)
+        self._expert = expert
         self._memory.reset_peaks()
         start = time.perf_counter()
         with ranged(self.ranges, f"step {index} ({expert})"):
@@ -180,6 +187,11 @@ class Recorder:
     ) -> None:
         """Record one visit of `block`; see `VisitEvents`."""
         self._events.visits.append((block, requested, arrived, ready, done))
+
+    def _report_visits(self, on_visits: Callable[[str, int], None]) -> None:
+        # The list of events is the counter, so a visit pays nothing. The host is at most two visits ahead.
+        if self._expert is not None:
+            on_visits(self._expert, len(self._events.visits))
 
     def cached(self, *, lanes: int, visits: int) -> None:
         """Record that a cache replaced the computation of `lanes` lanes, which skipped `visits` visits of the step."""

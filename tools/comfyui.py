@@ -1,7 +1,8 @@
 """A real ComfyUI server for development, in a base directory of its own.
 
 `COMFYUI_PATH` names the checkout (default `~/ComfyUI`), `COMFYUI_PYTHON` the Python that runs it (default the
-checkout's `.venv`); that Python needs what this pack's `requirements.txt` lists.
+checkout's `.venv`); that Python needs what this pack's `requirements.txt` lists. `COMFYUI_FRONTEND` names the folder of
+another frontend, the `static` of a `comfyui-frontend-package`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def name_model_files(models: Path) -> None:
             path.touch()
 
 
-START_SECONDS = 120
+START_SECONDS = 240
 RUN_SECONDS = 240
 POLL_SECONDS = 0.1
 
@@ -191,10 +192,12 @@ def running_server(
         port: port on loopback; None: a free one.
     """
     port = port or free_port()
+    frontend = os.environ.get("COMFYUI_FRONTEND")
     command = [
         *(str(comfyui.python), "main.py", "--base-directory", str(base), "--listen", "127.0.0.1"),
         *("--port", str(port), "--database-url", "sqlite:///:memory:", "--disable-api-nodes"),
         *(["--cpu"] if cpu else []),
+        *(["--front-end-root", frontend] if frontend else []),
         *flags,
     ]
     log = base / "server.log"

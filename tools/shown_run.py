@@ -1,4 +1,4 @@
-"""Simulated run in the frontend: events, previews and results, processed by the same code as those of a real run.
+"""Simulated run in the frontend: events, notices, previews and results, processed by the code for those of a real run.
 
 Used by the builder to reserve space for the output of nodes, and by tests that no widget is covered after a run.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 
-from ..host import RunEvents
+from ..host import NOTICES_EVENT, RunEvents
 from ..nodes.runs import PREVIEW_PIXELS, write_mp4
-from ..schema import StepRecord, Timeline
+from ..schema import Notice, StepRecord, Timeline
 from .frontend import Frontend
 
 STEPS = 20
@@ -23,7 +24,15 @@ VIDEO = "shown.mp4"
 VIDEO_SIZE = (832, 480)
 
 OVERLAYS = {"WanStreamSampler", "WanStreamLaneSampler", "WanStreamGuider", "WanStreamBenchmark"}
-PREVIEWS = {"WanStreamSampler", "WanStreamLaneSampler", "SamplerCustomAdvanced"}
+STREAMED = {"WanStreamLoadDiffusionModel", "WanStreamStreamModel"}
+"""Loaders whose model shows its run at ComfyUI's own samplers."""
+CORE_SAMPLERS = {"KSampler", "KSamplerAdvanced", "SamplerCustomAdvanced"}
+NOTICED = {
+    *("WanStreamExperts", "WanStreamOneExpert", "WanStreamLora", "WanStreamSampler", "WanStreamLaneSampler"),
+    *("WanStreamGuider", "WanStreamVAEDecode", "WanStreamDecodeVideo", "WanStreamSaveLatent", "WanStreamLoadLatent"),
+}
+"""Nodes that show notices."""
+PREVIEWS = {"WanStreamSampler", "WanStreamLaneSampler", *CORE_SAMPLERS}
 MOVING = "WanStreamPreview"
 """With this node, previews come with the events of the run."""
 VIDEOS = {"WanStreamSaveVideo", "WanStreamDecodeVideo", "SaveVideo"}
@@ -57,8 +66,11 @@ def populate_results(base: Path) -> None:
 def show_run(frontend: Frontend, classes: Mapping[str, str]) -> None:
     """Send the events of a run of the open graph to the page; `classes` has the class of each node by id."""
     moving = MOVING in classes.values()
-    samplers = [node_id for node_id, kind in classes.items() if kind in OVERLAYS]
+    overlays = OVERLAYS | (CORE_SAMPLERS if STREAMED & set(classes.values()) else set())
+    samplers = [node_id for node_id, kind in classes.items() if kind in overlays]
+    noticed = [node_id for node_id, kind in classes.items() if kind in NOTICED or node_id in samplers]
     events = [event for node_id in samplers for event in _run_events(node_id, moving=moving)]
+    events += [_notices(node_id) for node_id in noticed]
     for node_id, kind in classes.items():
         if kind in VIDEOS:
             events.append(_executed(node_id, {"images": [_file(VIDEO)], "animated": [True]}))
@@ -97,6 +109,12 @@ def _run_events(node_id: str, *, moving: bool) -> list[tuple[str, dict[str, Any]
             run.preview(STEPS, _picture())
         run.ended(Timeline(steps=steps, kind="measured"))
     return found
+
+
+def _notices(node_id: str) -> tuple[str, dict[str, Any]]:
+    """Return the event of notices of that node that fill its closed strip."""
+    notices = [asdict(Notice(text="a warning " * 40, level="warning")), asdict(Notice(text="a note"))]
+    return NOTICES_EVENT, {"node": node_id, "workflow": None, "prompt_id": "shown", "notices": notices}
 
 
 def _picture() -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .checkpoint.key_names import native_transformer_name
 from .checkpoint.markers import header_settings, marker_settings, own_layers
 from .checkpoint.meta_model import NoInitialValues
-from .checkpoint.mismatches import expert_mismatches, lora_mismatches
+from .checkpoint.mismatches import GuidedStep, expert_mismatches, guidance_mismatches, lora_mismatches
 from .checkpoint.model_part import OTHER_MODELS_OF_A_CHECKPOINT, WRAPPERS
 from .checkpoint.open import is_merged, open_expert, patch_shape
 from .checkpoint.quantise_file import write_int8
@@ -80,6 +80,7 @@ __all__ = [
     "ExpertEngine",
     "ExpertPair",
     "ExpertsRegistry",
+    "GuidedStep",
     "Lane",
     "LatentFileError",
     "LatentSpace",
@@ -111,6 +112,7 @@ __all__ = [
     "family_of",
     "forward_lanes",
     "frame_timesteps",
+    "guidance_mismatches",
     "header_settings",
     "is_merged",
     "lora_mismatches",

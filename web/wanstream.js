@@ -10,6 +10,7 @@ const MODULES = [
   "figures.mjs",
   "graph_ids.mjs",
   "i18n.mjs",
+  "notices.mjs",
   "page.mjs",
   "run_widget.mjs",
   "runs_table.mjs",

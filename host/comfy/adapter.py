@@ -31,13 +31,15 @@ from ..machine_profile import PROBE_BYTES, load_machine_profile
 from ..workers import WorkerRegistry
 from .guider import ExpertsGuider
 from .guider_session import GuiderSettings
-from .native.load import last_run, load_native
+from .native.block_lists import ANY_SIZE
+from .native.load import last_run, native_patcher
+from .native.model import open_native
 from .native.patcher import NativePatcher
 from .native.stream_model import ModelStreamer
 from .patcher import ExpertsModel, ExpertsPatcher, workers_patcher
 from .progress import NodeBar
 from .samplers import FlowSampling, schedule_names, schedule_sigmas
-from .user_settings import SETTINGS, STRICT, setting_is_on
+from .user_settings import SETTINGS, SMALL_MODELS, STRICT, setting_is_on
 
 if TYPE_CHECKING:
     # Imported on use, because only a server has ComfyUI's `server` module.
@@ -106,8 +108,7 @@ class ComfyHost(HostApi):
         return not comfy.cli_args.args.disable_metadata
 
     def strict(self) -> bool:
-        # The default user's setting applies to all users of a server: a node cannot see who queued it.
-        return setting_is_on(Path(folder_paths.get_user_directory()) / "default" / SETTINGS, STRICT)
+        return self._is_on(STRICT)
 
     def output_folder(self) -> Path:
         return Path(folder_paths.get_output_directory())
@@ -258,10 +259,11 @@ class ComfyHost(HostApi):
         return guider
 
     def load_model(self, path: Path, weight_dtype: str, streaming: ModelStreaming) -> NativePatcher:
-        return load_native(path, weight_dtype, streaming.policy).with_settings(streaming)
+        return native_patcher(open_native(path, weight_dtype, **self._native_limits()), streaming)
 
     def stream_model(self, model: object, streaming: ModelStreaming) -> NativePatcher:
-        return self._streamer.stream(model, OffloadPolicy.layerwise()).with_settings(streaming)
+        limits = self._native_limits()
+        return self._streamer.stream(model, OffloadPolicy.layerwise(), **limits).with_settings(streaming)
 
     def model_run(self, model: object) -> ModelRun:
         return last_run(model)
@@ -271,6 +273,14 @@ class ComfyHost(HostApi):
 
     def sigmas(self, name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
         return schedule_sigmas(name, steps, denoise, flow_shift)
+
+    @staticmethod
+    def _is_on(setting: str) -> bool:
+        # The default user's setting applies to all users of a server: a node cannot see who queued it.
+        return setting_is_on(Path(folder_paths.get_user_directory()) / "default" / SETTINGS, setting)
+
+    def _native_limits(self) -> Mapping[str, int]:
+        return ANY_SIZE if self._is_on(SMALL_MODELS) else {}
 
     def _make_room_for_probes(self) -> None:
         # A GPU that is full of other models, such as a text encoder, cannot be measured, and nothing else evicts them.

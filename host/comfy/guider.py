@@ -269,7 +269,8 @@ class _GuiderRun:
         )
         self.policy.refuse_without_ram()
         cache = None if settings.cache is None else settings.cache.start(steps.calls)
-        self.recorder = Recorder(engine.device, observe=host.telemetry_options())
+        options = replace(host.telemetry_options(), on_visits=self._report_visits)
+        self.recorder = Recorder(engine.device, observe=options)
         self.model_calls = ModelCalls(
             self.policy,
             experts,
@@ -284,15 +285,25 @@ class _GuiderRun:
             machine = host.known_machine(ref, job.expert)
             if machine is not None:
                 predicted = predicted_calls(pair, job, steps.levels, policy, machine=machine, device=device)
+        node_id = host.executing_node()
         self.events = RunEvents(
             host.announce,
             prompt_id=host.run_id(),
-            node_id=host.executing_node(),
+            node_id=node_id,
             shown_at=guider.shown_at,
             experts=experts,
             predicted=predicted,
             settings=run_settings(ref, guider.requested, policy, steps.shape, device),
+            notes=[guider.choice.reason],
         )
+        self._block_counts = pair.block_counts
+        self._bar = host.progress(max(1, steps.steps), node_id)
+        self._calls_per_step = max(1.0, len(steps.levels) / max(1, steps.steps))
+
+    def _report_visits(self, expert: str, done: int) -> None:
+        step, share = self.events.visits(done, self._block_counts[expert])
+        if step == 0:  # later steps are those of ComfyUI's sampler, which moves the bar itself
+            self._bar.advance(share / self._calls_per_step)
 
     def denoised(self, x: torch.Tensor, sigma: float, *, with_negative: bool) -> list[torch.Tensor]:
         """Return x0 of the positive and the negative, each [B, 16, T, h, w] float32; zeros for an omitted negative."""
@@ -309,7 +320,7 @@ class _GuiderRun:
         given = GUIDED if with_negative else UNGUIDED
         lanes = self.inputs.lanes(x, given, attach_nag=attach_nag, windows=windows)
         velocities = self.model_calls.forward(expert, lanes, sigma)
-        self.events.step(self.recorder.last)
+        self.events.step(self.recorder.last, self.policy.changes)
         velocity = torch.cat(velocities if windows is None else windows.whole(velocities)).float()
         if not velocity.isfinite().all():
             source = "the result" if x.isfinite().all() else f"the latent from the sampler {self._sampler}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+import threading
 from functools import cache
 from typing import Any
 
@@ -9,9 +12,14 @@ import comfy.latent_formats
 import comfy.utils
 import latent_preview
 import torch
+from comfy_api.latest import ComfyAPI
+from comfy_execution.utils import get_executing_context
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ...wan import WAN21, WAN22, space_of
+
+LOG_EVERY_S = 10.0
+"""Shortest interval between two lines of progress where stderr is no terminal."""
 
 FORMATS = {WAN21: comfy.latent_formats.Wan21, WAN22: comfy.latent_formats.Wan22}
 
@@ -26,10 +34,15 @@ class NodeBar:
     """
 
     def __init__(self, total: int, node_id: str | None, unit: str | None) -> None:
+        context = get_executing_context()
         self._bar = comfy.utils.ProgressBar(total, node_id=node_id)
         shown = unit is not None and comfy.utils.PROGRESS_BAR_ENABLED
-        # disable=None disables it if stderr is not a terminal: a line for every step would fill a log.
-        self._line = tqdm(total=total, unit=unit, disable=None if shown else True)
+        # Also where stderr is a file or a journal, as ComfyUI's own samplers do, but there not for every step.
+        least_s = 0.1 if sys.stderr.isatty() else LOG_EVERY_S
+        self._line = tqdm(total=total, unit=unit, mininterval=least_s, disable=not shown)
+        self._node_id = node_id or (None if context is None else context.node_id)
+        self._lock = threading.Lock()
+        self._done: float = 0
         self._total = total
         self._previewer = cache(_previewer)  # of this bar, because the user may choose another method for the next run
 
@@ -40,7 +53,18 @@ class NodeBar:
             self._line.close()
         previewer = None if denoised is None else self._previewer(denoised.device, denoised.shape[1])
         image = None if previewer is None else previewer.decode_latent_to_preview_image("JPEG", denoised)
+        with self._lock:
+            self._done = done
         self._bar.update_absolute(done, self._total, image)
+
+    def advance(self, done: float) -> None:
+        """See `ProgressBar.advance`."""
+        # Not by `ProgressBar`, which raises and clears the user's interrupt: here that would be lost on another thread.
+        with self._lock:
+            if self._node_id is None or done <= self._done:
+                return
+            self._done = done
+            asyncio.run(ComfyAPI().execution.set_progress(value=done, max_value=self._total, node_id=self._node_id))
 
 
 def _previewer(device: torch.device, channels: int) -> Any:

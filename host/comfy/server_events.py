@@ -3,7 +3,8 @@
 `PromptServer` sends the events and serves the route; its queue contains the graph of the running item. Nothing in
 ComfyUI is patched.
 
-    GET  /wanstream/runs    {"runs": [...]}: the last runs of this server, for a page that is opened later
+    GET  /wanstream/runs    {"runs": [...], "notices": [...]}: the last runs of this server and the notices of its
+                            nodes, for a page that is opened later
     GET  /wanstream/about   {"version": "...", "instance": "..."}: for `wanstream batch` with several servers
 """
 
@@ -17,7 +18,7 @@ from aiohttp import web
 from server import PromptServer
 
 from ...schema import VERSION
-from ..run_events import BEGIN, RunLog, short_text
+from ..run_events import BEGIN, NOTICES_EVENT, RunLog, short_text
 
 
 class ServerEvents:
@@ -41,14 +42,15 @@ class ServerEvents:
         return server is not None and bool(server.sockets)
 
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
-        """Send an event to all browsers and record it; a begin event gets the canvas id and the node's title."""
-        if event == BEGIN:
+        """Send an event to all browsers and record it. One that opens a run or has notices gets names of its graph."""
+        if event in (BEGIN, NOTICES_EVENT):
             prompt, workflow = _queued(payload["prompt_id"])
-            payload = {
-                **payload,
-                "workflow": workflow,
-                "title": short_text(prompt, payload["shown_at"], "_meta", "title"),
+            node = payload.get("shown_at", payload["node"])
+            names = {
+                "title": short_text(prompt, node, "_meta", "title"),
+                "type": short_text(prompt, node, "class_type"),
             }
+            payload = {**payload, "workflow": workflow, **names}
         self.log.record(event, payload)
         server = getattr(PromptServer, "instance", None)
         if server is not None:

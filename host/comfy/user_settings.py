@@ -11,6 +11,8 @@ logger = logging.getLogger("wanstream.host")
 SETTINGS = "comfy.settings.json"
 """Name of the file in a user's folder; ComfyUI writes it whenever a setting changes."""
 STRICT = "WanStream.Strict"
+SMALL_MODELS = "WanStream.SmallModels"
+"""Native models of any size stream, to try it without a large one."""
 
 
 def setting_is_on(file: Path, name: str) -> bool:

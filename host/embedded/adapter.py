@@ -47,6 +47,9 @@ class EmbeddedBar:
         """See `ProgressBar.update`."""
         self.report(done, self.total)
 
+    def advance(self, done: float) -> None:
+        """See `ProgressBar.advance`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Folders:

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from ...host import LATENT, LATENT_FOLDER, current_host, io, search_aliases, ui
+from ...host import LATENT, LATENT_FOLDER, current_host, io, search_aliases
 from ...sampling import LEFTOVER_KEY, leftover_mark, leftover_sigma
-from ...schema import FRAMES_PER_LATENT
+from ...schema import FRAMES_PER_LATENT, Notice
 from ...wan import check_latents, read_latent, space_of, write_latent
 from ..decode import check_name, graph_of
+from ..inputs import show_notices
 
 NONE = "none"
 
@@ -100,7 +101,7 @@ class WanStreamSaveLatent(io.ComfyNode):
         file = current_host().output_file(filename_prefix, LATENT)
         write_latent(file.path, samples, sigma=leftover_sigma(latent) or 0.0, metadata=graph_of(cls.hidden))
         saved = {"filename": file.filename, "subfolder": file.subfolder, "type": io.FolderType.output.value}
-        return io.NodeOutput(latent, ui={"latents": [saved], "text": [latent_text(samples)]})
+        return io.NodeOutput(latent, ui={"latents": [saved], **show_notices(Notice.of(latent_text(samples)))})
 
 
 class WanStreamLoadLatent(io.ComfyNode):
@@ -136,7 +137,7 @@ class WanStreamLoadLatent(io.ComfyNode):
         if file == NONE:
             raise NoSavedLatentError("no file is chosen: save a latent with Wan Save Latent, then choose it here")
         latent = load_latent(file)
-        return io.NodeOutput(latent, ui=ui.PreviewText(latent_text(latent["samples"])))
+        return io.NodeOutput(latent, ui=show_notices(Notice.of(latent_text(latent["samples"]))))
 
 
 def saved_latent_input(name: str, tooltip: str, *, optional: bool = False) -> io.Input:

@@ -165,10 +165,10 @@ def decode_images(
 
 def decode_to_file(
     settings: DecodeSettings, latents: torch.Tensor, prefix: str, *, node_id: str | None, **encoding: Any
-) -> OutputFile:
-    """Decode raw latents [B, C, T, h, w] into one MP4, video after video; `encoding` are arguments of `write_mp4`.
+) -> tuple[OutputFile, list[str]]:
+    """Decode raw latents [B, C, T, h, w] into one MP4, video after video; returns the file and notes on tiles.
 
-    If memory runs out, the file is written again with smaller tiles.
+    `encoding` are arguments of `write_mp4`. If memory runs out, the file is written again with smaller tiles.
     """
     height, width = (size * space_of(latents.shape[1]).pixels for size in latents.shape[3:])
 
@@ -179,8 +179,8 @@ def decode_to_file(
 
     with keep_latent_until_done(latents):
         file = current_host().output_file(prefix, "mp4", width=width, height=height)
-        decode_here(settings, latents, decode, to_file=True, node_id=node_id)
-    return file
+        _, notes = decode_here(settings, latents, decode, to_file=True, node_id=node_id)
+    return file, notes
 
 
 def encode_here(vae: Path, video: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from ...host import current_host
 from ...offload import FileVersion, file_version
 from ...sampling import RequestError
+from ...schema import Notice
 from ...wan import (
     LATENT_SCALES,
     RAW,
@@ -26,7 +27,7 @@ from ...wan import (
     open_tiny_vae,
     open_vae,
 )
-from ..inputs import refuse_if_strict, warnings_ui
+from ..inputs import refuse_if_strict, show_notices
 
 ENCODER_FOLDERS = ("diffusers", "vae")
 """Model folders of VAEs that encode."""
@@ -60,9 +61,10 @@ NOTHING = FileReport()
 
 
 def reports_ui(*reports: FileReport, notes: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Return the node's UI output with these reports and notes; see `warnings_ui`."""
-    warnings = [warning for report in reports for warning in report.warnings]
-    return warnings_ui(warnings, [*(note for report in reports for note in report.notes), *notes])
+    """Show these reports and notes on the executing node, and return its UI output; see `show_notices`."""
+    warnings = [Notice(text=warning, level="warning") for report in reports for warning in report.warnings]
+    known = [*(note for report in reports for note in report.notes), *notes]
+    return show_notices(*warnings, *map(Notice.of, known)) or None
 
 
 def check_encoder(name: object) -> FileReport:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from ...distributed import DistributedResult
-from ...host import RunEvents, SharedRun, current_host, run_settings, wire_notes
+from ...host import ProgressBar, RunEvents, SharedRun, current_host, run_settings, wire_notes
 from ...plan import AutoOffload, OffloadJob, part_sizes
 from ...sampling import (
     DenoiseRequest,
@@ -31,6 +31,8 @@ from ...wan import ExpertPair, with_resolved_precision
 from .preview import MovingPreviews, PreviewSettings
 
 OnStep: TypeAlias = Callable[[StepProgress], None]
+OnVisits: TypeAlias = Callable[[str, int], None]
+"""See `TelemetryOptions.on_visits`."""
 
 LATENT_PREVIEW_S = 1.0
 """Shortest interval between two latents that workers send for the preview of a progress bar."""
@@ -42,8 +44,10 @@ class PreparedRun:
 
     policy: OffloadPolicy
     device: torch.device
-    compute: Callable[[OnStep], DenoiseResult]
+    compute: Callable[[OnStep, OnVisits], DenoiseResult]
     predicted: Timeline | None = None
+    notes: tuple[str, ...] = ()
+    """Sentences on the choice of the policy and the layout; may be empty."""
     parts: int = 1
     """Number of parts of the batch; each step is reported once per part."""
 
@@ -74,8 +78,8 @@ def prepare_here(
     machine = current_host().known_machine(ref, job.expert)
     predicted = None if machine is None else predicted_timeline(pair, request, policy, machine=machine, device=device)
 
-    def compute(on_step: OnStep) -> DenoiseResult:
-        options = current_host().telemetry_options()
+    def compute(on_step: OnStep, on_visits: OnVisits) -> DenoiseResult:
+        options = replace(current_host().telemetry_options(), on_visits=on_visits)
         result = denoise(
             pair,
             request,
@@ -88,7 +92,7 @@ def prepare_here(
         )
         return result.with_note(choice.reason)
 
-    return PreparedRun(policy=policy, device=device, compute=compute, predicted=predicted)
+    return PreparedRun(policy=policy, device=device, compute=compute, predicted=predicted, notes=(choice.reason,))
 
 
 def prepare_shared(
@@ -111,13 +115,13 @@ def prepare_shared(
     """
     run = SharedRun(workers=workers, job=job, videos=request.batch, requested=requested)
     plan = current_host().plan_workers(run, ref)
-    driver = current_host().workers(workers, plan.mesh)
+    driver, device = current_host().workers(workers, plan.mesh), current_host().device()
     states = None if is_measured else current_host().state_folder()
     preview_s = None if is_measured or not current_host().shows_latents() else LATENT_PREVIEW_S
     if preview is not None:
         preview_s = preview.every_s / 2  # half of it, because steps do not end when a preview is due
 
-    def compute(on_step: OnStep) -> DenoiseResult:
+    def compute(on_step: OnStep, _: OnVisits) -> DenoiseResult:
         interrupts: list[Exception] = []
 
         def report(step: StepProgress) -> None:
@@ -150,7 +154,7 @@ def prepare_shared(
         return result
 
     parts = len(part_sizes(request.batch, plan.mesh))
-    return PreparedRun(policy=plan.policy, device=current_host().device(), compute=compute, parts=parts)
+    return PreparedRun(policy=plan.policy, device=device, compute=compute, parts=parts, notes=tuple(plan.reasons))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -204,22 +208,18 @@ def run_experts(
         prepared = prepare_here(pair, job, ref, request, requested, traces=traces)
     else:
         prepared = prepare_shared(workers, job, ref, request, requested, preview, is_measured=on_step is not None)
-    step_plan = request.step_plan
-    experts = [step_plan.experts[step] for step in step_plan.steps]
-    report = on_step or _progress_bar(len(experts) * prepared.parts, node_id, with_latents=previews is None)
+    experts = [request.step_plan.experts[step] for step in request.step_plan.steps]
     ids = {"prompt_id": current_host().run_id(), "node_id": node_id}
     settings = run_settings(ref, requested, prepared.policy, request.noise.shape, prepared.device, workers=workers)
-    events = RunEvents(current_host().announce, experts=experts, predicted=prepared.predicted, settings=settings, **ids)
-
-    def report_step(step: StepProgress) -> None:
-        events.step(step.record)
-        report(step)
-        if (image := _image(previews, step)) is not None:
-            events.preview(step.index - step_plan.start_step + 1, image)
-
+    events = _events_of(prepared, experts=experts, settings=settings, **ids)
+    bar = None if on_step else current_host().progress(len(experts) * prepared.parts, node_id, unit="step")
+    step_plan, counts = request.step_plan, pair.block_counts
+    reports = _Reports(
+        events=events, bar=bar, on_step=on_step, previews=previews, block_counts=counts, start_step=step_plan.start_step
+    )
     try:
         with events, previews or nullcontext():
-            result = replace(prepared.compute(report_step), predicted=prepared.predicted)
+            result = replace(prepared.compute(reports.step, reports.visits), predicted=prepared.predicted)
             events.ended(result.timeline, ranks=result.timelines if isinstance(result, DistributedResult) else None)
     except SamplingCancelled:
         # The host's own interrupt: ComfyUI would report any other exception as an error of the node.
@@ -238,16 +238,37 @@ def run_experts(
     )
 
 
-def _image(previews: MovingPreviews | None, step: StepProgress) -> bytes | None:
-    """Return a moving preview of the first video, which part 0 has; None if none is due."""
-    if previews is None or step.denoised is None or step.part != 0:
-        return None
-    return previews.update(step.denoised)
+def _events_of(prepared: PreparedRun, **run: Any) -> RunEvents:
+    return RunEvents(current_host().announce, predicted=prepared.predicted, notes=prepared.notes, **run)
 
 
-def _progress_bar(total: int, node_id: str | None, *, with_latents: bool) -> OnStep:
-    progress = current_host().progress(total, node_id, unit="step")
-    return lambda step: progress.update(step.done, denoised=step.denoised if with_latents else None)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Reports:
+    """Callbacks of a run: events for the page, and the progress bar or the callback of a measured run."""
+
+    events: RunEvents
+    bar: ProgressBar | None
+    on_step: OnStep | None
+    previews: MovingPreviews | None
+    block_counts: Mapping[str, int]
+    start_step: int
+
+    def visits(self, expert: str, done: int) -> None:
+        step, share = self.events.visits(done, self.block_counts[expert])
+        if self.bar is not None:
+            self.bar.advance(step + share)
+
+    def step(self, step: StepProgress) -> None:
+        self.events.step(step.record, step.changes)
+        if self.bar is not None:
+            self.bar.update(step.done, denoised=step.denoised if self.previews is None else None)
+        if self.on_step is not None:
+            self.on_step(step)
+        # A moving preview shows the first video, which part 0 has.
+        if self.previews is not None and step.denoised is not None and step.part == 0:
+            image = self.previews.update(step.denoised)
+            if image is not None:
+                self.events.preview(step.index - self.start_step + 1, image)
 
 
 def _previews(settings: PreviewSettings, request: DenoiseRequest) -> MovingPreviews:

@@ -41,6 +41,8 @@ class StepProgress:
     """Return a CPU copy of the run's state after this step; nothing is copied unless it is called."""
     part: int = 0
     """Part of the batch that took the step, if several workers compute one part each; the first has the first video."""
+    changes: tuple[str, ...] = ()
+    """Changes of the policy so far, as in `Timeline.changes`; those of workers are known at the end of the run."""
 
     @property
     def index(self) -> int:
@@ -109,6 +111,7 @@ class Denoiser:
                         total=len(self.step_plan.steps),
                         denoised=result.denoised,
                         state=partial(_state, step + 1, result),
+                        changes=tuple(self._policy.changes),
                     )
                     on_step(progress)
 

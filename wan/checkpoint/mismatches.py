@@ -1,6 +1,6 @@
-"""Likely mismatches of experts and LoRAs, found in their names, their headers and a few tensors.
+"""Likely mismatches of experts, LoRAs and guidance, found in names, headers and a few tensors.
 
-No finding is certain, so all of them are warnings. File names are read for the expert (high noise, low noise) and the
+No finding is certain, so all of them are notices. File names are read for the expert (high noise, low noise) and the
 family (image to video), because the headers of both experts of a model are equal.
 """
 
@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ...offload import read_gguf_header, read_header, read_tensors
+from ...schema import ExpertsRef, Notice, StepStrengths
 from ..lora.keys import key_meaning
 from .detect import IMAGE_BRANCH, IMAGE_CONDITION_CHANNELS, LATENT_CHANNELS
 from .files import is_gguf
@@ -35,6 +36,13 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _ABBREVIATIONS: Mapping[str, Place] = {"high": "high", "hn": "high", "low": "low", "ln": "low"}
 _IMAGE = re.compile(r"(?<![a-z])(i2v|img2vid|image[\W_]*(to|2)[\W_]*video)", re.IGNORECASE)
 _TEXT = re.compile(r"(?<![a-z])(t2v|txt2vid|text[\W_]*(to|2)[\W_]*video)", re.IGNORECASE)
+
+_FEW_STEPS = re.compile(
+    r"light(ning|x2v)|(?<!\d)[1-9][\W_]*steps?(?![a-z])|distill|causvid|accvid|fusionx|fastwan|dmd|self[\W_]*forcing"
+    r"|(?<![a-z])(turbo|hyper|rcm|lcm)(?![a-z])",
+    re.IGNORECASE,
+)
+"""Names of models and LoRAs that were distilled to a few steps, which includes the guidance."""
 
 # Small tensors that training changes. Two experts in which all of them are equal are copies of one.
 _FINGERPRINT = ("scale_shift_table", "blocks.0.scale_shift_table", "patch_embedding.bias", "proj_out.bias")
@@ -66,20 +74,22 @@ def is_image_to_video_name(name: str) -> bool:
     return _IMAGE.search(name) is not None and _TEXT.search(name) is None
 
 
-def expert_mismatches(high: Expert, low: Expert) -> list[str]:
-    """Return warnings about a pair of experts, each a sentence with a remedy."""
+def expert_mismatches(high: Expert, low: Expert) -> list[Notice]:
+    """Return notices about a pair of experts, each with a remedy."""
     if _is_same_file(high.path, low.path):
-        return [f"{high.path.name} is both experts: choose the low-noise file of the model as low_noise"]
+        return [_wrong(f"{high.path.name} is both experts: choose the low-noise file of the model as low_noise")]
     if _is_same_weights(high, low):
         return [
-            f"{high.path.name} and {low.path.name} hold the same weights, so they are copies of one expert: download "
-            "the other expert again"
+            _wrong(
+                f"{high.path.name} and {low.path.name} hold the same weights, so they are copies of one expert: "
+                "download the other expert again"
+            )
         ]
     return _swapped_or_misplaced("expert", high.path, low.path)
 
 
-def lora_mismatches(high: Path | None, low: Path | None, expert: Expert, *, single: bool) -> list[str]:
-    """Return warnings about the LoRAs of the two experts of a model.
+def lora_mismatches(high: Path | None, low: Path | None, expert: Expert, *, single: bool) -> list[Notice]:
+    """Return notices about the LoRAs of the two experts of a model, each with a remedy.
 
     Args:
         high: LoRA of the high-noise expert.
@@ -96,22 +106,72 @@ def lora_mismatches(high: Path | None, low: Path | None, expert: Expert, *, sing
             reason = _image_to_video(path)
             if reason is not None:
                 found.append(
-                    f"{path.name} is a LoRA for image to video ({reason}), and the model is text to video: choose the "
-                    "LoRA for text to video"
+                    _wrong(
+                        f"{path.name} is a LoRA for image to video ({reason}), and the model is text to video: choose "
+                        "the LoRA for text to video"
+                    )
                 )
     return found
 
 
-def _swapped_or_misplaced(kind: str, high: Path | None, low: Path | None) -> list[str]:
+class GuidedStep(NamedTuple):
+    """Expert and CFG scale of one step."""
+
+    step: int
+    expert: str
+    scale: float
+
+
+def guidance_mismatches(ref: ExpertsRef, steps: Iterable[GuidedStep]) -> list[Notice]:
+    """Return a notice for each expert that was distilled to a few steps, or has such a LoRA, and runs with CFG.
+
+    A LoRA counts only in steps in which its strength is not 0.
+    """
+    guided = [each for each in steps if each.scale > 1]
+    found = []
+    for expert in dict.fromkeys(each.expert for each in guided):
+        for path, strength in _files_of(ref, expert):
+            scales = [each.scale for each in guided if each.expert == expert and strength.at(each.step)]
+            if scales and _is_for_few_steps(path):
+                found.append(
+                    _wrong(
+                        f"{path.name} needs no CFG, and guidance_{expert} is {max(scales):g}: set it to 1, or the "
+                        "video gets harsh colours and takes twice the time"
+                    )
+                )
+                break
+    return found
+
+
+def _files_of(ref: ExpertsRef, expert: str) -> list[tuple[Path, StepStrengths]]:
+    """Return the files whose weights this expert has, with their strengths."""
+    own = ref.low_noise if expert == "low" else ref.high_noise
+    files = [(own, StepStrengths(usual=1.0))]
+    for lora in ref.loras:
+        files.append((lora.low_noise, lora.low) if expert == "low" else (lora.high_noise, lora.high))
+    return [(path, strength) for path, strength in files if path is not None]
+
+
+def _is_for_few_steps(path: Path) -> bool:
+    """Return True if the name of a file or of its folder, or its header, states a distilled model."""
+    if any(map(_FEW_STEPS.search, (path.stem if path.is_file() else path.name, path.parent.name))):
+        return True
+    return any(map(_FEW_STEPS.search, _metadata_values(path, TITLE_FIELDS)))
+
+
+def _wrong(text: str, exchange: tuple[str, str] | None = None) -> Notice:
+    return Notice(text=text, level="wrong", exchange=exchange)
+
+
+def _swapped_or_misplaced(kind: str, high: Path | None, low: Path | None) -> list[Notice]:
     chosen = [(place, path) for place, path in (("high", high), ("low", low)) if path is not None]
     stated = [(place, path.name, named) for place, path in chosen if (named := _place_of(path)) is not None]
     if [named.place for _, _, named in stated] == ["low", "high"]:
         (_, high_name, _), (_, low_name, _) = stated
-        return [
-            f"the {kind}s look swapped: {high_name} is chosen as high_noise, {low_name} as low_noise: exchange them"
-        ]
+        text = f"the {kind}s look swapped: {high_name} is chosen as high_noise, {low_name} as low_noise: exchange them"
+        return [_wrong(text, exchange=("high_noise", "low_noise"))]
     return [
-        f"{name} is chosen as {place}_noise, and its name says {named.place} noise: choose the other {kind}"
+        _wrong(f"{name} is chosen as {place}_noise, and its name says {named.place} noise: choose the other {kind}")
         for place, name, named in stated
         if named.clear and named.place != place
     ]

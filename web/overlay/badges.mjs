@@ -114,7 +114,9 @@ export class Badges {
     this.inner.style.transform = `scale(${scale}) translate(${offset[0]}px, ${offset[1]}px)`
     this.inner.style.fontSize = `${badgeFont(scale)}px`
     for (const [node, chip] of this.chips) {
-      chip.style.left = `${node.pos[0] + widthOf(node) - this.page.badgesWidth(node)}px`
+      // A collapsed node may be narrower than its badge, which must not lie to the left of it.
+      const least = node.flags?.collapsed ? node.pos[0] + chip.offsetWidth : -Infinity
+      chip.style.left = `${Math.max(least, node.pos[0] + widthOf(node) - this.page.badgesWidth(node))}px`
       chip.style.top = `${node.pos[1] - TITLE_HEIGHT}px`
     }
   }

@@ -8,7 +8,7 @@
  */
 
 import { h } from "./dom.mjs"
-import { expertText, memoryOf, outsideSeconds, peakText, recordsOf, runText, secondsText } from "./figures.mjs"
+import { expertText, memoryOf, outsideSeconds, peakText, recordsOf, secondsText } from "./figures.mjs"
 
 const LEAST_BAR = 3
 const LINE_HEIGHT = 1.35
@@ -66,14 +66,14 @@ export const columnOf = (columns, step) => columns.findIndex((column) => column.
  * The whole chart.
  *
  * `chosen` is the step whose numbers are shown, or null; `font` the size of letters in pixels; `id` one that no other
- * element of the page has.
+ * element of the page has; `label` the chart in words.
  */
-export function chart({ run, width, height, font, chosen, id }) {
+export function chart({ run, width, height, font, chosen, id, label }) {
   const columns = columnsOf(run, width)
   const frame = frameOf(width, height, font, columns.length)
   const longest = Math.max(...columns.flatMap((column) => [column.measured?.wall ?? 0, column.predicted ?? 0]))
   const scale = longest > 0 ? (frame.bottom - frame.top) / longest : 0
-  const whole = { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": runText(run) }
+  const whole = { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }
   return h(
     "svg",
     { class: "wanstream-svg", ...whole },

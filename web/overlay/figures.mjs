@@ -192,19 +192,34 @@ export function stateText(run) {
 
 const LEAST_STALL_SHARE = 0.005
 
-/** The run in one line, for the closed overlay; `since` as in `secondsLeft`. */
-export function runText(run, since = 0) {
+/** The run in a few words each, at `now` of the page's clock. */
+export function runParts(run, now) {
   const records = recordsOf(run)
   const all = totals(records)
   const perStep = secondsPerStep(run)
-  const left = secondsLeft(run, since)
-  const parts = [run.ended && !run.error ? translate("endedIn", records.length, lengthText(all.wall_s)) : stateText(run)]
+  const left = secondsLeft(run, now - run.stepAt)
+  const parts = [headText(run, lengthText(all.wall_s))]
   if (perStep !== null) parts.push(perStepText(perStep))
   if (left !== null) parts.push(translate("left", clockText(left)))
+  if (!run.ended) parts.push(translate("elapsed", clockText(Math.max(0, now - run.since))))
+  if (!run.ended && !records.length) parts.push(translate("firstStep"))
   if (all.stall_s > LEAST_STALL_SHARE * all.wall_s) parts.push(translate("stall", secondsText(all.stall_s)))
   parts.push(mostOfAll(run))
-  return parts.filter(Boolean).join(" · ")
+  return parts.filter(Boolean)
 }
+
+/** What a run has done so far: in its first step, the blocks. */
+function headText(run, length) {
+  const records = recordsOf(run)
+  if (run.ended && !run.error) return translate("endedIn", records.length, length)
+  return !run.ended && !records.length && run.visits ? translate("block", run.visits.done, run.visits.total) : stateText(run)
+}
+
+/** The run in one line; see `runParts`. */
+export const runText = (run, now) => runParts(run, now).join(" · ")
+
+/** Share of the running step that is done: 0 to 1, or null. */
+export const shareOfStep = (run) => (run.ended || !run.visits ? null : run.visits.done / run.visits.total)
 
 /** The time of a whole run: seconds below a minute. */
 const lengthText = (seconds) => (seconds < 60 ? secondsText(seconds) : clockText(seconds))

@@ -1,5 +1,5 @@
 /**
- * The overlay on sampler nodes, badges on all nodes, and a table of the last runs, in ComfyUI's page.
+ * The overlay on sampler nodes, notices and badges on all nodes, and a table of the last runs, in ComfyUI's page.
  *
  * The only module that uses ComfyUI's `app` and `api`; the others get an interface to them.
  */
@@ -7,6 +7,7 @@
 import { Badges } from "./badges.mjs"
 import { mostMemory } from "./figures.mjs"
 import { executionIds, figuresAt } from "./graph_ids.mjs"
+import { NoticeStrips, applies } from "./notices.mjs"
 import { RunWidget, isFar } from "./run_widget.mjs"
 import { RunsTable } from "./runs_table.mjs"
 import { EVENTS, Store, isOf, lastItem, lastRun, leavesGap, recordsAt } from "./store.mjs"
@@ -15,6 +16,7 @@ import { translate, setLanguage } from "./i18n.mjs"
 const SHOWN_ON = ["WanStreamSampler", "WanStreamGuider", "WanStreamBenchmark", "WanStreamLaneSampler"]
 const BADGES_SETTING = "WanStream.Badges"
 const STRICT_SETTING = "WanStream.Strict"
+const SMALL_SETTING = "WanStream.SmallModels"
 const TICK_MS = 500
 
 /** Seconds of the page's clock. */
@@ -26,12 +28,14 @@ export function start(app, api) {
   const widgets = new Map()
   const page = pageOf(app, store)
   const badges = new Badges(page)
+  const strips = new NoticeStrips(page)
   const table = new RunsTable(page)
   const refresh = () => {
     const other = setLanguage(app.extensionManager?.setting?.get("Comfy.Locale"))
     if (other) table.relabel()
     for (const node of page.othersShown()) if (!widgets.has(node)) attach(new RunWidget(node, page), widgets)
     for (const widget of widgets.values()) widget.refresh(other)
+    strips.refresh(store.state)
     badges.refresh()
     table.refresh(store.state)
   }
@@ -39,15 +43,16 @@ export function start(app, api) {
 
   app.registerExtension({
     name: "WanStream.Overlay",
-    settings: [badgesSetting(showBadges), strictSetting],
+    settings: [badgesSetting(showBadges), strictSetting, smallSetting],
     bottomPanelTabs: [tableTab(table, store)],
     setup() {
       addStyle()
       listen(api, store)
+      api.addEventListener("wanstream.notices", ({ detail }) => toast(app, page, detail))
       followCanvas(app, () => badges.follow(), refresh)
       store.subscribe(refresh)
       showBadges(app.extensionManager?.setting?.get(BADGES_SETTING) ?? true)
-      setInterval(() => store.state.items.at(-1)?.running && badges.refresh(), TICK_MS)
+      setInterval(() => tick(store.state, widgets, badges, strips), TICK_MS)
       catchUp(api, store) // the page need not wait for it
     },
     nodeCreated(node) {
@@ -59,6 +64,23 @@ export function start(app, api) {
       refresh()
     }
   })
+}
+
+/** Update what changes without events: times of a run, and widgets whose values notices are about. */
+function tick(state, widgets, badges, strips) {
+  if (state.items.at(-1)?.running) badges.refresh()
+  for (const widget of widgets.values()) widget.tick()
+  if (state.notices.length) strips.refresh(state)
+}
+
+const TOAST_MS = 15_000
+
+/** Show a message for each notice of something that makes the video wrong, if its node is in the open graph. */
+function toast(app, page, { node: id, workflow, notices }) {
+  const node = isOf({ workflow }, page.workflow()) && page.nodes().find(([, ids]) => ids.includes(id))?.[0]
+  if (!node) return
+  for (const notice of notices.filter((notice) => notice.level === "wrong" && applies(notice, node)))
+    app.extensionManager?.toast?.add({ severity: "warn", summary: `${node.title}`, detail: `${notice.text}`, life: TOAST_MS })
 }
 
 /** Remove widgets of missing nodes: ComfyUI sends no removal events for nodes inside subgraphs on loading a graph. */
@@ -84,7 +106,11 @@ function pageOf(app, store) {
     get canvas() {
       return app.canvas
     },
+    now: clock,
     zoom: () => app.canvas?.ds.scale ?? 1,
+    workflow: () => root().id,
+    /** Pairs of each node of the open graph, with those of its subgraphs, and the ids on the server. */
+    nodes: () => [...executionIds(root())],
     isHere: (node) => idsOf(node).length > 0,
     /** Nodes of others at which a run is shown: any sampler can run a streamed model. */
     othersShown() {
@@ -105,19 +131,39 @@ function pageOf(app, store) {
     },
     badgesWidth: (node) => badgesWidth(app, node),
     resize,
+    shrink,
+    /** Redraw after a value of a node was changed here, and let ComfyUI notice the change. */
+    changed() {
+      app.extensionManager?.workflow?.activeWorkflow?.changeTracker?.checkState?.()
+      app.canvas?.setDirty(true, true)
+      store.take("redraw")
+    },
     forward: (element) => forward(app, element, isForCanvas),
     forwardAll: (element) => forward(app, element, null),
     save
   }
 }
 
-const BADGE_GAP = 4
-
-/** Width of ComfyUI's own badges at the right end of a node on the classic canvas. */
+/**
+ * Width of ComfyUI's own badges at the right end of a node on the classic canvas.
+ *
+ * Measured by letting the node draw them on nothing: where it keeps them differs between versions of the frontend.
+ */
 function badgesWidth(app, node) {
-  if (window.LiteGraph?.vueNodesMode || node.badgePosition !== "top-right") return 0
-  const badges = (node.badges ?? []).map((badge) => (typeof badge === "function" ? badge() : badge))
-  return badges.reduce((width, badge) => (badge.visible ? width + badge.getWidth(app.canvas.ctx) + BADGE_GAP : width), 0)
+  // At a low zoom ComfyUI draws none.
+  if (window.LiteGraph?.vueNodesMode || app.canvas.low_quality || !node.drawBadges) return 0
+  let left = Infinity
+  const record = (x) => (left = Math.min(left, x))
+  const drawn = new Proxy(app.canvas.ctx, {
+    get(pen, name) {
+      if (name === "measureText") return (text) => pen.measureText(text)
+      if (name === "roundRect" || name === "rect") return record
+      return typeof pen[name] === "function" ? () => {} : pen[name]
+    },
+    set: (pen, name, value) => (name === "font" ? Reflect.set(pen, name, value) : true)
+  })
+  node.drawBadges(drawn)
+  return left === Infinity ? 0 : node.width - left
 }
 
 /** Sampler of a benchmark node: without repetitions the benchmark shows the run of that sampler. */
@@ -131,6 +177,12 @@ function measuredBy(node) {
 function resize(node, shrink) {
   const least = node.computeSize()[1]
   if (shrink || node.size[1] < least) node.setSize([node.size[0], least])
+  node.graph?.setDirtyCanvas(true, true)
+}
+
+/** Take height from a node, as far as its widgets leave it. */
+function shrink(node, height) {
+  node.setSize([node.size[0], Math.max(node.computeSize()[1], node.size[1] - height)])
   node.graph?.setDirtyCanvas(true, true)
 }
 
@@ -165,7 +217,17 @@ function save(name, type, text) {
   setTimeout(() => URL.revokeObjectURL(link.href))
 }
 
-// Read by the server from its file of settings.
+// Read by the server from its file of settings, as the next one.
+const smallSetting = {
+  id: SMALL_SETTING,
+  category: ["WanStream", "Runs", "SmallModels"],
+  name: "Stream small models",
+  tooltip:
+    "Load Diffusion Model (streamed) and Stream Model also take models with less than 2 GB in blocks, to try them: streaming makes such models slower, not smaller.",
+  type: "boolean",
+  defaultValue: false
+}
+
 const strictSetting = {
   id: STRICT_SETTING,
   category: ["WanStream", "Runs", "Strict"],
@@ -232,7 +294,7 @@ async function catchUp(api, store) {
   const known = store.state.runs.map((run) => run.run)
   try {
     const answer = await api.fetchApi("/wanstream/runs")
-    if (answer.ok) store.take("snapshot", { ...(await answer.json()), known })
+    if (answer.ok) store.take("snapshot", { ...(await answer.json()), known }, clock())
   } finally {
     asking = false
   }
@@ -247,8 +309,7 @@ async function findGraph(api, store, prompt_id) {
   const found = running ?? (await json(`/history/${prompt_id}`))[prompt_id]?.prompt
   if (!found) return
   const [, , prompt, extra] = found
-  const classes = Object.fromEntries(Object.entries(prompt).map(([id, node]) => [id, node.class_type]))
-  store.take("graph", { prompt_id, classes, workflow: extra.extra_pnginfo?.workflow?.id })
+  store.take("graph", { prompt_id, nodes: prompt, workflow: extra.extra_pnginfo?.workflow?.id ?? null })
 }
 
 function listen(api, store) {

@@ -8,7 +8,7 @@
 
 import { chart, columnAt, columnsOf, frameOf } from "./chart.mjs"
 import { element, h } from "./dom.mjs"
-import { recordsOf, runText, sizeText, stepText } from "./figures.mjs"
+import { recordsOf, runParts, shareOfStep, sizeText, stepText } from "./figures.mjs"
 import { translate } from "./i18n.mjs"
 
 const CLOSED_HEIGHT = 26
@@ -18,6 +18,9 @@ const MARGIN = 6
 const NEAR_FONT = 11
 const FAR_FONT = 19
 const PROPERTY = "wanstream_overlay"
+const SEPARATOR = " · "
+/** Modes of muted and bypassed nodes, which Nodes 2.0 dims itself. */
+const OFF_MODES = [2, 4]
 
 /** Return true if the canvas is zoomed out so far that text must be larger. */
 export const isFar = (zoom) => zoom < 0.75
@@ -28,14 +31,13 @@ let made = 0
 
 export class RunWidget {
   /**
-   * `page` provides `runOf(node)`, `zoom()`, `resize(node, shrink)` and `forward(element)`.
+   * `page` provides `runOf(node)`, `now()`, `zoom()`, `resize(node, shrink)` and `forward(element)`.
    */
   constructor(node, page) {
     this.node = node
     this.page = page
     this.id = `wanstream-${(made += 1)}`
     this.run = null
-    this.changedAt = 0
     this.zoom = 1
     this.chosen = null
     this.build()
@@ -79,7 +81,10 @@ export class RunWidget {
     const keep = (event) => ["Enter", " "].includes(event.key) && event.stopPropagation()
     this.line = element(h("span", { class: "wanstream-line-text" }))
     this.button = element(h("button", { type: "button", class: "wanstream-line", click: toggle, keydown: keep }))
-    this.button.append(element(h("span", { class: "wanstream-arrow", "aria-hidden": "true" })), this.line)
+    const room = element(h("span", { class: "wanstream-line-room" }))
+    room.append(this.line)
+    this.share = element(h("span", { class: "wanstream-share", "aria-hidden": "true" }))
+    this.button.append(element(h("span", { class: "wanstream-arrow", "aria-hidden": "true" })), room, this.share)
     // Not by `h`, which makes no element that requests an address; the store admits only pictures within the event.
     this.preview = Object.assign(new Image(), { className: "wanstream-preview", draggable: false, hidden: true })
     const listeners = {
@@ -116,7 +121,6 @@ export class RunWidget {
   show(run) {
     const appears = Boolean(run) !== Boolean(this.run) || Boolean(run?.preview) > Boolean(this.run?.preview)
     if (run?.run !== this.run?.run) this.chosen = null
-    if (run !== this.run) this.changedAt = performance.now()
     this.run = run
     const open = this.open && Boolean(run)
     this.root.dataset.open = open
@@ -133,11 +137,25 @@ export class RunWidget {
     if (appears) this.page.resize(this.node, false)
   }
 
-  /** Update the line; the remaining time also falls during a step. */
+  /** Update what changes without an event of the run: its times, and whether the node takes part in the next one. */
+  tick() {
+    if (this.run && !this.run.ended) this.updateLine()
+    this.root.dataset.off = !window.LiteGraph?.vueNodesMode && OFF_MODES.includes(this.node.mode)
+  }
+
+  /** Update the line; its times also change during a step. */
   updateLine() {
-    const since = (performance.now() - this.changedAt) / 1000
-    const text = this.run ? runText(this.run, since) : translate("none")
-    if (this.line.textContent !== text) this.line.textContent = this.button.title = text
+    const parts = this.run ? runParts(this.run, this.page.now()) : [translate("none")]
+    const share = this.run ? shareOfStep(this.run) : null
+    this.share.hidden = share === null
+    this.share.style.width = `${100 * (share ?? 0)}%`
+    const text = parts.join(SEPARATOR)
+    if (this.line.textContent === text) return
+    this.button.title = text
+    const separator = () => h("span", { class: "wanstream-separator" }, SEPARATOR)
+    // The separator belongs to the part after it: at the beginning of a line it is out of sight.
+    const spans = parts.map((part, place) => h("span", { class: "wanstream-part" }, ...(place ? [separator()] : []), part))
+    this.line.replaceChildren(...spans.map(element))
   }
 
   /** Show the last preview; the page moves it. */
@@ -154,8 +172,9 @@ export class RunWidget {
   draw() {
     const { clientWidth: width, clientHeight: height } = this.plot
     if (!this.run || !this.open || width < 20 || height < 20) return
-    const font = fontAt(this.zoom)
-    this.plot.replaceChildren(element(chart({ run: this.run, width, height, font, chosen: this.chosen, id: this.id })))
+    const { run, chosen, id } = this
+    const label = this.button.title
+    this.plot.replaceChildren(element(chart({ run, width, height, font: fontAt(this.zoom), chosen, id, label })))
     this.updateNumbers()
   }
 
@@ -168,11 +187,10 @@ export class RunWidget {
   }
 
   summary() {
-    const { timeline, predicted, ended } = this.run
+    const { predicted, ended } = this.run
     const used = recordsOf(this.run).at(-1)?.device_used_bytes
     const total = this.run.settings?.device_total
     if (!ended && used && total) return translate("memoryNow", sizeText(used), sizeText(total))
-    if (timeline?.changes?.length) return timeline.changes.join("; ")
     return translate(predicted ? "pointPredicted" : "point")
   }
 

@@ -27,6 +27,12 @@ function knownSettings(runs) {
   return (known[0] ?? []).filter((_, index) => known.some((settings) => settings[index].text))
 }
 
+/** Text of a cell of the long table; the whole text is its title. */
+function shortText(name, text) {
+  const count = name === "lora" ? text.split(", ").length : 1
+  return count > 1 ? translate("loras", count) : text
+}
+
 /** All runs, the last one first. `ticked` holds the ids of chosen runs. */
 export function tableOf(runs, { ticked, onTick }) {
   const figures = knownFigures(runs)
@@ -40,7 +46,7 @@ export function tableOf(runs, { ticked, onTick }) {
     const cell = (content) => h("td", {}, content)
     const known = [...settingsOf(run), ...figuresOf(run)].filter((each) => names.includes(each.name))
     const shown = known.map(({ name, text, value }) =>
-      h("td", { [value === undefined ? "data-setting" : "data-figure"]: name }, text)
+      h("td", { [value === undefined ? "data-setting" : "data-figure"]: name, title: text }, shortText(name, text))
     )
     const first = [h("input", { type: "checkbox", ...tick }), clock(run.at), name(run)].map(cell)
     return h("tr", { "data-run": run.run }, ...first, ...shown, cell(stateText(run)))

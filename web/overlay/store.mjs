@@ -9,16 +9,28 @@ import { RESTARTED, recordsOf } from "./figures.mjs"
 import { isWithin } from "./graph_ids.mjs"
 
 const KEPT_RUNS = 50
+const KEPT_NOTICES = 200
 const NO_WORKFLOW = "00000000-0000-0000-0000-000000000000"
 
-export const EMPTY = { runs: [], items: [] }
+export const EMPTY = { runs: [], items: [], notices: [] }
 
-const begin = (state, payload) => ({
+const begin = (state, payload, now) => ({
   ...state,
-  runs: [...state.runs.filter((run) => run.run !== payload.run), fresh(payload)].slice(-KEPT_RUNS)
+  runs: [...state.runs.filter((run) => run.run !== payload.run), fresh(payload, now)].slice(-KEPT_RUNS)
 })
 
-const fresh = (payload) => ({ ...payload, records: [], preview: null, ended: false, timeline: null, error: null })
+/** A run that began at `now`; `stepAt` is the end of its last step. Both are times of the page's clock. */
+const fresh = (payload, now) => ({
+  ...payload,
+  records: [],
+  visits: null,
+  preview: null,
+  ended: false,
+  timeline: null,
+  error: null,
+  since: now,
+  stepAt: now
+})
 
 const change = (state, id, changed) => ({
   ...state,
@@ -26,12 +38,31 @@ const change = (state, id, changed) => ({
 })
 
 /** Ignore a known step, and one after a gap: the next snapshot or the end of the run contains all steps. */
-const step = (state, payload) =>
+const step = (state, payload, now) =>
   change(state, payload.run, (run) =>
     payload.done === run.records.length + 1
-      ? { records: [...run.records, payload.record], steps: Math.max(run.steps, payload.total) }
+      ? {
+          records: [...run.records, payload.record],
+          steps: Math.max(run.steps, payload.total),
+          changes: payload.changes,
+          visits: null,
+          stepAt: now
+        }
       : {}
   )
+
+/** Progress within the running step; late events of an earlier step are ignored. */
+const visits = (state, { run, step, done, total }) =>
+  change(state, run, (known) => (step === known.records.length ? { visits: { step, done, total } } : {}))
+
+/** Replace the notices of a node. */
+const notices = (state, payload) => ({
+  ...state,
+  notices: [
+    ...state.notices.filter((each) => each.node !== payload.node || each.workflow !== payload.workflow),
+    ...(payload.notices.length ? [payload] : [])
+  ].slice(-KEPT_NOTICES)
+})
 
 const PICTURE = "data:image/webp;base64,"
 
@@ -77,6 +108,26 @@ function progress(state, { prompt_id, nodes }, now) {
   return changeItem(state, prompt_id, () => ({ times, running: true })) // a blocked node's error ends no item
 }
 
+/**
+ * Give the nodes of an item that ComfyUI did not run again the notices of an equal node of another graph: ComfyUI's cache
+ * does not depend on the graph, and sends no event for them.
+ */
+function adopt(state, prompt_id) {
+  const { workflow, nodes, cached } = state.items.find((known) => known.prompt_id === prompt_id) ?? {}
+  if (!nodes) return state
+  const isAbout = ({ values }, { inputs }) => Object.entries(values).every(([name, value]) => inputs[name] === value)
+  const found = []
+  for (const id of cached) {
+    const node = nodes[id]
+    if (!node || state.notices.some((entry) => entry.node === id && entry.workflow === workflow)) continue
+    const equal = state.notices.findLast(
+      (entry) => entry.type === node.class_type && entry.notices.every((notice) => isAbout(notice, node))
+    )
+    if (equal) found.push({ ...equal, node: id, workflow })
+  }
+  return { ...state, notices: [...state.notices, ...found] }
+}
+
 const finish = (state, { prompt_id }, now) =>
   changeItem(progress(state, { prompt_id, nodes: {} }, now), prompt_id, () => ({ running: false }))
 
@@ -86,12 +137,15 @@ const finish = (state, { prompt_id }, now) =>
  * `answer.known` are the runs of the page at the time of the request. Only these can be lost on the server: others may
  * have begun after its answer.
  */
-function snapshot(state, answer) {
+function snapshot(state, answer, now) {
   const here = new Map(state.runs.map((run) => [run.run, run]))
   const runs = answer.runs.map((theirs) => {
     const ours = here.get(theirs.run)
     const isNewer = ours && (ours.ended || (!theirs.ended && ours.records.length > theirs.records.length))
-    return isNewer ? ours : { ...theirs, preview: ours?.preview } // the server keeps no previews
+    if (isNewer) return ours
+    const since = ours?.since ?? now - theirs.age_s
+    // The server keeps no previews, and not the time of the last step.
+    return { ...theirs, preview: ours?.preview, since, stepAt: ours?.stepAt ?? now }
   })
   const there = new Set(runs.map((run) => run.run))
   // A run that is running here and unknown there began before the server was restarted.
@@ -100,16 +154,19 @@ function snapshot(state, answer) {
     .filter((run) => answer.known.includes(run.run))
     .map((run) => (run.ended ? run : { ...run, ended: true, error: RESTARTED }))
   const later = unknown.filter((run) => !answer.known.includes(run.run))
-  return { ...state, runs: [...lost, ...runs, ...later].slice(-KEPT_RUNS) }
+  return { ...state, runs: [...lost, ...runs, ...later].slice(-KEPT_RUNS), notices: answer.notices ?? [] }
 }
 
 const HANDLERS = {
   "wanstream.begin": begin,
+  "wanstream.visits": visits,
   "wanstream.step": step,
+  "wanstream.notices": notices,
   "wanstream.preview": preview,
   "wanstream.end": end,
   execution_start: start,
-  execution_cached: (state, { prompt_id, nodes }) => changeItem(state, prompt_id, () => ({ cached: nodes })),
+  execution_cached: (state, { prompt_id, nodes }) =>
+    adopt(changeItem(state, prompt_id, () => ({ cached: nodes })), prompt_id),
   progress_state: progress,
   execution_success: finish,
   execution_error: finish,
@@ -120,8 +177,13 @@ const HANDLERS = {
 
 const ANSWERS = {
   snapshot,
-  /** `workflow` is the id of an item's graph, `classes` has the class of each of its nodes. */
-  graph: (state, { prompt_id, ...graph }) => changeItem(state, prompt_id, () => graph)
+  /** The page itself has changed something that is drawn. */
+  redraw: (state) => ({ ...state }),
+  /** `workflow` is the id of an item's graph, `nodes` are those of its prompt. */
+  graph: (state, { prompt_id, workflow, nodes }) => {
+    const classes = Object.fromEntries(Object.entries(nodes).map(([id, node]) => [id, node.class_type]))
+    return adopt(changeItem(state, prompt_id, () => ({ workflow, nodes, classes })), prompt_id)
+  }
 }
 
 export const EVENTS = Object.keys(HANDLERS)

@@ -13,6 +13,11 @@ SMALLEST_MODEL = 2_000_000_000
 """Bytes in blocks of the smallest model that is streamed."""
 
 
+ANY_SIZE: Mapping[str, int] = {"smallest_block": 1, "smallest_model": 1}
+"""Limits without a limit, to try streaming with a small model."""
+SMALL_SETTING = "Settings > WanStream > Stream small models"
+
+
 def find_blocks(
     model: nn.Module, nbytes: Callable[[nn.Module], int], *, smallest: int = SMALLEST_BLOCK
 ) -> Mapping[str, nn.Module]:
@@ -38,3 +43,14 @@ def _listed(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{prefix}{name}.{key}", block) for key, block in child.named_children())
         else:
             yield from _listed(child, f"{prefix}{name}.")
+
+
+def refusal(kind: str, nbytes: int, *, smallest_block: int, smallest_model: int, remedy: str) -> str:
+    """Return the reason why a model with so many bytes in blocks of any size is not streamed, and what to do."""
+    if nbytes == 0:
+        return f"has no list of blocks to stream ({kind}): {remedy}"
+    if nbytes < smallest_model:
+        reason = f"{nbytes / 1e9:.2f} GB in its blocks, from {smallest_model / 1e9:g} GB on"
+    else:
+        reason = f"each of its blocks is below {smallest_block / 1e6:g} MB"
+    return f"is too small to be worth streaming ({reason}): {remedy}, or turn on {SMALL_SETTING} to try it ({kind})"

@@ -16,7 +16,7 @@ from torch import nn
 from ....offload import CheckpointFileError, FileTensor, MappedFile, decode_tensor, piece_name, read_tensors
 from ....plan import BlockKey
 from ..patcher_memory import PolicyMemory
-from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks
+from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks, refusal
 from .build import build_model
 from .entries import Dtypes, Entry, dtype_of, entries, parameters
 from .layers import inner_tensors, is_joined, joined
@@ -84,9 +84,10 @@ def open_native(
     blocks = find_blocks(model.diffusion_model, matrix_bytes, smallest=smallest_block)
     nbytes = sum(map(matrix_bytes, blocks.values()))
     if nbytes < max(1, smallest_model):
-        kind = f"{type(model).__name__} has {len(blocks)} blocks of at least {smallest_block / 1e6:g} MB in its lists"
-        limit = f"with {nbytes / 1e9:.2f} GB, too little to stream (from {smallest_model / 1e9:g} GB on)"
-        raise CheckpointFileError(path, f"{kind}, {limit}: load it with Load Diffusion Model")
+        limits = {"smallest_block": smallest_block, "smallest_model": smallest_model}
+        total = sum(map(matrix_bytes, find_blocks(model.diffusion_model, matrix_bytes, smallest=1).values()))
+        remedy = "load it with Load Diffusion Model"
+        raise CheckpointFileError(path, refusal(type(model).__name__, total, **limits, remedy=remedy))
     streamed = list(_streamed(blocks, located, dtypes))
     _load_others(model, file, streamed, dtypes)
     model.weights = _weights(path, blocks, streamed, model)

@@ -97,7 +97,8 @@ class NativeRun:
             note=self._note,
         )
         self._orders: list[tuple[int, ...]] = []  # of the passes so far
-        self.recorder = Recorder(patcher.load_device, observe=host.telemetry_options())
+        options = replace(host.telemetry_options(), on_visits=self._report_visits)
+        self.recorder = Recorder(patcher.load_device, observe=options)
         self.recorder.non_block_bytes = self._weights.outside_bytes
         self.node_id, self.settings = host.executing_node(), _settings(patcher, shape)
         self.events = RunEvents(
@@ -107,7 +108,14 @@ class NativeRun:
             experts=[STACK] * (self._learnt.calls or steps),
             settings=self.settings,
         )
+        self._bar = host.progress(steps, self.node_id)
+        self._calls_per_step = max(1.0, (self._learnt.calls or steps) / steps)
         self._start(len(self._learnt.course) or steps)
+
+    def _report_visits(self, expert: str, done: int) -> None:
+        step, share = self.events.visits(done, self._weights.block_counts[expert])
+        if step == 0:  # later steps are those of ComfyUI's sampler, which moves the bar itself
+            self._bar.advance(share / self._calls_per_step)
 
     def follow(self, compute: Callable[[], Result]) -> Result:
         """Return the result of `compute`, the whole sampler; the run ends with it, after an error too."""
@@ -155,7 +163,7 @@ class NativeRun:
         finally:
             self._calling = False
         self.calls += 1
-        self.events.step(self.recorder.last)
+        self.events.step(self.recorder.last, self.notes)
         if self._auto is not None and not self._sharing.active and not self._attempts:
             self._choose_policy(self._auto)
         return predictions

@@ -24,7 +24,7 @@ from ....plan import BlockKey
 from ....schema import OffloadPolicy
 from ...api import ModelStreaming
 from ..patcher_memory import PolicyMemory, StreamedPatcher, size
-from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks
+from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks, refusal
 from .build import WEIGHT_DTYPES
 from .lanes import KEY
 from .load import native_patcher
@@ -164,10 +164,9 @@ def _from_memory(
     blocks = find_blocks(twin.diffusion_model, _matrix_bytes, smallest=smallest_block)
     nbytes = sum(map(_matrix_bytes, blocks.values()))
     if not blocks or nbytes < smallest_model:
-        raise ValueError(
-            f"{name} has {len(blocks)} blocks of at least {smallest_block / 1e6:g} MB in its lists, with "
-            f"{nbytes / 1e9:.2f} GB, too little to stream (from {smallest_model / 1e9:g} GB on): use the model as it is"
-        )
+        limits = {"smallest_block": smallest_block, "smallest_model": smallest_model}
+        total = sum(map(_matrix_bytes, find_blocks(twin.diffusion_model, _matrix_bytes, smallest=1).values()))
+        raise ValueError(f"the model {refusal(name, total, **limits, remedy='use it as it is, without Stream Model')}")
     tensors: dict[BlockKey, dict[str, torch.Tensor]] = {}
     twin.stored = {}
     for index, (path, block) in enumerate(blocks.items()):

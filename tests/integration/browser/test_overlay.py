@@ -703,16 +703,25 @@ ON_GROUP_TITLES = f"""() => {{
 # Badges that reach over those that ComfyUI itself draws on the classic canvas, at the upper right of nodes.
 ON_CORE_BADGES = f"""() => {{
     if (window.LiteGraph.vueNodesMode) return []
-    const {{ ds, canvas, ctx }} = window.app.canvas, place = canvas.getBoundingClientRect()
-    const width = badges => badges.reduce((sum, badge) => sum + (badge.visible ? badge.getWidth(ctx) : 0), 0)
-    const drawn = {GRAPH}.nodes.filter(node => node.badges.length)
-    if (!drawn.length) return ['there are none']
-    return drawn.filter(node => {{
+    const {{ ds, canvas, ctx }} = window.app.canvas, place = canvas.getBoundingClientRect(), lefts = new Map()
+    for (const node of {GRAPH}.nodes) {{
+        node.drawBadges = function (...drawn) {{
+            ctx.roundRect = function (x, ...box) {{
+                lefts.set(node, Math.min(lefts.get(node) ?? Infinity, x))
+                return Object.getPrototypeOf(this).roundRect.call(this, x, ...box)
+            }}
+            Object.getPrototypeOf(node).drawBadges.apply(node, drawn)
+            delete ctx.roundRect
+        }}
+    }}
+    window.app.canvas.draw(true, true)
+    for (const node of {GRAPH}.nodes) delete node.drawBadges
+    if (!lefts.size) return ds.scale >= 0.7 ? ['there are none'] : [] // too small to be drawn
+    return [...lefts].filter(([node, left]) => {{
         const badge = document.querySelector(`.wanstream-badge[data-node='${{node.id}}']`)
-        const own = width(node.badges.map(badge => badge instanceof Function ? badge() : badge))
-        const left = (node.pos[0] + node.size[0] - own + ds.offset[0]) * ds.scale
-        return badge.getBoundingClientRect().right - place.left > left + 1
-    }}).map(node => node.title)
+        const edge = (node.pos[0] + left + ds.offset[0]) * ds.scale
+        return badge && badge.getBoundingClientRect().right - place.left > edge + 1
+    }}).map(([node]) => node.title)
 }}"""
 
 

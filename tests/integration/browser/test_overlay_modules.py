@@ -111,6 +111,70 @@ def test_a_run_grows_step_by_step(modules: Modules) -> None:
     assert (run["ended"], run["error"], len(run["timeline"]["steps"])) == (True, None, 2)
 
 
+def test_progress_within_a_step_belongs_to_that_step(modules: Modules) -> None:
+    def visits(step: int, done: int) -> Event:
+        return "wanstream.visits", {"run": "r", "step": step, "done": done, "total": 40}
+
+    def shown(events: Sequence[Event], now: float) -> str:
+        (run,) = modules.state(events)["runs"]
+        return str(modules.call("figures", "runText", run, now))
+
+    begun = (*begin("r"), 10.0)
+    assert shown([begun], 51.0) == "step 0/2 · 0:41 elapsed · first step reads the weights"
+    assert shown([begun, visits(0, 12)], 51.0) == "block 12/40 · 0:41 elapsed · first step reads the weights"
+    first = (*step("r", 1), 60.0)
+    assert shown([begun, first, visits(0, 40)], 61.0).startswith(
+        "step 1/2 · 2.00 s/step · 0:01 left · 0:51 elapsed · stall"
+    )
+    (run,) = modules.state([begun, first, visits(0, 40), visits(1, 10)])["runs"]
+    assert modules.call("figures", "shareOfStep", run) == 0.25
+    (late,) = modules.state([(*snapshot_of({**begin("r")[1], "records": [], "age_s": 30.0, "visits": None}), 100.0)])[
+        "runs"
+    ]
+    assert late["since"] == 70.0
+
+
+def notices(node: str, *found: dict[str, Any], workflow: str = "here") -> Event:
+    return "wanstream.notices", {"node": node, "workflow": workflow, "type": "A", "notices": list(found)}
+
+
+def notice(text: str, level: str = "wrong", **values: str) -> dict[str, Any]:
+    return {"text": text, "level": level, "values": values, "exchange": None}
+
+
+BY_ID = f"""async events => {{
+    const {{ EMPTY, after }} = await import('/extensions/{PACK}/overlay/store.mjs')
+    const {{ noticesById, ordered }} = await import('/extensions/{PACK}/overlay/notices.mjs')
+    const state = events.reduce((state, [event, payload, now]) => after(state, event, payload, now), EMPTY)
+    return [...noticesById(state, 'here')].map(([id, found]) => [id, ...ordered(found).map(each => each.text)])
+}}"""
+
+
+def test_notices_are_those_of_the_last_time_that_a_node_ran(modules: Modules) -> None:
+    def by_id(*events: Event) -> Any:
+        return modules.frontend.page.evaluate(BY_ID, [list(event) for event in events])
+
+    told = [
+        notices("7", notice("one", "note"), notice("two", "warning"), notice("three")),
+        notices("8", notice("four")),
+    ]
+    assert by_id(*told) == [["7", "three", "two", "one"], ["8", "four"]]
+    assert by_id(*told, notices("7"), notices("8", notice("five"))) == [["8", "five"]]
+    assert by_id(*told, notices("8", workflow="there")) == by_id(*told)
+    running = [*told, begin("r", changes=["chosen"], node="9")]
+    assert by_id(*running) == [["7", "three", "two", "one", "chosen"], ["8", "four"]]
+    assert by_id(*running, end("r"))[0] == ["7", "three", "two", "one"], "the timeline has all of them"
+
+
+def test_a_node_that_was_not_run_again_has_the_notices_of_an_equal_one(modules: Modules) -> None:
+    told = notices("3", notice("swapped", file="x"), workflow="there")
+    for value, count in (("x", 1), ("y", 0)):
+        graph = item("graph", workflow="here", nodes={"a": {"class_type": "A", "inputs": {"file": value}}})
+        for events in ([item("execution_cached", nodes=["a"]), graph], [graph, item("execution_cached", nodes=["a"])]):
+            found = modules.state([told, item("execution_start"), *events])["notices"]
+            assert [each["node"] for each in found[1:]] == ["a"] * count
+
+
 PICTURE = "data:image/webp;base64,AAAA"
 
 
@@ -181,7 +245,7 @@ def parts(now: float, **states: str) -> Event:
     return item("progress_state", now, nodes=nodes)
 
 
-GRAPH_OF_P = item("graph", workflow="here", classes={"a": "A", "b": "B", "c": "C"})
+GRAPH_OF_P = item("graph", workflow="here", nodes={each.lower(): {"class_type": each, "inputs": {}} for each in "ABC"})
 
 
 def figures_of(modules: Modules, events: Sequence[Event], now: float) -> dict[str, Any]:
@@ -433,15 +497,17 @@ TOTALS = {"device_total": 25_300_000_000, "ram_total": 17_180_000_000}
 
 def test_a_run_that_goes_on_leads_with_its_step_its_pace_and_the_time_left(modules: Modules) -> None:
     run = {**run_of(20, 0), "records": steps_of(*[12.4] * 7, stall_s=0.0, rss_bytes=1_120_000_000)}
-    run["settings"] = {**SETTINGS, **TOTALS}
-    assert modules.call("figures", "runText", run) == "step 7/20 · 12.4 s/step · 2:41 left · 1.12 of 17.2 GB RAM"
-    assert "· 2:36 left ·" in modules.call("figures", "runText", run, 5.0), "it falls between two steps"
-    assert "· 0:00 left ·" in modules.call("figures", "runText", run, 500.0)
+    run |= {"settings": {**SETTINGS, **TOTALS}, "since": 10.0, "stepAt": 100.0}
+    line = "step 7/20 · 12.4 s/step · 2:41 left · 1:30 elapsed · 1.12 of 17.2 GB RAM"
+    assert modules.call("figures", "runText", run, 100.0) == line
+    assert "· 2:36 left ·" in modules.call("figures", "runText", run, 105.0), "it falls between two steps"
+    assert "· 0:00 left ·" in modules.call("figures", "runText", run, 600.0)
     run["records"] = steps_of(*[12.4] * 7, stall_s=1.5, device_bytes=6_930_000_000)
-    line = "step 7/20 · 12.4 s/step · 2:41 left · stall 10.50 s · 6.93 of 25.3 GB VRAM"
-    assert modules.call("figures", "runText", run) == line
+    line = "step 7/20 · 12.4 s/step · 2:41 left · 1:30 elapsed · stall 10.50 s · 6.93 of 25.3 GB VRAM"
+    assert modules.call("figures", "runText", run, 100.0) == line
     run["settings"] = None
-    assert modules.call("figures", "runText", run).endswith(" · VRAM 6.93 GB"), "a machine that is not known"
+    text = modules.call("figures", "runText", run, 100.0)
+    assert text.endswith(" · VRAM 6.93 GB"), "a machine that is not known"
 
 
 def test_a_run_that_has_ended_says_how_long_it_took(modules: Modules) -> None:

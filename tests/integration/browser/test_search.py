@@ -42,6 +42,12 @@ WORDS = {
     "vace": "WanStreamLoadDiffusionModel",
     "flux": "WanStreamLoadDiffusionModel",
     "load checkpoint": "WanStreamStreamModel",
+    "out of memory": "WanStreamLoadDiffusionModel",
+    "oom": "WanStreamAutoOffload",
+    "distorch": "WanStreamLoadDiffusionModel",
+    "cpu": "WanStreamAutoOffload",
+    "sage attention": "WanStreamExperts",
+    "torch compile": "WanStreamExperts",
 }
 
 # Results of the search in the "Add node" dialog, best first.

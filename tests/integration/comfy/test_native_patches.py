@@ -154,10 +154,10 @@ def test_compiling_the_whole_model_is_refused(case: Case) -> None:
     [
         (
             "small",
-            "WAN21 has 0 blocks of at least 8 MB in its lists, with 0.00 GB, too little to stream (from 2 GB on)",
+            "the model is too small to be worth streaming (0.00 GB in its blocks, from 2 GB on): use it as it is",
         ),
-        ("small file", "too little to stream (from 2 GB on)"),
-        ("no lists", "WAN21 has 0 blocks"),
+        ("small file", "is too small to be worth streaming (0.00 GB in its blocks, from 2 GB on)"),
+        ("no lists", "the model has no list of blocks to stream (WAN21)"),
         (
             "quantised",
             "diffusion_model.blocks.0.ffn.0.weight is a _Quantised, which only that loader's layers can read",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.run_events import BEGIN, END, STEP, RunEvents
+from wanstream.host.run_events import BEGIN, END, STEP, VISITS, RunEvents
 from wanstream.schema import MemorySample, StateError, StepRecord, Timeline
 
 EXPERTS = ["high", "high", "low"]
@@ -102,6 +102,26 @@ def test_more_calls_than_were_expected_are_told() -> None:
         for step in TIMELINE.steps:
             run.step(step)
     assert [payload["total"] for event, payload in told if event == STEP] == [1, 2, 3]
+
+
+def test_progress_within_a_step_and_changes_are_told() -> None:
+    told = Told()
+    run = announced(told, notes=["chosen"])
+    assert run.visits(3, 40) == (0, 3 / 40)
+    with run:
+        assert run.visits(12, 40) == (0, 0.3)
+        assert run.visits(41, 40) == (0, 41 / 80), "a call may pass through its blocks twice"
+        run.step(record(0), ["smaller"])
+        assert run.visits(0, 40) == (1, 0.0)
+    assert [(each["step"], each["done"], each["total"]) for event, each in told if event == VISITS] == [
+        (0, 12, 40),
+        (0, 41, 80),
+        (1, 0, 40),
+    ]
+    assert [told[0][1]["changes"], *(each["changes"] for event, each in told if event == STEP)] == [
+        ["chosen"],
+        ["chosen", "smaller"],
+    ]
 
 
 def test_a_wrong_order_is_refused() -> None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.host.run_events import KEPT_RUNS, LONGEST_NAME, RunEvents, RunLog, short_text
+from wanstream.host.run_events import (
+    KEPT_NOTICES,
+    KEPT_RUNS,
+    LONGEST_NAME,
+    NOTICES_EVENT,
+    RunEvents,
+    RunLog,
+    short_text,
+)
 from wanstream.schema import StepRecord, Timeline
 
 STEP = StepRecord(index=0, expert="high", sigma=None, wall_s=1.0, compute_s=1.0, stall_s=0.0, bytes_moved=1)
@@ -18,6 +26,10 @@ def run_in(log: RunLog, node_id: str = "7", *, experts: tuple[str, ...] = ("high
 def test_a_page_that_comes_in_the_middle_sees_the_steps_so_far() -> None:
     log = RunLog()
     with run_in(log) as run:
+        run.visits(3, 40)
+        (kept,) = log.snapshot()["runs"]
+        assert kept["visits"] == {"step": 0, "done": 3, "total": 40}
+        assert 0 <= kept["age_s"] < 60
         run.step(STEP)
         (kept,) = log.snapshot()["runs"]
         assert (len(kept["records"]), kept["ended"], kept["timeline"]) == (1, False, None)
@@ -60,7 +72,28 @@ def test_the_oldest_runs_are_forgotten_and_their_steps_with_them() -> None:
 def test_what_is_of_no_use_later_is_not_kept() -> None:
     log = RunLog()
     log.record("wanstream.other", {"at": 1.0})
-    assert log.snapshot() == {"runs": []}
+    assert log.snapshot() == {"runs": [], "notices": []}
+
+
+def test_the_last_notices_of_each_node_are_kept() -> None:
+    log = RunLog()
+
+    def announce(node: str, *texts: str, workflow: str | None = "w") -> None:
+        notices = [{"text": text} for text in texts]
+        log.record(NOTICES_EVENT, {"workflow": workflow, "node": node, "notices": notices})
+
+    for number in range(KEPT_NOTICES + 5):
+        announce(f"{number}", "wrong")
+    announce("9", "other")
+    announce("9", "elsewhere", workflow="v")
+    announce("10")
+    kept = [
+        (each["workflow"], each["node"], *(notice["text"] for notice in each["notices"]))
+        for each in log.snapshot()["notices"]
+    ]
+    assert len(kept) == KEPT_NOTICES - 1
+    assert kept[-2:] == [("w", "9", "other"), ("v", "9", "elsewhere")]
+    assert not any(node in ("0", "4", "5", "10") for _, node, _ in kept)
 
 
 TITLE, CANVAS = ("_meta", "title"), ("extra_pnginfo", "workflow", "id")

@@ -88,7 +88,7 @@ class TestDecode:
 
     def test_a_video_file_has_the_size_of_the_frames(self, output: Path) -> None:
         settings = DecodeSettings.of(VAE, LATENT, 0, 0, "fp32")
-        file = decode_to_file(settings, LATENT, "video/%width%x%height%", node_id=None, fps=24, crf=18, metadata={})
+        file, _ = decode_to_file(settings, LATENT, "video/%width%x%height%", node_id=None, fps=24, crf=18, metadata={})
         with av.open(str(file.path)) as container:
             (stream,) = container.streams
             assert (stream.width, stream.height, stream.frames, stream.average_rate) == (144, 80, 5, 24)

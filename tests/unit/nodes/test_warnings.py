@@ -20,7 +20,7 @@ from wanstream.host.comfy.user_settings import STRICT, setting_is_on
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension, sockets
-from wanstream.nodes.inputs import StrictError
+from wanstream.nodes.inputs import NOTICES, StrictError
 from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
@@ -89,9 +89,14 @@ def test_what_looks_wrong_is_on_the_node_and_in_the_log(
     opened: Open, caplog: pytest.LogCaptureFixture, files: dict[str, Any], node: str, message: str
 ) -> None:
     with caplog.at_level(logging.WARNING, "wanstream.nodes"):
-        (shown,) = opened(graph(**files)).outputs[node]["text"]
+        ui = opened(graph(**files)).outputs[node]
+    (shown,) = ui["text"]
     assert shown.startswith("Warning: ")
     assert message in shown
+    (notice,) = ui[NOTICES]
+    assert (notice["level"], notice["text"]) == ("wrong", shown.removeprefix("Warning: "))
+    assert notice["exchange"] == (("high_noise", "low_noise") if "swapped" in message else None)
+    assert notice["values"] == {name: graph(**files)[node]["inputs"][name] for name in ("high_noise", "low_noise")}
     assert [record.getMessage() for record in caplog.records if record.name == "wanstream.nodes"] == [
         line.removeprefix("Warning: ") for line in shown.splitlines()
     ]

@@ -17,6 +17,7 @@ import torch
 from wanstream.host.embedded.adapter import NodeProgress
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.host.run_events import NOTICES_EVENT
 from wanstream.host.workers import VARIABLE
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs import run_experts
@@ -90,6 +91,7 @@ def test_the_run_knows_its_workers_and_is_announced_with_what_each_did(run: Run)
     history = run(workflow(HERE), on_event=lambda event, payload: told.append((event, payload)))
     ran = history.results["sampler"][1]
     assert ran.workers == WorkersRef(count=1, address="in-process")
+    told = [(event, payload) for event, payload in told if event != NOTICES_EVENT]
     assert [event.removeprefix("wanstream.") for event, _ in told] == ["begin", *["step"] * 4, "end"]
     end = told[-1][1]
     assert end["ranks"].keys() == {"0"}

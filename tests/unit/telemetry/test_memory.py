@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from wanstream.tests.support.polling import eventually
 CPU = torch.device("cpu")
 
 
-def sampler(**settings: float) -> MemorySampler:
+def sampler(**settings: Any) -> MemorySampler:
     return MemorySampler(CPU, run_start=time.perf_counter(), **{"interval_s": 0.001, **settings})
 
 
@@ -82,11 +83,13 @@ def test_a_cpu_has_no_device_memory() -> None:
     assert {(sample.device_bytes, sample.device_used_bytes) for sample in running.samples()} == {(None, None)}
 
 
-def test_a_long_run_keeps_a_bounded_number() -> None:
-    with sampler(max_samples=8) as running:
-        assert eventually(lambda: running._interval_s > 0.002)
+def test_a_long_run_keeps_a_bounded_number_and_ticks_as_before() -> None:
+    ticks: list[int] = []
+    with sampler(max_samples=8, on_tick=lambda: ticks.append(len(ticks))) as running:
+        assert eventually(lambda: running._ticks_per_sample > 1)
         assert eventually(lambda: len(running.samples()) >= 5)
     assert len(running.samples()) <= 9
+    assert len(ticks) > len(running.samples())
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 8])

@@ -11,9 +11,12 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import save_file
 
+from wanstream.schema import ExpertsRef, LoraRef, StepRange
 from wanstream.tools.arrange import MODEL_FILES
 from wanstream.wan.checkpoint.mismatches import (
+    GuidedStep,
     expert_mismatches,
+    guidance_mismatches,
     is_image_to_video_name,
     lora_mismatches,
     place_from_name,
@@ -96,7 +99,8 @@ def test_experts_are_known_by_their_names(experts: Callable[..., list[Expert]], 
     high, low = experts(*_names(names))
     assert expert_mismatches(high, low) == []
     (found,) = expert_mismatches(low, high)
-    assert found == (
+    assert found.exchange == ("high_noise", "low_noise")
+    assert found.text == (
         f"the experts look swapped: {low.path.name} is chosen as high_noise, {high.path.name} as low_noise: "
         "exchange them"
     )
@@ -111,7 +115,8 @@ def test_the_official_files_are_known_by_their_names() -> None:
 
 def test_two_experts_of_one_place_are_noticed_where_the_name_is_clear(experts: Callable[..., list[Expert]]) -> None:
     (found,) = expert_mismatches(*experts("a_high_noise_fp8.safetensors", "b_high_noise_bf16.safetensors"))
-    assert found == (
+    assert (found.level, found.exchange) == ("wrong", None)
+    assert found.text == (
         "b_high_noise_bf16.safetensors is chosen as low_noise, and its name says high noise: choose the other expert"
     )
     assert expert_mismatches(*experts("a_high.safetensors", "high_quality.safetensors")) == []
@@ -119,17 +124,17 @@ def test_two_experts_of_one_place_are_noticed_where_the_name_is_clear(experts: C
 
 def test_one_file_as_both_experts_is_noticed(experts: Callable[..., list[Expert]], tmp_path: Path) -> None:
     high, low = experts("wan_high.safetensors", "wan_low.safetensors")
-    assert expert_mismatches(high, high) == [
+    assert [found.text for found in expert_mismatches(high, high)] == [
         "wan_high.safetensors is both experts: choose the low-noise file of the model as low_noise"
     ]
     (tmp_path / "link_low.safetensors").symlink_to(high.path)
-    assert "is both experts" in expert_mismatches(high, open_expert(tmp_path / "link_low.safetensors"))[0]
+    assert "is both experts" in expert_mismatches(high, open_expert(tmp_path / "link_low.safetensors"))[0].text
     assert expert_mismatches(high, low) == []
 
 
 def test_copies_of_one_expert_are_noticed_by_their_weights(experts: Callable[..., list[Expert]]) -> None:
     (found,) = expert_mismatches(*experts("wan_high.safetensors", "wan_low.safetensors", seeds=(1, 1)))
-    assert found.startswith("wan_high.safetensors and wan_low.safetensors hold the same weights")
+    assert found.text.startswith("wan_high.safetensors and wan_low.safetensors hold the same weights")
 
 
 def test_folders_of_a_pipeline_have_their_places(tiny_expert_folder: Write, tmp_path: Path) -> None:
@@ -137,7 +142,7 @@ def test_folders_of_a_pipeline_have_their_places(tiny_expert_folder: Write, tmp_
         shutil.copytree(tiny_expert_folder(seed=seed), tmp_path / "pipeline" / name)
     high, low = (open_expert(tmp_path / "pipeline" / name) for name in ("transformer", "transformer_2"))
     assert expert_mismatches(high, low) == []
-    assert expert_mismatches(low, high)[0].startswith("the experts look swapped: transformer_2 ")
+    assert expert_mismatches(low, high)[0].text.startswith("the experts look swapped: transformer_2 ")
 
 
 @pytest.mark.parametrize("names", LORAS, ids=lambda names: names[0])
@@ -146,7 +151,7 @@ def test_loras_are_known_by_their_names(tmp_path: Path, tiny_expert_file: Write,
     i2v = open_expert(tiny_expert_file(in_channels=36))
     assert lora_mismatches(high, low, i2v, single=False) == []
     (found,) = lora_mismatches(low, high, i2v, single=False)
-    assert found.startswith(f"the LoRAs look swapped: {low.name} is chosen as high_noise")
+    assert found.text.startswith(f"the LoRAs look swapped: {low.name} is chosen as high_noise")
     assert lora_mismatches(low, None, i2v, single=True) == []
 
 
@@ -161,7 +166,7 @@ def test_a_single_lora_in_the_wrong_place_is_noticed_where_its_name_is_clear(tmp
     file = _lora(tmp_path / "wan2.2_t2v_lora_low_noise.safetensors")
     for pair in ((file, None), (file, file)):
         (found,) = lora_mismatches(*pair, t2v, single=False)
-        assert "is chosen as high_noise, and its name says low noise: choose the other LoRA" in found
+        assert "is chosen as high_noise, and its name says low noise: choose the other LoRA" in found.text
 
 
 def test_the_name_that_a_lora_was_trained_under_counts(tmp_path: Path, t2v: Expert) -> None:
@@ -170,7 +175,7 @@ def test_the_name_that_a_lora_was_trained_under_counts(tmp_path: Path, t2v: Expe
         for number, place in enumerate(("high", "low"))
     )
     assert lora_mismatches(high, low, t2v, single=False) == []
-    assert "look swapped" in lora_mismatches(low, high, t2v, single=False)[0]
+    assert "look swapped" in lora_mismatches(low, high, t2v, single=False)[0].text
     both = _lora(tmp_path / "both.safetensors", {"ss_sd_model_name": "wan2.2_t2v_low_noise_14B_fp16.safetensors"})
     assert lora_mismatches(both, both, t2v, single=False) == [], "a LoRA of both experts names one of them"
 
@@ -185,7 +190,7 @@ def test_the_name_in_the_header_of_a_gguf_file_counts(tmp_path: Path, t2v: Exper
         writer.write_tensors_to_file()
         writer.close()
     assert lora_mismatches(paths[0], paths[1], _i2v_like(t2v), single=False) == []
-    assert "look swapped" in lora_mismatches(paths[1], paths[0], _i2v_like(t2v), single=False)[0]
+    assert "look swapped" in lora_mismatches(paths[1], paths[0], _i2v_like(t2v), single=False)[0].text
 
 
 def _i2v_like(expert: Expert) -> Expert:
@@ -218,8 +223,8 @@ def test_a_lora_for_image_to_video_is_noticed_on_text_to_video(
 ) -> None:
     file = _lora(tmp_path / f"{name}.safetensors", metadata, **tensors)
     (found,) = lora_mismatches(file, file, t2v, single=False)
-    assert found.startswith(f"{file.name} is a LoRA for image to video (")
-    assert reason in found
+    assert found.text.startswith(f"{file.name} is a LoRA for image to video (")
+    assert reason in found.text
     assert lora_mismatches(file, file, _i2v_like(t2v), single=False) == []
 
 
@@ -227,3 +232,48 @@ def test_a_lora_for_image_to_video_is_noticed_on_text_to_video(
 def test_a_lora_that_may_be_for_text_raises_no_warning(tmp_path: Path, t2v: Expert, name: str) -> None:
     patches = {PATCHES: torch.zeros(2, 16, 1, 2, 2)}
     assert lora_mismatches(_lora(tmp_path / f"{name}.safetensors", None, **patches), None, t2v, single=False) == []
+
+
+FEW_STEPS = [
+    *(names[0].format(names[1]) for names in LORAS[:4]),
+    LORAS[5][0].format("high"),
+    *FOR_BOTH[:4],
+    "Wan2.2-Distill/high_noise",
+    "wan2.2_i2v_A14b_high_noise_lightx2v_4step",
+    "Wan2_2_5B_FastWanFullAttn_lora_rank_128_bf16",
+    "wan22_rCM_8_steps",
+]
+ORDINARY = ["wan22-style-high-000020", "style_1000steps", "hyperreal_high", "turbocharged_cars", "step_4000", "dawn"]
+
+
+@pytest.mark.parametrize("name", [*FEW_STEPS, *ORDINARY])
+def test_cfg_with_a_model_for_few_steps_is_noticed(tmp_path: Path, name: str) -> None:
+    ref = ExpertsRef(
+        high_noise=tmp_path / "high.safetensors", loras=(LoraRef(high_noise=_lora(tmp_path / f"{name}.safetensors")),)
+    )
+    found = guidance_mismatches(ref, [GuidedStep(0, "high", 4.0), GuidedStep(1, "low", 3.0)])
+    assert len(found) == (name in FEW_STEPS)
+    assert all(
+        "needs no CFG, and guidance_high is 4: set it to 1" in each.text[:120] for each in found if len(name) < 50
+    )
+    own = ExpertsRef(high_noise=ref.loras[0].high_noise)
+    assert len(guidance_mismatches(own, [GuidedStep(0, "high", 4.0)])) == (name in FEW_STEPS)
+
+
+@pytest.mark.parametrize(
+    ("strength", "steps", "scales", "count"),
+    [
+        (1.0, (), (1.0, 1.0), 0),
+        (0.5, (), (1.0, 2.0), 1),
+        (0.0, (), (4.0, 1.0), 0),
+        (1.0, (StepRange(0, 0, 0.0),), (4.0, 1.0), 0),
+        (1.0, (StepRange(0, 0, 0.0),), (4.0, 1.5), 1),
+    ],
+)
+def test_a_lora_counts_in_steps_with_a_strength(
+    tmp_path: Path, strength: float, steps: tuple[StepRange, ...], scales: tuple[float, ...], count: int
+) -> None:
+    lora = LoraRef(high_noise=tmp_path / "lightning.safetensors", strength_high=strength, steps=steps)
+    ref = ExpertsRef(high_noise=tmp_path / "high.safetensors", loras=(lora,))
+    guided = [GuidedStep(step, "high", scale) for step, scale in enumerate(scales)]
+    assert len(guidance_mismatches(ref, guided)) == count

@@ -1,0 +1,27 @@
+"""Notices: sentences for the user about one node of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+NoticeLevel = Literal["note", "warning", "wrong"]
+"""`note`: information. `warning`: another setting is probably better. `wrong`: the video is probably wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """Sentence about a node, which a page shows on it."""
+
+    text: str
+    level: NoticeLevel = "note"
+    values: Mapping[str, str | float] = field(default_factory=dict)
+    """Values of the node's inputs that the notice is about, by input. It no longer applies when one of them changes."""
+    exchange: tuple[str, str] | None = None
+    """Two inputs whose values the user should exchange."""
+
+    @classmethod
+    def of(cls, note: str) -> Notice:
+        """Return a note without values."""
+        return cls(text=note)
