@@ -54,8 +54,8 @@ Leaf = Literal["weight", "bias", "modulation"]
 WRAPPERS = frozenset(
     {
         *("base", "backbone", "core", "denoiser", "diffusion", "dit", "ema", "expert", "generator", "high", "inner"),
-        *("low", "main", "model", "module", "net", "network", "noise", "pipe", "pipeline", "student", "transformer"),
-        *("unet", "video", "wan", "wan2", "wan21", "wan22", "wrapped", "wrapper", "1", "2"),
+        *("lora", "low", "lycoris", "main", "model", "module", "net", "network", "noise", "pipe", "pipeline"),
+        *("student", "transformer", "unet", "video", "wan", "wan2", "wan21", "wan22", "wrapped", "wrapper", "1", "2"),
     }
 )
 LONGEST = 500

@@ -148,6 +148,8 @@ def test_prefixes_of_wrappers(prefix):
         "lora_unet_blocks_7_self_attn.q",
         "lora_unet_blocks_7.self_attn.q",
         "lora_unet_blocks.7.attn1.to_q",
+        "lora_unet.blocks.7.attn1.to_q",
+        "lora.transformer.blocks.7.self_attn.q",
         "lycoris_blocks_7_attn1.to_q",
         "blocks.7._orig_mod.self_attn.q",
         "diffusion_model.blocks.7._checkpoint_wrapped_module.self_attn._orig_mod.q",
