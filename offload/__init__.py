@@ -28,9 +28,9 @@ from .sharding.group import GatherBrokenError, Sharded, StoppedTogether, shard_b
 from .sharding.probe import probe_gather
 from .sources.base import InsufficientRamError
 from .sources.file import FileSource, read_scales, read_tensors
-from .sources.mapped_file import MappedFile
 from .sources.module import TensorSource
 from .sources.quantised import QuantisedSource, quantised_format, quantised_packings
+from .sources.stored_file import StoredFile, StoredTensor
 from .weight_patch import Hadamard, Kronecker, Product, Rescaled, WeightPatch, patch_work_bytes, write_sum
 
 __all__ = [
@@ -54,7 +54,6 @@ __all__ = [
     "InsufficientRamError",
     "Kronecker",
     "Lockstep",
-    "MappedFile",
     "Microscaled",
     "NotFiniteError",
     "OffloadEngine",
@@ -65,6 +64,8 @@ __all__ = [
     "Sharded",
     "SharedSegment",
     "StoppedTogether",
+    "StoredFile",
+    "StoredTensor",
     "TensorSource",
     "WeightPatch",
     "attach_offload",

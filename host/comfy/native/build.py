@@ -1,4 +1,4 @@
-"""ComfyUI's model of a file, detected, built and loaded so that its tensors refer to the mapped file."""
+"""ComfyUI's model of a file, detected, built and loaded so that its tensors refer to the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import comfy.utils
 import torch
 from torch import nn
 
-from ....offload import CheckpointFileError, MappedFile
+from ....offload import CheckpointFileError, StoredFile
 from ....wan import is_merged
 from .entries import Dtypes, entries
 from .layers import streamed_operations
@@ -34,8 +34,8 @@ ARCHITECTURE = "general.architecture"
 """Field of a GGUF file."""
 
 
-def build_model(path: Path, file: MappedFile, weight_dtype: str) -> tuple[comfy.model_base.BaseModel, Dtypes]:
-    """Return ComfyUI's model of the file, whose tensors refer to the mapped file, and the dtypes that they should have.
+def build_model(path: Path, file: StoredFile, weight_dtype: str) -> tuple[comfy.model_base.BaseModel, Dtypes]:
+    """Return ComfyUI's model of the file, whose tensors refer to the file, and the dtypes that they should have.
 
     Raises:
         CheckpointFileError: the file is not a model that ComfyUI detects, or does not fit it.
@@ -81,7 +81,7 @@ def build_model(path: Path, file: MappedFile, weight_dtype: str) -> tuple[comfy.
 
 
 @contextmanager
-def _referring(network: nn.Module, path: Path, file: MappedFile) -> Iterator[None]:
+def _referring(network: nn.Module, path: Path, file: StoredFile) -> Iterator[None]:
     """Let loading refer to the tensors that it gets, which torch would copy to memory, and ComfyUI in some versions.
 
     GGUF tensors get the shape of the model's, where it differs by merged dimensions or by ones.

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ....offload import StoredTensor
+
 
 def streamed_operations(operations: type) -> type:
     """Return ComfyUI's `operations` with a Linear that takes no memory, and refers to the tensors that it loads.
@@ -68,7 +70,8 @@ def _mixed(base: Any) -> type:
             """Return what the file has, because the weight is absent while its block is not on the device."""
             bound = self._parameters.get("weight")
             for weight in self.streamed:
-                self._parameters["weight"] = weight
+                inner = {name: detached(tensor) for name, tensor in inner_tensors(weight).items()}
+                self._parameters["weight"] = joined(weight, inner)
             try:
                 return super().state_dict(*args, **settings)
             finally:
@@ -95,6 +98,11 @@ def _refer(weight: Any, prefix: str, matrices: Mapping[str, torch.Tensor], error
             continue
         inner[name] = stored.view(tensor.dtype)
     return joined(weight, inner)
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor to give away: one in a file keeps its values in memory as long as somebody has it."""
+    return tensor.detach() if isinstance(tensor, StoredTensor) else tensor
 
 
 def is_joined(tensor: torch.Tensor) -> bool:

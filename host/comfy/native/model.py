@@ -13,7 +13,7 @@ import comfy.model_management
 import torch
 from torch import nn
 
-from ....offload import CheckpointFileError, FileTensor, MappedFile, decode_tensor, piece_name, read_tensors
+from ....offload import CheckpointFileError, FileTensor, StoredFile, decode_tensor, piece_name, read_tensors
 from ....plan import BlockKey
 from ..patcher_memory import PolicyMemory
 from .block_lists import SMALLEST_BLOCK, SMALLEST_MODEL, find_blocks, refusal
@@ -53,8 +53,8 @@ def open_native(
 ) -> comfy.model_base.BaseModel:
     """Return ComfyUI's model of a file; its `weights` are a `NativeWeights`, its `memory` a `PolicyMemory`.
 
-    Its `stored` are the streamed tensors by their key in the model's state dict, as views of the mapped file; those
-    that are packed in GGUF have no values.
+    Its `stored` are the streamed tensors by their key in the model's state dict, which are read when they are used;
+    those that are packed in GGUF have no values.
 
     Args:
         path: a safetensors or GGUF file.
@@ -66,7 +66,7 @@ def open_native(
     Raises:
         CheckpointFileError: the file cannot be read, is not a model that ComfyUI detects, or has no blocks to stream.
     """
-    file = MappedFile(path)
+    file = StoredFile(path)
     model, dtypes = build_model(path, file, weight_dtype)
     linear: Any = (nn.Linear, model.model_config.custom_operations.Linear)
     located = {
@@ -98,7 +98,7 @@ def open_native(
 
 
 def _load_others(
-    model: comfy.model_base.BaseModel, file: MappedFile, streamed: Sequence[_Streamed], dtypes: Dtypes
+    model: comfy.model_base.BaseModel, file: StoredFile, streamed: Sequence[_Streamed], dtypes: Dtypes
 ) -> None:
     """Take the tensors that stream out of the model, and load all others."""
     model.stored = {each.path: each.entry.tensor for each in streamed}
@@ -156,7 +156,7 @@ def _is_matrix(entry: Entry, linear: Any) -> bool:
     return entry.tensor.dim() == 2 and isinstance(entry.module, linear)
 
 
-def _locate(tensor: torch.Tensor, file: MappedFile) -> Places:
+def _locate(tensor: torch.Tensor, file: StoredFile) -> Places:
     """Return the places of a tensor in the file: its only one, or as bytes those of a quantised weight's large ones."""
     if not is_joined(tensor):
         place = file.locate(tensor)
@@ -169,7 +169,7 @@ def _locate(tensor: torch.Tensor, file: MappedFile) -> Places:
     }
 
 
-def _load(entry: Entry, file: MappedFile, dtype: torch.dtype) -> None:
+def _load(entry: Entry, file: StoredFile, dtype: torch.dtype) -> None:
     """Bring a tensor that does not stream into memory, in the dtype that ComfyUI keeps it in."""
     tensor = entry.tensor
     if is_joined(tensor):
@@ -184,4 +184,4 @@ def _load(entry: Entry, file: MappedFile, dtype: torch.dtype) -> None:
         decode_tensor(read_tensors({"": place})[""], decoded, packing=place.packing)
         entry.replace(decoded)
     else:
-        entry.replace(tensor.to(dtype, copy=True))
+        entry.replace(tensor.detach().to(dtype, copy=True))

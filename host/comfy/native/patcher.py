@@ -19,7 +19,7 @@ from ....schema import OffloadPolicy
 from ...api import ModelStreaming, ShareVisits
 from ..patcher_memory import StreamedPatcher
 from .arrival import Arriving, arriving_patches
-from .layers import is_joined
+from .layers import detached, is_joined
 from .weights import NativeWeights
 
 EVERYTHING = 1e32
@@ -119,7 +119,7 @@ class NativePatcher(StreamedPatcher):
         return model
 
     def get_key_patches(self, filter_prefix: str | None = None) -> dict[str, Any]:
-        """Return weights and their patches; those of streamed matrices are views of the file, which take no RAM."""
+        """Return weights and their patches; streamed matrices are read when they are used, and take no RAM here."""
         patches: dict[str, Any] = super().get_key_patches(filter_prefix)
         stored: Mapping[str, torch.Tensor] = self.model.stored
         self._refuse_packed("merged")
@@ -132,7 +132,8 @@ class NativePatcher(StreamedPatcher):
 
     def model_state_dict(self, filter_prefix: str | None = None) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = super().model_state_dict(filter_prefix)
-        return {key: self.model.stored.get(key, tensor) for key, tensor in state.items()}
+        stored: Mapping[str, torch.Tensor] = self.model.stored
+        return {key: detached(stored.get(key, tensor)) for key, tensor in state.items()}
 
     def state_dict_for_saving(self, *args: Any, **settings: Any) -> dict[str, torch.Tensor]:
         """Return all weights with their patches; those of streamed layers are read when they are written.

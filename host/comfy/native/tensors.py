@@ -23,7 +23,7 @@ import comfy.model_detection
 import comfy.utils
 import torch
 
-from ....offload import CheckpointFileError, EightBit, MappedFile
+from ....offload import CheckpointFileError, EightBit, StoredFile
 from ....wan import (
     OTHER_MODELS_OF_A_CHECKPOINT,
     WRAPPERS,
@@ -56,7 +56,7 @@ _FIRST_BLOCK = re.compile(r"((?:[^.]+\.)+?)\w*(?:blocks|layers)\.0\.")
 _PATCHES = re.compile(r"(\w+_)?patch_embedding(_\w+)?\.weight")
 
 
-def native_tensors(path: Path, file: MappedFile, detect: Detect) -> tuple[Tensors, dict[str, str]]:
+def native_tensors(path: Path, file: StoredFile, detect: Detect) -> tuple[Tensors, dict[str, str]]:
     """Return tensors and metadata for ComfyUI; `detect` returns True for those of a model.
 
     Raises:
@@ -79,7 +79,7 @@ def known_formats() -> Mapping[str, Any]:
     return getattr(getattr(comfy, "quant_ops", None), "QUANT_ALGOS", {})
 
 
-def _bare_keys(path: Path, file: MappedFile, detect: Detect) -> dict[str, str]:
+def _bare_keys(path: Path, file: StoredFile, detect: Detect) -> dict[str, str]:
     """Return the key in the file of each tensor of the diffusion model by its bare key."""
     keys = {WRAPPERS.sub("", key): key for key in file.tensors}
     prefix = comfy.model_detection.unet_prefix_from_state_dict(dict.fromkeys(keys))
@@ -104,7 +104,7 @@ def _below(keys: Mapping[str, str], prefix: str) -> dict[str, str]:
     return {FILE_MARKER: keys[FILE_MARKER], **below} if below and FILE_MARKER in keys else below
 
 
-def _tensors(path: Path, file: MappedFile, keys: Mapping[str, str]) -> Tensors:
+def _tensors(path: Path, file: StoredFile, keys: Mapping[str, str]) -> Tensors:
     tensors = {bare: file.tensors[key] for bare, key in keys.items()}
     return _with_patch_shapes(tensors) if path.suffix.lower() == GGUF else tensors
 
@@ -152,7 +152,7 @@ def _marker(settings: Mapping[str, Any]) -> torch.Tensor:
     return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
 
 
-def _read_unmarked(path: Path, file: MappedFile, keys: Mapping[str, str], tensors: Tensors, settings: Settings) -> None:
+def _read_unmarked(path: Path, file: StoredFile, keys: Mapping[str, str], tensors: Tensors, settings: Settings) -> None:
     """Mark the layers with a scale that no marker explains, or replace their weights by packed ones."""
     places = {bare: file.places[key] for bare, key in keys.items()}
     rotated = any(each.get("convrot") or each.get("params") for each in settings.values())

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,7 @@ import torch._dynamo
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras import nodes_lora_extract, nodes_model_merging, nodes_torch_compile
 from installed_pack import load_pack
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 load_pack()
 from wanstream.host.comfy.native.build import WEIGHT_DTYPES  # noqa: E402
@@ -352,6 +354,73 @@ def save_case(side: Side) -> object:
             side.sample(model, steps=1)
             files.append(path.read_bytes())
         found[f"{kind} {dtype}"] = [len(files[0]) > 1e6, files[0] == files[1]]
+    return found
+
+
+def _roads(side: Side, dtype: str, folder: Path) -> dict[str, Callable[[Any], object]]:
+    """Everything that reads the weights of a MODEL that streams."""
+
+    def merged(model: Any) -> object:
+        (both,) = nodes_model_merging.ModelMergeSimple().merge(side.native(dtype), model, 0.5)
+        return side.sample(both, steps=1)
+
+    def patched(model: Any) -> object:
+        changed = _with_lora(model, side.lora("lora", streamed=True))
+        return [changed.patch_weight_to_device(key, return_weight=True) + 0 for key in changed.patches]
+
+    def extracted(model: Any) -> object:
+        kind = nodes_lora_extract.LORAType.FULL_DIFF
+        return nodes_lora_extract.calc_lora_model(model, 4, "diffusion_model.", "", {}, kind, bias_diff=False)
+
+    def state(model: Any) -> list[torch.Tensor]:
+        # Without the quantised weights, which have no copy in every version of ComfyUI.
+        return [each for key, each in model.model_state_dict().items() if key in model.model.stored]
+
+    return {
+        "sample": lambda model: side.sample(model, steps=1),
+        "sample a clone": lambda model: side.sample(model.clone(), steps=1),
+        "save": lambda model: comfy.sd.save_checkpoint(str(folder / "saved.safetensors"), model),
+        "merge": merged,
+        "patch": patched,
+        "extract": extracted,
+        "state dict": lambda model: [each.clone() for each in state(model)],
+        "save the state dict": lambda model: save({str(at): each for at, each in enumerate(state(model))}),
+        "numpy": lambda model: [each.view(torch.uint8).numpy() for each in state(model)],
+        "deep copy": lambda model: [each + 0 for each in copy.deepcopy(state(model))],
+        "key patches": lambda model: [patches[0][0].clone() for patches in model.get_key_patches().values()],
+    }
+
+
+def _change(path: Path, kind: str) -> None:
+    content = path.read_bytes()
+    if kind in {"cut", "empty"}:
+        os.truncate(path, len(content) // 2 if kind == "cut" else 0)
+        return
+    path.unlink() if kind in {"replaced", "gone"} else None
+    if kind != "gone":
+        path.write_bytes(content[:1000] + bytes(len(content) - 1000))
+        os.utime(path, ns=(1, 1))
+
+
+def changed_file_case(side: Side) -> object:
+    """The outcome of everything that reads the weights of a file that was changed after it was opened."""
+    found: dict[str, dict[str, str]] = {}
+    for dtype in ("fp32", "fp8"):
+        for kind in ("cut", "empty", "rewritten", "replaced", "gone"):
+            path = side.folder / f"changed_{dtype}_{kind}.safetensors"
+            outcomes = found[f"{dtype} {kind}"] = {}
+            for road, read in _roads(side, dtype, side.folder).items():
+                path.write_bytes(side.file(dtype).read_bytes())
+                with families.given_configuration(side.family):
+                    model = load_native(path, NUMBER_FORMATS[dtype], POLICY, **LIMITS)
+                _change(path, kind)
+                try:
+                    read(model)
+                    outcomes[road] = "no error"
+                except Exception as err:  # noqa: BLE001 - any exception is an outcome, which the test judges
+                    outcomes[road] = f"{type(err).__name__}: {err}"
+                model.detach()
+            path.unlink(missing_ok=True)
     return found
 
 

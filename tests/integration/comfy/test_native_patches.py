@@ -110,6 +110,18 @@ def test_saved_files_are_equal_to_those_of_comfyui(case: Case) -> None:
         assert all(equal == [True, True] for equal in found.values()), found
 
 
+def test_a_file_that_was_changed_is_refused_in_words_whatever_reads_it(case: Case) -> None:
+    """The process is alive: a mapped file that is cut would have ended it."""
+    found = case("changed_file")
+    assert len(found) == 10
+    for kind, outcomes in found.items():
+        for road, outcome in outcomes.items():
+            # ComfyUI 0.3.64 cannot save or extract without all weights in memory.
+            known = f"changed_{kind.replace(' ', '_')}.safetensors" in outcome or "needs all weights" in outcome
+            assert known, (kind, road, outcome)
+    assert all("SourceError" in outcomes["sample"] for outcomes in found.values())
+
+
 def test_an_extracted_lora_is_that_of_comfyui(case: Case) -> None:
     found = case("extract")
     if isinstance(found, str):

@@ -1,0 +1,223 @@
+"""Tensors of a file that are renamed, sliced and reshaped without reading them, and their places in the file."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..formats.gguf_header import read_gguf_header
+from ..formats.packing import QuantFormat
+from ..formats.safetensors_header import FileTensor, read_header
+from .file import read_tensors
+
+GGUF = ".gguf"
+
+_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
+_NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+_WITHOUT_VALUES = frozenset({*_LIKE, *_NEW})
+"""Operations that take the shape, dtype and device of a tensor, but not its values."""
+
+
+class StoredTensor(torch.Tensor):
+    """A CPU tensor whose values stay in its file, and are read by every operation that needs them.
+
+    Not a mapping of the file: the system ends a process that touches a page behind the end of a file that was cut.
+    Reading returns an error instead, and also notices a file that was rewritten or replaced since it was opened.
+
+    Views are stored tensors again. An operation that needs values raises SourceError if the file has changed, and
+    returns a tensor in memory. Writing raises ValueError.
+    """
+
+    place: FileTensor
+    """Place of the tensor that this one is a view of."""
+    shadow: torch.Tensor
+    """The same view on `meta`, whose storage begins at the first value in `place`."""
+    kept: torch.Tensor | None = None
+    """The values, since their address was requested."""
+
+    @staticmethod
+    def __new__(cls, place: FileTensor, shadow: torch.Tensor) -> StoredTensor:
+        # Views that are made in inference mode and outside of it belong to one tensor, so that all are of one kind.
+        with torch.inference_mode(False):
+            made: StoredTensor = torch.Tensor._make_wrapper_subclass(
+                cls,
+                shadow.shape,
+                strides=shadow.stride(),
+                storage_offset=shadow.storage_offset(),
+                dtype=shadow.dtype,
+                device=torch.device("cpu"),
+                requires_grad=False,
+            )
+        made.place, made.shadow = place, shadow
+        return made
+
+    def read(self) -> torch.Tensor:
+        """Return the values in new memory. Raises SourceError if the file cannot be read, or has changed."""
+        if not self.numel():
+            return torch.empty(self.shape, dtype=self.dtype)
+        if self.is_contiguous():
+            return read_tensors({"": self.located()})[""]
+        values = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride(), strict=True))
+        span = self.shadow.as_strided((values,), (1,))
+        return StoredTensor(self.place, span).read().as_strided(self.shape, self.stride(), 0).clone()
+
+    def located(self) -> FileTensor:
+        """Return the place of this view, which is contiguous."""
+        offset = self.place.offset + int(self.storage_offset()) * self.itemsize
+        return replace(self.place, offset=offset, nbytes=self.nbytes, dtype=self.dtype, shape=tuple(self.shape))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        schema, named = function._schema, dict(kwargs or {})
+        # In inference mode, operations that consist of others arrive here whole: `to` may be a view or a copy.
+        parts = function.decompose(*args, **named)
+        if parts is not NotImplemented:
+            return parts
+        if any(isinstance(each, StoredTensor) for each in _written(schema, args, named)):
+            raise ValueError(f"{schema.name}: a tensor that is in its file cannot be changed: clone it first")
+        if schema.name.partition("::")[2] in _WITHOUT_VALUES:
+            named["device"] = named.get("device") or "cpu"
+            return function(*tree_map(_shadow, args), **tree_map(_shadow, named))
+        is_view = any(each.alias_info is not None for each in schema.returns)
+        if is_view and isinstance(args[0], StoredTensor):
+            place = args[0].place
+            made = function(*tree_map(_shadow, args), **named)
+            return tree_map(lambda each: StoredTensor(place, each) if isinstance(each, torch.Tensor) else each, made)
+        return function(*tree_map(_values, args), **tree_map(_values, named))
+
+    # What does not go through an operation: the address of the values. They stay as long as this view exists.
+
+    def data_ptr(self) -> int:
+        return self._kept().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._kept().untyped_storage()
+
+    def storage(self) -> Any:
+        return self._kept().storage()
+
+    def numpy(self, *args: Any, **settings: Any) -> Any:
+        return self.read().numpy(*args, **settings)
+
+    def tolist(self) -> Any:
+        return self.read().tolist()
+
+    def _kept(self) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = self.read()
+        return self.kept
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensor:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"StoredTensor({list(self.shape)}, {self.dtype}, {self.place.path.name})"
+
+
+def _written(schema: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operation changes."""
+    writes = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    if not writes:
+        return []
+    given = {each.name: value for each, value in zip(schema.arguments, args, strict=False)} | dict(named)
+    return [given[name] for name in writes if name in given]
+
+
+def _shadow(value: Any) -> Any:
+    return value.shadow if isinstance(value, StoredTensor) else value
+
+
+def _values(value: Any) -> Any:
+    return value.read() if isinstance(value, StoredTensor) else value
+
+
+class StoredFile:
+    """A safetensors or GGUF file whose tensors can be renamed, sliced along rows and reshaped without reading them.
+
+    Plain tensors are a `StoredTensor` each. Packed tensors of GGUF have the shape of their values, have no values
+    (they are on `meta`), and share one storage, in which a view has its place like in the file.
+
+    Args:
+        path: the file.
+        packed_dtype: dtype that packed tensors have here.
+
+    Attributes:
+        tensors: tensors by their names in the file.
+        places: places of these tensors in the file.
+        metadata: free-form metadata of the file.
+        is_packed: True if a tensor is packed.
+
+    Raises:
+        CheckpointFileError: as `read_header` or `read_gguf_header`.
+    """
+
+    def __init__(self, path: Path, packed_dtype: torch.dtype = torch.bfloat16) -> None:
+        header = read_gguf_header(path) if path.suffix.lower() == GGUF else read_header(path)
+        self.metadata: Mapping[str, str] = header.metadata
+        self.places: Mapping[str, FileTensor] = header.tensors
+        packed = [tensor for tensor in header.tensors.values() if tensor.packing is not None]
+        self.is_packed = bool(packed)
+        *starts, values = accumulate((math.prod(tensor.shape) for tensor in packed), initial=0)
+        self._packed, self._starts = packed, starts
+        self._values = torch.empty(values, dtype=packed_dtype, device="meta")
+        self._own = {id(tensor) for tensor in header.tensors.values()}
+        self._packed_dtype = packed_dtype
+        self._layers: dict[int, tuple[torch.Tensor, FileTensor]] = {}
+        virtual = {id(tensor): self._values[start:] for tensor, start in zip(packed, starts, strict=True)}
+        self.tensors: dict[str, torch.Tensor] = {
+            name: virtual[id(tensor)][: math.prod(tensor.shape)].view(tensor.shape)
+            if tensor.packing is not None
+            else StoredTensor(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+            for name, tensor in header.tensors.items()
+        }
+
+    def pack(self, layer: FileTensor) -> torch.Tensor:
+        """Return a tensor without values for codes and scales of this file; only as a whole it has a place."""
+        values = torch.empty(layer.shape, dtype=self._packed_dtype, device="meta")
+        self._layers[values.untyped_storage()._cdata] = values, layer
+        self.is_packed = True
+        return values
+
+    def locate(self, view: torch.Tensor) -> FileTensor | None:
+        """Return the place in the file of a contiguous view; None for a tensor that is not in this file.
+
+        A part of a packed tensor that is not a number of whole groups has no place either.
+        """
+        if not view.numel() or not view.is_contiguous() or not self.has(view):
+            return None
+        return view.located() if isinstance(view, StoredTensor) else self._locate_packed(view)
+
+    def has(self, view: torch.Tensor) -> bool:
+        """Return True for a tensor of this file, contiguous or not."""
+        if isinstance(view, StoredTensor):
+            return id(view.place) in self._own
+        if not view.is_meta:
+            return False
+        storage = view.untyped_storage()._cdata
+        return storage in self._layers or bool(storage == self._values.untyped_storage()._cdata)
+
+    def _locate_packed(self, view: torch.Tensor) -> FileTensor | None:
+        if (packed := self._layers.get(view.untyped_storage()._cdata)) is not None:
+            whole, layer = packed
+            return layer if view.shape == whole.shape else None
+        index = bisect_right(self._starts, view.storage_offset()) - 1
+        tensor, start = self._packed[index], view.storage_offset() - self._starts[index]
+        packing = tensor.packing
+        assert isinstance(packing, QuantFormat), f"{tensor} is not packed in a format of GGUF"
+        if start % packing.values or view.numel() % packing.values:
+            return None
+        offset, nbytes = (count // packing.values * packing.nbytes for count in (start, view.numel()))
+        return replace(tensor, offset=tensor.offset + offset, nbytes=nbytes, shape=tuple(view.shape))
