@@ -388,8 +388,6 @@ class Runner:
         parts = [self.store.part_path(name) for name in names]
         try:
             for file, part in zip(saved, parts, strict=True):
-                if self._stop.immediate:
-                    raise UnreachableError("stopped while its files were fetched")
                 self.backend.fetch(file, part)
             return [self.store.check_file(part) for part in parts]
         except (NoSuchFileError, UnreadableFileError, UnreachableError):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -121,13 +119,12 @@ def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
         for name in (value for value in node["inputs"].values() if str(value).endswith(".safetensors")):
             path = folder / kinds[node["class_type"]] / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(_small_file(kinds[node["class_type"]], name), path)
+            path.write_bytes(_small_file(kinds[node["class_type"]], name))
     return folder
 
 
 @cache
-def _small_file(kind: str, name: str) -> Path:
-    """Return a file of the test model, which stays until the process ends."""
-    folder = tempfile.mkdtemp(prefix="wanstream-test-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return write_tiny_model(Path(folder), layers=1, names={name}).folder / kind / name
+def _small_file(kind: str, name: str) -> bytes:
+    """Return the content of a file of the test model."""
+    with tempfile.TemporaryDirectory() as folder:
+        return (write_tiny_model(Path(folder) / "models", layers=1, names={name}).folder / kind / name).read_bytes()

@@ -143,15 +143,15 @@ class RayBackend(BatchBackend):
     def fetch(self, file: MadeFile, part: Path) -> None:
         name = os.path.join(file.subfolder, file.filename)
         shared = self._folder / name
+        part.unlink(missing_ok=True)  # an existing one could be a link
         if shared.is_file():
             # Not renamed: a fetch of several files that fails starts again with the first one.
-            part.unlink(missing_ok=True)
             try:
                 os.link(shared, part)
             except OSError:  # a file system without links; one that is full fails again
                 shutil.copyfile(shared, part)
             return
-        with part.open("wb") as written:
+        with part.open("xb") as written:
             piece = self._call("read", name, 0, PIECE)
             while len(piece) == PIECE:
                 ahead = self._actor.serve("read", name, written.tell() + PIECE, PIECE)

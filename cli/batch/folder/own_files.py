@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,13 +47,16 @@ class _Trust:
     device: int
     mounts: Collection[str]
 
-    def fault(self, path: Path, found: os.stat_result, *, folder: bool) -> str:
-        """Return why the file or folder is not the batch's own; empty if it is. `found` is from `lstat`."""
+    def fault(self, path: Path, found: os.stat_result, *, folder: bool, names: int = 1) -> str:
+        """Return why the file or folder is not the batch's own; empty if it is.
+
+        `found` is from `lstat`; `names` is the number of names that a batch has given to the file.
+        """
         if stat.S_ISLNK(found.st_mode) or getattr(found, "st_reparse_tag", 0) & _NAME_SURROGATE:
             return "is a link"
         if not (stat.S_ISDIR if folder else stat.S_ISREG)(found.st_mode):
             return "is not a folder" if folder else "is not a regular file"
-        if not folder and found.st_nlink > 1:
+        if not folder and found.st_nlink > names:
             return f"has {found.st_nlink} names (hard links), so that another file would change with it"
         if self.owners is not None and found.st_uid not in self.owners:
             return f"belongs to another user ({found.st_uid})"
@@ -78,12 +82,22 @@ def check_work_folder(output: Path) -> None:
         elif path.name not in {LOCK, f"{LOCK}-journal"}:
             raise _refusal(path, "is not a file of a batch")
     check_database(work / LOCK)
+    # A file that was made in the output folder is linked to its part, and then to its final name.
+    names = Counter(found.st_ino for path in _files((work / MADE, work / PARTS)) if (found := _lstat(path)))
+    names.update(found.st_ino for path in _entries(output) if (found := _lstat(path)) and stat.S_ISREG(found.st_mode))
     for top, is_name in _ALLOWED.items():
         for path in _entries(work / top):
-            if _check(path, trust, folder=top == MADE) and not is_name(path.name):
+            if _check(path, trust, folder=top == MADE, names=names) and not is_name(path.name):
                 raise _refusal(path, "is not a file of a batch")
             if top == MADE:
-                _check_tree(path, trust)
+                _check_tree(path, trust, names)
+
+
+def _files(folders: Iterable[Path]) -> Iterator[Path]:
+    """Return all entries below the folders, without following links."""
+    for folder in folders:
+        for root, _, files in os.walk(folder):
+            yield from (Path(root, name) for name in files)
 
 
 def check_database(path: Path) -> None:
@@ -113,7 +127,7 @@ def check_file(path: Path) -> None:
         _check(parent / path.name, _trust(parent), folder=False)
 
 
-def _check_tree(folder: Path, trust: _Trust) -> None:
+def _check_tree(folder: Path, trust: _Trust, names: Mapping[int, int]) -> None:
     pending = [folder]
     while pending:
         for path in _entries(pending.pop()):
@@ -121,18 +135,18 @@ def _check_tree(folder: Path, trust: _Trust) -> None:
             if found is None:
                 continue
             is_folder = stat.S_ISDIR(found.st_mode)
-            if fault := trust.fault(path, found, folder=is_folder):
+            if fault := trust.fault(path, found, folder=is_folder, names=names.get(found.st_ino, 1)):
                 raise _refusal(path, fault)
             if is_folder:
                 pending.append(path)
 
 
-def _check(path: Path, trust: _Trust, *, folder: bool) -> bool:
+def _check(path: Path, trust: _Trust, *, folder: bool, names: Mapping[int, int] | None = None) -> bool:
     """Return False if nothing is at `path`. Raises ForeignFileError."""
     found = _lstat(path)
     if found is None:
         return False
-    if fault := trust.fault(path, found, folder=folder):
+    if fault := trust.fault(path, found, folder=folder, names=(names or {}).get(found.st_ino, 1)):
         raise _refusal(path, fault)
     return True
 

@@ -39,6 +39,9 @@ def finished(out: Path) -> Path:
 def test_what_a_batch_leaves_is_its_own(tmp_path: Path) -> None:
     out = finished(tmp_path / "out")
     check(out)
+    os.link(out / ".wanstream" / "made" / "some-id" / "video" / "x.mp4", out / ".wanstream" / "parts" / "00003.mp4")
+    os.link(out / ".wanstream" / "parts" / "00003.mp4", out / "00003.mp4")  # as by an actor that was killed meanwhile
+    check(out)
     (tmp_path / "link").symlink_to(out, target_is_directory=True)
     check(tmp_path / "link")  # the user's choice, as is everything above the output folder
 
