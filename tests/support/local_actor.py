@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from wanstream.distributed import WorkerLostError
 
 PLAIN = (str, int, float, bool, bytes, type(None))
 MARK = "mark"
+ROWS, STOPPING = "wanstream rows", "stopping service"
+END_SECONDS = 30.0
 
 
 def is_plain(value: object) -> bool:
@@ -24,6 +27,19 @@ def is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(is_plain(each) for each in value)
     return isinstance(value, PLAIN)
+
+
+@contextmanager
+def rows_ended() -> Iterator[None]:
+    """After the `with`, no row of a stopped service is running, and no service is still stopping.
+
+    A row that goes on writes into its temporary folder, which a test's folder could not be removed with.
+    """
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith((ROWS, STOPPING)):
+            thread.join(END_SECONDS)
+            assert not thread.is_alive(), f"{thread.name} goes on: its service was not stopped"
 
 
 class LocalActor:
@@ -45,7 +61,7 @@ class LocalActor:
         with self._lock:
             if not self._killed:
                 service, self._left, self._killed = self.service, self._down, True
-                threading.Thread(target=service.stop, daemon=True).start()
+                threading.Thread(target=service.stop, name=STOPPING, daemon=True).start()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         """Return what the worker of the process returns."""

@@ -49,7 +49,7 @@ from wanstream.host.embedded.adapter import NodeProgress
 from wanstream.host.embedded.run import NodeFailedError, Workflow
 from wanstream.schema import ExpertsRef, PathMap, WorkersError, WorkersRef
 from wanstream.tests.faults.replaced import named_models, run_replaced
-from wanstream.tests.support.local_actor import MARK, LocalActor, local_backend, row_service
+from wanstream.tests.support.local_actor import MARK, LocalActor, local_backend, row_service, rows_ended
 
 WORKFLOWS = Path(__file__).parents[4] / "workflows" / "api"
 LIMIT_S = 20
@@ -62,21 +62,22 @@ def workflow() -> dict[str, Any]:
 
 
 @pytest.fixture
-def options(tmp_path: Path, workflow: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> BatchOptions:
+def options(tmp_path: Path, workflow: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[BatchOptions]:
     (tmp_path / "temporary").mkdir()
     (tmp_path / "input").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     models = named_models(tmp_path / "models", workflow)
     # By `monkeypatch`, as tests do: a context that ends before it would be set again when `monkeypatch` is undone.
     monkeypatch.setattr(Workflow, "run", run_replaced)
-    return BatchOptions(
-        jobs=Path("jobs.csv"),
-        workflow=Path("workflow.json"),
-        output=tmp_path / "out",
-        models=models,
-        input=tmp_path / "input",
-        ray="local",
-    )
+    with rows_ended():
+        yield BatchOptions(
+            jobs=Path("jobs.csv"),
+            workflow=Path("workflow.json"),
+            output=tmp_path / "out",
+            models=models,
+            input=tmp_path / "input",
+            ray="local",
+        )
 
 
 @pytest.fixture(params=["shared folder", "object store"])

@@ -18,14 +18,14 @@ from wanstream.cli.batch.actors.row_service import RowService
 from wanstream.host.embedded.run import Workflow
 from wanstream.schema import WorkersRef
 from wanstream.tests.faults.replaced import named_models, run_replaced
-from wanstream.tests.support.local_actor import LocalActor
+from wanstream.tests.support.local_actor import LocalActor, rows_ended
 
 T2V = Path(__file__).parents[4] / "workflows" / "api" / "t2v.json"
 ON_TWO = ("--ray", "--device", "cpu", "--workers", "2")
 
 
 @pytest.fixture
-def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], int]:
+def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], int]]:
     """`batch(rows)`: the exit code of a batch of so many rows on two actors."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -46,7 +46,8 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], in
         folders = ["--out", str(tmp_path / "out"), "--models", str(models), "--input", str(tmp_path)]
         return main(["batch", str(tmp_path / "jobs.jsonl"), "--workflow", str(T2V), *folders, *ON_TWO])
 
-    return run
+    with rows_ended():
+        yield run
 
 
 def test_the_summary_has_the_rows_of_each_actor_and_those_of_earlier_commands(

@@ -7,7 +7,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +28,7 @@ from wanstream.cli.options import BatchOptions
 from wanstream.host.embedded.run import History, NodeFailedError, Workflow
 from wanstream.tests.faults.replaced import named_models
 from wanstream.tests.support.fake_batch import Bench, Killed, Mishaps, rows_of
-from wanstream.tests.support.local_actor import LocalActor, local_backend, row_service
+from wanstream.tests.support.local_actor import LocalActor, local_backend, row_service, rows_ended
 
 T2V = Path(__file__).parents[4] / "workflows" / "api" / "t2v.json"
 KINDS = ("actor", "actor while it answers", "driver", "answer")
@@ -88,13 +88,14 @@ class ActorFleet(Bench):
 
 
 @pytest.fixture
-def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BatchOptions:
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BatchOptions]:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(Workflow, "run", write_row)
     monkeypatch.setattr(ray_backend, "LIMIT_S", 1.0)
     models = named_models(tmp_path / "models", json.loads(T2V.read_text(encoding="utf-8")))
-    return BatchOptions(jobs=Path(), workflow=Path(), output=tmp_path / "out", models=models, input=tmp_path)
+    with rows_ended():
+        yield BatchOptions(jobs=Path(), workflow=Path(), output=tmp_path / "out", models=models, input=tmp_path)
 
 
 @pytest.mark.parametrize("shared", [True, False])
