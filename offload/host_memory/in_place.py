@@ -27,8 +27,9 @@ class InPlaceBlocks:
     """Blocks that a device copies from the tensors of their source, without a slot.
 
     The first use of a block page-locks its memory, within the limits of `LockedBlocks`. The copy of a block that could
-    not be locked blocks the host. Left out are blocks with a matrix that is not contiguous RAM, and blocks that are
-    mapped from a file: page-locking would read all of the file, and copy every page of a private mapping.
+    not be locked blocks the host. Left out are blocks with a matrix that is not contiguous RAM or is stored in another
+    dtype, and blocks that are mapped from a file: page-locking would read all of the file, and copy every page of a
+    private mapping.
 
     Args:
         source: source of the tensors; they must not be changed or closed before `close`.
@@ -41,10 +42,9 @@ class InPlaceBlocks:
         self._files = list(file_mappings())
         self._blocks: dict[BlockKey, ScatteredBlock] = {}
         for key, fmt in source.formats.items():
-            weights = source.weights(key)
-            if all(self._is_usable(weight) for weight in weights.values()):
-                places = {place.name: place.offset for place in fmt.stored.tensors}
-                parts = ((places[name], _bytes_of(weight)) for name, weight in weights.items() if weight.numel())
+            weights = [(place, source.weights(key)[place.name]) for place in fmt.stored.tensors]
+            if all(weight.dtype == place.dtype and self._is_usable(weight) for place, weight in weights):
+                parts = ((place.offset, _bytes_of(weight)) for place, weight in weights if weight.numel())
                 self._blocks[key] = ScatteredBlock(parts=tuple(parts))
         self._taken: set[BlockKey] = set()
         self._taking = threading.Lock()
