@@ -24,8 +24,10 @@ async def comfy_entrypoint() -> "WanStreamExtension":
 
         current_host().open_to_browsers()
         extension = WanStreamExtension()
-        for node in await extension.get_node_list():
+        nodes = await extension.get_node_list()
+        for node in nodes:
             name_errors_of(node)
+        current_host().check_prompts(nodes)
     except Exception:
         # ComfyUI prints one line without a traceback for an error in here.
         logging.getLogger("wanstream").exception("WanStream could not be loaded")

@@ -8,7 +8,7 @@ from a graph are untrusted: a host returns paths inside the model and output fol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -281,6 +281,12 @@ class HostApi(Protocol):
 
     def open_to_browsers(self) -> None:
         """Serve announced events to browsers; called once, before the host's server starts to listen."""
+
+    def check_prompts(self, nodes: Iterable[type[Any]]) -> None:
+        """Check the constants of queued workflows for these node classes, as `plain_value` does; called once.
+
+        The host must be open to browsers.
+        """
 
     def has_viewers(self) -> bool:
         """Return True if anybody is connected who receives announced events."""

@@ -1,4 +1,4 @@
-"""Plain names for errors in ComfyUI, which shows the module of an error class: a pack's module is its disk path."""
+"""Plain names and texts for errors in ComfyUI, which shows the module of an error class, the disk path of a pack."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
+
+from .error_texts import folders_last
+from .input_values import RefusedValue
 
 NAME = "wanstream"
 PACKAGE = __name__.rsplit(".", 2)[0]
@@ -17,6 +20,8 @@ R = TypeVar("R")
 
 def plainly_named(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap a function that ComfyUI calls, so that errors of our classes are reported as `wanstream.<class>`.
+
+    Their messages have the folders of files in the last line.
 
     They are still instances of their classes, and are pickled as such: the classes themselves keep the module from
     which another process imports them.
@@ -39,17 +44,38 @@ def plainly_named(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def name_errors_of(node: type[Any]) -> None:
-    """Give plain names to the errors of `execute` and `validate_inputs` of a node class."""
+    """Give plain names to the errors of `execute` and `validate_inputs` of a node class, which checks values alone."""
     # Only methods of this class: ComfyUI calls `validate_inputs` only if a node overrides that of the base class.
     for name in vars(node).keys() & {"execute", "validate_inputs"}:
-        setattr(node, name, classmethod(plainly_named(getattr(node, name).__func__)))
+        function = getattr(node, name).__func__
+        setattr(node, name, classmethod(plainly_named(_of_values(function) if name == "validate_inputs" else function)))
+
+
+def _of_values(check: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a node's own check, so that a constant that ComfyUI reports itself is None there, like a linked value."""
+
+    @wraps(check)
+    def call(*args: P.args, **inputs: P.kwargs) -> R:
+        known = {name: None if isinstance(value, RefusedValue) else value for name, value in inputs.items()}
+        return check(*args, **known)  # type: ignore[arg-type]
+
+    return call
 
 
 def _twin(cls: Any) -> Any:
-    """Return a subclass of `cls` that differs only in its module."""
+    """Return a subclass of `cls` that differs only in its module, and in the place of folders in its message."""
 
     def reduced(self: Exception) -> tuple[Any, ...]:
         return (cls, *cls.__reduce__(self)[1:])
 
-    body = {"__module__": NAME, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__reduce__": reduced}
+    def text(self: Exception) -> str:
+        return folders_last(cls.__str__(self))
+
+    body = {
+        "__module__": NAME,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce__": reduced,
+        "__str__": text,
+    }
     return type(cls.__name__, (cls,), body)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 _MAX_SHOWN = 60
 """Maximum number of characters of a value in a message."""
@@ -16,6 +17,17 @@ _MAX_SHOWN = 60
 
 class InputValueError(ValueError):
     """A constant is not a value of its input's type; the message contains what to write."""
+
+
+class RefusedValue(str):
+    """A constant, as JSON, whose conversion to a number or a boolean fails with a reason."""
+
+    reason: str
+
+    def _refuse(self) -> NoReturn:
+        raise InputValueError(self.reason)
+
+    __bool__ = __int__ = __float__ = _refuse
 
 
 def plain_value(io_type: str, value: object) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +38,7 @@ from .native.patcher import NativePatcher
 from .native.stream_model import ModelStreamer
 from .patcher import ExpertsModel, ExpertsPatcher, workers_patcher
 from .progress import NodeBar
+from .prompt_values import PromptValues
 from .samplers import FlowSampling, schedule_names, schedule_sigmas
 from .user_settings import SETTINGS, SMALL_MODELS, STRICT, setting_is_on
 
@@ -206,6 +207,10 @@ class ComfyHost(HostApi):
 
         self._events = ServerEvents()
         self._events.open()
+
+    def check_prompts(self, nodes: Iterable[type[Any]]) -> None:
+        if self._events is not None:
+            self._events.check_prompts(PromptValues(nodes, self.listed_name))
 
     def has_viewers(self) -> bool:
         return self._events is not None and self._events.has_viewers()

@@ -11,7 +11,7 @@ ComfyUI is patched.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -35,6 +35,12 @@ class ServerEvents:
             return  # another copy of this pack serves them
         server.routes.get("/wanstream/runs")(self._runs)
         server.routes.get("/wanstream/about")(self._about)
+
+    def check_prompts(self, check: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Let `check` change the body of each `POST /prompt` before its workflow is validated."""
+        server = getattr(PromptServer, "instance", None)
+        if server is not None:
+            server.add_on_prompt_handler(check)
 
     def has_viewers(self) -> bool:
         """Return True if at least one websocket is connected: a page, or a client of the API."""

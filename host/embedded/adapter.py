@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,6 +259,9 @@ class EmbeddedHost(HostApi):
 
     def open_to_browsers(self) -> None:
         return
+
+    def check_prompts(self, nodes: Iterable[type[Any]]) -> None:
+        return  # its own validation does
 
     def has_viewers(self) -> bool:
         return False

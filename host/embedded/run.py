@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...schema import Cancelled
+from ..error_texts import folders_last
 from .adapter import EmbeddedHost, Folders, NodeProgress
 from .graph import Prompt, nodes_by_id, plan_steps
 from .io import ComfyNode, Hidden, HiddenHolder, NodeOutput
@@ -43,7 +44,7 @@ class NodeFailedError(RuntimeError):
 
     def __init__(self, node_id: str, class_type: str, cause: Exception) -> None:
         kind = "" if isinstance(cause, ValueError | OSError) else f"{type(cause).__name__}: "
-        super().__init__(f"node {node_id} ({class_type}): {kind}{cause}")
+        super().__init__(folders_last(f"node {node_id} ({class_type}): {kind}{cause}"))
         self.node_id = node_id
         self.class_type = class_type
 

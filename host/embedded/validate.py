@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from ..api import current_host
+from ..error_texts import folders_last
 from ..input_values import InputValueError, plain_value, same_choice, shown
 from .graph import Prompt, as_link, class_of
 from .io import ComfyNode
@@ -91,15 +92,15 @@ class NodeRules:
         """
         return frozenset(getattr(self.own, "LISTED_INPUTS", ()))
 
-    def own_faults(self, inputs: Mapping[str, Any], received: Mapping[str, str], unlisted: Set[str]) -> list[Fault]:
+    def own_faults(self, inputs: Mapping[str, Any], received: Mapping[str, str], refused: Set[str]) -> list[Fault]:
         """Return the faults found by the class's own check.
 
-        It gets None for linked inputs, those of a server, and choices that are not in their lists (`unlisted`).
+        It gets None for linked inputs, those of a server, and constants that are refused already (`refused`).
         """
         if self.own is None or not self.own_checked:
             return []
         linked = {name for name, value in inputs.items() if as_link(value)}
-        hidden = self.elsewhere | self.unchecked | unlisted | linked
+        hidden = self.elsewhere | self.unchecked | refused | linked
         given = {name: None if name in hidden else inputs[name] for name in inputs if name in self.own_checked}
         types = {"input_types": dict(received)} if "input_types" in self.own_checked else {}
         result = self.own.validate_inputs(**given, **types)
@@ -377,7 +378,7 @@ class _Walk:
                 inner, node = ("inner_", "inner node") if about else ("", "node")
                 trace = {"exception_type": type(err).__name__, "traceback": traceback.format_tb(err.__traceback__)}
                 kind, message = f"exception_during_{inner}validation", f"Exception when validating {node}"
-                faults, sources_valid = [fault(kind, message, str(err), {**about, **trace})], False
+                faults, sources_valid = [fault(kind, message, folders_last(str(err)), {**about, **trace})], False
             self._path.pop()
             self._valid[node_id] = sources_valid and not faults
             if faults:
@@ -390,7 +391,7 @@ class _Walk:
         inputs = self._prompt[node_id]["inputs"]
         faults = unknown_faults(inputs, rules)
         received: dict[str, str] = {}
-        unlisted: set[str] = set()
+        refused: set[str] = set()
         sources_valid = True
         for name, socket in rules.sockets.items():
             if socket.io_type.startswith(NESTED):
@@ -401,7 +402,8 @@ class _Walk:
                 found = missing_fault(socket)
             elif not isinstance(value, list):
                 inputs[name], found = _constant(socket, value, rules)
-                unlisted |= {name} if found else set()
+                # A number goes on to the node's own check, whose message may say more.
+                refused |= {name} if found and not isinstance(inputs[name], int | float) else set()
             elif len(value) != 2:
                 malformed = "Bad linked input, must be a length-2 list of [node_id, slot_index]"
                 found = fault("bad_linked_input", malformed, name, socket.about(received_value=value))
@@ -412,7 +414,7 @@ class _Walk:
                 if found is None and not self._validate(value[0], socket.about(linked_node=value)):
                     sources_valid = False
             faults += [found] if found else []
-        return faults + rules.own_faults(inputs, received, unlisted), sources_valid
+        return faults + rules.own_faults(inputs, received, refused), sources_valid
 
     def _linked_type(self, socket: Socket, link: list[Any]) -> str:
         """Return the type of the linked output. Raises LookupError."""

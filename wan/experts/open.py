@@ -187,12 +187,13 @@ def _check_pair(high: Expert, low: Expert) -> None:
             raise CheckpointError(
                 expert.path,
                 f"is {KNOWN_CHANNELS[channels]} ({channels[0]} channels), which is a single model; the experts of "
-                f"Wan2.2 A14B have {_or(PAIR_CHANNELS)} channels: open it as a single model",
+                f"Wan2.2 A14B have {_or(PAIR_CHANNELS)} channels: open it as a single model (Wan Model (single))",
             )
     if high.config.family != low.config.family:
         raise CheckpointError(
             low.path,
-            f"is {low.config.family.upper()}, but the high-noise expert {high.path} is {high.config.family.upper()}",
+            f"is {low.config.family.upper()}, but the high-noise expert is not: use two T2V or two I2V files "
+            f"({high.path.name} is {high.config.family.upper()})",
         )
     sizes, others = asdict(low.config), asdict(high.config)
     for size, value in sizes.items():

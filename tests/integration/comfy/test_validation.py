@@ -1,6 +1,7 @@
 """200 generated workflows of our nodes, sound and broken: the embedded host and a real server must agree on each.
 
-Unknown inputs are not among the faults: ComfyUI ignores them, while the embedded host refuses them.
+Unknown inputs are not among the faults: ComfyUI ignores them, while the embedded host refuses them. Constants that
+ComfyUI would change without a message are refused by both, on the server by a handler of queued workflows.
 
 Every workflow is drawn from a seed. A broken one has either one fault that ends ComfyUI's validation of a node early
 (the order in which it checks inputs varies, so other faults would be found by chance), or up to three that do not.
@@ -148,7 +149,7 @@ class Weaver:
         if socket.io_type == "COMBO":
             return self.rng.choice(list(socket.options["options"]))
         if socket.io_type == "BOOLEAN":
-            return self.rng.choice([True, False, 0, "yes", {"__value__": True}])
+            return self.rng.choice([True, False, 0, {"__value__": True}])
         if socket.io_type == "STRING":
             return self.rng.choice(["clip", "video/clip", "a cat", "%year%/x"])
         return self._link(socket.io_type, depth)
@@ -406,6 +407,33 @@ def test_a_request_without_a_workflow(server: Any) -> None:
     _, theirs = server.post("/prompt", {})
     ours = validate_workflow(None, NODES, models=server.base / "models", input_dir=server.base / "input")
     assert _verdict(ours.error, ours.node_errors) == _verdict(theirs["error"], theirs["node_errors"])
+
+
+NOT_PLAIN = [
+    *(("WanStreamSampler", "leftover_noise", value) for value in ("disable", "false", "", None, 2)),
+    *(("WanStreamSampler", "steps", value) for value in (64.7, True, "64.7")),
+    *(("WanStreamSampler", "boundary_ratio", value) for value in (float("nan"), float("inf"), "nan", True)),
+    ("WanStreamSampler", "flow_shift", {"__value__": float("nan")}),
+]
+
+
+@pytest.mark.parametrize(("class_type", "name", "value"), NOT_PLAIN)
+def test_a_constant_that_python_would_change_is_refused(
+    server: Any, sockets: Sockets, class_type: str, name: str, value: Any
+) -> None:
+    prompt = next(
+        prompt
+        for seed in range(1000)
+        if not _is_ambiguous(prompt := Weaver(random.Random(seed), sockets).weave())
+        and any(node["class_type"] == class_type for node in prompt.values())
+    )
+    blamed = next(node_id for node_id, node in prompt.items() if node["class_type"] == class_type)
+    prompt[blamed]["inputs"][name] = value
+    ours, theirs = _judge_twice(server, prompt)
+    assert ours[1][blamed] == theirs[1][blamed] == ["invalid_input_type"]
+    _, answer = server.post("/prompt", {"prompt": prompt})
+    (error,) = answer["node_errors"][blamed]["errors"]
+    assert "write" in error["details"]
 
 
 @pytest.mark.parametrize("back", ["self", "round"])

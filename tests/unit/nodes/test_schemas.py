@@ -25,10 +25,11 @@ def test_a_choice_that_does_not_exist_is_refused_before_the_run(node: type[io.Co
     """ComfyUI compares no choice that the node's own check takes."""
     with embedded_host.opened(Folders(models=tmp_path, output=tmp_path, input=tmp_path)):
         rules = rules_of(node)
-        for name in rules.own_checked & {name for name, each in rules.sockets.items() if each.io_type == "COMBO"}:
+        choices = {name for name, each in rules.sockets.items() if each.io_type == "COMBO"}
+        for name in choices & rules.own_checked - rules.listed:
             for value in ("no such choice", "", "../x"):
                 with pytest.raises((ValueError, OSError)):
-                    rules.own_faults({name: value}, {})
+                    rules.own_faults({name: value}, {}, set())
 
 
 @EACH_NODE

@@ -1,0 +1,62 @@
+"""Messages of errors as a user reads them: the sentence and the names of files first, their folders last.
+
+ComfyUI's error panel shows a few lines. A long path at the start would leave no room for the reason and the remedy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+_START = re.compile(r"(?<!kept in )(?<![\w.:/\\~*)\]-])(?:[A-Za-z]:[\\/]|/|\\\\)(?=[^\s/\\])")
+"""Start of an absolute path: not a URL, a date, a relative name or a division, and not the place of a kept latent."""
+_SEPARATOR = re.compile(r"[\\/]" if os.name == "nt" else r"/")
+_FOLDERS = re.compile(r"(?:[^\s/\\'\"`,;:()<>|]+[\\/])+")
+"""The folders of a path that does not exist, from its second character on."""
+_NAME = re.compile(r"[^/\\\n'\"]*\.\w")
+"""Name with a suffix."""
+_LONGEST = 4096
+
+
+def folders_last(text: str) -> str:
+    """Return a message with the names of files in place of absolute paths, and with their folders in a last line.
+
+    Only the first line changes: the others say where something is.
+    """
+    text, *more = text.splitlines() or [""]
+    folders: dict[str, None] = {}
+    parts: list[str] = []
+    end = 0
+    for start in _START.finditer(text):
+        if start.start() < end:
+            continue  # inside the path before
+        folder = _folder_at(text, start.start(), start.end())
+        if folder:
+            parts.append(text[end : start.start()])
+            end = start.start() + len(folder) + 1
+            folders[folder] = None
+    first = "".join([*parts, text[end:]])
+    last = [f"{'folder' if len(folders) == 1 else 'folders'}: {', '.join(folders)}"] if folders else []
+    return "\n".join([first, *more, *last])
+
+
+def _folder_at(text: str, begin: int, inner: int) -> str:
+    """Return the folder of the path at `begin`, whose first name is at `inner`, without its last separator."""
+    found = begin
+    # A path may contain spaces, so the disk decides where it ends.
+    for separator in _SEPARATOR.finditer(text, inner, begin + _LONGEST):
+        if not _is_folder(text[begin : separator.start()]):
+            break
+        found = separator.start()
+    missing = _FOLDERS.match(text, inner if found == begin else found + 1)
+    folder = text[begin : missing.end() - 1 if missing else found]
+    # "/models -> /mnt/models" is an example, and "/api/prompt" a route.
+    is_file = _NAME.match(text, begin + len(folder) + 1) is not None
+    return folder if is_file or (found > begin and len(_SEPARATOR.findall(folder)) > 1) else ""
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return os.path.isdir(path)
+    except ValueError:  # a NUL
+        return False

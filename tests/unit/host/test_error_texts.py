@@ -1,0 +1,152 @@
+"""Messages begin with the reason and the names of files; folders come last."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanstream.host.embedded.run import NodeFailedError
+from wanstream.host.error_names import plainly_named
+from wanstream.host.error_texts import folders_last
+from wanstream.host.folders import check_output, inside
+from wanstream.offload.formats.gguf_header import read_gguf_header
+from wanstream.offload.formats.safetensors_header import CheckpointFileError, read_header
+from wanstream.wan import open_image_encoder, open_text_encoder, open_vae
+from wanstream.wan.latent_file import read_latent
+
+FIRST = 120
+"""Characters that ComfyUI's panel shows in any case."""
+REASON = "is of another model: choose the one of Wan2.2"
+
+
+@cache
+def _error_classes() -> list[type[Exception]]:
+    """All exceptions of the project that are made from one text, or from a path and a reason."""
+    found = dict[str, type[Exception]]()
+    for package in ("schema", "plan", "devices", "telemetry", "bench", "offload", "wan", "sampling", "host.folders"):
+        module = importlib.import_module(f"wanstream.{package}")
+        below = pkgutil.walk_packages(getattr(module, "__path__", ()), f"{module.__name__}.")
+        for name in [module.__name__, *(each.name for each in below)]:
+            for each in vars(importlib.import_module(name)).values():
+                if isinstance(each, type) and issubclass(each, ValueError | OSError) and "wanstream" in each.__module__:
+                    found[each.__qualname__] = each
+    return [*found.values()]
+
+
+def _made(kind: type[Exception], path: Path) -> Exception | None:
+    for arguments in ((path, REASON), (f"{path}: {REASON}",)):
+        try:
+            error = kind(*arguments)
+        except (TypeError, AttributeError):
+            continue
+        if str(path) in str(error) and REASON in str(error):
+            return error
+    return None
+
+
+PLACES = ["models/diffusion_models", "My Models/wan 2.2", "模型/二", "gone/a/b/c/d", "gone (1)/x"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_error_with_a_path_names_the_file_first_and_the_folder_last(tmp_path: Path, place: str) -> None:
+    folder = tmp_path / place
+    if not place.startswith("gone"):
+        folder.mkdir(parents=True)
+    path = folder / "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors"
+    checked = 0
+    for kind in _error_classes():
+        error = _made(kind, path)
+        if error is None:
+            continue
+        checked += 1
+        in_node = str(NodeFailedError("experts", "WanStreamExperts", error))
+
+        @plainly_named
+        def fails(error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(kind) as raised:
+            fails()
+        for text in (str(raised.value), in_node):
+            first, _, last = text.rpartition("\n")
+            assert path.name in first[:FIRST]
+            assert str(tmp_path) not in first, text
+            assert REASON in first
+            assert last.startswith("folder: ")
+            assert f"{last.removeprefix('folder: ')}/" in f"{folder}/"
+    assert checked > 20, "the classes are no longer found"
+
+
+def _written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+REAL: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda path: read_header(_written(path, b"abc")),
+    "web page": lambda path: read_header(_written(path, b"<!DOCTYPE html><html>")),
+    "GGUF": lambda path: read_gguf_header(_written(path, b"GGUF" + bytes(9))),
+    "missing": lambda path: read_header(path),
+    "latent": lambda path: read_latent(_written(path, b"{}")),
+    "no latent": lambda path: read_latent(path),
+    "VAE": lambda path: open_vae(path),
+    "text encoder": lambda path: open_text_encoder(path),
+    "CLIP": lambda path: open_image_encoder(_written(path, b"abc")),
+    "output": lambda path: check_output(_written(path, b""), "video/x"),
+    "outside": lambda path: inside(path, "../x"),
+}
+
+
+@pytest.mark.parametrize("refuse", REAL.values(), ids=REAL)
+def test_real_refusals(tmp_path: Path, refuse: Callable[[Path], object]) -> None:
+    folder = tmp_path / "a folder with spaces" / "and another one"
+    folder.mkdir(parents=True)
+    with pytest.raises((ValueError, OSError)) as refused:
+        plainly_named(refuse)(folder / "file.safetensors")
+    text = str(refused.value)
+    assert "file.safetensors" in text[:FIRST]
+    assert str(tmp_path) not in text[:FIRST]
+    assert str(folder) in text.rpartition("\n")[2]
+
+
+UNCHANGED = [
+    "70 is not a multiple of 16: use 64",
+    "see https://huggingface.co/a/b/c.safetensors",
+    "wan22/high.safetensors: is truncated",
+    "1/2, 3 / 4 and and/or, 24/7.5",
+    "./a/b.c, ~/a/b.c and *.py/x",
+    'path_map is a list of lines like "/models -> /mnt/models"',
+    "GET /wanstream/runs",
+    "no room. The latent is kept in /out/latents/x.latent: load it",
+    "it failed\n/a/b/c.py, line 7",
+    "/x.safetensors: is truncated",
+]
+
+
+@pytest.mark.parametrize("text", UNCHANGED)
+def test_texts_without_folders_stay_as_they_are(text: str) -> None:
+    assert folders_last(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("'/no/such/x.sft' is gone", "'x.sft' is gone\nfolder: /no/such"),
+        ("C:\\models\\wan\\x.sft: is cut", "x.sft: is cut\nfolder: C:\\models\\wan"),
+        ("/a/b/x.sft, /a/b/y.sft and /c/z.sft", "x.sft, y.sft and z.sft\nfolders: /a/b, /c"),
+        ("/a/x.sft: bad\nmore of it", "x.sft: bad\nmore of it\nfolder: /a"),
+    ],
+)
+def test_several_paths(text: str, changed: str) -> None:
+    assert folders_last(text) == changed
+
+
+def test_a_long_text_costs_little(tmp_path: Path) -> None:
+    error: Any = CheckpointFileError(tmp_path / "x.sft", "/".join("ab" * 5000))
+    assert folders_last(str(error)).startswith("x.sft: a/b/")
