@@ -98,6 +98,14 @@ IGNORED: Mapping[str, str] = {
     "ref_audio": "read by LTX-Video alone",
     "reference_audio_timbre_latents": "read by ACE-Step alone",
     "audio_codes": "read by ACE-Step alone",
+    "condition": "read by SeedVR2 alone",
+    "embeds": "read by Trellis 2 alone",
+    "generated_keyframes": "read by LTX-Video alone",
+    "lq_latent": "read by PiD alone",
+    "minimax_keyframes": "read by MiniMax-H3 alone",
+    "minimax_refs": "read by MiniMax-H3 alone",
+    "minimax_token_tags": "read by MiniMax-H3 alone",
+    "text_input_ids": "read by HiDream-O1 alone",
 }
 
 MAX_SEARCHED = 100_000

@@ -27,8 +27,9 @@ from wanstream.schema import OffloadPolicy  # noqa: E402
 from wanstream.wan.experts.open import open_experts  # noqa: E402
 
 SIZE, FRAMES = 64, 9
-MODULES = [name for name in ("nodes_wan", "nodes_wanmove") if importlib.util.find_spec(f"comfy_extras.{name}")]
-"""Files of native Wan nodes; ComfyUI 0.3.64 lacks the second one."""
+FILES = ("nodes_wan", "nodes_wanmove", "nodes_scail", "nodes_wandancer")
+MODULES = [name for name in FILES if importlib.util.find_spec(f"comfy_extras.{name}")]
+"""Files of native Wan nodes; older versions of ComfyUI lack some."""
 
 
 class Vae:
@@ -80,7 +81,8 @@ def _seen() -> comfy.clip_vision.Output:
 
 
 def _audio(width: int, layers: int) -> dict[str, Any]:
-    return {"encoded_audio_all_layers": [torch.ones(1, 60, width)] * layers, "audio_samples": 16000}
+    encoded = [torch.ones(1, 60, width)] * layers
+    return {"encoded_audio_all_layers": encoded, "audio_samples": 16000, "audio_feature": encoded[0], "fps": 30.0}
 
 
 def _values(node: str) -> dict[str, Any]:
@@ -91,6 +93,7 @@ def _values(node: str) -> dict[str, Any]:
     return {
         "positive": [[torch.full((1, 6, 4096), 0.01), {"pooled_output": None}]],
         "negative": [[torch.full((1, 5, 4096), 0.02), {"pooled_output": None}]],
+        "positive_pose": [[torch.full((1, 4, 4096), 0.03), {"pooled_output": None}]],
         "vae": Vae(),
         "width": SIZE,
         "height": SIZE,
@@ -100,8 +103,10 @@ def _values(node: str) -> dict[str, Any]:
         **dict.fromkeys(("images", "continue_motion"), picture),
         **dict.fromkeys(("control_video", "pose_video", "face_video", "background_video", "ref_motion"), video),
         **dict.fromkeys(("clip_vision_output", "clip_vision_start_image", "clip_vision_end_image"), _seen()),
+        **dict.fromkeys(("clip_vision_output_pose", "clip_vision_output_ref"), _seen()),
         **dict.fromkeys(("audio_encoder_output", "audio_encoder_output_1"), _audio(*audio)),
-        **dict.fromkeys(("control_masks", "character_mask"), torch.ones(FRAMES, SIZE, SIZE)),
+        **dict.fromkeys(("control_masks", "character_mask", "mask"), torch.ones(FRAMES, SIZE, SIZE)),
+        **dict.fromkeys(("pose_video_mask", "reference_image_mask"), picture),
         "camera_conditions": torch.ones(1, 24, (FRAMES - 1) // 4 + 1, SIZE, SIZE),
         "video_latent": {"samples": torch.ones(1, 16, 25, SIZE // 8, SIZE // 8)},
         "tracks": json.dumps([path]),
@@ -111,8 +116,11 @@ def _values(node: str) -> dict[str, Any]:
         "continue_motion_max_frames": 5,
         "video_frame_offset": 0,
         "pose_strength": 1.0,
-        "pose_start": 0.0,
-        "pose_end": 1.0,
+        **dict.fromkeys(("pose_start", "pose_start_percent"), 0.0),
+        **dict.fromkeys(("pose_end", "pose_end_percent"), 1.0),
+        "reference_image_strength": 1.0,
+        "replacement_mode": False,
+        "previous_frame_count": 5,
         "mode": {"mode": "single_speaker"},
         "model": Model(),
         "model_patch": Namespace(model=Namespace(audio_proj=AudioProjection())),

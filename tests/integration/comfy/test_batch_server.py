@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -97,10 +98,10 @@ def test_rows_that_the_server_refuses_fail_in_its_words(
     output = capsys.readouterr().err
     for words in [
         "line 2 failed: node 1 (EmptyImage): Value 0 smaller than min of 1: width",
-        "line 3 failed: EmptyImage has no input size; it has width, height, batch_size, color",
+        "line 3 failed: EmptyImage has no input size; did you mean batch_size? it has width, height, batch_size, color",
         "line 4 failed: this is not JSON",
         "line 5 failed: 7.color: no such node; the workflow has 1, 2",
-        "line 6 failed: node 1 (EmptyImage): Failed to convert an input value to a INT value",
+        'line 6 failed: 1.width is INT, but "wide" is not a whole number: write one, such as 4',
         "line 7 failed: node 2 (SaveImage)",
     ]:
         assert words in output
@@ -119,6 +120,11 @@ def test_half_a_workflow_is_none(
     assert colours(tmp_path / "out") == {"00002~1.png": 4, "00002~2.png": 5}
 
 
+def id_in(folder: Path) -> str:
+    """Return the id of a test's prompt; newer servers take canonical UUIDs only."""
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, folder.name))
+
+
 def posted(batch: Batch, tmp_path: Path, *rows: object, workflow: object = PICTURE) -> list[str]:
     """Leave the state of a client that was killed while it posted its first row, and return the command line."""
     from wanstream.cli.batch.journal import Journal
@@ -129,14 +135,14 @@ def posted(batch: Batch, tmp_path: Path, *rows: object, workflow: object = PICTU
     OutputStore(tmp_path / "out")
     with Journal(tmp_path / "out" / JOURNAL, workflow=workflow_digest(workflow)) as journal:
         journal.enter(found, gone=lambda entry: False)
-        journal.post({found[0].hash: None}, f"id-of-{tmp_path.name}")
+        journal.post({found[0].hash: None}, id_in(tmp_path))
     return call
 
 
 def test_what_was_posted_is_asked_for_before_it_is_posted_again(batch: Batch, server: Server, tmp_path: Path) -> None:
     call = posted(batch, tmp_path, {"1.color": 11}, {"1.color": 12})
     body = {"prompt": {**PICTURE, "1": {**PICTURE["1"], "inputs": {**PICTURE["1"]["inputs"], "color": 11}}}}
-    assert server.post("/prompt", {**body, "prompt_id": f"id-of-{tmp_path.name}"})[0] == 200
+    assert server.post("/prompt", {**body, "prompt_id": id_in(tmp_path)})[0] == 200
     assert main(call) == DONE
     assert colours(tmp_path / "out") == {"00001.png": 11, "00002.png": 12}
     assert rows_in(tmp_path / "out", "attempts") == [(1,), (1,)]
@@ -153,8 +159,8 @@ def test_a_client_that_never_heard_of_node_errors_finds_out(
 ) -> None:
     call = posted(batch, tmp_path, {"3.width": 0}, workflow=TWO)
     broken = {**TWO, "3": {**TWO["3"], "inputs": {**TWO["3"]["inputs"], "width": 0}}}
-    assert server.post("/prompt", {"prompt": broken, "prompt_id": f"id-of-{tmp_path.name}"})[0] == 200
-    server.wait(f"id-of-{tmp_path.name}")
+    assert server.post("/prompt", {"prompt": broken, "prompt_id": id_in(tmp_path)})[0] == 200
+    server.wait(id_in(tmp_path))
     assert main(call) == FAILED
     assert "line 1 failed: node 3 (EmptyImage): Value 0 smaller than min of 1" in capsys.readouterr().err
     assert colours(tmp_path / "out") == {}

@@ -41,7 +41,12 @@ EXPECTED: dict[str, dict[str, str]] = {
         "all": "pose_video_latent",
     },
     # Its reference image alone is reference_latents, which plain weights ignore, in native sampling too.
-    "WanSCAILToVideo": {"*": RUNS, "pose_video": "pose_video_latent", "all": "pose_video_latent"},
+    "WanSCAILToVideo": {
+        "*": RUNS,
+        "pose_video": "pose_video_latent",
+        "pose_video_mask": "driving_mask_28ch",
+        "all": "pose_video_latent",
+    },
     "WanFunControlToVideo": {"*": "concat_latent_image"},
     "Wan22FunControlToVideo": {"*": "concat_mask_index"},
     "WanVaceToVideo": {"*": "vace_frames"},
@@ -54,6 +59,15 @@ EXPECTED: dict[str, dict[str, str]] = {
     },
     "WanSoundImageToVideoExtend": {"*": "reference_motion"},
     "WanHuMoImageToVideo": {"*": "audio_embed"},
+    "WanAnimate2ToVideo": {
+        "*": "cross_attn_pose",
+        "pose_video": "pose_video_latent",
+        "clip_vision_output": "clip_vision_output_pose",
+        "clip_vision_output_pose": "clip_vision_output_pose",
+        "all": "pose_video_latent",
+    },
+    # Without music it is an ordinary start image.
+    "WanDancerVideo": {"*": RUNS, "audio_encoder_output": "audio_embed", "all": "clip_vision_output_ref"},
 }
 
 # The node itself fails in ComfyUI when it is connected so.
@@ -67,13 +81,19 @@ KEYS: dict[str, str] = {
     **dict.fromkeys(("concat_latent_image", "concat_mask", "concat_mask_index", "clip_vision_output"), "read"),
     **dict.fromkeys(("reference_latents",), "read"),
     **dict.fromkeys(("start_percent", "end_percent"), "a range, refused unless it is the whole run"),
+    **dict.fromkeys(("audio_inject_scale", "fps", "ref_mask_flag"), "a number, without effect alone"),
     **dict.fromkeys(
         (
             "audio_embed",
             "camera_conditions",
+            "clip_vision_output_pose",
+            "clip_vision_output_ref",
             "control_video",
+            "cross_attn_pose",
+            "driving_mask_28ch",
             "face_video_pixels",
             "pose_video_latent",
+            "ref_mask_28ch",
             "reference_motion",
             "time_dim_concat",
             "vace_frames",
@@ -91,7 +111,8 @@ NUMBERS = {
     *("frame_rate", "guidance", "guiding_frame_index", "height", "lyrics_strength", "motion_bucket_id"),
     *("noise_augmentation", "prompt_type", "reference_latents_method", "seconds_start", "seconds_total", "seed"),
     *("stable_cascade_prior", "target_height", "target_width", "unclip_noise_augment_merge", "width"),
-    *("unprocessed_ltxav_embeds", "latent_shapes"),
+    *("unprocessed_ltxav_embeds", "latent_shapes", "audio_inject_scale", "degrade_sigma", "ofs", "pose_strength"),
+    *("minimax_audio_cond_noise_aug", "minimax_visual_cond_noise_aug", "ref_mask_flag", "reference_strength"),
 }
 OVERWRITTEN = {"noise", "device"}
 """Keys of a conditioning that the sampler overwrites."""
@@ -115,7 +136,7 @@ def found(
 @pytest.fixture(scope="module")
 def has_all_nodes(comfyui: ComfyUI) -> bool:
     """False for a ComfyUI older than the nodes of the table."""
-    return (comfyui.path / "comfy_extras" / "nodes_wanmove.py").exists()
+    return (comfyui.path / "comfy_extras" / "nodes_wandancer.py").exists()
 
 
 def test_every_wan_node_is_in_the_table(found: dict[str, Any], has_all_nodes: bool) -> None:
