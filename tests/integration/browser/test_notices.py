@@ -81,6 +81,7 @@ def test_swapped_experts_are_shown_until_they_are_exchanged(page: Page, renderer
     page.page.reload()
     page.page.wait_for_function(READY, timeout=WAIT_MS)
     page.load(steps=2, workflow_id=workflow_id)
+    page.look_at(LOADER)
     page.page.wait_for_timeout(1000)
     assert page.page.evaluate(STRIP, LOADER) is None, "the files are in their places"
     page.set(LOADER, high_noise=LOW, low_noise=HIGH)
