@@ -32,7 +32,7 @@ from wanstream.schema import OffloadPolicy, Residency
 
 BLOCKS, MATRICES, MATRIX_BYTES = 4, 10, 35_127_296  # a block of Wan2.2 A14B in fp8
 LOCK_BYTES_PER_S = 14e9
-ROUNDS = 7
+ROUNDS = 5
 
 
 class SleepingLock:
