@@ -20,6 +20,7 @@ from .formats.safetensors_header import (
     file_version,
     read_header,
 )
+from .host_memory.in_place import LockedTensors
 from .host_memory.pages import map_memory
 from .host_memory.shared_segment import SharedSegment, sweep
 from .patches import BlockPatch
@@ -53,6 +54,7 @@ __all__ = [
     "Hadamard",
     "InsufficientRamError",
     "Kronecker",
+    "LockedTensors",
     "Lockstep",
     "Microscaled",
     "NotFiniteError",

@@ -12,7 +12,7 @@ import torch
 from ...devices import DeviceRuntime
 from ...plan import BlockKey
 from ..sources.module import TensorSource
-from .pages import LockedBlocks, ScatteredBlock
+from .pages import LockedBlocks, ScatteredBlock, copy_to_device
 
 MAPS = Path("/proc/self/maps")
 """Mappings of this process, one a line. Linux only."""
@@ -89,6 +89,36 @@ class InPlaceBlocks:
             return False
         start = weight.data_ptr()
         return not any(start < file.stop and file.start < start + weight.nbytes for file in self._files)
+
+
+class LockedTensors:
+    """Tensors in RAM, page-locked in place to be copied once, and unlocked at the latest when this object is deleted.
+
+    Args:
+        tensors: contiguous tensors; kept until they are unlocked.
+        runtime: runtime of the device, which page-locks them.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
+        self._locked = LockedBlocks(runtime.shared_pages)
+        for tensor in tensors:
+            if tensor.numel():
+                self._locked.add(_bytes_of(tensor))
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor on the device, made on the current stream without a wait."""
+        copied = torch.empty_like(tensor, device=self._runtime.device)
+        offset, parts = 0, list[tuple[int, torch.Tensor]]()
+        for part in self._runtime.shared_pages.split(_bytes_of(tensor)):
+            parts.append((offset, part))
+            offset += part.numel()
+        copy_to_device(copied.view(-1).view(torch.uint8), ScatteredBlock(parts=tuple(parts)))
+        return copied
+
+    def release(self) -> None:
+        """Unlock all tensors. No copy from them may be in progress."""
+        self._locked.release()
 
 
 def file_mappings() -> Iterable[range]:

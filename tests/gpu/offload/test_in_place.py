@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from wanstream.offload import OffloadEngine, attach_offload
+from wanstream.offload import LockedTensors, OffloadEngine, attach_offload
 from wanstream.offload.engine.engine import ONLY_STACK
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
@@ -160,3 +160,18 @@ def test_two_engines_share_the_pages_of_tied_weights(
     run(gpu, second, engines[1], hidden)
     engines[1].detach()
     assert not gpu.is_locked(tied)
+
+
+@pytest.mark.parametrize("ends", ["released", "deleted"])
+def test_tensors_that_are_copied_once_are_locked_until_then(gpu: Accelerator, ends: str) -> None:
+    torch.ones(1, device=gpu.device)
+    tensors = [torch.randn(300, 7), torch.zeros(0), torch.arange(11, dtype=torch.uint8), torch.randn(5000).half()]
+    locked = LockedTensors(tensors, gpu.runtime)
+    assert all(gpu.is_locked(tensor) for tensor in tensors if tensor.numel())
+    for tensor in tensors:
+        assert locked.copy(tensor).cpu().equal(tensor)
+    if ends == "released":
+        locked.release()
+    del locked
+    gc.collect()
+    assert not any(gpu.is_locked(tensor) for tensor in tensors if tensor.numel())
