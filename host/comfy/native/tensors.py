@@ -46,6 +46,12 @@ WIDE_DTYPES = (torch.float16, torch.bfloat16, torch.float64)
 
 FP8_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
+NEEDED_SCALES = {
+    **dict.fromkeys((*FP8_FORMATS, "int8_tensorwise", "mxfp8"), (".weight_scale",)),
+    "nvfp4": (".weight_scale", ".weight_scale_2"),
+}
+"""Ends of the keys of the scales of a layer, by format."""
+
 GGUF = ".gguf"
 
 Tensors = dict[str, torch.Tensor]
@@ -134,16 +140,20 @@ def _check_marked(path: Path, layer: str, name: object, tensors: Tensors) -> Non
         have = ", ".join(known) or "none of this kind"
         reason = f"which this ComfyUI does not have (it has {have}): update ComfyUI, or use another file"
         raise CheckpointFileError(path, f"layer {layer} is quantised as {name}, {reason}")
-    weight, scale = tensors.get(f"{layer}.weight"), tensors.get(f"{layer}.weight_scale")
+    weight = tensors.get(f"{layer}.weight")
     if weight is None:
         raise CheckpointFileError(path, f"layer {layer} is marked as {name}, but {layer}.weight is missing")
+    for ending in NEEDED_SCALES.get(name, ()):
+        if layer + ending not in tensors:
+            raise CheckpointFileError(path, f"layer {layer} is marked as {name}, but {layer}{ending} is missing")
+    if name in NEEDED_SCALES and weight.dtype != known[name]["storage_t"]:
+        raise CheckpointFileError(path, f"layer {layer} is marked as {name}, but {layer}.weight is {weight.dtype}")
     if name not in FP8_FORMATS:
         return
-    if scale is None:
-        raise CheckpointFileError(path, f"layer {layer} is marked as {name}, but {layer}.weight_scale is missing")
-    if scale.numel() != 1 and scale.shape not in ((weight.shape[0],), (weight.shape[0], 1)):
+    scale, rows = tensors[f"{layer}.weight_scale"], weight.shape[0]
+    if scale.numel() != 1 and scale.shape not in ((rows,), (rows, 1)):
         raise CheckpointFileError(
-            path, f"{layer}.weight_scale is {list(scale.shape)}; {name} has one scale, or [{weight.shape[0]}, 1]"
+            path, f"{layer}.weight_scale is {list(scale.shape)}; {name} has one scale, or [{rows}, 1]"
         )
     tensors[f"{layer}.weight_scale"] = scale if scale.numel() == 1 else scale.view(-1, 1)
 

@@ -33,6 +33,9 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 FORMATS = {E4M3: "float8_e4m3fn", E5M2: "float8_e5m2", INT8: "int8_tensorwise"}
 
+WRONG = ("float8_e4m3fn", "nvfp4")
+"""Formats that the markers of broken files name."""
+
 PREFIXES = (
     *("diffusion_model.", "transformer.", "video_model.", "unet.", "_orig_mod.", "module._orig_mod.", "pipe.dit."),
     *("model.", "net.", "model.model.", "model.diffusion_model.", "module.model.diffusion_model."),
@@ -248,6 +251,13 @@ def answers(folder: str) -> dict[str, Any]:
         "quanto": partial(refused, at, {f"{Q}.weight._data": torch.ones(1)}),
     }
     if QUANT_ALGOS:
+        e4m3, nvfp4 = (torch.tensor(list(f'{{"format": "{name}"}}'.encode()), dtype=torch.uint8) for name in WRONG)
+        cases |= {
+            "marked bf16": partial(refused, at, {f"{Q}.comfy_quant": e4m3, f"{Q}.weight": torch.ones(128, 128)}),
+            "marked without a scale": partial(refused, at, {f"{Q}.comfy_quant": e4m3}, f"{Q}.weight_scale"),
+            "marked without a weight": partial(refused, at, {f"{Q}.comfy_quant": e4m3}, f"{Q}.weight"),
+            "nvfp4 without scales": partial(refused, at, {f"{Q}.comfy_quant": nvfp4}),
+        }
         cases |= {
             f"comfy_quant {dtype}": partial(wide_scales, at, dtype, "comfy_quant") for dtype in (BF16, FP16, FP64)
         }

@@ -81,6 +81,21 @@ def test_files_without_a_meaning_are_refused(case: Case, name: str, words: list[
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("marked bf16", "marked as float8_e4m3fn, but blocks.0.self_attn.q.weight is torch.float32"),
+        ("marked without a scale", "marked as float8_e4m3fn, but blocks.0.self_attn.q.weight_scale is missing"),
+        ("marked without a weight", "marked as float8_e4m3fn, but blocks.0.self_attn.q.weight is missing"),
+        ("nvfp4 without scales", "marked as nvfp4, but blocks.0.self_attn.q.weight_scale_2 is missing"),
+    ],
+)
+def test_marked_layers_without_a_part_are_refused(answers: dict[str, Any], case: Case, name: str, words: str) -> None:
+    if lacks_marks(answers):
+        pytest.skip("this ComfyUI has no layers that are marked one by one")
+    assert words in case(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
         *((name, "q.comfy_quant is not JSON") for name in ("no JSON", "empty")),
         *((name, "q.comfy_quant is not a JSON object") for name in ("null", "list", "number")),
         ("no format", "layer blocks.0.self_attn.q is quantised as None, which this ComfyUI does not have"),
