@@ -98,7 +98,7 @@ def open_image_encoder(path: Path | str) -> ImageEncoder:
         stored.scales,
         image_size=config["image_size"],
         notes=stored.notes,
-        warnings=precision_warnings(path, weights.values(), "use clip_vision_h in fp16"),
+        warnings=precision_warnings(stored.path, weights.values(), "use clip_vision_h in fp16"),
     )
 
 

@@ -100,6 +100,8 @@ def build_on_meta(path: Path, build: Callable[[], ModuleT]) -> ModuleT:
 class ComponentFile:
     """Tensors of a component by the names in its file, without a prefix and without tensors of other use."""
 
+    path: Path
+    """File, or folder of a diffusers pipeline."""
     weights: Mapping[str, FileTensor]
     scales: Mapping[str, FileTensor]
     """Scale of each scaled weight, under the name of the weight."""
@@ -126,7 +128,7 @@ def component_file(
     notes = () if part.note is None else (f"{header.path.name}: {part.note}",)
     for note in notes:
         logger.info("%s", note)
-    return ComponentFile(weights=resolved.weights, scales=resolved.scales, notes=notes)
+    return ComponentFile(path=header.path, weights=resolved.weights, scales=resolved.scales, notes=notes)
 
 
 def component_part(

@@ -159,6 +159,7 @@ ROWS_MULTIPLE = 128
 """The token table of a T5 has the number of tokens, rounded up to a multiple of this."""
 FOLDERS_BESIDE = (".", "tokenizer", "google/umt5-xxl", "umt5-xxl")
 """Folders next to a text encoder that may hold its tokenizer, those of Wan's own release among them."""
+TENSOR_FILES = (".safetensors", ".sft")
 SENTENCE_FILES = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
 
 
@@ -204,4 +205,4 @@ def tokenizer_beside(path: Path, *, rows: int) -> BorrowedTokenizer:
 def _files_beside(path: Path) -> Iterator[Path]:
     for folder in (path.parent / name for name in FOLDERS_BESIDE):
         yield from (folder / name for name in SENTENCE_FILES if (folder / name).is_file())
-    yield from (file for file in sorted(path.parent.glob("*.safetensors")) if file != path)
+    yield from (file for file in sorted(path.parent.iterdir()) if file.suffix in TENSOR_FILES and file != path)

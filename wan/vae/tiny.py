@@ -296,7 +296,7 @@ def open_tiny_vae_file(path: Path, file: ComponentFile, setting: str = BY_FILE_N
         scale=latent_scale(path, setting),
         scales={name: scale for name, scale in file.scales.items() if name in weights},
         notes=file.notes,
-        warnings=precision_warnings(path, weights.values(), f"use {' or '.join(FILES[space])} in fp16"),
+        warnings=precision_warnings(file.path, weights.values(), f"use {' or '.join(FILES[space])} in fp16"),
     )
 
 

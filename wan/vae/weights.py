@@ -280,7 +280,7 @@ def _opened(
     scales: Mapping[str, FileTensor],
     stored: ComponentFile,
 ) -> VaeWeights:
-    warnings = precision_warnings(path, weights.values(), f"use {family.file} in fp32 or bf16")
+    warnings = precision_warnings(stored.path, weights.values(), f"use {family.file} in fp32 or bf16")
     return VaeWeights(
         path=path, family=family, config=config, weights=weights, scales=scales, notes=stored.notes, warnings=warnings
     )

@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from wanstream.testing.components import save_text_encoder_folders, save_vae_folder
+from wanstream.testing.model import make_image_encoder
+from wanstream.testing.tokenizer import VOCABULARY
+from wanstream.testing.weights import make_text_encoder, make_tiny_vae, make_vae
 from wanstream.tools.comfyui import START_SECONDS, ComfyUI, NoComfyUIError, Server, find_comfyui, running_server
+from wanstream.wan import WAN21
 
 ROOT = Path(__file__).parents[3]
 PACK = "ComfyUI-WanStream.test-1"
@@ -110,13 +117,20 @@ def named_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _create_named_files(base: Path) -> None:
-    """Create empty folders and the names of a few models and of a picture, for the lists of nodes."""
+    """Create a few models and the names of experts and of a picture, for the lists of nodes.
+
+    A graph is refused for any other file without a model in it, so these are real.
+    """
     models = ("diffusion_models", "vae_approx", "diffusers/wan/transformer")
     for folder in ("input", "output", *(f"models/{name}" for name in models)):
         (base / folder).mkdir(parents=True)
+    pipeline = base / "models" / "diffusers" / "wan"
+    save_vae_folder(make_vae(seed=0), pipeline / "vae")
+    save_text_encoder_folders(make_text_encoder(seed=0, vocabulary=len(VOCABULARY)), pipeline, dtype=torch.float16)
+    make_image_encoder(seed=0, image_size=28).save_pretrained(pipeline / "image_encoder")
+    save_file(make_tiny_vae(WAN21, seed=0), base / "models" / "vae_approx" / "taew2_1.safetensors")
     for name in ("high.safetensors", "low.safetensors", "pickle.pt"):
         (base / "models" / "diffusion_models" / name).touch()
-    (base / "models" / "vae_approx" / "tiny.safetensors").touch()
     for name in ("model_index.json", "transformer/config.json"):
         (base / "models" / "diffusers" / "wan" / name).touch()
     (base / "input" / "picture.png").touch()

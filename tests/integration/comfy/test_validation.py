@@ -107,7 +107,7 @@ class Weaver:
         if class_type == "WanStreamLora":
             inputs["strength_steps"] = self.rng.choice(["", "0-1: 0", "0: 0.5, 2-3: 1"])
         if class_type in {"WanStreamVAEDecode", "WanStreamDecodeVideo"}:
-            inputs["tile_size"] = self.rng.choice([0, 64, 256])
+            inputs |= self._tiles(inputs)
         if class_type == "WanStreamEmptyLatent" and inputs.get("model") == "Wan2.2 5B":
             inputs |= {"width": self.rng.choice([32, 1280]), "height": 704}
         node_id = str(len(self.prompt) + 1)
@@ -120,6 +120,11 @@ class Weaver:
         switch, start = self.rng.randint(-1, steps), self.rng.randrange(steps)
         end = self.rng.choice([10000, self.rng.randint(start + 1, 10000)])
         return {"steps": steps, "switch_step": str(switch), "start_step": {"__value__": start}, "end_step": end}
+
+    def _tiles(self, inputs: Mapping[str, object]) -> dict[str, object]:
+        """Tiles of any VAE, and a dtype in which this one computes: fp16 is for tiny VAEs only."""
+        wrong = inputs["vae"] == "wan" and inputs.get("compute_dtype") == "fp16"
+        return {"tile_size": self.rng.choice([0, 64, 256]), **({"compute_dtype": "bf16"} if wrong else {})}
 
     def _matrix(self) -> dict[str, object]:
         """Words that a benchmark understands, and no more runs than it takes."""

@@ -270,7 +270,7 @@ class TestFilesThatPeopleHave:
     @pytest.mark.parametrize(
         "place",
         [
-            "other.safetensors",
+            "other.sft",
             "a.safetensors",
             "spiece.model",
             "google/umt5-xxl/spiece.model",

@@ -169,6 +169,13 @@ class TestFilesThatPeopleHave:
         save_file({key: tensor.float() for key, tensor in load_file(path).items()}, tmp_path / "plain.safetensors")
         assert_same_weights(path, tmp_path / "plain.safetensors")
 
+    def test_a_folder_is_named_by_its_weights(self, tmp_path: Path) -> None:
+        save_vae_folder(make_vae(seed=0), tmp_path / "vae")
+        weights = {key: tensor.to(torch.float8_e4m3fn) for key, tensor in load_file(tmp_path / "vae" / WEIGHTS).items()}
+        save_file(weights | {"epoch": torch.zeros(1)}, tmp_path / "vae" / WEIGHTS)
+        with open_vae(tmp_path) as vae:
+            assert [text.split(" holds")[0].split(":")[0] for text in (*vae.warnings, *vae.notes)] == [WEIGHTS, WEIGHTS]
+
     def test_scales_are_applied(self, changed: Callable[..., Path], tmp_path: Path) -> None:
         plain: Tensors = {}
 
