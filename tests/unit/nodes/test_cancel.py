@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanDecoder3d, WanEncoder3d
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanDecoder3d, WanEncoder3d, WanResidualBlock
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.umt5.modeling_umt5 import UMT5Block
 
@@ -58,7 +58,7 @@ PHASES: dict[str, tuple[str, dict[str, Any], tuple[type, str]]] = {
     "encoding a start image": (
         "WanStreamImageToVideo",
         {"vae": VAE, "image": ["given", 1], **PROMPTS, **SIZE},
-        (WanEncoder3d, "forward"),
+        (WanResidualBlock, "forward"),
     ),
     "encoding a source video": (
         "WanStreamBernini",
