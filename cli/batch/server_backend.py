@@ -384,7 +384,8 @@ class ServerBackend(BatchBackend):
                     )
                 yield answer
         except httpx.HTTPError as err:
-            raise UnreachableError(f"no complete answer from {self.url}{route}: {err}") from err
+            reason = re.sub(r"^\[Errno -?\d+\] ", "", str(err))
+            raise UnreachableError(f"no complete answer from {self.url}{route}: {reason}") from err
 
 
 def _normalised(parts: urllib.parse.SplitResult) -> str:
