@@ -140,8 +140,7 @@ def _journal_crafted(stage: Stage, chance: random.Random, place: Place) -> None:
     with closing(sqlite3.connect(stage.out / "journal.sqlite")) as journal:
         journal.execute(crafts[place.number % len(crafts)])
         journal.commit()
-    if stage.run() == 2:  # refused, with the way out in words: move it away
-        shutil.move(stage.out / "journal.sqlite", stage.folder / "moved")
+    stage.run()
     assert victim.read_text() == "victim"
     assert stage.temporary.is_dir()
 
