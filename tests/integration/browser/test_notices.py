@@ -126,7 +126,7 @@ def test_guidance_with_a_lora_for_few_steps_is_noticed_on_the_sampler(page: Page
 
 def test_the_first_step_tells_its_blocks_and_its_time(page: Page) -> None:
     page.load(steps=2)
-    page.set("WanStreamEmptyLatent", width=256, height=192, frames=17)
+    page.set("WanStreamEmptyLatent", width=192, height=144, frames=9)
     page.page.evaluate(
         """() => {
             window.shares = []
