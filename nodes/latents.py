@@ -121,7 +121,7 @@ class UnknownModelError(ValueError):
 def _space_named(model: object) -> LatentSpace:
     if isinstance(model, str) and model in MODELS:
         return MODELS[model]
-    raise UnknownModelError(f"model is {model!r}, which is unknown: choose {' or '.join(MODELS)}")
+    raise UnknownModelError(f"model is {model!r}, which is unknown: choose {' or '.join(map(repr, MODELS))}")
 
 
 class WanStreamEmptyLatent(io.ComfyNode):
