@@ -6,7 +6,7 @@ Used by the builder to reserve space for the output of nodes, and by tests that 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,11 @@ DISPATCH = """async ([events, previews, [width, height]]) => {
 SHOWN_MS = 1500
 
 
+def charted_classes(classes: Collection[str]) -> set[str]:
+    """Return those classes of a graph whose nodes show a chart."""
+    return set(classes) & (OVERLAYS | (CORE_SAMPLERS if STREAMED & set(classes) else set()))
+
+
 def populate_results(base: Path) -> None:
     """Write a video into the output folder of a base directory, for nodes to show."""
     width, height = VIDEO_SIZE
@@ -66,8 +71,8 @@ def populate_results(base: Path) -> None:
 def show_run(frontend: Frontend, classes: Mapping[str, str]) -> None:
     """Send the events of a run of the open graph to the page; `classes` has the class of each node by id."""
     moving = MOVING in classes.values()
-    overlays = OVERLAYS | (CORE_SAMPLERS if STREAMED & set(classes.values()) else set())
-    samplers = [node_id for node_id, kind in classes.items() if kind in overlays]
+    charted = charted_classes(list(classes.values()))
+    samplers = [node_id for node_id, kind in classes.items() if kind in charted]
     noticed = [node_id for node_id, kind in classes.items() if kind in NOTICED or node_id in samplers]
     events = [event for node_id in samplers for event in _run_events(node_id, moving=moving)]
     events += [_notices(node_id) for node_id in noticed]

@@ -16,7 +16,7 @@ from wanstream.tools.build_workflows import DRAWN, SHOW
 from wanstream.tools.comfyui import PACK, Server, find_comfyui
 from wanstream.tools.frontend import CLASSIC, NODES_2, Frontend, opened_frontend
 from wanstream.tools.graphs import by_name, numbered
-from wanstream.tools.shown_run import OVERLAYS, populate_results, show_run
+from wanstream.tools.shown_run import charted_classes, populate_results, show_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -114,7 +114,7 @@ def test_after_a_run_no_node_is_covered_and_each_is_in_its_group(
             keep_picture(frontend, f"{name}_{'classic' if renderer is CLASSIC else 'nodes-2'}")
             nodes = frontend.page.evaluate(SHOWN)
             charts = any(shown["chart"] == "true" for shown in nodes.values())
-            assert charts == any(node["type"] in OVERLAYS for node in workflow["nodes"]), f"{name}: no chart was opened"
+            assert charts == bool(charted_classes([node["type"] for node in workflow["nodes"]])), f"{name}: no chart"
             for one, other in combinations(nodes.values(), 2):
                 if not apart(one["box"], other["box"]):
                     faults.append(f"{name}: {one['title']} and {other['title']} overlap")
