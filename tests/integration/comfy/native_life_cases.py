@@ -266,7 +266,7 @@ def deleted_case(files: Files, loaded: bool) -> dict[str, Any]:
         gc.collect()
     return {
         "openings": [before, openings(path)],
-        "opened": all(while_loaded),
+        "opened": while_loaded,
         "gone": [each() is None for each in gone],
         "said": [line for line in said if "leak" in line],
         "threads": threads(readers=True),
