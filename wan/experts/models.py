@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import nn
 
-from ...devices import insufficient_ram, runtime_for
+from ...devices import clock_for, insufficient_ram, runtime_for
 from ...offload import (
     EightBit,
     FileTensor,
@@ -301,10 +301,9 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
             )
             for full, tensor in self._stored[part].items()
         }
-        if self._runtime is not None and locked is not None:
-            copied = self._runtime.event(blocking=True)
-            copied.record(self._runtime.current_stream())
-            copied.synchronize()
+        if locked is not None:
+            clock = clock_for(self._device)
+            clock.wait_for(clock.mark())
             # Not on this thread, on which the next step waits.
             self._reader.submit(locked.release)
         return loaded
