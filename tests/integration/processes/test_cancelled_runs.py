@@ -1,0 +1,56 @@
+"""Memory of a process over 60 cancelled runs, next to a process whose runs end by themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+
+RUNS = """
+import json, sys
+from pathlib import Path
+import torch
+from wanstream.sampling import DenoiseRequest, SamplingCancelled, denoise
+from wanstream.schema import OffloadPolicy
+from wanstream.wan import open_experts
+folder, cancelled = Path(sys.argv[1]), sys.argv[2] == "cancelled"
+torch.set_num_threads(1)
+generator, policy, rss = torch.Generator().manual_seed(0), OffloadPolicy.layerwise(1), []
+with open_experts(folder / "high", folder / "low", compute_dtype=torch.float32) as pair:
+    for number in range(60):
+        polls = iter(range(10**6))
+        noise, text = torch.randn(1, 16, 2, 8, 8, generator=generator), torch.randn(1, 8, 4096, generator=generator)
+        request = DenoiseRequest(noise=noise, positive=text, steps=4, flow_shift=5.0, guidance=(1.0, 1.0))
+        def should_stop():
+            return cancelled and next(polls) > number % 14
+        try:
+            denoise(pair, request, policy=policy, device="cpu", should_stop=should_stop)
+        except SamplingCancelled:
+            assert cancelled
+        else:
+            assert not cancelled
+        rss.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+print(json.dumps(rss))
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(900)
+def test_sixty_cancelled_runs_keep_no_memory(tiny_expert_folder, tmp_path: Path) -> None:
+    for name in ("high", "low"):
+        (tmp_path / name).symlink_to(tiny_expert_folder())
+    grown = {}
+    for kind in ("whole", "cancelled"):
+        command = [sys.executable, "-c", RUNS, str(tmp_path), kind]
+        run = subprocess.run(
+            command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        rss = json.loads(run.stdout)
+        grown[kind] = rss[-1] - rss[9]
+    assert grown["cancelled"] < max(4_000_000, 2 * grown["whole"]), grown
