@@ -133,6 +133,7 @@ class Recorder:
             end = self.clock.mark()
             # The only synchronisation of a step. Events must not be read before the device has passed them.
             self.clock.settle()
+        self._expert = None  # until the next step, whose visits have not begun
         now = time.perf_counter()
         computed_from = events.computed_from(end, now)
         self._computed_from.append(None if computed_from is None else computed_from - self._start)
@@ -190,8 +191,9 @@ class Recorder:
 
     def _report_visits(self, on_visits: Callable[[str, int], None]) -> None:
         # The list of events is the counter, so a visit pays nothing. The host is at most two visits ahead.
-        if self._expert is not None:
-            on_visits(self._expert, len(self._events.visits))
+        expert = self._expert  # once, because a step may end on the other thread
+        if expert is not None:
+            on_visits(expert, len(self._events.visits))
 
     def cached(self, *, lanes: int, visits: int) -> None:
         """Record that a cache replaced the computation of `lanes` lanes, which skipped `visits` visits of the step."""

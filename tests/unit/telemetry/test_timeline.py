@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,20 @@ def take_step(recorder: Recorder, index: int = 0, expert: str = "high", *, block
             recorder.record_arrival(BlockArrival(block, 100, asked, arrived, None, None, (arrived, ready)))
             time.sleep(0.001)
             recorder.visit(block, asked, arrived, ready, recorder.clock.mark())
+
+
+def test_visits_are_reported_only_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks: list[Callable[[], None]] = []
+    monkeypatch.setattr(recorder_module, "MemorySampler", lambda *_, on_tick, **__: ticks.append(on_tick))
+    told: list[tuple[str, int]] = []
+    recorder = Recorder(CPU, observe=TelemetryOptions(on_visits=lambda *visits: told.append(visits)))
+    (tick,) = ticks
+    tick()
+    for step, expert in enumerate(("high", "low")):
+        with recorder.step(step, expert):
+            tick()
+        tick()  # the solver computes now: this step is counted, and the next one has no visits
+    assert told == [("high", 0), ("low", 0)]
 
 
 @needs_raw_clock
