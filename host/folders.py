@@ -139,16 +139,24 @@ def _visible_folders(folder: Path, is_leaf: Callable[[Sequence[str]], bool] = la
                 identity = _identity(path)
                 if identity in seen:
                     continue
-                entries = sorted(os.listdir(path))
+                with os.scandir(path) as scan:  # and no `stat` of each file, which is slow on a network drive
+                    entries = {entry.name: _is_folder(entry) for entry in scan}
             except OSError:  # a folder that does not exist, or that may not be read
                 continue
             seen.add(identity)
-            subfolders = [each for each in entries if os.path.isdir(os.path.join(path, each))]
-            place = _Place(path=path, name=name, files=sorted({*entries} - {*subfolders}))
+            subfolders = sorted(name for name, is_folder in entries.items() if is_folder)
+            place = _Place(path=path, name=name, files=sorted(entries.keys() - subfolders))
             yield place
             if name == "" or not is_leaf(place.files):
                 below += [os.path.join(name, each) for each in subfolders if not each.startswith(".")]
         level = below
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def _identity(path: str) -> tuple[int, int] | str:

@@ -187,10 +187,13 @@ def test_a_scan_visits_a_folder_once_whatever_leads_to_it(tmp_path: Path, monkey
     for name in "abcdefgh":
         (tmp_path / name).symlink_to(".")
         (tmp_path / f"{name}2").symlink_to("disk")
-    listed, count = os.listdir, []
-    monkeypatch.setattr(os, "listdir", lambda path: count.append(path) or listed(path))
+    listed, count = os.scandir, []
+    monkeypatch.setattr(os, "scandir", lambda path: count.append(path) or listed(path))
+    read, looked = os.stat, []
+    monkeypatch.setattr(os, "stat", lambda path, **how: looked.append(str(path)) or read(path, **how))
     assert len([*weight_files(tmp_path)]) == 20
     assert len(count) == 22, "the top, its folder, and the twenty in there"
+    assert not [path for path in looked if path.endswith(".safetensors")], "no file is looked at"
 
 
 @pytest.mark.parametrize(
