@@ -13,8 +13,9 @@ _START = re.compile(r"(?<!kept in )(?<![\w.:/\\~*)\]-])(?:[A-Za-z]:[\\/]|/|\\\\)
 _SEPARATOR = re.compile(r"[\\/]" if os.name == "nt" else r"/")
 _FOLDERS = re.compile(r"(?:[^\s/\\'\"`,;:()<>|]+[\\/])+")
 """The folders of a path that does not exist, from its second character on."""
-_NAME = re.compile(r"[^/\\\n'\"]*\.\w")
-"""Name with a suffix."""
+_NAME = re.compile(r"(?:(?![,;:] )[^/\\\n'\"])*\.\w")
+"""Name with a suffix, maybe with spaces, but not the rest of a sentence."""
+_IN_URL = re.compile(r"\S://\S*$")
 _LONGEST = 4096
 
 
@@ -28,8 +29,8 @@ def folders_last(text: str) -> str:
     parts: list[str] = []
     end = 0
     for start in _START.finditer(text):
-        if start.start() < end:
-            continue  # inside the path before
+        if start.start() < end or _IN_URL.search(text, max(end, start.start() - _LONGEST), start.start()):
+            continue  # inside the path before, or part of an address
         folder = _folder_at(text, start.start(), start.end())
         if folder:
             parts.append(text[end : start.start()])

@@ -126,6 +126,8 @@ UNCHANGED = [
     "no room. The latent is kept in /out/latents/x.latent: load it",
     "it failed\n/a/b/c.py, line 7",
     "/x.safetensors: is truncated",
+    "/nowhere/prompt answers with 404: see v1.2",
+    "/nowhere/prompt has no answer, see v1.2 (http://host/view?file=/no/such/x.png) and docs/api.md",
 ]
 
 
@@ -140,6 +142,7 @@ def test_texts_without_folders_stay_as_they_are(text: str) -> None:
         ("'/no/such/x.sft' is gone", "'x.sft' is gone\nfolder: /no/such"),
         ("C:\\models\\wan\\x.sft: is cut", "x.sft: is cut\nfolder: C:\\models\\wan"),
         ("/a/b/x.sft, /a/b/y.sft and /c/z.sft", "x.sft, y.sft and z.sft\nfolders: /a/b, /c"),
+        ("/no/such/my x (1).sft: bad", "my x (1).sft: bad\nfolder: /no/such"),
         ("/a/x.sft: bad\nmore of it", "x.sft: bad\nmore of it\nfolder: /a"),
     ],
 )
