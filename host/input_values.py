@@ -20,14 +20,18 @@ class InputValueError(ValueError):
 
 
 class RefusedValue(str):
-    """A constant, as JSON, whose conversion to a number or a boolean fails with a reason."""
+    """A constant, as JSON, whose conversion to a number, a boolean or a text fails with a reason."""
 
     reason: str
 
     def _refuse(self) -> NoReturn:
         raise InputValueError(self.reason)
 
-    __bool__ = __int__ = __float__ = _refuse
+    __bool__ = __int__ = __float__ = __str__ = _refuse
+
+    def __format__(self, form: str) -> str:
+        # ComfyUI's message contains the value: without this, formatting would call `__str__`.
+        return str.__str__(self)
 
 
 def plain_value(io_type: str, value: object) -> object:

@@ -419,6 +419,7 @@ NOT_PLAIN = [
     *(("WanStreamSampler", "steps", value) for value in (64.7, True, "64.7")),
     *(("WanStreamSampler", "boundary_ratio", value) for value in (float("nan"), float("inf"), "nan", True)),
     ("WanStreamSampler", "flow_shift", {"__value__": float("nan")}),
+    *(("WanStreamTextEncode", "positive", value) for value in (True, {"text": "a cat"})),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -40,6 +41,7 @@ REFUSED = [
     *(("noise", value) for value in ("disable", "false", "", None, 2, {"__value__": "enable"})),
     *(("steps", value) for value in (64.7, True, None, "many", float("nan"))),
     *(("shift", value) for value in (float("nan"), float("inf"), "nan", True)),
+    *(("text", value) for value in (True, {"text": "a cat"}, {"__value__": False})),
 ]
 KEPT = [("noise", True), ("noise", 0), ("steps", 4.0), ("steps", "4"), ("shift", 3), ("latent", ["2", 0]), ("text", "")]
 
@@ -47,10 +49,10 @@ KEPT = [("noise", True), ("noise", 0), ("steps", 4.0), ("steps", "4"), ("shift",
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_a_refused_constant_has_no_value_but_a_reason(name: str, value: Any) -> None:
     found = checked(**{name: value})[name]
-    convert = {"noise": bool, "steps": int, "shift": float}[name]
+    convert = {"noise": bool, "steps": int, "shift": float, "text": str}[name]
     with pytest.raises(InputValueError, match=r"is not .*: write"):
         convert(found)
-    assert isinstance(json.loads(json.dumps(found)), str), "ComfyUI returns it in its message"
+    assert json.loads(json.dumps(copy.deepcopy(found))) == f"{found}", "ComfyUI returns it in its message"
 
 
 @pytest.mark.parametrize(("name", "value"), KEPT)
