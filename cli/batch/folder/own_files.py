@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import re
 import stat
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ...arguments import ArgumentError
@@ -42,10 +44,20 @@ class ForeignFileError(ArgumentError):
 class _Trust:
     """Properties of a batch's own files: their owners, their device, and the places of other file systems."""
 
+    folder: Path
     owners: Collection[int] | None
     """User ids; None: the system has none."""
     device: int
     mounts: Collection[str]
+
+    @cached_property
+    def owner_of_new_files(self) -> int | None:
+        """User id that the file system gives to files of this process: a network drive may map all users to one."""
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                return os.fstat(file.fileno()).st_uid
+        except OSError:  # a folder that is not writable
+            return None
 
     def fault(self, path: Path, found: os.stat_result, *, folder: bool, names: int = 1) -> str:
         """Return why the file or folder is not the batch's own; empty if it is.
@@ -58,9 +70,10 @@ class _Trust:
             return "is not a folder" if folder else "is not a regular file"
         if not folder and found.st_nlink > names:
             return f"has {found.st_nlink} names (hard links), so that another file would change with it"
-        if self.owners is not None and found.st_uid not in self.owners:
+        if self.owners is not None and found.st_uid not in self.owners and found.st_uid != self.owner_of_new_files:
             return f"belongs to another user ({found.st_uid})"
-        if found.st_dev != self.device or str(path) in self.mounts:
+        # Files of an overlay may have the device of a layer; only Linux mounts files, and lists them.
+        if (folder and found.st_dev != self.device) or str(path) in self.mounts:
             return "is on another file system (mounted)"
         return ""
 
@@ -180,7 +193,7 @@ def _trust(folder: Path) -> _Trust:
     about = os.stat(folder)
     # The owner of the output folder may be another user than this one: root in a container, or the user of a share.
     owners = {0, os.geteuid(), about.st_uid} if hasattr(os, "geteuid") else None
-    return _Trust(owners=owners, device=about.st_dev, mounts=_mounts())
+    return _Trust(folder=folder, owners=owners, device=about.st_dev, mounts=_mounts())
 
 
 def _mounts() -> Collection[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from pathlib import Path
 
 import pytest
 
+from wanstream.cli.batch.folder import own_files
 from wanstream.cli.batch.folder.names import is_made_name, is_of_journal, name_key, stem_fault
 from wanstream.cli.batch.folder.own_files import ForeignFileError, check_work_folder
 from wanstream.cli.batch.journal import Journal, check_journal
@@ -60,6 +62,28 @@ def test_a_foreign_thing_is_refused_by_its_name(tmp_path: Path, number: int) -> 
         assert str(out) in folder
         assert outside.touched == []
     check(out)
+
+
+def test_a_drive_that_maps_users_is_no_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = finished(tmp_path / "out")
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    assert own_files._trust(out).owner_of_new_files == os.geteuid()
+    for path in (*out.rglob("*"), out / "journal.sqlite"):
+        os.chown(path, 65534, -1)
+    with pytest.raises(ForeignFileError, match="belongs to another user"):
+        check(out)
+    monkeypatch.setattr(own_files._Trust, "owner_of_new_files", 65534)
+    check(out)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_only_a_folder_on_another_device_is_mounted(tmp_path: Path, folder: bool) -> None:
+    path = finished(tmp_path / "out") / ".wanstream" / ("parts" if folder else "lock")
+    found = [*os.lstat(path)]
+    found[stat.ST_DEV] += 1  # as a file of an overlay has that of its layer
+    fault = own_files._trust(tmp_path).fault(path, os.stat_result(found), folder=folder)
+    assert fault == ("is on another file system (mounted)" if folder else "")
 
 
 @pytest.mark.parametrize("name", ["shot", "00001", "é 1", "console", "com10", "a.con", "journal 2", "x" * 100, "v1.5"])
