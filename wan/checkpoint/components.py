@@ -110,7 +110,12 @@ class ComponentFile:
 
 
 def component_file(
-    header: FileHeader, *, marks: Collection[str], roots: Collection[str], unused: Container[str] = ()
+    header: FileHeader,
+    *,
+    marks: Collection[str],
+    roots: Collection[str],
+    unused: Container[str] = (),
+    shared: Container[str] = (),
 ) -> ComponentFile:
     """Return the tensors of a component in a file or a folder with this header.
 
@@ -119,11 +124,14 @@ def component_file(
         roots: first parts of the component's names. Tensors with other names are left out: other models of a
             checkpoint, and the state of a training.
         unused: names of tensors with one of these first parts that are left out too.
+        shared: names of tensors that may have only the first parts of the prefix.
 
     Raises:
         CheckpointError: two prefixes have a component each, two keys have the same name, or a scale does not fit.
     """
-    part = component_part(header.path, header.tensors, marks=marks, roots={*roots, FILE_MARKER}, unused=unused)
+    part = component_part(
+        header.path, header.tensors, marks=marks, roots={*roots, FILE_MARKER}, unused=unused, shared=shared
+    )
     resolved = resolve_quantisation(header.path, part.tensors, header.metadata, read_tensors)
     notes = () if part.note is None else (f"{header.path.name}: {part.note}",)
     for note in notes:
@@ -138,6 +146,7 @@ def component_part(
     marks: Collection[str],
     roots: Collection[str],
     unused: Container[str] = (),
+    shared: Container[str] = (),
 ) -> ModelPart:
     """Return the part of a checkpoint that is a component; see `component_file`. Without a mark it is everything."""
     prefix = _prefix(path, tensors, marks)
@@ -146,7 +155,9 @@ def component_part(
     keys: dict[str, str] = {}
     ignored = []
     for key in tensors:
-        name = WRAPPERS.sub("", key).removeprefix(prefix)
+        bare = WRAPPERS.sub("", key)
+        parts, dot, last = bare.rpartition(".")
+        name = last if last in shared and prefix.startswith(parts + dot) else bare.removeprefix(prefix)
         if name.split(".")[0] not in roots or name in unused:
             ignored.append(key)
         elif name in keys:

@@ -128,7 +128,8 @@ def open_umt5_file(path: Path) -> Umt5:
         CheckpointFileError: the file is missing, damaged, a pickle, or of another model, or there is no tokenizer in it
             or next to it.
     """
-    stored = component_file(read_checkpoint(path), marks=MARKS, roots=ROOTS)
+    # ComfyUI saves the tokenizer of a whole checkpoint as `text_encoders.spiece_model`, above the names of the encoder.
+    stored = component_file(read_checkpoint(path), marks=MARKS, roots=ROOTS, shared=[SENTENCE_MODEL])
     tensors = {_name(key): tensor for key, tensor in stored.weights.items() if key != SENTENCE_MODEL}
     _refuse_other_models(path, tensors)
     config = _config_from_shapes(path, tensors)

@@ -255,6 +255,18 @@ class TestFilesThatPeopleHave:
         path = changed(prefixed(prefix), fp8=fp8)
         assert_equal(embeddings(path, torch.float32), embeddings(encoder_file(fp8=fp8), torch.float32))
 
+    @pytest.mark.parametrize("place", ["text_encoders.spiece_model", "spiece_model"])
+    def test_the_tokenizer_of_a_whole_checkpoint_is_above_the_names_of_the_encoder(
+        self, encoder_file: Callable[..., Path], changed: Callable[..., Path], place: str
+    ) -> None:
+        def edit(tensors: Tensors) -> None:
+            prefixed("text_encoders.umt5xxl.transformer.")(tensors)
+            tensors[place] = tensors.pop("text_encoders.umt5xxl.transformer.spiece_model")
+
+        path = changed(edit)
+        assert open_text_encoder(path).notes == ()
+        assert_equal(embeddings(path, torch.float32), embeddings(encoder_file(), torch.float32))
+
     @pytest.mark.parametrize(
         "extra", ["logit_scale", "lm_head.weight", "decoder.block.0.layer.0.SelfAttention.q.weight", "epoch"]
     )
