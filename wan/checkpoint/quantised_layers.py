@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,6 +80,9 @@ OTHER_FORMATS = (
     (("_quantizer._amax", "_quantizer._scale"), "ModelOpt before its export"),
 )
 """Ends of keys that only another format has, and its name."""
+
+CODES = (*FP8_DTYPES, torch.int8, torch.uint8)
+_OTHER_SCALE = re.compile(r"(\w*?)_?(?:w(?:eight)?_)?scal\w*")
 
 logger = logging.getLogger("wanstream.checkpoint")
 
@@ -135,6 +139,7 @@ def resolve_quantisation(
             weight, or does not fit it; a format is unknown or does not match the weight.
     """
     _refuse_other_formats(path, tensors)
+    _refuse_other_scales(path, tensors)
     marked = _read_markers(path, tensors, metadata, read)
     scale_keys = _scale_keys(path, tensors)
     rotated = any(isinstance(fmt.packing, EightBit) and fmt.packing.group for fmt in marked.values())
@@ -190,8 +195,11 @@ def unmarked_layers(
     Raises:
         CheckpointError: as `resolve_quantisation`.
     """
-    _refuse_other_formats(path, (key for key in tensors if key.rpartition(".")[0] not in marked))
+    others = {key: each for key, each in tensors.items() if key.rpartition(".")[0] not in marked}
+    _refuse_other_formats(path, others)
+    _refuse_other_scales(path, others)
     scale_keys = _scale_keys(path, tensors)
+    _refuse_without_scales(path, others, scale_keys)
     found: dict[str, UnmarkedLayer] = {}
     for layer, key in scale_keys.items():
         if layer in marked:
@@ -224,6 +232,33 @@ def _refuse_other_formats(path: Path, keys: Iterable[str]) -> None:
         for endings, name in OTHER_FORMATS:
             if key.endswith(endings):
                 raise CheckpointError(path, f"is quantised as {name}, which is not supported: it holds {key}")
+
+
+def _refuse_other_scales(path: Path, tensors: Mapping[str, FileTensor]) -> None:
+    """Refuse codes next to a tensor that has the name of a scale in an unknown spelling: without it they are noise."""
+    for key in tensors:
+        module, _, last = key.rpartition(".")
+        found = _OTHER_SCALE.fullmatch(last)
+        if found is None or key.endswith((*NOT_WEIGHTS, INPUT_FACTORS)):
+            continue
+        for layer in (module.removesuffix(".weight"), f"{module}.{found[1]}"):
+            weight = tensors.get(f"{layer}.weight")
+            if weight is not None and weight.packing is None and weight.dtype in CODES:
+                known = " and ".join((FILE_SCALE, LAYER_SCALE))
+                reason = f"{key} has the name of a scale of {layer} in an unknown spelling; {known} are known"
+                raise CheckpointError(path, f"{reason}: use another file")
+
+
+def _refuse_without_scales(path: Path, tensors: Mapping[str, FileTensor], scale_keys: Mapping[str, str]) -> None:
+    """Refuse codes without a scale, which are not a plain cast: integers, and fp8 next to layers that have one."""
+    casts = () if scale_keys and FILE_MARKER not in tensors else FP8_DTYPES
+    for key, tensor in tensors.items():
+        layer = key.removesuffix(".weight")
+        if layer == key or layer in scale_keys or tensor.packing is not None or tensor.dtype not in CODES:
+            continue
+        if tensor.dtype not in casts and len(tensor.shape) == 2:
+            reason = f"{key} is {tensor.dtype} without a scale" + (", though others have one" if scale_keys else "")
+            raise CheckpointError(path, f"{reason}: download it again, or use another file")
 
 
 def _scale_keys(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, str]:

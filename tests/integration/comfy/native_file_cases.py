@@ -249,6 +249,8 @@ def answers(folder: str) -> dict[str, Any]:
         "no weight": partial(refused, at, {}, f"{Q}.weight"),
         "two scales": partial(refused, at, {f"{Q}.scale_weight": torch.ones(1)}),
         "quanto": partial(refused, at, {f"{Q}.weight._data": torch.ones(1)}),
+        "one without a scale": partial(refused, at, {}, f"{Q}.weight_scale"),
+        "other spelling": partial(refused, at, {f"{Q}.scale": torch.ones(1)}, f"{Q}.weight_scale"),
     }
     if QUANT_ALGOS:
         e4m3, nvfp4 = (torch.tensor(list(f'{{"format": "{name}"}}'.encode()), dtype=torch.uint8) for name in WRONG)

@@ -72,6 +72,8 @@ def test_scales_without_a_marker(answers: dict[str, Any], case: Case, name: str)
         ("no weight", ["weight_scale is a scale, but blocks.0.self_attn.q.weight is missing"]),
         ("two scales", ["blocks.0.self_attn.q has two scales"]),
         ("quanto", ["is quantised as quanto", "blocks.0.self_attn.q.weight._data"]),
+        ("one without a scale", ["blocks.0.self_attn.q.weight is torch.float8_e4m3fn without a scale, though others"]),
+        ("other spelling", ["blocks.0.self_attn.q.scale has the name of a scale of blocks.0.self_attn.q in an unkn"]),
     ],
 )
 def test_files_without_a_meaning_are_refused(case: Case, name: str, words: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.offload import EightBit
+from wanstream.offload import EightBit, read_header
 from wanstream.offload.formats.decode import decode_block
 from wanstream.offload.formats.layout import allocate_flat, tensor_views
 from wanstream.plan import BlockKey
@@ -19,6 +20,7 @@ from wanstream.schema import Arithmetic
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.checkpoint.key_names import parameter_names
 from wanstream.wan.checkpoint.open import open_expert
+from wanstream.wan.checkpoint.quantised_layers import unmarked_layers
 from wanstream.wan.experts.storage import Precision, block_source
 
 from .test_checkpoint import dequantised
@@ -200,7 +202,32 @@ REFUSED: list[tuple[Form, Tensors, str]] = [
             (".weight_s_rel", "asym_w4a8_int8"),
         )
     ),
+    *(
+        (Form(), {f"{LAYER}{ending}": torch.ones(1)}, f"{LAYER}{ending} has the name of a scale of {LAYER} in an unk")
+        for ending in (".scale", ".scale_w", ".weight.scale", ".weight_scales", ".weight_scaling", "_scale")
+    ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({f"{LAYER}.weight_scale": None}, f"{LAYER}.weight is torch.float8_e4m3fn without a scale, though others have"),
+        ({f"{LAYER}.weight_scale": None, f"{LAYER}.scale": torch.ones(1)}, "in an unknown spelling"),
+        ({f"{LAYER}.weight": torch.zeros(8, 8, dtype=INT8), f"{LAYER}.weight_scale": None}, "is torch.int8 without a"),
+        ({f"{LAYER}.weight_scale": None, "scaled_fp8": torch.zeros(0, dtype=E4M3)}, ""),
+    ],
+    ids=["one of many", "spelling", "int8", "scaled_fp8"],
+)
+def test_codes_without_a_scale_in_a_model_of_any_family(
+    quantised: Callable[..., tuple[Path, Tensors]], edit: dict[str, torch.Tensor | None], message: str
+) -> None:
+    """`scaled_fp8` leaves layers without a scale to ComfyUI, which takes them as a plain cast."""
+    path, _ = quantised(Form(shape="[]"))
+    save_file({key: each for key, each in {**load_file(path), **edit}.items() if each is not None}, path)
+    tensors = read_header(path).tensors
+    with pytest.raises(CheckpointError, match=message) if message else nullcontext():
+        assert LAYER not in unmarked_layers(path, tensors, ())
 
 
 @pytest.mark.parametrize(("form", "more", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
