@@ -15,7 +15,7 @@ from ..formats.layout import BlockFormat, block_format, flat_layout, host_bytes
 from ..formats.packing import EightBit, Microscaled, Packing
 from ..formats.safetensors_header import CheckpointFileError, FileTensor
 from .base import RangeSource, SourceError
-from .read_plan import Read, ReadPiece, read_pieces, read_route, whole_piece, within
+from .read_plan import PIECE_BYTES, Read, ReadPiece, read_pieces, read_route, whole_piece, within
 from .reader import HAS_PREADV, FileReader, lies_in_ram, usable_cores
 
 TensorsOfBlock = Mapping[str, FileTensor]
@@ -132,7 +132,9 @@ def read_tensors(tensors: TensorsOfBlock, *, readers: int = 4) -> dict[str, torc
     Raises:
         SourceError: a file could not be read.
     """
-    reader = FileReader(readers=readers)
+    # Starting a thread takes longer than reading a small tensor, of which a native model has a thousand.
+    is_small = len(tensors) == 1 and all(tensor.stored_bytes <= PIECE_BYTES for tensor in tensors.values())
+    reader = FileReader(readers=0 if is_small else readers)
     try:
         return _read(tensors, reader)
     finally:

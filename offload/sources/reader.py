@@ -103,7 +103,7 @@ class FileReader:
     """Reader threads and their open files; the first read starts them, `close` ends them.
 
     Args:
-        readers: number of threads.
+        readers: number of threads; 0: the thread that calls `read` reads, and no other may close the reader meanwhile.
         portable: use one file handle per thread with seek and read, as on systems without `preadv`.
         direct: read past the page cache if the system and the file system support it; each thread then has a bounce
             buffer of `extent_bytes`.
@@ -117,7 +117,7 @@ class FileReader:
         bounces: bounce buffer of each thread.
 
     Raises:
-        ValueError: `readers` is less than 1.
+        ValueError: `readers` is less than 0.
     """
 
     def __init__(
@@ -132,7 +132,8 @@ class FileReader:
     ) -> None:
         self.direct = direct and HAS_DIRECT and not portable
         self.bytes_read = 0
-        self._threads = ReadThreads(readers, partial(ThreadPoolExecutor, thread_name_prefix="wanstream-read"))
+        start = partial(ThreadPoolExecutor, thread_name_prefix="wanstream-read")
+        self._threads = ReadThreads(readers, start) if readers else None
         self._files = files or Files(positional=not portable)
         self._direct_files = direct_files or Files(O_DIRECT)
         self._extent_bytes = extent_bytes
@@ -151,16 +152,20 @@ class FileReader:
         for read in reads:
             (direct if self.direct and read[0].path not in self._not_directly else cached).append(read)
         extents = direct_extents(direct, extent_bytes=self._extent_bytes)
-        self._threads.run(
-            [
-                *(partial(self._read_extent, extent) for extent in extents),
-                *(partial(self._read_piece, *read) for read in cached),
-            ]
-        )
+        tasks = [
+            *(partial(self._read_extent, extent) for extent in extents),
+            *(partial(self._read_piece, *read) for read in cached),
+        ]
+        if self._threads is not None:
+            self._threads.run(tasks)
+            return
+        for task in tasks:
+            task()
 
     def close(self) -> None:
         """Wait for reads in progress, then stop the threads, close the files and free the bounce buffers."""
-        self._threads.close()
+        if self._threads is not None:
+            self._threads.close()
         self._files.close()
         self._direct_files.close()
         self.bounces.clear()

@@ -18,6 +18,7 @@ from gguf.quants import quantize
 from safetensors.torch import load, save, save_file
 
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
+from wanstream.offload.sources import reader
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.file import read_tensors
 from wanstream.offload.sources.stored_file import StoredFile
@@ -53,6 +54,13 @@ def packed(tmp_path: Path, packed_values: dict[str, torch.Tensor]) -> StoredFile
     writer.write_tensors_to_file()
     writer.close()
     return StoredFile(path)
+
+
+def test_reading_a_small_tensor_starts_no_thread(plain: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "ReadThreads", None)
+    assert torch.equal(plain.tensors["b"].clone(), normal(3, seed=2).half())
+    with pytest.raises(TypeError):
+        read_tensors(plain.places)
 
 
 def read(file: StoredFile, view: torch.Tensor) -> torch.Tensor:
