@@ -31,6 +31,10 @@ INTERRUPTED = 130
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that suggests the nearest option or command for a mistyped one, also in subcommands."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.color = False  # Python 3.14 colors its help by control characters, which `plain_output` shows
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as ArgumentParser, but refuse unknown options here: only the subcommand's parser has its options."""
         parsed, unknown = super().parse_known_args(args, namespace)

@@ -44,6 +44,9 @@ class PlainText:
 def plain_output() -> Iterator[None]:
     """Inside the `with`, everything that this process prints is printable text."""
     with ExitStack() as opened:
-        opened.enter_context(redirect_stdout(cast("TextIO", PlainText(sys.stdout))))
-        opened.enter_context(redirect_stderr(cast("TextIO", PlainText(sys.stderr))))
+        # None for a process without the stream, in which `print` does nothing.
+        if sys.stdout is not None:
+            opened.enter_context(redirect_stdout(cast("TextIO", PlainText(sys.stdout))))
+        if sys.stderr is not None:
+            opened.enter_context(redirect_stderr(cast("TextIO", PlainText(sys.stderr))))
         yield

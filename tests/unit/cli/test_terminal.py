@@ -34,3 +34,17 @@ def test_everything_that_a_command_prints_is_plain(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         cli.main(["batch", "\x1b[2J", "--no-such"])
     assert "\x1b" not in capsys.readouterr().err
+
+
+def test_a_process_without_streams_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with plain_output():
+        print(RAW)
+
+
+def test_help_has_no_colors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for arguments in (["--help"], ["batch", "--help"]):
+        with pytest.raises(SystemExit):
+            cli.main(arguments)
+    assert "x1b" not in capsys.readouterr().out
