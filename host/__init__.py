@@ -30,6 +30,7 @@ from .folders import (
     OutputFile,
     OutputNameError,
     OutsideFolderError,
+    annotated_name,
     inside,
 )
 from .machine_profile import Profile, load_machine_profile, measure_machine
@@ -73,6 +74,7 @@ __all__ = [
     "ShareVisits",
     "SharedRun",
     "StartPool",
+    "annotated_name",
     "check_ray",
     "cluster",
     "cluster_names",

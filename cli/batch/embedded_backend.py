@@ -69,8 +69,10 @@ class EmbeddedBackend(BatchBackend):
     name = "this process"
     window = 1
 
-    def __init__(self, workflow: Prompt, options: BatchOptions, host: EmbeddedHost | None = None) -> None:
-        """Create a backend on `host`, by default a new one.
+    def __init__(
+        self, workflow: Prompt, options: BatchOptions, host: EmbeddedHost | None = None, finished: Path | None = None
+    ) -> None:
+        """Create a backend on `host`, by default a new one; `finished`: see `Folders`, by default the output folder.
 
         Raises ValueError for foreign nodes in the workflow, or without models.
         """
@@ -78,6 +80,7 @@ class EmbeddedBackend(BatchBackend):
         self._device = device_of(options.device)
         self.sockets = embedded_sockets(workflow)
         self._options, self._folder = options, options.output
+        self._finished = finished or options.output
         self._on_progress: OnProgress | None = None
         self._host = host or EmbeddedHost()
         self._posted: dict[str, Workflow] = {}
@@ -148,6 +151,7 @@ class EmbeddedBackend(BatchBackend):
                 models=self._options.models,
                 output=output,
                 input=self._options.input,
+                finished=self._finished,
                 states=self._folder.parent / "states",  # not below `output`, which is another one after a restart
             ),
             device=self._device,

@@ -60,6 +60,8 @@ class Folders:
     input: Path
     states: Path | None = None
     """Folder of states of unfinished runs; None: one below `output`."""
+    finished: Path | None = None
+    """Folder of the files whose names have " [output]"; None: `output`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +171,7 @@ class EmbeddedHost(HostApi):
         Raises OutsideFolderError.
         """
         bare, kind = annotated_name(name, "input")
-        folders = {"input": self.folders.input, "output": self.folders.output}
+        folders = {"input": self.folders.input, "output": self.folders.finished or self.folders.output}
         folder = folders[kind] if kind in folders else self.temp_folder()
         path = inside(folder, bare)
         # A name that was written on Windows.
@@ -197,7 +199,7 @@ class EmbeddedHost(HostApi):
         near = near_files(bare, names) if kind == "input" else []
         hint = f"did you mean {' or '.join(near)}? Else put it there" if near else "put it there"
         if kind == "output":
-            return f"{bare} is not in the output folder: {hint}\nfolder: {self.folders.output}"
+            return f"{bare} is not in the output folder: {hint}\nfolder: {self.folders.finished or self.folders.output}"
         return f"{bare} is not in the input folder: {hint} (or see --input)\nfolder: {self.folders.input}"
 
     def graph_in_files(self) -> bool:

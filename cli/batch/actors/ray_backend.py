@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from ....devices import core_count, gpu_count
 from ....distributed import WorkerLostError, open_services
-from ....host import OutsideFolderError, check_ray, cluster, inside
+from ....host import OutsideFolderError, annotated_name, check_ray, cluster, inside
 from ....host.embedded import Prompt
 from ....schema import IN_PROCESS, LOCAL, WorkersRef
 from ...arguments import ArgumentError, check_models
@@ -41,7 +41,7 @@ from ..embedded_backend import embedded_sockets
 from ..job_queue import MAX_LOSSES
 from ..output_store import OutputStore
 from ..rows import Row
-from .row_service import PATH, STOP_TIMEOUT_S, RowReply, digest_of
+from .row_service import FINISHED, PATH, STOP_TIMEOUT_S, RowReply, digest_of
 
 LIMIT_S = 15.0
 """Seconds for the answer to a call, all of which are short, until the actor counts as unreachable."""
@@ -51,7 +51,6 @@ MAX_BROKEN = MAX_LOSSES + 1
 """Failures of its device in a row after which an actor gets no more rows: one more than a single row can cause."""
 MIN_CPU_ACTORS = 2
 """Actors on CPUs that any machine may have, so that several can be tried out on one core."""
-_INPUT = " [input]"
 
 
 class Actor(Protocol):
@@ -171,7 +170,7 @@ class RayBackend(BatchBackend):
 
     def _send_inputs(self, prompt: Prompt) -> dict[str, str]:
         """Send the input files of a workflow that the actor's machine lacks; return the digest of each by its name."""
-        found = input_files(prompt, self._options.input)
+        found = input_files(prompt, self._options.input, self._options.output)
         digests = {name: digest_of(path) for name, path in found.items()}
         missing = self._call("missing_inputs", digests) if digests else []
         for name in missing:
@@ -233,16 +232,21 @@ class RayBackend(BatchBackend):
             raise RayEndedError("Ray has ended on this machine: run the same command again to go on") from err
 
 
-def input_files(prompt: Prompt, folder: Path) -> dict[str, Path]:
-    """Return the files of the input folder that inputs of a workflow name, by their names in the folder."""
+def input_files(prompt: Prompt, input: Path, output: Path) -> dict[str, Path]:
+    """Return the files of both folders that inputs of a workflow name, by their names in an actor's input folder."""
+    folders = {"input": (input, ""), "output": (output, f"{FINISHED}/")}
     found: dict[str, Path] = {}
     for node in prompt.values():
         for value in node.get("inputs", {}).values():
-            name = value.removesuffix(_INPUT) if isinstance(value, str) else ""
+            bare, kind = annotated_name(value if isinstance(value, str) else "", "input")
+            if kind not in folders:
+                continue
+            folder, below = folders[kind]
             with suppress(OutsideFolderError):
-                path = inside(folder, name)
-                if name and os.path.isfile(path):  # unlike Path.is_file, for any text
-                    found[name] = path
+                for name in (bare, bare.replace("\\", "/")):  # the second one as the embedded host reads it
+                    path = inside(folder, name)
+                    if os.path.isfile(path):  # unlike Path.is_file, for any text
+                        found[f"{below}{name}"] = path
     return found
 
 

@@ -46,6 +46,8 @@ from ..output_store import sha256_of
 PATH = "cli.batch.actors.row_service:RowService"
 TEMPORARY = f"wanstream-batch-{platform.node()}-"
 """Prefix of the folders of these processes, before the process id. Machines may share their folder of such files."""
+FINISHED = ".output"
+"""Folder in that of input files for those whose names have " [output]"."""
 STOP_TIMEOUT_S = 5.0
 
 
@@ -250,7 +252,9 @@ class RowService:
                     device=self._device,
                     strict=self._strict,
                 )
-                backend = EmbeddedBackend(self._workflow, options, host=self._host)
+                # The driver's `--out`, for a message: files in it are sent.
+                finished = self._marked().parent.parent.parent if folder == self._input else folder / FINISHED
+                backend = EmbeddedBackend(self._workflow, options, host=self._host, finished=finished)
                 self._undo.enter_context(backend.opened(options.output, self._show))
                 self._backends[folder] = backend
             return self._backends[folder]

@@ -335,15 +335,38 @@ def test_input_files_are_sent_once_unless_the_machine_has_them(
     assert actor.service._input_folder(backend._send_inputs(IMAGE)) == sent
 
 
+def test_a_file_of_the_output_folder_is_sent_and_read(
+    backend: RayBackend, actor: LocalActor, options: BatchOptions
+) -> None:
+    saved = {"images": ["image", 0], "filename_prefix": "x", "fps": 16.0, "crf": 20}
+    made = {
+        "image": {"class_type": "LoadImage", "inputs": {"image": "scene.png [output]"}},
+        "save": {"class_type": "WanStreamSaveVideo", "inputs": saved},
+    }
+    (fault,) = backend.faults(made)
+    assert "scene.png is not in the output folder" in fault
+    options.output.mkdir(exist_ok=True)
+    (options.output / "scene.png").write_bytes(b"one")
+    assert backend.faults(made) == []
+    assert "write_input" in actor.calls
+
+
 def test_input_files_of_a_workflow_are_those_below_the_folder(tmp_path: Path) -> None:
     (tmp_path / "input" / "below").mkdir(parents=True)
-    for name in ("input/a.png", "input/below/b.mp4", "outside.png"):
+    (tmp_path / "output").mkdir()
+    for name in ("input/a.png", "input/below/b.mp4", "outside.png", "output/c.png", "output/d.png"):
         (tmp_path / name).touch()
     inputs = {"image": "a.png", "file": "below/b.mp4 [input]", "text": "x" * 5000, "other": "../outside.png"}
     inputs |= {"seed": 1, "link": ["node", 0], "empty": "", "nul": "a\0b", "absolute": str(tmp_path / "outside.png")}  # type: ignore[dict-item]
-    prompt = {"node": {"class_type": "Any", "inputs": inputs}}
-    folder = tmp_path / "input"
-    assert input_files(prompt, folder) == {"a.png": folder / "a.png", "below/b.mp4": folder / "below" / "b.mp4"}
+    more = {"marked": "a.png[input]", "made": "c.png [output]", "temporary": "d.png [temp]", "plain": "c.png"}
+    more |= {"windows": "below\\b.mp4", "gone": "e.png [output]", "above": "../outside.png [output]"}
+    prompt = {str(number): {"class_type": "Any", "inputs": each} for number, each in enumerate((inputs, more))}
+    folder, output = tmp_path / "input", tmp_path / "output"
+    assert input_files(prompt, folder, output) == {
+        "a.png": folder / "a.png",
+        "below/b.mp4": folder / "below" / "b.mp4",
+        ".output/c.png": output / "c.png",
+    }
 
 
 def test_model_files_are_those_that_the_workflow_or_a_row_names(tmp_path: Path) -> None:
