@@ -60,8 +60,8 @@ _NEVER = (400, 403, _NOT_FOUND, 410)
 """Permanent error codes of `/view`, for which a retry is useless."""
 _MOVED = (301, 302, 303, 307, 308)
 _PIECE = 1 << 20
-MAX_BODY_BYTES = 64 << 20
-"""Maximum size of a JSON response after decompression; in memory it takes several times as much."""
+MAX_BODY_BYTES = 256 << 20
+"""Maximum size of a JSON response after decompression; a queue has the graphs of all users, a few 100 KB each."""
 MAX_FILE_BYTES = 8 << 30
 """Maximum size of a file from a server, which could fill the disk without an end."""
 _ENCODINGS = ("", "identity", "gzip", "deflate")

@@ -39,7 +39,7 @@ def test_everything_that_a_command_prints_is_plain(capsys: pytest.CaptureFixture
 def test_a_process_without_streams_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     with plain_output():
-        print(RAW)
+        print(RAW)  # noqa: T201 (`print` does nothing without a stream)
 
 
 def test_help_has_no_colors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
