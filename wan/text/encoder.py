@@ -43,7 +43,7 @@ from ..checkpoint.components import (
     require_config,
     require_sizes,
 )
-from ..checkpoint.files import CheckpointError, read_checkpoint
+from ..checkpoint.files import CheckpointError, is_gguf, read_checkpoint
 from ..checkpoint.meta_model import called_before, set_parameters
 from .tokenizer import (
     SENTENCE_MODEL,
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
 
 TEXT_WIDTH = 4096
+REMEDY = "use umt5_xxl_fp16.safetensors or umt5_xxl_fp8_e4m3fn_scaled.safetensors"
 WEIGHTS = "model.safetensors"
 
 UMT5 = {"model_type": "umt5", "d_model": TEXT_WIDTH, "feed_forward_proj": "gated-gelu"}
@@ -190,13 +191,14 @@ def _model(config: Mapping[str, Any]) -> UMT5EncoderModel:
 
 def _refuse_other_models(path: Path, tensors: Mapping[str, FileTensor]) -> None:
     if QUERIES not in tensors or POSITIONS not in tensors or GATE not in tensors:
+        # Those of GGUF have the names of llama.cpp, which nothing here converts.
+        kind = "a GGUF of a text encoder that can be read" if is_gguf(path) else "a UMT5 text encoder"
         first = next(iter(tensors), "none")
-        raise CheckpointError(path, f"is not a UMT5 text encoder: it has {len(tensors)} tensors (first: {first})")
+        raise CheckpointError(path, f"is not {kind}: {REMEDY} (it has {len(tensors)} tensors, first: {first})")
     if SECOND_POSITIONS not in tensors and any(key.startswith("encoder.block.1.") for key in tensors):
         raise CheckpointError(
             path,
-            f"is a T5 (of SD3, Flux and others), not UMT5: {SECOND_POSITIONS} is missing; use "
-            "umt5_xxl_fp16.safetensors",
+            f"is a T5 (of SD3, Flux and others), not UMT5: {REMEDY} ({SECOND_POSITIONS} is missing)",
         )
 
 
