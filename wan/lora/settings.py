@@ -29,6 +29,14 @@ CONFIG_BYTES = 1024**2
 PEFT_FILE = re.compile(r"adapter_model\b.*")
 LARGEST = sys.float_info.max
 
+# Expressions whose time is known: groups do not repeat, and a name has some 50 characters.
+EXPRESSION = re.compile(r"(?:[\w.|^$]|\\[.d]|\[[\w-]+\]|\((?!\?)|\)(?![*+?{])|[*+?](?![*+?]))+")
+LONG_REPETITION = re.compile(r"(?<!\\d)[*+]")
+CHOICE = re.compile(r"[?|]|(?<=\\d)[*+]")
+LONGEST_EXPRESSION = 200
+MOST_TRIES = 50_000
+"""Largest sum of the ways to match a name, over the expressions of a setting; takes some seconds for a whole model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
@@ -37,11 +45,11 @@ class AdapterSettings:
     alpha: float | None = None
     """Default alpha of all layers."""
     alphas: Mapping[str, float] = field(default_factory=dict)
-    """Alphas of some layers, by the end of their name."""
+    """Alphas of some layers, by the end of their name or an expression for it."""
     rank: int | None = None
     """Default rank, for layers whose tensors do not show one."""
     ranks: Mapping[str, float] = field(default_factory=dict)
-    """Ranks of some layers, by the end of their name."""
+    """Ranks of some layers, by the end of their name or an expression for it."""
     rank_stabilised: bool = False
     needs_magnitudes: bool = False
     """True for a DoRA."""
@@ -137,32 +145,58 @@ def _pattern(
     given = named.get(name) or {}
     if not isinstance(given, dict):
         raise CheckpointError(path, f"{where}: {name} is {given!r}; numbers by layer are expected")
-    return {
+    numbers = {
         _name_end(path, where, name, pattern): _number(path, f"{where}: {name}: {pattern}", value, least=least)
         for pattern, value in given.items()
     }
+    tries = sum(_tries(end) for end in numbers if _NAME.fullmatch(end) is None)
+    if tries > MOST_TRIES:
+        raise CheckpointError(path, f"{where}: {name} has expressions with {tries} ways to match; {ONLY_SIMPLE}")
+    return numbers
+
+
+_NAME = re.compile(r"[\w.]+")
+ONLY_SIMPLE = "only names of layers and simple expressions are read, without groups that repeat"
 
 
 def _name_end(path: Path, where: str, name: str, pattern: str) -> str:
-    """Return the end of a name that a pattern of PEFT matches; PEFT takes any regular expression.
+    """Return the end of a name that a pattern of PEFT matches, or the pattern itself if it is an expression.
 
-    A file could keep this process busy for ever with an expression, so names are compared instead.
+    PEFT takes any regular expression. Some would keep this process busy for ever, so only simple ones are read.
     """
     end = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
-    if re.fullmatch(r"[\w.]+", end) is None:
-        raise CheckpointError(path, f"{where}: {name} has {pattern!r}; only names of layers are read, not expressions")
-    return module_name(end) or end
+    if _NAME.fullmatch(end) is not None:
+        return module_name(end) or end
+    is_simple = len(pattern) <= LONGEST_EXPRESSION and EXPRESSION.fullmatch(pattern) is not None
+    try:
+        re.compile(pattern if is_simple else "")
+    except re.error:
+        is_simple = False
+    if not is_simple:
+        raise CheckpointError(path, f"{where}: {name} has {pattern!r}; {ONLY_SIMPLE}")
+    return pattern
+
+
+def _tries(expression: str) -> int:
+    tries: int = 50 ** len(LONG_REPETITION.findall(expression)) * 2 ** len(CHOICE.findall(expression))
+    return tries
 
 
 def _by_name(values: Mapping[str, float], module: str, default: float | None) -> float | None:
-    """Return the value of the first name that is an end of the module's name, in either spelling."""
+    """Return the value of the first pattern that matches an end of the module's name, in either spelling."""
     if not values:
         return default
-    spellings = (f".{module}", f".{native_transformer_name(module)}")
-    for end, value in values.items():
-        if any(name.endswith(f".{end}") for name in spellings):
+    spellings = (module, native_transformer_name(module))
+    for pattern, value in values.items():
+        if any(_matches(pattern, name) for name in spellings):
             return value
     return default
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if _NAME.fullmatch(pattern) is not None:
+        return f".{name}".endswith(f".{pattern}")
+    return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None  # as in PEFT
 
 
 def _parsed(text: str) -> object:

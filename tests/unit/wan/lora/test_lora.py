@@ -330,7 +330,7 @@ class TestSettingsInTheHeader:
             ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
             ({"alpha_pattern": [1]}, r"alpha_pattern is \[1\]"),
             ({"alpha_pattern": {"blocks.0.attn1.to_q": None}}, "blocks.0.attn1.to_q is None"),
-            ({"alpha_pattern": {"(a+)+": 1}}, "only names of layers are read, not expressions"),
+            ({"alpha_pattern": {"(a+)+": 1}}, "only names of layers and simple expressions are read"),
         ],
     )
     def test_refused(self, lora_file, settings, message):

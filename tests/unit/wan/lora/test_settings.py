@@ -49,6 +49,10 @@ def scales(path):
         ({**PLAIN, "alpha_pattern": {"self_attn.q": 8, "to_q": 1}}, [2.0, 2.0]),
         ({**PLAIN, "alpha_pattern": {r"^blocks\.1\.attn1\.to_q$": 8}}, [4.0, 2.0]),
         ({**PLAIN, "alpha_pattern": {"o_q": 8, "other.layer": 1}}, [4.0, 4.0]),
+        ({**PLAIN, "alpha_pattern": {r"blocks\.[0-9]+\.attn1\..*": 8}}, [2.0, 2.0]),
+        ({**PLAIN, "alpha_pattern": {"blocks.(0|3).self_attn.(q|k)": 8, ".*": 1}}, [2.0, 0.25]),
+        ({**PLAIN, "alpha_pattern": {r"^blocks\.1\d?\..*q$": 8}}, [4.0, 2.0]),
+        ({**PLAIN, "alpha_pattern": {"attn": 8, ".*ffn.*": 1}}, [4.0, 4.0]),
         ({"r": 4}, [1.0, 1.0]),
     ],
 )
@@ -103,7 +107,14 @@ def test_a_config_that_may_be_another_files_is_noted(tmp_path):
         ({"lora_alpha": 1, "r": -4}, "adapter_config.json: r is -4; a number from 1 on is expected"),
         ({"lora_alpha": 1, "rank_pattern": {"to_q": 0}}, "rank_pattern: to_q is 0; a number from 1 on"),
         ({"lora_alpha": 1, "rank_pattern": [4]}, r"rank_pattern is \[4\]; numbers by layer"),
-        ({"alpha_pattern": {"blocks.(0|1).attn1.to_q": 1}}, "only names of layers are read, not expressions"),
+        *(
+            ({"alpha_pattern": {pattern: 1}}, "only names of layers and simple expressions are read")
+            for pattern in ("(a|b)+", "((a*)*)*", "(?=a)a", "(a", "(" * 9999, "a{2}", r"\w*", "a**")
+        ),
+        *(
+            ({"alpha_pattern": pattern}, "ways to match; only names of layers and simple")
+            for pattern in ({".?" * 30: 1}, {"(.|.)" * 20: 1}, {f".*a.*{at}": 1 for at in range(21)})
+        ),
         ({"use_rslora": "false"}, "use_rslora is 'false'; true or false is expected"),
         ({"use_dora": 1}, "use_dora is 1; true or false"),
         ({"use_dora": True}, "is a DoRA by its settings"),
