@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import math
+from collections import Counter
 from typing import Any
 
 _WIDE = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -55,8 +56,8 @@ def _decoded(content: bytes) -> str:
 def _parsed(pairs: list[tuple[str, Any]]) -> _Object:
     parsed = _Object(pairs)
     if len(parsed) < len(pairs):
-        names = [name for name, _ in pairs]
-        parsed.twice = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        parsed.twice = next(name for name, count in counts.items() if count > 1)
     return parsed
 
 
