@@ -75,11 +75,22 @@ function tick(state, widgets, badges, strips) {
 
 const TOAST_MS = 15_000
 
-/** Show a message for each notice of something that makes the video wrong, if its node is in the open graph. */
+/** Messages of the last run of each node, as JSON. */
+const toasted = new Map()
+
+/**
+ * Show a message for each notice of something that makes the video wrong, if its node is in the open graph. A queue of
+ * runs with the same notices shows it once: the strip on the node stays.
+ */
 function toast(app, page, { node: id, workflow, notices }) {
   const node = isOf({ workflow }, page.workflow()) && page.nodes().find(([, ids]) => ids.includes(id))?.[0]
   if (!node) return
-  for (const notice of notices.filter((notice) => notice.level === "wrong" && applies(notice, node)))
+  const wrong = notices.filter((notice) => notice.level === "wrong" && applies(notice, node))
+  const place = JSON.stringify([workflow, id])
+  const shown = toasted.get(place)
+  toasted.set(place, JSON.stringify(wrong))
+  if (shown === toasted.get(place)) return
+  for (const notice of wrong)
     app.extensionManager?.toast?.add({ severity: "warn", summary: `${node.title}`, detail: `${notice.text}`, life: TOAST_MS })
 }
 

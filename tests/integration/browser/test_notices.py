@@ -116,7 +116,18 @@ def test_guidance_with_a_lora_for_few_steps_is_noticed_on_the_sampler(page: Page
         SAMPLER,
     )
     page.look_at(SAMPLER, zoom=0.8)
+    page.page.evaluate(
+        """() => {
+            window.messages = []
+            const { toast } = window.app.extensionManager, { add } = toast
+            toast.add = (message) => { window.messages.push(message.detail); return add.call(toast, message) }
+        }"""
+    )
     page.run()
+    page.set(SAMPLER, seed=2)
+    page.run()
+    about = [text for text in page.page.evaluate("window.messages") if "guidance_high is 4" in text]
+    assert len(about) == 1, "once for a queue of runs"
     strip = shown(page, SAMPLER)
     assert "guidance_high is 4: set it to 1" in strip["texts"][0]
     assert page.page.evaluate(COVERED, SAMPLER) == []
