@@ -255,12 +255,12 @@ def check_output(output: Path, prefix: str) -> None:
         )
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise OutputNameError(f"'{prefix}': {folder} is not writable: choose another folder, or change its permissions")
-    _check_lengths(prefix, stem, folder)
     nested = len(stem.relative_to(os.path.abspath(output)).parts) - 1
     if nested > _MOST_FOLDERS:
         raise OutputNameError(
             f"'{_shortened(prefix)}' has {nested} folders, and the limit is {_MOST_FOLDERS}: use fewer"
         )
+    _check_lengths(prefix, stem, folder)
 
 
 def _check_characters(prefix: str) -> None:

@@ -59,7 +59,7 @@ IMPOSSIBLE = {
     "a long name": ("x" * 300, "has 300 bytes, and the limit is 232: shorten it"),
     "a long name in another script": ("\u5bb6" * 80, "has 240 bytes, and the limit is 232"),
     "a long folder": (f"{'y' * 256}/x", "has 256 bytes, and the limit is 255"),
-    "a long path": ("abc/" * 1200 + "x", "the path has"),
+    "a long path": (f"{'y' * 200}/" * 25 + "x", "the path has"),
     "many folders": ("a/" * 2000 + "x", "has 2000 folders, and the limit is 100: use fewer"),
     "folders and back": ("a/b/../" * 101 + "x", "has 101 folders"),
     "a folder too many": ("a/" * 101 + "x", "has 101 folders"),

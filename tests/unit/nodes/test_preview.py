@@ -349,7 +349,8 @@ class TestInARun:
         assert [event for event, _ in events if event in (STEP, PREVIEW)] == [STEP, PREVIEW] * 4
         shown = [payload for event, payload in events if event == PREVIEW]
         assert [payload["done"] for payload in shown] == [1, 2, 3, 4]
-        assert {(payload["node"], payload["run"]) for payload in shown} == {("sampler", events[0][1]["run"])}
+        [number] = {payload["run"] for event, payload in events if event == STEP}
+        assert {(payload["node"], payload["run"]) for payload in shown} == {("sampler", number)}
         for payload in shown:
             kind, _, data = payload["image"].partition(",")
             assert kind == "data:image/webp;base64"

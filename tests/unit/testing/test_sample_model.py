@@ -72,7 +72,7 @@ class TestContents:
             pair.set_loras([(high, 1.0)], [(low, 1.0)])
         for lora in (high, low):
             changes = [change for changes in lora.changes.values() for change in changes]
-            assert sorted(change.down is None for change in changes) == [False] * 40 + [True] * 10
+            assert sorted(change.is_difference for change in changes) == [False] * 40 + [True] * 10
             assert lora.unmatched == ()
         key = "diffusion_model.blocks.3.ffn.2.lora_up.weight"
         assert not torch.equal(load_file(high.path)[key], load_file(low.path)[key])

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from wanstream.cli import main
-from wanstream.cli.arguments import DONE, INVALID
+from wanstream.cli.arguments import DONE, INVALID, ArgumentError
 from wanstream.cli.batch.backend import (
     Ended,
     JobFailed,
@@ -472,10 +472,8 @@ def test_a_latent_that_was_changed_is_not_continued(tmp_path: Path) -> None:
     made = latent.read_text()
     latent.write_text("x" * len(made))
     machine.bad = frozenset()
-    states, failures = run(tmp_path / "out", machine, rows)
-    assert states == {"a": State.done, "b": State.failed}
-    assert "a~1.latent" in failures[0]
-    assert "was changed after it was made: remove it" in failures[0]
+    with pytest.raises(ArgumentError, match=r"a~1\.latent, which is not from this batch or was changed: move it away"):
+        run(tmp_path / "out", machine, rows)
     latent.unlink()
     states, _ = run(tmp_path / "out", machine, rows)
     assert states == {"a": State.done, "b": State.done}
