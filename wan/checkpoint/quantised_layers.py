@@ -243,7 +243,9 @@ def _refuse_other_scales(path: Path, tensors: Mapping[str, FileTensor]) -> None:
             continue
         for layer in (module.removesuffix(".weight"), f"{module}.{found[1]}"):
             weight = tensors.get(f"{layer}.weight")
-            if weight is not None and weight.packing is None and weight.dtype in CODES:
+            if weight is None or any(layer + ending in tensors for ending in (FILE_SCALE, LAYER_SCALE)):
+                continue
+            if weight.packing is None and weight.dtype in CODES:
                 known = " and ".join((FILE_SCALE, LAYER_SCALE))
                 reason = f"{key} has the name of a scale of {layer} in an unknown spelling; {known} are known"
                 raise CheckpointError(path, f"{reason}: use another file")
