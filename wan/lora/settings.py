@@ -28,6 +28,8 @@ CONFIG_BYTES = 1024**2
 """Largest size of `CONFIG_FILE`; PEFT writes a few kilobytes."""
 PEFT_FILE = re.compile(r"adapter_model\b.*")
 LARGEST = sys.float_info.max
+CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Starts of the initial values that PEFT takes out of the weights of the model. Its conversion removes the name."""
 
 # Expressions whose time is known: groups do not repeat, and a name has some 50 characters.
 EXPRESSION = re.compile(r"(?:[\w.|^$]|\\[.d]|\[[\w-]+\]|\((?!\?)|\)(?![*+?{])|[*+?](?![*+?]))+")
@@ -125,6 +127,10 @@ def _next_to(path: Path, keys: Iterable[str]) -> AdapterSettings:
 def _of_peft(path: Path, where: str, found: Mapping[str, Any]) -> AdapterSettings:
     # Each name has the prefix "transformer." or "text_encoder." if the whole pipeline was saved.
     named = {name.rpartition(".")[2]: value for name, value in found.items() if not name.startswith("text_encoder")}
+    initial = named.get("init_lora_weights")
+    if isinstance(initial, str) and initial.lower().startswith(CHANGE_THE_MODEL):
+        reason = f"{where}: init_lora_weights is {initial!r}, which changes the model that the LoRA is added to"
+        raise CheckpointError(path, f"{reason}: convert it with PEFT (path_initial_model_for_weight_conversion)")
     alpha_name = ALPHA_FIELD if ALPHA_FIELD in named else "alpha"  # of LoRA, and of LoKr and LoHa
     alpha = named.get(alpha_name)
     rank = named.get("r")

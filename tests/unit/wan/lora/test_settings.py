@@ -53,6 +53,7 @@ def scales(path):
         ({**PLAIN, "alpha_pattern": {"blocks.(0|3).self_attn.(q|k)": 8, ".*": 1}}, [2.0, 0.25]),
         ({**PLAIN, "alpha_pattern": {r"^blocks\.1\d?\..*q$": 8}}, [4.0, 2.0]),
         ({**PLAIN, "alpha_pattern": {"attn": 8, ".*ffn.*": 1}}, [4.0, 4.0]),
+        *(({**PLAIN, "init_lora_weights": name}, [4.0, 4.0]) for name in (True, False, None, "gaussian", "eva")),
         ({"r": 4}, [1.0, 1.0]),
     ],
 )
@@ -105,6 +106,10 @@ def test_a_config_that_may_be_another_files_is_noted(tmp_path):
         ({"lora_alpha": "16"}, "adapter_config.json: lora_alpha is '16'; a number is expected"),
         ({"lora_alpha": 1, "r": [4]}, r"adapter_config.json: r is \[4\]"),
         ({"lora_alpha": 1, "r": -4}, "adapter_config.json: r is -4; a number from 1 on is expected"),
+        *(
+            ({"r": 4, "init_lora_weights": name}, f"init_lora_weights is '{name}', which changes the model")
+            for name in ("pissa", "pissa_niter_16", "olora", "corda", "loftq")
+        ),
         ({"lora_alpha": 1, "rank_pattern": {"to_q": 0}}, "rank_pattern: to_q is 0; a number from 1 on"),
         ({"lora_alpha": 1, "rank_pattern": [4]}, r"rank_pattern is \[4\]; numbers by layer"),
         *(
