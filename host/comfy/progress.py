@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 from functools import cache
@@ -12,7 +11,7 @@ import comfy.latent_formats
 import comfy.utils
 import latent_preview
 import torch
-from comfy_api.latest import ComfyAPI
+from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -64,7 +63,7 @@ class NodeBar:
             if self._node_id is None or done <= self._done:
                 return
             self._done = done
-            asyncio.run(ComfyAPI().execution.set_progress(value=done, max_value=self._total, node_id=self._node_id))
+            get_progress_state().update_progress(self._node_id, done, self._total)
 
 
 def _previewer(device: torch.device, channels: int) -> Any:

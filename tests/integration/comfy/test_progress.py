@@ -1,4 +1,4 @@
-"""The line on a console is there on a terminal, and nowhere else."""
+"""The line of a run on the console, and its fractions in the page."""
 
 from __future__ import annotations
 
@@ -30,14 +30,42 @@ answer, sys.stderr = [*said, console.getvalue()], stderr
 """
 
 
-def test_a_terminal_shows_steps_their_rate_and_an_end(in_comfyui: Callable[..., Any]) -> None:
-    start, _, end = in_comfyui(STEPS, True, "step")
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_console_shows_steps_their_rate_and_an_end(in_comfyui: Callable[..., Any], is_terminal: bool) -> None:
+    start, _, end = in_comfyui(STEPS, is_terminal, "step")
     assert "0/2 [00:00<?, ?step/s]" in start
     assert "2/2 [" in end
     assert "step/s]" in end.splitlines()[-1] or "s/step]" in end.splitlines()[-1]
     assert end.endswith("\n"), "the next line of the log begins on a line of its own"
 
 
-@pytest.mark.parametrize(("is_terminal", "unit"), [(False, "step"), (True, None)])
-def test_a_log_shows_nothing(in_comfyui: Callable[..., Any], is_terminal: bool, unit: str | None) -> None:
-    assert in_comfyui(STEPS, is_terminal, unit) == ["", "", ""]
+def test_a_run_of_other_samplers_has_no_line(in_comfyui: Callable[..., Any]) -> None:
+    assert in_comfyui(STEPS, True, None) == ["", "", ""]
+
+
+FRACTIONS = """
+import threading
+from comfy_execution import progress
+from installed_pack import load_pack
+
+load_pack()
+from wanstream.host.comfy.progress import NodeBar
+
+class Page(progress.ProgressHandler):
+    def update_handler(self, node_id, value, max_value, state, prompt_id, image=None):
+        sent.append([node_id, value, max_value])
+
+sent = []
+progress.reset_progress_state("prompt", None)
+progress.add_progress_handler(Page("page"))
+bar = NodeBar(4, "7", None)
+fractions = lambda: [bar.advance(done) for done in (0.0, 0.25, 0.5, 0.25)]
+thread = threading.Thread(target=fractions)
+thread.start()
+thread.join()
+answer = sent
+"""
+
+
+def test_another_thread_sends_fractions_of_a_step(in_comfyui: Callable[..., Any]) -> None:
+    assert in_comfyui(FRACTIONS) == [["7", 0.25, 4], ["7", 0.5, 4]]
