@@ -402,10 +402,10 @@ class WanStreamSaveVideo(io.ComfyNode):
             file = current_host().output_file(filename_prefix, "mp4", width=width, height=height)
             stop = current_host().raise_if_stopped
             write_mp4(file.path, images, fps=fps, crf=crf, metadata=graph_of(cls.hidden), check=stop)
-        shown = video_preview(file).as_dict()
+        notes = []
         if (height, width) != tuple(images.shape[1:3]):
-            shown["text"] = (
+            notes.append(
                 f"The images are {images.shape[2]}x{images.shape[1]}, and H.264 needs even sides: the video is "
-                f"{width}x{height}, with the last column or row repeated",
+                f"{width}x{height}, with the last column or row repeated"
             )
-        return io.NodeOutput(ui=shown)
+        return io.NodeOutput(ui={**video_preview(file).as_dict(), **(reports_ui(notes=notes) or {})})

@@ -111,6 +111,7 @@ def test_images_of_an_odd_size_make_a_video_with_a_note(tmp_path: Path, output: 
     )
     (shown,) = history.outputs.values()
     assert "105x79, and H.264 needs even sides: the video is 106x80" in shown["text"][0]
+    assert [notice["level"] for notice in shown["wanstream_notices"]] == ["note"], "it is on the node"
     assert [file["filename"] for file in shown["images"]] == ["106x80_00001_.mp4"]
     assert [path.name for path in output.iterdir()] == ["106x80_00001_.mp4"]
 
