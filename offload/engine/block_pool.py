@@ -5,6 +5,7 @@ A run reserves the pool with `claim`. All changes of memory, patches, policy and
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -90,6 +91,7 @@ class BlockPool:
         for tensors in self._resident_tensors:
             tensors.put()
         self._attached = True
+        self._process = os.getpid()
 
     @property
     def staging(self) -> int:
@@ -350,6 +352,12 @@ class BlockPool:
     def _check_attached(self) -> None:
         if not self._attached:
             raise RuntimeError("the blocks were detached: attach them again")
+        if os.getpid() != self._process:
+            # Memory of slots and patches is zero there (`map_memory`), and sources have no threads.
+            raise RuntimeError(
+                f"the blocks were attached in process {self._process}, of which this is a fork: start this one with "
+                'multiprocessing\'s "spawn", and attach them here'
+            )
 
 
 def _settle(backend: TransferBackend, _kept: object) -> None:

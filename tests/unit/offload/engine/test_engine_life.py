@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import subprocess
 import sys
@@ -150,6 +151,24 @@ def test_a_second_interrupt_does_not_leave_the_fetch_thread_behind(stack):
         finally:
             gate.open.set()
             again.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_process_never_computes_with_memory_that_it_does_not_inherit(stack, run_plain):
+    expected = run_plain(copy.deepcopy(stack), torch.ones(1, 32))
+    handle = attach(stack, policy=OffloadPolicy.layerwise(1, source="pinned"))
+    take_all(handle, stack, torch.ones(1, 32))
+    if (child := os.fork()) == 0:
+        refused = False
+        try:
+            handle.run(visits_of(handle))
+        except RuntimeError as err:
+            refused = "this is a fork" in str(err)
+        finally:
+            os._exit(3 if refused else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert torch.equal(take_all(handle, stack, torch.ones(1, 32)), expected)
+    handle.detach()
 
 
 LEFT_OPEN = """
