@@ -291,22 +291,23 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
                 for full, tensor in self._stored[part].items()
             }
             return copy_together(decoded, self._device)
-        # One by one, so that the device has both forms of only one of the embedders' large tensors at a time.
-        loaded = {
-            full: self._decode(
-                full,
-                tensor,
-                stored[full].to(self._device) if locked is None else locked.copy(stored[full]),
-                scales.get(full),
-            )
-            for full, tensor in self._stored[part].items()
-        }
-        if locked is not None:
-            clock = clock_for(self._device)
-            clock.wait_for(clock.mark())
-            # Not on this thread, on which the next step waits.
-            self._reader.submit(locked.release)
-        return loaded
+        try:
+            # One by one, so that the device has both forms of only one of the embedders' large tensors at a time.
+            return {
+                full: self._decode(
+                    full,
+                    tensor,
+                    stored[full].to(self._device) if locked is None else locked.copy(stored[full]),
+                    scales.get(full),
+                )
+                for full, tensor in self._stored[part].items()
+            }
+        finally:  # the first copies are under way if memory runs out at a later one
+            if locked is not None:
+                clock = clock_for(self._device)
+                clock.wait_for(clock.mark())
+                # Not on this thread, on which the next step waits.
+                self._reader.submit(locked.release)
 
     def _decode(self, full: str, tensor: FileTensor, stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """Return a parameter in its dtype, on the device of `stored`; `stored` itself if it needs no decoding."""

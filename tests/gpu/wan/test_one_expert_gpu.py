@@ -49,6 +49,20 @@ def test_an_image_branch_streams(gpu: Accelerator, chunk: int | None, tiny_exper
         assert (found - expected).float().norm() / expected.float().norm() < 1e-2
 
 
+@pytest.mark.parametrize("failing", [2, 3, 5])
+def test_an_embedder_stays_locked_until_its_copies_end_if_memory_runs_out(
+    gpu: Accelerator, failing: int, tiny_expert_folder: Callable[..., Path]
+) -> None:
+    device = gpu.need_fake("an allocation fails").devices[0]
+    with open_single_model(tiny_expert_folder()) as pair:
+        models = pair.engine(OffloadPolicy.layerwise(1), gpu.device).models
+        models["high"]
+        gpu.delay()
+        device.fail_at = device.allocations + failing
+        with pytest.raises(torch.OutOfMemoryError):
+            models.bare["high"].condition_embedder.time_rows([937.5])
+
+
 def test_clip_sees_the_same(gpu: Accelerator, tmp_path: Path) -> None:
     encoder = make_image_encoder(seed=1, image_size=28)
     save_image_encoder(encoder, tmp_path / "clip.safetensors", dtype=torch.float32)
