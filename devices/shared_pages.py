@@ -8,6 +8,7 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,7 +64,7 @@ class SharedPages:
             PageLockError: the driver refuses; nothing was locked.
         """
         pages = _pages_of(memory)
-        with self._changing:
+        with self._held():
             self._unlock_left()
             users = list(self._spans_in(pages))
             for span in users:
@@ -77,25 +78,24 @@ class SharedPages:
             except BaseException:
                 self._leave(users)
                 raise
-        self._unlock_if_free()
 
     def unlock_pages(self, memory: torch.Tensor) -> None:
         """Unlock the pages of `memory` that no other memory uses. No copy from it may be in progress.
 
-        If another call locks pages meanwhile, that call unlocks these when it ends.
+        If another call is under way, that call unlocks these when it ends.
         """
         self._left.append(memory)
         self._unlock_if_free()
 
     def has(self, memory: torch.Tensor) -> bool:
         """Return True if some pages of `memory` are locked here."""
-        with self._changing:
+        with self._held():
             return next(self._spans_in(_pages_of(memory)), None) is not None
 
     def split(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return `memory` in parts, each of them in pages that were locked in one call, or in none that are locked."""
         start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
-        with self._changing:
+        with self._held():
             spans = list(self._spans_in(_pages_of(memory)))
         cuts = {at - start for span in spans for at in (span.pages.start, span.pages.stop) if start < at < stop}
         edges = [0, *sorted(cuts), memory.numel()]
@@ -103,6 +103,15 @@ class SharedPages:
 
     def _spans_in(self, pages: range) -> Iterator[_Span]:
         return (span for span in self._spans if span.pages.start < pages.stop and pages.start < span.pages.stop)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold the lock of this object inside the `with`, then unlock what was left meanwhile."""
+        try:
+            with self._changing:
+                yield
+        finally:
+            self._unlock_if_free()
 
     def _unlock_if_free(self) -> None:
         # Checked again after each round: another call may have added memory before the lock was free.

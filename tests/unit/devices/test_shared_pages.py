@@ -65,6 +65,31 @@ def test_mappings_of_files_are_found_and_those_of_ram_are_not(tmp_path: Path) ->
     assert not any(memory.data_ptr() in file for memory in of_ram for file in files)
 
 
+@pytest.mark.parametrize("call", ["has", "split", "lock_pages"])
+def test_memory_that_is_left_during_a_call_is_unlocked_when_it_ends(
+    limited_page_lock: Callable[..., object], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    driver, memory = limited_page_lock(limit=2), map_memory(4 * mmap.PAGESIZE)
+    pages, parts = SharedPages(driver), list(memory.split(mmap.PAGESIZE))
+    pages.lock_pages(parts[0])
+    pages.lock_pages(parts[2])
+    held = pages._spans_in
+
+    def leave(of: range) -> object:
+        monkeypatch.setattr(pages, "_spans_in", held)
+        pages.unlock_pages(parts[2])  # as a finaliser does
+        return held(of)
+
+    monkeypatch.setattr(pages, "_spans_in", leave)
+    if call == "lock_pages":
+        with pytest.raises(PageLockError):
+            pages.lock_pages(memory)
+    else:
+        getattr(pages, call)(parts[0])
+    assert driver.locked == [(parts[0].data_ptr(), mmap.PAGESIZE)]
+    pages.unlock_pages(parts[0])
+
+
 def test_memory_stays_until_the_last_user_of_its_pages_has_unlocked(limited_page_lock: Callable[..., object]) -> None:
     driver, page = limited_page_lock(), map_memory(mmap.PAGESIZE)
     pages = SharedPages(driver)
