@@ -157,7 +157,7 @@ class LockedBlocks:
 
     def __init__(self, driver: PageLock) -> None:
         self._driver = driver
-        self._blocks: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._blocks: dict[_Place, tuple[torch.Tensor, ...]] = {}
         self._refused = False
         self._warned = False
         self._one_at_a_time = threading.Lock()  # a driver locks pages of one call after the other anyway
@@ -182,12 +182,12 @@ class LockedBlocks:
             True if this call has locked it.
         """
         with self._one_at_a_time:
-            if self._refused or block.data_ptr() in self._blocks:
+            if self._refused or _place(block) in self._blocks:
                 return False
             if filled is not None:
                 host_bytes(block)[in_pages(filled) :: mmap.PAGESIZE] = 0
             try:
-                self._blocks[block.data_ptr()] = _lock(self._driver, block)
+                self._blocks[_place(block)] = _lock(self._driver, block)
             except PageLockError as err:
                 self._refused = True
                 if not self._warned:
@@ -200,7 +200,7 @@ class LockedBlocks:
     def remove(self, block: torch.Tensor) -> None:
         """Unlock a block, if it is locked, and allow new attempts. No copy from it may be in progress."""
         with self._one_at_a_time:
-            pieces = self._blocks.pop(block.data_ptr(), None)
+            pieces = self._blocks.pop(_place(block), None)
             if pieces is not None:
                 self._refused = False
                 _unlock(self._driver, pieces)
@@ -210,14 +210,22 @@ class LockedBlocks:
         _unlock_all(self._driver, self._blocks)
 
 
+_Place: TypeAlias = "tuple[int, int]"
+"""Address and bytes of a block. One view of a storage may start where another does."""
+
+
+def _place(block: torch.Tensor) -> _Place:
+    return block.data_ptr(), block.numel()
+
+
 def _lock(driver: PageLock, block: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Lock all pieces of a block; if one is refused, unlock those before it and raise PageLockError."""
+    """Lock all pieces of a block; after an error, unlock those before it and raise it."""
     locked: list[torch.Tensor] = []
     try:
         for piece in block.split(LOCK_BYTES):
             driver.lock_pages(piece)
             locked.append(piece)
-    except PageLockError:
+    except BaseException:  # an interrupt too
         _unlock(driver, locked)
         raise
     return tuple(locked)
@@ -228,7 +236,7 @@ def _unlock(driver: PageLock, pieces: Iterable[torch.Tensor]) -> None:
         driver.unlock_pages(piece)
 
 
-def _unlock_all(driver: PageLock, blocks: dict[int, tuple[torch.Tensor, ...]]) -> None:
+def _unlock_all(driver: PageLock, blocks: dict[_Place, tuple[torch.Tensor, ...]]) -> None:
     while blocks:
         _, pieces = blocks.popitem()
         _unlock(driver, pieces)

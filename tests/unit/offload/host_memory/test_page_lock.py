@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
 import platform
 
 import pytest
 import torch
 
 from wanstream.devices import PageLockError
+from wanstream.devices.shared_pages import SharedPages
 from wanstream.devices.xpu import XpuRuntime
 from wanstream.offload.formats.layout import allocate_flat
 from wanstream.offload.host_memory import pages
-from wanstream.offload.host_memory.pages import LockedBlocks
+from wanstream.offload.host_memory.pages import LockedBlocks, map_memory
 
 
 def test_blocks_are_locked_and_released(limited_page_lock):
@@ -97,6 +99,35 @@ def test_a_block_is_locked_in_pieces_or_not_at_all(limited_page_lock, monkeypatc
     assert (driver.locked, blocks.nbytes) == (pieces, first.numel()), "the pieces before the refused one are unlocked"
     assert len(caplog.records) == 1
     blocks.remove(first)
+    assert driver.locked == []
+
+
+def test_an_interrupt_between_two_pieces_leaves_none_locked(limited_page_lock, monkeypatch):
+    monkeypatch.setattr(pages, "LOCK_BYTES", 4096)
+    driver = limited_page_lock()
+
+    def interrupted(memory: torch.Tensor) -> None:
+        if driver.locked:
+            raise KeyboardInterrupt
+        type(driver).lock_pages(driver, memory)
+
+    monkeypatch.setattr(driver, "lock_pages", interrupted)
+    blocks = LockedBlocks(driver)
+    with pytest.raises(KeyboardInterrupt):
+        blocks.add(allocate_flat(3 * 4096, "cpu"))
+    assert driver.locked == []
+
+
+@pytest.mark.parametrize("order", [(2, 5), (5, 2)])
+def test_views_that_start_at_one_address_are_each_locked_to_their_end(limited_page_lock, order):
+    driver, memory = limited_page_lock(), map_memory(5 * mmap.PAGESIZE)
+    blocks, views = LockedBlocks(SharedPages(driver)), [memory[: pages * mmap.PAGESIZE] for pages in order]
+    for view in views:
+        blocks.add(view)
+    assert sum(nbytes for _, nbytes in driver.locked) == memory.numel()
+    blocks.remove(views[0])
+    assert sum(nbytes for _, nbytes in driver.locked) >= views[1].numel()
+    blocks.remove(views[1])
     assert driver.locked == []
 
 
