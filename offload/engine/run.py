@@ -65,8 +65,8 @@ class EngineRun:
         self._pool.claim()
         try:
             self._start()
-        except BaseException:
-            self._finish(in_sync=False)
+        except BaseException as err:
+            self.__exit__(type(err), err, err.__traceback__)
             raise
         return self
 

@@ -59,6 +59,7 @@ PLACES = {
     "fetch": (None, (CpuBackend, "copy_in", 4), "the fetch of block 1 of 'high', step 1"),
     "end of a visit": (None, (EngineRun, "end", 2), "block 2 of 'high', step 0"),
     "start of a visit": (None, (EngineRun, "begin", 3), "block 0 of 'high', step 1"),
+    "start of the run": (None, (CpuBackend, "begin_run", 0), "the start of a run"),
     "end of the run": (None, (CpuBackend, "end_run", 0), "the end of block 2 of 'high', step 1"),
 }
 
