@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...devices import available_bytes
+from ...devices import available_bytes, core_count
 from ...plan import BlockKey
 from ..formats.layout import BlockFormat, block_format, flat_layout, host_bytes
 from ..formats.packing import EightBit, Microscaled, Packing
 from ..formats.safetensors_header import CheckpointFileError, FileTensor
 from .base import RangeSource, SourceError
 from .read_plan import PIECE_BYTES, Read, ReadPiece, read_pieces, read_route, whole_piece, within
-from .reader import HAS_PREADV, FileReader, lies_in_ram, usable_cores
+from .reader import HAS_PREADV, FileReader, lies_in_ram
 
 TensorsOfBlock = Mapping[str, FileTensor]
 
@@ -69,7 +69,7 @@ class FileSource(RangeSource):
         route = read_route(
             file_bytes=sum(tensor.stored_bytes for tensors in blocks.values() for tensor in tensors.values()),
             available_bytes=available_bytes(),
-            cores=usable_cores(),
+            cores=core_count(),
             in_ram=all(map(lies_in_ram, paths)),
         )
         self.reader = FileReader(

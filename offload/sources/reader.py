@@ -94,11 +94,6 @@ def lies_in_ram(path: Path) -> bool:
     return False
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class FileReader:
     """Reader threads and their open files; the first read starts them, `close` ends them.
 
