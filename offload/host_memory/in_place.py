@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -101,7 +102,8 @@ class LockedTensors:
 
     def __init__(self, tensors: Iterable[torch.Tensor], runtime: DeviceRuntime) -> None:
         self._runtime = runtime
-        self._locked = LockedBlocks(runtime.shared_pages)
+        # No warning: the blocks of the same model are larger, and their first refusal is one. These come in every run.
+        self._locked = LockedBlocks(runtime.shared_pages, level=logging.INFO)
         for tensor in tensors:
             if tensor.numel():
                 self._locked.add(_bytes_of(tensor))

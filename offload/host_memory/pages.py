@@ -153,10 +153,14 @@ class LockedBlocks:
     After the driver has refused a block, no other is tried until one is unlocked. Keeps a reference to their memory and
     unlocks it at the latest when this object is deleted: if memory were unmapped while it is locked, the driver would
     take the next mapping at that address for the locked pages.
+
+    Args:
+        driver: locks the pages.
+        level: level at which the first refusal is logged.
     """
 
-    def __init__(self, driver: PageLock) -> None:
-        self._driver = driver
+    def __init__(self, driver: PageLock, *, level: int = logging.WARNING) -> None:
+        self._driver, self._level = driver, level
         self._blocks: dict[_Place, tuple[torch.Tensor, ...]] = {}
         self._refused = False
         self._warned = False
@@ -171,7 +175,7 @@ class LockedBlocks:
         return sum(piece.numel() for pieces in list(self._blocks.values()) for piece in pieces)
 
     def add(self, block: torch.Tensor, *, filled: int | None = None) -> bool:
-        """Lock a block, unless it is locked. If the driver refuses, log a warning once and leave the block unlocked.
+        """Lock a block, unless it is locked. If the driver refuses, log it once and leave the block unlocked.
 
         Args:
             block: 1-D uint8 memory.
@@ -192,7 +196,7 @@ class LockedBlocks:
                 self._refused = True
                 if not self._warned:
                     remedy = "" if isinstance(err, NoPageLockError) else lock_limit()
-                    logger.warning(REFUSED, self.nbytes / 1e9, block.numel() / 1e9, err, remedy)
+                    logger.log(self._level, REFUSED, self.nbytes / 1e9, block.numel() / 1e9, err, remedy)
                 self._warned = True
                 return False
             return True

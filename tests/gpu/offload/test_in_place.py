@@ -142,6 +142,16 @@ def test_beyond_the_limit_blocks_are_copied_unlocked_with_one_warning(
     assert [record.message.count("were refused") for record in caplog.records] == [1]
 
 
+def test_tensors_that_are_copied_once_are_copied_unlocked_without_a_warning(
+    gpu: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.need_fake("it has a limit on page locks").refuse_locks_beyond = 0
+    tensors = [torch.randn(5000), torch.randn(300)]
+    locked = LockedTensors(tensors, gpu.runtime)
+    assert all(locked.copy(tensor).cpu().equal(tensor) for tensor in tensors)
+    assert not caplog.records
+
+
 def test_two_engines_share_the_pages_of_tied_weights(
     gpu: Accelerator, make_stack: Callable[..., nn.ModuleList]
 ) -> None:
