@@ -1,19 +1,26 @@
-"""Blocks whose weights are in RAM already: page-locked where they are, and copied to the device from there."""
+"""Blocks whose weights are in RAM already: page-locked where they are, and copied to the device from there.
+
+Only pages that a weight has to itself are locked. In its first and last page may be tensors of others, and a driver
+refuses to copy memory of which a part is locked: their copies would fail with "invalid argument".
+"""
 
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
 from ...devices import DeviceRuntime
 from ...plan import BlockKey
+from ..formats.layout import host_bytes
 from ..sources.module import TensorSource
-from .pages import LockedBlocks, ScatteredBlock, copy_to_device
+from .pages import LockedBlocks, ScatteredBlock, copy_to_device, map_memory
 
 MAPS = Path("/proc/self/maps")
 """Mappings of this process, one a line. Linux only."""
@@ -27,10 +34,10 @@ SHARED_IN_RAM = ("/dev/shm/", "/memfd:", "/SYSV")
 class InPlaceBlocks:
     """Blocks that a device copies from the tensors of their source, without a slot.
 
-    The first use of a block page-locks its memory, within the limits of `LockedBlocks`. The copy of a block that could
-    not be locked blocks the host. Left out are blocks with a matrix that is not contiguous RAM or is stored in another
-    dtype, and blocks that are mapped from a file: page-locking would read all of the file, and copy every page of a
-    private mapping.
+    The first use of a block page-locks its memory, within the limits of `LockedBlocks`, and copies the bytes outside
+    whole pages into a page-locked place. The copy of a block that could not be locked blocks the host. Left out are
+    blocks with a matrix that is not contiguous RAM or is stored in another dtype, and blocks that are mapped from a
+    file: page-locking would read all of the file, and copy every page of a private mapping.
 
     Args:
         source: source of the tensors; they must not be changed or closed before `close`.
@@ -62,11 +69,7 @@ class InPlaceBlocks:
         """Return the memory of a block, which the first call page-locks (read thread)."""
         with self._taking:
             if key not in self._taken:
-                for _, memory in self._blocks[key].parts:
-                    if not self._is_locked_by_owner(memory):
-                        self._locked.add(memory)
-                # A copy must not start in pages of one call of the driver and end in those of another.
-                self._blocks[key] = ScatteredBlock(parts=tuple(self._split(self._blocks[key])))
+                self._blocks[key] = self._lock(self._blocks[key])
                 self._taken.add(key)
             return self._blocks[key]
 
@@ -75,15 +78,39 @@ class InPlaceBlocks:
         self._locked.release()
         self._blocks.clear()
 
+    def _lock(self, block: ScatteredBlock) -> ScatteredBlock:
+        parts: list[tuple[int, torch.Tensor]] = []
+        edges: list[tuple[int, torch.Tensor]] = []
+        for offset, memory in block.parts:
+            if self._is_locked_by_owner(memory):
+                parts.append((offset, memory))
+                continue
+            whole = whole_pages(memory)
+            if whole:
+                inside = memory[whole.start : whole.stop]
+                self._locked.add(inside)
+                # A copy must not start in pages of one call of the driver and end in those of another.
+                parts += _at(offset + whole.start, self._runtime.shared_pages.split(inside))
+            edges += _at(offset, [memory[: whole.start]])
+            edges += _at(offset + whole.stop, [memory[whole.stop :]])
+        return ScatteredBlock(parts=(*parts, *self._gather(edges)))
+
+    def _gather(self, edges: list[tuple[int, torch.Tensor]]) -> Iterable[tuple[int, torch.Tensor]]:
+        """Return the edges in one page-locked place, to which they are copied."""
+        if not edges:
+            return []
+        sizes = [edge.numel() for _, edge in edges]
+        place = map_memory(sum(sizes))
+        copies = place.split(sizes)
+        for (_, edge), copy in zip(edges, copies, strict=True):
+            np.copyto(host_bytes(copy), host_bytes(edge))  # not torch, which would start a second thread pool
+        self._locked.add(place)
+        return [(offset, copy) for (offset, _), copy in zip(edges, copies, strict=True)]
+
     def _is_locked_by_owner(self, memory: torch.Tensor) -> bool:
         """Return True if the memory is page-locked, and not here: its owner keeps it locked as long as it exists."""
-        return self._runtime.is_locked(memory) and not self._runtime.shared_pages.has(memory)
-
-    def _split(self, block: ScatteredBlock) -> Iterable[tuple[int, torch.Tensor]]:
-        for offset, memory in block.parts:
-            for part in self._runtime.shared_pages.split(memory):
-                yield offset, part
-                offset += part.numel()
+        ends = memory[:1], memory[-1:]
+        return all(map(self._runtime.is_locked, ends)) and not self._runtime.shared_pages.has(memory)
 
     def _is_usable(self, weight: torch.Tensor) -> bool:
         if weight.device.type != "cpu" or not weight.is_contiguous():
@@ -104,17 +131,17 @@ class LockedTensors:
         self._runtime = runtime
         # No warning: the blocks of the same model are larger, and their first refusal is one. These come in every run.
         self._locked = LockedBlocks(runtime.shared_pages, level=logging.INFO)
-        for tensor in tensors:
-            if tensor.numel():
-                self._locked.add(_bytes_of(tensor))
+        for memory in map(_bytes_of, tensors):
+            if whole := whole_pages(memory):
+                self._locked.add(memory[whole.start : whole.stop])
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor on the device, made on the current stream without a wait."""
+        """Return a copy of a tensor on the device, made on the current stream.
+
+        The host does not wait for the device: the driver takes the bytes outside whole pages, up to two pages, at once.
+        """
         copied = torch.empty_like(tensor, device=self._runtime.device)
-        offset, parts = 0, list[tuple[int, torch.Tensor]]()
-        for part in self._runtime.shared_pages.split(_bytes_of(tensor)):
-            parts.append((offset, part))
-            offset += part.numel()
+        parts = _at(0, self._runtime.shared_pages.split(_bytes_of(tensor)))
         copy_to_device(copied.view(-1).view(torch.uint8), ScatteredBlock(parts=tuple(parts)))
         return copied
 
@@ -141,6 +168,20 @@ def file_mappings() -> Iterable[range]:
         if inode != "0" and not in_ram:
             start, stop = (int(address, 16) for address in addresses.split("-"))
             yield range(start, stop)
+
+
+def whole_pages(memory: torch.Tensor) -> range:
+    """Return the bytes of `memory`, 1-D uint8, that fill whole pages."""
+    start = -memory.data_ptr() % mmap.PAGESIZE
+    return range(start, start + max(0, memory.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE)
+
+
+def _at(offset: int, parts: Iterable[torch.Tensor]) -> Iterable[tuple[int, torch.Tensor]]:
+    """Yield parts that follow each other from `offset` on, with the first byte of each; no empty ones."""
+    for part in parts:
+        if part.numel():
+            yield offset, part
+        offset += part.numel()
 
 
 def _bytes_of(weight: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from wanstream.offload import LockedTensors, OffloadEngine, attach_offload
+from wanstream.offload import LockedTensors, OffloadEngine, attach_offload, map_memory
 from wanstream.offload.engine.engine import ONLY_STACK
+from wanstream.offload.host_memory.in_place import whole_pages
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.accelerator import Accelerator
@@ -60,6 +62,13 @@ IN_SLOTS = {"transposed", "mapped"}
 """Kinds that are read into slots, which are page-locked."""
 
 
+def inside(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor that fill whole pages, which only it has."""
+    memory = tensor.detach().reshape(-1).view(torch.uint8)
+    whole = whole_pages(memory)
+    return memory[whole.start : whole.stop]
+
+
 def run(
     gpu: Accelerator, stack: nn.ModuleList, engine: OffloadEngine, hidden: torch.Tensor, *, stop_at: int | None = None
 ) -> torch.Tensor:
@@ -94,11 +103,11 @@ def test_every_copy_is_from_locked_memory_which_is_unlocked_on_detach(
             with pytest.raises(KeyboardInterrupt):
                 run(gpu, stack, engine, on_device, stop_at=1)
         assert (engine.host_bytes > 0) == (kind in IN_SLOTS)
-        assert all(gpu.is_locked(weight.view(-1)) for weight in weights if kind not in IN_SLOTS)
+        assert all(gpu.is_locked(inside(weight)) for weight in weights if kind not in IN_SLOTS)
         if gpu.machine is not None:
             assert not gpu.machine.pageable_copies
     assert engine.pinned_bytes == 0
-    assert not any(gpu.is_locked(weight.reshape(-1)) for weight in weights)
+    assert not any(gpu.is_locked(inside(weight)) for weight in weights)
 
 
 @pytest.mark.parametrize("left", ["detached", "dropped", "not attached"])
@@ -157,7 +166,7 @@ def test_two_engines_share_the_pages_of_tied_weights(
 ) -> None:
     first, second = make_stack(2, seed=1, width=WIDTH), make_stack(2, seed=2, width=WIDTH)
     second[1].up.weight = first[0].up.weight
-    tied = first[0].up.weight.view(-1)
+    tied = inside(first[0].up.weight)
     hidden = torch.randn(3, WIDTH, device=gpu.device)
     engines = [
         attach_offload(list(stack), policy=LAYERWISE, device=gpu.device, follow_forward=False)
@@ -177,11 +186,39 @@ def test_tensors_that_are_copied_once_are_locked_until_then(gpu: Accelerator, en
     torch.ones(1, device=gpu.device)
     tensors = [torch.randn(300, 7), torch.zeros(0), torch.arange(11, dtype=torch.uint8), torch.randn(5000).half()]
     locked = LockedTensors(tensors, gpu.runtime)
-    assert all(gpu.is_locked(tensor) for tensor in tensors if tensor.numel())
+    places = [inside(tensor) for tensor in tensors if len(inside(tensor))]
+    assert len(places) == 2
+    assert all(map(gpu.is_locked, places))
     for tensor in tensors:
         assert locked.copy(tensor).cpu().equal(tensor)
     if ends == "released":
         locked.release()
     del locked
     gc.collect()
-    assert not any(gpu.is_locked(tensor) for tensor in tensors if tensor.numel())
+    assert not any(map(gpu.is_locked, places))
+
+
+@pytest.mark.parametrize("at", [0, 64, 4000])
+@pytest.mark.parametrize("kind", ["blocks", "once"])
+def test_tensors_in_the_same_pages_can_be_copied_meanwhile(
+    gpu: Accelerator, make_stack: Callable[..., nn.ModuleList], kind: str, at: int
+) -> None:
+    """A driver refuses to copy memory of which a part is locked."""
+    stack, storage = make_stack(BLOCKS, width=WIDTH), map_memory(64 * mmap.PAGESIZE)
+    weights, others = [], []
+    for linear in (each for block in stack for each in (block.up, block.down)):
+        nbytes = linear.weight.nbytes
+        part = storage[at : at + nbytes].view(torch.float32).view_as(linear.weight)
+        linear.weight = nn.Parameter(part.copy_(linear.weight), requires_grad=False)
+        weights.append(linear.weight)
+        others.append(storage[at + nbytes : at + nbytes + 5000])
+        at += nbytes + 5000
+    with ExitStack() as locks:
+        if kind == "blocks":
+            engine = attach_offload(list(stack), policy=POLICIES[0], device=gpu.device, follow_forward=False)
+            run(gpu, stack, locks.enter_context(engine), torch.randn(3, WIDTH, device=gpu.device))
+        else:
+            locks.callback(LockedTensors(weights, gpu.runtime).release)
+        assert any(gpu.is_locked(inside(weight)) for weight in weights)
+        for other in others:
+            assert other.to(gpu.device).cpu().equal(other)

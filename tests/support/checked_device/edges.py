@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from wanstream.offload import patches
 from wanstream.offload.engine.threads import ThreadSync
-from wanstream.offload.host_memory import ram_run, ram_slots
+from wanstream.offload.host_memory import in_place, ram_run, ram_slots
 from wanstream.offload.sharding import device_slots
 from wanstream.offload.sources.base import timed_read
 
@@ -150,5 +150,5 @@ def _patch_reads(machine: Machine, patched: ExitStack) -> None:
 
     for module in (ram_slots, ram_run):
         patched.enter_context(mock.patch.object(module, "timed_read", noted))
-    for module in (ram_slots, device_slots, patches):
+    for module in (ram_slots, in_place, device_slots, patches):
         patched.enter_context(mock.patch.object(module, "map_memory", machine.map_memory))
