@@ -7,6 +7,7 @@ runs them with one wait, event or unlock missing.
 from __future__ import annotations
 
 import gc
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +20,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from wanstream.devices import Event
-from wanstream.offload import BlockPatch, GatherBrokenError, OffloadEngine, StoppedTogether, WeightPatch, attach_offload
+from wanstream.devices import Event, clock_for
+from wanstream.offload import (
+    BlockPatch,
+    GatherBrokenError,
+    LockedTensors,
+    OffloadEngine,
+    StoppedTogether,
+    WeightPatch,
+    attach_offload,
+    map_memory,
+)
 from wanstream.offload.engine.run import PACE, EngineRun
 from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_format, host_bytes, tensor_views
 from wanstream.offload.sharding.group import Sharded
@@ -346,6 +356,19 @@ def recorded(gpu: Accelerator, **how: Any) -> None:
         assert step.copy_s > 0
         assert step.compute_s + step.stall_s <= step.wall_s + 1e-3  # tolerance of two clocks
     case.detach()
+
+
+@scenario
+def copied_once(gpu: Accelerator) -> None:
+    """Tensors are unlocked behind their copies, not with the object that has locked them."""
+    memory, clock = map_memory(2 * mmap.PAGESIZE).fill_(7), clock_for(gpu.device)
+    locked = LockedTensors([memory], gpu.runtime)
+    gpu.delay()
+    copy = locked.copy(memory)
+    clock.wait_for(clock.mark())
+    locked.release()
+    assert not gpu.is_locked(memory)
+    assert copy.cpu().eq(7).all()
 
 
 @scenario

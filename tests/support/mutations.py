@@ -63,10 +63,12 @@ CALLS_ON = {
 KEPT = {
     "self._recorder.begin_run",
     "self._recorder.end_run",
+    "self._filled.wait",
     "', '.join",
     "torch.get_device_module(self._family).synchronize",
 }
-"""Calls that only have the name of a wait, and that of devices without streams, which `test_synchronous.py` covers."""
+"""Calls that only have the name of a wait, waits for RAM, and that of devices without streams, which
+`test_synchronous.py` covers."""
 LOOPS = {"after", "self._streams"}
 """Loops over streams or events: each of their rounds is removed alone, and all of them together."""
 
