@@ -74,9 +74,11 @@ def raise_late(error: BaseException | None, place: str) -> None:
     said = str(error).partition("\n")[0].rstrip(".")
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise LateDeviceError(f"{said}, at {place}") from error
+    meaning = "An earlier kernel or copy caused it. After such an error, the device is usable by a new process only."
+    if "_STATUS_" in said:  # of cuBLAS, cuDNN and others
+        meaning = "A library reports it: it refuses this call, is short of memory, or an earlier kernel or copy failed."
     raise LateDeviceError(
-        f"{said}, surfaced at {place}: start again with CUDA_LAUNCH_BLOCKING=1 to find its cause\n"
-        "An earlier kernel or copy caused it. After such an error, the device is usable by a new process only."
+        f"{said}, surfaced at {place}: start again with CUDA_LAUNCH_BLOCKING=1 to find its cause\n{meaning}"
     ) from error
 
 

@@ -86,6 +86,20 @@ def test_the_place_is_named(
 
 
 @pytest.mark.parametrize(
+    ("said", "meaning"),
+    [
+        (ILLEGAL, "usable by a new process only"),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", "short of memory"),
+    ],
+)
+def test_an_error_of_a_library_need_not_have_broken_the_device(
+    make_stack: Callable[..., nn.ModuleList], said: str, meaning: str
+) -> None:
+    with pytest.raises(LateDeviceError, match=meaning):
+        run(make_stack(3), Broken(lambda: None, 0, RuntimeError(said)), 4)
+
+
+@pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory"), ValueError(ILLEGAL)],
     ids=lambda error: type(error).__name__,
