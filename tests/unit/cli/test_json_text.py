@@ -23,7 +23,7 @@ REFUSED = {
     "mark alone": (b"\xef\xbb\xbf\n", "it is empty"),
     "a comma too much": (b'{"a": 1,}', "this is not JSON: "),
     "a node twice": (b'{"1": {}, "2": {}, "1": {}}', "'1' is given twice"),
-    "a late one": (b'{%s}' % b", ".join(b'"%d": 1' % (each % 30000) for each in range(30001)), "'0' is given twice"),
+    "a late one": (b"{%s}" % b", ".join(b'"%d": 1' % (each % 30000) for each in range(30001)), "'0' is given twice"),
     "equal nodes": (b'{"1": {}, "1": {}}', "'1' is given twice"),
     "an input twice": (b'{"1": {"inputs": {"seed": 1, "seed": 2}}}', "'1.inputs.seed' is given twice"),
     "in a list": (b'[{"a": [{"b": 1, "b": 1}]}]', "'0.a.0.b' is given twice"),
