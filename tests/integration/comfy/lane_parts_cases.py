@@ -45,6 +45,7 @@ from native_families import _normal, results_of
 from wanstream.host import current_host
 from wanstream.nodes.guider import WanStreamGuider
 from wanstream.nodes.latents import vae_of
+from wanstream.nodes.runs.file_checks import FileReport, check_encoder
 from wanstream.nodes.sampler import WanStreamSampler
 from wanstream.nodes.variants.bernini import WanStreamBernini
 from wanstream.nodes.variants.fun_control import WanStreamFunControl
@@ -202,6 +203,7 @@ def _ours(node: Any, vae: Vae, **inputs: Any) -> list[Any]:
     space = WAN22 if vae.latent_channels == WAN22.channels else WAN21
     with (
         patch(f"{vae_of.__module__}.open_vae", lambda path: Namespace(space=space)),
+        patch(f"{check_encoder.__module__}._encoder", lambda *_: FileReport()),
         patch(f"{node.__module__}.encode_here", lambda path, video: vae.encode(video)),
         patch.object(type(current_host()), "model_path", lambda *_: Path("vae")),
     ):
