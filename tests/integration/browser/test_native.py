@@ -151,9 +151,17 @@ SIZE = [64, 48, 9, 1]
 
 
 def template(server: Server) -> dict[str, Any]:
-    """Return ComfyUI's own template of Wan2.2 T2V with two experts and LoRAs: loaders exchanged, small, of 4 steps."""
+    """Return ComfyUI's own template of Wan2.2 T2V with two experts and LoRAs: loaders exchanged, small, of 4 steps.
+
+    Newer templates have all of it in a subgraph, with a switch for 4 steps and the duration in seconds.
+    """
     workflow: dict[str, Any] = server.get("/templates/video_wan2_2_14B_t2v.json")
-    for node in workflow["nodes"]:
+    inner = [node for graph in workflow.get("definitions", {}).get("subgraphs", ()) for node in graph["nodes"]]
+    for node in [*workflow["nodes"], *inner]:
+        if node["type"] == "PrimitiveBoolean":
+            node["widgets_values"] = [True]
+        if node["type"] == "PrimitiveFloat" and node["widgets_values"] == [5]:
+            node["widgets_values"] = [0.5]
         node["type"] = EXCHANGED.get(node["type"], node["type"])
         if node["type"] == "EmptyHunyuanLatentVideo":
             node["widgets_values"] = SIZE
@@ -165,13 +173,14 @@ def template(server: Server) -> dict[str, Any]:
     return workflow
 
 
-ACTIVE = f"""() => {GRAPH}.nodes.filter(node => node.type === 'KSamplerAdvanced' && node.mode === 0).map(node => {{
+NODES = f"{GRAPH}.nodes.flatMap(node => node.subgraph?.nodes ?? [node])"
+ACTIVE = f"""() => {NODES}.filter(node => node.type === 'KSamplerAdvanced' && node.mode === 0).map(node => {{
     const root = node.widgets.find(widget => widget.name === 'wanstream_run')?.element
     return root ? {{ ...root.dataset, bars: root.querySelectorAll('.wanstream-bar[data-wall]').length }} : null
 }})"""
 FROM_LOADERS_TO_SAMPLERS = f"""() => {{
     const shown = ['WanStreamLoadDiffusionModel', 'LoraLoaderModelOnly', 'KSamplerAdvanced']
-    const nodes = {GRAPH}.nodes.filter(node => node.mode === 0 && shown.includes(node.type))
+    const nodes = {NODES}.filter(node => node.mode === 0 && shown.includes(node.type))
     const left = Math.min(...nodes.map(node => node.pos[0]))
     const top = Math.min(...nodes.map(node => node.pos[1]))
     const right = Math.max(...nodes.map(node => node.pos[0] + node.size[0]))
@@ -181,7 +190,11 @@ FROM_LOADERS_TO_SAMPLERS = f"""() => {{
     window.app.canvas.setDirty(true, true)
 }}"""
 """Moves the view of the picture to the loaders, the LoRAs and the samplers."""
-BOTH_ENDED = f"() => ({ACTIVE})().every(shown => shown?.ended === 'true')"
+INTO_THE_SUBGRAPH = f"""() => {{
+    const outer = {GRAPH}.nodes.find(node => node.subgraph)
+    if (outer) window.app.canvas.openSubgraph(outer.subgraph, outer)
+}}"""
+BOTH_ENDED = f"() => ({ACTIVE})().filter(shown => shown?.ended === 'true').length === 2"
 
 
 @pytest.mark.parametrize("renderer", [CLASSIC, NODES_2], ids=["classic", "nodes-2"])
@@ -189,6 +202,8 @@ def test_a_template_of_comfyui_runs_with_the_loaders_exchanged(browser: Browser,
     with opened_frontend(browser, server, settings=renderer) as frontend:
         page = frontend.page
         frontend.load_workflow(template(server))
+        page.wait_for_timeout(500)
+        page.evaluate(INTO_THE_SUBGRAPH)
         page.wait_for_timeout(500)
         page.evaluate("() => window.app.queuePrompt(0)")
         page.wait_for_function(BOTH_ENDED, timeout=240_000)
