@@ -112,17 +112,33 @@ def _detect(
     config = _configuration(tensors, metadata)
     if config is not None:
         return config, dict(tensors)
-    converted = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "")
-    config = None if converted is None else _configuration(converted, metadata)
+    changed = _changed_by_conversion(tensors)
+    if changed is None:
+        return None
+    values = {name: each.clone() if name in changed else each for name, each in tensors.items()}
+    converted = comfy.model_detection.convert_diffusers_mmdit(values, "")
+    config = _configuration(converted, metadata)
     return None if config is None else (config, converted)
 
 
 def _is_detected(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bool:
     if _configuration(tensors, metadata) is not None:
         return True
-    # ComfyUI's conversion exchanges halves of some tensors in place, which must not happen to those of the file twice.
-    without_values = {name: torch.empty_like(each, device="meta") for name, each in tensors.items()}
-    return comfy.model_detection.convert_diffusers_mmdit(without_values, "") is not None
+    return _changed_by_conversion(tensors) is not None
+
+
+def _changed_by_conversion(tensors: Mapping[str, torch.Tensor]) -> frozenset[str] | None:
+    """Return the tensors that ComfyUI's conversion of diffusers' keys changes in place; None if it does not apply.
+
+    It exchanges halves of some, and tensors that are in their file cannot be changed.
+    """
+    # Inference tensors do not count their changes.
+    with torch.inference_mode(False):
+        without_values = {
+            name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()
+        }
+        converted = comfy.model_detection.convert_diffusers_mmdit(dict(without_values), "")
+    return None if converted is None else frozenset(name for name, each in without_values.items() if each._version)
 
 
 def _configuration(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Any:

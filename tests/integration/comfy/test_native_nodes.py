@@ -28,7 +28,7 @@ from wanstream.nodes.loaders import WanStreamLoadDiffusionModel, WanStreamStream
 from wanstream.plan import AutoOffload, OffloadPolicy
 
 limits = {"smallest_block": 0, "smallest_model": 0}
-adapter.load_native = partial(adapter.load_native, **limits)
+adapter.open_native = partial(adapter.open_native, **limits)
 adapter.ModelStreamer.stream = partialmethod(adapter.ModelStreamer.stream, **limits)
 family, folder = FAMILIES["flux"], arguments[0]
 folder_paths.folder_names_and_paths["diffusion_models"][0][:] = [folder]
