@@ -209,11 +209,15 @@ def test_a_workflow_of_a_native_model_is_valid(comfyui: ComfyUI, server: Server,
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_workflow_gives_the_same_latent_in_both_hosts(
-    run_in_server: Run, embedded: dict[str, torch.Tensor], stocked: Path, name: str
+    comfyui: ComfyUI, run_in_server: Run, embedded: dict[str, torch.Tensor], stocked: Path, name: str
 ) -> None:
     latent, history = run_in_server(_prompt(name))
     _check_latent(latent)
-    assert torch.equal(latent, embedded[name])
+    if comfyui.version() >= (0, 33) and "LoadVideo" in {node["class_type"] for node in _prompt(name).values()}:
+        # Its LoadVideo converts colours with another filter, which random experts amplify.
+        assert (latent - embedded[name]).norm() < 0.1 * embedded[name].norm()
+    else:
+        assert torch.equal(latent, embedded[name])
     assert [step["expert"] for step in _timeline(history)["steps"]] == EXPERTS[name]
     _check_video(history, stocked)
 
