@@ -99,7 +99,7 @@ def seconds_of(spans: list[tuple[float, float]]) -> float:
 def warm_free_memory(nbytes: int) -> None:
     """Touch and free as much memory as the run will map.
 
-    A virtual machine returns free pages to its host, and faults them in again at 0.4 GB/s, whoever maps them.
+    A virtual machine returns free pages to its host, and faults them in again at 0.4 GB/s in any process.
     """
     memory = mmap.mmap(-1, nbytes + 2**22, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)

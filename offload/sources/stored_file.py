@@ -95,7 +95,7 @@ class StoredTensor(torch.Tensor):
             return tree_map(lambda each: StoredTensor(place, each) if isinstance(each, torch.Tensor) else each, made)
         return function(*tree_map(_values, args), **tree_map(_values, named))
 
-    # What does not go through an operation: the address of the values. They stay as long as this view exists.
+    # The address of the values is read without an operation, so the values stay as long as this view exists.
 
     def data_ptr(self) -> int:
         return self._kept().data_ptr()

@@ -120,7 +120,7 @@ def test_other_keys_mean_nothing(key):
     assert key_meaning(key) is None
 
 
-# What trainers and frameworks put in front: the trials' twelve, and others like them.
+# Prefixes that trainers and frameworks write.
 PREFIXES = (
     *("_orig_mod.", "base_model.model._orig_mod.", "diffusion_model._orig_mod.", "module.", "model.", "unet.", "dit."),
     *("high_noise_model.", "low_noise_model.", "net.", "wan.", "base_model.model.model.", "transformer_2."),
