@@ -5,24 +5,29 @@ SQLite believes most of these bytes: others make it use another page size, creat
 
 from __future__ import annotations
 
+import functools
+import sqlite3
 import struct
+import tempfile
+from contextlib import closing
 from pathlib import Path
 
 HEAD_BYTES = 100
 _MAGIC = b"SQLite format 3\0"
 _APPLICATION_AT = 68
+_ROOT_PAGE = "largest root page"
 _FIXED = (
     ("format of the file", 18, b"\1\1"),
     ("reserved bytes of a page", 20, b"\0"),
     ("payload fractions", 21, b"\x40\x20\x20"),
     ("format of the schema", 44, b"\0\0\0\4"),
     ("size of the cache", 48, bytes(4)),
-    ("largest root page", 52, bytes(4)),
+    (_ROOT_PAGE, 52, bytes(4)),
     ("encoding of texts", 56, b"\0\0\0\1"),
     ("incremental vacuum", 64, bytes(4)),
     ("reserved bytes", 72, bytes(20)),
 )
-"""Fields that are the same in every journal: name, offset and value."""
+"""Fields that are the same in every journal of an SQLite with the usual settings: name, offset and value."""
 
 
 def read_head(path: Path) -> bytes:
@@ -46,6 +51,16 @@ def application_of(head: bytes) -> int | None:
     return int.from_bytes(head[_APPLICATION_AT : _APPLICATION_AT + 4], "big")
 
 
+@functools.cache
+def _new_head() -> bytes:
+    """Return the head of a new database: some builds of SQLite reserve bytes, or vacuum automatically."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "new.sqlite")
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("PRAGMA user_version = 1")
+        return read_head(path)
+
+
 def header_fault(head: bytes, nbytes: int) -> str:
     """Return the field that is damaged in the head of a file with `nbytes`; empty if there is none.
 
@@ -61,10 +76,14 @@ def header_fault(head: bytes, nbytes: int) -> str:
     page = 65536 if stored == 1 else stored
     if page < 512 or page & (page - 1):
         return f"the size of a page is {page}"
-    for name, start, expected in _FIXED:
-        if (found := head[start : start + len(expected)]) != expected:
-            return f"the {name} is {found.hex()}, not {expected.hex()}"
     changes, pages = struct.unpack_from(">II", head, 24)
+    for name, start, usual in _FIXED:
+        field = slice(start, start + len(usual))
+        if (found := head[field]) == usual or found == (expected := _new_head()[field]):
+            continue
+        # With automatic vacuum, this number grows with the tables.
+        if name != _ROOT_PAGE or expected == usual or not 0 < int.from_bytes(found, "big") <= pages:
+            return f"the {name} is {found.hex()}, not {expected.hex()}"
     (valid_for,) = struct.unpack_from(">I", head, 92)
     if changes != valid_for:
         return f"the counter of changes is {changes}, and its copy {valid_for}"

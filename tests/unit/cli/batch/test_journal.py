@@ -10,13 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from wanstream.cli.batch.folder import journal_header
 from wanstream.cli.batch.journal import (
     DamagedJournalError,
     Entry,
@@ -469,10 +471,44 @@ def filled(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_every_region_of_a_journal_may_be_overwritten(tmp_path: Path) -> None:
+BUILDS = {
+    "usual": (),
+    "small pages": ("PRAGMA page_size = 512",),
+    "automatic vacuum": ("PRAGMA auto_vacuum = FULL",),
+    "incremental vacuum, large pages": ("PRAGMA page_size = 8192", "PRAGMA auto_vacuum = INCREMENTAL"),
+    "reserved bytes": (),
+}
+"""Settings of SQLite that are chosen when it is built."""
+
+
+@pytest.fixture(params=BUILDS)
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Create every database as another build of SQLite does."""
+    connect = sqlite3.connect
+
+    def connect_to_new(path: Path, **options: Any) -> sqlite3.Connection:
+        if request.param == "reserved bytes" and not (path.is_file() and path.stat().st_size):
+            with closing(connect(path)) as new:
+                new.execute("PRAGMA user_version = 1")
+            head = bytearray(path.read_bytes())
+            head[20], head[105:107] = 12, (len(head) - 12).to_bytes(2, "big")
+            path.write_bytes(head)
+        connection = connect(path, **options)
+        for setting in BUILDS[request.param]:
+            connection.execute(setting)  # without effect on an existing database
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", connect_to_new)
+    journal_header._new_head.cache_clear()
+    yield request.param
+    journal_header._new_head.cache_clear()
+
+
+def test_every_region_of_a_journal_may_be_overwritten(tmp_path: Path, build: str) -> None:
     """Either the damage is noticed, or it changes nothing."""
     path, chance = tmp_path / "journal.sqlite", random.Random(3)
     whole = filled(path)
+    assert (whole[20] == 12) == (build == "reserved bytes")
     with Journal(path, workflow="w" * 64) as journal:
         before = journal.entries
     regions = [(start, 4) for start in range(0, 200, 4)]
