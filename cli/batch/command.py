@@ -106,7 +106,7 @@ def _clean_up(store: OutputStore, journal: Journal) -> None:
     try:
         journal.back_up()
         remaining = store.remove_leftovers(journal.lines_left)
-    except OSError as err:
+    except (OSError, ArgumentError) as err:
         print(f"the journal was not copied, or the folder not cleaned up: {err}", file=sys.stderr)
         return
     for latent, lines in remaining:

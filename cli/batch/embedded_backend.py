@@ -41,6 +41,7 @@ from .backend import (
     output_files,
     own_nodes,
 )
+from .folder.own_files import remove_tree
 from .journal import is_full_disk
 from .output_store import unfinished_latents
 
@@ -136,7 +137,7 @@ class EmbeddedBackend(BatchBackend):
         folder = self._folder / prompt_id
         # A latent is kept, because its video does not exist yet.
         if folder.is_dir() and not unfinished_latents(folder):
-            shutil.rmtree(folder)
+            remove_tree(folder)
 
     def halt(self) -> None:
         self._host.stop()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import stat
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from PIL import Image, ImageSequence
 from ...host import LATENT, SAVING_NODE
 from .continued import FOLDER as CONTINUED
 from .folder.names import FILE_NAME, OF_SEVERAL, SUFFIX, name_key
-from .folder.own_files import MADE, PARTS, WORK_FOLDER, check_work_folder
+from .folder.own_files import MADE, PARTS, WORK_FOLDER, check_work_folder, own_entries, own_files, remove_tree
 from .journal import KeptFile
 
 _VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
@@ -233,19 +232,20 @@ class OutputStore:
         `lines_left` returns the lines of the unfinished rows of a prompt id, None for an unknown id.
         """
         kept: list[tuple[Path, list[int] | None]] = []
-        for folder in sorted(self.backend_folder.iterdir()) if self.backend_folder.is_dir() else ():
+        for folder in own_entries(self.backend_folder):
             latents, lines = unfinished_latents(folder), lines_left(folder.name)
             if latents and lines != []:
                 kept += [(latent, lines) for latent in latents]
-                for unfinished in folder.rglob("*.part"):
-                    unfinished.unlink()
-            elif folder.is_dir() and not folder.is_symlink():
-                shutil.rmtree(folder)
+                for unfinished in own_files(folder):
+                    if unfinished.suffix == ".part":
+                        unfinished.unlink()
+            else:
+                remove_tree(folder)
         return kept
 
     def clear_parts(self) -> None:
         """Remove all parts."""
-        for part in self._parts.iterdir():
+        for part in own_entries(self._parts):
             part.unlink()
 
     def remove_parts(self, parts: Iterable[Path]) -> None:
@@ -273,7 +273,8 @@ class OutputStore:
 
 def unfinished_latents(folder: Path) -> list[Path]:
     """Return the latents that a workflow has written in its output folder and whose files were not fetched."""
-    return sorted(path for path in folder.rglob(f"*{LATENT}") if path.parent != folder / CONTINUED)
+    found = (path for path in own_files(folder) if path.suffix == LATENT)
+    return [path for path in found if path.parent != folder / CONTINUED]
 
 
 def _files(folder: Path) -> list[Path]:

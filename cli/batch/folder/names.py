@@ -19,6 +19,15 @@ _MADE_NAME = re.compile(rf"{FILE_NAME.pattern}{_MADE.pattern}")
 _DEVICE = re.compile(r"(?:con|conin\$|conout\$|prn|aux|nul|com[\d¹²³]|lpt[\d¹²³]) *(?:[.:].*)?", re.IGNORECASE)
 """Device names on Windows, with any suffix; refused on all systems, because folders are copied between systems."""
 
+_OF_FILE_MANAGERS = {
+    False: re.compile(
+        r"\.ds_store|\.localized|\.directory|(?:eh)?thumbs\.db|desktop\.ini|\._.+|\.nfs.+|\.fuse_hidden.+",
+        re.IGNORECASE,
+    ),
+    True: re.compile(r"@eadir|\.@__thumb|\.appledouble", re.IGNORECASE),
+}
+"""Names of files, and of folders, that file managers, shares and network file systems create in any folder."""
+
 
 def name_key(name: str) -> str:
     """Return a text that is equal for names of one file on any system: macOS composes letters, most ignore case."""
@@ -53,6 +62,11 @@ def is_made_name(name: str, *, stem: str | None = None) -> bool:
     if stem is None:
         return bool(_MADE_NAME.fullmatch(name))
     return name.startswith(stem) and bool(_MADE.fullmatch(name[len(stem) :]))
+
+
+def is_of_file_manager(name: str, *, folder: bool) -> bool:
+    """Return True for the name of a file, or of a `folder`, that file managers create next to those of a user."""
+    return bool(_OF_FILE_MANAGERS[folder].fullmatch(name))
 
 
 def is_of_journal(name: str, journal: str) -> bool:

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ...arguments import ArgumentError
-from .names import PROMPT_ID, is_made_name
+from .names import PROMPT_ID, is_made_name, is_of_file_manager
 
 WORK_FOLDER = ".wanstream"
 LOCK, PARTS, MADE, STATES = "lock", "parts", "made", "states"
@@ -64,7 +64,7 @@ class _Trust:
 
         `found` is from `lstat`; `names` is the number of names that a batch has given to the file.
         """
-        if stat.S_ISLNK(found.st_mode) or getattr(found, "st_reparse_tag", 0) & _NAME_SURROGATE:
+        if _is_link(found):
             return "is a link"
         if not (stat.S_ISDIR if folder else stat.S_ISREG)(found.st_mode):
             return "is not a folder" if folder else "is not a regular file"
@@ -89,7 +89,7 @@ def check_work_folder(output: Path) -> None:
     trust, work = _trust(output), output / WORK_FOLDER
     if not _check(work, trust, folder=True):
         return
-    for path in _entries(work):
+    for path in own_entries(work):
         if path.name in _ALLOWED:
             _check(path, trust, folder=True)
         elif path.name not in {LOCK, f"{LOCK}-journal"}:
@@ -97,9 +97,11 @@ def check_work_folder(output: Path) -> None:
     check_database(work / LOCK)
     # A file that was made in the output folder is linked to its part, and then to its final name.
     names = Counter(found.st_ino for path in _files((work / MADE, work / PARTS)) if (found := _lstat(path)))
-    names.update(found.st_ino for path in _entries(output) if (found := _lstat(path)) and stat.S_ISREG(found.st_mode))
+    names.update(
+        found.st_ino for path in own_entries(output) if (found := _lstat(path)) and stat.S_ISREG(found.st_mode)
+    )
     for top, is_name in _ALLOWED.items():
-        for path in _entries(work / top):
+        for path in own_entries(work / top):
             if _check(path, trust, folder=top == MADE, names=names) and not is_name(path.name):
                 raise _refusal(path, "is not a file of a batch")
             if top == MADE:
@@ -133,6 +135,61 @@ def check_database(path: Path) -> None:
             raise _refusal(companion, "names another file, which would be removed")
 
 
+def own_entries(folder: Path) -> Iterator[Path]:
+    """Return the entries of a folder in the order of their names, except those of file managers.
+
+    There are none if another process has removed the folder.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        names = []
+    except OSError as err:
+        raise _refusal(folder, f"cannot be read ({err.strerror})") from err
+    return (path for name in names if not _is_harmless(path := folder / name))
+
+
+def _is_harmless(path: Path) -> bool:
+    """Return True for a file or folder of a file manager: it is neither used nor removed. Links are not harmless."""
+    if not any(is_of_file_manager(path.name, folder=folder) for folder in (False, True)):
+        return False
+    if (found := _lstat(path)) is None or _is_link(found):
+        return False
+    folder = stat.S_ISDIR(found.st_mode)
+    return (folder or stat.S_ISREG(found.st_mode)) and is_of_file_manager(path.name, folder=folder)
+
+
+def _is_link(found: os.stat_result) -> bool:
+    return stat.S_ISLNK(found.st_mode) or bool(getattr(found, "st_reparse_tag", 0) & _NAME_SURROGATE)
+
+
+def _is_folder(path: Path) -> bool:
+    """Return True for a folder that is not a link to one."""
+    return (found := _lstat(path)) is not None and stat.S_ISDIR(found.st_mode) and not _is_link(found)
+
+
+def own_files(folder: Path) -> Iterator[Path]:
+    """Yield what is below a folder and is not a folder itself, except the files of file managers. Follows no link."""
+    for path in own_entries(folder) if _is_folder(folder) else ():
+        if _is_folder(path):
+            yield from own_files(path)
+        else:
+            yield path
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder except the files of file managers, and the folders that contain them. Follows no link."""
+    if not _is_folder(folder):
+        return
+    for path in own_entries(folder):
+        if _is_folder(path):
+            remove_tree(path)
+        else:
+            path.unlink()
+    if not os.listdir(folder):
+        folder.rmdir()
+
+
 def check_file(path: Path) -> None:
     """Raise ForeignFileError if `path` exists and is not a regular file of this user."""
     parent = Path(os.path.realpath(path.parent))
@@ -143,7 +200,7 @@ def check_file(path: Path) -> None:
 def _check_tree(folder: Path, trust: _Trust, names: Mapping[int, int]) -> None:
     pending = [folder]
     while pending:
-        for path in _entries(pending.pop()):
+        for path in own_entries(pending.pop()):
             found = _lstat(path)
             if found is None:
                 continue
@@ -162,17 +219,6 @@ def _check(path: Path, trust: _Trust, *, folder: bool, names: Mapping[int, int] 
     if fault := trust.fault(path, found, folder=folder, names=(names or {}).get(found.st_ino, 1)):
         raise _refusal(path, fault)
     return True
-
-
-def _entries(folder: Path) -> Iterator[Path]:
-    """Return the entries of a folder in the order of their names; none if another process has removed it."""
-    try:
-        names = sorted(os.listdir(folder))
-    except FileNotFoundError:
-        names = []
-    except OSError as err:
-        raise _refusal(folder, f"cannot be read ({err.strerror})") from err
-    return (folder / name for name in names)
 
 
 def _lstat(path: Path) -> os.stat_result | None:

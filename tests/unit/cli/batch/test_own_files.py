@@ -64,6 +64,41 @@ def test_a_foreign_thing_is_refused_by_its_name(tmp_path: Path, number: int) -> 
     check(out)
 
 
+HARMLESS = (".DS_Store", "Thumbs.db", "desktop.ini", "._00001.mp4", "._lock", ".nfs000000000a1", ".directory")
+HARMLESS_FOLDERS = ("@eaDir", ".@__thumb")
+
+
+def test_files_of_file_managers_are_left_alone(tmp_path: Path) -> None:
+    out = finished(tmp_path / "out")
+    places = [out / ".wanstream" / place for place in ("", "parts", "made", "made/some-id/video", "states")]
+    kept = [place / name for place in places for name in HARMLESS]
+    kept += [place / name / "00001.mp4" / "x.latent" for place in places for name in HARMLESS_FOLDERS]
+    for path in kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    os.link(kept[0], out / "twin")  # they are never written, so that their other names do not matter
+    check(out)
+    store = OutputStore(out)
+    assert store.remove_leftovers(lambda prompt_id: None) == []
+    store.clear_parts()
+    own = {out / ".wanstream" / name for name in ("lock", "lock-journal", "states/part-x.safetensors")}
+    assert {path for path in (out / ".wanstream").rglob("*") if path.is_file()} == {*kept, *own}
+
+
+@pytest.mark.parametrize("place", ["", "parts"])
+@pytest.mark.parametrize("name", [*HARMLESS, *HARMLESS_FOLDERS])
+def test_a_link_or_another_kind_with_their_name_is_refused(tmp_path: Path, name: str, place: str) -> None:
+    out = finished(tmp_path / "out")
+    path = out / ".wanstream" / place / name
+    other = Path.touch if name in HARMLESS_FOLDERS else Path.mkdir
+    makes = (other, os.mkfifo, lambda each: each.symlink_to(out), lambda each: each.symlink_to(out / "lost"))
+    for number, make in enumerate(makes):
+        make(path)
+        with pytest.raises(ForeignFileError, match=name):
+            check(out)
+        path.rename(tmp_path / f"aside-{number}")
+
+
 def test_a_drive_that_maps_users_is_no_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = finished(tmp_path / "out")
     if os.geteuid() != 0:
