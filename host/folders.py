@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..schema import windows_fault
+
 WEIGHT_FILES = (".safetensors", ".sft")
 """Suffixes of readable model files."""
 
@@ -244,8 +246,7 @@ def check_output(output: Path, prefix: str) -> None:
 
     Raises OutsideFolderError or OutputNameError.
     """
-    _check_characters(prefix)
-    stem = inside(output, _fill_in(prefix, width=_WIDEST, height=_WIDEST))
+    stem = inside(output, _fill_in(usable_prefix(prefix), width=_WIDEST, height=_WIDEST))
     folder = next((place for place in stem.parents if os.path.lexists(place)), None)
     if folder is None:
         raise OutputNameError(f"'{prefix}': the drive of {stem} does not exist: connect it, or choose another folder")
@@ -263,13 +264,22 @@ def check_output(output: Path, prefix: str) -> None:
     _check_lengths(prefix, stem, folder)
 
 
-def _check_characters(prefix: str) -> None:
+def usable_prefix(prefix: str) -> str:
+    """Return a prefix with slashes between its names, as on every system.
+
+    Raises OutputNameError for a name that Windows cannot create, or that contains a lone surrogate.
+    """
     if "\0" in prefix:
         raise OutputNameError(f"{prefix!r} contains a NUL character, which no file name can: remove it")
     try:
         prefix.encode()
     except UnicodeEncodeError as err:
         raise OutputNameError(f"{prefix!r} contains a lone surrogate at index {err.start}: remove it") from err
+    prefix = prefix.replace("\\", "/")
+    for name in prefix.split("/"):
+        if name not in {".", ".."} and (fault := windows_fault(name)):
+            raise OutputNameError(f"'{_shortened(prefix)}': {_shortened(name)!r} {fault}")
+    return prefix
 
 
 def _check_lengths(prefix: str, stem: Path, folder: Path) -> None:
@@ -313,9 +323,9 @@ def _shortened(text: str) -> str:
 def output_file(output: Path, prefix: str, extension: str, *, width: int, height: int) -> OutputFile:
     """Return the next free file of `prefix`, named as in ComfyUI; creates its folder if necessary.
 
-    Raises OutsideFolderError, or OSError if the folder cannot be created.
+    Raises OutsideFolderError or OutputNameError, or OSError if the folder cannot be created.
     """
-    stem = inside(output, _fill_in(prefix, width=width, height=height))
+    stem = inside(output, _fill_in(usable_prefix(prefix), width=width, height=height))
     stem.parent.mkdir(parents=True, exist_ok=True)
     path = stem.with_name(f"{stem.name}_{_next_counter(stem):05}_.{extension.lstrip('.')}")
     subfolder = stem.parent.relative_to(os.path.abspath(output))

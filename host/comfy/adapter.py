@@ -26,7 +26,16 @@ from ...telemetry import PhaseRegistry, QueueItemPhases
 from ...wan import ExpertPair, ExpertsRegistry, open_pair, open_text_encoder, with_resolved_precision
 from ..api import HostApi, LoadedExperts, ModelRun, ModelStreaming, ProgressBar
 from ..auto_policy import AutoPlanner
-from ..folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, CachedFileNames, OutputFile, diffusers_folders, inside
+from ..folders import (
+    GGUF_FILES,
+    GGUF_FOLDERS,
+    WEIGHT_FILES,
+    CachedFileNames,
+    OutputFile,
+    diffusers_folders,
+    inside,
+    usable_prefix,
+)
 from ..machine_profile import PROBE_BYTES, load_machine_profile
 from ..workers import WorkerRegistry
 from .guider import ExpertsGuider
@@ -98,6 +107,7 @@ class ComfyHost(HostApi):
     def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
         output = folder_paths.get_output_directory()
         # Checked and normalised here: ComfyUI refuses with a bare Exception, and numbers the files of "video/" wrongly.
+        prefix = usable_prefix(prefix)
         inside(Path(output), prefix)
         folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
             os.path.normpath(prefix), output, width, height

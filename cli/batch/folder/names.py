@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import unicodedata
 
+from ....schema import windows_fault
+
 FILE_NAME = re.compile(r"\w(?:[\w .,+()-]{0,98}[\w)])?")
 """Valid stems for the files of a row."""
 PROMPT_ID = re.compile(r"\w[\w-]{0,99}")
@@ -16,9 +18,6 @@ OF_SEVERAL = "~"
 _MADE = re.compile(rf"(?:{OF_SEVERAL}\d{{1,9}})?(?:{SUFFIX.pattern})?")
 """The text after the stem in the name of a file: a number if there are several, and a suffix."""
 _MADE_NAME = re.compile(rf"{FILE_NAME.pattern}{_MADE.pattern}")
-_DEVICE = re.compile(r"(?:con|conin\$|conout\$|prn|aux|nul|com[\d¹²³]|lpt[\d¹²³]) *(?:[.:].*)?", re.IGNORECASE)
-"""Device names on Windows, with any suffix; refused on all systems, because folders are copied between systems."""
-
 _OF_FILE_MANAGERS = {
     False: re.compile(
         r"\.ds_store|\.localized|\.directory|(?:eh)?thumbs\.db|desktop\.ini|\._.+|\.nfs.+|\.fuse_hidden.+",
@@ -52,9 +51,7 @@ def stem_fault(stem: str) -> str | None:
     """Return why a text cannot be the stem of a row's files; None if it can."""
     if not FILE_NAME.fullmatch(stem):
         return "is not a valid file name: use up to 100 letters, digits, spaces and any of . , + ( ) - _"
-    if _DEVICE.fullmatch(stem):
-        return "is a device name on Windows: use another name"
-    return None
+    return windows_fault(stem)
 
 
 def is_made_name(name: str, *, stem: str | None = None) -> bool:

@@ -56,6 +56,15 @@ def test_no_output_outside_the_output_folder(tmp_path: Path, name: str) -> None:
 IMPOSSIBLE = {
     "NUL": ("video/a\0b", "NUL character"),
     "half a character": ("a\ud800", "a lone surrogate at index 1"),
+    "a device": ("aux/x", "'aux' is a device name on Windows"),
+    "a device with a suffix": ("video/Con.mp4", "'Con.mp4' is a device name"),
+    "a stream": ("a:b", "contains ':', which no name on Windows can: remove it"),
+    "a drive": ("C:\\video\\x", "'C:' contains ':'"),
+    "a question": ("why?/x", r"contains '\?'"),
+    "a line feed": ("a\nb", "contains '.n'"),
+    "a folder with a dot": ("video./x", "'video.' ends with a dot or a space"),
+    "a name with a space": ("video/x ", "'x ' ends with a dot or a space"),
+    "a device behind another slash": ("video\\nul\\x", "'nul' is a device name"),
     "a long name": ("x" * 300, "has 300 bytes, and the limit is 232: shorten it"),
     "a long name in another script": ("\u5bb6" * 80, "has 240 bytes, and the limit is 232"),
     "a long folder": (f"{'y' * 256}/x", "has 256 bytes, and the limit is 255"),
@@ -84,6 +93,9 @@ def test_a_name_under_which_nothing_can_be_written_is_refused(
     with pytest.raises(OutputNameError, match=reason) as refused:
         check_output(output, prefix)
     assert len(str(refused.value)) < 400 + len(str(output))
+    if "Windows" in str(refused.value):
+        with pytest.raises(OutputNameError, match=reason):  # a linked name is known in the run only
+            output_file(output, prefix, "mp4", width=1, height=1)
     assert sorted(output.rglob("*")) == before
 
 
@@ -100,6 +112,7 @@ def test_a_name_under_which_nothing_can_be_written_is_refused(
         "x" * 232,
         "\u5bb6/\u5bb6",
         "link/x",
+        ".hidden/..x/console.x",
     ],
 )
 def test_a_name_that_is_not_refused_can_be_written(tmp_path: Path, prefix: str) -> None:
@@ -125,6 +138,7 @@ def test_output_files_are_counted_per_prefix(tmp_path: Path) -> None:
     file = output_file(tmp_path, "video/clip", "mp4", width=0, height=0)
     assert (file.filename, file.subfolder) == ("clip_00008_.mp4", "video")
     assert file.path == tmp_path / "video" / "clip_00008_.mp4"
+    assert output_file(tmp_path, "video\\clip", "mp4", width=0, height=0) == file
     top = output_file(tmp_path, "clip", ".mp4", width=0, height=0)
     assert (top.filename, top.subfolder) == ("clip_00001_.mp4", "")
 

@@ -1,0 +1,20 @@
+"""Names that Windows cannot give to a file or folder; refused on all systems, because folders are copied."""
+
+from __future__ import annotations
+
+import re
+
+_DEVICE = re.compile(r"(?:con|conin\$|conout\$|prn|aux|nul|com[\d¹²³]|lpt[\d¹²³]) *(?:[.:].*)?", re.IGNORECASE)
+"""Device names, with any suffix."""
+_FORBIDDEN = re.compile(r'[<>:"/\\|?*\x00-\x1f]')
+
+
+def windows_fault(name: str) -> str | None:
+    """Return why Windows cannot create a file or folder with this name, and the remedy; None if it can."""
+    if _DEVICE.fullmatch(name):
+        return "is a device name on Windows: use another name"
+    if found := _FORBIDDEN.search(name):
+        return f"contains {found[0]!r}, which no name on Windows can: remove it"
+    if name.endswith((".", " ")):
+        return "ends with a dot or a space, which Windows removes: use another name"
+    return None
