@@ -37,6 +37,7 @@ from .folders import (
     latent_path,
     listed_name,
     output_file,
+    saved_path,
 )
 from .workers import SharedRun, WorkerRegistry, WorkersPlan
 
@@ -168,14 +169,22 @@ class HostApi(Protocol):
 
     def latent_names(self) -> list[str]:
         """Return the names of saved latents, as `latent_path` reads them."""
-        return latent_names(self.output_folder(), self.input_folder())
+        return latent_names(self.saved_folders(), self.input_folder())
 
     def latent_path(self, name: str) -> Path:
         """Return the path of a saved latent: relative to the output folder, or to that of inputs with " [input]".
 
         The file may not exist. Raises OutsideFolderError.
         """
-        return latent_path(self.output_folder(), self.input_folder(), name)
+        return latent_path(self.saved_folders(), self.input_folder(), name)
+
+    def saved_folders(self) -> Sequence[Path]:
+        """Return the folders in which a file that was saved is found; the first one that has it counts."""
+        return (self.output_folder(),)
+
+    def saved_path(self, name: str) -> Path:
+        """Return the path of a saved file, which may not exist. Raises OutsideFolderError."""
+        return saved_path(self.saved_folders(), name)
 
     def temp_folder(self) -> Path:
         """Return an existing folder for temporary files."""

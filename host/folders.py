@@ -215,9 +215,9 @@ _ANNOTATED = re.compile(r"(.*?) ?\[(input|output|temp)\]", re.DOTALL)
 """A name with the mark of its folder, as ComfyUI writes it."""
 
 
-def latent_names(output: Path, input_folder: Path) -> list[str]:
+def latent_names(outputs: Sequence[Path], input_folder: Path) -> list[str]:
     """Return the names of the latents in `LATENT_FOLDER` and in the input folder, as `latent_path` reads them."""
-    saved = (f"{LATENT_FOLDER}/{path.name}" for path in (output / LATENT_FOLDER).glob(f"*{LATENT}"))
+    saved = {f"{LATENT_FOLDER}/{path.name}" for each in outputs for path in (each / LATENT_FOLDER).glob(f"*{LATENT}")}
     uploaded = (f"{path.name}{_INPUT}" for path in input_folder.glob(f"*{LATENT}"))
     return [*sorted(saved), *sorted(uploaded)]
 
@@ -228,15 +228,24 @@ def annotated_name(name: str, default: str) -> tuple[str, str]:
     return (found[1], found[2]) if found else (name, default)
 
 
-def latent_path(output: Path, input_folder: Path, name: str) -> Path:
-    """Return the path of a latent: `name` is relative to the output folder, or to the input folder with " [input]".
+def saved_path(outputs: Sequence[Path], name: str) -> Path:
+    """Return the path of a file below the first of these folders that contains it, or below the last one.
+
+    Raises OutsideFolderError.
+    """
+    paths = [inside(folder, name) for folder in outputs]
+    return next((path for path in paths if path.exists()), paths[-1])
+
+
+def latent_path(outputs: Sequence[Path], input_folder: Path, name: str) -> Path:
+    """Return the path of a latent: `name` is that of a saved file, or relative to the input folder with " [input]".
 
     Raises OutsideFolderError.
     """
     bare, kind = annotated_name(name, "output")
     if kind == "temp":
         raise OutsideFolderError(f"'{name}': latents are read from the output and the input folder: move it to one")
-    return inside(input_folder if kind == "input" else output, bare)
+    return inside(input_folder, bare) if kind == "input" else saved_path(outputs, bare)
 
 
 def check_output(output: Path, prefix: str) -> None:

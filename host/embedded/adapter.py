@@ -61,7 +61,8 @@ class Folders:
     states: Path | None = None
     """Folder of states of unfinished runs; None: one below `output`."""
     finished: Path | None = None
-    """Folder of the files whose names have " [output]"; None: `output`."""
+    """Folder of the files whose names have " [output]", and of latents and calibrations that are not in `output`; None:
+    `output`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +211,9 @@ class EmbeddedHost(HostApi):
 
     def output_folder(self) -> Path:
         return self.folders.output
+
+    def saved_folders(self) -> Sequence[Path]:
+        return tuple(filter(None, (self.folders.output, self.folders.finished)))
 
     def state_folder(self) -> Path:
         return self.folders.states or super().state_folder()

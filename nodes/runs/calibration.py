@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ...host import current_host, inside
+from ...host import current_host
 from ...sampling import DenoiseRequest, MagTable, RequestError, calibrate
 from ...schema import VERSION
 from .run_experts import SamplerRun, run_experts
@@ -48,7 +48,7 @@ def read_table(name: str) -> MagTable:
             "magcache needs a calibration: run Wan Cache Calibration once and give the name of its file, "
             "or choose first_block_cache"
         )
-    path = inside(current_host().output_folder(), name)
+    path = current_host().saved_path(name)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as err:

@@ -234,19 +234,19 @@ class RayBackend(BatchBackend):
 
 def input_files(prompt: Prompt, input: Path, output: Path) -> dict[str, Path]:
     """Return the files of both folders that inputs of a workflow name, by their names in an actor's input folder."""
-    folders = {"input": (input, ""), "output": (output, f"{FINISHED}/")}
+    of_input, of_output = (input, ""), (output, f"{FINISHED}/")
+    # A name without a mark is that of an input file, or that of a latent or a calibration in the output folder.
+    folders = {"input": (of_input,), "output": (of_output,), "": (of_input, of_output)}
     found: dict[str, Path] = {}
     for node in prompt.values():
         for value in node.get("inputs", {}).values():
-            bare, kind = annotated_name(value if isinstance(value, str) else "", "input")
-            if kind not in folders:
-                continue
-            folder, below = folders[kind]
-            with suppress(OutsideFolderError):
-                for name in (bare, bare.replace("\\", "/")):  # the second one as the embedded host reads it
-                    path = inside(folder, name)
-                    if os.path.isfile(path):  # unlike Path.is_file, for any text
-                        found[f"{below}{name}"] = path
+            bare, kind = annotated_name(value if isinstance(value, str) else "", "")
+            for folder, below in folders.get(kind, ()):
+                with suppress(OutsideFolderError):
+                    for name in (bare, bare.replace("\\", "/")):  # the second one as the embedded host reads it
+                        path = inside(folder, name)
+                        if os.path.isfile(path):  # unlike Path.is_file, for any text
+                            found[f"{below}{name}"] = path
     return found
 
 

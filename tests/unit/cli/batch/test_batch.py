@@ -22,6 +22,7 @@ from wanstream.cli.batch.journal import locked
 from wanstream.host.embedded import Folders
 from wanstream.host.embedded.run import NodeFailedError, Workflow
 from wanstream.tests.faults.replaced import run_replaced
+from wanstream.wan import read_latent, write_latent
 
 T2V = Path(__file__).parents[4] / "workflows" / "api" / "t2v.json"
 SMALL = {"latent": {"width": 32, "height": 32, "frames": 5}, "sampler": {"steps": 2}, "save": {"crf": 30}}
@@ -99,6 +100,24 @@ def test_a_batch_makes_a_file_for_each_row_and_names_the_lines_that_are_none(
     journals = {"journal.sqlite", "journal.sqlite.before", "journal.sqlite.lock"}
     assert {path.name for path in out.iterdir()} == {*made(out), *journals, ".wanstream"}
     assert [path for path in (out / ".wanstream").rglob("*") if path.is_file()] == [out / ".wanstream" / "lock"]
+
+
+def test_a_row_loads_a_latent_of_the_output_folder(batch: Batch, tmp_path: Path) -> None:
+    workflow = {
+        "load": {"class_type": "WanStreamLoadLatent", "inputs": {"file": "latents/first.latent"}},
+        "save": {
+            "class_type": "WanStreamSaveLatent",
+            "inputs": {"latent": ["load", 0], "filename_prefix": "latents/next"},
+        },
+    }
+    for number, name in enumerate(("out/latents/first", "out/second", "third")):
+        path = tmp_path / f"{name}.latent"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_latent(path, torch.full((1, 16, 1, 2, 2), float(number)))
+    rows = [{"load.file": name, "name": name[:3]} for name in ("second.latent", "third.latent [input]", "lost.latent")]
+    assert main(batch({"name": "row"}, *rows, workflow=workflow)) == FAILED
+    saved = {path.stem: read_latent(path).samples.unique().item() for path in (tmp_path / "out").glob("???.latent")}
+    assert saved == {"row": 0, "sec": 1, "thi": 2}
 
 
 def test_states_of_a_row_are_found_again_by_the_next_command(

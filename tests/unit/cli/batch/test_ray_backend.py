@@ -50,6 +50,7 @@ from wanstream.host.embedded.run import NodeFailedError, Workflow
 from wanstream.schema import ExpertsRef, PathMap, WorkersError, WorkersRef
 from wanstream.tests.faults.replaced import named_models, run_replaced
 from wanstream.tests.support.local_actor import MARK, LocalActor, local_backend, row_service, rows_ended
+from wanstream.wan import write_latent
 
 WORKFLOWS = Path(__file__).parents[4] / "workflows" / "api"
 LIMIT_S = 20
@@ -335,18 +336,32 @@ def test_input_files_are_sent_once_unless_the_machine_has_them(
     assert actor.service._input_folder(backend._send_inputs(IMAGE)) == sent
 
 
+SAVE_VIDEO = {"images": ["load", 0], "filename_prefix": "x", "fps": 16.0, "crf": 20}
+
+
+@pytest.mark.parametrize(
+    ("load", "save", "reason"),
+    [
+        (
+            {"class_type": "LoadImage", "inputs": {"image": "latents/x [output]"}},
+            {"class_type": "WanStreamSaveVideo", "inputs": SAVE_VIDEO},
+            "latents/x is not in the output folder",
+        ),
+        (
+            {"class_type": "WanStreamLoadLatent", "inputs": {"file": "latents/x"}},
+            {"class_type": "WanStreamSaveLatent", "inputs": {"latent": ["load", 0], "filename_prefix": "x"}},
+            "x does not exist",
+        ),
+    ],
+)
 def test_a_file_of_the_output_folder_is_sent_and_read(
-    backend: RayBackend, actor: LocalActor, options: BatchOptions
+    backend: RayBackend, actor: LocalActor, options: BatchOptions, load: object, save: object, reason: str
 ) -> None:
-    saved = {"images": ["image", 0], "filename_prefix": "x", "fps": 16.0, "crf": 20}
-    made = {
-        "image": {"class_type": "LoadImage", "inputs": {"image": "scene.png [output]"}},
-        "save": {"class_type": "WanStreamSaveVideo", "inputs": saved},
-    }
+    made = {"load": load, "save": save}
     (fault,) = backend.faults(made)
-    assert "scene.png is not in the output folder" in fault
-    options.output.mkdir(exist_ok=True)
-    (options.output / "scene.png").write_bytes(b"one")
+    assert reason in fault
+    (options.output / "latents").mkdir(parents=True)
+    write_latent(options.output / "latents" / "x", torch.zeros(1, 16, 1, 2, 2))
     assert backend.faults(made) == []
     assert "write_input" in actor.calls
 
@@ -358,7 +373,7 @@ def test_input_files_of_a_workflow_are_those_below_the_folder(tmp_path: Path) ->
         (tmp_path / name).touch()
     inputs = {"image": "a.png", "file": "below/b.mp4 [input]", "text": "x" * 5000, "other": "../outside.png"}
     inputs |= {"seed": 1, "link": ["node", 0], "empty": "", "nul": "a\0b", "absolute": str(tmp_path / "outside.png")}  # type: ignore[dict-item]
-    more = {"marked": "a.png[input]", "made": "c.png [output]", "temporary": "d.png [temp]", "plain": "c.png"}
+    more = {"marked": "a.png[input]", "made": "c.png [output]", "temporary": "d.png [temp]", "plain": "d.png"}
     more |= {"windows": "below\\b.mp4", "gone": "e.png [output]", "above": "../outside.png [output]"}
     prompt = {str(number): {"class_type": "Any", "inputs": each} for number, each in enumerate((inputs, more))}
     folder, output = tmp_path / "input", tmp_path / "output"
@@ -366,6 +381,7 @@ def test_input_files_of_a_workflow_are_those_below_the_folder(tmp_path: Path) ->
         "a.png": folder / "a.png",
         "below/b.mp4": folder / "below" / "b.mp4",
         ".output/c.png": output / "c.png",
+        ".output/d.png": output / "d.png",
     }
 
 
